@@ -1,0 +1,143 @@
+"""What the entrypoints share: finding conf/, composing and checking, one-line errors."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_ustat.config import ConfigError, folder_name, typed
+from grpo_ustat.runs.folder import RunFolder
+
+PACKAGE = Path(__file__).resolve().parent
+CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
+
+
+def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None]) -> None:
+    """Compose `conf/<entry>.yaml`, check it, and hand it to `work` with its run folder.
+
+    Everything that can be refused is refused before the first job starts, in one line and with
+    exit code 2; in a sweep, for all of its points.
+    """
+    ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
+    OmegaConf.register_new_resolver("folder_name", _resolver(schema), replace=True)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        _check(entry, schema, sys.argv[1:])
+    except ConfigError as error:
+        _refuse(error)
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
+    def job(composed: DictConfig) -> float | None:
+        config = typed(composed, schema)
+        folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), config)
+        try:
+            return work(config, folder)
+        except ConfigError as error:
+            _refuse(error)
+
+    job()
+
+
+def _refuse(error: ConfigError) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _resolver(schema: type) -> Callable[..., str]:
+    """`${folder_name:}`: the run folder's name, a function of the whole configuration."""
+
+    def resolve(*, _root_: DictConfig) -> str:
+        return folder_name(typed(_job_part(_root_), schema))
+
+    return resolve
+
+
+def _job_part(composed: DictConfig) -> dict[str, Any]:
+    """The configuration without Hydra's own node."""
+    return {
+        key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        for key, node in composed.items()
+        if key != "hydra"
+    }
+
+
+def _check(entry: str, schema: type, arguments: list[str]) -> None:
+    """Compose every job the command line asks for and refuse what cannot run."""
+    asked = get_args_parser().parse_args(arguments)
+    if asked.help or asked.hydra_help or asked.cfg or asked.info or asked.shell_completion:
+        return
+    extra = []
+    if asked.config_dir:
+        extra = [f"hydra.searchpath=[file://{Path(asked.config_dir).resolve()}]"]
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
+        for overrides in _points(asked.overrides, asked.multirun):
+            try:
+                composed = hydra.compose(
+                    asked.config_name or entry, [*overrides, *extra], return_hydra_config=True
+                )
+                config = typed(_job_part(composed), schema)
+                path = _output_folder(composed.hydra, asked.multirun)
+            except (HydraException, OmegaConfBaseException) as error:
+                raise ConfigError(_one_line(error, schema)) from error
+            RunFolder(path, config).check()
+
+
+def _output_folder(hydra_node: DictConfig, multirun: bool) -> Path:
+    """Where Hydra will put the job."""
+    if multirun:
+        return Path(hydra_node.sweep.dir) / hydra_node.sweep.subdir
+    return Path(hydra_node.run.dir)
+
+
+def _points(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
+    """The override lists of a sweep's jobs; one list without a sweep."""
+    if not multirun:
+        return iter([overrides])
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return iter([list(point) for batch in batches for point in batch])
+
+
+def _one_line(error: Exception, schema: type) -> str:
+    """Hydra's message in one line, with what is known where something is unknown."""
+    text = " ".join(f"{error} {error.__cause__ or ''}".split())
+    choice = re.search(r"Could not find '([^/']+)/([^']+)' Available options in '[^']+': (.*?) Conf", text)
+    if choice:
+        group, asked, known = choice.groups()
+        return f"unknown {group} {asked!r}: choose from {', '.join(known.split())}"
+    missing = re.search(r"Missing mandatory value: (\S+)", text)
+    if missing:
+        return f"{missing.group(1)} has no value: set {missing.group(1)}=..."
+    unknown = re.match(r"Could not override '([^']+)'", text)
+    if not unknown:
+        return text.removesuffix(" None")
+    key = unknown.group(1)
+    near = difflib.get_close_matches(key, list(_keys(OmegaConf.structured(schema))), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
+    return f"unknown key {key}: {hint}"
+
+
+def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in node:
+        yield prefix + key
+        child = node._get_node(key)
+        if isinstance(child, DictConfig):
+            yield from _keys(child, f"{prefix}{key}.")

@@ -1,0 +1,1 @@
+"""Pure maths on arrays: baselines, closed forms, the scaling law, intervals. NumPy only."""

@@ -1,0 +1,70 @@
+"""Intervals: jackknives, clustered means, Wilson, paired differences. All two-sided."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.95
+
+
+class Interval(NamedTuple):
+    """An estimate with its two-sided interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def jackknife_variance(deleted: np.ndarray, axis: int = -1) -> np.ndarray:
+    """(K-1)/K sum_k (theta_k - mean)^2 over the K delete-one (or delete-a-block) estimates.
+
+    >>> sample = np.array([1.0, 2.0, 6.0])
+    >>> deleted_means = (sample.sum() - sample) / 2
+    >>> bool(np.isclose(jackknife_variance(deleted_means), sample.var(ddof=1) / 3))
+    True
+    """
+    count = deleted.shape[axis]
+    return (count - 1) * deleted.var(axis=axis)
+
+
+def t_interval(estimate: float, variance: float, dof: float, level: float = LEVEL) -> Interval:
+    """`estimate +- t_dof sqrt(variance)`."""
+    half = stats.t.ppf((1 + level) / 2, dof) * math.sqrt(variance)
+    return Interval(float(estimate), float(estimate - half), float(estimate + half))
+
+
+def pooled_dof(variances: np.ndarray, dof: float) -> float:
+    """Degrees of freedom of a sum of independent variance estimates (Welch-Satterthwaite)."""
+    total = variances.sum()
+    return float(dof * total**2 / (variances**2).sum()) if total > 0 else float(dof)
+
+
+def clustered_mean(values_PN: np.ndarray, level: float = LEVEL) -> Interval:
+    """Mean of all values with an interval over prompts: a prompt's values are one cluster."""
+    means_P = values_PN.mean(axis=1)
+    if len(means_P) < 2:
+        return Interval(float(means_P.mean()), -math.inf, math.inf)
+    variance = means_P.var(ddof=1) / len(means_P)
+    return t_interval(means_P.mean(), variance, len(means_P) - 1, level)
+
+
+def paired_difference(after_P: np.ndarray, before_P: np.ndarray, level: float = LEVEL) -> Interval:
+    """Mean of after - before on the same prompts."""
+    return clustered_mean((after_P - before_P)[:, None], level)
+
+
+def wilson(successes: int, trials: int, level: float = LEVEL) -> Interval:
+    """Wilson (1927) score interval of a proportion of independent trials.
+
+    >>> [round(x, 4) for x in wilson(50, 100)]
+    [0.5, 0.4038, 0.5962]
+    """
+    z = stats.norm.ppf((1 + level) / 2)
+    p = successes / trials
+    centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials**2)) / (1 + z * z / trials)
+    return Interval(p, float(centre - half), float(centre + half))

@@ -1,0 +1,160 @@
+r"""Closed forms for the mean squared error of a prompt's gradient estimate (paper, Theorem 2).
+
+With s the score, q = ||s||^2, z the reward, V = E z, sigma^2 = Var z, g = E[s z], per prompt:
+
+    M_k = E[q z^k]     A_b = M_2 - 2 b M_1 + b^2 M_0     D = M_0 sigma^2
+    none             ( A_0 - ||g||^2 ) / G
+    oracle           ( A_V - ||g||^2 ) / G
+    leave_one_out    ( A_V - ||g||^2 ) / G  +  ( D + ||g||^2 ) / ( G (G-1) )
+
+All are linear in (M_2, A_V, D, ||g||^2), and each of these has an unbiased estimator from the
+Gram matrix of the scores of a pool of N >= 3 completions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Per-prompt quantities, arrays of shape [P]; exact values or unbiased estimates.
+
+    Attributes:
+        m0: E q.
+        m1: E[q z].
+        value: V = E z.
+        a_0: E[q z^2], also A_b at b = 0.
+        a_v: E[q (z - V)^2].
+        d: M_0 sigma^2.
+        g_sq: ||g||^2.
+        cov_qz: Cov(q, z) = M_1 - V M_0.
+        var_q: Var q.
+        var_z: sigma^2.
+    """
+
+    m0: np.ndarray
+    m1: np.ndarray
+    value: np.ndarray
+    a_0: np.ndarray
+    a_v: np.ndarray
+    d: np.ndarray
+    g_sq: np.ndarray
+    cov_qz: np.ndarray
+    var_q: np.ndarray
+    var_z: np.ndarray
+
+    def mse(self, baseline: str, group_size: int) -> np.ndarray:
+        """Mean squared error of an unbiased baseline's estimate from one group, shape [P]."""
+        if baseline == "none":
+            return (self.a_0 - self.g_sq) / group_size
+        first_order = (self.a_v - self.g_sq) / group_size
+        if baseline == "oracle":
+            return first_order
+        if baseline == "leave_one_out":
+            return first_order + (self.d + self.g_sq) / (group_size * (group_size - 1))
+        raise ValueError(f"no closed form for baseline {baseline}: use none, leave_one_out, oracle")
+
+
+def pool_gradient_weights(rewards_PN: np.ndarray) -> np.ndarray:
+    """Weights w with `ghat_N = sum_i w_i s_i`, the leave-one-out gradient of the pool, [P, N]."""
+    count = rewards_PN.shape[-1]
+    total = rewards_PN.sum(axis=-1, keepdims=True)
+    return (count * rewards_PN - total) / (count * (count - 1))
+
+
+def exact_moments(q_PY: np.ndarray, z_PY: np.ndarray, p_PY: np.ndarray, g_sq_P: np.ndarray):
+    """Moments of an enumerable policy: squared score norms, rewards, probabilities over Y outcomes."""
+
+    def mean(values_PY):
+        return (p_PY * values_PY).sum(axis=-1)
+
+    m0, value = mean(q_PY), mean(z_PY)
+    deviation_PY = z_PY - value[:, None]
+    var_z = mean(deviation_PY**2)
+    return Moments(
+        m0=m0,
+        m1=mean(q_PY * z_PY),
+        value=value,
+        a_0=mean(q_PY * z_PY**2),
+        a_v=mean(q_PY * deviation_PY**2),
+        d=m0 * var_z,
+        g_sq=g_sq_P,
+        cov_qz=mean(q_PY * deviation_PY),
+        var_q=mean((q_PY - m0[:, None]) ** 2),
+        var_z=var_z,
+    )
+
+
+def pool_moments(rewards_PN: np.ndarray, gram_PNN: np.ndarray) -> Moments:
+    """Unbiased estimates of the moments from the Gram matrices of pools of N completions.
+
+    Args:
+        rewards_PN: rewards, float64.
+        gram_PNN: inner products of the scores, float64.
+
+    Raises:
+        ValueError: N < 3.
+    """
+    assert gram_PNN.shape == (*rewards_PN.shape, rewards_PN.shape[-1])
+    weights_PN = pool_gradient_weights(rewards_PN)
+    ghat_sq_P = np.einsum("pi,pij,pj->p", weights_PN, gram_PNN, weights_PN, optimize=True)
+    return norm_moments(np.diagonal(gram_PNN, axis1=1, axis2=2), rewards_PN, ghat_sq_P)
+
+
+def norm_moments(q_PN: np.ndarray, rewards_PN: np.ndarray, ghat_sq_P: np.ndarray) -> Moments:
+    """The same from squared score norms and the squared norm of the pool's gradient alone.
+
+    Products of expectations are estimated by sums over distinct completions, written through power
+    sums (`(N)_k = N (N-1) .. (N-k+1)`):
+
+        V M_1   = ( Sz Sqz - Sqzz ) / (N)_2
+        V^2 M_0 = ( Sz^2 Sq - Szz Sq - 2 Sz Sqz + 2 Sqzz ) / (N)_3
+        W M_0   = ( Szz Sq - Sqzz ) / (N)_2,   W = E z^2
+        ||g||^2 = ( ||ghat_N||^2 - A_V / N - D / (N (N-1)) ) / ( 1 - 1/N + 1 / (N (N-1)) )
+
+    Args:
+        q_PN: squared score norms, float64.
+        rewards_PN: rewards, float64.
+        ghat_sq_P: ||ghat_N||^2 of each prompt's pool.
+
+    Raises:
+        ValueError: N < 3, for which the sums over three distinct completions are empty.
+    """
+    n = rewards_PN.shape[-1]
+    if n < 3:
+        raise ValueError(f"unbiased moments need at least 3 completions a prompt, got {n}")
+    q, z = q_PN, rewards_PN
+    sq, sz, szz = q.sum(-1), z.sum(-1), (z * z).sum(-1)
+    sqz, sqzz = (q * z).sum(-1), (q * z * z).sum(-1)
+    pairs, triples = n * (n - 1), n * (n - 1) * (n - 2)
+    v_m1 = (sz * sqz - sqzz) / pairs
+    v2_m0 = (sz * sz * sq - szz * sq - 2 * sz * sqz + 2 * sqzz) / triples
+    w_m0 = (szz * sq - sqzz) / pairs
+    a_v, d = sqzz / n - 2 * v_m1 + v2_m0, w_m0 - v2_m0
+    return Moments(
+        m0=sq / n,
+        m1=sqz / n,
+        value=sz / n,
+        a_0=sqzz / n,
+        a_v=a_v,
+        d=d,
+        g_sq=(ghat_sq_P - a_v / n - d / pairs) / (1 - 1 / n + 1 / pairs),
+        cov_qz=(sqz - sz * sq / n) / (n - 1),
+        var_q=q.var(axis=-1, ddof=1),
+        var_z=z.var(axis=-1, ddof=1),
+    )
+
+
+def objective_grad_sq(pooled_sq: float, moments: Moments, pool_size: int) -> float:
+    """Unbiased ||grad J||^2 of the P prompts at hand.
+
+    Args:
+        pooled_sq: ||mean_x ghat_N,x||^2.
+        moments: of the same pools.
+        pool_size: N.
+    """
+    noise = moments.mse("leave_one_out", pool_size).mean() / len(moments.m0)
+    return float(pooled_sq - noise)

@@ -1,0 +1,83 @@
+"""Load a causal language model and its tokenizer, the same way for a folder, a hub id or our own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+EMBEDDED = "embedded:"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with what is needed to write and read its texts.
+
+    Attributes:
+        model: the causal language model, in evaluation mode.
+        tokenizer: its tokenizer.
+        end_tokens: ids that end a completion.
+        pad_token: id used for padding; masks, not this id, say what is padding.
+    """
+
+    model: PreTrainedModel
+    tokenizer: object
+    end_tokens: frozenset[int]
+    pad_token: int
+
+
+def load_policy(
+    model_name_or_path: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Policy:
+    """Load a policy in evaluation mode, all parameters trainable.
+
+    Args:
+        model_name_or_path: `embedded:NAME`, a folder in save_pretrained layout, or `org/name`.
+        revision: branch, tag or commit on the hub.
+        dtype: torch dtype by name.
+        device: torch device.
+
+    Raises:
+        ValueError: no model or tokenizer can be loaded from there.
+    """
+    source = resolve(model_name_or_path)
+    transformers_logging.disable_progress_bar()
+    common = {"revision": revision, "trust_remote_code": False}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **common)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype), use_safetensors=True, **common
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"no model could be loaded from model_name_or_path={model_name_or_path}: {reason}"
+        ) from error
+    end_tokens = _end_tokens(model, tokenizer)
+    pad = tokenizer.pad_token_id
+    model.to(device).eval()
+    return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
+
+
+def resolve(model_name_or_path: str) -> str:
+    """The folder or hub id that a configured name stands for."""
+    if model_name_or_path.startswith(EMBEDDED):
+        return str(ASSETS / model_name_or_path.removeprefix(EMBEDDED))
+    return model_name_or_path
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:
+    configured = model.generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    found = frozenset(t for t in (*listed, tokenizer.eos_token_id) if t is not None)
+    if not found:
+        raise ValueError("the model names no end token: set eos_token_id in generation_config.json")
+    return found

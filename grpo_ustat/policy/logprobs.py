@@ -1,0 +1,77 @@
+"""Rows for the model, and log-probabilities of completions.
+
+A row is a left-padded prompt followed by a right-padded completion, so that all completions start
+in the same column. Positions are always explicit: a padded prompt gets the positions it would have
+alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from grpo_ustat.records import Rollouts
+
+
+@dataclass(frozen=True)
+class Rows:
+    """B rows of L + T columns: prompts left-padded to L, completions right-padded to T.
+
+    Attributes:
+        input_ids_BT: token ids.
+        attention_mask_BT: 1 on prompt and completion tokens.
+        completion_mask_BT: 1 on completion tokens.
+        width: T, the columns that hold completions.
+    """
+
+    input_ids_BT: torch.Tensor
+    attention_mask_BT: torch.Tensor
+    completion_mask_BT: torch.Tensor
+    width: int
+
+
+def pack(rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.device) -> Rows:
+    """Rows of the completions whose flat indices p*G + i are given, in that order."""
+    group_size = rollouts.mask_PGT.shape[1]
+    prompts = [rollouts.prompt_tokens[i // group_size] for i in index]
+    mask_BT = rollouts.mask_PGT.reshape(-1, rollouts.mask_PGT.shape[-1])[index]
+    tokens_BT = rollouts.tokens_PGT.reshape(mask_BT.shape[0:0] + (-1, mask_BT.shape[-1]))[index]
+    width = int(mask_BT.sum(axis=1).max())
+    head = max(map(len, prompts))
+    ids = np.full((len(index), head + width), pad_token, dtype=np.int64)
+    attention = np.zeros_like(ids)
+    completion = np.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, head - len(prompt) : head] = prompt
+        attention[row, head - len(prompt) : head] = 1
+    completion[:, head:] = mask_BT[:, :width]
+    ids[:, head:] = np.where(mask_BT[:, :width], tokens_BT[:, :width], pad_token)
+    attention[:, head:] = mask_BT[:, :width]
+    return Rows(*(torch.from_numpy(x).to(device) for x in (ids, attention, completion)), width)
+
+
+def positions(attention_mask_BT: torch.Tensor) -> torch.Tensor:
+    """Position ids: 0 at each row's first real token, whatever the padding before it."""
+    return (attention_mask_BT.cumsum(-1) - 1).clamp(min=0)
+
+
+def completion_logprobs(
+    model: PreTrainedModel, rows: Rows, temperature: float = 1.0
+) -> torch.Tensor:
+    """Sum of the completion tokens' log-probabilities of each row, shape [B], float32 or wider."""
+    logits = model(
+        input_ids=rows.input_ids_BT,
+        attention_mask=rows.attention_mask_BT,
+        position_ids=positions(rows.attention_mask_BT),
+        logits_to_keep=rows.width + 1,
+        use_cache=False,
+    ).logits[:, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    targets = rows.input_ids_BT[:, -rows.width :]
+    logprobs = -torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    ).view_as(targets)
+    return (logprobs * rows.completion_mask_BT[:, -rows.width :]).sum(dim=1)

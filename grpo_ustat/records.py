@@ -1,0 +1,98 @@
+"""The records that travel between rooms: frozen, every axis named.
+
+Axes: P prompts, G completions of one prompt (its group), N completions of one prompt's pool,
+T completion tokens, B rows of a batch. Names carry their axes: `rewards_PG`, `tokens_PGT`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question as the policy reads it.
+
+    Attributes:
+        id: stable name, a function of the question alone; keys every random draw.
+        text: the rendered prompt.
+        question: the bare question.
+        answer: the expected final answer.
+        kind: the sort of question, for counts per kind.
+    """
+
+    id: str
+    text: str
+    question: str
+    answer: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """G completions of each of P prompts, right-padded to T tokens.
+
+    Attributes:
+        prompts: the P prompts.
+        prompt_tokens: token ids of each prompt, P lists of their own lengths.
+        tokens_PGT: completion token ids, end token included, padded with 0 (int64).
+        mask_PGT: True on the completion's tokens; a prefix of every row.
+        ended_PG: True where the policy wrote its end token, False where it was cut.
+        texts_PG: the decoded completions, P lists of G strings, without special tokens.
+    """
+
+    prompts: list[Prompt]
+    prompt_tokens: list[list[int]]
+    tokens_PGT: np.ndarray
+    mask_PGT: np.ndarray
+    ended_PG: np.ndarray
+    texts_PG: list[list[str]]
+
+    @property
+    def lengths_PG(self) -> np.ndarray:
+        """Completion lengths in tokens, end token included."""
+        return self.mask_PGT.sum(axis=-1)
+
+
+@dataclass(frozen=True)
+class BaselineContext:
+    """What a baseline may look at besides the group's rewards. Fields it does not need stay None.
+
+    Attributes:
+        value_P: the oracle's V(x) of each prompt, from completions outside the group.
+    """
+
+    value_P: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class ScorePool:
+    """N scored completions of each of P prompts: all that the closed forms need.
+
+    Attributes:
+        rewards_PN: rewards.
+        gram_PNN: inner products <s_i, s_j> of the scores of a prompt's completions; the diagonal
+            holds the squared score norms q_i.
+        lengths_PN: completion lengths in tokens.
+        grad_sq: ||mean_x ghat_N,x||^2, ghat_N,x the leave-one-out gradient of prompt x's pool.
+        grad_sq_without_K: the same with the k-th block of every prompt's completions left out.
+        completion_blocks_K: those K blocks, as index arrays into the N axis.
+        grad_sq_without_prompts_K: the same with the k-th block of prompts left out.
+        prompt_blocks_K: those K blocks, as index arrays into the P axis.
+    """
+
+    rewards_PN: np.ndarray
+    gram_PNN: np.ndarray
+    lengths_PN: np.ndarray
+    grad_sq: float
+    grad_sq_without_K: np.ndarray
+    completion_blocks_K: list[np.ndarray]
+    grad_sq_without_prompts_K: np.ndarray
+    prompt_blocks_K: list[np.ndarray]
+
+    @property
+    def sq_norm_PN(self) -> np.ndarray:
+        """Squared score norms q."""
+        return np.diagonal(self.gram_PNN, axis1=1, axis2=2)

@@ -1,0 +1,1 @@
+"""Completions: keyed randomness and the in-process sampler."""

@@ -1,0 +1,48 @@
+"""Keyed randomness: every draw is a function of what it is for.
+
+Uniforms come from Philox (Salmon et al. 2011), a counter-based generator: its key is a hash of
+(seed, stream, step, prompt id) and its counter starts at the completion's index, so results do not
+depend on the number of processes, on micro-batch size, on the order of work or on restarts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+
+def key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
+    """A 128-bit Philox key, two uint64.
+
+    Args:
+        seed: the run's seed.
+        stream: what the draws are for, such as `rollout`, `value` or `eval`.
+        step: training step or replicate.
+        name: prompt id.
+    """
+    text = f"{seed}\x1f{stream}\x1f{step}\x1f{name}"
+    return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), dtype=np.uint64)
+
+
+def generator(seed: int, stream: str, step: int = 0, name: str = "") -> np.random.Generator:
+    """A generator for choices that belong to no single completion, such as which prompts."""
+    return np.random.Generator(np.random.Philox(key=key(seed, stream, step, name)))
+
+
+def uniforms(
+    seed: int, stream: str, step: int, prompt_id: str, completions: range, count: int
+) -> np.ndarray:
+    """Uniforms in [0, 1), shape [len(completions), count]; row i belongs to completion i alone.
+
+    >>> both = uniforms(0, "rollout", 3, "7*3", range(2), 4)
+    >>> second = uniforms(0, "rollout", 3, "7*3", range(1, 2), 2)
+    >>> bool((both[1, :2] == second[0]).all())
+    True
+    """
+    shared = key(seed, stream, step, prompt_id)
+    rows = []
+    for completion in completions:
+        bits = np.random.Philox(key=shared, counter=[0, 0, completion, 0])
+        rows.append(np.random.Generator(bits).random(count))
+    return np.array(rows)

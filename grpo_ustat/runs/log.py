@@ -1,0 +1,66 @@
+"""What a run writes while it runs: metrics.jsonl, and progress on the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class MetricsLog:
+    """`metrics.jsonl`, one row a step, flushed at once.
+
+    Args:
+        folder: the run folder.
+        keep_up_to: rows of later steps are dropped: a resumed run writes them again.
+    """
+
+    def __init__(self, folder: Path, keep_up_to: int):
+        self._file = folder / "metrics.jsonl"
+        lines = self._file.read_text().splitlines() if self._file.is_file() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= keep_up_to]
+        self._file.write_text("".join(line + "\n" for line in kept))
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row."""
+        with self._file.open("a") as file:
+            file.write(json.dumps({"step": row["step"], **row}, allow_nan=False) + "\n")
+
+
+class TrainingBar:
+    """Steps done, mean reward, time left; a plain line for each evaluation.
+
+    Args:
+        max_steps: where training ends.
+        done: steps done before.
+        shown: False on ranks other than 0.
+    """
+
+    def __init__(self, max_steps: int, done: int, shown: bool):
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(),
+                   TextColumn("reward {task.fields[reward]:.3f}, left"), TimeRemainingColumn())  # fmt: skip
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self._task = self._bar.add_task("train", total=max_steps, completed=done, reward=0.0)
+
+    def __enter__(self) -> TrainingBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._bar.stop()
+
+    def step(self, reward: float) -> None:
+        """One step more."""
+        self._bar.update(self._task, advance=1, reward=reward)
+
+    def evaluated(self, row: dict[str, Any]) -> None:
+        """Show an evaluation."""
+        if not self._bar.disable:
+            self._bar.console.print(
+                f"step {row['step']}: held-out accuracy {row['accuracy']:.3f} "
+                f"[{row['low']:.3f}, {row['high']:.3f}], n = {row['n']}",
+                highlight=False,
+            )

@@ -1,0 +1,271 @@
+"""The paper's procedure: fresh rollouts, real gradients, distance to a reference gradient.
+
+A replicate draws the largest group of every question and splits it into disjoint groups for the
+smaller sizes, so the curves of all baselines and sizes come from the same rollouts. The reference
+is the mean of H independent blocks from a stream of draws of its own. With ghat_r a replicate and
+ref_h a block,
+
+    MSE    = mean_r ||ghat_r||^2 - 2 mean_{r,h} <ghat_r, ref_h> + mean_{h != k} <ref_h, ref_k>
+    bias^2 = mean_{r != s} <ghat_r, ghat_s> - (the same cross term) + (the same last term)
+
+in which no vector meets itself, so the reference's own noise (and, in bias^2, the replicates') is
+subtracted; both may be slightly negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from grpo_ustat.config import MseConfig
+from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.estimators.intervals import Interval, jackknife_variance, t_interval
+from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.logprobs import pack
+from grpo_ustat.policy.scores import completion_scores
+from grpo_ustat.records import BaselineContext, Prompt, Rollouts
+from grpo_ustat.rollout.local import sample
+from grpo_ustat.study.pool import flat, policy_for, sampling_for
+from grpo_ustat.study.workers import Done, share
+from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.registry import make_task
+
+ROWS = 512  # completions scored side by side
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One baseline at one group size.
+
+    Attributes:
+        mse: with its interval over replicates and reference blocks.
+        bias2, variance: its two parts.
+        replicates: independent groups per question behind it.
+        cosine: <E ghat, grad J> / sqrt(E||ghat||^2 ||grad J||^2).
+        best_scalar_mse: the MSE of the best multiple of the estimate.
+    """
+
+    mse: Interval
+    bias2: float
+    variance: float
+    replicates: int
+    cosine: float | None
+    best_scalar_mse: float | None
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Reference blocks [H, D] and, per question, what corrects the oracle's estimated V."""
+
+    blocks_HD: np.ndarray
+    value_P: np.ndarray
+    excess: float
+
+
+@dataclass(frozen=True)
+class _Replicates:
+    """One worker's replicates: squared norms, products with the blocks, and sums of gradients."""
+
+    squared: dict[tuple[str, int], list[float]]
+    products_H: dict[tuple[str, int], list[np.ndarray]]
+    sums_D: dict[tuple[str, int], np.ndarray]
+
+
+def monte_carlo(config: MseConfig, prompts: list[Prompt]) -> dict[tuple[str, int], Curve]:
+    """Curves by (baseline, group size) from `budget.replicates` replicates."""
+    reference = _reference(config, prompts)
+    total = config.budget.replicates * max(config.group_sizes) * len(prompts)
+    found = share(
+        _replicate, list(range(config.budget.replicates)), config.launch.workers, "replicates",
+        total, config, prompts, reference.blocks_HD, reference.value_P,
+    )  # fmt: skip
+    gram_HH = reference.blocks_HD @ reference.blocks_HD.T
+    return {
+        (name, size): _curve(found, (name, size), gram_HH, reference)
+        for name in config.baselines
+        for size in config.group_sizes
+    }
+
+
+def _reference(config: MseConfig, prompts: list[Prompt]) -> _Reference:
+    budget = config.budget
+    needs_value = any(BASELINES[name].needs_value for name in config.baselines)
+    value_P = np.zeros(len(prompts))
+    if needs_value:
+        value_P = np.concatenate(
+            share(
+                _values, [list(range(len(prompts)))], 1, "values",
+                len(prompts) * budget.value_completions, config, prompts,
+            )
+        )  # fmt: skip
+    parts = share(
+        _blocks, list(range(budget.reference_blocks)), config.launch.workers, "reference",
+        len(prompts) * budget.reference_completions, config, prompts,
+    )  # fmt: skip
+    parts.sort(key=lambda part: part[0])
+    excess = np.mean([_value_excess(q_PN, z_PN, value_P) for _, _, q_PN, z_PN in parts])
+    return _Reference(np.array([part[1] for part in parts]), value_P, float(excess))
+
+
+def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray) -> float:
+    """1/P^2 sum_x (A_v - A_V), what an estimated v costs in place of V; unbiased given v.
+
+    Over the draws behind v its mean is D/K. The reference's completions are independent of v.
+    """
+    moments = norm_moments(q_PN, rewards_PN, np.zeros(len(q_PN)))  # its ||g||^2 is not used
+    a_v_hat = moments.a_0 - 2 * value_P * moments.m1 + value_P**2 * moments.m0
+    return float((a_v_hat - moments.a_v).mean() / len(value_P))
+
+
+def _values(items, config: MseConfig, prompts: list[Prompt]) -> Iterator:
+    policy, task = policy_for(config), make_task(config)
+    size = config.budget.value_completions
+    for index in items:
+        chosen = [prompts[p] for p in index]
+        rollouts = sample(policy, chosen, size, sampling_for(config, "value"))
+        yield Done(len(chosen) * size)
+        yield rewards(task, rollouts).mean(axis=1)
+
+
+def _blocks(items: list[int], config: MseConfig, prompts: list[Prompt]) -> Iterator:
+    policy, task = policy_for(config), make_task(config)
+    size = config.budget.reference_completions // config.budget.reference_blocks
+    for h in items:
+        rollouts = sample(policy, prompts, size, sampling_for(config, "reference"), first=h * size)
+        rewards_PN = rewards(task, rollouts)
+        weights_PN = pool_gradient_weights(rewards_PN) / len(prompts)
+        gradient, q_PN = _gradients(policy, rollouts, weights_PN[None], config.temperature)
+        yield Done(len(prompts) * size)
+        yield h, gradient[0], q_PN, rewards_PN
+
+
+def _gradients(
+    policy: Policy, rollouts: Rollouts, weights_CPG: np.ndarray, temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """`sum_{p,i} w_cpi s_pi` for every c, [C, D] float64, and squared score norms [P, G]."""
+    count, size = rollouts.mask_PGT.shape[:2]
+    device, total, squared = policy.model.device, 0.0, []
+    per_call = max(1, ROWS // size)
+    for start in range(0, count, per_call):
+        prompts = np.arange(start, min(start + per_call, count))
+        index = (prompts[:, None] * size + np.arange(size)).ravel()
+        rows = pack(rollouts, index, policy.pad_token, device)
+        weights = weights_CPG[:, prompts].reshape(len(weights_CPG), -1)
+        scores = completion_scores(
+            policy.model,
+            rows.input_ids_BT,
+            rows.attention_mask_BT,
+            rows.completion_mask_BT,
+            weights_KB=torch.from_numpy(weights).to(device),
+            temperature=temperature,
+        )
+        total = total + flat(scores.gradients_K).astype(np.float64)
+        squared.append(scores.sq_norm_B.cpu().numpy().reshape(-1, size))
+    return total, np.concatenate(squared)
+
+
+def _replicate(items, config: MseConfig, prompts, blocks_HD, value_P) -> Iterator:
+    policy, task = policy_for(config), make_task(config)
+    largest = max(config.group_sizes)
+    keys = [(name, size) for name in config.baselines for size in config.group_sizes]
+    result = _Replicates({k: [] for k in keys}, {k: [] for k in keys}, dict.fromkeys(keys, 0.0))
+    for r in items:
+        rollouts = sample(policy, prompts, largest, sampling_for(config, "replicate"), step=r)
+        rewards_PG = rewards(task, rollouts)
+        weights = {key: group_weights(rewards_PG, *key, value_P) for key in keys}
+        stacked = np.concatenate(list(weights.values()))
+        gradients_CD, _ = _gradients(policy, rollouts, stacked, config.temperature)
+        products_CH, squared_C = gradients_CD @ blocks_HD.T, np.square(gradients_CD).sum(axis=1)
+        start = 0
+        for key in keys:
+            mine = slice(start, start + len(weights[key]))
+            result.squared[key].extend(squared_C[mine])
+            result.products_H[key].extend(products_CH[mine])
+            result.sums_D[key] = result.sums_D[key] + gradients_CD[mine].sum(axis=0)
+            start = mine.stop
+        yield Done(len(prompts) * largest)
+    yield result
+
+
+def group_weights(
+    rewards_PL: np.ndarray, baseline: str, group_size: int, value_P: np.ndarray
+) -> np.ndarray:
+    """Weights of the estimates of disjoint groups: shape [L // G, P, L], zero outside the group.
+
+    Args:
+        rewards_PL: rewards of L completions of each of P prompts.
+        baseline: name.
+        group_size: G.
+        value_P: V for baselines that need it.
+    """
+    prompts, largest = rewards_PL.shape
+    groups = largest // group_size
+    weights = np.zeros((groups, prompts, largest))
+    context = BaselineContext(value_P=value_P)
+    for k in range(groups):
+        inside = slice(k * group_size, (k + 1) * group_size)
+        advantage_PG = advantages(baseline, rewards_PL[:, inside].copy(), context)
+        weights[k, :, inside] = advantage_PG / (group_size * prompts)
+    return weights
+
+
+def _curve(found: list[_Replicates], key, gram_HH: np.ndarray, reference: _Reference) -> Curve:
+    squared_R = np.concatenate([part.squared[key] for part in found])
+    products_RH = np.concatenate([part.products_H[key] for part in found])
+    sum_D = sum(part.sums_D[key] for part in found)
+    name, group_size = key
+    excess = reference.excess / group_size if BASELINES[name].needs_value else 0.0
+    return curve(squared_R, products_RH, gram_HH, float(sum_D @ sum_D), excess)
+
+
+def curve(
+    squared_R: np.ndarray,
+    products_RH: np.ndarray,
+    gram_HH: np.ndarray,
+    sum_sq: float,
+    excess: float = 0.0,
+) -> Curve:
+    """MSE, bias^2 and variance of R replicates against H reference blocks.
+
+    Args:
+        squared_R: ||ghat_r||^2.
+        products_RH: <ghat_r, ref_h>.
+        gram_HH: <ref_h, ref_k>.
+        sum_sq: ||sum_r ghat_r||^2.
+        excess: a known part of the MSE to subtract, the price of an estimated V.
+    """
+    count, grad_sq = len(squared_R), _off_diagonal(gram_HH)
+    cross = float(products_RH.mean())
+    mse = float(squared_R.mean()) - 2 * cross + grad_sq - excess
+    bias2 = (sum_sq - squared_R.sum()) / (count * (count - 1)) - 2 * cross + grad_sq
+    deleted_H = _without_each_block(products_RH.mean(axis=0), gram_HH)
+    of_blocks = float(jackknife_variance(deleted_H))
+    of_replicates = float((squared_R - 2 * products_RH.mean(axis=1)).var(ddof=1) / count)
+    dof = (of_blocks + of_replicates) ** 2 / (
+        of_blocks**2 / (len(gram_HH) - 1) + of_replicates**2 / (count - 1)
+    )
+    energy = float(squared_R.mean()) - excess
+    scale_free = grad_sq > 0 and energy > 0
+    return Curve(
+        mse=t_interval(mse, of_blocks + of_replicates, dof),
+        bias2=float(bias2),
+        variance=mse - float(bias2),
+        replicates=count,
+        cosine=cross / (energy * grad_sq) ** 0.5 if scale_free else None,
+        best_scalar_mse=grad_sq - cross**2 / energy if scale_free else None,
+    )
+
+
+def _off_diagonal(gram_HH: np.ndarray) -> float:
+    count = len(gram_HH)
+    return float((gram_HH.sum() - np.trace(gram_HH)) / (count * (count - 1)))
+
+
+def _without_each_block(cross_H: np.ndarray, gram_HH: np.ndarray) -> np.ndarray:
+    """-2 cross + ||grad||^2 with each reference block left out in turn."""
+    kept = [np.delete(np.arange(len(cross_H)), h) for h in range(len(cross_H))]
+    return np.array([-2 * cross_H[k].mean() + _off_diagonal(gram_HH[np.ix_(k, k)]) for k in kept])

@@ -1,0 +1,108 @@
+"""Share work among processes, each with its own copy of the model, and watch them."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import queue
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Work = Callable[..., Iterator[Any]]
+
+
+@dataclass(frozen=True)
+class Done:
+    """Progress of a worker: so many completions more."""
+
+    completions: int
+
+
+def share(
+    work: Work, items: list[Any], workers: int, title: str, total: int, *arguments: Any
+) -> list[Any]:
+    """Run `work(items, *arguments)`, a generator, over the items split among workers.
+
+    `work` yields `Done(n)` for progress and anything else as a result. Worker w takes items
+    w, w + workers, ...; the results are returned in the order of workers.
+
+    Args:
+        work: a module-level generator function.
+        items: what to share out.
+        workers: number of processes; 1 runs in this one.
+        title, total: of the progress bar, in completions.
+        arguments: passed on to every worker.
+
+    Raises:
+        RuntimeError: a worker failed; its traceback is the message.
+    """
+    workers = min(workers, len(items))
+    shares = [items[w::workers] for w in range(workers)]
+    results: list[list[Any]] = [[] for _ in shares]
+    with _bar() as bar:
+        task = bar.add_task(title, total=total)
+        for worker, event in _events(work, shares, arguments):
+            if isinstance(event, Done):
+                bar.advance(task, event.completions)
+            else:
+                results[worker].append(event)
+    return [result for found in results for result in found]
+
+
+def _bar() -> Progress:
+    """A bar with the time left; without a terminal, one plain line at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TextColumn("completions, left"), TimeRemainingColumn())  # fmt: skip
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _events(work: Work, shares: list[list[Any]], arguments: tuple) -> Iterator[tuple[int, Any]]:
+    if len(shares) == 1:
+        yield from ((0, event) for event in work(shares[0], *arguments))
+        return
+    context = mp.get_context("spawn")
+    events = context.Queue()
+    processes = [
+        context.Process(target=_worker, args=(events, w, work, share, arguments), daemon=True)
+        for w, share in enumerate(shares)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield from _listen(events, processes)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _listen(events, processes) -> Iterator[tuple[int, Any]]:
+    running = set(range(len(processes)))
+    while running:
+        try:
+            worker, kind, event = events.get(timeout=5)
+        except queue.Empty:
+            dead = [w for w in running if processes[w].exitcode is not None]
+            if dead:
+                code = processes[dead[0]].exitcode
+                raise RuntimeError(f"worker {dead[0]} ended with exit code {code}") from None
+            continue
+        if kind == "error":
+            raise RuntimeError(f"worker {worker} failed:\n{event}")
+        if kind == "end":
+            running.discard(worker)
+        else:
+            yield worker, event
+
+
+def _worker(events, number: int, work: Work, items: list[Any], arguments: tuple) -> None:
+    try:
+        for event in work(items, *arguments):
+            events.put((number, "event", event))
+        events.put((number, "end", None))
+    except Exception:
+        events.put((number, "error", traceback.format_exc()))

@@ -1,0 +1,192 @@
+"""Synthetic arithmetic: five kinds of questions with integer answers and disjoint splits.
+
+The kinds are those of the paper's Figure 4: two-step and three-step addition/subtraction, one
+multiplication, one exact division, addition/subtraction with parentheses. A question belongs to
+the split that the hash of its canonical form falls into, so questions that are the same arithmetic
+in another order (3*7 and 7*3, 9-(4+2) and 9-2-4, 21/7 and 3*7) are always on the same side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from grpo_ustat.records import Prompt
+from grpo_ustat.tasks.answers import final_integer
+from grpo_ustat.tasks.prompts import render
+
+KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
+SPLITS = ("train", "train", "train", "test", "study")
+MAX_TRIES = 1000  # redraws of one question before its kind counts as exhausted
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Operand ranges, both ends included.
+
+    Attributes:
+        min_term, max_term: terms of sums and differences.
+        min_factor, max_factor: the larger factor, or the quotient; multiples of ten are left out,
+            because they are intermediate steps of the others.
+        min_digit, max_digit: the smaller factor, or the divisor.
+    """
+
+    min_term: int = 1
+    max_term: int = 49
+    min_factor: int = 11
+    max_factor: int = 99
+    min_digit: int = 2
+    max_digit: int = 9
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question: its kind, text, answer, and what a worked solution needs.
+
+    Attributes:
+        operands: signed terms of a sum as written, or (factor, digit) of a product or quotient.
+        inside: for parentheses, the index of the first of the two terms inside.
+    """
+
+    kind: str
+    text: str
+    answer: int
+    operands: tuple[int, ...]
+    inside: int | None = None
+
+    @property
+    def canonical(self) -> str:
+        """The arithmetic behind the question, whatever the order in which it is written."""
+        if self.kind in ("multiplication", "division"):
+            return "*".join(map(str, sorted(self.operands)))
+        return "+".join(map(str, sorted(self._expanded())))
+
+    def _expanded(self) -> tuple[int, ...]:
+        if self.inside is None or self.inside == 0 or self.operands[self.inside] > 0:
+            return self.operands
+        return (*self.operands[:-1], -self.operands[-1])
+
+    @property
+    def split(self) -> str:
+        """The split that the canonical form hashes to: 3/5 train, 1/5 test, 1/5 study."""
+        digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
+        return SPLITS[int.from_bytes(digest, "big") % len(SPLITS)]
+
+
+def _sum_text(terms: tuple[int, ...]) -> str:
+    return str(terms[0]) + "".join(f"{t:+d}" for t in terms[1:])
+
+
+def _steps(rng: random.Random, ranges: Ranges, kind: str) -> Question:
+    count = 3 if kind == "two_step" else 4
+    terms = [rng.randint(ranges.min_term, ranges.max_term) for _ in range(count)]
+    signed = (terms[0], *(t * rng.choice((1, -1)) for t in terms[1:]))
+    return Question(kind, _sum_text(signed), sum(signed), signed)
+
+
+def _parentheses(rng: random.Random, ranges: Ranges, kind: str) -> Question:
+    """`operands` are signed as written: in 9-(4+2) they are (9, -4, 2), expanded to 9-4-2."""
+    a, b, c = (rng.randint(ranges.min_term, ranges.max_term) for _ in range(3))
+    inside = rng.choice((0, 1))
+    first, second = rng.choice((1, -1)), rng.choice((1, -1))
+    if inside == 0:
+        if first < 0 and a < b:
+            a, b = b, a
+        terms = (a, first * b, second * c)
+        return Question(kind, f"({a}{first * b:+d}){second * c:+d}", sum(terms), terms, 0)
+    if second < 0 and b < c:
+        b, c = c, b
+    text = f"{a}{'+' if first > 0 else '-'}({b}{second * c:+d})"
+    return Question(kind, text, a + first * (b + second * c), (a, first * b, second * c), 1)
+
+
+def _product(rng: random.Random, ranges: Ranges, kind: str) -> Question:
+    factor = rng.randint(ranges.min_factor, ranges.max_factor)
+    while factor % 10 == 0:
+        factor = rng.randint(ranges.min_factor, ranges.max_factor)
+    digit = rng.randint(ranges.min_digit, ranges.max_digit)
+    if kind == "division":
+        return Question(kind, f"{factor * digit}/{digit}", factor, (factor, digit))
+    pair = (factor, digit) if rng.random() < 0.5 else (digit, factor)
+    return Question(kind, f"{pair[0]}*{pair[1]}", factor * digit, pair)
+
+
+_MAKERS = {
+    "two_step": _steps,
+    "three_step": _steps,
+    "multiplication": _product,
+    "division": _product,
+    "parentheses": _parentheses,
+}
+
+
+def _one(rng: random.Random, kind: str, split: str, ranges: Ranges) -> Question:
+    while True:
+        question = _MAKERS[kind](rng, ranges, kind)
+        if question.split == split:
+            return question
+
+
+def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Question]:
+    """Endless questions of a split, kinds drawn uniformly; repeats occur."""
+    rng = random.Random(f"arithmetic/{split}/{seed}")
+    while True:
+        yield _one(rng, rng.choice(KINDS), split, ranges)
+
+
+def draw(split: str, count: int, ranges: Ranges, seed: int) -> list[Question]:
+    """`count` distinct questions of a split, kinds drawn uniformly.
+
+    Raises:
+        ValueError: the operand ranges hold too few distinct questions of some kind.
+    """
+    rng = random.Random(f"arithmetic/{split}/{seed}")
+    found: dict[str, Question] = {}
+    while len(found) < count:
+        kind = rng.choice(KINDS)
+        tries = (_one(rng, kind, split, ranges) for _ in range(MAX_TRIES))
+        question = next((q for q in tries if q.text not in found), None)
+        if question is None:
+            have = sum(q.kind == kind for q in found.values())
+            raise ValueError(
+                f"{count} distinct {split} questions asked, but these operand ranges hold only "
+                f"about {have} of kind {kind}: widen the dataset's ranges or ask for fewer"
+            )
+        found[question.text] = question
+    return list(found.values())
+
+
+class ArithmeticTask:
+    """The task: prompts of each split and a 0/1 reward for the right final integer.
+
+    Args:
+        ranges: operand ranges.
+        sizes: number of questions of each split.
+        template: prompt template, `{question}` stands for the question.
+        seed: of the questions, not of the run.
+    """
+
+    def __init__(self, ranges: Ranges, sizes: dict[str, int], template: str, seed: int):
+        self._ranges = ranges
+        self._sizes = sizes
+        self._template = template
+        self._seed = seed
+
+    def prompts(self, split: str) -> list[Prompt]:
+        """The split's questions as prompts, in the order in which they were drawn."""
+        return [
+            Prompt(
+                id=q.text,
+                text=render(self._template, q.text),
+                question=q.text,
+                answer=str(q.answer),
+                kind=q.kind,
+            )
+            for q in draw(split, self._sizes[split], self._ranges, self._seed)
+        ]
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """1 if the completion's final answer is the right integer, else 0."""
+        return float(final_integer(completion) == int(prompt.answer))

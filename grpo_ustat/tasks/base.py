@@ -1,0 +1,32 @@
+"""What every task offers: prompts of a split, and a reward for each completion."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from grpo_ustat.records import Prompt, Rollouts
+
+
+class Task(Protocol):
+    """A set of questions with a reward."""
+
+    def prompts(self, split: str) -> list[Prompt]:
+        """The prompts of `train`, `test` or `study`, in a fixed order."""
+        ...
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """The reward of one completion, in [0, 1]."""
+        ...
+
+
+def rewards(task: Task, rollouts: Rollouts) -> np.ndarray:
+    """Rewards of every completion, shape [P, G], float64."""
+    return np.array(
+        [
+            [task.reward(prompt, text) for text in texts]
+            for prompt, texts in zip(rollouts.prompts, rollouts.texts_PG, strict=True)
+        ],
+        dtype=np.float64,
+    )

@@ -1,0 +1,1 @@
+"""What `train` does: Algorithm 1, held-out evaluation, checkpoints."""

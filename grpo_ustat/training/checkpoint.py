@@ -1,0 +1,65 @@
+"""Checkpoints in save_pretrained layout with the optimizer's moments and our counters.
+
+A checkpoint is written beside its final place and renamed, so it is either absent or whole. No
+random state is stored: every draw is keyed by the step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_ustat.policy.loading import Policy
+
+STATE = "grpo_ustat_state.json"
+OPTIMIZER = "optimizer.safetensors"
+
+
+def save(folder: Path, step: int, policy: Policy, optimizer, state: dict[str, Any]) -> Path:
+    """Write `checkpoint-<step>/` with model, tokenizer, optimizer and `state`."""
+    target, staged = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}.tmp"
+    for old in (staged, target):
+        if old.exists():
+            shutil.rmtree(old)
+    policy.model.save_pretrained(staged)
+    policy.tokenizer.save_pretrained(staged)
+    save_file(_moments(policy, optimizer), staged / OPTIMIZER)
+    (staged / STATE).write_text(json.dumps(state | {"step": step}))
+    os.replace(staged, target)
+    return target
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint of the latest step, None without one."""
+    found = [p for p in folder.glob("checkpoint-*") if (p / STATE).is_file()]
+    return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+
+
+def load(checkpoint: Path, policy: Policy, optimizer) -> dict[str, Any]:
+    """Restore model and optimizer in place and return the stored state."""
+    weights = load_file(checkpoint / "model.safetensors")
+    missing = policy.model.load_state_dict(weights, strict=False).missing_keys
+    tied = set(policy.model._tied_weights_keys or ())
+    if set(missing) - tied:
+        raise ValueError(f"{checkpoint} lacks weights of {sorted(set(missing) - tied)}")
+    stored = load_file(checkpoint / OPTIMIZER)
+    parameters = dict(policy.model.named_parameters())
+    for key, value in stored.items():
+        name, _, field = key.rpartition("/")
+        optimizer.state[parameters[name]][field] = value.to(parameters[name].device)
+    return json.loads((checkpoint / STATE).read_text())
+
+
+def _moments(policy: Policy, optimizer) -> dict[str, torch.Tensor]:
+    """Optimizer state as `parameter/field`."""
+    return {
+        f"{name}/{field}": value.contiguous()
+        for name, parameter in policy.model.named_parameters()
+        for field, value in optimizer.state.get(parameter, {}).items()
+    }

@@ -1,0 +1,139 @@
+"""Train the embedded policies from scratch: `python scripts/train_tiny.py tiny`.
+
+Each is a Qwen2 model of about 0.2 M parameters with a character-level tokenizer, trained by
+next-token prediction on train-split arithmetic only: by the hash of the canonical form no study or
+test question, in whatever order it is written, is among the training questions. Seeded; prints how
+many questions of each kind it saw and how long it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import random
+import string
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from worked_solutions import direct, worked
+
+from grpo_ustat.tasks.arithmetic import Ranges, stream
+
+ASSETS = Path(__file__).resolve().parent.parent / "grpo_ustat" / "assets"
+PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+RECIPES = {  # name: (writes worked solutions, steps, rows a step)
+    "tiny_base": (True, 1400, 96),
+    "tiny": (True, 3200, 96),
+    "tiny_direct": (False, 16000, 192),
+}
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, newline included."""
+    characters = [c for c in string.printable if c.isprintable()] + ["\n"]
+    vocab = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(characters)])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def small_qwen2(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """A Qwen2 of four layers, width 64, grouped-query attention, tied embeddings."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        use_cache=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def batch(rows: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast):
+    """Right-padded ids [B, T] and labels [B, T], -100 outside the completion and its end token."""
+    ids, labels = [], []
+    for prompt, completion in rows:
+        head = tokenizer(prompt)["input_ids"]
+        tail = [*tokenizer(completion)["input_ids"], tokenizer.eos_token_id]
+        ids.append(torch.tensor(head + tail))
+        labels.append(torch.tensor([-100] * len(head) + tail))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return (
+        pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
+        pad(labels, batch_first=True, padding_value=-100),
+    )
+
+
+def train(name: str, steps: int, rows: int, reasons: bool, seed: int) -> None:
+    """Train one policy and write its folder."""
+    torch.manual_seed(seed)
+    rng = random.Random(f"wording/{seed}")
+    questions = stream("train", Ranges(), seed)
+    tokenizer = character_tokenizer()
+    model = small_qwen2(tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    seen: collections.Counter[str] = collections.Counter()
+    distinct: dict[str, set[str]] = collections.defaultdict(set)
+    start = time.perf_counter()
+    for step in range(1, steps + 1):
+        texts = []
+        for question, _ in zip(questions, range(rows), strict=False):
+            seen[question.kind] += 1
+            distinct[question.kind].add(question.canonical)
+            solution = worked(question, rng) if reasons else direct(question)
+            texts.append((f"{question.text}=", solution))
+        ids, labels = batch(texts, tokenizer)
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0 or step == steps:
+            spent = time.perf_counter() - start
+            print(f"{name} step {step}/{steps} loss {loss.item():.4f} {spent:.0f} s", flush=True)
+    folder = ASSETS / name
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    counts = ", ".join(f"{k} {seen[k]} rows of {len(distinct[k])} forms" for k in sorted(seen))
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{name}: {parameters} parameters, {time.perf_counter() - start:.0f} s; {counts}")
+
+
+def main() -> None:
+    """Parse the command line and train the named policies one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=sorted(RECIPES))
+    parser.add_argument("--steps", type=int, help="instead of the recipe's number of steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="more is slower on busy cores")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    for name in arguments.names:
+        reasons, steps, rows = RECIPES[name]
+        train(name, arguments.steps or steps, rows, reasons, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the slow tests instead of the fast")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --slow the fast tests run, with it the slow ones; naming a test runs it."""
+    wanted = config.getoption("--slow")
+    kept = [item for item in items if bool(item.get_closest_marker("slow")) == wanted]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+@pytest.fixture
+def rng():
+    import numpy as np
+
+    return np.random.default_rng(20260301)
