@@ -119,7 +119,9 @@ def _points(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
 def _one_line(error: Exception, schema: type) -> str:
     """Hydra's message in one line, with what is known where something is unknown."""
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
-    choice = re.search(r"Could not find '([^/']+)/([^']+)' Available options in '[^']+': (.*?) Conf", text)
+    choice = re.search(
+        r"Could not find '([^/']+)/([^']+)' Available options in '[^']+': (.*?) Conf", text
+    )
     if choice:
         group, asked, known = choice.groups()
         return f"unknown {group} {asked!r}: choose from {', '.join(known.split())}"
@@ -130,7 +132,9 @@ def _one_line(error: Exception, schema: type) -> str:
     if not unknown:
         return text.removesuffix(" None")
     key = unknown.group(1)
-    near = difflib.get_close_matches(key, list(_keys(OmegaConf.structured(schema))), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(
+        key, list(_keys(OmegaConf.structured(schema))), n=1, cutoff=0.5
+    )
     hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
     return f"unknown key {key}: {hint}"
 

@@ -18,6 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.estimators.baselines import BASELINES
 
+ASSETS = Path(__file__).resolve().parent / "assets"
+EMBEDDED = "embedded:"
 METHODS = ("closed_form", "monte_carlo")
 OPERATIONAL = (
     "on_existing",
@@ -88,7 +90,8 @@ class OptimizerConfig:
 @dataclass
 class TrainBudget:
     """rollouts: completions per step, n = prompts x group_size. value_completions: for the oracle,
-    fresh completions per prompt and step behind V, outside `rollouts` but counted as cost."""
+    fresh completions per prompt and step behind V, outside `rollouts` but counted as cost.
+    """
 
     rollouts: int = MISSING
     value_completions: int = MISSING
@@ -98,7 +101,8 @@ class TrainBudget:
 class StudyBudget:
     """Completions per question: `pool_completions` for closed_form; for monte_carlo `replicates`
     groups of the largest size, `reference_completions` in `reference_blocks` independent blocks
-    behind the reference gradient, `value_completions` behind the oracle's V."""
+    behind the reference gradient, `value_completions` behind the oracle's V.
+    """
 
     pool_completions: int = MISSING
     replicates: int = MISSING
@@ -110,7 +114,8 @@ class StudyBudget:
 @dataclass
 class StudyConfig:
     """methods: any of closed_form, monte_carlo. interval: `completions` (conditional on the
-    questions) or `questions` (as a sample of questions). questions: the first so many, null: all."""
+    questions) or `questions` (as a sample of questions). questions: the first so many, null: all.
+    """
 
     methods: list[str] = MISSING
     interval: str = MISSING
@@ -196,7 +201,7 @@ class MseConfig(Common):
             for size in self.group_sizes:
                 _check_group_size(name, size)
         if not (self.baselines and self.group_sizes and self.study.methods):
-            raise ConfigError("baselines, group_sizes and study.methods must each name at least one")
+            raise ConfigError("baselines, group_sizes, study.methods: name at least one")
         for method in self.study.methods:
             _one_of("study.methods", method, METHODS)
         _one_of("study.interval", self.study.interval, ("completions", "questions"))
@@ -226,7 +231,9 @@ class MseConfig(Common):
         budget = self.budget
         _positive(budget, "value_completions", prefix="budget.")
         if budget.replicates < 2:
-            raise ConfigError(f"budget.replicates={budget.replicates}: an interval needs at least 2")
+            raise ConfigError(
+                f"budget.replicates={budget.replicates}: an interval needs at least 2"
+            )
         per_block, rest = divmod(budget.reference_completions, max(1, budget.reference_blocks))
         if budget.reference_blocks < 2 or rest or per_block < 3:
             raise ConfigError(
@@ -324,9 +331,13 @@ def _check_model(model_name_or_path: str) -> None:
         raise ConfigError(
             f"model.model_name_or_path={name} holds no model: no config.json in {folder.resolve()}"
         )
-    if not looks_local and not name.startswith("embedded:"):
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-            raise ConfigError(f"model.model_name_or_path={name} is neither a folder nor org/name")
+    if name.startswith(EMBEDDED):
+        known = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
+        _one_of(
+            "model.model_name_or_path", name, tuple(EMBEDDED + known_name for known_name in known)
+        )
+    elif not looks_local and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ConfigError(f"model.model_name_or_path={name} is neither a folder nor org/name")
 
 
 def typed(config: Any, schema: type) -> Any:

@@ -10,24 +10,44 @@ from __future__ import annotations
 
 import argparse
 import collections
-import random
 import string
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from worked_solutions import direct, worked
+from worked_solutions import Writer, direct
 
 from grpo_ustat.tasks.arithmetic import Ranges, stream
 
 ASSETS = Path(__file__).resolve().parent.parent / "grpo_ustat" / "assets"
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
-RECIPES = {  # name: (writes worked solutions, steps, rows a step)
-    "tiny_base": (True, 1400, 96),
-    "tiny": (True, 3200, 96),
-    "tiny_direct": (False, 16000, 192),
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one policy is trained.
+
+    Attributes:
+        steps: optimizer steps.
+        rows: solutions a step.
+        reasons: whether it writes worked solutions or the answer at once.
+        careless: how often a step of its teacher's solutions slips: a policy with this habit has a
+            skill that sampling hides and reinforcement can bring out.
+    """
+
+    steps: int
+    rows: int
+    reasons: bool
+    careless: float = 0.0
+
+
+RECIPES = {
+    "tiny_base": Recipe(steps=2600, rows=96, reasons=True, careless=0.28),
+    "tiny": Recipe(steps=3200, rows=96, reasons=True),
+    "tiny_direct": Recipe(steps=16000, rows=192, reasons=False),
 }
 
 
@@ -83,10 +103,10 @@ def batch(rows: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast):
     )
 
 
-def train(name: str, steps: int, rows: int, reasons: bool, seed: int) -> None:
+def train(name: str, recipe: Recipe, steps: int, seed: int) -> None:
     """Train one policy and write its folder."""
     torch.manual_seed(seed)
-    rng = random.Random(f"wording/{seed}")
+    write = Writer(seed, recipe.careless).solution if recipe.reasons else direct
     questions = stream("train", Ranges(), seed)
     tokenizer = character_tokenizer()
     model = small_qwen2(tokenizer)
@@ -97,11 +117,10 @@ def train(name: str, steps: int, rows: int, reasons: bool, seed: int) -> None:
     start = time.perf_counter()
     for step in range(1, steps + 1):
         texts = []
-        for question, _ in zip(questions, range(rows), strict=False):
+        for question, _ in zip(questions, range(recipe.rows), strict=False):
             seen[question.kind] += 1
             distinct[question.kind].add(question.canonical)
-            solution = worked(question, rng) if reasons else direct(question)
-            texts.append((f"{question.text}=", solution))
+            texts.append((f"{question.text}=", write(question)))
         ids, labels = batch(texts, tokenizer)
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
@@ -131,8 +150,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for name in arguments.names:
-        reasons, steps, rows = RECIPES[name]
-        train(name, arguments.steps or steps, rows, reasons, arguments.seed)
+        recipe = RECIPES[name]
+        train(name, recipe, arguments.steps or recipe.steps, arguments.seed)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ the order of two summands or factors, the wording between steps, spaces around o
 
 from __future__ import annotations
 
+import operator
 import random
-import re
 
 from grpo_ustat.tasks.answers import MARK
 from grpo_ustat.tasks.arithmetic import Question
@@ -21,75 +21,91 @@ def direct(question: Question) -> str:
     return str(question.answer)
 
 
-def worked(question: Question, rng: random.Random) -> str:
-    """A short worked solution ending in ` #### answer`, with random wording and order."""
-    steps = [_spaced(step, rng) for step in _steps(question, rng)]
-    text = rng.choice(OPENINGS) + steps[0]
-    for step in steps[1:]:
-        text += rng.choice(LINKS) + step
-    return f"{text} {MARK} {question.answer}"
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+SLIPS = (-10, -2, -1, 1, 2, 10)
 
 
-def _spaced(step: str, rng: random.Random) -> str:
-    """The step with a space or none at each of its joints but the last."""
-    first, *rest = re.fullmatch(r"(-?\d+)([-+*/])(-?\d+)(=-?\d+)", step).groups()
-    return first + "".join(rng.choice(("", " ")) + part for part in rest)
+class Writer:
+    """Writes worked solutions with random wording, spacing and order of steps.
 
+    Args:
+        seed: of the random choices.
+        careless: the probability that a step's result slips; later steps go on from it.
+    """
 
-def _steps(question: Question, rng: random.Random) -> list[str]:
-    if question.kind == "multiplication":
-        return _product_steps(max(question.operands), min(question.operands), rng)
-    if question.kind == "division":
-        return _quotient_steps(*question.operands, rng)
-    if question.kind == "parentheses":
-        return _parenthesis_steps(question, rng)
-    return _sum_steps(question.operands, rng)[0]
+    def __init__(self, seed: int, careless: float = 0.0):
+        self._rng = random.Random(f"wording/{seed}")
+        self._careless = careless
 
+    def solution(self, question: Question) -> str:
+        """A short solution ending in ` #### answer`."""
+        steps, answer = self._steps(question)
+        text = self._rng.choice(OPENINGS) + steps[0]
+        for step in steps[1:]:
+            text += self._rng.choice(LINKS) + step
+        return f"{text} {MARK} {answer}"
 
-def _add(a: int, b: int, rng: random.Random) -> str:
-    """One step a+b; b may be negative, and two non-negative summands come in either order."""
-    if a >= 0 and b >= 0 and rng.random() < 0.5:
-        a, b = b, a
-    return f"{a}{b:+d}={a + b}"
+    def _steps(self, question: Question) -> tuple[list[str], int]:
+        if question.kind == "multiplication":
+            return self._product(max(question.operands), min(question.operands))
+        if question.kind == "division":
+            return self._quotient(*question.operands)
+        if question.kind == "parentheses":
+            return self._parentheses(question)
+        return self._sum(question.operands)
 
+    def _step(self, a: int, sign: str, b: int) -> tuple[str, int]:
+        """`a sign b=result` with a space or none before sign, b and =; and the result."""
+        result = OPERATORS[sign](a, b)
+        if self._rng.random() < self._careless:
+            result += self._rng.choice(SLIPS)
+        gaps = [self._rng.choice(("", " ")) for _ in range(3)]
+        return f"{a}{gaps[0]}{sign}{gaps[1]}{b}{gaps[2]}={result}", result
 
-def _times(a: int, b: int, rng: random.Random) -> str:
-    a, b = (a, b) if rng.random() < 0.5 else (b, a)
-    return f"{a}*{b}={a * b}"
+    def _add(self, a: int, b: int) -> tuple[str, int]:
+        """a + b; b may be negative, and two non-negative summands come in either order."""
+        if b < 0:
+            return self._step(a, "-", -b)
+        if a >= 0 and self._rng.random() < 0.5:
+            a, b = b, a
+        return self._step(a, "+", b)
 
+    def _times(self, a: int, b: int) -> tuple[str, int]:
+        a, b = (a, b) if self._rng.random() < 0.5 else (b, a)
+        return self._step(a, "*", b)
 
-def _sum_steps(terms: tuple[int, ...], rng: random.Random) -> tuple[list[str], int]:
-    """Add signed terms two at a time in a random order that starts with a positive one."""
-    rest = list(terms)
-    total = rest.pop(rng.choice([i for i, t in enumerate(rest) if t > 0]))
-    steps = []
-    while rest:
-        term = rest.pop(rng.randrange(len(rest)))
-        steps.append(_add(total, term, rng))
-        total += term
-    return steps, total
+    def _sum(self, terms: tuple[int, ...]) -> tuple[list[str], int]:
+        """Add signed terms two at a time in a random order that starts with a positive one."""
+        rest = list(terms)
+        total = rest.pop(self._rng.choice([i for i, t in enumerate(rest) if t > 0]))
+        steps = []
+        while rest:
+            step, total = self._add(total, rest.pop(self._rng.randrange(len(rest))))
+            steps.append(step)
+        return steps, total
 
+    def _parentheses(self, question: Question) -> tuple[list[str], int]:
+        a, b, c = question.operands
+        if question.inside == 0:
+            first, inner = self._add(a, b)
+            second, result = self._add(inner, c)
+        else:
+            first, inner = self._add(abs(b), c)
+            second, result = self._add(a, inner if b > 0 else -inner)
+        return [first, second], result
 
-def _parenthesis_steps(question: Question, rng: random.Random) -> list[str]:
-    a, b, c = question.operands
-    if question.inside == 0:
-        return [_add(a, b, rng), _add(a + b, c, rng)]
-    inner = abs(b) + c
-    return [_add(abs(b), c, rng), _add(a, inner if b > 0 else -inner, rng)]
+    def _product(self, factor: int, digit: int) -> tuple[list[str], int]:
+        parts = [self._times(part, digit) for part in (factor - factor % 10, factor % 10)]
+        self._rng.shuffle(parts)
+        last, result = self._add(parts[0][1], parts[1][1])
+        return [parts[0][0], parts[1][0], last], result
 
-
-def _product_steps(factor: int, digit: int, rng: random.Random) -> list[str]:
-    tens, ones = factor - factor % 10, factor % 10
-    parts = [_times(tens, digit, rng), _times(ones, digit, rng)]
-    rng.shuffle(parts)
-    return [*parts, _add(tens * digit, ones * digit, rng)]
-
-
-def _quotient_steps(factor: int, digit: int, rng: random.Random) -> list[str]:
-    tens, ones = factor - factor % 10, factor % 10
-    rest = ones * digit
-    subtract = f"{factor * digit}-{tens * digit}={rest}"
-    return [_times(tens, digit, rng), subtract, f"{rest}/{digit}={ones}"]
+    def _quotient(self, factor: int, digit: int) -> tuple[list[str], int]:
+        tens = factor - factor % 10
+        first, product = self._times(tens, digit)
+        second, rest = self._step(factor * digit, "-", product)
+        third, ones = self._step(rest, "/", digit)
+        return [first, second, third], tens + ones
 
 
 def decides_answer(completion: str) -> list[bool]:

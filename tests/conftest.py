@@ -29,3 +29,20 @@ def rng():
     import numpy as np
 
     return np.random.default_rng(20260301)
+
+
+@pytest.fixture(autouse=True)
+def norms_in_their_own_precision(monkeypatch):
+    """transformers computes RMSNorm in float32 even in a float64 model; comparisons to 1e-10 need
+    the whole model in float64. Narrower models keep their own forward."""
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    original = Qwen2RMSNorm.forward
+
+    def forward(self, hidden):
+        if hidden.dtype != torch.float64:
+            return original(self, hidden)
+        scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (hidden * scale)
+
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", forward)

@@ -66,7 +66,7 @@ def pool_gradient_weights(rewards_PN: np.ndarray) -> np.ndarray:
 
 
 def exact_moments(q_PY: np.ndarray, z_PY: np.ndarray, p_PY: np.ndarray, g_sq_P: np.ndarray):
-    """Moments of an enumerable policy: squared score norms, rewards, probabilities over Y outcomes."""
+    """Moments of an enumerable policy from score norms, rewards, probabilities of Y outcomes."""
 
     def mean(values_PY):
         return (p_PY * values_PY).sum(axis=-1)

@@ -1,16 +1,14 @@
-"""Load a causal language model and its tokenizer, the same way for a folder, a hub id or our own."""
+"""Load a causal language model and its tokenizer: a folder, a hub id or an embedded policy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
-EMBEDDED = "embedded:"
+from grpo_ustat.config import ASSETS, EMBEDDED, ConfigError
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def load_policy(
         device: torch device.
 
     Raises:
-        ValueError: no model or tokenizer can be loaded from there.
+        ConfigError: no model or tokenizer can be loaded from there.
     """
     source = resolve(model_name_or_path)
     transformers_logging.disable_progress_bar()
@@ -58,7 +56,7 @@ def load_policy(
         )
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(
+        raise ConfigError(
             f"no model could be loaded from model_name_or_path={model_name_or_path}: {reason}"
         ) from error
     end_tokens = _end_tokens(model, tokenizer)
@@ -79,5 +77,7 @@ def _end_tokens(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:
     listed = configured if isinstance(configured, list) else [configured]
     found = frozenset(t for t in (*listed, tokenizer.eos_token_id) if t is not None)
     if not found:
-        raise ValueError("the model names no end token: set eos_token_id in generation_config.json")
+        raise ConfigError(
+            "the model names no end token: set eos_token_id in generation_config.json"
+        )
     return found

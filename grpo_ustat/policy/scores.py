@@ -123,9 +123,11 @@ def _linear(module: nn.Linear, inputs_BTI, grads_BTO) -> Iterator[tuple[str, tor
 
 
 def _rms_norm(module: nn.Module, inputs_BTD, grads_BTD) -> Iterator[tuple[str, torch.Tensor]]:
-    wide = inputs_BTD.to(torch.promote_types(inputs_BTD.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.variance_epsilon)
-    yield "weight", (grads_BTD * (wide * scale).to(inputs_BTD.dtype)).sum(dim=1)
+    """The output is `weight * xhat`: the module itself, with weights of one, says what xhat is."""
+    ones = {"weight": torch.ones_like(module.weight)}
+    with torch.no_grad():
+        normed_BTD = torch.func.functional_call(module, ones, (inputs_BTD,))
+    yield "weight", (grads_BTD * normed_BTD).sum(dim=1)
 
 
 _RULES = {"Linear": _linear, "Qwen2RMSNorm": _rms_norm, "LlamaRMSNorm": _rms_norm}
@@ -173,7 +175,8 @@ def _hooks(model: PreTrainedModel, names: dict[int, str], sums: _Sums) -> Iterat
 
     def watch(module, args, output):
         inputs = args[0].detach()
-        output.register_hook(lambda grad: _take(module, inputs, grad, names, sums))
+        if output.requires_grad:  # functional_call inside a rule comes by here too
+            output.register_hook(lambda grad: _take(module, inputs, grad, names, sums))
 
     handles = [
         module.register_forward_hook(watch)
@@ -207,22 +210,28 @@ def _output_layer(head, hidden_BTD, input_ids_BT, completion_mask_BT, temperatur
         grads = -torch.softmax(head(seen) / temperature, dim=-1)
     targets = input_ids_BT[:, first:last, None]
     grads.scatter_add_(-1, targets, torch.ones_like(targets, dtype=grads.dtype))
-    grads *= completion_mask_BT[:, first:last, None] / temperature
+    grads *= completion_mask_BT[:, first:last, None]
+    grads /= temperature
     grad_hidden_BTD = torch.zeros_like(hidden_BTD)
     grad_hidden_BTD[:, first - 1 : last - 1] = grads @ head.weight
     return grad_hidden_BTD, dict(_linear(head, seen, grads))
 
 
-def _scatter(weight_VD, input_ids_BT, grads_BTD) -> torch.Tensor:
-    """The embedding's gradient of each completion, [B, V, D]: output gradients summed by token."""
-    empty = grads_BTD.new_zeros((grads_BTD.shape[0], *weight_VD.shape))
+def _scatter(embedding: nn.Embedding, input_ids_BT, grads_BTD) -> torch.Tensor:
+    """The embedding's gradient of each completion, [B, V, D]: output gradients summed by token.
+
+    As in backpropagation, looking up `padding_idx` gives no gradient.
+    """
+    if embedding.padding_idx is not None:
+        grads_BTD = grads_BTD * (input_ids_BT != embedding.padding_idx)[:, :, None]
+    empty = grads_BTD.new_zeros((grads_BTD.shape[0], *embedding.weight.shape))
     return empty.scatter_add_(1, input_ids_BT[:, :, None].expand_as(grads_BTD), grads_BTD)
 
 
 def _add_ends(model, input_ids_BT, grads_BTD, of_head: dict, names, sums: _Sums) -> None:
     """Add embedding and output layer; one shared weight is one parameter with one gradient."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    of_embedding = _scatter(embedding.weight, input_ids_BT, grads_BTD)
+    of_embedding = _scatter(embedding, input_ids_BT, grads_BTD)
     if head.weight is embedding.weight:
         of_embedding += of_head.pop("weight")
     if id(embedding.weight) in names:

@@ -70,5 +70,8 @@ class TabularPolicy:
         cumulative = self.probabilities_PY.cumsum(axis=1)
         draws = rng.random((len(cumulative), count))
         return np.array(
-            [np.searchsorted(c / c[-1], u, side="right") for c, u in zip(cumulative, draws, strict=True)]
+            [
+                np.searchsorted(c / c[-1], u, side="right")
+                for c, u in zip(cumulative, draws, strict=True)
+            ]
         )

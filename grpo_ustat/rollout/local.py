@@ -101,7 +101,9 @@ def _rollouts(policy, prompts, encoded, tokens_RT, lengths_R) -> Rollouts:
         tokens_PGT=tokens_RT.reshape(count, -1, width),
         mask_PGT=mask_RT.reshape(count, -1, width),
         ended_PG=np.isin(last_R, list(policy.end_tokens)).reshape(count, -1),
-        texts_PG=[texts[i : i + len(texts) // count] for i in range(0, len(texts), len(texts) // count)],
+        texts_PG=[
+            texts[i : i + len(texts) // count] for i in range(0, len(texts), len(texts) // count)
+        ],
     )
 
 
@@ -138,9 +140,7 @@ def _write(policy: Policy, prompts: list[list[int]], draws_RT: np.ndarray, tempe
 def _read(policy: Policy, prompts: list[list[int]], group_size: int):
     """Read each prompt once; logits, cache and mask of its group's rows."""
     device, head = policy.model.device, max(map(len, prompts))
-    ids = torch.tensor(
-        [[policy.pad_token] * (head - len(p)) + p for p in prompts], device=device
-    )
+    ids = torch.tensor([[policy.pad_token] * (head - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (head - len(p)) + [1] * len(p) for p in prompts], device=device)
     cache = DynamicCache(config=policy.model.config)
     logits = _next_logits(policy, ids, mask, cache)
@@ -166,6 +166,8 @@ def _invert(logits_RV: torch.Tensor, uniform_R: torch.Tensor, temperature: float
     """The token at which the cumulative distribution passes the uniform, in float64."""
     cumulative = torch.softmax(logits_RV.double() / temperature, dim=-1).cumsum(dim=-1)
     threshold = (uniform_R * cumulative[:, -1]).unsqueeze(1)
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp(
-        max=logits_RV.shape[1] - 1
+    return (
+        torch.searchsorted(cumulative, threshold, right=True)
+        .squeeze(1)
+        .clamp(max=logits_RV.shape[1] - 1)
     )

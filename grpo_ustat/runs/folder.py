@@ -37,7 +37,9 @@ class RunFolder:
         Raises:
             ConfigError: naming the folder, the first difference and the fix.
         """
-        anchor = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
+        anchor = next(
+            p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists()
+        )
         if not anchor.is_dir() or not os.access(anchor, os.W_OK):
             raise ConfigError(
                 f"the output folder {self.path} cannot be written ({anchor} is not a writable "
@@ -67,7 +69,12 @@ class RunFolder:
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
 
     def result(self) -> dict[str, Any] | None:
-        """The finished run's result, None while it is unfinished or to be overwritten."""
+        """The finished run's result, None while it is unfinished or to be overwritten.
+
+        Raises:
+            ConfigError: see `check`.
+        """
+        self.check()
         file = self.path / "result.json"
         if self.config.on_existing == "overwrite" or not file.is_file():
             return None
@@ -91,7 +98,9 @@ class RunFolder:
         return yaml.safe_load(file.read_text()) if file.is_file() else None
 
 
-def _first_difference(stored: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> str | None:
+def _first_difference(
+    stored: dict[str, Any], asked: dict[str, Any], prefix: str = ""
+) -> str | None:
     """The first identity key whose values differ, as `key: stored there, asked here`."""
     for key in dict.fromkeys([*stored, *asked]):
         if not prefix and key in OPERATIONAL:

@@ -40,9 +40,11 @@ class TrainingBar:
     """
 
     def __init__(self, max_steps: int, done: int, shown: bool):
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(),
-                   TextColumn("reward {task.fields[reward]:.3f}, left"), TimeRemainingColumn())  # fmt: skip
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        reward = TextColumn("reward {task.fields[reward]:.3f}, left")
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), reward)
+        self._bar = Progress(
+            *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown
+        )
         self._task = self._bar.add_task("train", total=max_steps, completed=done, reward=0.0)
 
     def __enter__(self) -> TrainingBar:

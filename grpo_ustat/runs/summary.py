@@ -20,31 +20,41 @@ def write_csv(folder: RunFolder, name: str, rows: list[dict[str, Any]]) -> None:
     folder.write(name, text.getvalue())
 
 
-def mse_table(result: dict[str, Any]) -> Table:
-    """One row per method and baseline, one column per group size, interval in brackets."""
+def mse_tables(result: dict[str, Any]) -> list[Table]:
+    """One table per method: a row per group size, a column per baseline, intervals in brackets."""
+    methods = dict.fromkeys(row["method"] for row in result["curves"])
+    return [_mse_table(result, method) for method in methods]
+
+
+def _mse_table(result: dict[str, Any], method: str) -> Table:
     policy = result["policy"]
-    sizes = sorted({row["group_size"] for row in result["curves"]})
-    interval = result["curves"][0]["interval"]
-    given = "given the questions" if interval == "completions" else "over questions"
+    rows = [row for row in result["curves"] if row["method"] == method]
+    given = {"completions": "given the questions", "questions": "over questions"}
     title = (
-        f"MSE of the gradient averaged over {result['questions']} questions, policy "
-        f"{policy['name']}, accuracy {policy['accuracy']:.3f} "
+        f"MSE of the gradient averaged over {result['questions']} questions ({method})\n"
+        f"policy {policy['name']}, accuracy {policy['accuracy']:.3f} "
         f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}]"
     )
-    caption = f"95 % intervals {given}; {result['pool_completions']} completions a question"
-    table = Table(title=title, caption=caption)
-    table.add_column("method")
-    table.add_column("baseline")
-    for size in sizes:
-        table.add_column(f"G={size}", justify="right")
-    for method, name in dict.fromkeys((r["method"], r["baseline"]) for r in result["curves"]):
+    source = f"{result['pool_completions']} completions a question"
+    if method == "monte_carlo":
+        source = "replicates of the largest G: " + str(min(row["replicates"] for row in rows))
+    table = Table(title=title, caption=f"95 % intervals {given[rows[0]['interval']]}; {source}")
+    table.add_column("G", justify="right")
+    for name in dict.fromkeys(row["baseline"] for row in rows):
+        table.add_column("group_mean (biased)" if name == "group_mean" else name, justify="right")
+    for size in sorted({row["group_size"] for row in rows}):
         cells = [
-            f"{row['mse']:.4g}\n[{row['low']:.4g}, {row['high']:.4g}]"
-            for row in result["curves"]
-            if (row["method"], row["baseline"]) == (method, name)
+            f"{_short(row['mse'])}\n[{_short(row['low'])}, {_short(row['high'])}]"
+            for row in rows
+            if row["group_size"] == size
         ]
-        table.add_row(method, name + (" (biased)" if name == "group_mean" else ""), *cells)
+        table.add_row(str(size), *cells)
     return table
+
+
+def _short(value: float) -> str:
+    """Three significant digits, trailing zeros kept."""
+    return f"{value:#.3g}".removesuffix(".")
 
 
 def train_table(result: dict[str, Any]) -> Table:

@@ -50,7 +50,8 @@ class _Part:
 @dataclass(frozen=True)
 class _Gradients:
     """One worker's sums over its questions, float64: by question block, and with each completion
-    block left out."""
+    block left out.
+    """
 
     by_prompt_block_KD: np.ndarray
     without_completions_KD: np.ndarray

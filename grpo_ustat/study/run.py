@@ -13,7 +13,7 @@ from grpo_ustat.estimators.intervals import Interval, clustered_mean
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.figures import mse_figure
 from grpo_ustat.runs.folder import RunFolder, versions
-from grpo_ustat.runs.summary import mse_table, write_csv
+from grpo_ustat.runs.summary import mse_tables, write_csv
 from grpo_ustat.study.closed_form import ClosedForm, closed_form
 from grpo_ustat.study.pool import Cost, build_pool
 from grpo_ustat.tasks.registry import make_task
@@ -35,7 +35,8 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         folder.finish(result)
     else:
         console.print(f"{folder.path} is complete; on_existing=overwrite runs it again.")
-    console.print(mse_table(result))
+    for table in mse_tables(result):
+        console.print(table)
     console.print(result["summary"], highlight=False)
     console.print(f"Wrote {folder.path}", soft_wrap=True, highlight=False)
     return result["curves"][0]["mse"]
@@ -64,7 +65,7 @@ def study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
         "policy": _policy(pool, config, cost),
         "questions": len(prompts),
         "pool_completions": config.budget.pool_completions,
-        "summary": summary(found, assumption, config),
+        "summary": summary(found, assumption),
         "cost": _cost(cost),
         "versions": versions(),
     }
@@ -181,10 +182,11 @@ def _cost(cost: Cost) -> dict[str, Any]:
     return {key: asdict(cost)[key] for key in keys}
 
 
-def summary(found: ClosedForm, assumption: dict[str, Any], config: MseConfig) -> str:
+def summary(found: ClosedForm, assumption: dict[str, Any]) -> str:
     """In plain words: which regime the policy is in, and what follows."""
     difference, corr = found["av_minus_a0"], found["corr"]
-    excess = found["av_minus_abstar"].estimate / found["a_v"].estimate
+    a_0, a_v = assumption["a0"], assumption["a_v"]
+    excess = found["av_minus_abstar"].estimate / a_v
     text = (
         f"corr(q, Z) = {corr.estimate:.3f} [{corr.low:.3f}, {corr.high:.3f}]: V(x) costs "
         f"{excess:.1%} more than the best prompt-only baseline. "
@@ -192,13 +194,13 @@ def summary(found: ClosedForm, assumption: dict[str, Any], config: MseConfig) ->
     if difference.high < 0:
         cross = assumption["crossover_group_size"]
         text += (
-            f"A_0 = {assumption['a0']:.0f} > A_V = {assumption['a_v']:.0f}, the paper's regime: the "
-            f"oracle beats vanilla at every G, GRPO beats vanilla from G > {cross:.1f} on. "
+            f"A_0 = {a_0:.0f} > A_V = {a_v:.0f}, the paper's regime: the oracle beats vanilla at "
+            f"every G, GRPO beats vanilla from G > {cross:.1f} on. "
         )
     elif difference.low > 0:
         text += (
-            f"A_0 = {assumption['a0']:.0f} < A_V = {assumption['a_v']:.0f}, Assumption 2 is broken: "
-            "wrong answers carry the large scores, and vanilla beats oracle and GRPO at every G. "
+            f"A_0 = {a_0:.0f} < A_V = {a_v:.0f}, Assumption 2 is broken: wrong answers carry the "
+            "large scores, and vanilla beats oracle and GRPO at every G. "
         )
     else:
         text += "A_0 and A_V are not distinguishable: neither vanilla nor the oracle is better. "

@@ -1,0 +1,114 @@
+"""The power-sum estimators: equal to sums over distinct completions, unbiased by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from grpo_ustat.estimators.moments import objective_grad_sq, pool_gradient_weights, pool_moments
+from grpo_ustat.policy.tabular import TabularPolicy
+
+
+def policy():
+    rng = np.random.default_rng(3)
+    return TabularPolicy(rng.normal(size=(2, 3, 4)), rng.normal(size=4), rng.random((2, 3)))
+
+
+def pool(tabular, outcomes_PN):
+    """Rewards [P, N] and Gram matrices [P, N, N] of chosen outcomes."""
+    rows = np.arange(len(outcomes_PN))[:, None]
+    scores = tabular.scores_PYD[rows, outcomes_PN]
+    return tabular.rewards_PY[rows, outcomes_PN], np.einsum("pid,pjd->pij", scores, scores)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_estimates_are_unbiased(size):
+    """The mean of every estimate over all pools of `size` outcomes is the exact moment."""
+    tabular = policy()
+    exact = tabular.moments()
+    names = ("m0", "m1", "value", "a_0", "a_v", "d", "g_sq", "cov_qz", "var_q", "var_z")
+    for p in range(2):
+        total = dict.fromkeys(names, 0.0)
+        for outcomes in itertools.product(range(3), repeat=size):
+            probability = math.prod(tabular.probabilities_PY[p, list(outcomes)])
+            one = TabularPolicy(
+                tabular.features_PYD[p : p + 1], tabular.theta_D, tabular.rewards_PY[p : p + 1]
+            )
+            estimate = pool_moments(*pool(one, np.array([outcomes])))
+            for name in names:
+                total[name] += probability * getattr(estimate, name)[0]
+        for name in names:
+            assert total[name] == pytest.approx(getattr(exact, name)[p], rel=1e-10, abs=1e-13), name
+
+
+def test_power_sums_equal_sums_over_distinct_completions(rng):
+    z = rng.random((1, 5))
+    scores = rng.normal(size=(1, 5, 3))
+    gram = np.einsum("pid,pjd->pij", scores, scores)
+    q, n = np.diagonal(gram[0]), 5
+    triples = list(itertools.permutations(range(n), 3))
+    v2_m0 = np.mean([z[0, i] * z[0, j] * q[k] for i, j, k in triples])
+    pairs = list(itertools.permutations(range(n), 2))
+    v_m1 = np.mean([z[0, i] * q[k] * z[0, k] for i, k in pairs])
+    w_m0 = np.mean([z[0, i] ** 2 * q[k] for i, k in pairs])
+    estimate = pool_moments(z, gram)
+    a_v = (q * z[0] ** 2).mean() - 2 * v_m1 + v2_m0
+    assert estimate.a_v[0] == pytest.approx(a_v, rel=1e-12)
+    assert estimate.d[0] == pytest.approx(w_m0 - v2_m0, rel=1e-12)
+
+
+def test_squared_gradient_is_the_mean_over_disjoint_kernel_pairs(rng):
+    """||g||^2 has one unbiased form of order 4: products of kernels on four distinct completions.
+
+    Averaged over a symmetric distribution both forms agree; on one pool they need not, so the
+    comparison is over all pools of a small policy.
+    """
+    tabular = policy()
+    p = tabular.probabilities_PY[0]
+    s, z = tabular.scores_PYD[0], tabular.rewards_PY[0]
+    total = 0.0
+    for i, j, k, m in itertools.product(range(3), repeat=4):
+        left = (s[i] - s[j]) * (z[i] - z[j]) / 2
+        right = (s[k] - s[m]) * (z[k] - z[m]) / 2
+        total += p[i] * p[j] * p[k] * p[m] * float(left @ right)
+    assert total == pytest.approx(tabular.moments().g_sq[0], rel=1e-12)
+
+
+def test_objective_gradient_is_unbiased():
+    """||grad J||^2 from ||mean ghat||^2, over all pools of three of both prompts."""
+    tabular = policy()
+    total = 0.0
+    outcomes = list(itertools.product(range(3), repeat=3))
+    for first in outcomes:
+        for second in outcomes:
+            chosen = np.array([first, second])
+            probability = math.prod(tabular.probabilities_PY[0, list(first)]) * math.prod(
+                tabular.probabilities_PY[1, list(second)]
+            )
+            z, gram = pool(tabular, chosen)
+            weights = pool_gradient_weights(z)
+            scores = tabular.scores_PYD[np.arange(2)[:, None], chosen]
+            mean = np.einsum("pn,pnd->d", weights, scores) / 2
+            total += probability * objective_grad_sq(
+                float(mean @ mean), pool_moments(z, gram), pool_size=3
+            )
+    exact = np.square(tabular.gradient_PD.mean(axis=0)).sum()
+    assert total == pytest.approx(exact, rel=1e-10)
+
+
+def test_adding_a_constant_to_rewards_changes_only_vanilla(rng):
+    z = rng.random((2, 6))
+    scores = rng.normal(size=(2, 6, 3))
+    gram = np.einsum("pid,pjd->pij", scores, scores)
+    before, after = pool_moments(z, gram), pool_moments(z + 5.0, gram)
+    for name in ("oracle", "leave_one_out"):
+        np.testing.assert_allclose(before.mse(name, 4), after.mse(name, 4), rtol=1e-9)
+    assert not np.allclose(before.mse("none", 4), after.mse("none", 4))
+
+
+def test_too_small_a_pool_is_refused():
+    with pytest.raises(ValueError, match="at least 3 completions a prompt, got 2"):
+        pool_moments(np.zeros((1, 2)), np.zeros((1, 2, 2)))

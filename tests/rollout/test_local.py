@@ -1,0 +1,118 @@
+"""Sampling: the right distribution, keyed draws, padding and batching without influence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from fakes import letter_prompts, random_policy
+
+from grpo_ustat.policy.loading import load_policy
+from grpo_ustat.policy.logprobs import completion_logprobs, pack
+from grpo_ustat.records import Prompt
+from grpo_ustat.rollout.draws import generator, uniforms
+from grpo_ustat.rollout.local import Sampling, sample
+
+PROMPTS = letter_prompts("ab", "c", "abcde", "jjj", "bcdefgh")
+SAMPLING = Sampling(seed=0, stream="test", max_completion_length=9)
+
+
+def same(a, b):
+    width = max(a.tokens_PGT.shape[2], b.tokens_PGT.shape[2])
+
+    def padded(r):
+        return np.pad(r.tokens_PGT, ((0, 0), (0, 0), (0, width - r.tokens_PGT.shape[2])))
+
+    return np.array_equal(padded(a), padded(b)) and np.array_equal(a.lengths_PG, b.lengths_PG)
+
+
+def test_draws_do_not_depend_on_the_batch_size_in_float64():
+    policy = random_policy()
+    whole = sample(policy, PROMPTS, 6, SAMPLING)
+    for rows in (1, 6, 13):
+        assert same(whole, sample(policy, PROMPTS, 6, dataclasses.replace(SAMPLING, rows=rows)))
+
+
+def test_draws_do_not_depend_on_order_or_company():
+    policy = random_policy()
+    whole = sample(policy, PROMPTS, 4, SAMPLING)
+    backwards = sample(policy, PROMPTS[::-1], 4, SAMPLING)
+    np.testing.assert_array_equal(whole.tokens_PGT, backwards.tokens_PGT[::-1])
+    alone = sample(policy, PROMPTS[3:4], 4, SAMPLING)
+    width = alone.tokens_PGT.shape[2]
+    np.testing.assert_array_equal(whole.tokens_PGT[3:4, :, :width], alone.tokens_PGT)
+
+
+def test_completions_continue_where_the_last_call_stopped():
+    policy = random_policy()
+    eight = sample(policy, PROMPTS[:2], 8, SAMPLING)
+    later = sample(policy, PROMPTS[:2], 5, SAMPLING, first=3)
+    np.testing.assert_array_equal(eight.lengths_PG[:, 3:], later.lengths_PG)
+    assert [t[3:] for t in eight.texts_PG] == later.texts_PG
+
+
+def test_seed_stream_step_and_prompt_change_the_draws():
+    base = uniforms(0, "a", 0, "x", range(1), 5)
+    for other in ((1, "a", 0, "x"), (0, "b", 0, "x"), (0, "a", 1, "x"), (0, "a", 0, "y")):
+        assert not np.array_equal(base, uniforms(*other, range(1), 5))
+    assert generator(0, "a", 1).random() != generator(0, "a", 2).random()
+
+
+def test_uniforms_are_uniform():
+    values = uniforms(0, "u", 0, "x", range(2000), 8)
+    assert abs(values.mean() - 0.5) < 5 * np.sqrt(1 / 12 / values.size)
+    assert abs(np.corrcoef(values[:-1, 0], values[1:, 0])[0, 1]) < 0.1
+
+
+def test_frequencies_are_the_probabilities_that_are_scored():
+    """First tokens of 4000 completions against softmax(logits / T), a chi-square within reason."""
+    policy = random_policy()
+    sampling = dataclasses.replace(SAMPLING, max_completion_length=1, temperature=0.8)
+    drawn = sample(policy, PROMPTS[:1], 4000, sampling).tokens_PGT[0, :, 0]
+    ids = torch.tensor([policy.tokenizer("ab")["input_ids"]])
+    p = torch.softmax(policy.model(input_ids=ids).logits[0, -1] / 0.8, -1).detach().numpy()
+    counts = np.bincount(drawn, minlength=len(p))
+    chi2 = ((counts - 4000 * p) ** 2 / (4000 * p)).sum()
+    assert chi2 < len(p) + 5 * np.sqrt(2 * len(p))
+
+
+def test_a_completion_ends_with_its_end_token_and_nothing_after_it():
+    policy = random_policy()
+    rollouts = sample(policy, PROMPTS, 20, SAMPLING)
+    tokens, lengths = rollouts.tokens_PGT, rollouts.lengths_PG
+    last = np.take_along_axis(tokens, lengths[..., None] - 1, axis=2)[..., 0]
+    np.testing.assert_array_equal(last == 1, rollouts.ended_PG)
+    assert (lengths[~rollouts.ended_PG] == 9).all()
+    assert rollouts.ended_PG.any() and (~rollouts.ended_PG).any()
+    inside = np.arange(tokens.shape[2]) < lengths[..., None] - 1
+    assert not (tokens[inside] == 1).any()
+    assert (tokens[~rollouts.mask_PGT] == 0).all()
+
+
+def test_float32_flips_are_rare():
+    """Another batch size may flip a token in float32; on the embedded policy hardly ever does."""
+    policy = load_policy("embedded:tiny_direct")
+    prompts = [Prompt(f"{a}+{b}", f"{a}+{b}=", "", "", "") for a in range(10, 30) for b in (3, 11)]
+    sampling = Sampling(seed=0, stream="flip", max_completion_length=12)
+    one = sample(policy, prompts, 8, sampling)
+    other = sample(policy, prompts, 8, dataclasses.replace(sampling, rows=24))
+    differing = sum(
+        a != b
+        for left, right in zip(one.texts_PG, other.texts_PG, strict=True)
+        for a, b in zip(left, right, strict=True)
+    )
+    assert differing <= 1
+
+
+def test_sampled_tokens_are_scored_with_their_own_probabilities():
+    """exp of the scored log-probability of a one-token completion is its softmax probability."""
+    policy = random_policy()
+    rollouts = sample(
+        policy, PROMPTS[:1], 3, dataclasses.replace(SAMPLING, max_completion_length=1)
+    )
+    logprob = completion_logprobs(policy.model, pack(rollouts, np.arange(3), 0, "cpu"))
+    ids = torch.tensor([policy.tokenizer("ab")["input_ids"]])
+    p = torch.log_softmax(policy.model(input_ids=ids).logits[0, -1], -1)
+    expected = p[torch.from_numpy(rollouts.tokens_PGT[0, :, 0])]
+    torch.testing.assert_close(logprob, expected, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,166 @@
+"""The study end to end, small; what its folder holds; agreement of the two methods."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.study import run as study_run
+from grpo_ustat.study.pool import build_pool
+from grpo_ustat.tasks.registry import make_task
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_config import compose, run  # noqa: E402
+
+SMALL = ("debug=mse", "model=tiny_base")
+CURVE_KEYS = {
+    "method", "baseline", "target", "setting", "interval", "group_size", "num_prompts",
+    "replicates", "mse", "low", "high", "bias2", "variance", "relative_mse", "best_scalar_mse",
+    "cosine",
+}  # fmt: skip
+
+
+def study(path, *overrides):
+    config = compose("mse", *SMALL, *overrides)
+    study_run.run(config, RunFolder(path, config))
+    return json.loads((path / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    path = tmp_path_factory.mktemp("study")
+    return path, study(path, "study.methods=[closed_form,monte_carlo]", "group_sizes=[2,4]",
+                       "budget=study_smoke")  # fmt: skip
+
+
+def test_the_folder_holds_what_it_promises(finished):
+    path, result = finished
+    names = {p.name for p in path.iterdir()}
+    assert names == {".hydra", "code.json", "result.json", "curves.csv", "figure.pdf", "figure.svg",
+                     "figure.png"}  # fmt: skip
+    assert all(set(row) == CURVE_KEYS for row in result["curves"])
+    assert len(result["curves"]) == 2 * 4 * 2
+    for name in ("c1", "c2", "c3", "gstar", "gstar_paper"):
+        assert {name, f"{name}_low", f"{name}_high"} <= set(result["scaling"])
+    for name in ("corr", "av_minus_abstar", "av_minus_a0"):
+        assert {name, f"{name}_low", f"{name}_high"} <= set(result["assumption2"])
+    assert {"a0", "a_v", "a_bstar", "crossover_group_size"} <= set(result["assumption2"])
+    assert {"accuracy", "accuracy_low", "accuracy_high", "mean_length"} <= set(result["policy"])
+    assert {"rollouts", "tokens", "seconds_generate", "seconds_score"} <= set(result["cost"])
+    assert result["metric"]["parameters"] == 204032
+    assert result["config_hash"] and result["versions"]["torch"]
+
+
+def test_the_table_and_the_json_agree(finished):
+    path, result = finished
+    rows = list(csv.DictReader((path / "curves.csv").open()))
+    assert [float(row["mse"]) for row in rows] == [row["mse"] for row in result["curves"]]
+
+
+def test_the_pdf_embeds_its_fonts(finished):
+    path, _ = finished
+    pdf = (path / "figure.pdf").read_bytes()
+    assert b"/FontFile2" in pdf and b"/Type3" not in pdf
+
+
+def test_rows_obey_their_identities(finished):
+    _, result = finished
+    rows = {(r["method"], r["baseline"], r["group_size"]): r for r in result["curves"]}
+    for row in rows.values():
+        assert row["mse"] == pytest.approx(row["bias2"] + row["variance"])
+        assert row["low"] < row["mse"] < row["high"]
+    for size in (2, 4):
+        shrunk, whole = (rows["closed_form", n, size] for n in ("group_mean", "leave_one_out"))
+        assert shrunk["variance"] == pytest.approx(((size - 1) / size) ** 2 * whole["mse"])
+        gap = whole["mse"] - rows["closed_form", "oracle", size]["mse"]
+        questions = result["questions"]
+        expected = result["scaling"]["c3"] / (size * (size - 1)) / questions
+        assert gap == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_finished_study_is_shown_again(finished, capsys):
+    path, result = finished
+    config = compose("mse", *SMALL, "study.methods=[closed_form,monte_carlo]", "group_sizes=[2,4]",
+                     "budget=study_smoke")  # fmt: skip
+    value = study_run.run(config, RunFolder(path, config))
+    assert "is complete" in capsys.readouterr().out
+    assert value == result["curves"][0]["mse"]
+
+
+def test_pools_do_not_depend_on_workers_or_batch_size():
+    """One worker or two, and other sampling batches: the same pool to float32 rounding."""
+    base = compose("mse", *SMALL)
+    prompts = make_task(base).prompts("study")[:8]
+    one, _ = build_pool(base, prompts)
+    two, _ = build_pool(
+        compose("mse", *SMALL, "launch.workers=2", "rollout_batch_size=16"), prompts
+    )
+    np.testing.assert_array_equal(one.rewards_PN, two.rewards_PN)
+    np.testing.assert_allclose(one.gram_PNN, two.gram_PNN, rtol=1e-3, atol=1e-2)
+    assert two.grad_sq == pytest.approx(one.grad_sq, rel=1e-5)
+    np.testing.assert_allclose(one.grad_sq_without_K, two.grad_sq_without_K, rtol=1e-5)
+
+
+def test_global_gradients_are_those_of_the_gram_matrices():
+    """For one question ||pooled gradient||^2 follows from its Gram matrix alone."""
+    config = compose("mse", *SMALL, "study.questions=1")
+    pool, _ = build_pool(config, make_task(config).prompts("study")[:1])
+    from grpo_ustat.estimators.moments import pool_gradient_weights
+
+    w = pool_gradient_weights(pool.rewards_PN)[0]
+    assert pool.grad_sq == pytest.approx(w @ pool.gram_PNN[0] @ w, rel=1e-4, abs=1e-6)
+
+
+def test_the_command_runs_from_anywhere(tmp_path):
+    code, out, err = run("mse", *SMALL, "study.questions=3", cwd=tmp_path)
+    assert code == 0, err
+    assert "corr(q, Z)" in out and "leave_one_out" in out
+    assert len(list(tmp_path.glob("outputs/mse/tiny_base-*/seed=0/result.json"))) == 1
+
+
+def test_a_dead_worker_is_reported_not_waited_for():
+    from grpo_ustat.study.workers import share
+
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        share(_fail, [1, 2], 2, "fail", 2)
+
+
+def _fail(items):
+    yield 1 // 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_closed_form_and_monte_carlo_agree(tmp_path):
+    """20 questions, G up to 16: every difference within a simultaneous 99 % criterion.
+
+    The statistics of the 12 curves are compared at level 1 - 0.01/12 each (Bonferroni), with the
+    standard errors of both methods.
+    """
+    result = study(
+        tmp_path, "experiment=monte_carlo_check", "study.questions=20", "launch.workers=2",
+        "budget.replicates=100", "budget.pool_completions=64", "rollout_batch_size=512",
+        "budget.value_completions=128", "model=tiny", "baselines=[none,leave_one_out,oracle]",
+        "group_sizes=[2,4,8,16]",
+    )  # fmt: skip
+    rows = {(r["method"], r["baseline"], r["group_size"]): r for r in result["curves"]}
+    keys = [(b, g) for m, b, g in rows if m == "closed_form"]
+    limit = stats.norm.ppf(1 - 0.01 / len(keys) / 2)
+    scores = {}
+    for key in keys:
+        closed, carlo = rows["closed_form", *key], rows["monte_carlo", *key]
+        error = math.hypot(*((r["high"] - r["low"]) / 2 / 1.96 for r in (closed, carlo)))
+        scores[key] = (carlo["mse"] - closed["mse"]) / error
+        assert carlo["replicates"] == 100 * (16 // key[1])
+        relative = (carlo["high"] - carlo["low"]) / 2 / closed["mse"]
+        assert relative < 0.5, (key, relative)  # sharp enough to be worth comparing
+    print({key: round(score, 2) for key, score in scores.items()})
+    assert max(map(abs, scores.values())) < limit, scores

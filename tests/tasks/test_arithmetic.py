@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_ustat.tasks.answers import final_integer
+from grpo_ustat.tasks.arithmetic import KINDS, ArithmeticTask, Question, Ranges, draw
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from worked_solutions import Writer, decides_answer, direct  # noqa: E402
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+def calculate(node):
+    """The value of our own question texts, by walking their syntax tree; no eval."""
+    if isinstance(node, ast.Expression):
+        return calculate(node.body)
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.UnaryOp):
+        return -calculate(node.operand)
+    left, right = calculate(node.left), calculate(node.right)
+    if isinstance(node.op, ast.Div):
+        assert left % right == 0
+        return left // right
+    return OPERATORS[type(node.op)](left, right)
+
+
+def value(text):
+    return calculate(ast.parse(text, mode="eval"))
+
+
+@pytest.fixture(scope="module")
+def questions():
+    return {split: draw(split, 500, Ranges(), 0) for split in ("train", "test", "study")}
+
+
+def test_answers_are_right(questions):
+    for question in [q for found in questions.values() for q in found]:
+        assert value(question.text) == question.answer
+
+
+def test_kinds_are_drawn_uniformly_and_look_as_named(questions):
+    shapes = {
+        "two_step": r"\d+([+-]\d+){2}",
+        "three_step": r"\d+([+-]\d+){3}",
+        "multiplication": r"\d+\*\d+",
+        "division": r"\d+/\d+",
+        "parentheses": r"\d+[+-]\(\d+[+-]\d+\)|\(\d+[+-]\d+\)[+-]\d+",
+    }
+    for found in questions.values():
+        for kind in KINDS:
+            of_kind = [q for q in found if q.kind == kind]
+            assert 65 <= len(of_kind) <= 140  # 100 +- 4 standard deviations of 9
+            assert all(re.fullmatch(shapes[kind], q.text) for q in of_kind)
+
+
+def test_splits_share_no_arithmetic(questions):
+    forms = {split: {q.canonical for q in found} for split, found in questions.items()}
+    assert not forms["train"] & forms["test"]
+    assert not forms["train"] & forms["study"]
+    assert not forms["test"] & forms["study"]
+
+
+def test_questions_are_distinct_and_seeded(questions):
+    again = draw("study", 500, Ranges(), 0)
+    assert again == questions["study"]
+    assert len({q.text for q in again}) == 500
+    assert draw("study", 50, Ranges(), 1) != again[:50]
+
+
+def test_the_same_arithmetic_has_one_canonical_form():
+    def form(kind, text, operands, inside=None):
+        return Question(kind, text, 0, operands, inside).canonical
+
+    product = form("multiplication", "3*7", (3, 7))
+    assert product == form("multiplication", "7*3", (7, 3)) == form("division", "21/7", (3, 7))
+    minus = form("parentheses", "9-(4+2)", (9, -4, 2), 1)
+    assert minus == form("two_step", "9-2-4", (9, -2, -4))
+    assert form("parentheses", "9-(4-2)", (9, -4, -2), 1) == form("two_step", "9+2-4", (9, 2, -4))
+    assert form("parentheses", "(9-4)+2", (9, -4, 2), 0) == form("two_step", "2+9-4", (2, 9, -4))
+    assert form("parentheses", "9+(4-2)", (9, 4, -2), 1) == form("two_step", "4+9-2", (4, 9, -2))
+
+
+def test_too_narrow_ranges_are_refused():
+    with pytest.raises(ValueError, match="500 distinct study questions asked"):
+        draw("study", 500, Ranges(1, 3, 11, 13, 2, 3), 0)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("70", 70), (" 70\n", 70), ("-7", -7), ("+7", 7), ("1,234", 1234), ("70.", 70),
+        ("82-12=70 #### 70", 70), ("####70", 70), ("#### $1,070", 1070),
+        ("37+45-12", None), ("37+45-12=70", None), ("1 2 3", None), ("x=3", None), ("3=3", None),
+        ("#### 3 #### 3", None), ("#### 3 or 4", None), ("####", None), ("", None), ("3.5", None),
+        ("three", None), ("1,23", None), ("٣", None), ("#### 70 #", None), ("7" * 31, None),
+        ("70 #### 37+33", None), ("the answer is 70", None), ("--7", None),
+    ],
+)  # fmt: skip
+def test_extraction_is_strict(text, expected):
+    assert final_integer(text) == expected
+
+
+def test_an_echoed_question_scores_nothing(questions):
+    task = ArithmeticTask(Ranges(), {"study": 500}, "{question}=", 0)
+    for prompt in task.prompts("study"):
+        assert task.reward(prompt, prompt.answer) == 1
+        for text in (prompt.question, prompt.text, f"#### {prompt.question}", prompt.text * 2):
+            assert task.reward(prompt, text) == 0
+        assert task.reward(prompt, f"{prompt.text}{prompt.answer}") == 0
+
+
+def test_worked_solutions_are_right_in_every_step(questions):
+    writer = Writer(0)
+    for question in questions["train"]:
+        text = writer.solution(question)
+        assert final_integer(text) == question.answer == int(direct(question))
+        assert len(text) <= 75
+        for left, right in re.findall(r"(-?\d+ ?[-+*/] ?-?\d+) ?=(-?\d+)", text):
+            assert value(left.replace(" ", "")) == int(right)
+
+
+def test_worked_solutions_vary_in_wording_and_order():
+    question = Question("two_step", "9+4-2", 11, (9, 4, -2))
+    writer = Writer(0)
+    texts = {writer.solution(question) for _ in range(300)}
+    assert len(texts) > 250
+    first_results = {re.search(r"=(-?\d+)", text).group(1) for text in texts}
+    assert first_results == {"13", "7", "2"}  # 9+4, 9-2, 4-2
+
+
+def test_a_careless_writer_slips_and_goes_on_from_there(questions):
+    writer = Writer(0, careless=1.0)
+    for question in questions["train"][:100]:
+        text = writer.solution(question)
+        for left, right in re.findall(r"(-?\d+ ?[-+*] ?-?\d+) ?=(-?\d+)", text):
+            assert abs(value(left.replace(" ", "")) - int(right)) in (1, 2, 10)
+
+
+def test_answer_deciding_characters_by_hand():
+    text = "4+3 =7, 7-2=5 #### 5"
+    marks = "".join("^" if m else "." for m in decides_answer(text))
+    assert marks == ".....^^.....^^.....^^"
+    assert decides_answer("-26") == [True] * 4

@@ -1,0 +1,205 @@
+"""The applied gradient, checkpoints and resuming."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference import one_flat_score, plain_advantages
+
+from grpo_ustat.config import ConfigError, typed
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.tasks.base import rewards
+from grpo_ustat.training import trainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_config import compose  # noqa: E402
+
+SMALL = (
+    "max_steps=4", "eval_steps=2", "save_steps=2", "budget.rollouts=16", "group_size=4",
+    "dataset.test_size=10", "dataset.train_size=40", "max_completion_length=70",
+    "rollout_batch_size=64", "model=tiny_base", "learning_rate=1e-3",
+)  # fmt: skip
+
+
+def config_of(*overrides):
+    return compose("train", *SMALL, *overrides)
+
+
+def fit(path, *overrides):
+    config = config_of(*overrides)
+    trainer.fit(config, RunFolder(path, config))
+    return path
+
+
+def rows(path):
+    """Metrics without what depends on the clock."""
+    found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    clock = ("seconds_generate", "step_time")
+    return [{k: v for k, v in row.items() if k not in clock} for row in found]
+
+
+def weights(path, step):
+    from safetensors.torch import load_file
+
+    return load_file(path / f"checkpoint-{step}" / "model.safetensors")
+
+
+@pytest.mark.parametrize("baseline", ["none", "leave_one_out", "group_mean", "oracle"])
+@pytest.mark.parametrize("micro_batch_size", [3, 256])
+def test_applied_gradient_is_the_formula(tmp_path, baseline, micro_batch_size):
+    """-grad of the accumulated parameters = 1/(PG) sum_p sum_i A_i s_i, one at a time, float64."""
+    config = config_of(
+        f"baseline={baseline}", f"micro_batch_size={micro_batch_size}", "model.dtype=float64",
+        "budget.value_completions=5",
+    )  # fmt: skip
+    run = trainer._set_up(config, RunFolder(tmp_path, config))
+    prompts = trainer.choose_prompts(config, run.train_prompts, 0)
+    rollouts = trainer.sample(run.policy, prompts, 4, run.sampling("rollout"), step=0)
+    z = rewards(run.task, rollouts)
+    context, _ = trainer._context(run, prompts, 0)
+    advantage_PG = trainer.advantages(baseline, z, context)
+    trainer.accumulate_gradient(run, rollouts, advantage_PG)
+    named = dict(run.policy.model.named_parameters())
+    applied = -torch.cat([named[name].grad.flatten() for name in sorted(named)])
+    slow = torch.zeros_like(applied)
+    for p, prompt in enumerate(rollouts.prompt_tokens):
+        value = 0.0 if context.value_P is None else context.value_P[p]
+        for i, advantage in enumerate(plain_advantages(baseline, z[p].tolist(), value)):
+            tokens = rollouts.tokens_PGT[p, i][rollouts.mask_PGT[p, i]]
+            slow += advantage * one_flat_score(run.policy.model, prompt, tokens) / 16
+    assert z.std() > 0
+    torch.testing.assert_close(
+        applied, slow, rtol=1e-9, atol=1e-12 * slow.abs().max().item() + 1e-12
+    )
+
+
+def test_a_silent_step_moves_nothing(tmp_path):
+    config = config_of("optimizer=sgd")
+    run = trainer._set_up(config, RunFolder(tmp_path, config))
+    prompts = trainer.choose_prompts(config, run.train_prompts, 0)
+    rollouts = trainer.sample(run.policy, prompts, 4, run.sampling("rollout"), step=0)
+    before = [p.clone() for p in run.policy.model.parameters()]
+    assert trainer.apply_gradient(run, rollouts, np.zeros((4, 4))) == 0.0
+    for old, new in zip(before, run.policy.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_sgd_is_the_update_of_algorithm_1(tmp_path):
+    """theta' = theta + eta ghat, to float64 rounding."""
+    config = config_of("optimizer=sgd", "model.dtype=float64", "learning_rate=0.01")
+    run = trainer._set_up(config, RunFolder(tmp_path, config))
+    prompts = trainer.choose_prompts(config, run.train_prompts, 0)
+    rollouts = trainer.sample(run.policy, prompts, 4, run.sampling("rollout"), step=0)
+    advantage_PG = trainer.advantages(
+        "none", rewards(run.task, rollouts), trainer.BaselineContext()
+    )
+    before = {n: p.detach().clone() for n, p in run.policy.model.named_parameters()}
+    trainer.apply_gradient(run, rollouts, advantage_PG)
+    for name, parameter in run.policy.model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] - 0.01 * parameter.grad)
+
+
+def test_an_unfinite_gradient_stops_before_the_step(tmp_path):
+    config = config_of()
+    run = trainer._set_up(config, RunFolder(tmp_path, config))
+    prompts = trainer.choose_prompts(config, run.train_prompts, 0)
+    rollouts = trainer.sample(run.policy, prompts, 4, run.sampling("rollout"), step=0)
+    before = run.policy.model.lm_head.weight.detach().clone()
+    with pytest.raises(FloatingPointError, match="lower learning_rate"):
+        trainer.apply_gradient(run, rollouts, np.full((4, 4), np.inf))
+    assert torch.equal(before, run.policy.model.lm_head.weight)
+
+
+def test_a_run_leaves_what_it_promises_and_loads_as_any_model(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = fit(tmp_path / "run")
+    names = {p.name for p in path.iterdir()}
+    assert {".hydra", "metrics.jsonl", "code.json", "result.json", "eval.csv"} <= names
+    assert {"checkpoint-2", "checkpoint-4"} <= names
+    model = AutoModelForCausalLM.from_pretrained(path / "checkpoint-4")
+    tokenizer = AutoTokenizer.from_pretrained(path / "checkpoint-4")
+    assert tokenizer.decode(tokenizer("1+2=")["input_ids"]) == "1+2="
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    result = json.loads((path / "result.json").read_text())
+    assert result["steps"] == 4 and result["rollouts"] == 64
+    assert [row["step"] for row in result["evals"]] == [0, 2, 4]
+    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_resuming_equals_running_through(tmp_path, optimizer):
+    """Four steps at once, and two steps continued to four: weights and rows equal bit by bit."""
+    through = fit(tmp_path / "through", f"optimizer={optimizer}")
+    fit(tmp_path / "parts", f"optimizer={optimizer}", "max_steps=2")
+    parts = fit(tmp_path / "parts", f"optimizer={optimizer}")
+    assert rows(parts) == rows(through)
+    for name, value in weights(through, 4).items():
+        assert torch.equal(value, weights(parts, 4)[name])
+    assert (parts / "eval.csv").read_text() == (through / "eval.csv").read_text()
+
+
+def test_forgetting_the_moments_would_be_noticed(tmp_path, monkeypatch):
+    """Negative control of the resume test: without Adam's state the weights differ."""
+    through = fit(tmp_path / "through")
+    fit(tmp_path / "parts", "max_steps=2")
+    monkeypatch.setattr(trainer.checkpoint, "load", forgetful(trainer.checkpoint.load))
+    parts = fit(tmp_path / "parts")
+    assert any(
+        not torch.equal(value, weights(parts, 4)[name])
+        for name, value in weights(through, 4).items()
+    )
+
+
+def forgetful(load):
+    def forget(folder, policy, optimizer):
+        state = load(folder, policy, optimizer)
+        optimizer.state.clear()
+        return state
+
+    return forget
+
+
+def test_a_run_killed_after_a_checkpoint_drops_later_rows(tmp_path):
+    through = fit(tmp_path / "through")
+    broken = tmp_path / "broken"
+    shutil.copytree(through, broken)
+    shutil.rmtree(broken / "checkpoint-4")
+    (broken / "result.json").unlink()
+    fit(broken)
+    assert rows(broken) == rows(through)
+
+
+def test_a_complete_folder_is_shown_not_run_again(tmp_path, capsys):
+    path = fit(tmp_path / "run")
+    before = (path / "result.json").stat().st_mtime_ns
+    fit(path)
+    assert "is complete" in capsys.readouterr().out
+    assert (path / "result.json").stat().st_mtime_ns == before
+
+
+def test_another_configuration_in_the_folder_is_refused(tmp_path):
+    path = fit(tmp_path / "run")
+    with pytest.raises(ConfigError, match="learning_rate: 0.001 there, 0.002 asked"):
+        fit(path, "learning_rate=0.002")
+    with pytest.raises(ConfigError, match="on_existing=error"):
+        config = config_of("on_existing=error")
+        RunFolder(path, config).check()
+    fit(path, "learning_rate=0.002", "on_existing=overwrite")
+    assert "0.002" in (path / ".hydra" / "config.yaml").read_text()
+
+
+def test_the_stored_configuration_is_the_run(tmp_path):
+    import yaml
+
+    from grpo_ustat.config import TrainConfig
+
+    path = fit(tmp_path / "run")
+    stored = yaml.safe_load((path / ".hydra" / "config.yaml").read_text())
+    assert typed(stored, TrainConfig) == config_of()
