@@ -238,8 +238,8 @@ class MseConfig(Common):
         if budget.reference_blocks < 2 or rest or per_block < 3:
             raise ConfigError(
                 f"budget.reference_completions={budget.reference_completions} in "
-                f"budget.reference_blocks={budget.reference_blocks}: use at least 2 blocks of equal "
-                "size, 3 or more completions each"
+                f"budget.reference_blocks={budget.reference_blocks}: use 2 or more equal blocks of "
+                "3 or more completions"
             )
 
 

@@ -65,7 +65,8 @@ def describe(name: str, questions: int, completions: int) -> None:
     found = np.array([parts(policy, rollouts, p) for p in range(questions)])
     whole, deciding, free = found.transpose(1, 0, 2)
     z = rewards(task, rollouts)
-    share = clustered_mean(deciding / whole.mean())
+    ratio = deciding.mean() / whole.mean()
+    share = clustered_mean(ratio + (deciding - ratio * whole) / whole.mean())  # linearised ratio
     right, wrong = whole[z == 1].mean(), whole[z == 0].mean()
     tokens = rollouts.lengths_PG.mean()
     accuracy = clustered_mean(z)

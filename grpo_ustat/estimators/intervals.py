@@ -44,10 +44,11 @@ def pooled_dof(variances: np.ndarray, dof: float) -> float:
 
 
 def clustered_mean(values_PN: np.ndarray, level: float = LEVEL) -> Interval:
-    """Mean of all values with an interval over prompts: a prompt's values are one cluster."""
-    means_P = values_PN.mean(axis=1)
-    if len(means_P) < 2:
-        return Interval(float(means_P.mean()), -math.inf, math.inf)
+    """Mean of all values with an interval over prompts: a prompt's values are one cluster.
+
+    Of a single prompt the interval is over its own values, given the prompt.
+    """
+    means_P = values_PN.mean(axis=1) if len(values_PN) > 1 else values_PN[0]
     variance = means_P.var(ddof=1) / len(means_P)
     return t_interval(means_P.mean(), variance, len(means_P) - 1, level)
 

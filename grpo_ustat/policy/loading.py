@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from grpo_ustat.config import ASSETS, EMBEDDED, ConfigError
+from grpo_ustat.config import ASSETS, EMBEDDED, Common, ConfigError
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,17 @@ def load_policy(
     pad = tokenizer.pad_token_id
     model.to(device).eval()
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
+
+
+def configured_policy(config: Common, device: str | None = None) -> Policy:
+    """The configured policy on the configured or given device; sets this process's threads."""
+    torch.set_num_threads(config.launch.num_threads)
+    return load_policy(
+        config.model.model_name_or_path,
+        revision=config.model.revision,
+        dtype=config.model.dtype,
+        device=device or config.launch.device,
+    )
 
 
 def resolve(model_name_or_path: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from grpo_ustat.config import Common
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import positions
 from grpo_ustat.records import Prompt, Rollouts
@@ -37,6 +38,17 @@ class Sampling:
     max_completion_length: int
     temperature: float = 1.0
     rows: int = 512
+
+    @classmethod
+    def of(cls, config: Common, stream: str) -> Sampling:
+        """The configured sampling for one stream of draws."""
+        return cls(
+            seed=config.seed,
+            stream=stream,
+            max_completion_length=config.max_completion_length,
+            temperature=config.temperature,
+            rows=config.rollout_batch_size,
+        )
 
 
 def sample(

@@ -32,7 +32,8 @@ def mse_figure(folder: Path, result: dict[str, Any], config: MseConfig) -> None:
             rows = [r for r in result["curves"] if (r["method"], r["baseline"]) == (method, name)]
             _curve(axes, rows, method, name, several=len({m for m, _ in keys}) > 1)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        if any(row["mse"] > 0 for row in result["curves"]):
+            axes.set_yscale("log")
         axes.set_xticks(config.group_sizes, [str(size) for size in config.group_sizes])
         axes.set_xlabel("group size G")
         axes.set_ylabel("mean squared error of the gradient")
@@ -56,9 +57,9 @@ def _curve(axes, rows: list[dict[str, Any]], method: str, name: str, several: bo
 
 
 def _title(result: dict[str, Any]) -> str:
-    policy = result["policy"]
+    policy, corr = result["policy"], result["assumption2"]["corr"]
+    relation = "all rewards of a question equal" if corr is None else f"corr(q, Z) = {corr:.2f}"
     return (
-        f"{policy['name']}: accuracy {policy['accuracy']:.2f}, corr(q, Z) = "
-        f"{result['assumption2']['corr']:.2f}\n{result['questions']} questions x "
-        f"{result['pool_completions']} completions, bands: 95 %"
+        f"{policy['name']}: accuracy {policy['accuracy']:.2f}, {relation}\n"
+        f"{result['questions']} questions x {result['pool_completions']} completions, bands: 95 %"
     )

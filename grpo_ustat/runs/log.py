@@ -30,6 +30,12 @@ class MetricsLog:
             file.write(json.dumps({"step": row["step"], **row}, allow_nan=False) + "\n")
 
 
+def progress_bar(text: str, shown: bool = True) -> Progress:
+    """A bar on standard error with counts and the time left; without a terminal it stays quiet."""
+    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not shown)
+
+
 class TrainingBar:
     """Steps done, mean reward, time left; a plain line for each evaluation.
 
@@ -40,11 +46,7 @@ class TrainingBar:
     """
 
     def __init__(self, max_steps: int, done: int, shown: bool):
-        reward = TextColumn("reward {task.fields[reward]:.3f}, left")
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), reward)
-        self._bar = Progress(
-            *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown
-        )
+        self._bar = progress_bar("reward {task.fields[reward]:.3f}  step", shown)
         self._task = self._bar.add_task("train", total=max_steps, completed=done, reward=0.0)
 
     def __enter__(self) -> TrainingBar:

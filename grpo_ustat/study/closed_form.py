@@ -103,9 +103,9 @@ def _assumption(moments: Moments, z_PN: np.ndarray, q_PN: np.ndarray) -> dict[st
     """What decides the ordering: how score norm and reward go together given the question."""
     spread = math.sqrt(moments.var_q.mean() * moments.var_z.mean())
     a_0, a_v = float(moments.a_0.mean()), float(moments.a_v.mean())
-    excess = float((_squared_covariance(q_PN, z_PN) / moments.m0).mean())
+    excess = float(_excess(q_PN, z_PN).mean())
     return {
-        "corr": float(moments.cov_qz.mean()) / spread if spread > 0 else 0.0,
+        "corr": float(moments.cov_qz.mean()) / spread if spread > 0 else math.nan,
         "a0": a_0,
         "a_v": a_v,
         "a_bstar": a_v - excess,
@@ -114,17 +114,23 @@ def _assumption(moments: Moments, z_PN: np.ndarray, q_PN: np.ndarray) -> dict[st
     }
 
 
-def _squared_covariance(q_PN: np.ndarray, z_PN: np.ndarray) -> np.ndarray:
-    """Cov(q, z)^2 of each prompt: the plug-in, never negative, less its own variance."""
+def _excess(q_PN: np.ndarray, z_PN: np.ndarray) -> np.ndarray:
+    """A_V - A_{b*} = Cov(q, z)^2 / M_0 of each prompt, bias-corrected by the jackknife.
+
+    The plug-in is never negative and its bias is of order 1/N; `N theta - (N-1) mean theta_{-i}`
+    removes that order, and may be negative.
+    """
     count = q_PN.shape[1]
 
-    def covariance(sum_q, sum_z, sum_qz, n):
-        return (sum_qz - sum_q * sum_z / n) / (n - 1)
+    def plug_in(sum_q, sum_z, sum_qz, n):
+        covariance = (sum_qz - sum_q * sum_z / n) / (n - 1)
+        return covariance**2 * n / np.maximum(sum_q, np.finfo(float).tiny)
 
-    sums = [x.sum(axis=1, keepdims=True) for x in (q_PN, z_PN, q_PN * z_PN)]
-    whole_P = covariance(*sums, count)[:, 0]
-    rest = [s - x for s, x in zip(sums, (q_PN, z_PN, q_PN * z_PN), strict=True)]
-    return whole_P**2 - jackknife_variance(covariance(*rest, count - 1))
+    values = (q_PN, z_PN, q_PN * z_PN)
+    sums = [x.sum(axis=1, keepdims=True) for x in values]
+    rest = [s - x for s, x in zip(sums, values, strict=True)]
+    whole_P = plug_in(*sums, count)[:, 0]
+    return count * whole_P - (count - 1) * plug_in(*rest, count - 1).mean(axis=1)
 
 
 def _delete_one(

@@ -24,12 +24,12 @@ from grpo_ustat.config import MseConfig
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, t_interval
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
-from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores import completion_scores
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
-from grpo_ustat.rollout.local import sample
-from grpo_ustat.study.pool import flat, policy_for, sampling_for
+from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.study.pool import flat
 from grpo_ustat.study.workers import Done, share
 from grpo_ustat.tasks.base import rewards
 from grpo_ustat.tasks.registry import make_task
@@ -122,20 +122,20 @@ def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray)
 
 
 def _values(items, config: MseConfig, prompts: list[Prompt]) -> Iterator:
-    policy, task = policy_for(config), make_task(config)
+    policy, task = configured_policy(config), make_task(config)
     size = config.budget.value_completions
     for index in items:
         chosen = [prompts[p] for p in index]
-        rollouts = sample(policy, chosen, size, sampling_for(config, "value"))
+        rollouts = sample(policy, chosen, size, Sampling.of(config, "value"))
         yield Done(len(chosen) * size)
         yield rewards(task, rollouts).mean(axis=1)
 
 
 def _blocks(items: list[int], config: MseConfig, prompts: list[Prompt]) -> Iterator:
-    policy, task = policy_for(config), make_task(config)
+    policy, task = configured_policy(config), make_task(config)
     size = config.budget.reference_completions // config.budget.reference_blocks
     for h in items:
-        rollouts = sample(policy, prompts, size, sampling_for(config, "reference"), first=h * size)
+        rollouts = sample(policy, prompts, size, Sampling.of(config, "reference"), first=h * size)
         rewards_PN = rewards(task, rollouts)
         weights_PN = pool_gradient_weights(rewards_PN) / len(prompts)
         gradient, q_PN = _gradients(policy, rollouts, weights_PN[None], config.temperature)
@@ -169,12 +169,12 @@ def _gradients(
 
 
 def _replicate(items, config: MseConfig, prompts, blocks_HD, value_P) -> Iterator:
-    policy, task = policy_for(config), make_task(config)
+    policy, task = configured_policy(config), make_task(config)
     largest = max(config.group_sizes)
     keys = [(name, size) for name in config.baselines for size in config.group_sizes]
     result = _Replicates({k: [] for k in keys}, {k: [] for k in keys}, dict.fromkeys(keys, 0.0))
     for r in items:
-        rollouts = sample(policy, prompts, largest, sampling_for(config, "replicate"), step=r)
+        rollouts = sample(policy, prompts, largest, Sampling.of(config, "replicate"), step=r)
         rewards_PG = rewards(task, rollouts)
         weights = {key: group_weights(rewards_PG, *key, value_P) for key in keys}
         stacked = np.concatenate(list(weights.values()))

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from grpo_ustat.config import Common, MseConfig
+from grpo_ustat.config import MseConfig
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.policy.loading import Policy, load_policy
+from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores import completion_scores, covered_parameters
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
@@ -62,28 +62,6 @@ class _Gradients:
         return self.by_prompt_block_KD.shape[1]
 
 
-def policy_for(config: Common) -> Policy:
-    """The configured policy, with this process's threads set."""
-    torch.set_num_threads(config.launch.num_threads)
-    return load_policy(
-        config.model.model_name_or_path,
-        revision=config.model.revision,
-        dtype=config.model.dtype,
-        device=config.launch.device,
-    )
-
-
-def sampling_for(config: Common, stream: str) -> Sampling:
-    """The configured sampling for a stream of draws."""
-    return Sampling(
-        seed=config.seed,
-        stream=stream,
-        max_completion_length=config.max_completion_length,
-        temperature=config.temperature,
-        rows=config.rollout_batch_size,
-    )
-
-
 def build_pool(config: MseConfig, prompts: list[Prompt]) -> tuple[ScorePool, Cost]:
     """Sample and score `budget.pool_completions` completions of every prompt.
 
@@ -107,8 +85,8 @@ def blocks(count: int) -> list[np.ndarray]:
 
 
 def _score_chunks(chunks: list[list[int]], config: MseConfig, prompts: list[Prompt]) -> Iterator:
-    policy, task = policy_for(config), make_task(config)
-    sampling, size = sampling_for(config, "pool"), config.budget.pool_completions
+    policy, task = configured_policy(config), make_task(config)
+    sampling, size = Sampling.of(config, "pool"), config.budget.pool_completions
     covered = set(covered_parameters(policy.model))
     dimension = sum(p.numel() for name, p in policy.model.named_parameters() if name in covered)
     prompt_blocks, completion_blocks = blocks(len(prompts)), blocks(size)

@@ -160,6 +160,8 @@ def _assumption(found: ClosedForm) -> dict[str, Any]:
     result = {name: found[name].estimate for name in ("a0", "a_v", "a_bstar")}
     for name in ("corr", "av_minus_abstar", "av_minus_a0"):
         result |= _triple(name, found[name])
+    if result["corr"] is None:
+        return result | {"crossover_group_size": None, "reason": "all rewards of a question equal"}
     gain = -result["av_minus_a0"]
     result["crossover_group_size"] = 1 + found["c3"].estimate / gain if gain > 0 else None
     if gain <= 0:
@@ -185,6 +187,11 @@ def _cost(cost: Cost) -> dict[str, Any]:
 def summary(found: ClosedForm, assumption: dict[str, Any]) -> str:
     """In plain words: which regime the policy is in, and what follows."""
     difference, corr = found["av_minus_a0"], found["corr"]
+    if not math.isfinite(corr.estimate):
+        return (
+            "Every completion of a question got the same reward: no baseline changes anything and "
+            "the gradient is 0. Check the prompt, max_completion_length and the answer format."
+        )
     a_0, a_v = assumption["a0"], assumption["a_v"]
     excess = found["av_minus_abstar"].estimate / a_v
     text = (

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from grpo_ustat.runs.log import progress_bar
 
 Work = Callable[..., Iterator[Any]]
 
@@ -43,7 +42,7 @@ def share(
     workers = min(workers, len(items))
     shares = [items[w::workers] for w in range(workers)]
     results: list[list[Any]] = [[] for _ in shares]
-    with _bar() as bar:
+    with progress_bar("{task.description}  completions") as bar:
         task = bar.add_task(title, total=total)
         for worker, event in _events(work, shares, arguments):
             if isinstance(event, Done):
@@ -51,13 +50,6 @@ def share(
             else:
                 results[worker].append(event)
     return [result for found in results for result in found]
-
-
-def _bar() -> Progress:
-    """A bar with the time left; without a terminal, one plain line at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TextColumn("completions, left"), TimeRemainingColumn())  # fmt: skip
-    return Progress(*columns, console=Console(stderr=True))
 
 
 def _events(work: Work, shares: list[list[Any]], arguments: tuple) -> Iterator[tuple[int, Any]]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from grpo_ustat.config import ConfigError, TrainConfig
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.intervals import paired_difference
-from grpo_ustat.policy.loading import Policy, load_policy
+from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.draws import generator
@@ -58,17 +58,6 @@ class Run:
     task: Task
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
-
-    def sampling(self, stream: str) -> Sampling:
-        """Sampling for a stream of draws."""
-        config = self.config
-        return Sampling(
-            seed=config.seed,
-            stream=stream,
-            max_completion_length=config.max_completion_length,
-            temperature=config.temperature,
-            rows=config.rollout_batch_size,
-        )
 
 
 def fit(config: TrainConfig, folder: RunFolder) -> float:
@@ -118,19 +107,13 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def _set_up(config: TrainConfig, folder: RunFolder) -> Run:
-    torch.set_num_threads(config.launch.num_threads)
     accelerator = Accelerator(cpu=config.launch.device == "cpu")
     if config.prompts_per_step % accelerator.num_processes:
         raise ConfigError(
             f"{config.prompts_per_step} prompts a step do not divide among "
             f"{accelerator.num_processes} processes: change budget.rollouts or group_size"
         )
-    policy = load_policy(
-        config.model.model_name_or_path,
-        revision=config.model.revision,
-        dtype=config.model.dtype,
-        device=str(accelerator.device),
-    )
+    policy = configured_policy(config, device=str(accelerator.device))
     optimizer = _optimizer(config, policy)
     model, prepared = accelerator.prepare(policy.model, optimizer)
     task = make_task(config)
@@ -175,7 +158,7 @@ def _step(run: Run, progress: Progress) -> dict[str, Any]:
     prompts = choose_prompts(config, run.train_prompts, progress.step)
     mine = prompts[rank :: run.accelerator.num_processes]
     rollouts = sample(
-        run.policy, mine, config.group_size, run.sampling("rollout"), step=progress.step
+        run.policy, mine, config.group_size, Sampling.of(run.config, "rollout"), step=progress.step
     )
     rewards_PG = rewards(run.task, rollouts)
     context, value_tokens = _context(run, mine, progress.step)
@@ -206,7 +189,7 @@ def _context(run: Run, prompts: list[Prompt], step: int) -> tuple[BaselineContex
     if not BASELINES[run.config.baseline.name].needs_value:
         return BaselineContext(), 0
     count = run.config.budget.value_completions
-    fresh = sample(run.policy, prompts, count, run.sampling("value"), step=step)
+    fresh = sample(run.policy, prompts, count, Sampling.of(run.config, "value"), step=step)
     tokens = sum(gather_object([int(fresh.lengths_PG.sum())]))
     return BaselineContext(value_P=rewards(run.task, fresh).mean(axis=1)), tokens
 
@@ -272,7 +255,7 @@ def _metrics(run: Run, rollouts: Rollouts, rewards_PG: np.ndarray) -> dict[str, 
 
 def _evaluate(run: Run, progress: Progress, bar: TrainingBar) -> None:
     reward_P = held_out(
-        run.policy, run.task, run.test_prompts, run.sampling("eval"), run.accelerator
+        run.policy, run.task, run.test_prompts, Sampling.of(run.config, "eval"), run.accelerator
     )
     progress.evals.append(eval_row(progress.step, reward_P))
     progress.rewards_first = progress.rewards_first or reward_P.tolist()

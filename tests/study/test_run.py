@@ -164,3 +164,15 @@ def test_closed_form_and_monte_carlo_agree(tmp_path):
         assert relative < 0.5, (key, relative)  # sharp enough to be worth comparing
     print({key: round(score, 2) for key, score in scores.items()})
     assert max(map(abs, scores.values())) < limit, scores
+
+
+def test_a_policy_that_is_never_right_is_reported_not_divided_by(tmp_path):
+    result = study(tmp_path, "prompt.template='zz{question}'", "max_completion_length=3")
+    assert result["policy"]["accuracy"] == 0
+    assert result["assumption2"]["corr"] is None and result["scaling"]["gstar"] is None
+    assert "same reward" in result["summary"]
+
+
+def test_one_question_is_enough(tmp_path):
+    result = study(tmp_path, "study.questions=1", "dataset.seed=2")
+    assert result["questions"] == 1 and result["policy"]["accuracy_low"] is not None

@@ -27,6 +27,10 @@ SMALL = (
 )  # fmt: skip
 
 
+def rollout_draws(config):
+    return trainer.Sampling.of(config, "rollout")
+
+
 def config_of(*overrides):
     return compose("train", *SMALL, *overrides)
 
@@ -60,7 +64,9 @@ def test_applied_gradient_is_the_formula(tmp_path, baseline, micro_batch_size):
     )  # fmt: skip
     run = trainer._set_up(config, RunFolder(tmp_path, config))
     prompts = trainer.choose_prompts(config, run.train_prompts, 0)
-    rollouts = trainer.sample(run.policy, prompts, 4, run.sampling("rollout"), step=0)
+    rollouts = trainer.sample(
+        run.policy, prompts, 4, trainer.Sampling.of(config, "rollout"), step=0
+    )
     z = rewards(run.task, rollouts)
     context, _ = trainer._context(run, prompts, 0)
     advantage_PG = trainer.advantages(baseline, z, context)
@@ -83,7 +89,9 @@ def test_a_silent_step_moves_nothing(tmp_path):
     config = config_of("optimizer=sgd")
     run = trainer._set_up(config, RunFolder(tmp_path, config))
     prompts = trainer.choose_prompts(config, run.train_prompts, 0)
-    rollouts = trainer.sample(run.policy, prompts, 4, run.sampling("rollout"), step=0)
+    rollouts = trainer.sample(
+        run.policy, prompts, 4, trainer.Sampling.of(config, "rollout"), step=0
+    )
     before = [p.clone() for p in run.policy.model.parameters()]
     assert trainer.apply_gradient(run, rollouts, np.zeros((4, 4))) == 0.0
     for old, new in zip(before, run.policy.model.parameters(), strict=True):
@@ -95,7 +103,9 @@ def test_sgd_is_the_update_of_algorithm_1(tmp_path):
     config = config_of("optimizer=sgd", "model.dtype=float64", "learning_rate=0.01")
     run = trainer._set_up(config, RunFolder(tmp_path, config))
     prompts = trainer.choose_prompts(config, run.train_prompts, 0)
-    rollouts = trainer.sample(run.policy, prompts, 4, run.sampling("rollout"), step=0)
+    rollouts = trainer.sample(
+        run.policy, prompts, 4, trainer.Sampling.of(config, "rollout"), step=0
+    )
     advantage_PG = trainer.advantages(
         "none", rewards(run.task, rollouts), trainer.BaselineContext()
     )
@@ -109,7 +119,9 @@ def test_an_unfinite_gradient_stops_before_the_step(tmp_path):
     config = config_of()
     run = trainer._set_up(config, RunFolder(tmp_path, config))
     prompts = trainer.choose_prompts(config, run.train_prompts, 0)
-    rollouts = trainer.sample(run.policy, prompts, 4, run.sampling("rollout"), step=0)
+    rollouts = trainer.sample(
+        run.policy, prompts, 4, trainer.Sampling.of(config, "rollout"), step=0
+    )
     before = run.policy.model.lm_head.weight.detach().clone()
     with pytest.raises(FloatingPointError, match="lower learning_rate"):
         trainer.apply_gradient(run, rollouts, np.full((4, 4), np.inf))
