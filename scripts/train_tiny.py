@@ -46,7 +46,7 @@ class Recipe:
 
 RECIPES = {
     "tiny_base": Recipe(steps=2600, rows=96, reasons=True, careless=0.28),
-    "tiny": Recipe(steps=3200, rows=96, reasons=True),
+    "tiny": Recipe(steps=3600, rows=96, reasons=True, careless=0.05),
     "tiny_direct": Recipe(steps=16000, rows=192, reasons=False),
 }
 

@@ -129,6 +129,21 @@ def test_an_unreachable_hub_id_is_one_line(tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("entry", ["mse", "train"])
+def test_a_device_that_is_not_there_is_one_line(entry, tmp_path):
+    code, _, err = run(entry, f"debug={entry}", "launch.device=cuda:7", cwd=tmp_path)
+    assert code == 2
+    assert "error: launch.device=cuda:7 cannot be used" in err
+    assert "Traceback" not in err
+
+
+def test_a_model_refused_by_a_worker_is_one_line(tmp_path):
+    arguments = ("model=hub", "model.model_name_or_path=no-org/no-model", "launch.workers=2")
+    code, _, err = run("mse", *arguments, cwd=tmp_path)
+    assert code == 2
+    assert "error: no model could be loaded" in err and "Traceback" not in err
+
+
 def test_configuration_is_shown_quickly_from_anywhere_without_torch(tmp_path):
     start = time.perf_counter()
     code, out, _ = run("mse", "--cfg", "job", cwd=tmp_path)

@@ -67,6 +67,7 @@ def load_policy(
 
 def configured_policy(config: Common, device: str | None = None) -> Policy:
     """The configured policy on the configured or given device; sets this process's threads."""
+    check_device(config.launch.device)
     torch.set_num_threads(config.launch.num_threads)
     return load_policy(
         config.model.model_name_or_path,
@@ -74,6 +75,21 @@ def configured_policy(config: Common, device: str | None = None) -> Policy:
         dtype=config.model.dtype,
         device=device or config.launch.device,
     )
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this PyTorch cannot use.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"launch.device={device} cannot be used ({reason}): use launch.device=cpu"
+        ) from error
 
 
 def resolve(model_name_or_path: str) -> str:

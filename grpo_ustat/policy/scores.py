@@ -104,6 +104,7 @@ class _Sums:
     def add(self, name: str, gradients_B: torch.Tensor) -> None:
         """Take one parameter's gradients, shape [B, *parameter.shape]."""
         flat = gradients_B.flatten(1)
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         if self.gram_BB is None:
             self.sq_norm_B += flat.square().sum(dim=1)
         else:
@@ -207,11 +208,13 @@ def _output_layer(head, hidden_BTD, input_ids_BT, completion_mask_BT, temperatur
     first, last = int(columns.min()), int(columns.max()) + 1
     seen = hidden_BTD[:, first - 1 : last - 1].detach()
     with torch.no_grad():
-        grads = -torch.softmax(head(seen) / temperature, dim=-1)
+        logits = head(seen)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        grads = -torch.softmax(logits.to(wide) / temperature, dim=-1)
     targets = input_ids_BT[:, first:last, None]
     grads.scatter_add_(-1, targets, torch.ones_like(targets, dtype=grads.dtype))
     grads *= completion_mask_BT[:, first:last, None]
-    grads /= temperature
+    grads = (grads / temperature).to(seen.dtype)
     grad_hidden_BTD = torch.zeros_like(hidden_BTD)
     grad_hidden_BTD[:, first - 1 : last - 1] = grads @ head.weight
     return grad_hidden_BTD, dict(_linear(head, seen, grads))

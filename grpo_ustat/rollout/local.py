@@ -6,7 +6,6 @@ the whole vocabulary, by inverting its cumulative distribution at a keyed unifor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +58,6 @@ def sample(
     *,
     step: int = 0,
     first: int = 0,
-    progress: Callable[[int], None] | None = None,
 ) -> Rollouts:
     """`group_size` completions of each prompt.
 
@@ -71,7 +69,6 @@ def sample(
         step: training step or replicate, part of the draws' key.
         first: index of the first completion; completions 0..3 and then 4..7 are the same eight as
             0..7 at once.
-        progress: called with the number of completions just finished.
     """
     encoded = [policy.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
     width = sampling.max_completion_length
@@ -92,8 +89,6 @@ def sample(
         tokens_RT[rows], lengths_R[rows] = _write(
             policy, [encoded[p] for p in batch], np.concatenate(draws), sampling.temperature
         )
-        if progress:
-            progress(len(rows))
     return _rollouts(policy, prompts, encoded, tokens_RT, lengths_R)
 
 

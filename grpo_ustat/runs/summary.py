@@ -39,6 +39,7 @@ def _mse_table(result: dict[str, Any], method: str) -> Table:
     if method == "monte_carlo":
         source = "replicates of the largest G: " + str(min(row["replicates"] for row in rows))
     table = Table(title=title, caption=f"95 % intervals {given[rows[0]['interval']]}; {source}")
+    table.min_width = 64
     table.add_column("G", justify="right")
     for name in dict.fromkeys(row["baseline"] for row in rows):
         table.add_column("group_mean (biased)" if name == "group_mean" else name, justify="right")
@@ -50,6 +51,16 @@ def _mse_table(result: dict[str, Any], method: str) -> Table:
         ]
         table.add_row(str(size), *cells)
     return table
+
+
+def clipped_warning(clipped_ratio: float, max_completion_length: int) -> str:
+    """A sentence where many completions were cut: they rarely hold an answer."""
+    if clipped_ratio <= 0.05:
+        return ""
+    return (
+        f" WARNING: {clipped_ratio:.0%} of the completions were cut at max_completion_length="
+        f"{max_completion_length}: raise it, unless that is the point."
+    )
 
 
 def _short(value: float) -> str:

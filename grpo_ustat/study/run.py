@@ -13,7 +13,7 @@ from grpo_ustat.estimators.intervals import Interval, clustered_mean
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.figures import mse_figure
 from grpo_ustat.runs.folder import RunFolder, versions
-from grpo_ustat.runs.summary import mse_tables, write_csv
+from grpo_ustat.runs.summary import clipped_warning, mse_tables, write_csv
 from grpo_ustat.study.closed_form import ClosedForm, closed_form
 from grpo_ustat.study.pool import Cost, build_pool
 from grpo_ustat.tasks.registry import make_task
@@ -65,7 +65,8 @@ def study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
         "policy": _policy(pool, config, cost),
         "questions": len(prompts),
         "pool_completions": config.budget.pool_completions,
-        "summary": summary(found, assumption),
+        "summary": summary(found, assumption)
+        + clipped_warning(cost.clipped / cost.rollouts, config.max_completion_length),
         "cost": _cost(cost),
         "versions": versions(),
     }
@@ -195,8 +196,8 @@ def summary(found: ClosedForm, assumption: dict[str, Any]) -> str:
     a_0, a_v = assumption["a0"], assumption["a_v"]
     excess = found["av_minus_abstar"].estimate / a_v
     text = (
-        f"corr(q, Z) = {corr.estimate:.3f} [{corr.low:.3f}, {corr.high:.3f}]: V(x) costs "
-        f"{excess:.1%} more than the best prompt-only baseline. "
+        f"corr(q, Z) = {corr.estimate:.3f} [{corr.low:.3f}, {corr.high:.3f}]; the best prompt-only "
+        f"baseline E[q Z]/E[q] would take {excess:.0%} off the oracle's A_V. "
     )
     if difference.high < 0:
         cross = assumption["crossover_group_size"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_ustat.config import ConfigError
 from grpo_ustat.runs.log import progress_bar
 
 Work = Callable[..., Iterator[Any]]
@@ -37,6 +38,7 @@ def share(
         arguments: passed on to every worker.
 
     Raises:
+        ConfigError: a worker refused the configuration.
         RuntimeError: a worker failed; its traceback is the message.
     """
     workers = min(workers, len(items))
@@ -83,6 +85,8 @@ def _listen(events, processes) -> Iterator[tuple[int, Any]]:
                 code = processes[dead[0]].exitcode
                 raise RuntimeError(f"worker {dead[0]} ended with exit code {code}") from None
             continue
+        if kind == "refused":
+            raise ConfigError(event)
         if kind == "error":
             raise RuntimeError(f"worker {worker} failed:\n{event}")
         if kind == "end":
@@ -96,5 +100,7 @@ def _worker(events, number: int, work: Work, items: list[Any], arguments: tuple)
         for event in work(items, *arguments):
             events.put((number, "event", event))
         events.put((number, "end", None))
+    except ConfigError as error:
+        events.put((number, "refused", str(error)))
     except Exception:
         events.put((number, "error", traceback.format_exc()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,15 +16,15 @@ from rich.console import Console
 
 from grpo_ustat.config import ConfigError, TrainConfig
 from grpo_ustat.estimators.baselines import BASELINES, advantages
-from grpo_ustat.estimators.intervals import paired_difference
-from grpo_ustat.policy.loading import Policy, configured_policy
+from grpo_ustat.estimators.intervals import Interval, paired_difference
+from grpo_ustat.policy.loading import Policy, check_device, configured_policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import MetricsLog, TrainingBar
-from grpo_ustat.runs.summary import train_table, write_csv
+from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
 from grpo_ustat.tasks.base import Task, rewards
 from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.training import checkpoint
@@ -40,6 +41,7 @@ class Progress:
     value_rollouts: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    clipped_ratio: float = 0.0
     evals: list[dict[str, Any]] = field(default_factory=list)
     rewards_first: list[float] = field(default_factory=list)
     rewards_last: list[float] = field(default_factory=list)
@@ -72,7 +74,7 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
         result = _train(config, folder)
     else:
         console.print(f"{folder.path} is complete; on_existing=overwrite runs it again.")
-    if result["rank"] == 0:
+    if int(os.environ.get("RANK", 0)) == 0:
         console.print(train_table(result))
         console.print(result["summary"], highlight=False)
         console.print(f"Wrote {folder.path}", soft_wrap=True, highlight=False)
@@ -100,13 +102,14 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
                 _evaluate(run, progress, bar)
             if progress.step % config.save_steps == 0 or last:
                 _save(run, progress)
-    result = _result(config, progress) | {"rank": run.accelerator.process_index}
+    result = _result(config, progress)
     if main:
         folder.finish(result)
     return result
 
 
 def _set_up(config: TrainConfig, folder: RunFolder) -> Run:
+    check_device(config.launch.device)
     accelerator = Accelerator(cpu=config.launch.device == "cpu")
     if config.prompts_per_step % accelerator.num_processes:
         raise ConfigError(
@@ -171,6 +174,7 @@ def _step(run: Run, progress: Progress) -> dict[str, Any]:
     if context.value_P is not None:
         progress.value_rollouts += len(prompts) * config.budget.value_completions
     progress.tokens += row["tokens"] + value_tokens
+    progress.clipped_ratio = row["completions/clipped_ratio"]
     progress.seconds += time.perf_counter() - start
     return row | {
         "step": progress.step,
@@ -272,6 +276,17 @@ def _save(run: Run, progress: Progress) -> None:
     run.accelerator.wait_for_everyone()
 
 
+def _summary(config: TrainConfig, progress: Progress, gain: Interval) -> str:
+    """What training did to held-out accuracy, in words."""
+    first, last = progress.evals[0], progress.evals[-1]
+    text = (
+        f"Held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f}, paired difference "
+        f"{gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] on the same {last['n']} "
+        f"questions, sampled at temperature {config.temperature}."
+    )
+    return text + clipped_warning(progress.clipped_ratio, config.max_completion_length)
+
+
 def _result(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     last = progress.evals[-1]
     gain = paired_difference(np.array(progress.rewards_last), np.array(progress.rewards_first))
@@ -289,10 +304,6 @@ def _result(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         "seconds": progress.seconds,
         "evals": progress.evals,
         "run": config.run_name,
-        "summary": (
-            f"Held-out accuracy {progress.evals[0]['accuracy']:.3f} -> {last['accuracy']:.3f}, "
-            f"paired difference {gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] on the "
-            f"same {last['n']} questions, sampled at temperature {config.temperature}."
-        ),
+        "summary": _summary(config, progress, gain),
         "versions": versions(),
     }

@@ -148,7 +148,7 @@ def test_closed_form_and_monte_carlo_agree(tmp_path):
     result = study(
         tmp_path, "experiment=monte_carlo_check", "study.questions=20", "launch.workers=2",
         "budget.replicates=100", "budget.pool_completions=64", "rollout_batch_size=512",
-        "budget.value_completions=128", "model=tiny", "baselines=[none,leave_one_out,oracle]",
+        "budget.value_completions=128", "model=tiny_base", "baselines=[none,leave_one_out,oracle]",
         "group_sizes=[2,4,8,16]",
     )  # fmt: skip
     rows = {(r["method"], r["baseline"], r["group_size"]): r for r in result["curves"]}
