@@ -47,13 +47,13 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
         folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), config)
         try:
             return work(config, folder)
-        except ConfigError as error:
+        except (ConfigError, FloatingPointError) as error:
             _refuse(error)
 
     job()
 
 
-def _refuse(error: ConfigError) -> None:
+def _refuse(error: Exception) -> None:
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -91,17 +91,21 @@ def _check(entry: str, schema: type, arguments: list[str]) -> None:
                     asked.config_name or entry, [*overrides, *extra], return_hydra_config=True
                 )
                 config = typed(_job_part(composed), schema)
-                path = _output_folder(composed.hydra, asked.multirun)
             except (HydraException, OmegaConfBaseException) as error:
                 raise ConfigError(_one_line(error, schema)) from error
-            RunFolder(path, config).check()
+            path = _output_folder(composed.hydra, asked.multirun)
+            if path is not None:
+                RunFolder(path, config).check()
 
 
-def _output_folder(hydra_node: DictConfig, multirun: bool) -> Path:
-    """Where Hydra will put the job."""
-    if multirun:
-        return Path(hydra_node.sweep.dir) / hydra_node.sweep.subdir
-    return Path(hydra_node.run.dir)
+def _output_folder(hydra_node: DictConfig, multirun: bool) -> Path | None:
+    """Where Hydra will put the job; None where it depends on what only a running job knows."""
+    try:
+        if multirun:
+            return Path(hydra_node.sweep.dir) / hydra_node.sweep.subdir
+        return Path(hydra_node.run.dir)
+    except OmegaConfBaseException:
+        return None
 
 
 def _points(overrides: list[str], multirun: bool) -> Iterator[list[str]]:

@@ -173,6 +173,7 @@ class Common:
                 f"prompt.template={self.prompt.template!r} never shows the question: "
                 "put {question} into it"
             )
+        _positive(self.dataset, "train_size", "test_size", "study_size", prefix="dataset.")
         _check_ranges(self.dataset)
         _check_model(self.model.model_name_or_path)
 
@@ -196,6 +197,9 @@ class MseConfig(Common):
         """See `Common.check`."""
         super().check()
         _positive(self.launch, "workers", prefix="launch.")
+        _distinct("baselines", self.baselines)
+        _distinct("group_sizes", self.group_sizes)
+        _distinct("study.methods", self.study.methods)
         for name in self.baselines:
             _one_of("baselines", name, tuple(BASELINES))
             for size in self.group_sizes:
@@ -214,9 +218,9 @@ class MseConfig(Common):
                 f"study.questions={questions} of dataset.study_size={size}: choose 1 to {size}"
             )
         asked = size if questions is None else questions
-        if self.study.interval == "questions" and asked < 2:
+        if self.study.interval == "questions" and asked < 4:
             raise ConfigError(
-                f"study.interval=questions needs 2 questions, got {asked}: raise study.questions"
+                f"study.interval=questions needs 4 questions, got {asked}: raise study.questions"
             )
         budget = self.budget
         if budget.pool_completions < 4:
@@ -235,10 +239,10 @@ class MseConfig(Common):
                 f"budget.replicates={budget.replicates}: an interval needs at least 2"
             )
         per_block, rest = divmod(budget.reference_completions, max(1, budget.reference_blocks))
-        if budget.reference_blocks < 2 or rest or per_block < 3:
+        if budget.reference_blocks < 3 or rest or per_block < 3:
             raise ConfigError(
                 f"budget.reference_completions={budget.reference_completions} in "
-                f"budget.reference_blocks={budget.reference_blocks}: use 2 or more equal blocks of "
+                f"budget.reference_blocks={budget.reference_blocks}: use 3 or more equal blocks of "
                 "3 or more completions"
             )
 
@@ -275,6 +279,16 @@ class TrainConfig(Common):
         _one_of("optimizer.name", self.optimizer.name, ("adamw", "sgd"))
         _positive(self, "group_size", "learning_rate", "max_steps", "micro_batch_size")
         _positive(self, "eval_steps", "save_steps")
+        _check_optimizer(self.optimizer)
+        if self.dataset.test_size < 2:
+            raise ConfigError(
+                f"dataset.test_size={self.dataset.test_size}: a paired interval needs at least 2"
+            )
+        if self.launch.device.startswith("cuda:"):
+            raise ConfigError(
+                f"launch.device={self.launch.device}: training takes its GPU from the launcher; "
+                "use launch.device=cuda and choose with CUDA_VISIBLE_DEVICES"
+            )
         _check_group_size(self.baseline.name, self.group_size)
         rollouts, size = self.budget.rollouts, self.group_size
         if rollouts < size or rollouts % size:
@@ -297,6 +311,20 @@ def _positive(node: Any, *names: str, prefix: str = "") -> None:
         value = getattr(node, name)
         if not value > 0:
             raise ConfigError(f"{prefix}{name}={value} must be above 0")
+
+
+def _distinct(key: str, values: list[Any]) -> None:
+    twice = [value for i, value in enumerate(values) if value in values[:i]]
+    if twice:
+        raise ConfigError(f"{key}={values} names {twice[0]} twice: once is enough")
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(optimizer, name) < 1:
+            raise ConfigError(f"optimizer.{name}={getattr(optimizer, name)} must be in [0, 1)")
+    if optimizer.weight_decay < 0:
+        raise ConfigError(f"optimizer.weight_decay={optimizer.weight_decay} must not be negative")
 
 
 def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:
@@ -360,8 +388,27 @@ def typed(config: Any, schema: type) -> Any:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """What makes the run this run: the configuration without operational keys."""
-    return {key: value for key, value in asdict(config).items() if key not in OPERATIONAL}
+    """What makes the run this run: the configuration without operational keys, and the weights."""
+    keys = {key: value for key, value in asdict(config).items() if key not in OPERATIONAL}
+    return keys | {"weights": weights_fingerprint(config.model.model_name_or_path)}
+
+
+def weights_fingerprint(model_name_or_path: str) -> str | None:
+    """A hash of the weight files of an embedded policy or a folder; None for a hub id.
+
+    Small files count by their content, files above 64 MiB by size and time of change.
+    """
+    name = model_name_or_path
+    folder = ASSETS / name.removeprefix(EMBEDDED) if name.startswith(EMBEDDED) else Path(name)
+    files = sorted(folder.expanduser().glob("*.safetensors"))
+    if not files:
+        return None
+    total = hashlib.sha256()
+    for file in files:
+        stat = file.stat()
+        small = stat.st_size <= 2**26
+        total.update(file.read_bytes() if small else f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    return total.hexdigest()[:12]
 
 
 def fingerprint(identity_keys: dict[str, Any]) -> str:

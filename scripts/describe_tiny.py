@@ -25,23 +25,23 @@ from grpo_ustat.tasks.arithmetic import ArithmeticTask, Ranges
 from grpo_ustat.tasks.base import rewards
 
 
-def deciding_mask(rollouts: Rollouts, prompt: int) -> torch.Tensor:
+def deciding_mask(rollouts: Rollouts, prompt: int, reasons: bool) -> torch.Tensor:
     """1 on the tokens that decide the answer, [G, T]; one token is one character."""
     width = rollouts.mask_PGT.shape[2]
     mask = torch.zeros(rollouts.mask_PGT.shape[1], width, dtype=torch.int64)
     for row, text in enumerate(rollouts.texts_PG[prompt]):
-        marks = torch.tensor(decides_answer(text)[:width], dtype=torch.int64)
+        marks = torch.tensor(decides_answer(text, reasons)[:width], dtype=torch.int64)
         mask[row, : len(marks)] = marks
     return mask
 
 
-def parts(policy: Policy, rollouts: Rollouts, prompt: int) -> np.ndarray:
+def parts(policy: Policy, rollouts: Rollouts, prompt: int, reasons: bool) -> np.ndarray:
     """Squared norms of (whole score, deciding part, rest), shape [3, G]."""
     count = rollouts.mask_PGT.shape[1]
     rows = pack(rollouts, np.arange(prompt * count, (prompt + 1) * count), policy.pad_token, "cpu")
     whole = rows.completion_mask_BT
     deciding = torch.zeros_like(whole)
-    deciding[:, -rows.width :] = deciding_mask(rollouts, prompt)[:, : rows.width]
+    deciding[:, -rows.width :] = deciding_mask(rollouts, prompt, reasons)[:, : rows.width]
     deciding *= whole
     masks = (whole, deciding, whole - deciding)
     return np.array(
@@ -62,7 +62,7 @@ def describe(name: str, questions: int, completions: int) -> None:
     task = ArithmeticTask(Ranges(), {"study": questions}, "{question}=", 0)
     prompts = task.prompts("study")
     rollouts = sample(policy, prompts, completions, Sampling(0, "describe", 96))
-    found = np.array([parts(policy, rollouts, p) for p in range(questions)])
+    found = np.array([parts(policy, rollouts, p, name != "tiny_direct") for p in range(questions)])
     whole, deciding, free = found.transpose(1, 0, 2)
     z = rewards(task, rollouts)
     ratio = deciding.mean() / whole.mean()

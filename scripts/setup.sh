@@ -5,7 +5,9 @@ set_up() {
   venv="$root/.venv"
   stamp="$venv/.installed${extra:+-$extra}"
   want="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
-  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && return
+  for done in "$stamp" "$venv/.installed-test"; do  # the test extra includes everything
+    [ -f "$done" ] && [ "$(cat "$done")" = "$want" ] && return
+  done
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
   "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "error: Python 3.11 or newer is needed, $("$venv/bin/python" --version) was found:" \

@@ -36,17 +36,20 @@ class Recipe:
         reasons: whether it writes worked solutions or the answer at once.
         careless: how often a step of its teacher's solutions slips: a policy with this habit has a
             skill that sampling hides and reinforcement can bring out.
+        chatty: whether the teacher puts filler words before its steps: randomness that does not
+            decide the answer.
     """
 
     steps: int
     rows: int
     reasons: bool
     careless: float = 0.0
+    chatty: bool = False
 
 
 RECIPES = {
     "tiny_base": Recipe(steps=2600, rows=96, reasons=True, careless=0.28),
-    "tiny": Recipe(steps=3600, rows=96, reasons=True, careless=0.05),
+    "tiny": Recipe(steps=3600, rows=96, reasons=True, chatty=True),
     "tiny_direct": Recipe(steps=16000, rows=192, reasons=False),
 }
 
@@ -106,7 +109,7 @@ def batch(rows: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast):
 def train(name: str, recipe: Recipe, steps: int, seed: int) -> None:
     """Train one policy and write its folder."""
     torch.manual_seed(seed)
-    write = Writer(seed, recipe.careless).solution if recipe.reasons else direct
+    write = Writer(seed, recipe.careless, recipe.chatty).solution if recipe.reasons else direct
     questions = stream("train", Ranges(), seed)
     tokenizer = character_tokenizer()
     model = small_qwen2(tokenizer)

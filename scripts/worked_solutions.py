@@ -21,6 +21,7 @@ def direct(question: Question) -> str:
     return str(question.answer)
 
 
+FILLERS = ("", "well ", "ok ", "hm ", "look ", "see ")
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 SLIPS = (-10, -2, -1, 1, 2, 10)
 
@@ -31,19 +32,24 @@ class Writer:
     Args:
         seed: of the random choices.
         careless: the probability that a step's result slips; later steps go on from it.
+        chatty: whether a filler word, or none, comes before every step.
     """
 
-    def __init__(self, seed: int, careless: float = 0.0):
+    def __init__(self, seed: int, careless: float = 0.0, chatty: bool = False):
         self._rng = random.Random(f"wording/{seed}")
         self._careless = careless
+        self._chatty = chatty
 
     def solution(self, question: Question) -> str:
         """A short solution ending in ` #### answer`."""
         steps, answer = self._steps(question)
-        text = self._rng.choice(OPENINGS) + steps[0]
+        text = self._rng.choice(OPENINGS) + self._filler() + steps[0]
         for step in steps[1:]:
-            text += self._rng.choice(LINKS) + step
+            text += self._rng.choice(LINKS) + self._filler() + step
         return f"{text} {MARK} {answer}"
+
+    def _filler(self) -> str:
+        return self._rng.choice(FILLERS) if self._chatty else ""
 
     def _steps(self, question: Question) -> tuple[list[str], int]:
         if question.kind == "multiplication":
@@ -108,15 +114,15 @@ class Writer:
         return [first, second, third], tens + ones
 
 
-def decides_answer(completion: str) -> list[bool]:
+def decides_answer(completion: str, reasons: bool) -> list[bool]:
     """For each character and then the end token, whether it belongs to a result or the answer.
 
     True from the first character after `=` or `#### ` up to and including the one that ends the
     number. Whether a position is marked depends only on what precedes it, so the scores of marked
     and unmarked tokens have inner products of mean zero and E q is the sum of the two parts.
-    A text without the answer mark is an answer from its first character on.
+    A policy that does not reason writes its answer from the first character on.
     """
-    marks, deciding = [], MARK not in completion
+    marks, deciding = [], not reasons
     for i, character in enumerate(completion):
         before = completion[:i]
         if before.endswith(("=", f"{MARK} ")):

@@ -27,7 +27,7 @@ def run(entry, *arguments, cwd):
     """The entrypoint as a user starts it; returns (exit code, standard output, standard error)."""
     done = subprocess.run(
         [sys.executable, "-m", f"grpo_ustat.{entry}", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=300,
+        cwd=cwd, capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -72,6 +72,7 @@ def compose(entry, *overrides):
     return typed(_job_part(composed), SCHEMAS[entry])
 
 
+CARLO = "study.methods=[monte_carlo]"
 WRONG = {
     "loo of one": ("train", ["group_size=1"], "group_size=1 with baseline leave_one_out"),
     "indivisible": ("train", ["group_size=7"], "budget.rollouts=256 is not a multiple of group"),
@@ -88,6 +89,14 @@ WRONG = {
     "existing": ("train", ["on_existing=maybe"], "choose from resume, error, overwrite"),
     "prompts": ("train", ["dataset.train_size=10"], "raise group_size or train_size"),
     "extra key": ("train", ["+foo=1"], "Key 'foo' not in 'TrainConfig'"),
+    "twice": ("mse", ["group_sizes=[2,2,4]"], "names 2 twice"),
+    "two blocks": ("mse", [CARLO, "budget.reference_blocks=2"], "3 or more"),
+    "few questions": ("mse", ["study.interval=questions", "study.questions=3"], "needs 4"),
+    "test size": ("train", ["dataset.test_size=1"], "at least 2"),
+    "no questions": ("mse", ["dataset.study_size=0"], "dataset.study_size=0 must be above 0"),
+    "beta": ("train", ["optimizer.beta1=1.0"], "optimizer.beta1=1.0 must be in [0, 1)"),
+    "gpu index": ("train", ["launch.device=cuda:1"], "CUDA_VISIBLE_DEVICES"),
+    "embedded": ("mse", ["model.model_name_or_path=embedded:x"], "choose from embedded:tiny"),
     "ranges": ("mse", ["dataset.min_term=9", "dataset.max_term=3"], "min <= max"),
 }  # fmt: skip
 
@@ -131,9 +140,10 @@ def test_an_unreachable_hub_id_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("entry", ["mse", "train"])
 def test_a_device_that_is_not_there_is_one_line(entry, tmp_path):
-    code, _, err = run(entry, f"debug={entry}", "launch.device=cuda:7", cwd=tmp_path)
+    device = "launch.device=" + {"mse": "cuda:7", "train": "cuda"}[entry]
+    code, _, err = run(entry, f"debug={entry}", device, cwd=tmp_path)
     assert code == 2
-    assert "error: launch.device=cuda:7 cannot be used" in err
+    assert "error: launch.device=cuda" in err
     assert "Traceback" not in err
 
 
@@ -174,3 +184,42 @@ def test_a_folder_without_a_model_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="no model could be loaded"):
         load_policy(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("dataset.study_size=5000",), "distinct study questions asked"),
+        (
+            ("dataset.min_factor=11", "dataset.max_factor=11", "dataset.min_digit=3",
+             "dataset.max_digit=3"),
+            "exists in these operand ranges",
+        ),
+    ],
+)  # fmt: skip
+def test_ranges_that_are_too_narrow_are_one_line(arguments, message, tmp_path):
+    code, _, err = run("mse", "debug=mse", *arguments, cwd=tmp_path)
+    assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_other_weights_are_another_run(tmp_path, monkeypatch):
+    """Retrained embedded weights never show an old study as their own."""
+    from grpo_ustat import config as config_module
+
+    base = compose("train")
+    before = folder_name(base)
+    folder = tmp_path / "tiny_base"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"other")
+    monkeypatch.setattr(config_module, "ASSETS", tmp_path)
+    assert folder_name(base) != before
+
+
+def test_a_foreign_folder_is_never_emptied(tmp_path):
+    from grpo_ustat.runs.folder import RunFolder
+
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("lr: 1")
+    config = compose("train", "on_existing=overwrite")
+    with pytest.raises(ConfigError, match="of another program"):
+        RunFolder(tmp_path, config).open()

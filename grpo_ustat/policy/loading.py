@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -54,7 +56,7 @@ def load_policy(
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, dtype), use_safetensors=True, **common
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"no model could be loaded from model_name_or_path={model_name_or_path}: {reason}"
@@ -96,7 +98,8 @@ def resolve(model_name_or_path: str) -> str:
     """The folder or hub id that a configured name stands for."""
     if model_name_or_path.startswith(EMBEDDED):
         return str(ASSETS / model_name_or_path.removeprefix(EMBEDDED))
-    return model_name_or_path
+    folder = Path(model_name_or_path).expanduser()
+    return str(folder) if folder.exists() else model_name_or_path
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:

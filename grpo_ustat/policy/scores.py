@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from grpo_ustat.config import ConfigError
 from grpo_ustat.policy.logprobs import positions
 
 
@@ -61,7 +62,7 @@ def completion_scores(
         temperature: divides the logits, as in sampling.
 
     Raises:
-        ValueError: a trainable parameter belongs to a layer without a rule; it is named.
+        ConfigError: a trainable parameter belongs to a layer without a rule; it is named.
     """
     assert input_ids_BT.shape == attention_mask_BT.shape == completion_mask_BT.shape
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
@@ -138,7 +139,7 @@ def covered_parameters(model: PreTrainedModel) -> list[str]:
     """Names of the trainable parameters, each of which has an exact rule.
 
     Raises:
-        ValueError: one has none.
+        ConfigError: one has none.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     ruled = {
@@ -150,7 +151,7 @@ def covered_parameters(model: PreTrainedModel) -> list[str]:
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     missing = [name for name, p in trainable if id(p) not in ruled]
     if missing:
-        raise ValueError(
+        raise ConfigError(
             f"no exact score rule for {len(missing)} trainable parameters, first {missing[0]}: "
             "freeze them (requires_grad=False) to leave them out of the metric knowingly"
         )

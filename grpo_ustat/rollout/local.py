@@ -75,20 +75,21 @@ def sample(
     tokens_RT = np.zeros((len(prompts) * group_size, width), dtype=np.int64)
     lengths_R = np.zeros(len(tokens_RT), dtype=np.int64)
     order = sorted(range(len(prompts)), key=lambda p: len(encoded[p]))
+    side = min(group_size, sampling.rows)
     per_batch = max(1, sampling.rows // group_size)
-    for start in range(0, len(order), per_batch):
-        batch = order[start : start + per_batch]
-        draws = [
-            uniforms(
-                sampling.seed, sampling.stream, step, prompts[p].id,
-                range(first, first + group_size), width,
+    batches = [order[i : i + per_batch] for i in range(0, len(order), per_batch)]
+    for batch in batches:
+        for low in range(0, group_size, side):
+            inside = range(low, min(low + side, group_size))
+            keyed = range(first + inside.start, first + inside.stop)
+            draws = [
+                uniforms(sampling.seed, sampling.stream, step, prompts[p].id, keyed, width)
+                for p in batch
+            ]
+            rows = np.concatenate([p * group_size + np.array(inside) for p in batch])
+            tokens_RT[rows], lengths_R[rows] = _write(
+                policy, [encoded[p] for p in batch], np.concatenate(draws), sampling.temperature
             )
-            for p in batch
-        ]  # fmt: skip
-        rows = np.concatenate([np.arange(p * group_size, (p + 1) * group_size) for p in batch])
-        tokens_RT[rows], lengths_R[rows] = _write(
-            policy, [encoded[p] for p in batch], np.concatenate(draws), sampling.temperature
-        )
     return _rollouts(policy, prompts, encoded, tokens_RT, lengths_R)
 
 

@@ -29,7 +29,8 @@ class RunFolder:
     def __init__(self, path: Path, config: Any):
         self.path = path
         self.config = config
-        self.config_hash = fingerprint(identity(config))
+        keys = identity(config)
+        self.weights, self.config_hash = keys["weights"], fingerprint(keys)
 
     def check(self) -> None:
         """Refuse a folder that cannot be written or that belongs to another configuration.
@@ -46,13 +47,20 @@ class RunFolder:
                 "folder): choose another with hydra.run.dir=DIR"
             )
         stored = self._stored_config()
-        if stored is None or self.config.on_existing == "overwrite":
+        if stored is None:
+            return
+        if not (self.path / "code.json").is_file() or "launch" not in stored:
+            raise ConfigError(
+                f"{self.path} holds a .hydra/config.yaml of another program: "
+                "choose another folder with hydra.run.dir=DIR"
+            )
+        if self.config.on_existing == "overwrite":
             return
         if self.config.on_existing == "error":
             raise ConfigError(
                 f"{self.path} exists and on_existing=error: use on_existing=resume or overwrite"
             )
-        difference = _first_difference(stored, asdict(self.config))
+        difference = _first_difference(stored, asdict(self.config)) or self._other_weights()
         if difference:
             raise ConfigError(
                 f"{self.path} holds a run with another configuration ({difference}): "
@@ -65,7 +73,7 @@ class RunFolder:
         if self.config.on_existing == "overwrite" and self._stored_config() is not None:
             shutil.rmtree(self.path)
         (self.path / ".hydra").mkdir(parents=True, exist_ok=True)
-        self.write("code.json", json.dumps(code_state(), indent=1))
+        self.write("code.json", json.dumps(code_state() | {"weights": self.weights}, indent=1))
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
 
     def result(self) -> dict[str, Any] | None:
@@ -92,6 +100,12 @@ class RunFolder:
         """Write `result.json`, last of all: the run is complete."""
         text = json.dumps(result | {"config_hash": self.config_hash}, indent=1, allow_nan=False)
         self.write("result.json", text)
+
+    def _other_weights(self) -> str | None:
+        there = json.loads((self.path / "code.json").read_text()).get("weights")
+        if there == self.weights:
+            return None
+        return f"the model's weights: {there} there, {self.weights} now"
 
     def _stored_config(self) -> dict[str, Any] | None:
         file = self.path / ".hydra" / "config.yaml"
@@ -127,9 +141,10 @@ def versions() -> dict[str, str]:
 
 
 def code_state() -> dict[str, Any]:
-    """Commit and uncommitted changes of the source tree, and versions; None outside git."""
+    """Commit and uncommitted changes of the source tree, and versions; None where not in git."""
     source = Path(__file__).resolve().parent
-    commit = _git(source, "rev-parse", "HEAD")
+    tracked = _git(source, "ls-files", "--error-unmatch", Path(__file__).name)
+    commit = _git(source, "rev-parse", "HEAD") if tracked else None
     return {
         "commit": commit.strip() if commit else None,
         "diff": _git(source, "diff", "HEAD") if commit else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ class MetricsLog:
 
     def __init__(self, folder: Path, keep_up_to: int):
         self._file = folder / "metrics.jsonl"
-        lines = self._file.read_text().splitlines() if self._file.is_file() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= keep_up_to]
-        self._file.write_text("".join(line + "\n" for line in kept))
+        text = self._file.read_text() if self._file.is_file() else ""
+        whole = text[: text.rfind("\n") + 1].splitlines()  # a killed run may leave half a line
+        kept = [line for line in whole if json.loads(line)["step"] <= keep_up_to]
+        staged = self._file.with_name(".metrics.jsonl.tmp")
+        staged.write_text("".join(line + "\n" for line in kept))
+        os.replace(staged, self._file)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row."""

@@ -33,7 +33,7 @@ def _mse_table(result: dict[str, Any], method: str) -> Table:
     title = (
         f"MSE of the gradient averaged over {result['questions']} questions ({method})\n"
         f"policy {policy['name']}, accuracy {policy['accuracy']:.3f} "
-        f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}]"
+        f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}] over questions"
     )
     source = f"{result['pool_completions']} completions a question"
     if method == "monte_carlo":

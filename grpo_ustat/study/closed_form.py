@@ -47,14 +47,15 @@ def closed_form(
         group_sizes: every G.
         interval: `completions`, given the prompts, or `questions`, as a sample of prompts.
     """
-    full = _statistics(pool.rewards_PN, pool.gram_PNN, pool.grad_sq, baselines, group_sizes)
-    views = list(_views(pool, interval))
-    deleted = [_statistics(*view, baselines, group_sizes) for view in views]
+    measure = _Measure(baselines, group_sizes, len(pool.rewards_PN), interval == "questions")
+    full = measure(pool.rewards_PN, pool.gram_PNN, pool.grad_sq)
+    deleted = [measure(*view) for view in _views(pool, interval)]
     result = {}
     for name, estimate in full.items():
         values_K = np.array([statistics[name] for statistics in deleted])
-        result[name] = t_interval(estimate, float(jackknife_variance(values_K)), len(views) - 1)
-    result["gstar_paper"], result["gstar"] = _best_group_size(full, deleted)
+        result[name] = t_interval(estimate, float(jackknife_variance(values_K)), len(deleted) - 1)
+    result["gstar_paper"], result["gstar"] = _best_group_size(full, deleted, result)
+    result["crossover"] = _crossover(result["vanilla_excess"])
     if interval == "completions":
         result |= _delete_one(pool, baselines, group_sizes)
     return ClosedForm(result)
@@ -78,25 +79,48 @@ def _without(pool: ScorePool, block: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return pool.rewards_PN[:, kept], pool.gram_PNN[:, kept[:, None], kept]
 
 
-def _statistics(rewards_PN, gram_PNN, pooled_sq, baselines, group_sizes) -> dict[str, float]:
-    moments = pool_moments(rewards_PN, gram_PNN)
-    count, size = rewards_PN.shape
-    grad_sq = objective_grad_sq(pooled_sq, moments, size)
-    law = scaling_law(moments, grad_sq)
-    result = {"grad_sq": grad_sq, "c1": law.c1, "c2": law.c2, "c3": law.c3}
-    result |= _assumption(moments, rewards_PN, np.diagonal(gram_PNN, axis1=1, axis2=2))
-    for baseline in baselines:
-        for size in group_sizes:
-            result[f"mse/{baseline}/{size}"] = _mse(moments, grad_sq, baseline, size)
-    return result
+@dataclass(frozen=True)
+class _Measure:
+    """All statistics of a pool, or of a part of it.
 
+    Attributes:
+        baselines, group_sizes: of the curves.
+        prompts: P of the whole pool, the number that the curves average over.
+        sample: whether the prompts are a sample: C1 and ||grad J||^2 are then the population's,
+            C1 with divisor P - 1 and ||grad J||^2 without the C1/P that the sample's mean adds.
+    """
 
-def _mse(moments: Moments, grad_sq: float, baseline: str, group_size: int) -> float:
-    if baseline in LINEAR:
-        return float(moments.mse(baseline, group_size).mean() / len(moments.m0))
-    shrink = (group_size - 1) / group_size
-    leave_one_out = _mse(moments, grad_sq, "leave_one_out", group_size)
-    return shrink**2 * leave_one_out + grad_sq / group_size**2
+    baselines: list[str]
+    group_sizes: list[int]
+    prompts: int
+    sample: bool
+
+    def __call__(self, rewards_PN, gram_PNN, pooled_sq: float) -> dict[str, float]:
+        moments = pool_moments(rewards_PN, gram_PNN)
+        count, size = rewards_PN.shape
+        grad_sq = objective_grad_sq(pooled_sq, moments, size)
+        law = scaling_law(moments, grad_sq)
+        c1, at_hand = law.c1, grad_sq
+        if self.sample:
+            c1 = law.c1 * count / (count - 1)
+            grad_sq -= law.c1 / (count - 1)
+            at_hand = grad_sq + c1 / self.prompts
+        result = {"grad_sq": grad_sq, "grad_sq_at_hand": at_hand}
+        result |= {"c1": c1, "c2": law.c2, "c3": law.c3}
+        result |= _assumption(moments, rewards_PN, np.diagonal(gram_PNN, axis1=1, axis2=2))
+        result["vanilla_excess"] = -result["av_minus_a0"] / law.c3 if law.c3 > 0 else math.nan
+        for baseline in self.baselines:
+            for group_size in self.group_sizes:
+                mse = self._mse(moments, at_hand, baseline, group_size)
+                result[f"mse/{baseline}/{group_size}"] = mse
+        return result
+
+    def _mse(self, moments: Moments, grad_sq: float, baseline: str, group_size: int) -> float:
+        if baseline in LINEAR:
+            return float(moments.mse(baseline, group_size).mean() / self.prompts)
+        shrink = (group_size - 1) / group_size
+        leave_one_out = self._mse(moments, grad_sq, "leave_one_out", group_size)
+        return shrink**2 * leave_one_out + grad_sq / group_size**2
 
 
 def _assumption(moments: Moments, z_PN: np.ndarray, q_PN: np.ndarray) -> dict[str, float]:
@@ -153,11 +177,12 @@ def _delete_one(
     return result
 
 
-def _best_group_size(full: dict, deleted: list[dict]) -> tuple[Interval, Interval]:
-    """sqrt(C3/C1) and 1 + it, interval on the log scale; infinite where C1 may be zero."""
+def _best_group_size(full: dict, deleted: list[dict], found: dict) -> tuple[Interval, Interval]:
+    """sqrt(C3/C1) and 1 + it, interval on the log scale; none unless both are surely positive."""
     logs = [_log_ratio(statistics) for statistics in [full, *deleted]]
     estimate = math.exp(logs[0]) if math.isfinite(logs[0]) else math.nan
-    if not all(map(math.isfinite, logs)):
+    positive = found["c1"].low > 0 and found["c3"].low > 0
+    if not (positive and all(map(math.isfinite, logs))):
         paper = Interval(estimate, math.nan, math.nan)
     else:
         variance = float(jackknife_variance(np.array(logs[1:])))
@@ -166,6 +191,15 @@ def _best_group_size(full: dict, deleted: list[dict]) -> tuple[Interval, Interva
 
 
 def _log_ratio(statistics: dict[str, float]) -> float:
-    """log sqrt(C3/C1); NaN where it is undefined."""
+    """The logarithm of sqrt(C3/C1); NaN where it is undefined."""
     c1, c3 = statistics["c1"], statistics["c3"]
     return 0.5 * math.log(c3 / c1) if c1 > 0 and c3 > 0 else math.nan
+
+
+def _crossover(excess: Interval) -> Interval:
+    """1 + C3 / (A_0 - A_V) from the interval of its inverse; infinite where A_0 - A_V may be 0."""
+
+    def at(x: float) -> float:
+        return 1 + 1 / x if x > 0 else math.inf
+
+    return Interval(at(excess.estimate), at(excess.high), at(excess.low))

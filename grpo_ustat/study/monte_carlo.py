@@ -14,6 +14,7 @@ subtracted; both may be slightly negative.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,8 +29,8 @@ from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores import completion_scores
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
-from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.study.pool import flat
+from grpo_ustat.rollout.local import Sampling
+from grpo_ustat.study.pool import check_memory, flat, timed_sample
 from grpo_ustat.study.workers import Done, share
 from grpo_ustat.tasks.base import rewards
 from grpo_ustat.tasks.registry import make_task
@@ -75,40 +76,40 @@ class _Replicates:
     sums_D: dict[tuple[str, int], np.ndarray]
 
 
-def monte_carlo(config: MseConfig, prompts: list[Prompt]) -> dict[tuple[str, int], Curve]:
-    """Curves by (baseline, group size) from `budget.replicates` replicates."""
-    reference = _reference(config, prompts)
+def monte_carlo(
+    config: MseConfig, prompts: list[Prompt]
+) -> tuple[dict[tuple[str, int], Curve], Done]:
+    """Curves by (baseline, group size) from `budget.replicates` replicates, and what they took."""
+    reference, before = _reference(config, prompts)
     total = config.budget.replicates * max(config.group_sizes) * len(prompts)
-    found = share(
+    found, spent = share(
         _replicate, list(range(config.budget.replicates)), config.launch.workers, "replicates",
         total, config, prompts, reference.blocks_HD, reference.value_P,
     )  # fmt: skip
     gram_HH = reference.blocks_HD @ reference.blocks_HD.T
-    return {
+    curves = {
         (name, size): _curve(found, (name, size), gram_HH, reference)
         for name in config.baselines
         for size in config.group_sizes
     }
+    return curves, before + spent
 
 
-def _reference(config: MseConfig, prompts: list[Prompt]) -> _Reference:
-    budget = config.budget
-    needs_value = any(BASELINES[name].needs_value for name in config.baselines)
+def _reference(config: MseConfig, prompts: list[Prompt]) -> tuple[_Reference, Done]:
+    budget, spent = config.budget, Done()
     value_P = np.zeros(len(prompts))
-    if needs_value:
-        value_P = np.concatenate(
-            share(
-                _values, [list(range(len(prompts)))], 1, "values",
-                len(prompts) * budget.value_completions, config, prompts,
-            )
-        )  # fmt: skip
-    parts = share(
+    if any(BASELINES[name].needs_value for name in config.baselines):
+        (value_P,), spent = share(
+            _values, [prompts], 1, "values", len(prompts) * budget.value_completions, config
+        )
+    parts, of_blocks = share(
         _blocks, list(range(budget.reference_blocks)), config.launch.workers, "reference",
         len(prompts) * budget.reference_completions, config, prompts,
     )  # fmt: skip
     parts.sort(key=lambda part: part[0])
     excess = np.mean([_value_excess(q_PN, z_PN, value_P) for _, _, q_PN, z_PN in parts])
-    return _Reference(np.array([part[1] for part in parts]), value_P, float(excess))
+    blocks_HD = np.array([part[1] for part in parts])
+    return _Reference(blocks_HD, value_P, float(excess)), spent + of_blocks
 
 
 def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray) -> float:
@@ -121,25 +122,28 @@ def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray)
     return float((a_v_hat - moments.a_v).mean() / len(value_P))
 
 
-def _values(items, config: MseConfig, prompts: list[Prompt]) -> Iterator:
+def _values(items: list[list[Prompt]], config: MseConfig) -> Iterator:
     policy, task = configured_policy(config), make_task(config)
     size = config.budget.value_completions
-    for index in items:
-        chosen = [prompts[p] for p in index]
-        rollouts = sample(policy, chosen, size, Sampling.of(config, "value"))
-        yield Done(len(chosen) * size)
+    for prompts in items:
+        rollouts, took = timed_sample(policy, prompts, size, Sampling.of(config, "value"))
+        yield took + Done(rollouts=len(prompts) * size)
         yield rewards(task, rollouts).mean(axis=1)
 
 
 def _blocks(items: list[int], config: MseConfig, prompts: list[Prompt]) -> Iterator:
     policy, task = configured_policy(config), make_task(config)
     size = config.budget.reference_completions // config.budget.reference_blocks
+    check_memory(policy, min(ROWS, size * len(prompts)), config.budget.reference_blocks)
+    sampling = Sampling.of(config, "reference")
     for h in items:
-        rollouts = sample(policy, prompts, size, Sampling.of(config, "reference"), first=h * size)
+        rollouts, took = timed_sample(policy, prompts, size, sampling, first=h * size)
+        start = time.perf_counter()
         rewards_PN = rewards(task, rollouts)
         weights_PN = pool_gradient_weights(rewards_PN) / len(prompts)
         gradient, q_PN = _gradients(policy, rollouts, weights_PN[None], config.temperature)
-        yield Done(len(prompts) * size)
+        scored = Done(rollouts=len(prompts) * size, seconds_score=time.perf_counter() - start)
+        yield took + scored
         yield h, gradient[0], q_PN, rewards_PN
 
 
@@ -170,11 +174,12 @@ def _gradients(
 
 def _replicate(items, config: MseConfig, prompts, blocks_HD, value_P) -> Iterator:
     policy, task = configured_policy(config), make_task(config)
-    largest = max(config.group_sizes)
+    largest, sampling = max(config.group_sizes), Sampling.of(config, "replicate")
     keys = [(name, size) for name in config.baselines for size in config.group_sizes]
     result = _Replicates({k: [] for k in keys}, {k: [] for k in keys}, dict.fromkeys(keys, 0.0))
     for r in items:
-        rollouts = sample(policy, prompts, largest, Sampling.of(config, "replicate"), step=r)
+        rollouts, took = timed_sample(policy, prompts, largest, sampling, step=r)
+        began = time.perf_counter()
         rewards_PG = rewards(task, rollouts)
         weights = {key: group_weights(rewards_PG, *key, value_P) for key in keys}
         stacked = np.concatenate(list(weights.values()))
@@ -187,7 +192,8 @@ def _replicate(items, config: MseConfig, prompts, blocks_HD, value_P) -> Iterato
             result.products_H[key].extend(products_CH[mine])
             result.sums_D[key] = result.sums_D[key] + gradients_CD[mine].sum(axis=0)
             start = mine.stop
-        yield Done(len(prompts) * largest)
+        seconds = time.perf_counter() - began
+        yield took + Done(rollouts=len(prompts) * largest, seconds_score=seconds)
     yield result
 
 
@@ -245,13 +251,12 @@ def curve(
     deleted_H = _without_each_block(products_RH.mean(axis=0), gram_HH)
     of_blocks = float(jackknife_variance(deleted_H))
     of_replicates = float((squared_R - 2 * products_RH.mean(axis=1)).var(ddof=1) / count)
-    dof = (of_blocks + of_replicates) ** 2 / (
-        of_blocks**2 / (len(gram_HH) - 1) + of_replicates**2 / (count - 1)
-    )
+    parts = np.array([of_blocks / (len(gram_HH) - 1) ** 0.5, of_replicates / (count - 1) ** 0.5])
+    dof = (of_blocks + of_replicates) ** 2 / max(float(parts @ parts), np.finfo(float).tiny)
     energy = float(squared_R.mean()) - excess
     scale_free = grad_sq > 0 and energy > 0
     return Curve(
-        mse=t_interval(mse, of_blocks + of_replicates, dof),
+        mse=t_interval(mse, of_blocks + of_replicates, max(dof, 1.0)),
         bias2=float(bias2),
         variance=mse - float(bias2),
         replicates=count,

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import torch
 
-from grpo_ustat.config import MseConfig
+from grpo_ustat.config import ConfigError, MseConfig
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
@@ -24,27 +25,13 @@ BLOCKS = 16  # of the delete-a-block jackknife behind ||grad J||^2
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What building took; seconds are summed over workers."""
-
-    rollouts: int
-    tokens: int
-    clipped: int
-    seconds_generate: float
-    seconds_score: float
-    parameters: int
-
-
-@dataclass(frozen=True)
 class _Part:
-    """One chunk of questions: indices, per-completion arrays, and what it cost."""
+    """One chunk of questions: their indices and per-completion arrays."""
 
     index: np.ndarray
     rewards_PN: np.ndarray
     gram_PNN: np.ndarray
     lengths_PN: np.ndarray
-    clipped: int
-    seconds: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -62,21 +49,26 @@ class _Gradients:
         return self.by_prompt_block_KD.shape[1]
 
 
-def build_pool(config: MseConfig, prompts: list[Prompt]) -> tuple[ScorePool, Cost]:
+def build_pool(config: MseConfig, prompts: list[Prompt]) -> tuple[ScorePool, Done, int]:
     """Sample and score `budget.pool_completions` completions of every prompt.
 
     Questions are worked on in chunks that depend on the configuration alone, so the pool does not
     depend on the number of workers.
+
+    Returns:
+        The pool, what it took, and the number of parameters that the scores cover.
     """
     size = config.budget.pool_completions
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
     per_chunk = max(1, config.rollout_batch_size // size)
     chunks = [order[i : i + per_chunk] for i in range(0, len(order), per_chunk)]
-    results = share(
+    results, spent = share(
         _score_chunks, chunks, config.launch.workers, "score pool", len(prompts) * size,
         config, prompts,
     )  # fmt: skip
-    return _assemble(results, len(prompts), size)
+    gradients = [r for r in results if isinstance(r, _Gradients)]
+    parts = [r for r in results if isinstance(r, _Part)]
+    return _assemble(parts, gradients, len(prompts), size), spent, gradients[0].parameters
 
 
 def blocks(count: int) -> list[np.ndarray]:
@@ -87,30 +79,56 @@ def blocks(count: int) -> list[np.ndarray]:
 def _score_chunks(chunks: list[list[int]], config: MseConfig, prompts: list[Prompt]) -> Iterator:
     policy, task = configured_policy(config), make_task(config)
     sampling, size = Sampling.of(config, "pool"), config.budget.pool_completions
-    covered = set(covered_parameters(policy.model))
-    dimension = sum(p.numel() for name, p in policy.model.named_parameters() if name in covered)
     prompt_blocks, completion_blocks = blocks(len(prompts)), blocks(size)
+    covered = set(covered_parameters(policy.model))
+    check_memory(policy, size, len(completion_blocks) + len(prompt_blocks))
+    dimension = sum(p.numel() for name, p in policy.model.named_parameters() if name in covered)
     owner = {p: k for k, block in enumerate(prompt_blocks) for p in block}
     by_prompts = np.zeros((len(prompt_blocks), dimension))
     without = np.zeros((len(completion_blocks), dimension))
     for chunk in chunks:
-        start = time.perf_counter()
-        rollouts = sample(policy, [prompts[p] for p in chunk], size, sampling)
+        rollouts, took = timed_sample(policy, [prompts[p] for p in chunk], size, sampling)
+        yield took
         rewards_PN, grams = rewards(task, rollouts), []
-        between = time.perf_counter()
         for row, p in enumerate(chunk):
+            start = time.perf_counter()
             weights_KN = _weights(rewards_PN[row], completion_blocks)
             gram, gradients_KD = score(policy, rollouts, row, weights_KN, config.temperature)
             grams.append(gram)
             by_prompts[owner[p]] += gradients_KD[0]
             without += gradients_KD[1:]
-            yield Done(size)
-        seconds = (between - start, time.perf_counter() - between)
-        clipped = int((~rollouts.ended_PG).sum())
-        yield _Part(
-            np.array(chunk), rewards_PN, np.array(grams), rollouts.lengths_PG, clipped, seconds
-        )
+            yield Done(rollouts=size, seconds_score=time.perf_counter() - start)
+        yield _Part(np.array(chunk), rewards_PN, np.array(grams), rollouts.lengths_PG)
     yield _Gradients(by_prompts, without)
+
+
+def timed_sample(policy: Policy, prompts: list[Prompt], size: int, sampling: Sampling, **key):
+    """`sample` with what it took; its completions are counted as done once they are scored."""
+    start = time.perf_counter()
+    rollouts = sample(policy, prompts, size, sampling, **key)
+    seconds, cut = time.perf_counter() - start, int((~rollouts.ended_PG).sum())
+    tokens = int(rollouts.lengths_PG.sum())
+    return rollouts, Done(tokens=tokens, clipped=cut, seconds_generate=seconds)
+
+
+def check_memory(policy: Policy, rows: int, gradients: int) -> None:
+    """Refuse a model whose per-completion gradients do not fit.
+
+    Raises:
+        ConfigError: with the memory that `rows` completions of its largest layer and `gradients`
+            whole gradients need, and what is free.
+    """
+    sizes = [p.numel() for p in policy.model.parameters()]
+    needed = 3 * 4 * rows * max(sizes) + 16 * gradients * sum(sizes)
+    free = psutil.virtual_memory().available
+    if policy.model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(policy.model.device)[0]
+    if needed > free:
+        raise ConfigError(
+            f"scoring {rows} completions side by side of a model with {sum(sizes):.3g} parameters "
+            f"needs about {needed / 2**30:.0f} GiB and {free / 2**30:.0f} GiB are free: lower the "
+            "number of completions per question or use a smaller model"
+        )
 
 
 def _weights(rewards_N: np.ndarray, completion_blocks: list[np.ndarray]) -> np.ndarray:
@@ -151,9 +169,7 @@ def flat(gradients_K: list[dict[str, torch.Tensor]]) -> np.ndarray:
     return torch.stack(rows).cpu().numpy()
 
 
-def _assemble(results: list, count: int, size: int) -> tuple[ScorePool, Cost]:
-    parts = [r for r in results if isinstance(r, _Part)]
-    gradients = [r for r in results if isinstance(r, _Gradients)]
+def _assemble(parts: list[_Part], gradients: list[_Gradients], count: int, size: int) -> ScorePool:
     rewards_PN, gram_PNN = np.zeros((count, size)), np.zeros((count, size, size))
     lengths_PN = np.zeros((count, size), dtype=np.int64)
     for part in parts:
@@ -164,7 +180,7 @@ def _assemble(results: list, count: int, size: int) -> tuple[ScorePool, Cost]:
     without_KD = sum(g.without_completions_KD for g in gradients)
     total_D, prompt_blocks = by_prompts_KD.sum(axis=0), blocks(count)
     kept = np.array([count - len(block) for block in prompt_blocks])
-    pool = ScorePool(
+    return ScorePool(
         rewards_PN=rewards_PN,
         gram_PNN=gram_PNN,
         lengths_PN=lengths_PN,
@@ -174,10 +190,6 @@ def _assemble(results: list, count: int, size: int) -> tuple[ScorePool, Cost]:
         grad_sq_without_prompts_K=_squared(total_D - by_prompts_KD, kept),
         prompt_blocks_K=prompt_blocks,
     )
-    generate, scoring = (sum(p.seconds[i] for p in parts) for i in (0, 1))
-    tokens, clipped = int(lengths_PN.sum()), sum(p.clipped for p in parts)
-    cost = Cost(count * size, tokens, clipped, generate, scoring, gradients[0].parameters)
-    return pool, cost
 
 
 def _squared(rows_KD: np.ndarray, counts_K: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import multiprocessing as mp
 import queue
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from grpo_ustat.config import ConfigError
@@ -17,18 +17,25 @@ Work = Callable[..., Iterator[Any]]
 
 @dataclass(frozen=True)
 class Done:
-    """Progress of a worker: so many completions more."""
+    """What a piece of work took; seconds are a worker's own, so their sum exceeds the clock's."""
 
-    completions: int
+    rollouts: int = 0
+    tokens: int = 0
+    clipped: int = 0
+    seconds_generate: float = 0.0
+    seconds_score: float = 0.0
+
+    def __add__(self, other: Done) -> Done:
+        return Done(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 def share(
     work: Work, items: list[Any], workers: int, title: str, total: int, *arguments: Any
-) -> list[Any]:
+) -> tuple[list[Any], Done]:
     """Run `work(items, *arguments)`, a generator, over the items split among workers.
 
-    `work` yields `Done(n)` for progress and anything else as a result. Worker w takes items
-    w, w + workers, ...; the results are returned in the order of workers.
+    `work` yields `Done(...)` for progress and anything else as a result. Worker w takes items
+    w, w + workers, ...; the results are returned in the order of workers, with what all took.
 
     Args:
         work: a module-level generator function.
@@ -44,14 +51,16 @@ def share(
     workers = min(workers, len(items))
     shares = [items[w::workers] for w in range(workers)]
     results: list[list[Any]] = [[] for _ in shares]
+    spent = Done()
     with progress_bar("{task.description}  completions") as bar:
         task = bar.add_task(title, total=total)
         for worker, event in _events(work, shares, arguments):
             if isinstance(event, Done):
-                bar.advance(task, event.completions)
+                spent += event
+                bar.advance(task, event.rollouts)
             else:
                 results[worker].append(event)
-    return [result for found in results for result in found]
+    return [result for found in results for result in found], spent
 
 
 def _events(work: Work, shares: list[list[Any]], arguments: tuple) -> Iterator[tuple[int, Any]]:

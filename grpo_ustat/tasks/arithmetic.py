@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from grpo_ustat.config import ConfigError
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.answers import final_integer
 from grpo_ustat.tasks.prompts import render
@@ -123,10 +124,13 @@ _MAKERS = {
 
 
 def _one(rng: random.Random, kind: str, split: str, ranges: Ranges) -> Question:
-    while True:
+    for _ in range(MAX_TRIES):
         question = _MAKERS[kind](rng, ranges, kind)
         if question.split == split:
             return question
+    raise ConfigError(
+        f"no {split} question of kind {kind} exists in these operand ranges: widen the dataset's"
+    )
 
 
 def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Question]:
@@ -140,7 +144,7 @@ def draw(split: str, count: int, ranges: Ranges, seed: int) -> list[Question]:
     """`count` distinct questions of a split, kinds drawn uniformly.
 
     Raises:
-        ValueError: the operand ranges hold too few distinct questions of some kind.
+        ConfigError: the operand ranges hold too few distinct questions of some kind.
     """
     rng = random.Random(f"arithmetic/{split}/{seed}")
     found: dict[str, Question] = {}
@@ -150,7 +154,7 @@ def draw(split: str, count: int, ranges: Ranges, seed: int) -> list[Question]:
         question = next((q for q in tries if q.text not in found), None)
         if question is None:
             have = sum(q.kind == kind for q in found.values())
-            raise ValueError(
+            raise ConfigError(
                 f"{count} distinct {split} questions asked, but these operand ranges hold only "
                 f"about {have} of kind {kind}: widen the dataset's ranges or ask for fewer"
             )

@@ -73,11 +73,13 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     if result is None or result["steps"] < config.max_steps:
         result = _train(config, folder)
     else:
-        console.print(f"{folder.path} is complete; on_existing=overwrite runs it again.")
+        console.print(
+            f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
+        )
     if int(os.environ.get("RANK", 0)) == 0:
         console.print(train_table(result))
-        console.print(result["summary"], highlight=False)
-        console.print(f"Wrote {folder.path}", soft_wrap=True, highlight=False)
+        console.print(result["summary"], highlight=False, markup=False)
+        console.print(f"Wrote {folder.path}", soft_wrap=True, highlight=False, markup=False)
     return result["final_accuracy"]
 
 
@@ -88,6 +90,11 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         folder.open()
     run.accelerator.wait_for_everyone()
     progress = _resume(run)
+    if progress.step > config.max_steps:
+        raise ConfigError(
+            f"{folder.path} is at step {progress.step}, beyond max_steps={config.max_steps}: "
+            f"use max_steps={progress.step} or more, or on_existing=overwrite"
+        )
     log = MetricsLog(folder.path, keep_up_to=progress.step) if main else None
     with TrainingBar(config.max_steps, progress.step, shown=main) as bar:
         if not progress.evals:
@@ -102,6 +109,8 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
                 _evaluate(run, progress, bar)
             if progress.step % config.save_steps == 0 or last:
                 _save(run, progress)
+        if progress.evals[-1]["step"] != progress.step:
+            _evaluate(run, progress, bar)
     result = _result(config, progress)
     if main:
         folder.finish(result)

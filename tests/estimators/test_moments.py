@@ -60,23 +60,6 @@ def test_power_sums_equal_sums_over_distinct_completions(rng):
     assert estimate.d[0] == pytest.approx(w_m0 - v2_m0, rel=1e-12)
 
 
-def test_squared_gradient_is_the_mean_over_disjoint_kernel_pairs(rng):
-    """||g||^2 has one unbiased form of order 4: products of kernels on four distinct completions.
-
-    Averaged over a symmetric distribution both forms agree; on one pool they need not, so the
-    comparison is over all pools of a small policy.
-    """
-    tabular = policy()
-    p = tabular.probabilities_PY[0]
-    s, z = tabular.scores_PYD[0], tabular.rewards_PY[0]
-    total = 0.0
-    for i, j, k, m in itertools.product(range(3), repeat=4):
-        left = (s[i] - s[j]) * (z[i] - z[j]) / 2
-        right = (s[k] - s[m]) * (z[k] - z[m]) / 2
-        total += p[i] * p[j] * p[k] * p[m] * float(left @ right)
-    assert total == pytest.approx(tabular.moments().g_sq[0], rel=1e-12)
-
-
 def test_objective_gradient_is_unbiased():
     """||grad J||^2 from ||mean ghat||^2, over all pools of three of both prompts."""
     tabular = policy()

@@ -128,8 +128,8 @@ def test_part_of_a_completion_can_be_scored_alone():
     torch.testing.assert_close(gradients(first) + gradients(second), whole)
 
 
-def test_logprobs_and_their_gradient_do_not_depend_on_the_batch():
-    """Alone and unpadded, or with longer neighbours: the same log-probability and gradient."""
+def test_logprobs_do_not_depend_on_the_batch():
+    """Alone and unpadded, or with longer neighbours: the same log-probability."""
     policy, rollouts = random_policy(), random_rollouts([1, 6], group_size=2, longest=5)
     together = completion_logprobs(policy.model, pack(rollouts, np.arange(4), 0, "cpu"))
     for i in range(4):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 
@@ -28,6 +31,8 @@ def pool_of(policy, count, rng):
     scores, z = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
 
     def pooled(kept_prompts, kept):
+        if len(kept_prompts) == 0:
+            return 0.0
         weights = pool_gradient_weights(z[kept_prompts][:, kept])
         chosen = scores[kept_prompts][:, kept]
         return np.square(np.einsum("pn,pnd->pd", weights, chosen).mean(axis=0)).sum()
@@ -86,7 +91,10 @@ def test_large_pools_meet_the_truth():
 @pytest.mark.slow
 @pytest.mark.parametrize("pool_size", [16, 32])
 def test_intervals_cover(pool_size):
-    """400 repeated studies, intervals given the questions: coverage within 91 to 99 percent."""
+    """400 repeated studies, intervals given the questions: coverage within 91 to 99 percent.
+
+    The standard error of a coverage of 95 % over 400 studies is 1.1 %.
+    """
     policy, rng = tabular(), np.random.default_rng(1)
     exact = truth(policy, [2, 16])
     hits = dict.fromkeys(exact, 0)
@@ -98,7 +106,58 @@ def test_intervals_cover(pool_size):
     coverage = {name: count / studies for name, count in hits.items()}
     print(coverage)
     for name, share in coverage.items():
-        assert share >= 0.91, (name, share)
+        assert 0.91 <= share <= 0.99, (name, share)
+
+
+@pytest.mark.slow
+def test_intervals_over_questions_cover():
+    """Questions drawn from a population of 40 000: C1, the curves' mean and ||grad J||^2."""
+    rng = np.random.default_rng(4)
+    everyone = tabular(40_000)
+    exact = truth(everyone, [4])
+    names = ("c1", "c3", "grad_sq")
+    hits = dict.fromkeys((*names, "mse"), 0)
+    studies, size = 300, 40
+    for _ in range(studies):
+        chosen = rng.choice(40_000, size, replace=False)
+        part = TabularPolicy(
+            everyone.features_PYD[chosen], everyone.theta_D, everyone.rewards_PY[chosen]
+        )
+        found = closed_form(pool_of(part, 16, rng), ["oracle"], [4], "questions")
+        for name in names:
+            hits[name] += found[name].low <= exact[name] <= found[name].high
+        mse = exact["mse/oracle/4"] * 40_000 / size
+        hits["mse"] += found["mse/oracle/4"].low <= mse <= found["mse/oracle/4"].high
+    coverage = {name: count / studies for name, count in hits.items()}
+    print(coverage)
+    assert all(0.90 <= share <= 0.99 for share in coverage.values()), coverage
+
+
+def test_identical_questions_vary_not_at_all():
+    """Twenty copies of one question: an interval over questions has no width."""
+    pool = pool_of(tabular(1), 32, np.random.default_rng(3))
+    copies = {
+        "rewards_PN": np.repeat(pool.rewards_PN, 20, axis=0),
+        "gram_PNN": np.repeat(pool.gram_PNN, 20, axis=0),
+        "prompt_blocks_K": blocks(20),
+        "grad_sq_without_prompts_K": np.full(16, pool.grad_sq),
+    }
+    found = closed_form(dataclasses.replace(pool, **copies), ["oracle"], [4], "questions")
+    interval = found["mse/oracle/4"]
+    assert interval.high - interval.low < 1e-9
+
+
+def test_a_best_group_size_needs_a_c1_above_zero():
+    """With the same gradient at every question C1 is 0, and G* has no finite interval."""
+    rng, finite = np.random.default_rng(6), 0
+    one = tabular(1)
+    same = TabularPolicy(
+        np.repeat(one.features_PYD, 30, axis=0), one.theta_D, np.repeat(one.rewards_PY, 30, axis=0)
+    )
+    for _ in range(100):
+        found = closed_form(pool_of(same, 16, rng), ["oracle"], [4], "completions")
+        finite += math.isfinite(found["gstar"].low)
+    assert finite <= 8
 
 
 def test_over_questions_is_wider_than_given_the_questions():

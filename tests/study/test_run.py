@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.study import run as study_run
 from grpo_ustat.study.pool import build_pool
+from grpo_ustat.study.result import verdict
 from grpo_ustat.tasks.registry import make_task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -99,11 +101,12 @@ def test_pools_do_not_depend_on_workers_or_batch_size():
     """One worker or two, and other sampling batches: the same pool to float32 rounding."""
     base = compose("mse", *SMALL)
     prompts = make_task(base).prompts("study")[:8]
-    one, _ = build_pool(base, prompts)
-    two, _ = build_pool(
+    one, spent, _ = build_pool(base, prompts)
+    two, again, _ = build_pool(
         compose("mse", *SMALL, "launch.workers=2", "rollout_batch_size=16"), prompts
     )
     np.testing.assert_array_equal(one.rewards_PN, two.rewards_PN)
+    assert (spent.rollouts, spent.tokens) == (again.rollouts, again.tokens)
     np.testing.assert_allclose(one.gram_PNN, two.gram_PNN, rtol=1e-3, atol=1e-2)
     assert two.grad_sq == pytest.approx(one.grad_sq, rel=1e-5)
     np.testing.assert_allclose(one.grad_sq_without_K, two.grad_sq_without_K, rtol=1e-5)
@@ -112,7 +115,7 @@ def test_pools_do_not_depend_on_workers_or_batch_size():
 def test_global_gradients_are_those_of_the_gram_matrices():
     """For one question ||pooled gradient||^2 follows from its Gram matrix alone."""
     config = compose("mse", *SMALL, "study.questions=1")
-    pool, _ = build_pool(config, make_task(config).prompts("study")[:1])
+    pool, _, _ = build_pool(config, make_task(config).prompts("study")[:1])
     from grpo_ustat.estimators.moments import pool_gradient_weights
 
     w = pool_gradient_weights(pool.rewards_PN)[0]
@@ -170,9 +173,68 @@ def test_a_policy_that_is_never_right_is_reported_not_divided_by(tmp_path):
     result = study(tmp_path, "prompt.template='zz{question}'", "max_completion_length=3")
     assert result["policy"]["accuracy"] == 0
     assert result["assumption2"]["corr"] is None and result["scaling"]["gstar"] is None
-    assert "same reward" in result["summary"]
+    assert "got reward 0" in result["summary"]
 
 
 def test_one_question_is_enough(tmp_path):
     result = study(tmp_path, "study.questions=1", "dataset.seed=2")
+    assert 0 <= result["policy"]["accuracy_low"] <= result["policy"]["accuracy_high"] <= 1
     assert result["questions"] == 1 and result["policy"]["accuracy_low"] is not None
+
+
+def test_monte_carlo_without_signal_still_ends(tmp_path):
+    result = study(tmp_path, "study.methods=[monte_carlo]", "prompt.template='zz{question}'",
+                   "max_completion_length=3", "budget=study_smoke", "group_sizes=[2]")  # fmt: skip
+    assert all(row["mse"] == 0 for row in result["curves"])
+
+
+def test_cost_counts_every_rollout(finished):
+    _, result = finished
+    budget = {"pool": 8, "value": 16, "reference": 16, "replicates": 4 * 4}
+    assert result["cost"]["rollouts"] == 8 * sum(budget.values())
+
+
+class Found(dict):
+    """A stand-in for ClosedForm."""
+
+    @property
+    def statistics(self):
+        return self
+
+
+def verdict_of(low, high, corr=(-0.1, 0.1)):
+    middle = (low + high) / 2
+    found = Found(
+        {
+            "corr": Interval(sum(corr) / 2, *corr),
+            "av_minus_a0": Interval(middle, low, high),
+            "av_minus_abstar": Interval(1.0, 0.5, 1.5),
+            "a0": Interval(10.0, 9, 11),
+            "a_v": Interval(10.0 + middle, 9, 11),
+            "crossover": Interval(3.0, 2.0, math.inf),
+            "gstar": Interval(4.0, math.nan, math.nan),
+            "mse/none/2": Interval(1.0, 0.5, 1.5),
+            "mse/oracle/2": Interval(2.0, 1.5, 2.5),
+        }
+    )
+    return verdict(found, ["none", "oracle", "group_mean"], np.array([[0.0, 1.0]]))
+
+
+def test_the_verdict_follows_the_intervals():
+    assert "the oracle beats vanilla at every G" in verdict_of(-3, -1)
+    assert "vanilla beats the oracle" in verdict_of(1, 3)
+    assert "is not decided by this pool" in verdict_of(-1, 3)
+    assert "is not refuted" in verdict_of(-1, 3)
+    assert "wrong answers carry the larger scores" in verdict_of(1, 3, corr=(-0.4, -0.2))
+    assert "none at G = 2" in verdict_of(1, 3)
+    assert "G* has no finite interval" in verdict_of(1, 3)
+
+
+def test_the_console_shows_brackets(finished, capsys):
+    """Rich would take [q Z] for markup."""
+    path, result = finished
+    config = compose("mse", *SMALL, "study.methods=[closed_form,monte_carlo]", "group_sizes=[2,4]",
+                     "budget=study_smoke")  # fmt: skip
+    study_run.run(config, RunFolder(path, config))
+    shown = "".join(capsys.readouterr().out.split())
+    assert "".join(result["summary"].split()) in shown

@@ -215,3 +215,22 @@ def test_the_stored_configuration_is_the_run(tmp_path):
     path = fit(tmp_path / "run")
     stored = yaml.safe_load((path / ".hydra" / "config.yaml").read_text())
     assert typed(stored, TrainConfig) == config_of()
+
+
+def test_half_a_line_of_metrics_does_not_stop_a_resume(tmp_path):
+    through = fit(tmp_path / "through")
+    broken = tmp_path / "broken"
+    shutil.copytree(through, broken)
+    shutil.rmtree(broken / "checkpoint-4")
+    (broken / "result.json").unlink()
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    fit(broken)
+    assert rows(broken) == rows(through)
+
+
+def test_fewer_steps_than_are_done_are_refused(tmp_path):
+    path = fit(tmp_path / "run")
+    (path / "result.json").unlink()
+    with pytest.raises(ConfigError, match="is at step 4, beyond max_steps=3"):
+        fit(path, "max_steps=3")

@@ -1,0 +1,45 @@
+"""The embedded policies as shipped: how often they are right, and that training improves one."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from test_config import compose, run
+
+from grpo_ustat.estimators.intervals import clustered_mean
+from grpo_ustat.policy.loading import configured_policy
+from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.registry import make_task
+
+BANDS = {"tiny_base": (0.2, 0.4), "tiny": (0.6, 0.85), "tiny_direct": (0.6, 0.85)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BANDS)
+def test_accuracy_on_the_study_questions(name):
+    """At temperature 1, 8 completions of each of the 500 questions."""
+    config = compose("mse", f"model={name}")
+    policy, task = configured_policy(config), make_task(config)
+    rollouts = sample(policy, task.prompts("study"), 8, Sampling.of(config, "accuracy"))
+    accuracy = clustered_mean(rewards(task, rollouts))
+    low, high = BANDS[name]
+    assert low <= accuracy.low and accuracy.high <= high, accuracy
+    assert rollouts.ended_PG.mean() > 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_default_training_gains_ten_points_on_three_seeds(tmp_path):
+    code, _, err = run("train", "-m", "seed=0,1,2", cwd=tmp_path)
+    assert code == 0, err
+    gains = []
+    for file in tmp_path.glob("outputs/train/*/seed=*/result.json"):
+        result = json.loads(file.read_text())
+        assert result["gain"] >= 0.10 and result["gain_low"] > 0, result["summary"]
+        assert result["seconds"] < 1800
+        gains.append(result["gain"])
+    assert len(gains) == 3
+    print(np.round(gains, 3))
