@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -47,7 +48,11 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
         folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), config)
         try:
             return work(config, folder)
-        except (ConfigError, FloatingPointError) as error:
+        except ConfigError as error:
+            _refuse(error)
+        except FloatingPointError as error:
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise  # a run that diverges does not end its sweep
             _refuse(error)
 
     job()

@@ -43,3 +43,14 @@ def test_the_default_training_gains_ten_points_on_three_seeds(tmp_path):
         gains.append(result["gain"])
     assert len(gains) == 3
     print(np.round(gains, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, sign", [("tiny", -1), ("tiny_direct", 1)])
+def test_one_policy_of_each_regime_is_shipped(name, sign, tmp_path):
+    """A_V - A_0 of the default study is surely negative (the paper's ordering) or positive."""
+    code, _, err = run("mse", f"model={name}", cwd=tmp_path)
+    assert code == 0, err
+    (file,) = tmp_path.glob("outputs/mse/*/seed=0/result.json")
+    found = json.loads(file.read_text())["assumption2"]
+    assert sign * found["av_minus_a0_low"] > 0 and sign * found["av_minus_a0_high"] > 0
