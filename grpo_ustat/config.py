@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -161,6 +162,7 @@ class Common:
         """
         _positive(self, "temperature", "max_completion_length", "rollout_batch_size")
         _positive(self.launch, "num_threads", prefix="launch.")
+        _one_of("dataset.name", self.dataset.name, ("arithmetic",))
         _one_of("on_existing", self.on_existing, ("resume", "error", "overwrite"))
         _one_of("model.dtype", self.model.dtype, ("float32", "float64", "bfloat16", "float16"))
         if (self.top_p, self.top_k) != (1.0, 0):
@@ -290,12 +292,13 @@ class TrainConfig(Common):
                 "use launch.device=cuda and choose with CUDA_VISIBLE_DEVICES"
             )
         _check_group_size(self.baseline.name, self.group_size)
+        _positive(self.budget, "rollouts", prefix="budget.")
         rollouts, size = self.budget.rollouts, self.group_size
         if rollouts < size or rollouts % size:
-            below, above = max(size, rollouts // size * size), (rollouts // size + 1) * size
+            near = [n for n in (rollouts // size * size, (rollouts // size + 1) * size) if n > 0]
             raise ConfigError(
                 f"budget.rollouts={rollouts} is not a multiple of group_size={size}: "
-                f"use budget.rollouts={below} or {above}, or another group_size"
+                f"use budget.rollouts={' or '.join(map(str, near))}, or another group_size"
             )
         if BASELINES[self.baseline.name].needs_value:
             _positive(self.budget, "value_completions", prefix="budget.")
@@ -309,8 +312,8 @@ class TrainConfig(Common):
 def _positive(node: Any, *names: str, prefix: str = "") -> None:
     for name in names:
         value = getattr(node, name)
-        if not value > 0:
-            raise ConfigError(f"{prefix}{name}={value} must be above 0")
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{prefix}{name}={value} must be above 0 and finite")
 
 
 def _distinct(key: str, values: list[Any]) -> None:
@@ -323,8 +326,8 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(optimizer, name) < 1:
             raise ConfigError(f"optimizer.{name}={getattr(optimizer, name)} must be in [0, 1)")
-    if optimizer.weight_decay < 0:
-        raise ConfigError(f"optimizer.weight_decay={optimizer.weight_decay} must not be negative")
+    if not 0 <= optimizer.weight_decay < math.inf:
+        raise ConfigError(f"optimizer.weight_decay={optimizer.weight_decay} must be 0 or more")
 
 
 def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:

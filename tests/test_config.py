@@ -83,7 +83,7 @@ WRONG = {
     "group size": ("mse", ["group_sizes=[1,2]"], "needs at least 2"),
     "questions": ("mse", ["study.questions=501"], "dataset.study_size=500"),
     "pool": ("mse", ["budget.pool_completions=3"], "at least 4"),
-    "negative": ("train", ["learning_rate=-1"], "learning_rate=-1.0 must be above 0"),
+    "negative": ("train", ["learning_rate=-1"], "learning_rate=-1.0 must be above 0 and finite"),
     "no model": ("train", ["model=hub", "model.model_name_or_path=/tmp"], "no config.json"),
     "template": ("train", ["prompt.template=hi"], "never shows the question"),
     "existing": ("train", ["on_existing=maybe"], "choose from resume, error, overwrite"),
@@ -94,6 +94,8 @@ WRONG = {
     "few questions": ("mse", ["study.interval=questions", "study.questions=3"], "needs 4"),
     "test size": ("train", ["dataset.test_size=1"], "at least 2"),
     "no questions": ("mse", ["dataset.study_size=0"], "dataset.study_size=0 must be above 0"),
+    "infinite": ("train", ["learning_rate=inf"], "learning_rate=inf must be above 0 and finite"),
+    "dataset": ("mse", ["dataset.name=gsm8k"], "choose from arithmetic"),
     "beta": ("train", ["optimizer.beta1=1.0"], "optimizer.beta1=1.0 must be in [0, 1)"),
     "gpu index": ("train", ["launch.device=cuda:1"], "CUDA_VISIBLE_DEVICES"),
     "embedded": ("mse", ["model.model_name_or_path=embedded:x"], "choose from embedded:tiny"),
@@ -223,3 +225,38 @@ def test_a_foreign_folder_is_never_emptied(tmp_path):
     config = compose("train", "on_existing=overwrite")
     with pytest.raises(ConfigError, match="of another program"):
         RunFolder(tmp_path, config).open()
+    assert (tmp_path / ".hydra" / "config.yaml").read_text() == "lr: 1"
+
+
+def test_overwriting_removes_our_own_files_only(tmp_path):
+    from grpo_ustat.runs.folder import RunFolder
+
+    RunFolder(tmp_path, compose("train")).open()
+    (tmp_path / "thesis.txt").write_text("precious")
+    (tmp_path / "metrics.jsonl").write_text("old")
+    RunFolder(tmp_path, compose("train", "on_existing=overwrite")).open()
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["result.json", "code.json", ".hydra/config.yaml"])
+def test_a_damaged_folder_is_one_line_and_can_be_overwritten(name, tmp_path):
+    from grpo_ustat.runs.folder import RunFolder
+
+    folder = RunFolder(tmp_path, compose("train"))
+    folder.open()
+    folder.finish({"steps": 1})
+    (tmp_path / name).write_text("{")
+    with pytest.raises(ConfigError, match="missing or damaged: on_existing=overwrite"):
+        folder.result()
+    RunFolder(tmp_path, compose("train", "on_existing=overwrite")).open()
+
+
+def test_a_result_of_another_configuration_is_never_shown(tmp_path):
+    from grpo_ustat.runs.folder import RunFolder
+
+    folder = RunFolder(tmp_path, compose("train"))
+    folder.open()
+    folder.write("result.json", '{"steps": 80, "config_hash": "0"}')
+    with pytest.raises(ConfigError, match="is of configuration 0"):
+        folder.result()

@@ -32,8 +32,10 @@ def mse_figure(folder: Path, result: dict[str, Any], config: MseConfig) -> None:
             rows = [r for r in result["curves"] if (r["method"], r["baseline"]) == (method, name)]
             _curve(axes, rows, method, name, several=len({m for m, _ in keys}) > 1)
         axes.set_xscale("log", base=2)
-        if any(row["mse"] > 0 for row in result["curves"]):
+        positive = [row["mse"] for row in result["curves"] if row["mse"] > 0]
+        if positive:
             axes.set_yscale("log")
+            axes.set_ylim(min(positive) / 2, 2 * max(row["high"] for row in result["curves"]))
         axes.set_xticks(config.group_sizes, [str(size) for size in config.group_sizes])
         axes.set_xlabel("group size G")
         axes.set_ylabel("mean squared error of the gradient")
@@ -47,12 +49,13 @@ def mse_figure(folder: Path, result: dict[str, Any], config: MseConfig) -> None:
 
 def _curve(axes, rows: list[dict[str, Any]], method: str, name: str, several: bool) -> None:
     colour, marker, label = STYLE[name]
+    rows = sorted(rows, key=lambda row: row["group_size"])
     sizes = [row["group_size"] for row in rows]
     mse = [row["mse"] for row in rows]
     if several:
         label += f", {method}"
     axes.plot(sizes, mse, LINES[method], color=colour, marker=marker, markersize=4, label=label)
-    low = [max(row["low"], 1e-3 * row["mse"]) for row in rows]
+    low = [max(row["low"], 1e-9) for row in rows]  # a band that reaches 0 leaves the picture
     axes.fill_between(sizes, low, [r["high"] for r in rows], color=colour, alpha=0.2, linewidth=0)
 
 

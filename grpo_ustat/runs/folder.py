@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +16,17 @@ import yaml
 
 from grpo_ustat.config import OPERATIONAL, ConfigError, fingerprint, identity
 
+ARTEFACTS = (
+    ".hydra",
+    "code.json",
+    "result.json",
+    "metrics.jsonl",
+    "eval.csv",
+    "curves.csv",
+    "figure.*",
+    "checkpoint-*",
+    ".checkpoint-*.tmp",
+)
 PACKAGES = ("grpo-ustat", "torch", "transformers", "accelerate", "hydra-core", "numpy", "scipy")
 
 
@@ -46,16 +58,16 @@ class RunFolder:
                 f"the output folder {self.path} cannot be written ({anchor} is not a writable "
                 "folder): choose another with hydra.run.dir=DIR"
             )
-        stored = self._stored_config()
-        if stored is None:
+        if not self._artefacts():
             return
-        if not (self.path / "code.json").is_file() or "launch" not in stored:
+        if not (self.path / "code.json").is_file():
             raise ConfigError(
-                f"{self.path} holds a .hydra/config.yaml of another program: "
-                "choose another folder with hydra.run.dir=DIR"
+                f"{self.path} holds files of another program ({self._artefacts()[0].name} without "
+                "code.json): choose another folder with hydra.run.dir=DIR"
             )
         if self.config.on_existing == "overwrite":
             return
+        stored = self._read(".hydra/config.yaml", yaml.safe_load)
         if self.config.on_existing == "error":
             raise ConfigError(
                 f"{self.path} exists and on_existing=error: use on_existing=resume or overwrite"
@@ -70,8 +82,9 @@ class RunFolder:
     def open(self) -> None:
         """Create the folder and write what identifies the run; with overwrite, empty it first."""
         self.check()
-        if self.config.on_existing == "overwrite" and self._stored_config() is not None:
-            shutil.rmtree(self.path)
+        if self.config.on_existing == "overwrite":
+            for old in self._artefacts():
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         (self.path / ".hydra").mkdir(parents=True, exist_ok=True)
         self.write("code.json", json.dumps(code_state() | {"weights": self.weights}, indent=1))
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
@@ -83,10 +96,15 @@ class RunFolder:
             ConfigError: see `check`.
         """
         self.check()
-        file = self.path / "result.json"
-        if self.config.on_existing == "overwrite" or not file.is_file():
+        if self.config.on_existing == "overwrite" or not (self.path / "result.json").is_file():
             return None
-        return json.loads(file.read_text())
+        result = self._read("result.json", json.loads)
+        if result.get("config_hash") != self.config_hash:
+            raise ConfigError(
+                f"{self.path}/result.json is of configuration {result.get('config_hash')}, this is "
+                f"{self.config_hash}: use another hydra.run.dir, or on_existing=overwrite"
+            )
+        return result
 
     def write(self, name: str, text: str) -> Path:
         """Write a file so that it is either absent, as before, or whole."""
@@ -102,14 +120,30 @@ class RunFolder:
         self.write("result.json", text)
 
     def _other_weights(self) -> str | None:
-        there = json.loads((self.path / "code.json").read_text()).get("weights")
+        there = self._read("code.json", json.loads).get("weights")
         if there == self.weights:
             return None
         return f"the model's weights: {there} there, {self.weights} now"
 
-    def _stored_config(self) -> dict[str, Any] | None:
-        file = self.path / ".hydra" / "config.yaml"
-        return yaml.safe_load(file.read_text()) if file.is_file() else None
+    def _artefacts(self) -> list[Path]:
+        """What earlier runs left here; the only things that overwriting removes."""
+        return sorted(found for name in ARTEFACTS for found in self.path.glob(name))
+
+    def _read(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+        """A dictionary from one of our own files.
+
+        Raises:
+            ConfigError: it is missing or damaged.
+        """
+        try:
+            content = parse((self.path / name).read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            content = None
+        if not isinstance(content, dict):
+            raise ConfigError(
+                f"{self.path / name} is missing or damaged: on_existing=overwrite runs it again"
+            )
+        return content
 
 
 def _first_difference(

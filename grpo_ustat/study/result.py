@@ -166,8 +166,10 @@ def _assumption(found: ClosedForm) -> dict[str, Any]:
     result |= _triple("crossover_group_size", found["crossover"])
     if result["corr"] is None:
         result["reason"] = "all rewards of a question are equal: no covariance with the reward"
-    elif result["crossover_group_size"] is None:
-        result["reason"] = "A_0 <= A_V by point estimate: GRPO never passes vanilla"
+    elif found["av_minus_a0"].low > 0:
+        result["reason"] = "A_0 < A_V: GRPO never passes vanilla"
+    elif result["crossover_group_size_high"] is None:
+        result["reason"] = "A_0 - A_V is not distinguishable from 0: no finite crossover interval"
     return result
 
 
@@ -208,7 +210,7 @@ def verdict(found: ClosedForm, baselines: list[str], rewards_PN: np.ndarray) -> 
         return _without_signal(rewards_PN)
     parts = [_assumption_sentence(found), _ordering_sentence(found)]
     unbiased = [name for name in baselines if name in LINEAR]
-    if unbiased:
+    if len(unbiased) > 1:
         parts.append(_best_sentence(found, unbiased))
     best = found["gstar"]
     if math.isfinite(best.low):
@@ -232,7 +234,8 @@ def _without_signal(rewards_PN: np.ndarray) -> str:
 
 def _assumption_sentence(found: ClosedForm) -> str:
     corr = found["corr"]
-    excess = found["av_minus_abstar"].estimate / found["a_v"].estimate
+    gain = found["av_minus_abstar"]
+    share = f"{gain.estimate / found['a_v'].estimate:.0%}" if gain.low > 0 else "an undecided share"
     if not math.isfinite(corr.low):
         return f"corr(q, Z) = {corr.estimate:.3f}, without an interval from so few completions."
     shown = f"corr(q, Z) = {corr.estimate:.3f} [{max(corr.low, -1):.3f}, {min(corr.high, 1):.3f}]"
@@ -241,7 +244,7 @@ def _assumption_sentence(found: ClosedForm) -> str:
     loud = "wrong" if corr.estimate < 0 else "right"
     return (
         f"{shown}: Assumption 2 fails, {loud} answers carry the larger scores; the best "
-        f"prompt-only baseline E[q Z]/E[q] would take {excess:.0%} off the oracle's A_V."
+        f"prompt-only baseline E[q Z]/E[q] would take {share} off the oracle's A_V."
     )
 
 
@@ -273,4 +276,5 @@ def _best_sentence(found: ClosedForm, unbiased: list[str]) -> str:
         f"{name} at G = {', '.join(str(g) for g in sizes if best[g] == name)}"
         for name in dict.fromkeys(best.values())
     ]
-    return f"Smallest error of an unbiased baseline: {'; '.join(groups)}."
+    found_best = "; ".join(groups)
+    return f"Smallest closed-form error of an unbiased baseline, by point estimate: {found_best}."

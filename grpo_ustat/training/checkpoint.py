@@ -37,7 +37,8 @@ def save(folder: Path, step: int, policy: Policy, optimizer, state: dict[str, An
 
 def newest(folder: Path) -> Path | None:
     """The checkpoint of the latest step, None without one."""
-    found = [p for p in folder.glob("checkpoint-*") if (p / STATE).is_file()]
+    numbered = [p for p in folder.glob("checkpoint-*") if p.name[len("checkpoint-") :].isdigit()]
+    found = [p for p in numbered if (p / STATE).is_file()]
     return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
 
 

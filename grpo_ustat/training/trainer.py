@@ -70,6 +70,8 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     """
     console = Console()
     result = folder.result()
+    if result is not None:
+        _refuse_fewer_steps(config, folder, result["steps"])
     if result is None or result["steps"] < config.max_steps:
         result = _train(config, folder)
     else:
@@ -90,11 +92,7 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         folder.open()
     run.accelerator.wait_for_everyone()
     progress = _resume(run)
-    if progress.step > config.max_steps:
-        raise ConfigError(
-            f"{folder.path} is at step {progress.step}, beyond max_steps={config.max_steps}: "
-            f"use max_steps={progress.step} or more, or on_existing=overwrite"
-        )
+    _refuse_fewer_steps(config, folder, progress.step)
     log = MetricsLog(folder.path, keep_up_to=progress.step) if main else None
     with TrainingBar(config.max_steps, progress.step, shown=main) as bar:
         if not progress.evals:
@@ -115,6 +113,14 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
     if main:
         folder.finish(result)
     return result
+
+
+def _refuse_fewer_steps(config: TrainConfig, folder: RunFolder, done: int) -> None:
+    if done > config.max_steps:
+        raise ConfigError(
+            f"{folder.path} is at step {done}, beyond max_steps={config.max_steps}: "
+            f"use max_steps={done} or more, or on_existing=overwrite"
+        )
 
 
 def _set_up(config: TrainConfig, folder: RunFolder) -> Run:
