@@ -2,27 +2,29 @@ r"""Scores of completions: squared norms, pooled gradients and Gram matrices fro
 
 The score of completion i is `s_i = grad_theta log pi(y_i | x)`, summed over completion tokens. One
 forward and one backward over a batch give, layer by layer, what every s_i needs: a layer's input
-and the gradient at its output. From these each layer's per-completion gradient is formed, reduced
-(squared, multiplied by weights, by each other) and dropped before the next layer's is.
-
-    linear      dW_i = sum_t b_it a_it'      bias    sum_t b_it
-    RMSNorm     dw_i = sum_t b_it * xhat_it
-    embedding   dE_i = sum_t e_{x_t} b_it'   tied    + the output layer's dW_i: one parameter, one
-                                             gradient, so the cross term is in its norm
+and the gradient at its output. `layers` says what each kind of layer makes of them, `output_layer`
+treats the logits in chunks, `totals` sums, and each layer's share is dropped before the next is
+formed. Trainable parameters of a kind without a rule (fused experts, routers, attention sinks) are
+scored by plain differentiation of one completion at a time: exact, one more pass in time.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from grpo_ustat.config import ConfigError
+from grpo_ustat.policy import layers
 from grpo_ustat.policy.logprobs import positions
+from grpo_ustat.policy.output_layer import OutputLayer, Window, add_output_layer
+from grpo_ustat.policy.sketch import Sketch
+from grpo_ustat.policy.totals import SQUARE, Totals, widened
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,18 @@ class CompletionScores:
 
     Attributes:
         sq_norm_B: ||s_i||^2, float64.
-        gradients_K: for each weight vector, `sum_i w_ki s_i` by parameter name.
+        gradients_K: for each weight vector, `sum_i w_ki s_i` by parameter name, at least float32;
+            empty where `pooled` asked for their sketches instead.
         gram_BB: <s_i, s_j>, float64; None unless asked for.
+        features_BR: sketches of the s_i, float64; None unless asked for.
+        pooled_KR: sketches of the pooled gradients, float64; None unless asked for.
     """
 
     sq_norm_B: torch.Tensor
     gradients_K: list[dict[str, torch.Tensor]]
     gram_BB: torch.Tensor | None
+    features_BR: torch.Tensor | None = None
+    pooled_KR: torch.Tensor | None = None
 
 
 def completion_scores(
@@ -48,11 +55,15 @@ def completion_scores(
     weights_KB: torch.Tensor | None = None,
     gram: bool = False,
     temperature: float = 1.0,
+    *,
+    features: Sketch | None = None,
+    pooled: Sketch | None = None,
 ) -> CompletionScores:
     """Score norms, pooled gradients and Gram matrix over all trainable parameters.
 
     Args:
-        model: a loaded causal language model; parameters with requires_grad are covered.
+        model: a loaded causal language model in evaluation mode, with or without PEFT adapters;
+            parameters with requires_grad are covered.
         input_ids_BT: token ids, prompts and completions.
         attention_mask_BT: 1 on real tokens.
         completion_mask_BT: 1 on the tokens whose log-probabilities the score sums; never the first
@@ -60,187 +71,295 @@ def completion_scores(
         weights_KB: K weight vectors over the B completions.
         gram: whether to form the Gram matrix.
         temperature: divides the logits, as in sampling.
+        features: sketch every completion's score.
+        pooled: sketch the pooled gradients instead of returning them whole.
 
     Raises:
-        ConfigError: a trainable parameter belongs to a layer without a rule; it is named.
+        ConfigError: the model is in training mode, or has no parameter to train.
     """
     assert input_ids_BT.shape == attention_mask_BT.shape == completion_mask_BT.shape
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
-    covered_parameters(model)
-    sums = _Sums(input_ids_BT.shape[0], weights_KB, gram, input_ids_BT.device)
-    with torch.enable_grad(), _activations_only(model) as names, _hooks(model, names, sums):
-        embeds = model.get_input_embeddings()(input_ids_BT).detach().requires_grad_()
-        hidden_BTD = model.base_model(
-            inputs_embeds=embeds,
-            attention_mask=attention_mask_BT,
-            position_ids=positions(attention_mask_BT),
-            use_cache=False,
-        ).last_hidden_state
-        grad_hidden_BTD, of_head = _output_layer(
-            model.get_output_embeddings(), hidden_BTD, input_ids_BT, completion_mask_BT, temperature
-        )
-        hidden_BTD.backward(grad_hidden_BTD)
-    _add_ends(model, input_ids_BT, embeds.grad, of_head, names, sums)
-    return CompletionScores(sums.sq_norm_B, sums.gradients_K, sums.gram_BB)
+    names = {id(parameter): name for name, parameter in trainable(model)}
+    batch, device = len(input_ids_BT), input_ids_BT.device
+    totals = Totals(batch, device, weights_KB, gram, features, pooled)
+    with _activations_only(model):
+        seen = _Backward(model, names, input_ids_BT, attention_mask_BT, totals)
+        seen.run(completion_mask_BT, temperature)
+    rest = [(name, p) for name, p in trainable(model) if name not in seen.added]
+    rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
+    one_by_one(model, rest, rows, temperature, totals)
+    missing = set(covered_parameters(model)) - totals.names
+    assert not missing, f"parameters without a gradient: {sorted(missing)}"
+    return CompletionScores(
+        totals.sq_norm_B, totals.gradients_K, totals.gram_BB, totals.features_BR, totals.pooled_KR
+    )
 
 
-@dataclass
-class _Sums:
-    """Running totals over parameters; each parameter's per-completion gradients pass once."""
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters with requires_grad and their names.
 
-    batch: int
-    weights_KB: torch.Tensor | None
-    gram: bool
-    device: torch.device
-    gradients_K: list[dict[str, torch.Tensor]] = field(default_factory=list)
-
-    def __post_init__(self):
-        self.sq_norm_B = torch.zeros(self.batch, dtype=torch.float64, device=self.device)
-        shape = (self.batch, self.batch)
-        empty = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        self.gram_BB = empty if self.gram else None
-        if self.weights_KB is not None:
-            self.gradients_K = [{} for _ in self.weights_KB]
-
-    def add(self, name: str, gradients_B: torch.Tensor) -> None:
-        """Take one parameter's gradients, shape [B, *parameter.shape]."""
-        flat = gradients_B.flatten(1)
-        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        if self.gram_BB is None:
-            self.sq_norm_B += flat.square().sum(dim=1)
-        else:
-            products = flat @ flat.T
-            self.gram_BB += products
-            self.sq_norm_B += products.diagonal()
-        if self.weights_KB is not None:
-            pooled = (self.weights_KB.to(flat.dtype) @ flat).view(-1, *gradients_B.shape[1:])
-            for gradient, value in zip(self.gradients_K, pooled, strict=True):
-                gradient[name] = value
-
-
-def _linear(module: nn.Linear, inputs_BTI, grads_BTO) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "weight", torch.bmm(grads_BTO.transpose(1, 2), inputs_BTI)
-    if module.bias is not None:
-        yield "bias", grads_BTO.sum(dim=1)
-
-
-def _rms_norm(module: nn.Module, inputs_BTD, grads_BTD) -> Iterator[tuple[str, torch.Tensor]]:
-    """The output is `weight * xhat`: the module itself, with weights of one, says what xhat is."""
-    ones = {"weight": torch.ones_like(module.weight)}
-    with torch.no_grad():
-        normed_BTD = torch.func.functional_call(module, ones, (inputs_BTD,))
-    yield "weight", (grads_BTD * normed_BTD).sum(dim=1)
-
-
-_RULES = {"Linear": _linear, "Qwen2RMSNorm": _rms_norm, "LlamaRMSNorm": _rms_norm}
+    Raises:
+        ConfigError: there are none, or the model is in training mode.
+    """
+    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not found:
+        raise ConfigError("the model has no trainable parameter: nothing to differentiate")
+    if model.training:
+        raise ConfigError("the model is in training mode: scores need model.eval()")
+    return found
 
 
 def covered_parameters(model: PreTrainedModel) -> list[str]:
-    """Names of the trainable parameters, each of which has an exact rule.
+    """Names of all parameters that scores cover: every trainable one."""
+    return [name for name, _ in trainable(model)]
 
-    Raises:
-        ConfigError: one has none.
-    """
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    ruled = {
-        id(parameter)
-        for module in model.modules()
-        if type(module).__name__ in _RULES or any(module is end for end in ends)
-        for parameter in module.parameters(recurse=False)
-    }
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    missing = [name for name, p in trainable if id(p) not in ruled]
-    if missing:
-        raise ConfigError(
-            f"no exact score rule for {len(missing)} trainable parameters, first {missing[0]}: "
-            "freeze them (requires_grad=False) to leave them out of the metric knowingly"
-        )
-    return [name for name, _ in trainable]
+
+def parameter_sizes(model: nn.Module) -> dict[str, int]:
+    """Number of entries of every trainable parameter."""
+    return {name: p.numel() for name, p in trainable(model)}
 
 
 @contextmanager
-def _activations_only(model: PreTrainedModel) -> Iterator[dict[int, str]]:
+def _activations_only(model: nn.Module) -> Iterator[None]:
     """Switch parameter gradients off, so that backward yields those of activations alone."""
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for _, parameter in trainable:
+    switched = [p for _, p in trainable(model)]
+    for parameter in switched:
         parameter.requires_grad_(False)
     try:
-        yield {id(parameter): name for name, parameter in trainable}
+        with torch.enable_grad():
+            yield
     finally:
-        for _, parameter in trainable:
+        for parameter in switched:
             parameter.requires_grad_(True)
 
 
-@contextmanager
-def _hooks(model: PreTrainedModel, names: dict[int, str], sums: _Sums) -> Iterator[None]:
-    """Inside, every ruled layer below the output adds its gradients during backward."""
+class _Backward:
+    """One forward and one backward; layers add their parameters to the totals as gradients come.
 
-    def watch(module, args, output):
-        inputs = args[0].detach()
-        if output.requires_grad:  # functional_call inside a rule comes by here too
-            output.register_hook(lambda grad: _take(module, inputs, grad, names, sums))
-
-    handles = [
-        module.register_forward_hook(watch)
-        for module in model.base_model.modules()
-        if type(module).__name__ in _RULES
-        and any(id(p) in names for p in module.parameters(recurse=False))
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _take(module, inputs, grads, names: dict[int, str], sums: _Sums) -> None:
-    for local, gradients_B in _RULES[type(module).__name__](module, inputs, grads):
-        name = names.get(id(getattr(module, local)))
-        if name is not None:
-            sums.add(name, gradients_B)
-
-
-def _output_layer(head, hidden_BTD, input_ids_BT, completion_mask_BT, temperature):
-    """The output layer's part: gradient at the hidden states and its own parameters' gradients.
-
-    In closed form, `d log softmax(l)[y] / dl = onehot(y) - softmax(l)`.
+    Attributes:
+        added: names of the parameters whose gradients are in the totals.
     """
-    columns = completion_mask_BT.any(dim=0).nonzero()
-    first, last = int(columns.min()), int(columns.max()) + 1
-    seen = hidden_BTD[:, first - 1 : last - 1].detach()
-    with torch.no_grad():
-        logits = head(seen)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        grads = -torch.softmax(logits.to(wide) / temperature, dim=-1)
-    targets = input_ids_BT[:, first:last, None]
-    grads.scatter_add_(-1, targets, torch.ones_like(targets, dtype=grads.dtype))
-    grads *= completion_mask_BT[:, first:last, None]
-    grads = (grads / temperature).to(seen.dtype)
-    grad_hidden_BTD = torch.zeros_like(hidden_BTD)
-    grad_hidden_BTD[:, first - 1 : last - 1] = grads @ head.weight
-    return grad_hidden_BTD, dict(_linear(head, seen, grads))
+
+    def __init__(self, model, names: dict[int, str], input_ids_BT, attention_mask_BT, totals):
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.names, self.totals = names, totals
+        self.ids, self.attention = input_ids_BT, attention_mask_BT
+        self.added: set[str] = set()
+        self.expected: dict[str, int] = {}
+        self.arrived: dict[str, list[layers.Part]] = {}
+        self.left_out: set[str] = set()
+        self.roots: list[torch.Tensor] = []
+        self.shapes = {names[id(p)]: p.shape for p in model.parameters() if id(p) in names}
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        self.shared = names.get(id(head.weight)) if head.weight is embedding.weight else None
+        if self.shared and None in (layers.kind(embedding), layers.kind(head)):
+            self.names = {key: name for key, name in names.items() if name != self.shared}
+
+    def run(self, completion_mask_BT: torch.Tensor, temperature: float) -> None:
+        """Both passes."""
+        with self._hooks():
+            hidden_BTD = self._forward()
+        grad_hidden_BTD = self._output_layer(hidden_BTD.detach(), completion_mask_BT, temperature)
+        torch.autograd.backward(hidden_BTD, grad_hidden_BTD, inputs=self.roots)
+        for name in list(self.arrived):
+            self._reduce(name)
+
+    def _forward(self) -> torch.Tensor:
+        base = self.model.base_model
+        known = inspect.signature(base.forward).parameters
+        extra = {"position_ids": positions(self.attention)} if "position_ids" in known else {}
+        output = base(input_ids=self.ids, attention_mask=self.attention, use_cache=False, **extra)
+        self.output = type(output)
+        return output.last_hidden_state
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        handles = [
+            module.register_forward_hook(self._watch(name), with_kwargs=True)
+            for name, module in self.model.base_model.named_modules()
+            if layers.kind(module) is not None or isinstance(module, nn.Embedding)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _watch(self, path: str):
+        def watch(module, args, kwargs, output):
+            if isinstance(module, nn.Embedding):
+                return self._root(module, args, output)
+            if not output.requires_grad:  # functional_call inside a rule comes by here too
+                return None
+            held = [self._by_row(path, args, kwargs)]  # dropped as soon as the gradient is there
+            if held[0] is None:
+                self.left_out.update(self._own(module))
+            elif self._own(module):
+                self._expect(module)
+                output.register_hook(lambda grad: self._arrive(module, held.pop(), grad))
+            return None
+
+        return watch
+
+    def _root(self, module: nn.Embedding, args, output: torch.Tensor) -> torch.Tensor:
+        """Backward ends at embeddings: their outputs become leaves."""
+        leaf = output.detach().requires_grad_()
+        self.roots.append(leaf)
+        if layers.kind(module) and args and args[0].shape == self.ids.shape:
+            self._expect(module)
+            leaf.register_hook(lambda grad: self._arrive(module, args, grad))
+        else:
+            self.left_out.update(self._own(module))
+        return leaf
+
+    def _by_row(self, path: str, args: tuple, kwargs: dict) -> tuple | None:
+        """Arguments with the batch first; None where rows can't be told apart, as in experts."""
+        batch, length = self.ids.shape
+        if kwargs or ".experts." in f".{path}." or not args:
+            return None
+        inputs = args[0]
+        if inputs.dim() >= 3 and inputs.shape[0] == batch:
+            return args
+        if inputs.dim() == 2 and inputs.shape[0] == batch * length and len(args) == 1:
+            return (inputs.view(batch, length, -1),)
+        return None
+
+    def _own(self, module: nn.Module) -> list[str]:
+        own = module.parameters(recurse=False)
+        return [self.names[id(p)] for p in own if id(p) in self.names]
+
+    def _expect(self, module: nn.Module) -> None:
+        for name in self._own(module):
+            self.expected[name] = self.expected.get(name, 0) + 1
+
+    def _arrive(self, module: nn.Module, args: tuple, grad: torch.Tensor) -> None:
+        grad = grad.detach()
+        if grad.shape[0] != len(self.ids):  # tokens of all rows in one axis
+            grad = grad.view(*self.ids.shape, -1)
+        for local, part in layers.parts(module, args, grad):
+            name = self.names.get(id(getattr(module, local)))
+            if name is None:
+                continue
+            self.arrived.setdefault(name, []).append(part)
+            if len(self.arrived[name]) == self.expected[name]:
+                self._reduce(name)
+
+    def _reduce(self, name: str) -> None:
+        part = layers.joined(self.arrived.pop(name))
+        if part is None or name in self.left_out:
+            return  # scored one completion at a time
+        if name == self.shared:
+            self._cross(part)
+        layers.add(self.totals, name, self.shapes[name], part)
+        self.added.add(name)
+
+    def _output_layer(self, hidden_BTD, completion_mask_BT, temperature: float) -> torch.Tensor:
+        columns = completion_mask_BT.any(dim=0).nonzero()
+        first, last = int(columns.min()), int(columns.max()) + 1
+        window = Window(
+            hidden_BTD[:, first - 1 : last - 1],
+            self.ids[:, first:last],
+            completion_mask_BT[:, first:last],
+        )
+        layer = OutputLayer(self.model, self.output, temperature)
+        self.tokens_U = self.ids.unique() if self.shared else self.ids.new_zeros(0)
+        with torch.no_grad():
+            found = add_output_layer(layer, window, self.names, self.totals, self.tokens_U)
+        self.grads_BTU, self.seen_BTD = found[1], window.hidden_BTD
+        own = [] if layer.opaque else self._own(layer.head)
+        self.added.update(name for name in own if name != self.shared)
+        grad_hidden_BTD = torch.zeros_like(hidden_BTD)
+        grad_hidden_BTD[:, first - 1 : last - 1] = found[0]
+        return grad_hidden_BTD
+
+    def _cross(self, lookup: layers.Lookup) -> None:
+        """The output layer shares the embedding's weight: H_i + E_i is one gradient.
+
+        `||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>`, and E lives on the tokens that occur.
+        """
+        hidden = widened(self.seen_BTD)
+        for ids_U, dense_BUD in layers.dense_rows(lookup):
+            place = torch.searchsorted(self.tokens_U, ids_U)
+            grads = self.grads_BTU[:, :, place].transpose(1, 2).to(hidden)
+            self.totals.cross(torch.bmm(grads, hidden).flatten(1), dense_BUD.flatten(1))
 
 
-def _scatter(embedding: nn.Embedding, input_ids_BT, grads_BTD) -> torch.Tensor:
-    """The embedding's gradient of each completion, [B, V, D]: output gradients summed by token.
+def one_by_one(model, rest, rows: tuple, temperature: float, totals: Totals) -> None:
+    """Add the parameters that no rule covers, differentiating one completion at a time.
 
-    As in backpropagation, looking up `padding_idx` gives no gradient.
+    Args:
+        model: the causal language model.
+        rest: names and parameters.
+        rows: input ids, attention mask and completion mask, [B, T] each.
+        temperature: divides the logits.
+        totals: to add to.
     """
-    if embedding.padding_idx is not None:
-        grads_BTD = grads_BTD * (input_ids_BT != embedding.padding_idx)[:, :, None]
-    empty = grads_BTD.new_zeros((grads_BTD.shape[0], *embedding.weight.shape))
-    return empty.scatter_add_(1, input_ids_BT[:, :, None].expand_as(grads_BTD), grads_BTD)
+    batch = len(rows[0])
+    for group in _groups(rest, batch):
+        found = [widened(p.new_empty((batch, stop - start))) for _, p, start, stop in group]
+        for i in range(batch):
+            ids, attention, completion = (x[i] for x in rows)
+            real = attention.bool()
+            total = _logprob(model, ids[real], completion[real], temperature)
+            grads = torch.autograd.grad(
+                total, [p for _, p, _, _ in group], allow_unused=True, materialize_grads=True
+            )
+            for slot, grad, (_, _, start, stop) in zip(found, grads, group, strict=True):
+                slot[i] = grad.flatten()[start:stop]
+        for slot, (name, p, start, _) in zip(found, group, strict=True):
+            totals.take(name, p.shape, slot, start)
 
 
-def _add_ends(model, input_ids_BT, grads_BTD, of_head: dict, names, sums: _Sums) -> None:
-    """Add embedding and output layer; one shared weight is one parameter with one gradient."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    of_embedding = _scatter(embedding, input_ids_BT, grads_BTD)
-    if head.weight is embedding.weight:
-        of_embedding += of_head.pop("weight")
-    if id(embedding.weight) in names:
-        sums.add(names[id(embedding.weight)], of_embedding)
-    for local, gradients_B in of_head.items():
-        name = names.get(id(getattr(head, local)))
-        if name is not None:
-            sums.add(name, gradients_B)
+def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[tuple]]:
+    """Pieces (name, parameter, start, stop) whose gradients of all completions fit together."""
+    room, group, used = max(1, SQUARE // (4 * batch)), [], 0
+    for name, p in rest:
+        for start in range(0, p.numel(), room):
+            stop = min(start + room, p.numel())
+            if used + stop - start > room:
+                yield group
+                group, used = [], 0
+            group.append((name, p, start, stop))
+            used += stop - start
+    if group:
+        yield group
+
+
+def _logprob(model, ids_T, completion_T, temperature: float) -> torch.Tensor:
+    """Log-probability of one unpadded completion."""
+    logits = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
+    logprobs = (widened(logits) / temperature).log_softmax(dim=-1)
+    chosen = logprobs.gather(1, ids_T[1:, None])[:, 0]
+    return (chosen * completion_T[1:]).sum()
+
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+def check_scores(model, input_ids_BT, attention_mask_BT, completion_mask_BT) -> None:
+    """Compare a pooled gradient of these completions with plain differentiation, by parameter.
+
+    A layer that used its inputs in a way its rule does not know would differ. Unequal weights make
+    rows that were mixed up show.
+
+    Raises:
+        ConfigError: naming the parameter that differs most and both norms.
+    """
+    rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
+    weights = torch.linspace(0.5, 1.5, len(input_ids_BT), dtype=torch.float64)
+    found = completion_scores(model, *rows, weights_KB=weights[None]).gradients_K[0]
+    total = sum(
+        weight * _logprob(model, *(x[mask.bool()] for x in (ids, completion)), 1.0)
+        for weight, ids, mask, completion in zip(weights.tolist(), *rows, strict=True)
+    )
+    names, parameters = zip(*trainable(model), strict=True)
+    plain = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
+    whole = torch.stack([g.double().norm() for g in plain]).norm()
+    errors = [(found[n] - g).double().norm() for n, g in zip(names, plain, strict=True)]
+    worst = max(range(len(names)), key=lambda k: errors[k])
+    if errors[worst] > TOLERANCE.get(parameters[0].dtype, 0.1) * whole:
+        raise ConfigError(
+            f"the score of {names[worst]} disagrees with plain differentiation by "
+            f"{errors[worst]:.3g} of {whole:.3g}: freeze it (requires_grad=False) or report the "
+            f"model class {type(model).__name__}"
+        )

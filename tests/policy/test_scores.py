@@ -8,10 +8,17 @@ import torch
 from fakes import random_policy, random_rollouts
 from reference import one_flat_score
 
-from grpo_ustat.policy import scores as scores_module
+from grpo_ustat.policy import layers, output_layer, totals
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
-from grpo_ustat.policy.scores import completion_scores, covered_parameters
+from grpo_ustat.policy.scores import (
+    check_scores,
+    completion_scores,
+    covered_parameters,
+    parameter_sizes,
+)
+from grpo_ustat.policy.sketch import Sketch
+from grpo_ustat.policy.totals import Totals
 
 
 def reference(policy, rollouts, temperature=1.0):
@@ -79,15 +86,7 @@ def test_dropping_the_tied_cross_term_would_be_noticed(monkeypatch):
     """Mutation: square embedding and output layer on their own, as if they were two weights."""
     policy, rollouts = random_policy(tied=True), random_rollouts([3], group_size=4, longest=5)
     slow = reference(policy, rollouts).square().sum(1)
-    original = scores_module._add_ends
-
-    def separate(model, input_ids, grads, of_head, names, sums):
-        name = names[id(model.get_input_embeddings().weight)]
-        sums.add(name, of_head.pop("weight"))
-        of_head["weight"] = torch.zeros(())
-        original(model, input_ids, grads, of_head, names, sums)
-
-    monkeypatch.setattr(scores_module, "_add_ends", separate)
+    monkeypatch.setattr(Totals, "cross", lambda *_: None)
     broken = fast(policy, rollouts, gram=False).sq_norm_B
     assert not torch.allclose(broken, slow, rtol=1e-3)
 
@@ -103,11 +102,116 @@ def test_frozen_parameters_are_left_out_and_stay_frozen():
     assert policy.model.model.norm.weight.requires_grad
 
 
-def test_a_parameter_without_a_rule_is_refused_by_name():
+class Wobble(torch.nn.Module):
+    """A layer of a kind that no rule knows."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.linspace(0, 1, size, dtype=torch.float64))
+
+    def forward(self, hidden):
+        return hidden + torch.sin(hidden * self.phase)
+
+
+def test_a_layer_of_unknown_kind_takes_the_slow_exact_way():
+    policy, rollouts = random_policy(), random_rollouts([3, 5], group_size=2, longest=4)
+    mlp = policy.model.model.layers[0].mlp
+    mlp.act_fn = Wobble(mlp.up_proj.out_features)
+    slow = reference(policy, rollouts)
+    weights = torch.randn(1, 4, dtype=torch.float64)
+    result = fast(policy, rollouts, weights)
+    assert "model.layers.0.mlp.act_fn.phase" in result.gradients_K[0]
+    torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(flat(result.gradients_K[0]), weights[0] @ slow)
+
+
+def test_a_parameter_that_is_never_used_has_a_zero_gradient():
     policy, rollouts = random_policy(), random_rollouts([3], group_size=2, longest=4)
+    before = fast(policy, rollouts).sq_norm_B
     policy.model.model.layers[0].mlp.extra = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match=r"first model\.layers\.0\.mlp\.extra"):
-        fast(policy, rollouts)
+    result = fast(policy, rollouts, torch.ones(1, 2))
+    torch.testing.assert_close(result.sq_norm_B, before)
+    assert not result.gradients_K[0]["model.layers.0.mlp.extra"].any()
+
+
+def test_a_layer_called_twice_is_one_parameter():
+    policy, rollouts = random_policy(), random_rollouts([3, 4], group_size=3, longest=5)
+    policy.model.model.layers[1].mlp = policy.model.model.layers[0].mlp
+    slow = reference(policy, rollouts)
+    torch.testing.assert_close(fast(policy, rollouts).gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-9)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("weight_way", [True, False])
+def test_chunks_and_ways_do_not_matter(monkeypatch, tied, gram, weight_way):
+    """Logits in chunks of rows or of the vocabulary, weights in slices, either exact way."""
+    policy, rollouts = random_policy(tied=tied), random_rollouts([2, 5], group_size=4, longest=6)
+    weights = torch.randn(2, 8, dtype=torch.float64)
+    slow = reference(policy, rollouts)
+    monkeypatch.setitem(output_layer.LOGITS, "cpu", 700)
+    monkeypatch.setitem(totals.CHUNK, "cpu", 500)
+    monkeypatch.setattr(layers, "SQUARE", 3000)
+    monkeypatch.setattr(Totals, "_squares_are_cheaper", lambda *_: not weight_way)
+    result = fast(policy, rollouts, weights, gram=gram)
+    torch.testing.assert_close(result.sq_norm_B, slow.square().sum(1), rtol=1e-10, atol=1e-10)
+    for gradient, row in zip(result.gradients_K, weights, strict=True):
+        torch.testing.assert_close(flat(gradient), row @ slow, rtol=1e-10, atol=1e-10)
+    if gram:
+        torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-9)
+
+
+def test_sketches_are_linear_and_full_where_they_can_be():
+    policy, rollouts = random_policy(), random_rollouts([2, 5], group_size=3, longest=6)
+    slow = reference(policy, rollouts)
+    sizes = parameter_sizes(policy.model)
+    weights = torch.randn(2, 6, dtype=torch.float64)
+    for size in (101, 10**6):
+        sketch = Sketch(sizes, size, seed=3)
+        rows = pack(rollouts, np.arange(6), 0, "cpu")
+        result = completion_scores(
+            policy.model, rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT,
+            weights_KB=weights, features=sketch, pooled=sketch,
+        )  # fmt: skip
+        torch.testing.assert_close(result.pooled_KR, weights @ result.features_BR)
+        assert result.features_BR.shape == (6, min(size, slow.shape[1]))
+        assert not any(result.gradients_K)
+    torch.testing.assert_close(result.features_BR @ result.features_BR.T, slow @ slow.T)
+
+
+def test_sketched_products_are_unbiased():
+    """Over 400 seeds the mean of <F u, F v> is <u, v> within five standard errors."""
+    rng = np.random.default_rng(0)
+    u, v = rng.normal(size=(2, 60)) * np.linspace(0.1, 3, 60)
+    exact, found = float(u @ v), []
+    for seed in range(400):
+        sketch = Sketch({"a": 25, "b": 35}, 11, seed)
+        rows = [
+            sketch.of({"a": torch.from_numpy(x[:25]), "b": torch.from_numpy(x[25:])})
+            for x in (u, v)
+        ]
+        found.append(float(rows[0] @ rows[1]))
+    error = np.std(found) / 400**0.5
+    assert abs(np.mean(found) - exact) < 5 * error
+    bound = (float(u @ u) * float(v @ v) + exact**2) / 11
+    assert 0.3 * bound < np.var(found) < 3 * bound
+
+
+def test_a_layer_that_breaks_its_rule_is_refused_by_name():
+    class Doubled(torch.nn.Linear):
+        forward = torch.nn.Linear.forward
+
+    policy, rollouts = random_policy(), random_rollouts([3], group_size=3, longest=4)
+    rows = pack(rollouts, np.arange(3), 0, "cpu")
+    arguments = (rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT)
+    check_scores(policy.model, *arguments)
+    old = policy.model.model.layers[1].mlp.up_proj
+    new = Doubled(old.in_features, old.out_features, bias=False, dtype=torch.float64)
+    policy.model.model.layers[1].mlp.up_proj = new
+    weight = new.weight
+    new.register_forward_hook(lambda module, args, out: out + args[0] @ weight.T)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        check_scores(policy.model, *arguments)
 
 
 def test_part_of_a_completion_can_be_scored_alone():

@@ -1,0 +1,165 @@
+r"""What each kind of layer contributes to a score, from its input and the gradient at its output.
+
+    Linear, Conv1D    dW_i = sum_t b_it a_it'     bias    sum_t b_it
+    norms             dw_i = sum_t b_it * xhat_it, for `w * xhat` and `(1 + w) * xhat` alike
+    embedding         dE_i = sum_t c e_{x_t} b_it', c the factor of a scaled embedding
+
+A layer that is called twice, or a weight that two layers share, is one parameter: its parts are
+joined before anything is squared. What has no rule here is scored by `one_by_one`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from grpo_ustat.policy.totals import SQUARE, Totals, widened
+
+
+@dataclass(frozen=True)
+class Outer:
+    """`sum_t left_it right_it'`, the gradient of a matrix."""
+
+    left_BTR: torch.Tensor
+    right_BTC: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """`sum_t e_{ids_it} grad_it'`, the gradient of an embedding."""
+
+    ids_BT: torch.Tensor
+    grads_BTD: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Small:
+    """The gradient itself, [B, *shape]: biases and norm weights."""
+
+    gradient_B: torch.Tensor
+
+
+Part = Outer | Lookup | Small
+
+
+def kind(module: nn.Module) -> str | None:
+    """Which rule a module's own parameters fall under; None: no rule."""
+    forward, own = type(module).forward, dict(module.named_parameters(recurse=False))
+    if not own:
+        return None
+    if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
+        return "linear"
+    if isinstance(module, Conv1D):
+        return "conv1d"
+    if isinstance(module, nn.Embedding):
+        plain = forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+        return "embedding" if plain and not module.scale_grad_by_freq else None
+    if type(module).__name__.endswith("Norm") and set(own) <= {"weight", "bias"}:
+        return "norm"
+    return None
+
+
+def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
+    """Contributions by local parameter name.
+
+    Args:
+        module: of a kind that has a rule.
+        arguments: what it was called with, batch first.
+        grads: gradient at its output.
+    """
+    sort = kind(module)
+    if sort == "embedding":
+        yield "weight", _lookup(module, arguments[0], grads)
+        return
+    if sort == "norm":
+        yield from _norm(module, arguments, grads)
+        return
+    inputs, grads = _by_token(arguments[0], grads)
+    straight = sort == "linear"
+    yield "weight", Outer(grads, inputs) if straight else Outer(inputs, grads)
+    if module.bias is not None:
+        yield "bias", Small(widened(grads).sum(dim=1))
+
+
+def _by_token(inputs: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = inputs.shape[0]
+    return tuple(x.reshape(batch, -1, x.shape[-1]) for x in (inputs, grads))
+
+
+def _lookup(module: nn.Embedding, ids: torch.Tensor, grads: torch.Tensor) -> Lookup:
+    """As in backpropagation, looking up `padding_idx` gives no gradient."""
+    if module.padding_idx is not None:
+        grads = grads * (ids != module.padding_idx)[..., None]
+    scale = getattr(module, "embed_scale", None)
+    return Lookup(ids, grads if scale is None else grads * torch.as_tensor(scale).to(grads))
+
+
+def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
+    """The output is affine in the weight: what weights of one add to weights of zero is xhat."""
+    own = dict(module.named_parameters(recurse=False))
+
+    def output(value: float) -> torch.Tensor:
+        chosen = {name: torch.zeros_like(p) for name, p in own.items()}
+        if "weight" in own:
+            chosen["weight"] = torch.full_like(own["weight"], value)
+        return torch.func.functional_call(module, chosen, arguments)
+
+    batch = grads.shape[0]
+    for name, parameter in own.items():
+        with torch.no_grad():
+            change = widened(grads)
+            if name == "weight":
+                change = change * (output(1.0) - output(0.0))
+        yield name, Small(change.reshape(batch, -1, *parameter.shape).sum(dim=1))
+
+
+def joined(found: list[Part]) -> Part | None:
+    """One contribution from several of one parameter; None where their kinds differ."""
+    if len(found) == 1:
+        return found[0]
+    if all(isinstance(part, Small) for part in found):
+        return Small(sum(part.gradient_B for part in found))
+    for cls in (Outer, Lookup):
+        if all(isinstance(part, cls) for part in found):
+            first, second = zip(*(vars(part).values() for part in found), strict=True)
+            return cls(torch.cat(first, dim=1), torch.cat(second, dim=1))
+    return None
+
+
+def add(totals: Totals, name: str, shape: torch.Size, part: Part) -> None:
+    """Add one parameter's contribution to the totals."""
+    if isinstance(part, Outer):
+        totals.outer(name, shape, part.left_BTR, part.right_BTC)
+    elif isinstance(part, Small):
+        totals.take(name, shape, part.gradient_B.flatten(1))
+    else:
+        for ids_U, dense in dense_rows(part):
+            _add_rows(totals, name, shape, ids_U, dense)
+
+
+def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The embedding's gradients on the tokens that occur: ids [U] and rows [B, U, D], in chunks."""
+    unique, place_BT = part.ids_BT.unique(return_inverse=True)
+    grads = widened(part.grads_BTD)
+    batch, _, width = grads.shape
+    step = max(1, SQUARE // (4 * batch * width))
+    for low in range(0, len(unique), step):
+        ids_U = unique[low : low + step]
+        inside = (place_BT >= low) & (place_BT < low + len(ids_U))
+        target = torch.where(inside, place_BT - low, 0)[:, :, None].expand_as(grads)
+        empty = grads.new_zeros((batch, len(ids_U), width))
+        yield ids_U, empty.scatter_add_(1, target, grads * inside[:, :, None])
+
+
+def _add_rows(totals: Totals, name: str, shape, ids_U: torch.Tensor, dense_BUD) -> None:
+    """Neighbouring tokens pass together: their rows are neighbours in the parameter."""
+    width = dense_BUD.shape[2]
+    breaks = (ids_U.diff() != 1).nonzero().flatten() + 1
+    edges = [0, *breaks.tolist(), len(ids_U)]
+    for low, high in zip(edges[:-1], edges[1:], strict=True):
+        flat = dense_BUD[:, low:high].flatten(1)
+        totals.take(name, shape, flat, int(ids_U[low]) * width)

@@ -1,0 +1,185 @@
+r"""What is summed over layers: norms, Gram matrix, pooled gradients, sketches.
+
+A linear layer's gradient of completion i is `G_i = sum_t left_it right_it'`, [R, C]. Two exact ways
+lead to its norm, and the cheaper one is taken layer by layer:
+
+    through T x T products   ||G_i||^2 = sum_{t,t'} (left_it . left_it') (right_it . right_it')
+    through the weight       G_i itself, some of its rows at a time, for all completions
+
+Never are all rows of all completions' G_i held at once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from grpo_ustat.policy.sketch import Sketch
+
+PASS = 24  # multiplications that cost as much as one more look at an entry in memory
+CHUNK = {"cpu": 2**22, "cuda": 2**28}  # bytes of gradients formed at a time
+SQUARE = 2**28  # bytes of a T x T product over a whole batch
+
+
+class Totals:
+    """Running totals of B completions; every parameter's gradients pass once.
+
+    Args:
+        batch: B.
+        device: of the model.
+        weights_KB: K weight vectors for pooled gradients, or None.
+        gram: whether to form <s_i, s_j>.
+        features: sketch of every completion's score, or None.
+        pooled: sketch in place of the pooled gradients themselves, or None.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        device: torch.device,
+        weights_KB: torch.Tensor | None = None,
+        gram: bool = False,
+        features: Sketch | None = None,
+        pooled: Sketch | None = None,
+    ):
+        def zeros(*shape, dtype=torch.float64):
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.batch, self.device, self.features, self.pooled = batch, device, features, pooled
+        self.weights_KB = weights_KB if weights_KB is None else weights_KB.to(device)
+        count = 0 if weights_KB is None else len(weights_KB)
+        self.names: set[str] = set()
+        self.sq_norm_B = zeros(batch)
+        self.gram_BB = zeros(batch, batch) if gram else None
+        self.gradients_K: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        self.features_BR = zeros(batch, features.dimension) if features else None
+        self.pooled_KR = zeros(count, pooled.dimension) if pooled else None
+
+    def outer(
+        self, name: str, shape: torch.Size, left_NTR, right_NTC, first_row: int = 0, rows=None
+    ) -> None:
+        """Take `sum_t left_t right_t'` of N completions.
+
+        Args:
+            name: of the parameter.
+            shape: of the parameter.
+            left_NTR, right_NTC: the two factors; R rows of the parameter from `first_row` on.
+            rows: which completions these are, None for all.
+        """
+        self.names.add(name)
+        if self._squares_are_cheaper(left_NTR, right_NTC):
+            self._squares(name, shape, left_NTR, right_NTC, first_row, rows)
+            return
+        count, _, columns = right_NTC.shape
+        step = max(1, CHUNK[self.device.type] // (4 * count * columns))
+        right_NTC = widened(right_NTC)
+        for low in range(0, left_NTR.shape[2], step):
+            part = left_NTR[:, :, low : low + step].transpose(1, 2)
+            flat = product(part, right_NTC).flatten(1)
+            self.take(name, shape, flat, (first_row + low) * columns, rows)
+
+    def take(
+        self, name: str, shape: torch.Size, flat_NC: torch.Tensor, start: int = 0, rows=None
+    ) -> None:
+        """Take entries `start ... start + C` of N completions' gradients; overwrites them."""
+        self.names.add(name)
+        flat_NC = widened(flat_NC)
+        if self.gram_BB is not None:
+            assert rows is None, "a Gram matrix needs all completions at once"
+            products = flat_NC @ flat_NC.T
+            self.gram_BB += products
+            self.sq_norm_B += products.diagonal()
+        else:
+            self._add_norms(torch.linalg.vecdot(flat_NC, flat_NC), rows)
+        if self.weights_KB is not None:
+            self._pool(name, shape, self._weights(rows, flat_NC.dtype) @ flat_NC, start)
+        self._sketch_features(name, flat_NC, start, rows)
+
+    def cross(self, first_NC: torch.Tensor, second_NC: torch.Tensor) -> None:
+        """Add what the sum of two parts of one gradient has beyond the parts: 2 <first, second>."""
+        if self.gram_BB is None:
+            self.sq_norm_B += 2 * torch.linalg.vecdot(first_NC, second_NC)
+            return
+        products = first_NC @ second_NC.T
+        products = products + products.T
+        self.gram_BB += products
+        self.sq_norm_B += products.diagonal()
+
+    def _squares_are_cheaper(self, left_NTR, right_NTC) -> bool:
+        (n, length, rows), columns = left_NTR.shape, right_NTC.shape[2]
+        if self.features is not None:
+            return False
+        pooled = len(self.gradients_K)
+        if self.gram_BB is not None:
+            if 8 * (n * length) ** 2 > SQUARE:
+                return False
+            squares = (n * length) ** 2 * (rows + columns)
+            whole = n * n * rows * columns
+        else:
+            squares = n * length**2 * (rows + columns)
+            whole = PASS * n * rows * columns
+        squares += pooled * n * length * rows * columns
+        whole += n * rows * columns * (length + pooled)
+        return squares < whole
+
+    def _squares(self, name, shape, left_NTR, right_NTC, first_row, rows) -> None:
+        left, right = widened(left_NTR), widened(right_NTC)
+        if self.gram_BB is None:
+            both = product(left, left.transpose(1, 2)).mul_(product(right, right.transpose(1, 2)))
+            self._add_norms(both.sum(dim=(1, 2)), rows)
+        else:
+            assert rows is None
+            n, length = left.shape[:2]
+            flat_left, flat_right = left.flatten(0, 1), right.flatten(0, 1)
+            both = (flat_left @ flat_left.T).mul_(flat_right @ flat_right.T)
+            products = both.view(n, length, n, length).sum(dim=(1, 3))
+            self.gram_BB += products
+            self.sq_norm_B += products.diagonal()
+        if self.weights_KB is not None:
+            weights = self._weights(rows, left.dtype)
+            flat_right = right.flatten(0, 1)
+            for k in range(len(weights)):
+                weighted = (left * weights[k][:, None, None]).flatten(0, 1)
+                value = (weighted.T @ flat_right).reshape(1, -1)
+                self._pool(name, shape, value, first_row * right.shape[2], k)
+
+    def _weights(self, rows, dtype: torch.dtype) -> torch.Tensor:
+        chosen = self.weights_KB if rows is None else self.weights_KB[:, rows]
+        return chosen.to(dtype)
+
+    def _add_norms(self, norms_N: torch.Tensor, rows) -> None:
+        if rows is None:
+            self.sq_norm_B += norms_N
+        else:
+            self.sq_norm_B[rows] += norms_N.double()
+
+    def _pool(self, name, shape, values_KC: torch.Tensor, start: int, first: int = 0) -> None:
+        if self.pooled is not None:
+            self.pooled.add(self.pooled_KR[first : first + len(values_KC)], name, start, values_KC)
+            return
+        stop = start + values_KC.shape[1]
+        for k, value in enumerate(values_KC, start=first):
+            if name not in self.gradients_K[k]:
+                self.gradients_K[k][name] = torch.zeros(
+                    shape, dtype=values_KC.dtype, device=self.device
+                )
+            self.gradients_K[k][name].view(-1)[start:stop] += value
+
+    def _sketch_features(self, name: str, flat_NC, start: int, rows) -> None:
+        if self.features is None:
+            return
+        if rows is None:
+            self.features.add(self.features_BR, name, start, flat_NC)
+            return
+        mine = torch.zeros_like(self.features_BR[rows])
+        self.features.add(mine, name, start, flat_NC)
+        self.features_BR[rows] += mine
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """At least float32, in which everything is summed."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Batched matrix product in the wider of the two types."""
+    return torch.bmm(left.to(right.dtype), right)
