@@ -8,6 +8,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from precision import compute_in_double  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -32,17 +33,5 @@ def rng():
 
 
 @pytest.fixture(autouse=True)
-def norms_in_their_own_precision(monkeypatch):
-    """transformers computes RMSNorm in float32 even in a float64 model; comparisons to 1e-10 need
-    the whole model in float64. Narrower models keep their own forward."""
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-
-    original = Qwen2RMSNorm.forward
-
-    def forward(self, hidden):
-        if hidden.dtype != torch.float64:
-            return original(self, hidden)
-        scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (hidden * scale)
-
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", forward)
+def float64_models_are_float64_throughout(monkeypatch):
+    compute_in_double(monkeypatch)

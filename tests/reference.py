@@ -87,14 +87,15 @@ def minibatch_mse(prompts, name, group_size, num_prompts):
 
 
 def one_score(model, prompt_tokens, completion_tokens, temperature=1.0):
-    """Score of one completion by plain autograd, unpadded: dict of name to gradient."""
+    """Score of one completion by plain autograd, unpadded: trainable names to gradients."""
     ids = torch.tensor([list(prompt_tokens) + list(completion_tokens)])
-    logits = model(input_ids=ids).logits[0] / temperature
+    logits = model(input_ids=ids, use_cache=False).logits[0] / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     first = len(prompt_tokens)
     total = sum(logprobs[t - 1, ids[0, t]] for t in range(first, ids.shape[1]))
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(total, list(trainable.values()), materialize_grads=True)
+    return dict(zip(trainable, gradients, strict=True))
 
 
 def one_flat_score(model, prompt_tokens, completion_tokens, temperature=1.0):

@@ -1,0 +1,183 @@
+"""Scores of many architectures against one-at-a-time autograd in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from architectures import CASES, UNPADDED, VOCAB, build
+from fakes import random_rollouts
+from peft import LoraConfig, get_peft_model
+from reference import one_score
+
+from grpo_ustat.policy.logprobs import completion_logprobs, pack
+from grpo_ustat.policy.scores import completion_scores, covered_parameters
+
+every_architecture = pytest.mark.parametrize("name, tied", CASES.values(), ids=CASES)
+
+
+def letters(name="llama"):
+    """Three prompts of different lengths, four completions each, with token 0 among the others."""
+    lengths = [5, 5, 5] if name in UNPADDED else [2, 6, 4]
+    rollouts = random_rollouts(lengths, group_size=4, longest=7, vocab=VOCAB)
+    rollouts.tokens_PGT[:, 0, 0] = 0
+    rollouts.prompt_tokens[1][3] = 0
+    return rollouts
+
+
+def reference(model, rollouts, temperature=1.0):
+    """Trainable names to the scores of all completions, each run alone and unpadded."""
+    rows = [
+        one_score(model, prompt, tokens[mask], temperature)
+        for p, prompt in enumerate(rollouts.prompt_tokens)
+        for tokens, mask in zip(rollouts.tokens_PGT[p], rollouts.mask_PGT[p], strict=True)
+    ]
+    return {name: torch.stack([row[name].flatten() for row in rows]) for name in rows[0]}
+
+
+def fast(model, rollouts, **options):
+    """All completions in one left-padded batch."""
+    rows = pack(rollouts, np.arange(rollouts.mask_PGT[..., 0].size), 0, model.device)
+    masks = (rows.attention_mask_BT, rows.completion_mask_BT)
+    return completion_scores(model, rows.input_ids_BT, *masks, **options)
+
+
+def trainable(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def assert_close(found, expected):
+    """To 1e-10 of the largest entry: smaller ones may be sums that cancel."""
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=1e-10 * max(1e-3, expected.abs().max().item())
+    )
+
+
+def assert_everything_equals_autograd(model, rollouts, temperature=1.0):
+    slow = reference(model, rollouts, temperature)
+    whole = torch.cat(list(slow.values()), dim=1)
+    assert torch.isfinite(whole).all() and (whole.square().sum(1) > 1e-3).all()
+    weights = torch.randn(3, len(whole), dtype=torch.float64)
+    result = fast(model, rollouts, weights_KB=weights, gram=True, temperature=temperature)
+    assert_close(result.gram_BB, whole @ whole.T)
+    for gradient, row in zip(result.gradients_K, weights, strict=True):
+        assert set(gradient) == set(slow) == trainable(model)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert gradient[name].shape == parameter.shape, name
+                assert_close(gradient[name].flatten(), row @ slow[name])
+    norms = whole.square().sum(1)
+    alone = fast(model, rollouts, temperature=temperature)
+    assert alone.gram_BB is None and alone.gradients_K == []
+    for found in (result.sq_norm_B, alone.sq_norm_B):
+        torch.testing.assert_close(found, norms, rtol=1e-10, atol=0)
+
+
+@every_architecture
+def test_norms_gradients_and_gram_equal_autograd(name, tied):
+    assert_everything_equals_autograd(build(name, tied), letters(name), temperature=0.7)
+
+
+@every_architecture
+def test_logprobs_do_not_depend_on_padding(name, tied):
+    """Alone and unpadded, or with longer neighbours: the same log-probability."""
+    model, rollouts = build(name, tied), letters(name)
+    together = completion_logprobs(model, pack(rollouts, np.arange(12), 0, "cpu"))
+    for i in range(12):
+        alone = completion_logprobs(model, pack(rollouts, np.array([i]), 0, "cpu"))
+        assert alone.item() == pytest.approx(together[i].item(), rel=1e-11)
+
+
+@every_architecture
+def test_every_trainable_parameter_is_covered(name, tied):
+    model = build(name, tied)
+    assert sorted(covered_parameters(model)) == sorted(trainable(model))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_embedding_and_output_layer_alone_equal_autograd(name, tied):
+    """Everything between them is frozen."""
+    model = build(name, tied)
+    model.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)
+    model.get_output_embeddings().requires_grad_(True)
+    assert len(trainable(model)) == (1 if tied else 2)
+    assert_everything_equals_autograd(model, letters())
+
+
+def test_a_module_used_by_two_layers_counts_both_uses():
+    model = build("llama", tied=False)
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    model.model.layers[1].input_layernorm = model.model.layers[0].input_layernorm
+    assert_everything_equals_autograd(model, letters())
+
+
+def test_a_weight_shared_by_two_modules_counts_both_uses():
+    model = build("llama", tied=False)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj.weight = first.q_proj.weight
+    first.v_proj.weight = first.k_proj.weight
+    assert_everything_equals_autograd(model, letters())
+
+
+def test_a_parameter_used_outside_any_layer_counts():
+    """A learned scale of the hidden states, next to the layers that have rules."""
+    model = build("llama", tied=True)
+    norm = model.model.norm
+    norm.scale = torch.nn.Parameter(torch.tensor([0.8], dtype=torch.float64))
+    norm.register_forward_hook(lambda module, args, output: output * module.scale)
+    assert_everything_equals_autograd(model, letters())
+
+
+LORA = {
+    "all-linear": ("llama", True, dict(target_modules="all-linear")),
+    "output-layer": ("llama", False, dict(target_modules=["q_proj", "lm_head"])),
+    "embedding": ("llama", False, dict(target_modules=["v_proj", "embed_tokens"])),
+    "conv1d": ("gpt2", True, dict(target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)),
+    "experts-frozen": ("mixtral", False, dict(target_modules=["q_proj", "o_proj"])),
+}
+
+
+def with_lora(name, tied, options):
+    """Adapters of rank 3 on some layers, none of them zero; everything else is frozen."""
+    config = LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, task_type="CAUSAL_LM", **options)
+    model = get_peft_model(build(name, tied), config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn_like(parameter)
+    assert trainable(model) and all("lora_" in name for name in trainable(model))
+    return model
+
+
+@pytest.mark.parametrize("name, tied, options", LORA.values(), ids=LORA)
+def test_scores_of_lora_adapters_equal_autograd(name, tied, options):
+    model = with_lora(name, tied, options)
+    assert sorted(covered_parameters(model)) == sorted(trainable(model))
+    assert_everything_equals_autograd(model, letters(), temperature=0.7)
+
+
+def bfloat16_llama():
+    return build("llama", tied=True, dtype=torch.bfloat16)
+
+
+def bfloat16_llama_with_float32_adapters():
+    """As peft makes it by default."""
+    model = with_lora("llama", True, dict(target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if "lora_" in name else torch.bfloat16)
+    return model
+
+
+@pytest.mark.parametrize("make", [bfloat16_llama, bfloat16_llama_with_float32_adapters])
+def test_bfloat16_norms_are_near_the_float64_ones_of_the_same_weights(make):
+    model, rollouts = make(), letters()
+    exact = fast(copy.deepcopy(model).double(), rollouts)
+    rounded = fast(model, rollouts, weights_KB=torch.ones(1, 12))
+    error = (rounded.sq_norm_B / exact.sq_norm_B).sqrt() - 1
+    print(f"largest relative error of a norm: {error.abs().max():.4f}")
+    assert error.abs().max() < 0.05
+    assert {g.dtype for g in rounded.gradients_K[0].values()} == {torch.float32}
