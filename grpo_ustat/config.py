@@ -114,7 +114,8 @@ class TrainBudget:
 class StudyBudget:
     """Completions per question: `pool_completions` for closed_form; for monte_carlo `replicates`
     groups of the largest size, `reference_completions` in `reference_blocks` independent blocks
-    behind the reference gradient, `value_completions` behind the oracle's V.
+    behind the reference gradient, `value_completions` behind V (oracle), b* (optimal) and the
+    running mean.
     """
 
     pool_completions: int = MISSING

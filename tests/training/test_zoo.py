@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from reference import one_flat_score
-from test_trainer import first_batch, fit
+from test_trainer import SMALL, first_batch, fit
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.tasks.base import rewards
@@ -107,3 +109,24 @@ def test_a_memory_survives_its_state(tmp_path, name):
     left, right = run.memory.recall(run, batch, 1)[0], twin.recall(run, batch, 1)[0]
     for key, value in left.items():
         np.testing.assert_array_equal(value, right[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["spo", "critic", "reinforce_pp"])
+def test_two_processes_take_the_step_of_one(tmp_path, name):
+    """In float64 the metrics of three steps agree to rounding, whoever holds which prompt."""
+    found = [run_on(count, tmp_path / str(count), name) for count in (1, 2)]
+    for one, two in zip(*found, strict=True):
+        for key in ("reward", "grad_norm", "num_tokens", "value_rollouts"):
+            assert two[key] == pytest.approx(one[key], rel=1e-9)
+
+
+def run_on(processes, path, name):
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         f"--nproc_per_node={processes}", "-m", "grpo_ustat.train", f"baseline={name}",
+         *SMALL, "max_steps=3", "save_steps=3", "model.dtype=float64", "dataset.train_size=8",
+         "budget.value_completions=3", f"hydra.run.dir={path}"],
+        check=True, capture_output=True, timeout=600,
+    )  # fmt: skip
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
