@@ -17,11 +17,12 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.baselines import BASELINES, check_options, check_shape
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 EMBEDDED = "embedded:"
 METHODS = ("closed_form", "monte_carlo")
+CLOSED_FORMS = ("none", "leave_one_out", "group_mean", "oracle")
 OPERATIONAL = (
     "on_existing",
     "launch",
@@ -30,6 +31,15 @@ OPERATIONAL = (
     "micro_batch_size",
     "rollout_batch_size",
 )
+RANGES = {  # of baseline options
+    "epsilon": (0.0, math.inf),
+    "decay": (0.0, 1.0),
+    "ridge": (1e-12, math.inf),
+    "ceiling": (1e-12, math.inf),
+    "rho_min": (0.0, 0.999),
+    "rho_max": (0.0, 1.0),
+    "half_distance": (1e-12, math.inf),
+}
 
 
 class ConfigError(ValueError):
@@ -73,9 +83,10 @@ class PromptConfig:
 
 @dataclass
 class BaselineConfig:
-    """The rule that turns a group's rewards into advantages."""
+    """The rule that turns rewards into advantages, and the values of exactly its options."""
 
     name: str = MISSING
+    options: dict[str, float] = MISSING
 
 
 @dataclass
@@ -90,8 +101,9 @@ class OptimizerConfig:
 
 @dataclass
 class TrainBudget:
-    """rollouts: completions per step, n = prompts x group_size. value_completions: for the oracle,
-    fresh completions per prompt and step behind V, outside `rollouts` but counted as cost.
+    """rollouts: completions per step, n = prompts x group_size. value_completions: fresh ones per
+    prompt behind V (oracle), b* (optimal) or the start of a tracker (spo), outside `rollouts` but
+    counted as cost.
     """
 
     rollouts: int = MISSING
@@ -102,7 +114,8 @@ class TrainBudget:
 class StudyBudget:
     """Completions per question: `pool_completions` for closed_form; for monte_carlo `replicates`
     groups of the largest size, `reference_completions` in `reference_blocks` independent blocks
-    behind the reference gradient, `value_completions` behind the oracle's V.
+    behind the reference gradient, `value_completions` behind V (oracle), b* (optimal) and the
+    running mean.
     """
 
     pool_completions: int = MISSING
@@ -187,6 +200,7 @@ class MseConfig(Common):
     launch: StudyLaunch = field(default_factory=StudyLaunch)
     study: StudyConfig = field(default_factory=StudyConfig)
     budget: StudyBudget = field(default_factory=StudyBudget)
+    rules: dict[str, BaselineConfig] = field(default_factory=dict)
     baselines: list[str] = MISSING
     group_sizes: list[int] = MISSING
 
@@ -204,6 +218,7 @@ class MseConfig(Common):
         _distinct("study.methods", self.study.methods)
         for name in self.baselines:
             _one_of("baselines", name, tuple(BASELINES))
+            self._check_rule(name)
             for size in self.group_sizes:
                 _check_group_size(name, size)
         if not (self.baselines and self.group_sizes and self.study.methods):
@@ -213,6 +228,25 @@ class MseConfig(Common):
         _one_of("study.interval", self.study.interval, ("completions", "questions"))
         self._check_counts()
 
+    def _check_rule(self, name: str) -> None:
+        if BASELINES[name].only_trains:
+            raise ConfigError(
+                f"baselines names {name}, which remembers past batches of a training run: a study "
+                f"has none; leave it out, or use train baseline={name}"
+            )
+        if name not in self.rules:
+            raise ConfigError(f"baselines names {name} but rules.{name} is missing: add it")
+        if self.rules[name].name != name:
+            raise ConfigError(
+                f"rules.{name}.name={self.rules[name].name} is another rule: use {name}"
+            )
+        _check_options(self.rules[name], f"rules.{name}.options")
+        if "closed_form" in self.study.methods and name not in CLOSED_FORMS:
+            raise ConfigError(
+                f"baselines names {name}, study.methods names closed_form, which knows "
+                f"{', '.join(CLOSED_FORMS)}: use study.methods=[monte_carlo]"
+            )
+
     def _check_counts(self) -> None:
         questions, size = self.study.questions, self.dataset.study_size
         if questions is not None and not 1 <= questions <= size:
@@ -220,6 +254,8 @@ class MseConfig(Common):
                 f"study.questions={questions} of dataset.study_size={size}: choose 1 to {size}"
             )
         asked = size if questions is None else questions
+        for name in self.baselines:
+            _check_shape(name, asked, min(self.group_sizes), "study.questions")
         if self.study.interval == "questions" and asked < 4:
             raise ConfigError(
                 f"study.interval=questions needs 4 questions, got {asked}: raise study.questions"
@@ -278,6 +314,7 @@ class TrainConfig(Common):
         """See `Common.check`."""
         super().check()
         _one_of("baseline.name", self.baseline.name, tuple(BASELINES))
+        _check_options(self.baseline, "baseline.options")
         _one_of("optimizer.name", self.optimizer.name, ("adamw", "sgd"))
         _positive(self, "group_size", "learning_rate", "max_steps", "micro_batch_size")
         _positive(self, "eval_steps", "save_steps")
@@ -300,8 +337,9 @@ class TrainConfig(Common):
                 f"budget.rollouts={rollouts} is not a multiple of group_size={size}: "
                 f"use budget.rollouts={' or '.join(map(str, near))}, or another group_size"
             )
-        if BASELINES[self.baseline.name].needs_value:
+        if BASELINES[self.baseline.name].needs & {"value_P", "optimal_P", "tracker_P"}:
             _positive(self.budget, "value_completions", prefix="budget.")
+        _check_shape(self.baseline.name, self.prompts_per_step, self.group_size, "budget.rollouts")
         if self.prompts_per_step > self.dataset.train_size:
             raise ConfigError(
                 f"{self.prompts_per_step} prompts a step (budget.rollouts / group_size) but "
@@ -342,6 +380,29 @@ def _check_group_size(baseline: str, group_size: int) -> None:
             f"group_size={group_size} with baseline {baseline}, which needs at least {least} "
             f"completions a group: use group_size={least} or more, or baseline none"
         )
+
+
+def _check_shape(baseline: str, num_prompts: int, group_size: int, key: str) -> None:
+    try:
+        check_shape(baseline, num_prompts, group_size)
+    except ValueError as error:
+        raise ConfigError(f"{error}: raise {key}") from error
+
+
+def _check_options(rule: BaselineConfig, key: str) -> None:
+    try:
+        check_options(rule.name, rule.options)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    for name, value in rule.options.items():
+        low, high = RANGES.get(name, (-math.inf, math.inf))
+        if not (math.isfinite(value) and low <= value <= high):
+            raise ConfigError(f"{key}.{name}={value} must be finite and in [{low}, {high}]")
+    for low, high in (("minimum", "maximum"), ("rho_min", "rho_max")):
+        if low in rule.options and rule.options[low] >= rule.options[high]:
+            raise ConfigError(
+                f"{key}: {low}={rule.options[low]} {high}={rule.options[high]}: use {low} < {high}"
+            )
 
 
 def _check_ranges(dataset: DatasetConfig) -> None:
@@ -392,8 +453,20 @@ def typed(config: Any, schema: type) -> Any:
 
 def identity(config: Any) -> dict[str, Any]:
     """What makes the run this run: the configuration without operational keys, and the weights."""
-    keys = {key: value for key, value in asdict(config).items() if key not in OPERATIONAL}
+    keys = {key: value for key, value in named(asdict(config)).items() if key not in OPERATIONAL}
     return keys | {"weights": weights_fingerprint(config.model.model_name_or_path)}
+
+
+def named(keys: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's keys, of `rules` only those in `baselines`: adding one changes no folder.
+
+    >>> named({"baselines": ["none"], "rules": {"none": {}, "opo": {}}})["rules"]
+    {'none': {}}
+    """
+    if not keys.get("rules"):
+        return keys
+    asked = keys.get("baselines", ())
+    return keys | {"rules": {name: keys["rules"][name] for name in asked if name in keys["rules"]}}
 
 
 def weights_fingerprint(model_name_or_path: str) -> str | None:

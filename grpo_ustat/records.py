@@ -62,9 +62,21 @@ class BaselineContext:
 
     Attributes:
         value_P: the oracle's V(x) of each prompt, from completions outside the group.
+        lengths_PG: completion lengths in tokens, end token included, at least 1.
+        greedy_P: reward of each prompt's greedy completion.
+        optimal_P: b* = E[q Z | x] / E[q | x] of each prompt, from completions outside the group.
+        running: the mean reward of past batches, one number for all prompts.
+        tracker_P: what the tracker expects of each prompt after its past visits.
+        critic_P: what the critic, fitted on past batches, expects of each prompt.
     """
 
     value_P: np.ndarray | None = None
+    lengths_PG: np.ndarray | None = None
+    greedy_P: np.ndarray | None = None
+    optimal_P: np.ndarray | None = None
+    running: float | None = None
+    tracker_P: np.ndarray | None = None
+    critic_P: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

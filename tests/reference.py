@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import torch
+from scipy import stats
 
 
 def softmax_policy(logits):
@@ -31,6 +32,141 @@ def plain_advantages(name, group_rewards, value):
         }[name]
         result.append(z - baseline)
     return result
+
+
+def mean_of(values):
+    return sum(values) / len(values)
+
+
+def variance_of(values, ddof=1):
+    centre = mean_of(values)
+    return sum((x - centre) ** 2 for x in values) / (len(values) - ddof)
+
+
+def token_whitened(rows, lengths, epsilon):
+    """Every token of every completion carries its completion's value; standardise the tokens."""
+    tokens = [
+        x
+        for row, longs in zip(rows, lengths, strict=True)
+        for x, n in zip(row, longs, strict=True)
+        for _ in range(n)
+    ]
+    centre, spread = mean_of(tokens), math.sqrt(variance_of(tokens) + epsilon)
+    return [[(x - centre) / spread for x in row] for row in rows]
+
+
+def beta_weights(means, ceiling):
+    """1 / Beta density at each mean."""
+    alpha = beta = 1.0
+    if len(means) > 1 and variance_of(means) > 0:
+        centre = mean_of(means)
+        factor = centre * (1 - centre) / variance_of(means) - 1
+        alpha, beta = max(1, 1 + factor * centre / 3), max(1, 1 + factor * (1 - centre) / 3)
+    density = [stats.beta.pdf(m, alpha, beta) for m in means]
+    return [min(1 / d, ceiling) if d > 0 else ceiling for d in density]
+
+
+def james_stein_row(rewards, p, epsilon):
+    """Advantages of prompt p's group."""
+    others = [row for k, row in enumerate(rewards) if k != p]
+    means = [mean_of(row) for row in others]
+    noise = mean_of([variance_of(row) / len(row) for row in others])
+    shrink = noise / (noise + variance_of(means, ddof=0) + epsilon)
+    result = []
+    for i, r in enumerate(rewards[p]):
+        own = mean_of([x for j, x in enumerate(rewards[p]) if j != i])
+        result.append(r - (1 - shrink) * own - shrink * mean_of(means))
+    return result
+
+
+def zoo_advantages(name, rewards, lengths, context, options):
+    """Advantages of a batch under any rule, written out; context is a plain dictionary."""
+    result = []
+    if name == "reinforce_pp":
+        whole = mean_of([r for row in rewards for r in row])
+        shifted = [[r - whole for r in row] for row in rewards]
+        return token_whitened(shifted, lengths, options["epsilon"])
+    if name == "reinforce_pp_baseline":
+        shifted = [[r - mean_of(row) for r in row] for row in rewards]
+        return token_whitened(shifted, lengths, options["epsilon"])
+    if name == "spo":
+        rows = zip(rewards, context["tracker_P"], strict=True)
+        surprise = [[r - tracker for r in row] for row, tracker in rows]
+        flat = [x for row in surprise for x in row]
+        spread = math.sqrt(variance_of(flat)) + options["epsilon"]
+        return [[(x - mean_of(flat)) / spread for x in row] for row in surprise]
+    if name == "beta":
+        low, width = options["minimum"], options["maximum"] - options["minimum"]
+        rewards = [[(r - low) / width for r in row] for row in rewards]
+        weights = beta_weights([mean_of(row) for row in rewards], options["ceiling"])
+    for p, row in enumerate(rewards):
+        centre = mean_of(row)
+        if name == "james_stein":
+            result.append(james_stein_row(rewards, p, options["epsilon"]))
+            continue
+        group = []
+        for i, r in enumerate(row):
+            others = [j for j in range(len(row)) if j != i]
+            if name == "none":
+                a = r
+            elif name == "constant":
+                a = r - options["value"]
+            elif name == "running_mean":
+                a = r - context["running"]
+            elif name in ("oracle", "optimal", "remax", "critic"):
+                key = {"oracle": "value_P", "optimal": "optimal_P", "remax": "greedy_P"}
+                a = r - context[key.get(name, "critic_P")][p]
+            elif name == "leave_one_out":
+                a = r - mean_of([row[j] for j in others])
+            elif name == "group_mean":
+                a = r - centre
+            elif name == "group_std":
+                a = (r - centre) / (math.sqrt(variance_of(row)) + options["epsilon"])
+            elif name == "maxrl":
+                a = (r - centre) / (centre + options["epsilon"])
+            elif name == "batch_std":
+                flat = [x for each in rewards for x in each]
+                a = (r - centre) / (math.sqrt(variance_of(flat)) + options["epsilon"])
+            elif name == "beta":
+                a = weights[p] * (r - centre)
+            elif name in ("opo", "opo_self"):
+                inside = others if name == "opo" else range(len(row))
+                total = sum(lengths[p][j] for j in inside)
+                a = r - sum(lengths[p][j] * row[j] for j in inside) / total
+            group.append(a)
+        result.append(group)
+    return result
+
+
+def joint_mean(prompts, group_size, rule):
+    """Exact mean of `1/(P G) sum A_i s_i` over all joint outcomes of all prompts' groups.
+
+    Args:
+        prompts: (logits, rewards, lengths) of each outcome; logits differ from the shared
+            parameters by constants, so scores with respect to either are the same.
+        group_size: G.
+        rule: (rewards [P][G], lengths [P][G]) to advantages [P, G]; sees all prompts at once.
+    """
+    tables = []
+    for logits, rewards, lengths in prompts:
+        p, scores = softmax_policy(logits)
+        tables.append(
+            [
+                (
+                    math.prod(p[a] for a in actions),
+                    [rewards[a] for a in actions],
+                    [lengths[a] for a in actions],
+                    np.array([scores[a] for a in actions]),
+                )
+                for actions in itertools.product(range(len(p)), repeat=group_size)
+            ]
+        )
+    mean = np.zeros(len(prompts[0][0]))
+    for joint in itertools.product(*tables):
+        weights = rule([row[1] for row in joint], [row[2] for row in joint])
+        estimate = sum(np.asarray(w) @ row[3] for w, row in zip(weights, joint, strict=True))
+        mean += math.prod(row[0] for row in joint) * estimate / (len(prompts) * group_size)
+    return mean
 
 
 def enumerate_prompt(logits, rewards, name, group_size):

@@ -99,6 +99,27 @@ WRONG = {
     "beta": ("train", ["optimizer.beta1=1.0"], "optimizer.beta1=1.0 must be in [0, 1)"),
     "gpu index": ("train", ["launch.device=cuda:1"], "CUDA_VISIBLE_DEVICES"),
     "embedded": ("mse", ["model.model_name_or_path=embedded:x"], "choose from embedded:tiny"),
+    "unknown option": (
+        "train", ["+baseline.options.eps=1"],
+        "baseline.options: options of baseline leave_one_out: unknown eps; it takes none",
+    ),
+    "missing option": (
+        "train", ["baseline=group_std", "~baseline.options.epsilon"],
+        "options of baseline group_std: missing epsilon; it takes epsilon",
+    ),
+    "option of a rule": (
+        "mse", [CARLO, "baselines=[maxrl]", "+rules.maxrl.options.eps=1"],
+        "rules.maxrl.options: options of baseline maxrl: unknown eps",
+    ),
+    "option range": ("train", ["baseline=group_std", "baseline.options.epsilon=-1"], "=-1.0 must"),
+    "option pair": ("train", ["baseline=beta", "baseline.options.minimum=2"], "minimum < maximum"),
+    "spo in mse": ("mse", [CARLO, "baselines=[spo]"], "spo, which remembers past batches"),
+    "critic in mse": ("mse", [CARLO, "baselines=[critic]"], "a study has none"),
+    "no closed form": ("mse", ["baselines=[opo]"], "use study.methods=[monte_carlo]"),
+    "another rule": ("mse", ["rules.none.name=opo"], "rules.none.name=opo is another rule"),
+    "two prompts": (
+        "train", ["baseline=james_stein", "budget.rollouts=16"], "at least 3 prompts, got 2: raise"
+    ),
     "ranges": ("mse", ["dataset.min_term=9", "dataset.max_term=3"], "min <= max"),
 }  # fmt: skip
 
@@ -114,7 +135,7 @@ def test_wrong_values_are_refused_with_both_values(entry, overrides, message):
 COMMANDS = {
     "misspelt": (["grop_size=4"], "error: unknown key grop_size: did you mean group_size?"),
     "model": (["model=foo"], "error: unknown model 'foo': choose from hub, tiny, tiny_base"),
-    "baseline": (["baseline=foo"], "error: unknown baseline 'foo': choose from group_mean"),
+    "baseline": (["baseline=foo"], "error: unknown baseline 'foo': choose from batch_std, beta"),
     "type": (["group_size=abc"], "Value 'abc' of type 'str' could not be converted to Integer"),
     "unwritable": (["hydra.run.dir=/dev/null/x"], "/dev/null is not a writable folder"),
     "one bad point": (["-m", "group_size=4,7"], "is not a multiple of group_size=7"),
@@ -180,6 +201,29 @@ def test_a_folder_is_a_function_of_the_identity_keys():
     seeded = compose("train", "seed=1")
     assert folder_name(base) == folder_name(seeded)
     assert fingerprint(identity(base)) != fingerprint(identity(seeded))
+
+
+def test_a_rule_is_part_of_a_study_only_where_it_is_named(tmp_path):
+    """Options of other rules, and rules added later, change neither hash nor folder."""
+    from grpo_ustat.runs.folder import RunFolder
+
+    base = compose("mse")
+    elsewhere = compose("mse", "rules.group_std.options.epsilon=1e-6")
+    assert identity(base) == identity(elsewhere)
+    assert set(identity(base)["rules"]) == {"none", "leave_one_out", "group_mean", "oracle"}
+    RunFolder(tmp_path, base).open()
+    RunFolder(tmp_path, elsewhere).check()
+    named = [CARLO, "baselines=[group_std]"]
+    changed = compose("mse", *named, "rules.group_std.options.epsilon=1e-6")
+    assert changed.rules["group_std"].options == {"epsilon": 1e-6}
+    assert folder_name(changed) != folder_name(compose("mse", *named))
+
+
+def test_every_rule_has_its_file_and_its_place_in_a_study():
+    from grpo_ustat.estimators.baselines import BASELINES
+
+    assert {p.stem for p in CONF.glob("baseline/*.yaml")} == set(BASELINES)
+    assert set(compose("mse").rules) == set(BASELINES)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

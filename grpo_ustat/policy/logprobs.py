@@ -62,6 +62,11 @@ def completion_logprobs(
     model: PreTrainedModel, rows: Rows, temperature: float = 1.0
 ) -> torch.Tensor:
     """Sum of the completion tokens' log-probabilities of each row, shape [B], float32 or wider."""
+    return token_logprobs(model, rows, temperature).sum(dim=1)
+
+
+def token_logprobs(model: PreTrainedModel, rows: Rows, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of the completion tokens, [B, T], 0 on padding, float32 or wider."""
     logits = model(
         input_ids=rows.input_ids_BT,
         attention_mask=rows.attention_mask_BT,
@@ -74,4 +79,4 @@ def completion_logprobs(
     logprobs = -torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="none"
     ).view_as(targets)
-    return (logprobs * rows.completion_mask_BT[:, -rows.width :]).sum(dim=1)
+    return logprobs * rows.completion_mask_BT[:, -rows.width :]

@@ -30,6 +30,7 @@ class Sampling:
         max_completion_length: tokens after which a completion is cut.
         temperature: divides the logits.
         rows: completions written side by side; changes speed and memory, not draws.
+        greedy: the likeliest token each time instead of a drawn one.
     """
 
     seed: int
@@ -37,9 +38,10 @@ class Sampling:
     max_completion_length: int
     temperature: float = 1.0
     rows: int = 512
+    greedy: bool = False
 
     @classmethod
-    def of(cls, config: Common, stream: str) -> Sampling:
+    def of(cls, config: Common, stream: str, greedy: bool = False) -> Sampling:
         """The configured sampling for one stream of draws."""
         return cls(
             seed=config.seed,
@@ -47,6 +49,7 @@ class Sampling:
             max_completion_length=config.max_completion_length,
             temperature=config.temperature,
             rows=config.rollout_batch_size,
+            greedy=greedy,
         )
 
 
@@ -88,7 +91,7 @@ def sample(
             ]
             rows = np.concatenate([p * group_size + np.array(inside) for p in batch])
             tokens_RT[rows], lengths_R[rows] = _write(
-                policy, [encoded[p] for p in batch], np.concatenate(draws), sampling.temperature
+                policy, [encoded[p] for p in batch], np.concatenate(draws), sampling
             )
     return _rollouts(policy, prompts, encoded, tokens_RT, lengths_R)
 
@@ -116,7 +119,7 @@ def _rollouts(policy, prompts, encoded, tokens_RT, lengths_R) -> Rollouts:
 
 
 @torch.inference_mode()
-def _write(policy: Policy, prompts: list[list[int]], draws_RT: np.ndarray, temperature: float):
+def _write(policy: Policy, prompts: list[list[int]], draws_RT: np.ndarray, sampling: Sampling):
     """Token ids [R, T] and lengths [R] of the rows, G = R / len(prompts) per prompt."""
     device = policy.model.device
     rows, width = draws_RT.shape
@@ -128,7 +131,7 @@ def _write(policy: Policy, prompts: list[list[int]], draws_RT: np.ndarray, tempe
     alive = torch.arange(rows, device=device)
     writing = torch.ones(rows, dtype=torch.bool, device=device)
     for t in range(width):
-        token = _invert(logits, draws_RT[alive, t], temperature)
+        token = _choose(logits, draws_RT[alive, t], sampling)
         tokens_RT[alive[writing], t] = token[writing]
         ended = writing & torch.isin(token, end_tokens)
         lengths_R[alive[ended]] = t + 1
@@ -168,6 +171,12 @@ def _next_logits(policy: Policy, ids, mask, cache) -> torch.Tensor:
         use_cache=True,
         logits_to_keep=1,
     ).logits[:, -1]
+
+
+def _choose(logits_RV: torch.Tensor, uniform_R: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    if sampling.greedy:
+        return logits_RV.argmax(dim=-1)
+    return _invert(logits_RV, uniform_R, sampling.temperature)
 
 
 def _invert(logits_RV: torch.Tensor, uniform_R: torch.Tensor, temperature: float) -> torch.Tensor:

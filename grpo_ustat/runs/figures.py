@@ -13,6 +13,7 @@ logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every gly
 import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen first)
 
 from grpo_ustat.config import MseConfig  # noqa: E402
+from grpo_ustat.estimators.baselines import BASELINES  # noqa: E402
 
 STYLE = {  # Okabe-Ito colours, and markers that differ in grey too
     "none": ("#D55E00", "s", "vanilla (none)"),
@@ -20,6 +21,7 @@ STYLE = {  # Okabe-Ito colours, and markers that differ in grey too
     "group_mean": ("#56B4E9", "v", "group_mean (biased)"),
     "oracle": ("#009E73", "D", "oracle"),
 }
+OTHER_COLOURS, OTHER_MARKERS = ("#E69F00", "#CC79A7", "#000000"), "^PX<>*pd"
 LINES = {"closed_form": "-", "monte_carlo": ":"}
 
 
@@ -48,7 +50,7 @@ def mse_figure(folder: Path, result: dict[str, Any], config: MseConfig) -> None:
 
 
 def _curve(axes, rows: list[dict[str, Any]], method: str, name: str, several: bool) -> None:
-    colour, marker, label = STYLE[name]
+    colour, marker, label = _style(name)
     rows = sorted(rows, key=lambda row: row["group_size"])
     sizes = [row["group_size"] for row in rows]
     mse = [row["mse"] for row in rows]
@@ -57,6 +59,16 @@ def _curve(axes, rows: list[dict[str, Any]], method: str, name: str, several: bo
     axes.plot(sizes, mse, LINES[method], color=colour, marker=marker, markersize=4, label=label)
     low = [max(row["low"], 1e-9) for row in rows]  # a band that reaches 0 leaves the picture
     axes.fill_between(sizes, low, [r["high"] for r in rows], color=colour, alpha=0.2, linewidth=0)
+
+
+def _style(name: str) -> tuple[str, str, str]:
+    """Colour, marker and label of a rule, the same in every figure."""
+    if name in STYLE:
+        return STYLE[name]
+    place = [other for other in BASELINES if other not in STYLE].index(name)
+    colour = OTHER_COLOURS[place % len(OTHER_COLOURS)]
+    label = name if BASELINES[name].unbiased else f"{name} (biased)"
+    return colour, OTHER_MARKERS[place % len(OTHER_MARKERS)], label
 
 
 def _title(result: dict[str, Any]) -> str:

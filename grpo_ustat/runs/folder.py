@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from grpo_ustat.config import OPERATIONAL, ConfigError, fingerprint, identity
+from grpo_ustat.config import OPERATIONAL, ConfigError, fingerprint, identity, named
 
 ARTEFACTS = (
     ".hydra",
@@ -72,7 +72,8 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} exists and on_existing=error: use on_existing=resume or overwrite"
             )
-        difference = _first_difference(stored, asdict(self.config)) or self._other_weights()
+        difference = _first_difference(named(stored), named(asdict(self.config)))
+        difference = difference or self._other_weights()
         if difference:
             raise ConfigError(
                 f"{self.path} holds a run with another configuration ({difference}): "

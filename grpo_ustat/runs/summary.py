@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.runs.folder import RunFolder
 
 
@@ -42,7 +43,8 @@ def _mse_table(result: dict[str, Any], method: str) -> Table:
     table.min_width = 64
     table.add_column("G", justify="right")
     for name in dict.fromkeys(row["baseline"] for row in rows):
-        table.add_column("group_mean (biased)" if name == "group_mean" else name, justify="right")
+        label = name if BASELINES[name].unbiased else f"{name} (biased)"
+        table.add_column(label, justify="right")
     for size in sorted({row["group_size"] for row in rows}):
         cells = [
             f"{_short(row['mse'])}\n[{_short(row['low'])}, {_short(row['high'])}]"

@@ -15,8 +15,8 @@ subtracted; both may be slightly negative.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -60,10 +60,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class _Reference:
-    """Reference blocks [H, D] and, per question, what corrects the oracle's estimated V."""
+    """Reference blocks [H, D], what baselines read, and what corrects the oracle's estimated V."""
 
     blocks_HD: np.ndarray
-    value_P: np.ndarray
+    context: BaselineContext
     excess: float
 
 
@@ -84,7 +84,7 @@ def monte_carlo(
     total = config.budget.replicates * max(config.group_sizes) * len(prompts)
     found, spent = share(
         _replicate, list(range(config.budget.replicates)), config.launch.workers, "replicates",
-        total, config, prompts, reference.blocks_HD, reference.value_P,
+        total, config, prompts, reference.blocks_HD, reference.context,
     )  # fmt: skip
     gram_HH = reference.blocks_HD @ reference.blocks_HD.T
     curves = {
@@ -96,20 +96,20 @@ def monte_carlo(
 
 
 def _reference(config: MseConfig, prompts: list[Prompt]) -> tuple[_Reference, Done]:
-    budget, spent = config.budget, Done()
-    value_P = np.zeros(len(prompts))
-    if any(BASELINES[name].needs_value for name in config.baselines):
-        (value_P,), spent = share(
-            _values, [prompts], 1, "values", len(prompts) * budget.value_completions, config
-        )
+    budget, spent, context = config.budget, Done(), BaselineContext()
+    needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
+    if needs - {"lengths_PG"}:
+        each = budget.value_completions + ("greedy_P" in needs)
+        (context,), spent = share(_context, [prompts], 1, "values", len(prompts) * each, config)
     parts, of_blocks = share(
         _blocks, list(range(budget.reference_blocks)), config.launch.workers, "reference",
         len(prompts) * budget.reference_completions, config, prompts,
     )  # fmt: skip
     parts.sort(key=lambda part: part[0])
+    value_P = np.zeros(len(prompts)) if context.value_P is None else context.value_P
     excess = np.mean([_value_excess(q_PN, z_PN, value_P) for _, _, q_PN, z_PN in parts])
     blocks_HD = np.array([part[1] for part in parts])
-    return _Reference(blocks_HD, value_P, float(excess)), spent + of_blocks
+    return _Reference(blocks_HD, context, float(excess)), spent + of_blocks
 
 
 def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray) -> float:
@@ -122,13 +122,34 @@ def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray)
     return float((a_v_hat - moments.a_v).mean() / len(value_P))
 
 
-def _values(items: list[list[Prompt]], config: MseConfig) -> Iterator:
+def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
+    """What the baselines read besides the group, from completions outside every replicate.
+
+    At a fixed policy a running mean settles at the mean reward of all questions. An estimated b* is
+    used as it is; only the oracle's price of an estimated V is subtracted.
+    """
     policy, task = configured_policy(config), make_task(config)
     size = config.budget.value_completions
+    needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
     for prompts in items:
         rollouts, took = timed_sample(policy, prompts, size, Sampling.of(config, "value"))
         yield took + Done(rollouts=len(prompts) * size)
-        yield rewards(task, rollouts).mean(axis=1)
+        z_PK, optimal_P, greedy_P = rewards(task, rollouts), None, None
+        if "optimal_P" in needs:
+            no_weights = np.zeros((1, *z_PK.shape))
+            _, q_PK = _gradients(policy, rollouts, no_weights, config.temperature)
+            optimal_P = (q_PK * z_PK).sum(axis=1) / q_PK.sum(axis=1)
+        if "greedy_P" in needs:
+            sampling = Sampling.of(config, "greedy", greedy=True)
+            rollouts, took = timed_sample(policy, prompts, 1, sampling)
+            yield took + Done(rollouts=len(prompts))
+            greedy_P = rewards(task, rollouts)[:, 0]
+        yield BaselineContext(
+            value_P=z_PK.mean(axis=1),
+            running=float(z_PK.mean()),
+            optimal_P=optimal_P,
+            greedy_P=greedy_P,
+        )
 
 
 def _blocks(items: list[int], config: MseConfig, prompts: list[Prompt]) -> Iterator:
@@ -172,7 +193,7 @@ def _gradients(
     return total, np.concatenate(squared)
 
 
-def _replicate(items, config: MseConfig, prompts, blocks_HD, value_P) -> Iterator:
+def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterator:
     policy, task = configured_policy(config), make_task(config)
     largest, sampling = max(config.group_sizes), Sampling.of(config, "replicate")
     keys = [(name, size) for name in config.baselines for size in config.group_sizes]
@@ -181,7 +202,11 @@ def _replicate(items, config: MseConfig, prompts, blocks_HD, value_P) -> Iterato
         rollouts, took = timed_sample(policy, prompts, largest, sampling, step=r)
         began = time.perf_counter()
         rewards_PG = rewards(task, rollouts)
-        weights = {key: group_weights(rewards_PG, *key, value_P) for key in keys}
+        known = replace(context, lengths_PG=rollouts.lengths_PG)
+        weights = {
+            (name, size): group_weights(rewards_PG, name, size, known, config.rules[name].options)
+            for name, size in keys
+        }
         stacked = np.concatenate(list(weights.values()))
         gradients_CD, _ = _gradients(policy, rollouts, stacked, config.temperature)
         products_CH, squared_C = gradients_CD @ blocks_HD.T, np.square(gradients_CD).sum(axis=1)
@@ -198,7 +223,11 @@ def _replicate(items, config: MseConfig, prompts, blocks_HD, value_P) -> Iterato
 
 
 def group_weights(
-    rewards_PL: np.ndarray, baseline: str, group_size: int, value_P: np.ndarray
+    rewards_PL: np.ndarray,
+    baseline: str,
+    group_size: int,
+    context: BaselineContext,
+    options: Mapping[str, float],
 ) -> np.ndarray:
     """Weights of the estimates of disjoint groups: shape [L // G, P, L], zero outside the group.
 
@@ -206,15 +235,17 @@ def group_weights(
         rewards_PL: rewards of L completions of each of P prompts.
         baseline: name.
         group_size: G.
-        value_P: V for baselines that need it.
+        context: what the baseline reads, `lengths_PG` that of all L completions.
+        options: of the baseline.
     """
     prompts, largest = rewards_PL.shape
     groups = largest // group_size
     weights = np.zeros((groups, prompts, largest))
-    context = BaselineContext(value_P=value_P)
     for k in range(groups):
         inside = slice(k * group_size, (k + 1) * group_size)
-        advantage_PG = advantages(baseline, rewards_PL[:, inside].copy(), context)
+        lengths = None if context.lengths_PG is None else context.lengths_PG[:, inside]
+        known = replace(context, lengths_PG=lengths)
+        advantage_PG = advantages(baseline, rewards_PL[:, inside].copy(), known, options)
         weights[k, :, inside] = advantage_PG / (group_size * prompts)
     return weights
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_ustat.config import MseConfig
+from grpo_ustat.config import CLOSED_FORMS, MseConfig
 from grpo_ustat.runs.figures import mse_figure
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.summary import mse_tables, write_csv
@@ -47,7 +47,8 @@ def study(config: MseConfig) -> dict[str, Any]:
     """Build the pool, run the methods, and say what they found."""
     prompts = make_task(config).prompts("study")[: config.study.questions]
     pool, of_pool, parameters = build_pool(config, prompts)
-    found = closed_form(pool, config.baselines, config.group_sizes, config.study.interval)
+    known = [name for name in config.baselines if name in CLOSED_FORMS]
+    found = closed_form(pool, known, config.group_sizes, config.study.interval)
     curves, of_replicates = [], Done()
     if "closed_form" in config.study.methods:
         curves += closed_form_rows(config, found, len(prompts))

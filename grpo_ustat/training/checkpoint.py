@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -19,10 +20,18 @@ from grpo_ustat.policy.loading import Policy
 
 STATE = "grpo_ustat_state.json"
 OPTIMIZER = "optimizer.safetensors"
+MEMORY = "memory.npz"
 
 
-def save(folder: Path, step: int, policy: Policy, optimizer, state: dict[str, Any]) -> Path:
-    """Write `checkpoint-<step>/` with model, tokenizer, optimizer and `state`."""
+def save(
+    folder: Path,
+    step: int,
+    policy: Policy,
+    optimizer,
+    state: dict[str, Any],
+    memory: dict[str, np.ndarray],
+) -> Path:
+    """Write `checkpoint-<step>/` with model, tokenizer, optimizer, `state` and `memory`."""
     target, staged = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}.tmp"
     for old in (staged, target):
         if old.exists():
@@ -30,6 +39,7 @@ def save(folder: Path, step: int, policy: Policy, optimizer, state: dict[str, An
     policy.model.save_pretrained(staged)
     policy.tokenizer.save_pretrained(staged)
     save_file(_moments(policy, optimizer), staged / OPTIMIZER)
+    np.savez(staged / MEMORY, **memory)
     (staged / STATE).write_text(json.dumps(state | {"step": step}))
     os.replace(staged, target)
     return target
@@ -55,6 +65,12 @@ def load(checkpoint: Path, policy: Policy, optimizer) -> dict[str, Any]:
         name, _, field = key.rpartition("/")
         optimizer.state[parameters[name]][field] = value.to(parameters[name].device)
     return json.loads((checkpoint / STATE).read_text())
+
+
+def load_memory(checkpoint: Path) -> dict[str, np.ndarray]:
+    """What the baseline remembered."""
+    with np.load(checkpoint / MEMORY, allow_pickle=False) as stored:
+        return dict(stored)
 
 
 def _moments(policy: Policy, optimizer) -> dict[str, torch.Tensor]:

@@ -15,20 +15,22 @@ from accelerate.utils import gather_object
 from rich.console import Console
 
 from grpo_ustat.config import ConfigError, TrainConfig
-from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.intervals import Interval, paired_difference
 from grpo_ustat.policy.loading import Policy, check_device, configured_policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
-from grpo_ustat.records import BaselineContext, Prompt, Rollouts
+from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.draws import generator
-from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import MetricsLog, TrainingBar
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
-from grpo_ustat.tasks.base import Task, rewards
+from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.training import checkpoint
+from grpo_ustat.training.batch import Batch, baseline_context, draw_batch
 from grpo_ustat.training.evaluate import eval_row, held_out
+from grpo_ustat.training.memory import Memory, make_memory
 from grpo_ustat.training.objective import surrogate
 
 
@@ -60,6 +62,7 @@ class Run:
     task: Task
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
+    memory: Memory
 
 
 def fit(config: TrainConfig, folder: RunFolder) -> float:
@@ -137,7 +140,7 @@ def _set_up(config: TrainConfig, folder: RunFolder) -> Run:
     task = make_task(config)
     return Run(
         config, folder, accelerator, policy, model, prepared, task,
-        task.prompts("train"), task.prompts("test"),
+        task.prompts("train"), task.prompts("test"), make_memory(config.baseline),
     )  # fmt: skip
 
 
@@ -160,6 +163,7 @@ def _resume(run: Run) -> Progress:
     if found is None:
         return Progress()
     state = checkpoint.load(found, run.policy, run.optimizer)
+    run.memory.load_state_dict(checkpoint.load_memory(found))
     return Progress(**state)
 
 
@@ -172,23 +176,20 @@ def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> lis
 def _step(run: Run, progress: Progress) -> dict[str, Any]:
     """One step of Algorithm 1; returns its metrics row."""
     start = time.perf_counter()
-    config, rank = run.config, run.accelerator.process_index
-    prompts = choose_prompts(config, run.train_prompts, progress.step)
-    mine = prompts[rank :: run.accelerator.num_processes]
-    rollouts = sample(
-        run.policy, mine, config.group_size, Sampling.of(run.config, "rollout"), step=progress.step
+    config = run.config
+    batch = draw_batch(run, choose_prompts(config, run.train_prompts, progress.step), progress.step)
+    context, extra = baseline_context(run, batch, progress.step)
+    advantage_PG = advantages(
+        config.baseline.name, batch.rewards_PG, context, config.baseline.options
     )
-    rewards_PG = rewards(run.task, rollouts)
-    context, value_tokens = _context(run, mine, progress.step)
-    advantage_PG = advantages(config.baseline.name, rewards_PG, context)
+    run.memory.learn(run, batch)
     generated = time.perf_counter()
-    grad_norm = apply_gradient(run, rollouts, advantage_PG)
-    row = _metrics(run, rollouts, rewards_PG)
+    grad_norm = apply_gradient(run, batch.rollouts, own_rows(run, advantage_PG))
+    row = _metrics(batch)
     progress.step += 1
     progress.rollouts += config.budget.rollouts
-    if context.value_P is not None:
-        progress.value_rollouts += len(prompts) * config.budget.value_completions
-    progress.tokens += row["tokens"] + value_tokens
+    progress.value_rollouts += extra.rollouts
+    progress.tokens += row["tokens"] + extra.tokens
     progress.clipped_ratio = row["completions/clipped_ratio"]
     progress.seconds += time.perf_counter() - start
     return row | {
@@ -203,14 +204,9 @@ def _step(run: Run, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _context(run: Run, prompts: list[Prompt], step: int) -> tuple[BaselineContext, int]:
-    """What the baseline needs besides rewards, and the tokens that cost, over all ranks."""
-    if not BASELINES[run.config.baseline.name].needs_value:
-        return BaselineContext(), 0
-    count = run.config.budget.value_completions
-    fresh = sample(run.policy, prompts, count, Sampling.of(run.config, "value"), step=step)
-    tokens = sum(gather_object([int(fresh.lengths_PG.sum())]))
-    return BaselineContext(value_P=rewards(run.task, fresh).mean(axis=1)), tokens
+def own_rows(run: Run, values_PG: np.ndarray) -> np.ndarray:
+    """Rows of this rank's prompts, of what is known of all."""
+    return values_PG[run.accelerator.process_index :: run.accelerator.num_processes]
 
 
 def apply_gradient(run: Run, rollouts: Rollouts, advantage_PG: np.ndarray) -> float:
@@ -258,10 +254,9 @@ def _synchronised(run: Run, sync: bool):
     return run.accelerator.no_sync(run.model) if not sync else torch.enable_grad()
 
 
-def _metrics(run: Run, rollouts: Rollouts, rewards_PG: np.ndarray) -> dict[str, Any]:
-    """Metrics of the whole step, gathered from all ranks, under TRL's names."""
-    gathered = gather_object([(rewards_PG, rollouts.lengths_PG, rollouts.ended_PG)])
-    rewards_PG, lengths_PG, ended_PG = (np.concatenate(x) for x in zip(*gathered, strict=True))
+def _metrics(batch: Batch) -> dict[str, Any]:
+    """Metrics of the whole step, of all ranks, under TRL's names."""
+    rewards_PG, lengths_PG, ended_PG = batch.rewards_PG, batch.lengths_PG, batch.ended_PG
     return {
         "reward": float(rewards_PG.mean()),
         "reward_std": float(rewards_PG.std()),
@@ -287,7 +282,10 @@ def _evaluate(run: Run, progress: Progress, bar: TrainingBar) -> None:
 def _save(run: Run, progress: Progress) -> None:
     if run.accelerator.is_main_process:
         state = {key: value for key, value in vars(progress).items() if key != "step"}
-        checkpoint.save(run.folder.path, progress.step, run.policy, run.optimizer, state)
+        checkpoint.save(
+            run.folder.path, progress.step, run.policy, run.optimizer, state,
+            run.memory.state_dict(),
+        )  # fmt: skip
     run.accelerator.wait_for_everyone()
 
 

@@ -116,3 +116,18 @@ def test_sampled_tokens_are_scored_with_their_own_probabilities():
     p = torch.log_softmax(policy.model(input_ids=ids).logits[0, -1], -1)
     expected = p[torch.from_numpy(rollouts.tokens_PGT[0, :, 0])]
     torch.testing.assert_close(logprob, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_greedy_is_the_likeliest_token_each_time():
+    """Against argmax over full forward passes; the uniforms and the temperature do not matter."""
+    policy = random_policy()
+    greedy = dataclasses.replace(SAMPLING, greedy=True)
+    rollouts = sample(policy, PROMPTS, 1, greedy)
+    other = sample(policy, PROMPTS, 1, dataclasses.replace(greedy, seed=9, temperature=0.5))
+    np.testing.assert_array_equal(rollouts.tokens_PGT, other.tokens_PGT)
+    for p, prompt in enumerate(rollouts.prompt_tokens):
+        ids = list(prompt)
+        for token in rollouts.tokens_PGT[p, 0, : rollouts.lengths_PG[p, 0]]:
+            logits = policy.model(input_ids=torch.tensor([ids])).logits[0, -1]
+            assert int(logits.argmax()) == token
+            ids.append(int(token))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fakes import TextLengthTask, random_policy
-from reference import one_flat_score, plain_advantages
+from reference import one_flat_score, plain_advantages, zoo_advantages
 from test_closed_form import tabular, truth
 
 from grpo_ustat.estimators.baselines import advantages
@@ -62,7 +62,7 @@ def test_the_interval_covers():
 
 def test_group_weights_are_those_of_each_group_alone():
     z = np.array([[1.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0, 1.0]])
-    weights = group_weights(z, "leave_one_out", 2, np.zeros(2))
+    weights = group_weights(z, "leave_one_out", 2, BaselineContext(), {})
     assert weights.shape == (2, 2, 5)
     for k in range(2):
         for p in range(2):
@@ -72,11 +72,23 @@ def test_group_weights_are_those_of_each_group_alone():
             np.testing.assert_allclose(weights[k, p], expected)
 
 
+def test_group_weights_take_the_lengths_of_their_own_group():
+    z = np.array([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]])
+    lengths = np.array([[3, 1, 2, 5], [1, 4, 2, 2]])
+    context, options = BaselineContext(lengths_PG=lengths), {"epsilon": 1e-8}
+    weights = group_weights(z, "reinforce_pp", 2, context, options)
+    for k, inside in enumerate((slice(0, 2), slice(2, 4))):
+        slow = zoo_advantages(
+            "reinforce_pp", z[:, inside].tolist(), lengths[:, inside].tolist(), {}, options
+        )
+        np.testing.assert_allclose(weights[k][:, inside], np.array(slow) / 4)
+
+
 def test_gradients_of_a_model_are_the_formula_one_completion_at_a_time():
     policy, task = random_policy(), TextLengthTask()
     rollouts = sample(policy, task.prompts("study"), 4, Sampling(0, "t", 8))
     z = rewards(task, rollouts)
-    weights = group_weights(z, "leave_one_out", 4, np.zeros(4))
+    weights = group_weights(z, "leave_one_out", 4, BaselineContext(), {})
     fast, squared = _gradients(policy, rollouts, weights, 1.0)
     slow = 0.0
     for p, prompt in enumerate(rollouts.prompt_tokens):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.study import run as study_run
@@ -95,6 +96,19 @@ def test_a_finished_study_is_shown_again(finished, capsys):
     value = study_run.run(config, RunFolder(path, config))
     assert "is complete" in capsys.readouterr().out
     assert value == result["curves"][0]["mse"]
+
+
+def test_a_study_of_the_whole_zoo(tmp_path):
+    """Every rule that needs no training run, against fresh rollouts of a few questions."""
+    names = [name for name, rule in BASELINES.items() if not rule.only_trains]
+    result = study(
+        tmp_path / "zoo", "study.methods=[monte_carlo]", f"baselines=[{','.join(names)}]",
+        "group_sizes=[2,4]", "budget=study_smoke",
+    )  # fmt: skip
+    rows = {(row["baseline"], row["group_size"]): row for row in result["curves"]}
+    assert set(rows) == {(name, size) for name in names for size in (2, 4)}
+    assert all(math.isfinite(row["mse"]) for row in rows.values())
+    assert rows["optimal", 4]["mse"] != rows["oracle", 4]["mse"] != rows["remax", 4]["mse"]
 
 
 def test_pools_do_not_depend_on_workers_or_batch_size():

@@ -14,8 +14,8 @@ from reference import one_flat_score, plain_advantages
 
 from grpo_ustat.config import ConfigError, typed
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.tasks.base import rewards
 from grpo_ustat.training import trainer
+from grpo_ustat.training.memory import make_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_config import compose  # noqa: E402
@@ -25,10 +25,6 @@ SMALL = (
     "dataset.test_size=10", "dataset.train_size=40", "max_completion_length=70",
     "rollout_batch_size=64", "model=tiny_base", "learning_rate=1e-3",
 )  # fmt: skip
-
-
-def rollout_draws(config):
-    return trainer.Sampling.of(config, "rollout")
 
 
 def config_of(*overrides):
@@ -54,23 +50,24 @@ def weights(path, step):
     return load_file(path / f"checkpoint-{step}" / "model.safetensors")
 
 
+def first_batch(tmp_path, *overrides):
+    config = config_of(*overrides)
+    run = trainer._set_up(config, RunFolder(tmp_path, config))
+    prompts = trainer.choose_prompts(config, run.train_prompts, 0)
+    return run, trainer.draw_batch(run, prompts, 0)
+
+
 @pytest.mark.parametrize("baseline", ["none", "leave_one_out", "group_mean", "oracle"])
 @pytest.mark.parametrize("micro_batch_size", [3, 256])
 def test_applied_gradient_is_the_formula(tmp_path, baseline, micro_batch_size):
     """-grad of the accumulated parameters = 1/(PG) sum_p sum_i A_i s_i, one at a time, float64."""
-    config = config_of(
-        f"baseline={baseline}", f"micro_batch_size={micro_batch_size}", "model.dtype=float64",
-        "budget.value_completions=5",
+    run, batch = first_batch(
+        tmp_path, f"baseline={baseline}", f"micro_batch_size={micro_batch_size}",
+        "model.dtype=float64", "budget.value_completions=5",
     )  # fmt: skip
-    run = trainer._set_up(config, RunFolder(tmp_path, config))
-    prompts = trainer.choose_prompts(config, run.train_prompts, 0)
-    rollouts = trainer.sample(
-        run.policy, prompts, 4, trainer.Sampling.of(config, "rollout"), step=0
-    )
-    z = rewards(run.task, rollouts)
-    context, _ = trainer._context(run, prompts, 0)
-    advantage_PG = trainer.advantages(baseline, z, context)
-    trainer.accumulate_gradient(run, rollouts, advantage_PG)
+    rollouts, z = batch.rollouts, batch.rewards_PG
+    context, _ = trainer.baseline_context(run, batch, 0)
+    trainer.accumulate_gradient(run, rollouts, trainer.advantages(baseline, z, context))
     named = dict(run.policy.model.named_parameters())
     applied = -torch.cat([named[name].grad.flatten() for name in sorted(named)])
     slow = torch.zeros_like(applied)
@@ -86,45 +83,27 @@ def test_applied_gradient_is_the_formula(tmp_path, baseline, micro_batch_size):
 
 
 def test_a_silent_step_moves_nothing(tmp_path):
-    config = config_of("optimizer=sgd")
-    run = trainer._set_up(config, RunFolder(tmp_path, config))
-    prompts = trainer.choose_prompts(config, run.train_prompts, 0)
-    rollouts = trainer.sample(
-        run.policy, prompts, 4, trainer.Sampling.of(config, "rollout"), step=0
-    )
+    run, batch = first_batch(tmp_path, "optimizer=sgd")
     before = [p.clone() for p in run.policy.model.parameters()]
-    assert trainer.apply_gradient(run, rollouts, np.zeros((4, 4))) == 0.0
+    assert trainer.apply_gradient(run, batch.rollouts, np.zeros((4, 4))) == 0.0
     for old, new in zip(before, run.policy.model.parameters(), strict=True):
         assert torch.equal(old, new)
 
 
 def test_sgd_is_the_update_of_algorithm_1(tmp_path):
     """theta' = theta + eta ghat, to float64 rounding."""
-    config = config_of("optimizer=sgd", "model.dtype=float64", "learning_rate=0.01")
-    run = trainer._set_up(config, RunFolder(tmp_path, config))
-    prompts = trainer.choose_prompts(config, run.train_prompts, 0)
-    rollouts = trainer.sample(
-        run.policy, prompts, 4, trainer.Sampling.of(config, "rollout"), step=0
-    )
-    advantage_PG = trainer.advantages(
-        "none", rewards(run.task, rollouts), trainer.BaselineContext()
-    )
+    run, batch = first_batch(tmp_path, "optimizer=sgd", "model.dtype=float64", "learning_rate=0.01")
     before = {n: p.detach().clone() for n, p in run.policy.model.named_parameters()}
-    trainer.apply_gradient(run, rollouts, advantage_PG)
+    trainer.apply_gradient(run, batch.rollouts, batch.rewards_PG)
     for name, parameter in run.policy.model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] - 0.01 * parameter.grad)
 
 
 def test_an_unfinite_gradient_stops_before_the_step(tmp_path):
-    config = config_of()
-    run = trainer._set_up(config, RunFolder(tmp_path, config))
-    prompts = trainer.choose_prompts(config, run.train_prompts, 0)
-    rollouts = trainer.sample(
-        run.policy, prompts, 4, trainer.Sampling.of(config, "rollout"), step=0
-    )
+    run, batch = first_batch(tmp_path)
     before = run.policy.model.lm_head.weight.detach().clone()
     with pytest.raises(FloatingPointError, match="lower learning_rate"):
-        trainer.apply_gradient(run, rollouts, np.full((4, 4), np.inf))
+        trainer.apply_gradient(run, batch.rollouts, np.full((4, 4), np.inf))
     assert torch.equal(before, run.policy.model.lm_head.weight)
 
 
@@ -145,16 +124,39 @@ def test_a_run_leaves_what_it_promises_and_loads_as_any_model(tmp_path):
     assert [row["step"] for row in rows(path)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_resuming_equals_running_through(tmp_path, optimizer):
-    """Four steps at once, and two steps continued to four: weights and rows equal bit by bit."""
-    through = fit(tmp_path / "through", f"optimizer={optimizer}")
-    fit(tmp_path / "parts", f"optimizer={optimizer}", "max_steps=2")
-    parts = fit(tmp_path / "parts", f"optimizer={optimizer}")
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer=adamw", "optimizer=sgd", "baseline=running_mean", "baseline=spo",
+     "baseline=critic"],
+)  # fmt: skip
+def test_resuming_equals_running_through(tmp_path, override):
+    """Four steps at once, and two steps continued to four: weights and rows equal bit by bit.
+
+    Ten prompts in all, so that the later steps come back to some of the earlier ones.
+    """
+    overrides = (override, "dataset.train_size=10", "budget.value_completions=3")
+    through = fit(tmp_path / "through", *overrides)
+    fit(tmp_path / "parts", *overrides, "max_steps=2")
+    parts = fit(tmp_path / "parts", *overrides)
     assert rows(parts) == rows(through)
     for name, value in weights(through, 4).items():
         assert torch.equal(value, weights(parts, 4)[name])
     assert (parts / "eval.csv").read_text() == (through / "eval.csv").read_text()
+
+
+@pytest.mark.parametrize("baseline", ["running_mean", "spo", "critic"])
+def test_forgetting_the_memory_would_be_noticed(tmp_path, monkeypatch, baseline):
+    """Negative control of the resume test: without the memory the weights differ."""
+    overrides = (f"baseline={baseline}", "dataset.train_size=10", "budget.value_completions=3")
+    through = fit(tmp_path / "through", *overrides)
+    fit(tmp_path / "parts", *overrides, "max_steps=2")
+    kind = type(make_memory(config_of(*overrides).baseline))
+    monkeypatch.setattr(kind, "load_state_dict", lambda self, state: None)
+    parts = fit(tmp_path / "parts", *overrides)
+    assert any(
+        not torch.equal(value, weights(parts, 4)[name])
+        for name, value in weights(through, 4).items()
+    )
 
 
 def test_forgetting_the_moments_would_be_noticed(tmp_path, monkeypatch):

@@ -1,0 +1,72 @@
+r"""Baselines: how a group's rewards become advantages.
+
+One signature for the whole family, so that adding one changes no caller:
+
+    rule(rewards_PG, context, **options) -> advantage_PG
+
+The gradient estimate is always `1/(P G) sum_i s_i advantage_i`, linear in the scores s_i, so a
+baseline never sees the model. It owns centring and scale; nothing downstream normalises again.
+Rules are pure and work in float64; the values of their options live in `conf/baseline/`.
+"""
+
+from grpo_ustat.estimators.baselines.base import Baseline
+from grpo_ustat.estimators.baselines.batch import (
+    batch_std,
+    beta,
+    james_stein,
+    reinforce_pp,
+    reinforce_pp_baseline,
+)
+from grpo_ustat.estimators.baselines.group import (
+    group_mean,
+    group_std,
+    leave_one_out,
+    maxrl,
+    opo,
+    opo_self,
+)
+from grpo_ustat.estimators.baselines.memory import (
+    critic,
+    running_mean,
+    running_update,
+    spo,
+    tracker_discount,
+    tracker_start,
+)
+from grpo_ustat.estimators.baselines.prompt_only import constant, none, optimal, oracle, remax
+from grpo_ustat.estimators.baselines.registry import (
+    BASELINES,
+    advantages,
+    check_options,
+    check_shape,
+)
+
+__all__ = [
+    "BASELINES",
+    "Baseline",
+    "advantages",
+    "batch_std",
+    "beta",
+    "check_options",
+    "check_shape",
+    "constant",
+    "critic",
+    "group_mean",
+    "group_std",
+    "james_stein",
+    "leave_one_out",
+    "maxrl",
+    "none",
+    "opo",
+    "opo_self",
+    "optimal",
+    "oracle",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "running_mean",
+    "running_update",
+    "spo",
+    "tracker_discount",
+    "tracker_start",
+]

@@ -1,0 +1,85 @@
+"""What a rule is, and the arithmetic that several rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_ustat.records import BaselineContext
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A named rule.
+
+    Attributes:
+        name: the word used in configurations and tables.
+        advantage: the rule itself, `rule(rewards_PG, context, **options) -> advantage_PG`.
+        unbiased: whether E[estimate] is the gradient of the expected reward, given the past.
+        min_group_size: the smallest group it is defined for.
+        needs: names of the `BaselineContext` fields that it reads.
+        options: names of its options, of which the rule takes all but `of_memory`.
+        of_memory: those options that belong to the memory behind the rule, see `training.memory`.
+        target: whose gradient the estimate tends to for large groups: `expected_reward`,
+            `arcsin` for E[2 arcsin sqrt V] (g / sigma), `log_value` for E[log V] (g / V).
+        couples_prompts: whether a prompt's advantages depend on other prompts' rewards.
+        prompt_only: whether `A_i = r_i - b(x)` with b independent of the group.
+        min_prompts: the fewest prompts it is defined for.
+    """
+
+    name: str
+    advantage: Callable[..., np.ndarray]
+    unbiased: bool
+    min_group_size: int
+    needs: frozenset[str] = frozenset()
+    options: tuple[str, ...] = ()
+    of_memory: tuple[str, ...] = ()
+    target: str = "expected_reward"
+    couples_prompts: bool = False
+    prompt_only: bool = False
+    min_prompts: int = 1
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether it reads `context.value_P`."""
+        return "value_P" in self.needs
+
+    @property
+    def only_trains(self) -> bool:
+        """Whether it remembers each prompt or a fit of many batches: a study has no past."""
+        return bool(self.needs & {"tracker_P", "critic_P"})
+
+
+def field(context: BaselineContext, name: str, rule: str):
+    """A context field that a rule cannot do without.
+
+    Raises:
+        ValueError: it is None.
+    """
+    value = getattr(context, name)
+    if value is None:
+        raise ValueError(f"baseline {rule} needs BaselineContext.{name}, got None: pass {name}=...")
+    return value
+
+
+def centred(rewards_PG: np.ndarray) -> np.ndarray:
+    """Rewards minus their group's mean; exactly 0 where all are equal.
+
+    Shifting by the first reward beforehand keeps rounding of the mean out of equal groups, where a
+    small divisor would magnify it.
+    """
+    shifted_PG = rewards_PG - rewards_PG[:, :1]
+    return shifted_PG - shifted_PG.mean(axis=1, keepdims=True)
+
+
+def divided(numerator: np.ndarray, denominator: np.ndarray | float) -> np.ndarray:
+    """The quotient, 0 where the numerator is 0, whatever the denominator.
+
+    >>> divided(np.array([0.0, 1.0]), np.array([0.0, 2.0])).tolist()
+    [0.0, 0.5]
+    """
+    result = np.zeros_like(numerator)
+    np.divide(numerator, denominator, out=result, where=numerator != 0)
+    return result

@@ -1,0 +1,68 @@
+"""Rules `A_i = r_i - b(x)` whose b does not depend on the group: unbiased, closed forms exist.
+
+E[S | x] = 0, so any b that is independent of the group's completions drops out of E[S (r - b)].
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from grpo_ustat.estimators.baselines.base import field
+from grpo_ustat.records import BaselineContext
+
+
+def none(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
+    """REINFORCE (Williams 1992), "vanilla" in the paper: `A_i = r_i`.
+
+    Unbiased: E[S Z | x] is the gradient by definition.
+
+    >>> none(np.array([[1.0, 0.0, 0.0]]), BaselineContext()).tolist()
+    [[1.0, 0.0, 0.0]]
+    """
+    return rewards_PG.copy()
+
+
+def constant(rewards_PG: np.ndarray, context: BaselineContext, *, value: float) -> np.ndarray:
+    """One number for all prompts (Williams 1992): `A_i = r_i - value`.
+
+    Unbiased: the number is fixed beforehand.
+
+    >>> constant(np.array([[1.0, 0.0]]), BaselineContext(), value=0.25).tolist()
+    [[0.75, -0.25]]
+    """
+    return rewards_PG - value
+
+
+def oracle(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
+    """The paper's oracle: `A_i = r_i - V(x)`, V from completions outside the group.
+
+    Unbiased for every V that is independent of the group, exact or estimated; K completions behind
+    V add `M_0 sigma^2 / K` to A_V and with it variance, never bias.
+
+    >>> oracle(np.array([[1.0, 0.0]]), BaselineContext(value_P=np.array([0.25]))).tolist()
+    [[0.75, -0.25]]
+    """
+    return rewards_PG - field(context, "value_P", "oracle")[:, None]
+
+
+def optimal(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
+    """The prompt-only baseline of least variance (Greensmith et al. 2004, Hao et al. 2025).
+
+    `A_i = r_i - b*(x)`, `b* = E[q Z | x] / E[q | x]` with q the squared score norm. Unbiased for
+    the reason of `oracle`: b* comes from completions outside the group.
+
+    >>> optimal(np.array([[1.0, 0.0]]), BaselineContext(optimal_P=np.array([0.625]))).tolist()
+    [[0.375, -0.625]]
+    """
+    return rewards_PG - field(context, "optimal_P", "optimal")[:, None]
+
+
+def remax(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
+    """ReMax (Li et al. 2023): `A_i = r_i - r(greedy completion of x)`.
+
+    Unbiased: the greedy completion is a function of the prompt and the policy alone.
+
+    >>> remax(np.array([[1.0, 0.0]]), BaselineContext(greedy_P=np.array([1.0]))).tolist()
+    [[0.0, -1.0]]
+    """
+    return rewards_PG - field(context, "greedy_P", "remax")[:, None]

@@ -1,0 +1,127 @@
+"""One step's batch across ranks, and what a baseline reads besides its rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.policy.logprobs import pack
+from grpo_ustat.policy.scores import completion_scores
+from grpo_ustat.records import BaselineContext, Prompt, Rollouts
+from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.tasks.base import rewards
+
+if TYPE_CHECKING:
+    from grpo_ustat.training.trainer import Run
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's completions.
+
+    Attributes:
+        prompts: all P prompts of the step.
+        rollouts: this rank's completions, of `prompts[rank::world]`.
+        rewards_PG, lengths_PG, ended_PG: of all prompts, the same on every rank.
+    """
+
+    prompts: list[Prompt]
+    rollouts: Rollouts
+    rewards_PG: np.ndarray
+    lengths_PG: np.ndarray
+    ended_PG: np.ndarray
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a baseline cost beyond the step's own completions, over all ranks."""
+
+    rollouts: int = 0
+    tokens: int = 0
+
+
+def gathered(accelerator: Accelerator, mine: Iterable[Any]) -> list[Any]:
+    """One entry per prompt of the step, in the step's order, from each `prompts[rank::world]`."""
+    shares = gather_object([list(mine)])
+    rows: list[Any] = [None] * sum(map(len, shares))
+    for rank, share in enumerate(shares):
+        rows[rank :: len(shares)] = share
+    return rows
+
+
+def draw_batch(run: Run, prompts: list[Prompt], step: int) -> Batch:
+    """Sample and reward this rank's prompts, and learn the other ranks' rewards and lengths."""
+    mine = prompts[run.accelerator.process_index :: run.accelerator.num_processes]
+    sampling = Sampling.of(run.config, "rollout")
+    rollouts = sample(run.policy, mine, run.config.group_size, sampling, step=step)
+    rows = zip(rewards(run.task, rollouts), rollouts.lengths_PG, rollouts.ended_PG, strict=True)
+    columns = zip(*gathered(run.accelerator, rows), strict=True)
+    return Batch(prompts, rollouts, *(np.array(column) for column in columns))
+
+
+def fresh(
+    run: Run, prompts: list[Prompt], count: int, step: int, greedy: bool = False
+) -> tuple[Rollouts | None, Extra]:
+    """Completions outside the batch of this rank's prompts (None without any), and their cost."""
+    stream = "greedy" if greedy else "value"
+    rollouts, cost = None, (0, 0)
+    if prompts:
+        sampling = Sampling.of(run.config, stream, greedy=greedy)
+        rollouts = sample(run.policy, prompts, count, sampling, step=step)
+        cost = (len(prompts) * count, int(rollouts.lengths_PG.sum()))
+    return rollouts, Extra(*(sum(part) for part in zip(*gather_object([cost]), strict=True)))
+
+
+def baseline_context(run: Run, batch: Batch, step: int) -> tuple[BaselineContext, Extra]:
+    """What the configured baseline needs of all prompts, and what that cost."""
+    needs = BASELINES[run.config.baseline.name].needs
+    mine, count = batch.rollouts.prompts, run.config.budget.value_completions
+    fields, extra = run.memory.recall(run, batch, step)
+    if "lengths_PG" in needs:
+        fields["lengths_PG"] = batch.lengths_PG
+    if "greedy_P" in needs:
+        rollouts, extra = fresh(run, mine, 1, step, greedy=True)
+        fields["greedy_P"] = _of_all(run, rewards(run.task, rollouts)[:, 0])
+    if "value_P" in needs:
+        rollouts, extra = fresh(run, mine, count, step)
+        fields["value_P"] = _of_all(run, rewards(run.task, rollouts).mean(axis=1))
+    if "optimal_P" in needs:
+        rollouts, extra = fresh(run, mine, count, step)
+        fields["optimal_P"] = _of_all(run, optimal_baseline(run, rollouts))
+    return BaselineContext(**fields), extra
+
+
+def _of_all(run: Run, mine_P: np.ndarray) -> np.ndarray:
+    return np.array(gathered(run.accelerator, mine_P))
+
+
+def optimal_baseline(run: Run, rollouts: Rollouts) -> np.ndarray:
+    """`b* = sum q z / sum q` of each prompt, q the squared score norms; 0 where every q is 0."""
+    q_PG = _sq_norms(run, rollouts).reshape(rollouts.lengths_PG.shape)
+    total_P = q_PG.sum(axis=1)
+    weighted_P = (q_PG * rewards(run.task, rollouts)).sum(axis=1)
+    return np.divide(weighted_P, total_P, out=np.zeros_like(total_P), where=total_P > 0)
+
+
+def _sq_norms(run: Run, rollouts: Rollouts) -> np.ndarray:
+    """Squared score norms of all completions, flat."""
+    size, count = run.config.micro_batch_size, rollouts.lengths_PG.size
+    parts = []
+    for start in range(0, count, size):
+        index = np.arange(start, min(start + size, count))
+        rows = pack(rollouts, index, run.policy.pad_token, run.accelerator.device)
+        scores = completion_scores(
+            run.policy.model,
+            rows.input_ids_BT,
+            rows.attention_mask_BT,
+            rows.completion_mask_BT,
+            temperature=run.config.temperature,
+        )
+        parts.append(scores.sq_norm_B.cpu().numpy())
+    return np.concatenate(parts)

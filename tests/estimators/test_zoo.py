@@ -1,0 +1,283 @@
+"""Every rule of the zoo: against a slow version, against enumeration, and its invariants."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from reference import joint_mean, softmax_policy, true_gradient, zoo_advantages
+
+from grpo_ustat.estimators.baselines import (
+    BASELINES,
+    advantages,
+    opo_self,
+    running_update,
+    tracker_discount,
+    tracker_start,
+)
+from grpo_ustat.records import BaselineContext
+
+OPTIONS = {
+    "constant": {"value": 0.3},
+    "running_mean": {"decay": 0.9},
+    "critic": {"decay": 0.9, "ridge": 1.0},
+    "group_std": {"epsilon": 1e-4},
+    "maxrl": {"epsilon": 1e-4},
+    "batch_std": {"epsilon": 1e-4},
+    "reinforce_pp": {"epsilon": 1e-8},
+    "reinforce_pp_baseline": {"epsilon": 1e-8},
+    "james_stein": {"epsilon": 1e-8},
+    "beta": {"minimum": 0.0, "maximum": 1.0, "ceiling": 1e6},
+    "spo": {"epsilon": 1e-8, "rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06},
+}
+PROMPTS = [  # logits, rewards and lengths of three outcomes
+    ([0.3, -0.8, 0.5], [1.0, 0.0, 0.25], [2, 5, 1]),
+    ([-0.2, 1.1, 0.4], [0.0, 1.0, 0.75], [3, 1, 4]),
+    ([0.9, 0.1, -0.6], [0.5, 0.0, 1.0], [1, 2, 6]),
+]
+CENTRED = [
+    "leave_one_out", "group_mean", "group_std", "maxrl", "opo", "opo_self", "batch_std",
+    "reinforce_pp", "reinforce_pp_baseline", "james_stein", "beta",
+]  # fmt: skip
+EPSILON = [name for name, rule in BASELINES.items() if "epsilon" in rule.options]
+
+
+def side(rng, count):
+    """What prompt-only rules read: any numbers that do not come from the group."""
+    fields = ("value_P", "optimal_P", "greedy_P", "tracker_P", "critic_P")
+    return {name: rng.random(count).tolist() for name in fields} | {"running": 0.4}
+
+
+def context_of(known, lengths):
+    arrays = {k: np.array(v) for k, v in known.items() if k != "running"}
+    return BaselineContext(**arrays, running=known["running"], lengths_PG=np.array(lengths))
+
+
+def apply(name, rewards, lengths, known, **changes):
+    options = OPTIONS.get(name, {}) | changes
+    return advantages(name, np.array(rewards), context_of(known, lengths), options)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_every_rule_is_the_one_written_out(name, rng):
+    """Random groups with lengths, binary and real rewards."""
+    rule = BASELINES[name]
+    for trial in range(40):
+        prompts, size = rng.integers(max(2, rule.min_prompts), 6), rng.integers(2, 6)
+        rewards = rng.random((prompts, size))
+        rewards = (np.round(rewards) if trial % 2 else rewards).tolist()
+        lengths = rng.integers(1, 9, size=(prompts, size)).tolist()
+        known = side(rng, prompts)
+        slow = zoo_advantages(name, rewards, lengths, known, OPTIONS.get(name, {}))
+        np.testing.assert_allclose(
+            apply(name, rewards, lengths, known), slow, rtol=1e-10, atol=1e-10
+        )
+
+
+def bias(name, group_size):
+    prompts = PROMPTS[: max(2, BASELINES[name].min_prompts)]
+    known = side(np.random.default_rng(3), len(prompts))
+    mean = joint_mean(prompts, group_size, lambda z, lengths: apply(name, z, lengths, known))
+    return mean - gradient(prompts)
+
+
+def gradient(prompts):
+    return sum(true_gradient(logits, rewards) for logits, rewards, _ in prompts) / len(prompts)
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_rule_is_unbiased_exactly_when_it_says_so(name, group_size):
+    """Joint enumeration of all outcomes of prompts that share their parameters."""
+    size = np.abs(bias(name, group_size)).max()
+    if BASELINES[name].unbiased:
+        assert size < 1e-12
+    else:
+        assert size > 1e-4
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_the_group_mean_is_short_by_one_part_in_g(group_size):
+    expected = -gradient(PROMPTS[:2]) / group_size
+    np.testing.assert_allclose(bias("group_mean", group_size), expected, atol=1e-14)
+
+
+def test_the_self_term_in_opo_would_be_noticed(monkeypatch):
+    """Mutation: with the completion itself in its baseline, opo fails both of its checks."""
+    mutant = dataclasses.replace(BASELINES["opo"], advantage=opo_self)
+    monkeypatch.setitem(BASELINES, "opo", mutant)
+    with pytest.raises(AssertionError):
+        test_a_rule_is_unbiased_exactly_when_it_says_so("opo", 2)
+    with pytest.raises(AssertionError):
+        test_every_rule_is_the_one_written_out("opo", np.random.default_rng(0))
+
+
+def test_a_prompt_in_its_own_shrinkage_would_be_noticed():
+    """Mutation: lambda and pooled mean over all prompts, itself included, are biased."""
+
+    def whole_batch(rewards, lengths):
+        z = np.array(rewards)
+        loo = (z.sum(axis=1, keepdims=True) - z) / (z.shape[1] - 1)
+        means, noise = z.mean(axis=1), z.var(axis=1, ddof=1).mean() / z.shape[1]
+        shrink = noise / (noise + means.var() + 1e-8)
+        return z - (1 - shrink) * loo - shrink * means.mean()
+
+    assert np.abs(joint_mean(PROMPTS, 2, whole_batch) - gradient(PROMPTS)).max() > 1e-4
+
+
+def binary_mean(name, probability, group_size):
+    """Exact mean of the estimate for one logit and 0/1 rewards, a sum over success counts."""
+    successes = np.arange(group_size + 1)
+    rewards = (np.arange(group_size) < successes[:, None]).astype(float)
+    advantage = advantages(name, rewards, BaselineContext(), {"epsilon": 1e-12})
+    scores = rewards - probability
+    estimates = (advantage * scores).mean(axis=1)
+    weights = [
+        math.comb(group_size, k) * probability**k * (1 - probability) ** (group_size - k)
+        for k in successes
+    ]
+    return float(np.dot(weights, estimates))
+
+
+TARGETS = {"arcsin": lambda p: math.sqrt(p * (1 - p)), "log_value": lambda p: 1 - p}
+
+
+@pytest.mark.parametrize("probability", [0.2, 0.5, 0.7])
+@pytest.mark.parametrize("name", ["group_std", "maxrl"])
+def test_normalised_rules_tend_to_their_target(name, probability):
+    """d/dlogit of 2 arcsin sqrt p is sqrt(p (1-p)), of log p it is 1 - p."""
+    target = TARGETS[BASELINES[name].target](probability)
+    gaps = [abs(binary_mean(name, probability, size) - target) for size in (2, 8, 32, 128)]
+    assert all(after < before for before, after in zip(gaps, gaps[1:], strict=False) if before)
+    assert gaps[-1] < 0.02 * target
+
+
+@pytest.mark.parametrize("group_size", [2, 5])
+def test_maxrl_is_the_logarithm_cut_after_g_minus_1_terms(group_size):
+    p = 0.3
+    expected = (1 - (1 - p) ** (group_size - 1)) / p * p * (1 - p)
+    assert binary_mean("maxrl", p, group_size) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", [n for n in CENTRED if n not in ("maxrl", "beta")] + ["spo"])
+def test_a_shift_of_all_rewards_changes_nothing(name, rng):
+    z, lengths = rng.random((4, 3)), rng.integers(1, 7, (4, 3))
+    known = side(rng, 4)
+    np.testing.assert_allclose(
+        apply(name, z + 0.7, lengths, known), apply(name, z, lengths, known), atol=1e-10
+    )
+
+
+@pytest.mark.parametrize(
+    "name, power",
+    [("none", 1), ("leave_one_out", 1), ("group_mean", 1), ("opo", 1), ("opo_self", 1),
+     ("james_stein", 1), ("group_std", 0), ("batch_std", 0), ("maxrl", 0), ("reinforce_pp", 0),
+     ("reinforce_pp_baseline", 0)],
+)  # fmt: skip
+def test_scaled_rewards_scale_advantages_or_leave_them(name, power, rng):
+    z, lengths, known = rng.random((4, 3)), rng.integers(1, 7, (4, 3)), side(rng, 4)
+    exact = {"epsilon": 0.0} if name in EPSILON else {}
+    np.testing.assert_allclose(
+        apply(name, 3 * z, lengths, known, **exact),
+        3**power * apply(name, z, lengths, known, **exact),
+        rtol=1e-10,
+    )
+
+
+def test_beta_knows_its_range(rng):
+    z, lengths, known = rng.random((4, 3)), np.ones((4, 3), int), side(rng, 4)
+    moved = apply("beta", 5 * z - 2, lengths, known, minimum=-2.0, maximum=3.0)
+    np.testing.assert_allclose(moved, apply("beta", z, lengths, known), rtol=1e-9)
+    with pytest.raises(ValueError, match="widen its options minimum and maximum"):
+        apply("beta", 5 * z - 2, lengths, known)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("name", CENTRED)
+def test_equal_rewards_give_no_advantage(name, value, rng):
+    """No 0/0 and no magnified rounding, with epsilon 0 too (0.1 has an inexact mean)."""
+    lengths = rng.integers(1, 7, (4, 3))
+    for changes in ({}, {"epsilon": 0.0}) if name in EPSILON else ({},):
+        found = apply(name, np.full((4, 3), value), lengths, side(rng, 4), **changes)
+        np.testing.assert_allclose(found, 0, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", CENTRED)
+def test_equal_groups_among_others_stay_finite(name, rng):
+    z = np.array([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    found = apply(name, z, rng.integers(1, 7, (4, 3)), side(rng, 4))
+    assert np.isfinite(found).all()
+    if not BASELINES[name].couples_prompts or name in ("batch_std", "beta"):
+        np.testing.assert_allclose(found[[0, 2, 3]], 0, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", [n for n, rule in BASELINES.items() if rule.min_group_size == 1])
+def test_groups_of_one(name, rng):
+    z, known = np.array([[1.0], [0.0], [0.25]]), side(rng, 3)
+    assert np.isfinite(apply(name, z, np.array([[2], [3], [1]]), known)).all()
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_rule_reads_what_it_says_and_no_more(name, rng):
+    """Without the fields of `needs` it refuses; with them alone it gives the same."""
+    z, lengths = rng.random((4, 3)), rng.integers(1, 7, (4, 3))
+    full, rule = context_of(side(rng, 4), lengths), BASELINES[name]
+    alone = BaselineContext(**{key: getattr(full, key) for key in rule.needs})
+    options = OPTIONS.get(name, {})
+    np.testing.assert_array_equal(
+        advantages(name, z, alone, options), advantages(name, z, full, options)
+    )
+    for key in rule.needs:
+        with pytest.raises(ValueError, match=f"needs BaselineContext.{key}"):
+            advantages(name, z, BaselineContext(), options)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_coupled_and_prompt_only_rules_are_so(name, rng):
+    """Another reward of prompt 0 moves other prompts, or the rest of the group, or neither."""
+    z, lengths, known = rng.random((4, 3)), rng.integers(1, 7, (4, 3)), side(rng, 4)
+    other = z.copy()
+    other[0, 0] = 1 - z[0, 0]
+    change = np.abs(apply(name, other, lengths, known) - apply(name, z, lengths, known))
+    assert (change[1:].max() > 1e-12) == BASELINES[name].couples_prompts
+    assert (change[0, 1:].max() < 1e-12) == BASELINES[name].prompt_only
+
+
+def test_options_are_exactly_the_rules():
+    z = np.array([[1.0, 0.0]])
+    with pytest.raises(ValueError, match="group_std: missing epsilon; it takes epsilon"):
+        advantages("group_std", z, BaselineContext())
+    with pytest.raises(ValueError, match="none: unknown epsilon; it takes none"):
+        advantages("none", z, BaselineContext(), {"epsilon": 1.0})
+    with pytest.raises(ValueError, match="needs groups of at least 2 completions, got group_size"):
+        advantages("opo", z[:, :1], BaselineContext())
+    with pytest.raises(ValueError, match="needs at least 3 prompts, got 1"):
+        advantages("james_stein", z, BaselineContext(), {"epsilon": 0.0})
+    with pytest.raises(ValueError, match="rewards of at least 0, got -1.0"):
+        advantages("maxrl", -z, BaselineContext(), {"epsilon": 1e-4})
+
+
+def test_the_optimal_baseline_has_the_least_variance():
+    """Among prompt-only baselines, E[q (Z - b)^2] is smallest at E[qZ]/E[q]."""
+    logits, z, _ = PROMPTS[0]
+    p, scores = softmax_policy(logits)
+    q = [sum(x * x for x in s) for s in scores]
+    best = sum(a * b * c for a, b, c in zip(p, q, z, strict=True)) / sum(np.multiply(p, q))
+
+    def second_moment(b):
+        context = BaselineContext(optimal_P=np.full(3, b))
+        advantage = advantages("optimal", np.array(z)[:, None], context)[:, 0]
+        return float(np.dot(np.multiply(p, q), advantage**2))
+
+    assert second_moment(best) < min(second_moment(best + 1e-3), second_moment(best - 1e-3))
+
+
+def test_memories_move_as_written():
+    assert running_update(0.5, np.array([[1.0, 0.0], [1.0, 1.0]]), 0.9) == pytest.approx(0.525)
+    alpha, beta = tracker_start(np.array([[1.0, 0.0, 0.0, 0.0]]), rho_min=0.875)
+    assert (alpha + beta).tolist() == [8.0] and alpha[0] / 8 == pytest.approx(1.5 / 5)
+    discount = tracker_discount(np.array([0.0, 0.03, 1.0]), 0.06, 0.875, 0.96)
+    np.testing.assert_allclose(discount, [0.96, 0.875, 0.875])
+    assert tracker_discount(np.array([0.006]), 0.06, 0.1, 0.96)[0] == pytest.approx(2**-0.1)
