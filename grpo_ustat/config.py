@@ -23,6 +23,14 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 EMBEDDED = "embedded:"
 METHODS = ("closed_form", "monte_carlo")
 CLOSED_FORMS = ("none", "leave_one_out", "group_mean", "oracle")
+DATASETS = {
+    "arithmetic": ("arithmetic",),
+    "few_shot": ("one_digit_product", "one_digit_sum", "plus_one"),
+}
+DATASET_FIELDS = {
+    "arithmetic": ("min_term", "max_term", "min_factor", "max_factor", "min_digit", "max_digit"),
+    "few_shot": ("shots",),
+}
 OPERATIONAL = (
     "on_existing",
     "launch",
@@ -58,27 +66,34 @@ class ModelConfig:
 
 @dataclass
 class DatasetConfig:
-    """Synthetic arithmetic; operand ranges include both ends."""
+    """kind `arithmetic`: several steps; operand ranges include both ends. kind `few_shot`: one step
+    after `shots` solved lines; `name` says which. Fields of the other kind are null.
+    """
 
     name: str = MISSING
+    kind: str = MISSING
     seed: int = MISSING
     train_size: int = MISSING
     test_size: int = MISSING
     study_size: int = MISSING
-    min_term: int = MISSING
-    max_term: int = MISSING
-    min_factor: int = MISSING
-    max_factor: int = MISSING
-    min_digit: int = MISSING
-    max_digit: int = MISSING
+    shots: int | None = MISSING
+    min_term: int | None = MISSING
+    max_term: int | None = MISSING
+    min_factor: int | None = MISSING
+    max_factor: int | None = MISSING
+    min_digit: int | None = MISSING
+    max_digit: int | None = MISSING
 
 
 @dataclass
 class PromptConfig:
-    """How a question is put to the model; `{question}` stands for it."""
+    """How a question is put to the model: `{question}` stands for it, `{shots}` for the solved
+    lines of a few_shot dataset. stop: every token that contains it ends a completion, as its last.
+    """
 
     name: str = MISSING
     template: str = MISSING
+    stop: str | None = MISSING
 
 
 @dataclass
@@ -175,7 +190,6 @@ class Common:
         """
         _positive(self, "temperature", "max_completion_length", "rollout_batch_size")
         _positive(self.launch, "num_threads", prefix="launch.")
-        _one_of("dataset.name", self.dataset.name, ("arithmetic",))
         _one_of("on_existing", self.on_existing, ("resume", "error", "overwrite"))
         _one_of("model.dtype", self.model.dtype, ("float32", "float64", "bfloat16", "float16"))
         if (self.top_p, self.top_k) != (1.0, 0):
@@ -183,13 +197,8 @@ class Common:
                 f"top_p={self.top_p} top_k={self.top_k} would sample from another distribution "
                 "than the one whose gradient is taken: use top_p=1.0 top_k=0"
             )
-        if "{question}" not in self.prompt.template:
-            raise ConfigError(
-                f"prompt.template={self.prompt.template!r} never shows the question: "
-                "put {question} into it"
-            )
-        _positive(self.dataset, "train_size", "test_size", "study_size", prefix="dataset.")
-        _check_ranges(self.dataset)
+        _check_dataset(self.dataset)
+        _check_prompt(self.prompt, self.dataset.kind)
         _check_model(self.model.model_name_or_path)
 
 
@@ -403,6 +412,40 @@ def _check_options(rule: BaselineConfig, key: str) -> None:
             raise ConfigError(
                 f"{key}: {low}={rule.options[low]} {high}={rule.options[high]}: use {low} < {high}"
             )
+
+
+def _check_dataset(dataset: DatasetConfig) -> None:
+    _one_of("dataset.kind", dataset.kind, tuple(DATASETS))
+    _one_of("dataset.name", dataset.name, DATASETS[dataset.kind])
+    for kind, names in DATASET_FIELDS.items():
+        for name in names:
+            value = getattr(dataset, name)
+            if kind == dataset.kind and value is None:
+                raise ConfigError(f"dataset.{name}=null: dataset.kind={kind} needs a number")
+            if kind != dataset.kind and value is not None:
+                raise ConfigError(
+                    f"dataset.{name}={value} is not read by dataset.kind={dataset.kind}: use null"
+                )
+    _positive(dataset, "train_size", "test_size", "study_size", prefix="dataset.")
+    if dataset.kind == "few_shot":
+        _positive(dataset, "shots", prefix="dataset.")
+    else:
+        _check_ranges(dataset)
+
+
+def _check_prompt(prompt: PromptConfig, kind: str) -> None:
+    if "{question}" not in prompt.template:
+        raise ConfigError(
+            f"prompt.template={prompt.template!r} never shows the question: "
+            "put {question} into it"
+        )
+    if ("{shots}" in prompt.template) != (kind == "few_shot"):
+        raise ConfigError(
+            f"prompt.template={prompt.template!r} with dataset.kind={kind}: "
+            "few_shot needs {shots} in the template (prompt=few_shot), other kinds have no shots"
+        )
+    if prompt.stop == "":
+        raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens only")
 
 
 def _check_ranges(dataset: DatasetConfig) -> None:

@@ -137,7 +137,9 @@ def report(asked, facts, times, peaks):
     tokens = asked.rows * (asked.prompt + asked.completion)
     base = statistics.median(times["ordinary"])
     print(f"{asked.model}: {parameters / 1e6:.1f} M parameters, {asked.dtype}, {asked.device},")
-    print(f"{asked.rows} rows x ({asked.prompt} + {asked.completion}) tokens, {asked.repeats} turns")
+    print(
+        f"{asked.rows} rows x ({asked.prompt} + {asked.completion}) tokens, {asked.repeats} turns"
+    )
     print(f"torch {torch.__version__}, {platform.machine()}, {asked.threads} thread(s), ", end="")
     print(f"matrix products at {rate / 1e9:.0f} GFLOP/s")
     print(f"{'':10}{'median s':>10}{'spread':>16}{'ratio':>8}{'peak MB':>9}{'ratio':>8}", end="")

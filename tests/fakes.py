@@ -15,6 +15,9 @@ class LetterTokenizer:
 
     pad_token_id, eos_token_id = 0, 1
 
+    def __len__(self):
+        return 28
+
     def __call__(self, text):
         return {"input_ids": [ord(c) - ord("a") + 2 for c in text]}
 

@@ -21,6 +21,7 @@ from grpo_ustat.policy.loading import load_policy
 
 CONF = Path(__file__).parents[1] / "conf"
 SCHEMAS = {"mse": MseConfig, "train": TrainConfig}
+FEW_SHOT = ("one_digit_product", "one_digit_sum", "plus_one")
 
 
 def run(entry, *arguments, cwd):
@@ -49,12 +50,18 @@ def group_files():
 
 @pytest.mark.parametrize("entry, group, name", list(group_files()))
 def test_every_shipped_file_composes(entry, group, name):
-    config = compose(entry, f"{group}={name}", *extra(group, name))
+    config = compose(entry, f"{group}={name}", *extra(entry, group, name))
     assert isinstance(config, SCHEMAS[entry])
 
 
-def extra(group, name):
-    return ["model.model_name_or_path=org/name"] if (group, name) == ("model", "hub") else []
+def extra(entry, group, name):
+    """What a file needs beside it to make a whole configuration."""
+    if name in ("hub", "smollm2"):
+        return ["model.model_name_or_path=org/name"]
+    needs = {"few_shot": "dataset=plus_one"} | dict.fromkeys(FEW_SHOT, "prompt=few_shot")
+    if name not in needs:
+        return []
+    return [needs[name], "group_size=16"] if entry == "train" else [needs[name]]
 
 
 def compose(entry, *overrides):
@@ -73,6 +80,7 @@ def compose(entry, *overrides):
 
 
 CARLO = "study.methods=[monte_carlo]"
+PLUS_ONE = ("dataset=plus_one", "prompt=few_shot")
 WRONG = {
     "loo of one": ("train", ["group_size=1"], "group_size=1 with baseline leave_one_out"),
     "indivisible": ("train", ["group_size=7"], "budget.rollouts=256 is not a multiple of group"),
@@ -120,6 +128,15 @@ WRONG = {
     "two prompts": (
         "train", ["baseline=james_stein", "budget.rollouts=16"], "at least 3 prompts, got 2: raise"
     ),
+    "kind": ("mse", ["dataset.kind=gsm8k"], "unknown dataset.kind 'gsm8k': choose from arithmetic"),
+    "few shot": ("mse", ["dataset.kind=few_shot"], "choose from one_digit_product"),
+    "null": ("mse", ["dataset.max_term=null"], "max_term=null: dataset.kind=arithmetic needs"),
+    "not read": ("mse", ["dataset.shots=4"], "dataset.shots=4 is not read by dataset.kind=arithm"),
+    "no shots": ("mse", [*PLUS_ONE, "dataset.shots=null"], "shots=null: dataset.kind=few_shot"),
+    "zero shots": ("mse", [*PLUS_ONE, "dataset.shots=0"], "dataset.shots=0 must be above 0"),
+    "hidden shots": ("mse", ["dataset=plus_one"], "few_shot needs {shots} in the template"),
+    "shown shots": ("mse", ["prompt=few_shot"], "other kinds have no shots"),
+    "empty stop": ("mse", ["prompt.stop=''"], "prompt.stop='' is in every token"),
     "ranges": ("mse", ["dataset.min_term=9", "dataset.max_term=3"], "min <= max"),
 }  # fmt: skip
 
@@ -241,6 +258,8 @@ def test_a_folder_without_a_model_is_named(tmp_path):
              "dataset.max_digit=3"),
             "exists in these operand ranges",
         ),
+        ((*PLUS_ONE, "dataset.study_size=40"), "study_size=40 of plus_one, which has 31"),
+        ((*PLUS_ONE, "prompt.stop=xyz"), "prompt.stop='xyz' is in none of the tokenizer's"),
     ],
 )  # fmt: skip
 def test_ranges_that_are_too_narrow_are_one_line(arguments, message, tmp_path):

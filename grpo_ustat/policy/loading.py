@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -68,15 +68,37 @@ def load_policy(
 
 
 def configured_policy(config: Common, device: str | None = None) -> Policy:
-    """The configured policy on the configured or given device; sets this process's threads."""
+    """The configured policy on the configured or given device, ending completions at
+    `prompt.stop` too; sets this process's threads.
+    """
     check_device(config.launch.device)
     torch.set_num_threads(config.launch.num_threads)
-    return load_policy(
+    policy = load_policy(
         config.model.model_name_or_path,
         revision=config.model.revision,
         dtype=config.model.dtype,
         device=device or config.launch.device,
     )
+    if config.prompt.stop is None:
+        return policy
+    stops = stop_tokens(policy.tokenizer, config.prompt.stop)
+    return replace(policy, end_tokens=policy.end_tokens | stops)
+
+
+def stop_tokens(tokenizer: object, stop: str) -> frozenset[int]:
+    """Ids of all tokens whose text contains `stop`; one spelt out over two tokens is not seen.
+
+    Raises:
+        ConfigError: no token contains it.
+    """
+    texts = tokenizer.batch_decode([[t] for t in range(len(tokenizer))], skip_special_tokens=False)
+    found = frozenset(t for t, text in enumerate(texts) if stop in text)
+    if not found:
+        raise ConfigError(
+            f"prompt.stop={stop!r} is in none of the tokenizer's {len(texts)} tokens: "
+            "use a shorter string, or null"
+        )
+    return found
 
 
 def check_device(device: str) -> None:

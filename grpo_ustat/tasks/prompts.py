@@ -1,12 +1,12 @@
 """Prompt templates."""
 
-QUESTION = "{question}"
+QUESTION, SHOTS = "{question}", "{shots}"
 
 
-def render(template: str, question: str) -> str:
-    """The template with the question in its place; no other braces are special.
+def render(template: str, question: str, shots: str = "") -> str:
+    """The template with question and solved examples in their places; no other braces are special.
 
     >>> render("Q: {question} {x}", "1+1")
     'Q: 1+1 {x}'
     """
-    return template.replace(QUESTION, question)
+    return template.replace(SHOTS, shots).replace(QUESTION, question)

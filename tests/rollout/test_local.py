@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
-from fakes import letter_prompts, random_policy
+from fakes import LetterTokenizer, letter_prompts, random_policy
+from test_config import compose
 
-from grpo_ustat.policy.loading import load_policy
+from grpo_ustat.config import ConfigError
+from grpo_ustat.policy.loading import configured_policy, load_policy, stop_tokens
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.draws import generator, uniforms
@@ -88,6 +91,47 @@ def test_a_completion_ends_with_its_end_token_and_nothing_after_it():
     inside = np.arange(tokens.shape[2]) < lengths[..., None] - 1
     assert not (tokens[inside] == 1).any()
     assert (tokens[~rollouts.mask_PGT] == 0).all()
+
+
+class PairTokenizer(LetterTokenizer):
+    """Letters, then the pairs `xa` and `xx`."""
+
+    def __len__(self):
+        return 30
+
+    def batch_decode(self, rows, skip_special_tokens):
+        letters = LetterTokenizer().batch_decode([[t] for t in range(28)], skip_special_tokens)
+        return ["".join(([*letters, "xa", "xx"])[t] for t in row) for row in rows]
+
+
+def test_every_token_that_contains_the_stop_string_stops():
+    assert stop_tokens(PairTokenizer(), "x") == {25, 28, 29}
+    assert stop_tokens(PairTokenizer(), "xa") == {28}
+    with pytest.raises(ConfigError, match="prompt.stop='ab' is in none of the tokenizer's 30"):
+        stop_tokens(PairTokenizer(), "ab")
+
+
+def test_a_completion_ends_with_its_first_stop_token():
+    """The stop is part of the completion; what precedes it is drawn as without a stop."""
+    policy = random_policy()
+    (stop_token,) = stop_tokens(policy.tokenizer, "d")
+    stopped = dataclasses.replace(policy, end_tokens=policy.end_tokens | {stop_token})
+    free, cut = sample(policy, PROMPTS, 20, SAMPLING), sample(stopped, PROMPTS, 20, SAMPLING)
+    for whole, part in zip(sum(free.texts_PG, []), sum(cut.texts_PG, []), strict=True):
+        head, stop, _ = whole.partition("d")
+        assert part == head + stop
+    last = np.take_along_axis(cut.tokens_PGT, cut.lengths_PG[..., None] - 1, axis=2)[..., 0]
+    np.testing.assert_array_equal(cut.ended_PG, np.isin(last, [1, stop_token]))
+    assert (last == stop_token).any() and (last == 1).any()
+    assert ((cut.tokens_PGT == stop_token).sum(axis=2) == (last == stop_token)).all()
+
+
+def test_the_configured_stop_ends_completions_beside_the_end_token():
+    plain = configured_policy(compose("mse"))
+    stopped = configured_policy(compose("mse", "prompt.stop='#'"))
+    added = stopped.end_tokens - plain.end_tokens
+    assert plain.end_tokens < stopped.end_tokens
+    assert stopped.tokenizer.batch_decode([[t] for t in added]) == ["#"]
 
 
 def test_float32_flips_are_rare():

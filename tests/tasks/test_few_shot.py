@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from grpo_ustat.config import ConfigError
+from grpo_ustat.tasks.few_shot import FewShotTask, draw, questions
+
+NAMES = ("one_digit_product", "one_digit_sum", "plus_one")
+SIZES = {"train": 24, "test": 15, "study": 24}
+TEMPLATE = "{shots}{question} = "
+RESULTS = {"*": lambda a, b: a * b, "+": lambda a, b: a + b}
+
+
+def task(name, shots=4, seed=0, **sizes):
+    return FewShotTask(name, shots, SIZES | sizes, TEMPLATE, seed)
+
+
+@pytest.mark.parametrize("name, count", list(zip(NAMES, (81, 81, 90), strict=True)))
+def test_answers_are_right_and_every_question_has_one_split(name, count):
+    found = questions(name)
+    assert len({q.text for q in found}) == len(found) == count
+    for question in found:
+        left, sign, right = question.text.split()
+        assert RESULTS[sign](int(left), int(right)) == question.answer
+    splits = {q.canonical: q.split for q in found}
+    assert all(splits[q.canonical] == q.split for q in found)
+
+
+def test_the_order_of_operands_does_not_matter():
+    by_text = {q.text: q for q in questions("one_digit_product")}
+    assert by_text["3 * 7"].canonical == by_text["7 * 3"].canonical
+    assert by_text["3 * 7"].split == by_text["7 * 3"].split
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_splits_and_solved_lines_share_no_arithmetic(name):
+    sizes = Counter(q.split for q in questions(name))
+    drawn = [draw(name, split, sizes[split], 0) for split in SIZES] + [draw(name, "shots", 7, 0)]
+    forms = [{q.canonical for q in found} for found in drawn]
+    assert all(not a & b for i, a in enumerate(forms) for b in forms[:i])
+    assert len(forms[-1]) == 7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_is_the_same_solved_lines_and_one_question(name):
+    prompts = [p for split in SIZES for p in task(name).prompts(split)]
+    heads = {p.text.removesuffix(f"{p.question} = ") for p in prompts}
+    assert len(heads) == 1
+    lines = heads.pop().splitlines(keepends=True)
+    assert lines == [f"{q.text} = {q.answer}\n" for q in draw(name, "shots", 4, 0)]
+
+
+def test_an_id_is_the_question_whatever_the_shots_and_seed():
+    few, more = task("plus_one"), task("plus_one", shots=7, seed=3, study=31)
+    ids = [p.id for p in few.prompts("study")]
+    assert ids == [p.question for p in few.prompts("study")]
+    assert set(ids) < {p.id for p in more.prompts("study")}
+    assert ids[:5] == [p.id for p in task("plus_one", study=5).prompts("study")]
+    assert ids != [p.id for p in task("plus_one", seed=1).prompts("study")]
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        ("56", 1), ("56\n", 1), (" 56\n\n", 1), ("\n56", 1), ("", 0), ("\n", 0), ("5", 0),
+        ("560", 0), ("56.", 0), ("+56", 0), ("056", 0), ("56 and", 0), ("5 6", 0), ("56\n7", 0),
+        ("7 * 8", 0), ("= 56", 0), ("56, 56", 0), ("#### 56", 0), ("٥٦", 0), ("5_6", 0),
+    ],
+)  # fmt: skip
+def test_only_the_right_integer_counts(completion, reward):
+    found = {p.question: p for split in SIZES for p in task("one_digit_product").prompts(split)}
+    prompt = next(p for p in found.values() if p.answer == "56")
+    assert task("one_digit_product").reward(prompt, completion) == reward
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"study": 32}, "dataset.study_size=32 of plus_one, which has 31: ask for fewer"),
+        ({"test": 19}, "dataset.test_size=19 of plus_one, which has 16"),
+        ({"shots": 19}, "dataset.shots=19 of plus_one, which has 18"),
+    ],
+)
+def test_more_than_exist_are_refused_with_both_numbers(asked, message):
+    with pytest.raises(ConfigError, match=message):
+        task("plus_one", **asked)
