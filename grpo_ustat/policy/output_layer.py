@@ -92,9 +92,9 @@ class OutputLayer:
     def _final(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """The model's logits from hidden states."""
         given = self.output(last_hidden_state=hidden_BTD)
-        below = {self.model.base_model, self.model.get_decoder()}  # either is what it calls
+        below = {body(self.model), self.model.get_decoder()} - {self.model}  # either is called
         with ExitStack() as patched:
-            for module in below - {self.model}:
+            for module in below:
                 patched.enter_context(_forward(module, lambda *_, **__: given))
             ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.int64, device=hidden_BTD.device)
             return self.model(input_ids=ids, use_cache=False).logits
@@ -126,6 +126,12 @@ class OutputLayer:
 
         with _forward(head, forward):
             yield
+
+
+def body(model: nn.Module) -> nn.Module:
+    """What a causal model has below its output layer."""
+    candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
+    return next(module for module in candidates if module is not None and module is not model)
 
 
 @contextmanager

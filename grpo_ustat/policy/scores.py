@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from grpo_ustat.config import ConfigError
 from grpo_ustat.policy import layers
 from grpo_ustat.policy.logprobs import positions
-from grpo_ustat.policy.output_layer import OutputLayer, Window, add_output_layer
+from grpo_ustat.policy.output_layer import OutputLayer, Window, add_output_layer, body
 from grpo_ustat.policy.sketch import Sketch
 from grpo_ustat.policy.totals import SQUARE, Totals, widened
 
@@ -165,7 +165,7 @@ class _Backward:
             self._reduce(name)
 
     def _forward(self) -> torch.Tensor:
-        base = self.model.base_model
+        base = body(self.model)
         known = inspect.signature(base.forward).parameters
         extra = {"position_ids": positions(self.attention)} if "position_ids" in known else {}
         output = base(input_ids=self.ids, attention_mask=self.attention, use_cache=False, **extra)
@@ -176,7 +176,7 @@ class _Backward:
     def _hooks(self) -> Iterator[None]:
         handles = [
             module.register_forward_hook(self._watch(name), with_kwargs=True)
-            for name, module in self.model.base_model.named_modules()
+            for name, module in body(self.model).named_modules()
             if layers.kind(module) is not None or isinstance(module, nn.Embedding)
         ]
         try:
@@ -210,7 +210,7 @@ class _Backward:
             leaf.register_hook(lambda grad: self._arrive(module, args, grad))
         else:
             self.left_out.update(self._own(module))
-        return leaf
+        return leaf.clone()  # a model may scale its embeddings in place
 
     def _by_row(self, path: str, args: tuple, kwargs: dict) -> tuple | None:
         """Arguments with the batch first; None where rows can't be told apart, as in experts."""
