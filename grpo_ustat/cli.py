@@ -21,7 +21,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_ustat.config import ConfigError, folder_name, typed
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.config import typed
+from grpo_ustat.identity import folder_name
 from grpo_ustat.runs.folder import RunFolder
 
 PACKAGE = Path(__file__).resolve().parent

@@ -81,30 +81,36 @@ class BaselineContext:
 
 @dataclass(frozen=True)
 class ScorePool:
-    """N scored completions of each of P prompts: all that the closed forms need.
+    """N scored completions of each of P prompts: all that closed forms and replay need.
 
     Attributes:
-        rewards_PN: rewards.
+        rewards_PN: rewards, float64.
         gram_PNN: inner products <s_i, s_j> of the scores of a prompt's completions; the diagonal
             holds the squared score norms q_i.
         lengths_PN: completion lengths in tokens.
-        grad_sq: ||mean_x ghat_N,x||^2, ghat_N,x the leave-one-out gradient of prompt x's pool.
-        grad_sq_without_K: the same with the k-th block of every prompt's completions left out.
-        completion_blocks_K: those K blocks, as index arrays into the N axis.
-        grad_sq_without_prompts_K: the same with the k-th block of prompts left out.
-        prompt_blocks_K: those K blocks, as index arrays into the P axis.
+        features_PNR: sketches of the scores: inner products across prompts, unbiased; exact where
+            the model has no more parameters than R.
+        reward_sums_PR, score_sums_PR: wider sketches of `sum_i z_i s_i` and `sum_i s_i`.
+        greedy_P: reward of the greedy completion, None where no baseline asks for it.
     """
 
     rewards_PN: np.ndarray
     gram_PNN: np.ndarray
     lengths_PN: np.ndarray
-    grad_sq: float
-    grad_sq_without_K: np.ndarray
-    completion_blocks_K: list[np.ndarray]
-    grad_sq_without_prompts_K: np.ndarray
-    prompt_blocks_K: list[np.ndarray]
+    features_PNR: np.ndarray
+    reward_sums_PR: np.ndarray
+    score_sums_PR: np.ndarray
+    greedy_P: np.ndarray | None = None
 
     @property
     def sq_norm_PN(self) -> np.ndarray:
         """Squared score norms q."""
         return np.diagonal(self.gram_PNN, axis1=1, axis2=2)
+
+    @property
+    def gradients_PR(self) -> np.ndarray:
+        """Sketches of the pools' leave-one-out gradients ghat_N = (N a - Sz b) / (N (N-1))."""
+        count = self.rewards_PN.shape[1]
+        total_P = self.rewards_PN.sum(axis=1)
+        difference = count * self.reward_sums_PR - total_P[:, None] * self.score_sums_PR
+        return difference / (count * (count - 1))

@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ustat.config import (
-    ConfigError,
-    MseConfig,
-    TrainConfig,
-    fingerprint,
-    folder_name,
-    identity,
-)
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.config import MseConfig, TrainConfig
+from grpo_ustat.identity import fingerprint, folder_name, identity
 from grpo_ustat.policy.loading import load_policy
 
 CONF = Path(__file__).parents[1] / "conf"

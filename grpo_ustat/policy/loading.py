@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from grpo_ustat.config import ASSETS, EMBEDDED, Common, ConfigError
+from grpo_ustat.checks import ASSETS, EMBEDDED, ConfigError
+from grpo_ustat.config import Common
 
 
 @dataclass(frozen=True)

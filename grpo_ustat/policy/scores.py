@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from grpo_ustat.config import ConfigError
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy import layers
 from grpo_ustat.policy.logprobs import positions
 from grpo_ustat.policy.output_layer import OutputLayer, Window, add_output_layer, body

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from grpo_ustat.config import OPERATIONAL, ConfigError, fingerprint, identity, named
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.identity import OPERATIONAL, fingerprint, identity, named
 
 ARTEFACTS = (
     ".hydra",

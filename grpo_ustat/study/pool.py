@@ -1,105 +1,207 @@
-"""Build the score pool: N scored completions of every question, shared among workers."""
+"""Build the score pool: N scored completions of every question, shared out and kept on disk."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple
+from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
 
-from grpo_ustat.config import ConfigError, MseConfig
-from grpo_ustat.estimators.moments import pool_gradient_weights
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.config import MseConfig
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.scores import completion_scores, covered_parameters
+from grpo_ustat.policy.scores import check_scores, completion_scores, parameter_sizes
+from grpo_ustat.policy.sketch import Sketch
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.study.store import Part, PoolStore, draws_of
 from grpo_ustat.study.workers import Done, share
 from grpo_ustat.tasks.base import rewards
 from grpo_ustat.tasks.registry import make_task
 
-BLOCKS = 16  # of the delete-a-block jackknife behind ||grad J||^2
 
+def build_pool(
+    config: MseConfig, prompts: list[Prompt], folder: Path, completions: int | None = None
+) -> tuple[ScorePool, Done]:
+    """Completions of every prompt, sampled, scored and kept; only what is missing is made.
 
-@dataclass(frozen=True)
-class _Part:
-    """One chunk of questions: their indices and per-completion arrays."""
+    Questions are sampled in chunks that depend on the configuration alone and scored one by one, so
+    the pool depends neither on the number of processes nor on where it was interrupted.
 
-    index: np.ndarray
-    rewards_PN: np.ndarray
-    gram_PNN: np.ndarray
-    lengths_PN: np.ndarray
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """One worker's sums over its questions, float64: by question block, and with each completion
-    block left out.
-    """
-
-    by_prompt_block_KD: np.ndarray
-    without_completions_KD: np.ndarray
-
-    @property
-    def parameters(self) -> int:
-        """D, the number of parameters that the scores cover."""
-        return self.by_prompt_block_KD.shape[1]
-
-
-def build_pool(config: MseConfig, prompts: list[Prompt]) -> tuple[ScorePool, Done, int]:
-    """Sample and score `budget.pool_completions` completions of every prompt.
-
-    Questions are worked on in chunks that depend on the configuration alone, so the pool does not
-    depend on the number of workers.
+    Args:
+        config: the study's configuration.
+        prompts: its questions.
+        folder: of the pool.
+        completions: N, `budget.pool_completions` unless given.
 
     Returns:
-        The pool, what it took, and the number of parameters that the scores cover.
+        The pool, and what all of it took.
+
+    Raises:
+        ConfigError: the folder holds other draws, or the model does not fit.
     """
-    size = config.budget.pool_completions
+    size = completions or config.budget.pool_completions
+    store = PoolStore(folder, draws_of(config))
+    store.open()
+    chunks = _missing(config, prompts, store, size)
+    if chunks:
+        total = sum((size - first) * len(chunk) for first, chunk in chunks)
+        work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]
+        share(
+            _score_chunks, chunks, config.launch.workers, "score pool", total,
+            config, prompts, store, size, weights=work,
+        )  # fmt: skip
+    return read_pool(store, prompts, size)
+
+
+def _missing(
+    config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int
+) -> list[tuple[int, list[int]]]:
+    """(first missing completion, questions) of every chunk that has any to make."""
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
-    per_chunk = max(1, config.rollout_batch_size // size)
-    chunks = [order[i : i + per_chunk] for i in range(0, len(order), per_chunk)]
-    results, spent = share(
-        _score_chunks, chunks, config.launch.workers, "score pool", len(prompts) * size,
-        config, prompts,
-    )  # fmt: skip
-    gradients = [r for r in results if isinstance(r, _Gradients)]
-    parts = [r for r in results if isinstance(r, _Part)]
-    return _assemble(parts, gradients, len(prompts), size), spent, gradients[0].parameters
+    found = []
+    firsts = [_reached(store, prompts[p], size) for p in range(len(prompts))]
+    for first in sorted(set(firsts) - {size}):
+        per_chunk = max(1, config.rollout_batch_size // (size - first))
+        chunks = [order[i : i + per_chunk] for i in range(0, len(order), per_chunk)]
+        found += [(first, c) for c in chunks if any(firsts[p] == first for p in c)]
+    return found
 
 
-def blocks(count: int) -> list[np.ndarray]:
-    """At most 16 blocks of indices, as equal as possible."""
-    return [np.arange(count)[k :: min(BLOCKS, count)] for k in range(min(BLOCKS, count))]
+def _reached(store: PoolStore, prompt: Prompt, size: int) -> int:
+    """How many of the wanted completions are there.
+
+    Raises:
+        ConfigError: a part ends beyond them.
+    """
+    reached = 0
+    for first, count in store.parts(prompt):
+        if first >= size:
+            break
+        reached = first + count
+    if reached > size:
+        raise ConfigError(
+            f"{store.folder} holds {reached} completions a question in parts that cannot be split, "
+            f"asked is budget.pool_completions={size}: use {reached} or another pool=DIR"
+        )
+    return reached
 
 
-def _score_chunks(chunks: list[list[int]], config: MseConfig, prompts: list[Prompt]) -> Iterator:
+def _score_chunks(items, config: MseConfig, prompts: list[Prompt], store, size: int) -> Iterator:
     policy, task = configured_policy(config), make_task(config)
-    sampling, size = Sampling.of(config, "pool"), config.budget.pool_completions
-    prompt_blocks, completion_blocks = blocks(len(prompts)), blocks(size)
-    covered = set(covered_parameters(policy.model))
-    check_memory(policy, size, len(completion_blocks) + len(prompt_blocks))
-    dimension = sum(p.numel() for name, p in policy.model.named_parameters() if name in covered)
-    owner = {p: k for k, block in enumerate(prompt_blocks) for p in block}
-    by_prompts = np.zeros((len(prompt_blocks), dimension))
-    without = np.zeros((len(completion_blocks), dimension))
-    for chunk in chunks:
-        rollouts, took = timed_sample(policy, [prompts[p] for p in chunk], size, sampling)
+    sampling, sizes = Sampling.of(config, "pool"), parameter_sizes(policy.model)
+    sketches = [
+        Sketch(sizes, dimension)
+        for dimension in (config.budget.feature_sketch, config.budget.gradient_sketch)
+    ]
+    checked = False
+    for first, chunk in items:
+        asked = [prompts[p] for p in chunk]
+        rollouts, took = timed_sample(policy, asked, size - first, sampling, first=first)
         yield took
-        rewards_PN, grams = rewards(task, rollouts), []
-        for row, p in enumerate(chunk):
-            start = time.perf_counter()
-            weights_KN = _weights(rewards_PN[row], completion_blocks)
-            gram, gradients_KD = score(policy, rollouts, row, weights_KN, config.temperature)
-            grams.append(gram)
-            by_prompts[owner[p]] += gradients_KD[0]
-            without += gradients_KD[1:]
-            yield Done(rollouts=size, seconds_score=time.perf_counter() - start)
-        yield _Part(np.array(chunk), rewards_PN, np.array(grams), rollouts.lengths_PG)
-    yield _Gradients(by_prompts, without)
+        rewards_PN = rewards(task, rollouts)
+        if not checked:
+            _check(policy, rollouts, size - first)
+            checked = True
+        for row, prompt in enumerate(asked):
+            if _reached(store, prompt, size) == first:
+                cost = _share_of(took, rollouts, row, len(asked))
+                part = _part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
+                store.write(prompt, first, part)
+            yield Done(rollouts=size - first)
+
+
+def _share_of(took: Done, rollouts: Rollouts, row: int, questions: int) -> Done:
+    return Done(
+        rollouts=rollouts.mask_PGT.shape[1],
+        tokens=int(rollouts.lengths_PG[row].sum()),
+        clipped=int((~rollouts.ended_PG[row]).sum()),
+        seconds_generate=took.seconds_generate / questions,
+    )
+
+
+def _part(policy, rollouts: Rollouts, row: int, rewards_N, config, sketches, cost: Done) -> Part:
+    """Score one question's completions; equal ones have equal scores and are scored once."""
+    start = time.perf_counter()
+    index, place_N = distinct(rollouts, row)
+    weights = np.zeros((2, len(index)))
+    np.add.at(weights[0], place_N, rewards_N)
+    np.add.at(weights[1], place_N, 1.0)
+    rows = pack(rollouts, index, policy.pad_token, policy.model.device)
+    scores = completion_scores(
+        policy.model,
+        rows.input_ids_BT,
+        rows.attention_mask_BT,
+        rows.completion_mask_BT,
+        weights_KB=torch.from_numpy(weights),
+        gram=True,
+        temperature=config.temperature,
+        features=sketches[0],
+        pooled=sketches[1],
+    )
+    sums_KR = scores.pooled_KR.float().cpu().numpy()
+    seconds = Done(seconds_score=time.perf_counter() - start)
+    return Part(
+        rewards_N=rewards_N,
+        lengths_N=rollouts.lengths_PG[row],
+        ended_N=rollouts.ended_PG[row],
+        tokens_NT=rollouts.tokens_PGT[row].astype(np.int32),
+        gram_NN=scores.gram_BB.cpu().numpy()[np.ix_(place_N, place_N)],
+        features_NR=scores.features_BR.float().cpu().numpy()[place_N],
+        reward_sum_R=sums_KR[0],
+        score_sum_R=sums_KR[1],
+        cost=np.array(astuple(cost + seconds), dtype=np.float64),
+    )
+
+
+def distinct(rollouts: Rollouts, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """Flat indices of a prompt's distinct completions, and for each completion which one it is."""
+    count = rollouts.mask_PGT.shape[1]
+    written = np.where(rollouts.mask_PGT[row], rollouts.tokens_PGT[row], -1)
+    _, first, place_N = np.unique(written, axis=0, return_index=True, return_inverse=True)
+    return row * count + first, place_N.ravel()
+
+
+def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[ScorePool, Done]:
+    """The pool of all prompts, each with `size` completions, and what it took.
+
+    Inner products between parts, which were scored apart, come from the sketches.
+    """
+    found = [
+        [store.read(p, first, count) for first, count in store.parts(p) if first < size]
+        for p in prompts
+    ]
+
+    def joined(name: str, dtype=np.float64) -> np.ndarray:
+        return np.array([np.concatenate([vars(x)[name] for x in parts]) for parts in found], dtype)
+
+    def added(name: str) -> np.ndarray:
+        return np.array([sum(vars(x)[name].astype(np.float64) for x in parts) for parts in found])
+
+    pool = ScorePool(
+        rewards_PN=joined("rewards_N"),
+        gram_PNN=np.array([_gram(parts) for parts in found]),
+        lengths_PN=joined("lengths_N", np.int64),
+        features_PNR=joined("features_NR", np.float32),
+        reward_sums_PR=added("reward_sum_R"),
+        score_sums_PR=added("score_sum_R"),
+    )
+    return pool, sum((x.done for parts in found for x in parts), Done())
+
+
+def _gram(parts: list[Part]) -> np.ndarray:
+    features = np.concatenate([part.features_NR for part in parts]).astype(np.float64)
+    gram, first = features @ features.T, 0
+    for part in parts:
+        inside = slice(first, first + len(part.rewards_N))
+        gram[inside, inside] = part.gram_NN
+        first = inside.stop
+    return gram
 
 
 def timed_sample(policy: Policy, prompts: list[Prompt], size: int, sampling: Sampling, **key):
@@ -111,88 +213,30 @@ def timed_sample(policy: Policy, prompts: list[Prompt], size: int, sampling: Sam
     return rollouts, Done(tokens=tokens, clipped=cut, seconds_generate=seconds)
 
 
-def check_memory(policy: Policy, rows: int, gradients: int) -> None:
-    """Refuse a model whose per-completion gradients do not fit.
+def _check(policy: Policy, rollouts: Rollouts, rows: int) -> None:
+    """Compare scores with plain differentiation on a few completions; refuse what cannot fit."""
+    check_memory(policy, rows, int(max(map(len, rollouts.prompt_tokens))), rollouts)
+    index = np.arange(min(3, rollouts.mask_PGT[..., 0].size))
+    few = pack(rollouts, index, policy.pad_token, policy.model.device)
+    check_scores(policy.model, few.input_ids_BT, few.attention_mask_BT, few.completion_mask_BT)
+
+
+def check_memory(policy: Policy, rows: int, prompt_tokens: int, rollouts: Rollouts) -> None:
+    """Refuse a batch whose activations do not fit.
 
     Raises:
-        ConfigError: with the memory that `rows` completions of its largest layer and `gradients`
-            whole gradients need, and what is free.
+        ConfigError: with the memory that is needed, about, and what is free.
     """
-    sizes = [p.numel() for p in policy.model.parameters()]
-    needed = 3 * 4 * rows * max(sizes) + 16 * gradients * sum(sizes)
+    config, entry = policy.model.config, policy.model.dtype.itemsize
+    tokens = rows * (prompt_tokens + rollouts.mask_PGT.shape[-1])
+    width = 16 * config.hidden_size + 4 * (getattr(config, "intermediate_size", None) or 0)
+    needed = entry * tokens * config.num_hidden_layers * width
     free = psutil.virtual_memory().available
     if policy.model.device.type == "cuda":
         free = torch.cuda.mem_get_info(policy.model.device)[0]
     if needed > free:
         raise ConfigError(
-            f"scoring {rows} completions side by side of a model with {sum(sizes):.3g} parameters "
-            f"needs about {needed / 2**30:.0f} GiB and {free / 2**30:.0f} GiB are free: lower the "
-            "number of completions per question or use a smaller model"
+            f"scoring {rows} completions of up to {tokens // rows} tokens at once needs about "
+            f"{needed / 2**30:.0f} GiB and {free / 2**30:.0f} GiB are free: build the pool in "
+            "parts, a smaller budget.pool_completions first, then a larger one on the same pool"
         )
-
-
-def _weights(rewards_N: np.ndarray, completion_blocks: list[np.ndarray]) -> np.ndarray:
-    """Weights of the pool's leave-one-out gradient, then of the same without each block."""
-    rows = [pool_gradient_weights(rewards_N)]
-    for block in completion_blocks:
-        kept = np.delete(np.arange(len(rewards_N)), block)
-        row = np.zeros(len(rewards_N))
-        row[kept] = pool_gradient_weights(rewards_N[kept])
-        rows.append(row)
-    return np.array(rows)
-
-
-def score(
-    policy: Policy, rollouts: Rollouts, prompt: int, weights_KN: np.ndarray, temperature: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Gram matrix [N, N] and pooled gradients [K, D] of one prompt's completions, NumPy."""
-    count = rollouts.mask_PGT.shape[1]
-    device = policy.model.device
-    index = np.arange(prompt * count, (prompt + 1) * count)
-    rows = pack(rollouts, index, policy.pad_token, device)
-    scores = completion_scores(
-        policy.model,
-        rows.input_ids_BT,
-        rows.attention_mask_BT,
-        rows.completion_mask_BT,
-        weights_KB=torch.from_numpy(weights_KN).to(device),
-        gram=True,
-        temperature=temperature,
-    )
-    return scores.gram_BB.cpu().numpy(), flat(scores.gradients_K)
-
-
-def flat(gradients_K: list[dict[str, torch.Tensor]]) -> np.ndarray:
-    """Gradients by parameter name as rows of one array [K, D], float32 or wider."""
-    names = sorted(gradients_K[0])
-    rows = [torch.cat([gradient[name].flatten() for name in names]) for gradient in gradients_K]
-    return torch.stack(rows).cpu().numpy()
-
-
-def _assemble(parts: list[_Part], gradients: list[_Gradients], count: int, size: int) -> ScorePool:
-    rewards_PN, gram_PNN = np.zeros((count, size)), np.zeros((count, size, size))
-    lengths_PN = np.zeros((count, size), dtype=np.int64)
-    for part in parts:
-        rewards_PN[part.index] = part.rewards_PN
-        gram_PNN[part.index] = part.gram_PNN
-        lengths_PN[part.index] = part.lengths_PN
-    by_prompts_KD = sum(g.by_prompt_block_KD for g in gradients)
-    without_KD = sum(g.without_completions_KD for g in gradients)
-    total_D, prompt_blocks = by_prompts_KD.sum(axis=0), blocks(count)
-    kept = np.array([count - len(block) for block in prompt_blocks])
-    return ScorePool(
-        rewards_PN=rewards_PN,
-        gram_PNN=gram_PNN,
-        lengths_PN=lengths_PN,
-        grad_sq=float(np.square(total_D / count).sum()),
-        grad_sq_without_K=np.square(without_KD / count).sum(axis=1),
-        completion_blocks_K=blocks(size),
-        grad_sq_without_prompts_K=_squared(total_D - by_prompts_KD, kept),
-        prompt_blocks_K=prompt_blocks,
-    )
-
-
-def _squared(rows_KD: np.ndarray, counts_K: np.ndarray) -> np.ndarray:
-    """Squared norms of the rows over their counts; nothing is left of a single question."""
-    safe = np.maximum(counts_K, 1)[:, None]
-    return np.square(rows_KD / safe).sum(axis=1)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from grpo_ustat.config import ConfigError
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.runs.log import progress_bar
 
 Work = Callable[..., Iterator[Any]]

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from grpo_ustat.config import ConfigError
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.answers import final_integer
 from grpo_ustat.tasks.prompts import render

@@ -12,7 +12,7 @@ import operator
 import random
 from dataclasses import dataclass
 
-from grpo_ustat.config import ConfigError
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.prompts import render
 

@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
 
-from grpo_ustat.config import ConfigError, TrainConfig
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.intervals import Interval, paired_difference
 from grpo_ustat.policy.loading import Policy, check_device, configured_policy

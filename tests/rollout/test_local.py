@@ -10,7 +10,7 @@ import torch
 from fakes import LetterTokenizer, letter_prompts, random_policy
 from test_config import compose
 
-from grpo_ustat.config import ConfigError
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy.loading import configured_policy, load_policy, stop_tokens
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
 from grpo_ustat.records import Prompt

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from grpo_ustat.config import ConfigError
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.tasks.few_shot import FewShotTask, draw, questions
 
 NAMES = ("one_digit_product", "one_digit_sum", "plus_one")

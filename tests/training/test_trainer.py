@@ -12,7 +12,8 @@ import pytest
 import torch
 from reference import one_flat_score, plain_advantages
 
-from grpo_ustat.config import ConfigError, typed
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.config import typed
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.training import trainer
 from grpo_ustat.training.memory import make_memory

@@ -1,0 +1,169 @@
+"""Checks that a configuration can be run; each refuses in one line that names values and fix."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.baselines import check_options as options_of
+from grpo_ustat.estimators.baselines import check_shape as shape_of
+
+if TYPE_CHECKING:
+    from grpo_ustat.config import BaselineConfig, DatasetConfig, OptimizerConfig, PromptConfig
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+EMBEDDED = "embedded:"
+DATASETS = {
+    "arithmetic": ("arithmetic",),
+    "few_shot": ("one_digit_product", "one_digit_sum", "plus_one"),
+}
+DATASET_FIELDS = {
+    "arithmetic": ("min_term", "max_term", "min_factor", "max_factor", "min_digit", "max_digit"),
+    "few_shot": ("shots",),
+}
+RANGES = {  # of baseline options
+    "epsilon": (0.0, math.inf),
+    "decay": (0.0, 1.0),
+    "ridge": (1e-12, math.inf),
+    "ceiling": (1e-12, math.inf),
+    "rho_min": (0.0, 0.999),
+    "rho_max": (0.0, 1.0),
+    "half_distance": (1e-12, math.inf),
+}
+
+
+class ConfigError(ValueError):
+    """A mistake in what the user asked for; its message is one line that names values and fix."""
+
+
+def positive(node: Any, *names: str, prefix: str = "") -> None:
+    """Every named field of a node is above 0 and finite."""
+    for name in names:
+        value = getattr(node, name)
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{prefix}{name}={value} must be above 0 and finite")
+
+
+def distinct(key: str, values: list[Any]) -> None:
+    """No value of a list is named twice."""
+    twice = [value for i, value in enumerate(values) if value in values[:i]]
+    if twice:
+        raise ConfigError(f"{key}={values} names {twice[0]} twice: once is enough")
+
+
+def check_optimizer(optimizer: OptimizerConfig) -> None:
+    """Momenta in [0, 1), weight decay finite and not negative."""
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(optimizer, name) < 1:
+            raise ConfigError(f"optimizer.{name}={getattr(optimizer, name)} must be in [0, 1)")
+    if not 0 <= optimizer.weight_decay < math.inf:
+        raise ConfigError(f"optimizer.weight_decay={optimizer.weight_decay} must be 0 or more")
+
+
+def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
+    """The value is one of those known."""
+    if value not in known:
+        raise ConfigError(f"unknown {key} {value!r}: choose from {', '.join(known)}")
+
+
+def check_group_size(baseline: str, group_size: int) -> None:
+    """The group is large enough for the baseline."""
+    least = BASELINES[baseline].min_group_size
+    if group_size < least:
+        raise ConfigError(
+            f"group_size={group_size} with baseline {baseline}, which needs at least {least} "
+            f"completions a group: use group_size={least} or more, or baseline none"
+        )
+
+
+def check_shape(baseline: str, num_prompts: int, group_size: int, key: str) -> None:
+    """Prompts and group are as many as the baseline needs; `key` is what to raise."""
+    try:
+        shape_of(baseline, num_prompts, group_size)
+    except ValueError as error:
+        raise ConfigError(f"{error}: raise {key}") from error
+
+
+def check_options(rule: BaselineConfig, key: str) -> None:
+    """A rule's options are those it takes, in range."""
+    try:
+        options_of(rule.name, rule.options)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    for name, value in rule.options.items():
+        low, high = RANGES.get(name, (-math.inf, math.inf))
+        if not (math.isfinite(value) and low <= value <= high):
+            raise ConfigError(f"{key}.{name}={value} must be finite and in [{low}, {high}]")
+    for low, high in (("minimum", "maximum"), ("rho_min", "rho_max")):
+        if low in rule.options and rule.options[low] >= rule.options[high]:
+            raise ConfigError(
+                f"{key}: {low}={rule.options[low]} {high}={rule.options[high]}: use {low} < {high}"
+            )
+
+
+def check_dataset(dataset: DatasetConfig) -> None:
+    """The data set exists and exactly the fields that it reads have values."""
+    one_of("dataset.kind", dataset.kind, tuple(DATASETS))
+    one_of("dataset.name", dataset.name, DATASETS[dataset.kind])
+    for kind, names in DATASET_FIELDS.items():
+        for name in names:
+            value = getattr(dataset, name)
+            if kind == dataset.kind and value is None:
+                raise ConfigError(f"dataset.{name}=null: dataset.kind={kind} needs a number")
+            if kind != dataset.kind and value is not None:
+                raise ConfigError(
+                    f"dataset.{name}={value} is not read by dataset.kind={dataset.kind}: use null"
+                )
+    positive(dataset, "train_size", "test_size", "study_size", prefix="dataset.")
+    if dataset.kind == "few_shot":
+        positive(dataset, "shots", prefix="dataset.")
+    else:
+        check_ranges(dataset)
+
+
+def check_prompt(prompt: PromptConfig, kind: str) -> None:
+    """The template shows what the data set gives, and the stop string is not empty."""
+    if "{question}" not in prompt.template:
+        raise ConfigError(
+            f"prompt.template={prompt.template!r} never shows the question: "
+            "put {question} into it"
+        )
+    if ("{shots}" in prompt.template) != (kind == "few_shot"):
+        raise ConfigError(
+            f"prompt.template={prompt.template!r} with dataset.kind={kind}: "
+            "few_shot needs {shots} in the template (prompt=few_shot), other kinds have no shots"
+        )
+    if prompt.stop == "":
+        raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens only")
+
+
+def check_ranges(dataset: DatasetConfig) -> None:
+    """Operand ranges of the arithmetic questions are not empty."""
+    for name in ("term", "factor", "digit"):
+        low, high = getattr(dataset, f"min_{name}"), getattr(dataset, f"max_{name}")
+        if not 1 <= low <= high:
+            raise ConfigError(f"dataset.min_{name}={low} max_{name}={high}: use 1 <= min <= max")
+    low, high = dataset.min_factor, dataset.max_factor
+    if all(factor % 10 == 0 for factor in range(low, min(high, low + 1) + 1)):
+        raise ConfigError(f"dataset.min_factor={low} max_factor={high} holds only multiples of ten")
+
+
+def check_model(model_name_or_path: str) -> None:
+    """The model is an embedded policy, a folder that holds one, or looks like a hub id."""
+    name = model_name_or_path
+    looks_local = name.startswith(("/", "./", "../", "~")) or Path(name).exists()
+    folder = Path(name).expanduser()
+    if looks_local and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.model_name_or_path={name} holds no model: no config.json in {folder.resolve()}"
+        )
+    if name.startswith(EMBEDDED):
+        known = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
+        one_of(
+            "model.model_name_or_path", name, tuple(EMBEDDED + known_name for known_name in known)
+        )
+    elif not looks_local and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ConfigError(f"model.model_name_or_path={name} is neither a folder nor org/name")

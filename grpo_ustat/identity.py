@@ -1,0 +1,76 @@
+"""What makes a run this run: identity keys, fingerprints and the folder's name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from grpo_ustat.checks import ASSETS, EMBEDDED
+
+OPERATIONAL = (
+    "on_existing",
+    "launch",
+    "pool",
+    "max_steps",
+    "save_steps",
+    "micro_batch_size",
+    "rollout_batch_size",
+)
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """What makes the run this run: the configuration without operational keys, and the weights."""
+    keys = {key: value for key, value in named(asdict(config)).items() if key not in OPERATIONAL}
+    return keys | {"weights": weights_fingerprint(config.model.model_name_or_path)}
+
+
+def named(keys: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's keys, of `rules` only those in `baselines`: adding one changes no folder.
+
+    >>> named({"baselines": ["none"], "rules": {"none": {}, "opo": {}}})["rules"]
+    {'none': {}}
+    """
+    if not keys.get("rules"):
+        return keys
+    asked = keys.get("baselines", ())
+    return keys | {"rules": {name: keys["rules"][name] for name in asked if name in keys["rules"]}}
+
+
+def weights_fingerprint(model_name_or_path: str) -> str | None:
+    """A hash of the weight files of an embedded policy or a folder; None for a hub id.
+
+    Small files count by their content, files above 64 MiB by size and time of change.
+    """
+    name = model_name_or_path
+    folder = ASSETS / name.removeprefix(EMBEDDED) if name.startswith(EMBEDDED) else Path(name)
+    files = sorted(folder.expanduser().glob("*.safetensors"))
+    if not files:
+        return None
+    total = hashlib.sha256()
+    for file in files:
+        stat = file.stat()
+        small = stat.st_size <= 2**26
+        total.update(file.read_bytes() if small else f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    return total.hexdigest()[:12]
+
+
+def fingerprint(identity_keys: dict[str, Any]) -> str:
+    """A short hash of `identity`, 12 hexadecimal digits.
+
+    >>> fingerprint({"seed": 0, "group_size": 4}) == fingerprint({"group_size": 4, "seed": 0})
+    True
+    """
+    text = json.dumps(identity_keys, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def folder_name(config: Any) -> str:
+    """The run folder's name without its seed: words, then a hash of the identity keys."""
+    keys = identity(config)
+    del keys["seed"]
+    words = re.sub(r"[^\w.=-]+", "_", config.run_name)
+    return f"{words}-{fingerprint(keys)[:8]}"
