@@ -126,9 +126,39 @@ def norm_moments(q_PN: np.ndarray, rewards_PN: np.ndarray, ghat_sq_P: np.ndarray
     n = rewards_PN.shape[-1]
     if n < 3:
         raise ValueError(f"unbiased moments need at least 3 completions a prompt, got {n}")
-    q, z = q_PN, rewards_PN
-    sq, sz, szz = q.sum(-1), z.sum(-1), (z * z).sum(-1)
-    sqz, sqzz = (q * z).sum(-1), (q * z * z).sum(-1)
+    return _from_sums(n, {k: x.sum(-1) for k, x in _powers(q_PN, rewards_PN).items()}, ghat_sq_P)
+
+
+def deleted_moments(rewards_PN: np.ndarray, gram_PNN: np.ndarray) -> Moments:
+    """The same with each completion left out in turn, arrays of shape [P, N].
+
+    With a = sum_j s_j z_j and b = sum_j s_j, leaving out i changes ||a||^2, <a, b> and ||b||^2 by
+    what <s_i, a>, <s_i, b> and q_i say.
+
+    Raises:
+        ValueError: N < 4.
+    """
+    n = rewards_PN.shape[-1] - 1
+    if n < 3:
+        raise ValueError(f"leaving one out needs at least 4 completions a prompt, got {n + 1}")
+    z, q = rewards_PN, np.diagonal(gram_PNN, axis1=1, axis2=2)
+    sums = {k: x.sum(-1, keepdims=True) - x for k, x in _powers(q, z).items()}
+    with_a = np.einsum("pij,pj->pi", gram_PNN, z)
+    with_b = gram_PNN.sum(-1)
+    aa = (with_a * z).sum(-1, keepdims=True) - 2 * z * with_a + z * z * q
+    ab = with_a.sum(-1, keepdims=True) - z * with_b - with_a + z * q
+    bb = with_b.sum(-1, keepdims=True) - 2 * with_b + q
+    sz = sums["z"]
+    ghat_sq = (n * n * aa - 2 * n * sz * ab + sz * sz * bb) / (n * (n - 1)) ** 2
+    return _from_sums(n, sums, ghat_sq)
+
+
+def _powers(q: np.ndarray, z: np.ndarray) -> dict[str, np.ndarray]:
+    return {"q": q, "z": z, "zz": z * z, "qz": q * z, "qzz": q * z * z, "qq": q * q}
+
+
+def _from_sums(n: int, sums: dict[str, np.ndarray], ghat_sq: np.ndarray) -> Moments:
+    sq, sz, szz, sqz, sqzz, sqq = (sums[k] for k in ("q", "z", "zz", "qz", "qzz", "qq"))
     pairs, triples = n * (n - 1), n * (n - 1) * (n - 2)
     v_m1 = (sz * sqz - sqzz) / pairs
     v2_m0 = (sz * sz * sq - szz * sq - 2 * sz * sqz + 2 * sqzz) / triples
@@ -141,20 +171,8 @@ def norm_moments(q_PN: np.ndarray, rewards_PN: np.ndarray, ghat_sq_P: np.ndarray
         a_0=sqzz / n,
         a_v=a_v,
         d=d,
-        g_sq=(ghat_sq_P - a_v / n - d / pairs) / (1 - 1 / n + 1 / pairs),
+        g_sq=(ghat_sq - a_v / n - d / pairs) / (1 - 1 / n + 1 / pairs),
         cov_qz=(sqz - sz * sq / n) / (n - 1),
-        var_q=q.var(axis=-1, ddof=1),
-        var_z=z.var(axis=-1, ddof=1),
+        var_q=(sqq - sq * sq / n) / (n - 1),
+        var_z=(szz - sz * sz / n) / (n - 1),
     )
-
-
-def objective_grad_sq(pooled_sq: float, moments: Moments, pool_size: int) -> float:
-    """Unbiased ||grad J||^2 of the P prompts at hand.
-
-    Args:
-        pooled_sq: ||mean_x ghat_N,x||^2.
-        moments: of the same pools.
-        pool_size: N.
-    """
-    noise = moments.mse("leave_one_out", pool_size).mean() / len(moments.m0)
-    return float(pooled_sq - noise)

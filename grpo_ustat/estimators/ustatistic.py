@@ -11,6 +11,8 @@ with `linear` the mean of `s_i (z_i - V) - g` and `degenerate` the mean over pai
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 
@@ -46,3 +48,17 @@ def hoeffding(
     i, j = np.triu_indices(len(rewards_G), k=1)
     second = -(scores_GD[i] * centred_G[j, None] + scores_GD[j] * centred_G[i, None]) / 2
     return gradient_D, linear, second.mean(axis=0)
+
+
+def silent_share(rewards_PN: np.ndarray, group_size: int) -> np.ndarray:
+    """Probability that a group's rewards are all equal, so that it says nothing, per prompt [P].
+
+    Unbiased: the share of all groups of G of the N completions, sum_c C(n_c, G) / C(N, G) over the
+    counts n_c of equal rewards.
+
+    >>> silent_share(np.array([[1.0, 1.0, 1.0, 0.0]]), 2).tolist()
+    [0.5]
+    """
+    whole = math.comb(rewards_PN.shape[1], group_size)
+    counts = [np.unique(row, return_counts=True)[1] for row in rewards_PN]
+    return np.array([sum(math.comb(c, group_size) for c in row.tolist()) / whole for row in counts])

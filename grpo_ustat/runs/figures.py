@@ -22,43 +22,94 @@ STYLE = {  # Okabe-Ito colours, and markers that differ in grey too
     "oracle": ("#009E73", "D", "oracle"),
 }
 OTHER_COLOURS, OTHER_MARKERS = ("#E69F00", "#CC79A7", "#000000"), "^PX<>*pd"
-LINES = {"closed_form": "-", "monte_carlo": ":"}
+LINES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
+FONTS = {"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 10}
 
 
 def mse_figure(folder: Path, result: dict[str, Any], config: MseConfig) -> None:
-    """MSE against group size, both axes logarithmic, with 95 % bands; `figure.{pdf,svg,png}`."""
-    with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 10}):
+    """MSE against group size, a panel per setting, with 95 % bands; `figure.{pdf,svg,png}`."""
+    rows = [row for row in result["curves"] if row["target"].endswith("expected reward")]
+    points = list(dict.fromkeys((row["setting"], row["num_prompts"]) for row in rows))
+    with plt.rc_context(FONTS):
+        size = (1.4 + 5.0 * len(points), 4.4)
+        figure, panels = plt.subplots(
+            1, len(points), figsize=size, squeeze=False, layout="constrained"
+        )
+        for axes, point in zip(panels[0], points, strict=True):
+            _panel(axes, [r for r in rows if (r["setting"], r["num_prompts"]) == point], config)
+            if len(points) > 1:
+                axes.set_title(f"{point[0].replace('_', ' ')}, B = {point[1]}", fontsize=9)
+        panels[0, 0].set_ylabel("mean squared error of the gradient")
+        panels[0, 0].legend(frameon=False, fontsize=9)
+        figure.suptitle(_title(result), fontsize=9, x=0.02, ha="left")
+        _save(figure, folder, "figure")
+
+
+def scaling_figure(folder: Path, result: dict[str, Any]) -> None:
+    """n times the MSE at n rollouts against G, its minimum and interval; `scaling.*`."""
+    curve, scaling = result["scaling"]["curve"], result["scaling"]
+    sizes = [point["group_size"] for point in curve]
+    with plt.rc_context(FONTS):
         figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
-        keys = dict.fromkeys((row["method"], row["baseline"]) for row in result["curves"])
-        for method, name in keys:
-            rows = [r for r in result["curves"] if (r["method"], r["baseline"]) == (method, name)]
-            _curve(axes, rows, method, name, several=len({m for m, _ in keys}) > 1)
+        colour = STYLE["leave_one_out"][0]
+        axes.plot(sizes, [p["n_mse"] for p in curve], color=colour, marker="o", markersize=4)
+        axes.fill_between(
+            sizes, [max(p["low"], 1e-9) for p in curve], [p["high"] for p in curve],
+            color=colour, alpha=0.2, linewidth=0,
+        )  # fmt: skip
+        best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
+        if low is not None:
+            axes.axvspan(low, high, color="#999999", alpha=0.3, linewidth=0)
+            axes.axvline(best, color="black", linestyle="--", linewidth=1)
+            axes.set_xlabel(f"group size G;  dashed: G* = {best:.1f} [{low:.1f}, {high:.1f}]")
+        else:
+            axes.set_xlabel("group size G;  G* has no finite interval")
         axes.set_xscale("log", base=2)
-        positive = [row["mse"] for row in result["curves"] if row["mse"] > 0]
-        if positive:
-            axes.set_yscale("log")
-            axes.set_ylim(min(positive) / 2, 2 * max(row["high"] for row in result["curves"]))
-        axes.set_xticks(config.group_sizes, [str(size) for size in config.group_sizes])
-        axes.set_xlabel("group size G")
-        axes.set_ylabel("mean squared error of the gradient")
+        axes.set_yscale("log")
+        ticks = [2**k for k in range(1, 9)]
+        axes.set_xticks(ticks, [str(t) for t in ticks])
+        axes.set_ylabel("n x MSE at n = B G rollouts, any n (leave_one_out)")
         axes.grid(alpha=0.3, which="both", linewidth=0.5)
-        axes.legend(frameon=False)
         axes.set_title(_title(result), fontsize=9, loc="left")
-        for suffix in ("pdf", "svg", "png"):
-            figure.savefig(folder / f"figure.{suffix}", dpi=150)
-        plt.close(figure)
+        _save(figure, folder, "scaling")
+
+
+def _panel(axes, rows: list[dict[str, Any]], config: MseConfig) -> None:
+    keys = dict.fromkeys((row["method"], row["baseline"]) for row in rows)
+    for method, name in keys:
+        mine = [r for r in rows if (r["method"], r["baseline"]) == (method, name)]
+        _curve(axes, mine, method, name, several=len({m for m, _ in keys}) > 1)
+    axes.set_xscale("log", base=2)
+    positive = [row["mse"] for row in rows if row["mse"] is not None and row["mse"] > 0]
+    if positive:
+        axes.set_yscale("log")
+        highest = max(row["high"] or row["mse"] or 0 for row in rows)
+        axes.set_ylim(min(positive) / 2, 2 * highest)
+    axes.set_xticks(config.group_sizes, [str(size) for size in config.group_sizes])
+    axes.set_xlabel("group size G")
+    axes.grid(alpha=0.3, which="both", linewidth=0.5)
+
+
+def _save(figure, folder: Path, name: str) -> None:
+    for suffix in ("pdf", "svg", "png"):
+        figure.savefig(folder / f"{name}.{suffix}", dpi=150)
+    plt.close(figure)
 
 
 def _curve(axes, rows: list[dict[str, Any]], method: str, name: str, several: bool) -> None:
     colour, marker, label = _style(name)
-    rows = sorted(rows, key=lambda row: row["group_size"])
-    sizes = [row["group_size"] for row in rows]
-    mse = [row["mse"] for row in rows]
+    rows = sorted((r for r in rows if r["mse"] is not None), key=lambda row: row["group_size"])
     if several:
         label += f", {method}"
+    sizes, mse = [row["group_size"] for row in rows], [row["mse"] for row in rows]
     axes.plot(sizes, mse, LINES[method], color=colour, marker=marker, markersize=4, label=label)
-    low = [max(row["low"], 1e-9) for row in rows]  # a band that reaches 0 leaves the picture
-    axes.fill_between(sizes, low, [r["high"] for r in rows], color=colour, alpha=0.2, linewidth=0)
+    known = [row for row in rows if row["low"] is not None and row["high"] is not None]
+    axes.fill_between(
+        [row["group_size"] for row in known],
+        [max(row["low"], 1e-9) for row in known],  # a band that reaches 0 leaves the picture
+        [row["high"] for row in known],
+        color=colour, alpha=0.2, linewidth=0,
+    )  # fmt: skip
 
 
 def _style(name: str) -> tuple[str, str, str]:

@@ -25,6 +25,8 @@ ARTEFACTS = (
     "eval.csv",
     "curves.csv",
     "figure.*",
+    "scaling.*",
+    "pool",
     "checkpoint-*",
     ".checkpoint-*.tmp",
 )

@@ -22,37 +22,56 @@ def write_csv(folder: RunFolder, name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def mse_tables(result: dict[str, Any]) -> list[Table]:
-    """One table per method: a row per group size, a column per baseline, intervals in brackets."""
-    methods = dict.fromkeys(row["method"] for row in result["curves"])
-    return [_mse_table(result, method) for method in methods]
+    """One table per method, target and setting: a row per group size, a column per baseline."""
+    keys = ("method", "target", "setting", "num_prompts")
+    kinds = dict.fromkeys(tuple(row[k] for k in keys) for row in result["curves"])
+    return [
+        _mse_table(result, [r for r in result["curves"] if tuple(r[k] for k in keys) == kind])
+        for kind in kinds
+    ]
 
 
-def _mse_table(result: dict[str, Any], method: str) -> Table:
-    policy = result["policy"]
-    rows = [row for row in result["curves"] if row["method"] == method]
+def _mse_table(result: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
+    policy, first = result["policy"], rows[0]
     given = {"completions": "given the questions", "questions": "over questions"}
     title = (
-        f"MSE of the gradient averaged over {result['questions']} questions ({method})\n"
+        f"MSE of the gradient, {_setting(first, result['questions'])} ({first['method']})\n"
+        f"against the {first['target']}\n"
         f"policy {policy['name']}, accuracy {policy['accuracy']:.3f} "
         f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}] over questions"
     )
     source = f"{result['pool_completions']} completions a question"
-    if method == "monte_carlo":
-        source = "replicates of the largest G: " + str(min(row["replicates"] for row in rows))
-    table = Table(title=title, caption=f"95 % intervals {given[rows[0]['interval']]}; {source}")
+    if first["replicates"] is not None:
+        source += f"; replicates of the largest G: {min(row['replicates'] for row in rows)}"
+    table = Table(title=title, caption=f"95 % intervals {given[first['interval']]}; {source}")
     table.min_width = 64
     table.add_column("G", justify="right")
-    for name in dict.fromkeys(row["baseline"] for row in rows):
+    names = list(dict.fromkeys(row["baseline"] for row in rows))
+    for name in names:
         label = name if BASELINES[name].unbiased else f"{name} (biased)"
         table.add_column(label, justify="right")
+    cells = {(row["group_size"], row["baseline"]): _cell(row) for row in rows}
     for size in sorted({row["group_size"] for row in rows}):
-        cells = [
-            f"{_short(row['mse'])}\n[{_short(row['low'])}, {_short(row['high'])}]"
-            for row in rows
-            if row["group_size"] == size
-        ]
-        table.add_row(str(size), *cells)
+        table.add_row(str(size), *(cells.get((size, name), "-") for name in names))
     return table
+
+
+def _setting(row: dict[str, Any], questions: int) -> str:
+    count = row["num_prompts"]
+    return {
+        "all_questions_once": f"averaged over {questions} questions",
+        "with_replacement": f"B = {count} of {questions} questions with replacement",
+        "without_replacement": f"B = {count} of {questions} questions without replacement",
+        "one_question": f"of one question, mean over {questions}",
+    }[row["setting"]]
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if row["mse"] is None:
+        return "-"
+    if row["low"] is None or row["high"] is None:
+        return f"{_short(row['mse'])}\n(no interval)"
+    return f"{_short(row['mse'])}\n[{_short(row['low'])}, {_short(row['high'])}]"
 
 
 def clipped_warning(clipped_ratio: float, max_completion_length: int) -> str:

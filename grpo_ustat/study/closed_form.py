@@ -1,145 +1,208 @@
-"""From a score pool to curves, scaling law and Assumption 2, each with its interval.
+r"""From a score pool to curves, scaling law and Assumption 2, each with its interval.
 
-Every question is used once and its estimates are averaged (the paper's Figure 4): for unbiased
-baselines `MSE = 1/P^2 sum_x MSE_x(G)`; the group mean is c = (G-1)/G times leave-one-out, so its
-MSE is `c^2 MSE_loo + ||grad J||^2 / G^2`.
+Every statistic is a function of means over questions of unbiased per-question moments and of
+`S = sum_{x != y} <ghat_x, ghat_y>`, inner products of different questions' pool gradients:
 
-Intervals given the questions delete one completion of a question at a time for what is linear in
-per-question moments, and one block of every question's completions for the rest; as a sample of
-questions they delete a block of questions. Never a bootstrap over completions: its duplicates turn
-the U-statistics into V-statistics.
+    ||grad J||^2 = 1/m^2 ( sum_x ||g_x||^2 + S )
+
+Intervals given the questions leave out one completion of one question at a time (delete-one
+jackknife; the variances of independent questions add up), intervals over questions one question at
+a time. Never a bootstrap over completions: its duplicates turn U-statistics into V-statistics.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, pooled_dof, t_interval
-from grpo_ustat.estimators.moments import Moments, objective_grad_sq, pool_moments
-from grpo_ustat.estimators.scaling import scaling_law
+from grpo_ustat.estimators.moments import Moments, deleted_moments, pool_moments
+from grpo_ustat.estimators.scaling import best_group_size
+from grpo_ustat.estimators.settings import decompose
 from grpo_ustat.records import ScorePool
 
-LINEAR = ("none", "leave_one_out", "oracle")
+Numbers = dict[str, np.ndarray]
+GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # n MSE(n/G, G) there
+
+
+@dataclass(frozen=True)
+class Row:
+    """One point of a curve.
+
+    Attributes:
+        baseline, group_size: the estimator.
+        setting: how questions are drawn, `num_prompts` of them.
+    """
+
+    baseline: str
+    group_size: int
+    setting: str
+    num_prompts: int
+
+    @property
+    def key(self) -> str:
+        """Its name among the statistics."""
+        return f"mse/{self.baseline}/{self.group_size}/{self.setting}/{self.num_prompts}"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to compute.
+
+    Attributes:
+        rows: points of curves.
+        options: of the baselines, by name.
+        questions: m of the whole pool.
+        sample: whether the questions are a sample: C1 and ||grad J||^2 are then the population's,
+            C1 with divisor m - 1 and ||grad J||^2 without the C1/m that the sample's mean adds.
+        costs: (prompt, completion) costs by name, for the best group size at a fixed budget.
+    """
+
+    rows: list[Row]
+    options: Mapping[str, Mapping[str, float]]
+    questions: int
+    sample: bool
+    costs: Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """All statistics of a pool by name, each with its interval; `mse/<baseline>/<G>` the curves."""
+    """All statistics of a pool by name, each with its interval; plain numbers beside them.
+
+    Attributes:
+        statistics: see `_statistics`; `mse/...` are the curves' points, see `Row.key`.
+        parts: (bias^2, variance, E||T||^2, <E T, grad J>) of every row by key.
+    """
 
     statistics: dict[str, Interval]
+    parts: dict[str, tuple[float, float, float, float]]
 
     def __getitem__(self, name: str) -> Interval:
         return self.statistics[name]
 
 
-def closed_form(
-    pool: ScorePool, baselines: list[str], group_sizes: list[int], interval: str
-) -> ClosedForm:
+def closed_form(pool: ScorePool, asked: Asked, interval: str) -> ClosedForm:
     """Every statistic of the pool.
 
     Args:
-        pool: N >= 4 completions of each of P prompts.
-        baselines: any of none, leave_one_out, group_mean, oracle.
-        group_sizes: every G.
-        interval: `completions`, given the prompts, or `questions`, as a sample of prompts.
+        pool: N >= 4 completions of each of m questions.
+        asked: see `Asked`.
+        interval: `completions`, given the questions, or `questions`, as a sample of questions.
     """
-    measure = _Measure(baselines, group_sizes, len(pool.rewards_PN), interval == "questions")
-    full = measure(pool.rewards_PN, pool.gram_PNN, pool.grad_sq)
-    deleted = [measure(*view) for view in _views(pool, interval)]
-    result = {}
-    for name, estimate in full.items():
-        values_K = np.array([statistics[name] for statistics in deleted])
-        result[name] = t_interval(estimate, float(jackknife_variance(values_K)), len(deleted) - 1)
-    result["gstar_paper"], result["gstar"] = _best_group_size(full, deleted, result)
-    result["crossover"] = _crossover(result["vanilla_excess"])
-    if interval == "completions":
-        result |= _delete_one(pool, baselines, group_sizes)
-    return ClosedForm(result)
-
-
-def _views(pool: ScorePool, interval: str) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
-    """(rewards, Gram matrices, ||pooled gradient||^2) with one block left out at a time."""
+    full = _per_question(pool, asked, pool_moments(pool.rewards_PN, pool.gram_PNN))
+    means = {name: values.mean() for name, values in full.items()}
+    gradients_PR = pool.gradients_PR
+    total_R = gradients_PR.sum(axis=0)
+    with_others_P = gradients_PR @ total_R - np.square(gradients_PR).sum(axis=1)
+    count = asked.questions
+    estimates = _statistics(means, with_others_P.sum() / count**2, count, asked)
     if interval == "questions":
-        count = len(pool.rewards_PN)
-        pairs = zip(pool.prompt_blocks_K, pool.grad_sq_without_prompts_K, strict=True)
-        for block, grad_sq in pairs:
-            kept = np.delete(np.arange(count), block)
-            yield pool.rewards_PN[kept], pool.gram_PNN[kept], float(grad_sq)
-        return
-    for block, grad_sq in zip(pool.completion_blocks_K, pool.grad_sq_without_K, strict=True):
-        yield *_without(pool, block), float(grad_sq)
-
-
-def _without(pool: ScorePool, block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    kept = np.delete(np.arange(pool.rewards_PN.shape[1]), block)
-    return pool.rewards_PN[:, kept], pool.gram_PNN[:, kept[:, None], kept]
-
-
-@dataclass(frozen=True)
-class _Measure:
-    """All statistics of a pool, or of a part of it.
-
-    Attributes:
-        baselines, group_sizes: of the curves.
-        prompts: P of the whole pool, the number that the curves average over.
-        sample: whether the prompts are a sample: C1 and ||grad J||^2 are then the population's,
-            C1 with divisor P - 1 and ||grad J||^2 without the C1/P that the sample's mean adds.
-    """
-
-    baselines: list[str]
-    group_sizes: list[int]
-    prompts: int
-    sample: bool
-
-    def __call__(self, rewards_PN, gram_PNN, pooled_sq: float) -> dict[str, float]:
-        moments = pool_moments(rewards_PN, gram_PNN)
-        count, size = rewards_PN.shape
-        grad_sq = objective_grad_sq(pooled_sq, moments, size)
-        law = scaling_law(moments, grad_sq)
-        c1, at_hand = law.c1, grad_sq
-        if self.sample:
-            c1 = law.c1 * count / (count - 1)
-            grad_sq -= law.c1 / (count - 1)
-            at_hand = grad_sq + c1 / self.prompts
-        result = {"grad_sq": grad_sq, "grad_sq_at_hand": at_hand}
-        result |= {"c1": c1, "c2": law.c2, "c3": law.c3}
-        result |= _assumption(moments, rewards_PN, np.diagonal(gram_PNN, axis1=1, axis2=2))
-        result["vanilla_excess"] = -result["av_minus_a0"] / law.c3 if law.c3 > 0 else math.nan
-        for baseline in self.baselines:
-            for group_size in self.group_sizes:
-                mse = self._mse(moments, at_hand, baseline, group_size)
-                result[f"mse/{baseline}/{group_size}"] = mse
-        return result
-
-    def _mse(self, moments: Moments, grad_sq: float, baseline: str, group_size: int) -> float:
-        if baseline in LINEAR:
-            return float(moments.mse(baseline, group_size).mean() / self.prompts)
-        shrink = (group_size - 1) / group_size
-        leave_one_out = self._mse(moments, grad_sq, "leave_one_out", group_size)
-        return shrink**2 * leave_one_out + grad_sq / group_size**2
-
-
-def _assumption(moments: Moments, z_PN: np.ndarray, q_PN: np.ndarray) -> dict[str, float]:
-    """What decides the ordering: how score norm and reward go together given the question."""
-    spread = math.sqrt(moments.var_q.mean() * moments.var_z.mean())
-    a_0, a_v = float(moments.a_0.mean()), float(moments.a_v.mean())
-    excess = float(_excess(q_PN, z_PN).mean())
-    return {
-        "corr": float(moments.cov_qz.mean()) / spread if spread > 0 else math.nan,
-        "a0": a_0,
-        "a_v": a_v,
-        "a_bstar": a_v - excess,
-        "av_minus_abstar": excess,
-        "av_minus_a0": a_v - a_0,
+        spread = _over_questions(full, with_others_P, asked)
+    else:
+        spread = _given_questions(pool, full, means, with_others_P, asked)
+    found = {
+        name: t_interval(float(estimates[name]), *spread[name])
+        for name in estimates
+        if name in spread
     }
+    for name in [name for name in found if name.startswith("log_")]:
+        found[name.removeprefix("log_")] = _on_log_scale(found.pop(name), found)
+    found["gstar"] = Interval(*(1 + x for x in found["gstar_paper"]))
+    found["crossover"] = _crossover(found["vanilla_excess"])
+    return ClosedForm(found, _parts(means, estimates, asked))
+
+
+def _per_question(pool: ScorePool, asked: Asked, moments: Moments) -> Numbers:
+    """Unbiased per-question quantities, [m]; all that means are taken of."""
+    values = {f.name: getattr(moments, f.name) for f in fields(moments)}
+    values["excess"] = _excess(pool.sq_norm_PN, pool.rewards_PN)
+    return values | _fixed_baselines(pool, asked, moments)
+
+
+def _fixed_baselines(pool: ScorePool, asked: Asked, moments: Moments) -> Numbers:
+    """A_b of the baselines whose b(x) the pool's own completions do not move."""
+    means_P = pool.rewards_PN.mean(axis=1)
+    others_P = (means_P.sum() - means_P) / max(1, len(means_P) - 1)
+    known = {"running_mean": others_P, "remax": pool.greedy_P}
+    if "constant" in asked.options:
+        known["constant"] = np.full(len(means_P), asked.options["constant"]["value"])
+    shape = (-1,) + (1,) * (moments.m0.ndim - 1)
+    result = {}
+    for name in {row.baseline for row in asked.rows} & set(known):
+        b = known[name].reshape(shape)
+        result[f"a_{name}"] = moments.a_0 - 2 * b * moments.m1 + b * b * moments.m0
+    return result
+
+
+def _statistics(means: Numbers, between, count: int, asked: Asked) -> Numbers:
+    """All statistics, elementwise in `means` and `between` = S/m^2."""
+    grad_sq = means["g_sq"] / count + between
+    c1 = means["g_sq"] - grad_sq
+    at_hand = grad_sq
+    if asked.sample:
+        c1 = c1 * count / max(1, count - 1)
+        grad_sq = means["g_sq"] - c1
+        at_hand = grad_sq + c1 / asked.questions
+    c2, c3 = means["a_v"] - means["g_sq"], means["d"] + means["g_sq"]
+    spread = means["var_q"] * means["var_z"]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        result = {
+            "grad_sq": grad_sq, "grad_sq_at_hand": at_hand, "c1": c1, "c2": c2, "c3": c3,
+            "a0": means["a_0"], "a_v": means["a_v"], "a_bstar": means["a_v"] - means["excess"],
+            "av_minus_abstar": means["excess"], "av_minus_a0": means["a_v"] - means["a_0"],
+            "corr": means["cov_qz"] / np.sqrt(np.where(spread > 0, spread, np.nan)),
+            "vanilla_excess": np.where(c3 > 0, (means["a_0"] - means["a_v"]) / c3, np.nan),
+            "log_gstar_paper": 0.5 * np.log(np.where((c1 > 0) & (c3 > 0), c3 / c1, np.nan)),
+        }  # fmt: skip
+        for name, cost in asked.costs.items():
+            best = best_group_size(c1, c2, c3, *cost)
+            result[f"log_gstar_{name}"] = np.log(best)
+    for size in GRID:
+        result[f"n_mse/{size}"] = size * c1 + c2 + c3 / (size - 1)
+    for row in asked.rows:
+        result[row.key] = _row(row, means, grad_sq, at_hand, asked)[0]
+    return result
+
+
+def _row(row: Row, means: Numbers, grad_sq, at_hand, asked: Asked):
+    """Mean squared error, bias^2, variance, E||T||^2 and <E T, tau> of one row."""
+    second, shrink, size = 0.0, 1.0, row.group_size
+    if row.baseline in ("leave_one_out", "group_mean"):
+        second = (means["d"] + means["g_sq"]) / (size * (size - 1))
+    if row.baseline == "group_mean":
+        shrink = (size - 1) / size
+    e = means["g_sq"] + (_a(row.baseline, means) - means["g_sq"]) / size + second
+    target = grad_sq if row.setting == "with_replacement" else at_hand
+    if row.setting == "one_question":
+        target = means["g_sq"]
+    mse, bias2, variance = decompose(
+        row.setting, row.num_prompts, asked.questions,
+        shrink**2 * e, shrink**2 * means["g_sq"],
+        shrink**2 * target, shrink * target, target,
+    )  # fmt: skip
+    return mse, bias2, variance, variance + shrink**2 * target, shrink * target
+
+
+def _a(baseline: str, means: Numbers):
+    """Mean over questions of A_b = E[q (z - b)^2]; leave-one-out has the oracle's first order."""
+    known = {
+        "none": "a_0", "oracle": "a_v", "leave_one_out": "a_v", "group_mean": "a_v",
+    }  # fmt: skip
+    if baseline == "optimal":
+        return means["a_v"] - means["excess"]
+    return means[known.get(baseline, f"a_{baseline}")]
+
+
+def _parts(means: Numbers, estimates: Numbers, asked: Asked) -> dict[str, tuple]:
+    levels = (estimates["grad_sq"], estimates["grad_sq_at_hand"])
+    return {row.key: tuple(map(float, _row(row, means, *levels, asked)[1:])) for row in asked.rows}
 
 
 def _excess(q_PN: np.ndarray, z_PN: np.ndarray) -> np.ndarray:
-    """A_V - A_{b*} = Cov(q, z)^2 / M_0 of each prompt, bias-corrected by the jackknife.
+    """A_V - A_{b*} = Cov(q, z)^2 / M_0 of each question, bias-corrected by the jackknife.
 
     The plug-in is never negative and its bias is of order 1/N; `N theta - (N-1) mean theta_{-i}`
     removes that order, and may be negative.
@@ -157,43 +220,58 @@ def _excess(q_PN: np.ndarray, z_PN: np.ndarray) -> np.ndarray:
     return count * whole_P - (count - 1) * plug_in(*rest, count - 1).mean(axis=1)
 
 
-def _delete_one(
-    pool: ScorePool, baselines: list[str], group_sizes: list[int]
-) -> dict[str, Interval]:
-    """Delete-one jackknife of each question; the variances of independent questions add up."""
+def _given_questions(
+    pool: ScorePool, full: Numbers, means: Numbers, with_others_P, asked: Asked
+) -> dict[str, tuple[float, float]]:
+    """(variance, degrees of freedom) of every statistic, completions left out one at a time."""
     count, size = pool.rewards_PN.shape
-    full = pool_moments(pool.rewards_PN, pool.gram_PNN)
-    deleted = [pool_moments(*_without(pool, np.array([i]))) for i in range(size)]
+    moments = deleted_moments(pool.rewards_PN, pool.gram_PNN)
+    deleted = {f.name: getattr(moments, f.name) for f in fields(moments)}
+    deleted["excess"] = np.stack(
+        [
+            _excess(np.delete(pool.sq_norm_PN, i, 1), np.delete(pool.rewards_PN, i, 1))
+            for i in range(size)
+        ],
+        axis=1,
+    )
+    deleted |= _fixed_baselines(pool, asked, moments)
+    moved = {name: means[name] + (deleted[name] - full[name][:, None]) / count for name in deleted}
+    between = (with_others_P.sum() + 2 * _change_between(pool)) / count**2
+    found = _statistics(moved, between, count, asked)
     result = {}
-    for baseline in (b for b in baselines if b in LINEAR):
-        for group_size in group_sizes:
-            values_NP = np.array([moments.mse(baseline, group_size) for moments in deleted])
-            variances_P = jackknife_variance(values_NP, axis=0)
-            result[f"mse/{baseline}/{group_size}"] = t_interval(
-                full.mse(baseline, group_size).mean() / count,
-                variances_P.sum() / count**4,
-                pooled_dof(variances_P, size - 1),
-            )
+    for name, values_PN in found.items():
+        variances_P = jackknife_variance(values_PN, axis=1)
+        result[name] = float(variances_P.sum()), pooled_dof(variances_P, size - 1)
     return result
 
 
-def _best_group_size(full: dict, deleted: list[dict], found: dict) -> tuple[Interval, Interval]:
-    """sqrt(C3/C1) and 1 + it, interval on the log scale; none unless both are surely positive."""
-    logs = [_log_ratio(statistics) for statistics in [full, *deleted]]
-    estimate = math.exp(logs[0]) if math.isfinite(logs[0]) else math.nan
-    positive = found["c1"].low > 0 and found["c3"].low > 0
-    if not (positive and all(map(math.isfinite, logs))):
-        paper = Interval(estimate, math.nan, math.nan)
-    else:
-        variance = float(jackknife_variance(np.array(logs[1:])))
-        paper = Interval(*map(math.exp, t_interval(logs[0], variance, len(deleted) - 1)))
-    return paper, Interval(*(1 + x for x in paper))
+def _change_between(pool: ScorePool) -> np.ndarray:
+    """<ghat_x without i - ghat_x, sum_{y != x} ghat_y>, [m, N], from the completions' sketches."""
+    z, features = pool.rewards_PN, pool.features_PNR.astype(np.float64)
+    n = z.shape[1]
+    sz = z.sum(axis=1, keepdims=True)
+    weights = (n * z - sz) / (n * (n - 1))
+    own_PR = np.einsum("pn,pnr->pr", weights, features)
+    products = np.einsum("pnr,pr->pn", features, own_PR.sum(axis=0) - own_PR)
+    a, b = (z * products).sum(axis=1, keepdims=True), products.sum(axis=1, keepdims=True)
+    left = (n - 1) * (a - z * products) - (sz - z) * (b - products)
+    return left / ((n - 1) * (n - 2)) - (weights * products).sum(axis=1, keepdims=True)
 
 
-def _log_ratio(statistics: dict[str, float]) -> float:
-    """The logarithm of sqrt(C3/C1); NaN where it is undefined."""
-    c1, c3 = statistics["c1"], statistics["c3"]
-    return 0.5 * math.log(c3 / c1) if c1 > 0 and c3 > 0 else math.nan
+def _over_questions(full: Numbers, with_others_P, asked: Asked) -> dict[str, tuple[float, float]]:
+    """(variance, degrees of freedom) of every statistic, questions left out one at a time."""
+    count = asked.questions
+    means = {name: (x.sum() - x) / (count - 1) for name, x in full.items()}
+    between = (with_others_P.sum() - 2 * with_others_P) / (count - 1) ** 2
+    found = _statistics(means, between, count - 1, asked)
+    return {name: (float(jackknife_variance(x)), count - 1) for name, x in found.items()}
+
+
+def _on_log_scale(logs: Interval, found: dict[str, Interval]) -> Interval:
+    """Back from logarithms; no interval unless C1 and C3 are both surely positive."""
+    sure = found["c1"].low > 0 and found["c3"].low > 0
+    low, high = (logs.low, logs.high) if sure else (math.nan, math.nan)
+    return Interval(*(math.exp(x) for x in (logs.estimate, low, high)))
 
 
 def _crossover(excess: Interval) -> Interval:

@@ -59,6 +59,28 @@ def build_pool(
     return read_pool(store, prompts, size)
 
 
+def model_facts(config: MseConfig, prompts: list[Prompt]) -> tuple[int, float]:
+    """Number of parameters that scores cover, and mean prompt length in tokens."""
+    policy = configured_policy(config)
+    lengths = [len(policy.tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
+    return sum(parameter_sizes(policy.model).values()), float(np.mean(lengths))
+
+
+def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> np.ndarray:
+    """Reward of each prompt's greedy completion, [P]."""
+    (found,), _ = share(_greedy, [prompts], 1, "greedy", len(prompts), config)
+    return found
+
+
+def _greedy(items: list[list[Prompt]], config: MseConfig) -> Iterator:
+    policy, task = configured_policy(config), make_task(config)
+    for prompts in items:
+        sampling = Sampling.of(config, "greedy", greedy=True)
+        rollouts, took = timed_sample(policy, prompts, 1, sampling)
+        yield took + Done(rollouts=len(prompts))
+        yield rewards(task, rollouts)[:, 0]
+
+
 def _missing(
     config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int
 ) -> list[tuple[int, list[int]]]:
@@ -221,22 +243,27 @@ def _check(policy: Policy, rollouts: Rollouts, rows: int) -> None:
     check_scores(policy.model, few.input_ids_BT, few.attention_mask_BT, few.completion_mask_BT)
 
 
+def rows_that_fit(policy: Policy, tokens: int) -> int:
+    """How many rows of so many tokens can be scored at once, about, in the memory that is free."""
+    config, entry = policy.model.config, policy.model.dtype.itemsize
+    width = 16 * config.hidden_size + 4 * (getattr(config, "intermediate_size", None) or 0)
+    free = psutil.virtual_memory().available
+    if policy.model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(policy.model.device)[0]
+    return int(free / (entry * tokens * config.num_hidden_layers * width))
+
+
 def check_memory(policy: Policy, rows: int, prompt_tokens: int, rollouts: Rollouts) -> None:
     """Refuse a batch whose activations do not fit.
 
     Raises:
-        ConfigError: with the memory that is needed, about, and what is free.
+        ConfigError: with the number of completions that would fit.
     """
-    config, entry = policy.model.config, policy.model.dtype.itemsize
-    tokens = rows * (prompt_tokens + rollouts.mask_PGT.shape[-1])
-    width = 16 * config.hidden_size + 4 * (getattr(config, "intermediate_size", None) or 0)
-    needed = entry * tokens * config.num_hidden_layers * width
-    free = psutil.virtual_memory().available
-    if policy.model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(policy.model.device)[0]
-    if needed > free:
+    tokens = prompt_tokens + rollouts.mask_PGT.shape[-1]
+    fit = rows_that_fit(policy, tokens)
+    if rows > fit:
         raise ConfigError(
-            f"scoring {rows} completions of up to {tokens // rows} tokens at once needs about "
-            f"{needed / 2**30:.0f} GiB and {free / 2**30:.0f} GiB are free: build the pool in "
-            "parts, a smaller budget.pool_completions first, then a larger one on the same pool"
+            f"scoring {rows} completions of up to {tokens} tokens at once does not fit, {fit} do: "
+            "build the pool in parts, a smaller budget.pool_completions first, then larger ones on "
+            "the same pool=DIR"
         )

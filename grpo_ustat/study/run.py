@@ -1,19 +1,25 @@
-"""A gradient-MSE study from configuration to `result.json`, table and figure."""
+"""A gradient-MSE study from configuration to `result.json`, table and figures."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
-from grpo_ustat.config import CLOSED_FORMS, MseConfig
-from grpo_ustat.runs.figures import mse_figure
+from grpo_ustat.config import MseConfig
+from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.records import Prompt, ScorePool
+from grpo_ustat.runs.figures import mse_figure, scaling_figure
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.summary import mse_tables, write_csv
-from grpo_ustat.study.closed_form import closed_form
+from grpo_ustat.study.closed_form import ClosedForm, closed_form
 from grpo_ustat.study.monte_carlo import monte_carlo
-from grpo_ustat.study.pool import build_pool
-from grpo_ustat.study.result import closed_form_rows, monte_carlo_rows, study_result
+from grpo_ustat.study.pool import build_pool, greedy_rewards, model_facts
+from grpo_ustat.study.result import asked_of, closed_form_rows, monte_carlo_rows, study_result
 from grpo_ustat.study.workers import Done
 from grpo_ustat.tasks.registry import make_task
 
@@ -28,9 +34,10 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     result = folder.result()
     if result is None:
         folder.open()
-        result = study(config)
+        result = study(config, folder.path)
         write_csv(folder, "curves.csv", result["curves"])
         mse_figure(folder.path, result, config)
+        scaling_figure(folder.path, result)
         folder.finish(result)
     else:
         console.print(
@@ -43,16 +50,51 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     return result["curves"][0]["mse"]
 
 
-def study(config: MseConfig) -> dict[str, Any]:
+def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     """Build the pool, run the methods, and say what they found."""
     prompts = make_task(config).prompts("study")[: config.study.questions]
-    pool, of_pool, parameters = build_pool(config, prompts)
-    known = [name for name in config.baselines if name in CLOSED_FORMS]
-    found = closed_form(pool, known, config.group_sizes, config.study.interval)
+    parameters, prompt_tokens = model_facts(config, prompts)
+    pool, found, of_pool = _pool(config, prompts, folder, prompt_tokens)
+    rows = asked_of(config, pool, prompt_tokens).rows
     curves, of_replicates = [], Done()
     if "closed_form" in config.study.methods:
-        curves += closed_form_rows(config, found, len(prompts))
+        curves += closed_form_rows(config, found, rows)
     if "monte_carlo" in config.study.methods:
         estimated, of_replicates = monte_carlo(config, prompts)
         curves += monte_carlo_rows(config, estimated, found, len(prompts))
     return study_result(config, pool, found, curves, parameters, of_pool, of_replicates)
+
+
+def _pool(
+    config: MseConfig, prompts: list[Prompt], folder: Path, prompt_tokens: float
+) -> tuple[ScorePool, ClosedForm, Done]:
+    """The pool and its closed forms; with target_halfwidth, extended until it is reached."""
+    place = Path(config.pool) if config.pool else folder / "pool"
+    size, largest = config.budget.pool_completions, config.budget.max_pool_completions
+    greedy_P = None
+    if any("greedy_P" in BASELINES[name].needs for name in config.baselines):
+        greedy_P = greedy_rewards(config, prompts)
+    while True:
+        pool, spent = build_pool(config, prompts, place, size)
+        pool = replace(pool, greedy_P=greedy_P)
+        found = closed_form(pool, asked_of(config, pool, prompt_tokens), config.study.interval)
+        wanted = _wanted(found, config.target_halfwidth, size)
+        if wanted <= size or size >= largest:
+            return pool, found, spent
+        size = min(wanted, largest)
+
+
+def _wanted(found: ClosedForm, target: float | None, size: int) -> int:
+    """Completions a question that should bring every curve's relative half-width to the target.
+
+    A half-width falls like 1/sqrt(N); a tenth more makes up for the pilot's own error.
+    """
+    if target is None:
+        return size
+    points = [x for name, x in found.statistics.items() if name.startswith("mse/")]
+    widths = [(x.high - x.low) / 2 / x.estimate if x.estimate > 0 else math.inf for x in points]
+    worst = max(widths)
+    if worst <= target:
+        return size
+    factor = min(4.0, 1.1 * (worst / target) ** 2) if math.isfinite(worst) else 4.0
+    return int(np.ceil(size * max(factor, 1.2)))

@@ -30,7 +30,13 @@ class Done:
 
 
 def share(
-    work: Work, items: list[Any], workers: int, title: str, total: int, *arguments: Any
+    work: Work,
+    items: list[Any],
+    workers: int,
+    title: str,
+    total: int,
+    *arguments: Any,
+    weights=None,
 ) -> tuple[list[Any], Done]:
     """Run `work(items, *arguments)`, a generator, over the items split among workers.
 
