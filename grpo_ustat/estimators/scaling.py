@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_ustat.estimators.intervals import Interval, jackknife_variance, t_interval
+from grpo_ustat.estimators.moments import Moments, norm_moments
+
 LARGEST = 1e6  # group sizes are looked for up to here
 
 
@@ -91,3 +94,71 @@ def best_group_size(c1, c2, c3, prompt_cost: float = 0.0, completion_cost: float
         falls = slope(middle) < 0
         low, high = np.where(falls, middle, low), np.where(falls, high, middle)
     return np.where(usable & (c2 >= 0), high, np.nan)
+
+
+def scaling_law(moments: Moments, grad_sq: float) -> ScalingLaw:
+    """C1, C2, C3 of the prompts at hand (C1 with divisor P), from unbiased estimates.
+
+    Args:
+        moments: per-prompt moments.
+        grad_sq: ||grad J||^2 of the same prompts.
+    """
+    return ScalingLaw(
+        c1=float(moments.g_sq.mean() - grad_sq),
+        c2=float((moments.a_v - moments.g_sq).mean()),
+        c3=float((moments.d + moments.g_sq).mean()),
+    )
+
+
+def scaling_from_arrays(
+    rewards_PN: np.ndarray, sq_norm_PN: np.ndarray, gradient_gram_PP: np.ndarray
+) -> dict[str, Interval]:
+    """C1, C2, C3, G* and the paper's sqrt(C3/C1) from plain arrays, intervals over prompts.
+
+    C1 is that of the population that the P prompts are a sample of (divisor P - 1). Intervals leave
+    out one prompt at a time; those of G* are made on the log scale, and are NaN unless C1 and C3
+    are both surely positive.
+
+    Args:
+        rewards_PN: rewards of N >= 3 completions of each of P >= 4 prompts.
+        sq_norm_PN: their squared score norms.
+        gradient_gram_PP: <ghat_x, ghat_y> of the prompts' leave-one-out gradients
+            `ghat_x = 1/N sum_i s_i (z_i - mean of the others)`.
+
+    Raises:
+        ValueError: the shapes do not match, or there are fewer than 4 prompts.
+    """
+    count = len(rewards_PN)
+    if rewards_PN.shape != sq_norm_PN.shape or gradient_gram_PP.shape != (count, count):
+        raise ValueError(
+            f"shapes {rewards_PN.shape}, {sq_norm_PN.shape}, {gradient_gram_PP.shape}: use [P, N], "
+            "[P, N], [P, P]"
+        )
+    if count < 4:
+        raise ValueError(f"intervals over prompts need at least 4 prompts, got {count}")
+    own_P = np.diagonal(gradient_gram_PP)
+    moments = norm_moments(sq_norm_PN.astype(float), rewards_PN.astype(float), own_P)
+    with_others_P = gradient_gram_PP.sum(axis=1) - own_P
+    values = np.stack([moments.g_sq, moments.a_v - moments.g_sq, moments.d + moments.g_sq])
+    whole = _constants(values.sum(axis=1), with_others_P.sum(), count)
+    without = _constants(
+        values.sum(axis=1)[:, None] - values, with_others_P.sum() - 2 * with_others_P, count - 1
+    )
+    found = {
+        name: t_interval(float(whole[name]), float(jackknife_variance(without[name])), count - 1)
+        for name in whole
+    }
+    logs = found.pop("log_gstar_paper")
+    sure = found["c1"].low > 0 and found["c3"].low > 0
+    paper = [math.exp(x) if sure or i == 0 else math.nan for i, x in enumerate(logs)]
+    return found | {"gstar_paper": Interval(*paper), "gstar": Interval(*(1 + x for x in paper))}
+
+
+def _constants(sums, between, count: int) -> dict[str, np.ndarray]:
+    """Elementwise in the sums over prompts of (||g||^2, C2's, C3's terms) and S."""
+    g_sq, c2, c3 = (x / count for x in sums)
+    grad_sq = g_sq / count + between / count**2
+    c1 = (g_sq - grad_sq) * count / (count - 1)
+    with np.errstate(invalid="ignore"):
+        logs = 0.5 * np.log(np.where((c1 > 0) & (c3 > 0), c3 / np.where(c1 > 0, c1, 1), np.nan))
+    return {"c1": c1, "c2": c2, "c3": c3, "log_gstar_paper": logs}

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_ustat.estimators.moments import objective_grad_sq, pool_gradient_weights, pool_moments
+from grpo_ustat.estimators.moments import pool_gradient_weights, pool_moments
 from grpo_ustat.policy.tabular import TabularPolicy
 
 
@@ -61,7 +61,7 @@ def test_power_sums_equal_sums_over_distinct_completions(rng):
 
 
 def test_objective_gradient_is_unbiased():
-    """||grad J||^2 from ||mean ghat||^2, over all pools of three of both prompts."""
+    """||grad J||^2 = 1/m^2 (sum ||g||^2 + products between), over all pools of three of both."""
     tabular = policy()
     total = 0.0
     outcomes = list(itertools.product(range(3), repeat=3))
@@ -72,12 +72,10 @@ def test_objective_gradient_is_unbiased():
                 tabular.probabilities_PY[1, list(second)]
             )
             z, gram = pool(tabular, chosen)
-            weights = pool_gradient_weights(z)
             scores = tabular.scores_PYD[np.arange(2)[:, None], chosen]
-            mean = np.einsum("pn,pnd->d", weights, scores) / 2
-            total += probability * objective_grad_sq(
-                float(mean @ mean), pool_moments(z, gram), pool_size=3
-            )
+            ghat = np.einsum("pn,pnd->pd", pool_gradient_weights(z), scores)
+            estimate = (pool_moments(z, gram).g_sq.sum() + 2 * ghat[0] @ ghat[1]) / 4
+            total += probability * estimate
     exact = np.square(tabular.gradient_PD.mean(axis=0)).sum()
     assert total == pytest.approx(exact, rel=1e-10)
 

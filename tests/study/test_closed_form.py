@@ -8,50 +8,64 @@ import math
 import numpy as np
 import pytest
 
-from grpo_ustat.estimators.moments import pool_gradient_weights
+from grpo_ustat.estimators.moments import deleted_moments, pool_moments
+from grpo_ustat.estimators.scaling import best_group_size, scaling_from_arrays
 from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import ScorePool
-from grpo_ustat.study.closed_form import closed_form
-from grpo_ustat.study.pool import blocks
+from grpo_ustat.study.closed_form import (
+    Asked,
+    ClosedForm,
+    Row,
+    _change_between,
+    closed_form,
+)
 
 BASELINES = ["none", "leave_one_out", "group_mean", "oracle"]
+PROMPT_ONLY = ["optimal", "constant", "remax"]
 
 
-def tabular(prompts=30):
+def tabular(prompts=30, heavy=False):
+    """With heavy tails the last outcome is rare and its score is tens of times as long."""
     rng = np.random.default_rng(5)
     features = rng.normal(size=(prompts, 4, 6))
+    if heavy:
+        features[:, 3] *= 4.0
+        features[:, 3, 0] = -8.0
     rewards = (rng.random((prompts, 4)) < 0.5).astype(float)
-    return TabularPolicy(features, 0.5 * rng.normal(size=6), rewards)
+    theta = 0.5 * rng.normal(size=6)
+    theta[0] = 0.4
+    return TabularPolicy(features, theta, rewards)
 
 
 def pool_of(policy, count, rng):
-    """A score pool of tabular completions, global gradients included, written out plainly."""
+    """A score pool of tabular completions; features and sums are the scores' own, in full."""
     outcomes = policy.sample(count, rng)
     rows = np.arange(len(outcomes))[:, None]
     scores, z = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
-
-    def pooled(kept_prompts, kept):
-        if len(kept_prompts) == 0:
-            return 0.0
-        weights = pool_gradient_weights(z[kept_prompts][:, kept])
-        chosen = scores[kept_prompts][:, kept]
-        return np.square(np.einsum("pn,pnd->pd", weights, chosen).mean(axis=0)).sum()
-
-    everyone, everything = np.arange(len(z)), np.arange(count)
     return ScorePool(
         rewards_PN=z,
         gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
         lengths_PN=np.ones_like(z, dtype=int),
-        grad_sq=pooled(everyone, everything),
-        grad_sq_without_K=np.array(
-            [pooled(everyone, np.delete(everything, b)) for b in blocks(count)]
-        ),
-        completion_blocks_K=blocks(count),
-        grad_sq_without_prompts_K=np.array(
-            [pooled(np.delete(everyone, b), everything) for b in blocks(len(z))]
-        ),
-        prompt_blocks_K=blocks(len(z)),
+        features_PNR=scores,
+        reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
+        score_sums_PR=scores.sum(axis=1),
+        greedy_P=policy.rewards_PY[np.arange(len(z)), policy.probabilities_PY.argmax(axis=1)],
     )
+
+
+def statistics(pool, baselines, group_sizes, interval, setting="all_questions_once", count=None):
+    """`closed_form` of one setting, curves named `mse/<baseline>/<G>`."""
+    questions = len(pool.rewards_PN)
+    point = (setting, count or questions)
+    rows = [Row(b, g, *point) for b in baselines for g in group_sizes]
+    options = {"constant": {"value": 0.4}}
+    asked = Asked(rows, options, questions, interval == "questions", {"tokens": (5.0, 2.0)})
+    found = closed_form(pool, asked, interval)
+    short = {
+        "/".join(name.split("/")[:3]) if name.startswith("mse/") else name: value
+        for name, value in found.statistics.items()
+    }
+    return ClosedForm(short, found.parts)
 
 
 def truth(policy, group_sizes):
@@ -66,10 +80,18 @@ def truth(policy, group_sizes):
         "av_minus_abstar": (moments.cov_qz**2 / moments.m0).mean(),
         "corr": moments.cov_qz.mean() / np.sqrt(moments.var_q.mean() * moments.var_z.mean()),
     }
+    c2 = (moments.a_v - moments.g_sq).mean()
     result["gstar"] = 1 + np.sqrt(result["c3"] / result["c1"])
+    result["gstar_tokens"] = float(best_group_size(result["c1"], c2, result["c3"], 5.0, 2.0))
+    result["n_mse/8"] = 8 * result["c1"] + c2 + result["c3"] / 7
+    greedy = policy.rewards_PY[np.arange(count), policy.probabilities_PY.argmax(axis=1)]
+    levels = {"optimal": moments.m1 / moments.m0, "constant": 0.4, "remax": greedy}
     for size in group_sizes:
         for name in ("none", "leave_one_out", "oracle"):
             result[f"mse/{name}/{size}"] = moments.mse(name, size).mean() / count
+        for name, b in levels.items():
+            a_b = moments.a_0 - 2 * b * moments.m1 + b**2 * moments.m0
+            result[f"mse/{name}/{size}"] = ((a_b - moments.g_sq) / size).mean() / count
         shrink = (size - 1) / size
         loo = result[f"mse/leave_one_out/{size}"]
         result[f"mse/group_mean/{size}"] = shrink**2 * loo + grad_sq / size**2
@@ -78,9 +100,7 @@ def truth(policy, group_sizes):
 
 def test_large_pools_meet_the_truth():
     policy = tabular()
-    found = closed_form(
-        pool_of(policy, 400, np.random.default_rng(0)), BASELINES, [2, 8], "completions"
-    )
+    found = statistics(pool_of(policy, 400, np.random.default_rng(0)), EVERY, [2, 8], "completions")
     for name, value in truth(policy, [2, 8]).items():
         interval = found[name]
         half = (interval.high - interval.low) / 2
@@ -88,25 +108,30 @@ def test_large_pools_meet_the_truth():
         assert half < 0.2 * abs(value) + 0.05, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pool_size", [16, 32])
-def test_intervals_cover(pool_size):
-    """400 repeated studies, intervals given the questions: coverage within 91 to 99 percent.
+EVERY = [*BASELINES, *PROMPT_ONLY]
 
-    The standard error of a coverage of 95 % over 400 studies is 1.1 %.
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heavy, low", [(False, 0.93), (True, 0.90)], ids=["light", "heavy"])
+@pytest.mark.parametrize("pool_size", [16, 32])
+def test_intervals_cover(pool_size, heavy, low):
+    """1000 repeated studies, intervals given the questions: the share that holds the truth.
+
+    The standard error of a coverage of 95 % over 1000 studies is 0.7 %. With heavy tails (the
+    loudest 1 % of the completions carry a third of the sum of squared norms) less is promised.
     """
-    policy, rng = tabular(), np.random.default_rng(1)
+    policy, rng = tabular(heavy=heavy), np.random.default_rng(1)
     exact = truth(policy, [2, 16])
     hits = dict.fromkeys(exact, 0)
-    studies = 400
+    studies = 1000
     for _ in range(studies):
-        found = closed_form(pool_of(policy, pool_size, rng), BASELINES, [2, 16], "completions")
+        found = statistics(pool_of(policy, pool_size, rng), EVERY, [2, 16], "completions")
         for name, value in exact.items():
             hits[name] += found[name].low <= value <= found[name].high
     coverage = {name: count / studies for name, count in hits.items()}
     print(coverage)
     for name, share in coverage.items():
-        assert 0.91 <= share <= 0.99, (name, share)
+        assert low <= share <= 0.99, (name, share)
 
 
 @pytest.mark.slow
@@ -123,7 +148,7 @@ def test_intervals_over_questions_cover():
         part = TabularPolicy(
             everyone.features_PYD[chosen], everyone.theta_D, everyone.rewards_PY[chosen]
         )
-        found = closed_form(pool_of(part, 16, rng), ["oracle"], [4], "questions")
+        found = statistics(pool_of(part, 16, rng), ["oracle"], [4], "questions")
         for name in names:
             hits[name] += found[name].low <= exact[name] <= found[name].high
         mse = exact["mse/oracle/4"] * 40_000 / size
@@ -136,13 +161,8 @@ def test_intervals_over_questions_cover():
 def test_identical_questions_vary_not_at_all():
     """Twenty copies of one question: an interval over questions has no width."""
     pool = pool_of(tabular(1), 32, np.random.default_rng(3))
-    copies = {
-        "rewards_PN": np.repeat(pool.rewards_PN, 20, axis=0),
-        "gram_PNN": np.repeat(pool.gram_PNN, 20, axis=0),
-        "prompt_blocks_K": blocks(20),
-        "grad_sq_without_prompts_K": np.full(16, pool.grad_sq),
-    }
-    found = closed_form(dataclasses.replace(pool, **copies), ["oracle"], [4], "questions")
+    copies = {name: np.repeat(values, 20, axis=0) for name, values in vars(pool).items()}
+    found = statistics(ScorePool(**copies), ["oracle"], [4], "questions")
     interval = found["mse/oracle/4"]
     assert interval.high - interval.low < 1e-9
 
@@ -155,21 +175,70 @@ def test_a_best_group_size_needs_a_c1_above_zero():
         np.repeat(one.features_PYD, 30, axis=0), one.theta_D, np.repeat(one.rewards_PY, 30, axis=0)
     )
     for _ in range(100):
-        found = closed_form(pool_of(same, 16, rng), ["oracle"], [4], "completions")
+        found = statistics(pool_of(same, 16, rng), ["oracle"], [4], "completions")
         finite += math.isfinite(found["gstar"].low)
     assert finite <= 8
 
 
 def test_over_questions_is_wider_than_given_the_questions():
     pool = pool_of(tabular(), 64, np.random.default_rng(2))
-    given = closed_form(pool, BASELINES, [4], "completions")["mse/oracle/4"]
-    over = closed_form(pool, BASELINES, [4], "questions")["mse/oracle/4"]
+    given = statistics(pool, BASELINES, [4], "completions")["mse/oracle/4"]
+    over = statistics(pool, BASELINES, [4], "questions")["mse/oracle/4"]
     assert over.estimate == pytest.approx(given.estimate, rel=1e-12)
     assert over.high - over.low > given.high - given.low
 
 
-def test_blocks_partition_and_leave_enough():
-    for count in (4, 5, 16, 17, 32, 100):
-        found = blocks(count)
-        assert sorted(np.concatenate(found)) == list(range(count))
-        assert len(found) <= 16 and count - max(map(len, found)) >= 3
+def test_leaving_one_out_fast_equals_leaving_it_out(rng):
+    pool = pool_of(tabular(3), 6, rng)
+    fast = deleted_moments(pool.rewards_PN, pool.gram_PNN)
+    for i in range(6):
+        kept = np.delete(np.arange(6), i)
+        slow = pool_moments(pool.rewards_PN[:, kept], pool.gram_PNN[:, kept[:, None], kept])
+        for f in dataclasses.fields(slow):
+            np.testing.assert_allclose(
+                getattr(fast, f.name)[:, i], getattr(slow, f.name), atol=1e-10, err_msg=f.name
+            )
+
+
+def test_leaving_one_out_moves_products_between_questions(rng):
+    pool = pool_of(tabular(4), 6, rng)
+    fast = _change_between(pool)
+    whole = pool.gradients_PR
+    for x in range(4):
+        others = whole.sum(axis=0) - whole[x]
+        for i in range(6):
+            kept = np.delete(np.arange(6), i)
+            z, scores = pool.rewards_PN[x, kept], pool.features_PNR[x, kept]
+            without = (5 * z @ scores - z.sum() * scores.sum(axis=0)) / 20
+            assert fast[x, i] == pytest.approx((without - whole[x]) @ others, abs=1e-10)
+
+
+def test_the_best_group_size_at_a_cost_is_where_the_error_is_smallest():
+    sizes = np.linspace(1.01, 60, 400_000)
+    for k, c in ((0.0, 1.0), (10.0, 1.0), (3.0, 7.0)):
+        error = (k + c * sizes) * (1.3 + 2.0 / sizes + 9.0 / (sizes * (sizes - 1)))
+        best = float(best_group_size(1.3, 2.0, 9.0, k, c))
+        assert best == pytest.approx(sizes[error.argmin()], abs=1e-3)
+
+
+def test_a_hidden_change_of_sign_in_deleting_would_be_noticed(monkeypatch):
+    """Mutation: intervals that leave nothing out have no width."""
+    from grpo_ustat.study import closed_form as module
+
+    pool = pool_of(tabular(), 16, np.random.default_rng(2))
+    whole = pool_moments(pool.rewards_PN, pool.gram_PNN)
+    same = type(whole)(**{k: np.repeat(v[:, None], 16, axis=1) for k, v in vars(whole).items()})
+    monkeypatch.setattr(module, "deleted_moments", lambda *_: same)
+    found = statistics(pool, ["oracle"], [4], "completions")["mse/oracle/4"]
+    assert found.high - found.low < 1e-9
+
+
+def test_plain_arrays_give_the_same_constants(rng):
+    pool = pool_of(tabular(), 16, rng)
+    gram = pool.gradients_PR @ pool.gradients_PR.T
+    plain = scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN, gram)
+    found = statistics(pool, ["oracle"], [4], "questions")
+    for name in ("c1", "c2", "c3", "gstar", "gstar_paper"):
+        np.testing.assert_allclose(plain[name], found[name], rtol=1e-9, err_msg=name)
+    with pytest.raises(ValueError, match="at least 4 prompts, got 3"):
+        scaling_from_arrays(pool.rewards_PN[:3], pool.sq_norm_PN[:3], gram[:3, :3])
