@@ -93,7 +93,7 @@ def _wanted(found: ClosedForm, target: float | None, size: int) -> int:
         return size
     points = [x for name, x in found.statistics.items() if name.startswith("mse/")]
     widths = [(x.high - x.low) / 2 / x.estimate if x.estimate > 0 else math.inf for x in points]
-    worst = max(widths)
+    worst = max(widths, default=0.0)
     if worst <= target:
         return size
     factor = min(4.0, 1.1 * (worst / target) ** 2) if math.isfinite(worst) else 4.0

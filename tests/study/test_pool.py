@@ -1,0 +1,166 @@
+"""Pools: independent of processes and chunks, kept, resumed, extended, reused, refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.study import pool as pool_module
+from grpo_ustat.study import run as study_run
+from grpo_ustat.study.pool import build_pool, distinct
+from grpo_ustat.study.store import PoolStore, draws_of
+from grpo_ustat.tasks.registry import make_task
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fakes import random_rollouts  # noqa: E402
+from test_config import compose  # noqa: E402
+
+SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
+
+
+def build(folder, *overrides, size=None):
+    config = compose("mse", *SMALL, *overrides)
+    prompts = make_task(config).prompts("study")[: config.study.questions]
+    return build_pool(config, prompts, Path(folder), size)
+
+
+def study(path, *overrides):
+    config = compose("mse", *SMALL, *overrides)
+    study_run.run(config, RunFolder(path, config))
+    return (path / "curves.csv").read_bytes()
+
+
+def assert_close(one, two):
+    np.testing.assert_array_equal(one.rewards_PN, two.rewards_PN)
+    for name in ("gram_PNN", "features_PNR", "reward_sums_PR", "score_sums_PR"):
+        a, b = getattr(one, name), getattr(two, name)
+        np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(a).max(), err_msg=name)
+
+
+def test_pools_do_not_depend_on_workers_or_batch_size(tmp_path):
+    """One worker or two, and other sampling batches: the same pool to float32 rounding."""
+    one, spent = build(tmp_path / "one")
+    two, again = build(tmp_path / "two", "launch.workers=2", "rollout_batch_size=16")
+    assert (spent.rollouts, spent.tokens) == (again.rollouts, again.tokens)
+    assert_close(one, two)
+
+
+def test_sketched_sums_are_those_of_the_gram_matrices(tmp_path):
+    """In full, ||sum_i z_i s_i||^2 follows from the Gram matrix alone."""
+    pool, _ = build(tmp_path, "budget.gradient_sketch=300000", "budget.feature_sketch=300000")
+    z, gram = pool.rewards_PN, pool.gram_PNN
+    exact = np.einsum("pi,pij,pj->p", z, gram, z)
+    np.testing.assert_allclose(np.square(pool.reward_sums_PR).sum(axis=1), exact, rtol=1e-4)
+    features = pool.features_PNR
+    np.testing.assert_allclose(
+        np.einsum("pir,pjr->pij", features, features), gram, atol=1e-4 * np.abs(gram).max()
+    )
+
+
+def test_an_interrupted_study_goes_on_and_ends_byte_identical(tmp_path, monkeypatch):
+    whole = study(tmp_path / "whole")
+    writes, original = [], PoolStore.write
+
+    def interrupted(self, prompt, first, part):
+        if len(writes) == 3:
+            raise KeyboardInterrupt
+        writes.append(prompt.id)
+        original(self, prompt, first, part)
+
+    monkeypatch.setattr(PoolStore, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path / "cut")
+    monkeypatch.setattr(PoolStore, "write", original)
+    scored, count = [], pool_module._part
+    monkeypatch.setattr(pool_module, "_part", lambda *a, **k: (scored.append(1), count(*a, **k))[1])
+    assert study(tmp_path / "cut") == whole
+    assert len(scored) == 6 - 3
+
+
+def test_another_study_reuses_the_pool_without_the_model(tmp_path, monkeypatch):
+    first = study(tmp_path / "a", f"pool={tmp_path / 'pool'}")
+    monkeypatch.setattr(pool_module, "sample", None)  # sampling now would fail
+    second = study(tmp_path / "b", f"pool={tmp_path / 'pool'}", "group_sizes=[2,4,8,16]")
+    assert second.splitlines()[1] == first.splitlines()[1]
+
+
+def test_a_pool_is_extended_by_the_completions_that_are_missing(tmp_path):
+    small, _ = build(tmp_path / "grown")
+    grown, spent = build(tmp_path / "grown", size=12)
+    whole, _ = build(tmp_path / "whole", size=12)
+    assert spent.rollouts == 6 * 12
+    np.testing.assert_array_equal(grown.rewards_PN, whole.rewards_PN)
+    np.testing.assert_array_equal(grown.gram_PNN[:, :8, :8], small.gram_PNN)
+    np.testing.assert_allclose(grown.gram_PNN[:, 8:, 8:], whole.gram_PNN[:, 8:, 8:], rtol=1e-3)
+    np.testing.assert_allclose(
+        grown.reward_sums_PR, whole.reward_sums_PR, atol=1e-3 * np.abs(whole.reward_sums_PR).max()
+    )
+    norms = np.sqrt(whole.sq_norm_PN)
+    error = (grown.gram_PNN - whole.gram_PNN)[:, :8, 8:]
+    relative = error / (norms[:, :8, None] * norms[:, None, 8:])
+    sketch = grown.features_PNR.shape[2] ** -0.5
+    assert np.sqrt(np.square(relative).mean()) < 2.5 * sketch  # unbiased, off by the sketch alone
+
+
+def test_a_pool_of_other_draws_is_refused_by_name(tmp_path):
+    build(tmp_path)
+    with pytest.raises(ValueError, match="holds completions of temperature=1.0, asked is 0.7"):
+        build(tmp_path, "temperature=0.7")
+    with pytest.raises(ValueError, match="holds 8 completions a question in parts"):
+        build(tmp_path, size=6)
+
+
+def test_a_damaged_part_is_named(tmp_path):
+    build(tmp_path)
+    part = sorted(tmp_path.glob("*.safetensors"))[2]
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(ValueError, match=f"{part.name} is damaged: delete it"):
+        build(tmp_path)
+    part.unlink()
+    build(tmp_path)
+    assert part.is_file() and load_file(part)["rewards_N"].shape == (8,)
+
+
+def test_half_written_parts_do_not_count(tmp_path):
+    build(tmp_path)
+    part = sorted(tmp_path.glob("*.safetensors"))[0]
+    shutil.move(part, part.with_name(f".{part.name}.1.tmp"))
+    config = compose("mse", *SMALL)
+    store = PoolStore(tmp_path, draws_of(config))
+    prompts = make_task(config).prompts("study")[:6]
+    assert sorted(len(store.parts(p)) for p in prompts) == [0, 1, 1, 1, 1, 1]
+
+
+def test_what_a_pool_is_of_leaves_out_what_does_not_matter(tmp_path):
+    one = draws_of(compose("mse", *SMALL))
+    two = draws_of(compose("mse", *SMALL, "group_sizes=[2]", "dataset.study_size=40"))
+    assert one == two and json.dumps(one)
+
+
+def test_equal_completions_are_scored_once():
+    rollouts = random_rollouts([3, 2], group_size=4, longest=5)
+    rollouts.tokens_PGT[1, 2], rollouts.mask_PGT[1, 2] = (
+        rollouts.tokens_PGT[1, 0], rollouts.mask_PGT[1, 0],
+    )  # fmt: skip
+    index, place = distinct(rollouts, 1)
+    assert len(index) == 3 and place[2] == place[0]
+    flat = rollouts.tokens_PGT.reshape(8, -1)
+    for i in range(4):
+        np.testing.assert_array_equal(flat[index[place[i]]], flat[4 + i])
+
+
+def test_a_target_halfwidth_extends_the_pool_until_it_is_met(tmp_path):
+    path = tmp_path / "study"
+    study(path, "target_halfwidth=0.45", "baselines=[oracle]", "group_sizes=[4]",
+          "budget.max_pool_completions=64")  # fmt: skip
+    result = json.loads((path / "result.json").read_text())
+    row = result["curves"][0]
+    assert 8 < result["pool_completions"] <= 64
+    assert (row["high"] - row["low"]) / 2 <= 0.45 * row["mse"] or result["pool_completions"] == 64
