@@ -7,6 +7,7 @@ configuration is refused before anything slow happens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -216,7 +217,13 @@ class MseConfig(Common):
     @property
     def run_name(self) -> str:
         """What was measured, in words."""
-        return f"{self.model.name}-{self.dataset.name}-{'-'.join(self.study.methods)}"
+        data = "imported" if self.imports_pool else self.dataset.name
+        return f"{self.model.name}-{data}-{'-'.join(self.study.methods)}"
+
+    @property
+    def imports_pool(self) -> bool:
+        """Whether `pool` is a file of rollouts made elsewhere rather than a folder of our own."""
+        return self.pool is not None and self.pool.endswith(".parquet")
 
     def check(self) -> None:
         """See `Common.check`."""
@@ -236,6 +243,7 @@ class MseConfig(Common):
             one_of("study.methods", method, METHODS)
         one_of("study.interval", self.study.interval, ("completions", "questions"))
         self._check_settings()
+        self._check_pool()
         self._check_counts()
 
     def _check_rule(self, name: str) -> None:
@@ -256,6 +264,20 @@ class MseConfig(Common):
                 f"baselines names {name}, study.methods only closed_form, which knows "
                 f"{', '.join(CLOSED_FORMS)}: add replay or monte_carlo to study.methods"
             )
+
+    def _check_pool(self) -> None:
+        if not self.imports_pool:
+            return
+        if not Path(self.pool).is_file():
+            raise ConfigError(f"pool={self.pool} is no file: give a Parquet file, or a folder")
+        needs = {need for name in self.baselines for need in BASELINES[name].needs}
+        for key, asked in (
+            ("study.methods=[monte_carlo]", "monte_carlo" in self.study.methods),
+            (f"target_halfwidth={self.target_halfwidth}", self.target_halfwidth is not None),
+            ("baselines=[remax]", "greedy_P" in needs),
+        ):
+            if asked:
+                raise ConfigError(f"{key} samples completions, which an imported pool cannot")
 
     def _check_settings(self) -> None:
         study = self.study

@@ -25,6 +25,8 @@ OPERATIONAL = (
 def identity(config: Any) -> dict[str, Any]:
     """What makes the run this run: the configuration without operational keys, and the weights."""
     keys = {key: value for key, value in named(asdict(config)).items() if key not in OPERATIONAL}
+    if getattr(config, "imports_pool", False):
+        keys["pool"] = config.pool  # a file of rollouts is data, a folder of ours only a cache
     return keys | {"weights": weights_fingerprint(config.model.model_name_or_path)}
 
 

@@ -118,7 +118,7 @@ WRONG = {
     "option pair": ("train", ["baseline=beta", "baseline.options.minimum=2"], "minimum < maximum"),
     "spo in mse": ("mse", [CARLO, "baselines=[spo]"], "spo, which remembers past batches"),
     "critic in mse": ("mse", [CARLO, "baselines=[critic]"], "a study has none"),
-    "no closed form": ("mse", ["baselines=[opo]"], "use study.methods=[monte_carlo]"),
+    "no closed form": ("mse", ["baselines=[opo]"], "add replay or monte_carlo"),
     "another rule": ("mse", ["rules.none.name=opo"], "rules.none.name=opo is another rule"),
     "two prompts": (
         "train", ["baseline=james_stein", "budget.rollouts=16"], "at least 3 prompts, got 2: raise"
@@ -264,7 +264,7 @@ def test_ranges_that_are_too_narrow_are_one_line(arguments, message, tmp_path):
 
 def test_other_weights_are_another_run(tmp_path, monkeypatch):
     """Retrained embedded weights never show an old study as their own."""
-    from grpo_ustat import config as config_module
+    from grpo_ustat import identity as config_module
 
     base = compose("train")
     before = folder_name(base)

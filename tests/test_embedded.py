@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_config import compose, run
 
+from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.estimators.intervals import clustered_mean
 from grpo_ustat.policy.loading import configured_policy
 from grpo_ustat.rollout.local import Sampling, sample
@@ -54,3 +55,15 @@ def test_one_policy_of_each_regime_is_shipped(name, sign, tmp_path):
     (file,) = tmp_path.glob("outputs/mse/*/seed=0/result.json")
     found = json.loads(file.read_text())["assumption2"]
     assert sign * found["av_minus_a0_low"] > 0 and sign * found["av_minus_a0_high"] > 0
+
+
+def test_the_tokenizer_reads_back_what_the_policy_writes(tmp_path):
+    """Spaces and words included, from the package and from a saved checkpoint."""
+    policy = load_policy("embedded:tiny_base")
+    policy.tokenizer.save_pretrained(tmp_path)
+    policy.model.save_pretrained(tmp_path)
+    text = "so 35+ 47 =82; What is it? #### 82"
+    for loaded in (policy, load_policy(str(tmp_path))):
+        ids = loaded.tokenizer(text)["input_ids"]
+        assert len(ids) == len(text)
+        assert loaded.tokenizer.decode(ids) == text

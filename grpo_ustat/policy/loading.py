@@ -7,7 +7,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
 from grpo_ustat.checks import ASSETS, EMBEDDED, ConfigError
@@ -53,7 +59,7 @@ def load_policy(
     transformers_logging.disable_progress_bar()
     common = {"revision": revision, "trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **common)
+        tokenizer = _tokenizer(source, common)
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, dtype), use_safetensors=True, **common
         )
@@ -66,6 +72,17 @@ def load_policy(
     pad = tokenizer.pad_token_id
     model.to(device).eval()
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
+
+
+def _tokenizer(source: str, common: dict):
+    """AutoTokenizer, but a tokenizer.json that names no class of its own is taken as it is.
+
+    AutoTokenizer would put the model type's usual splitting of words in its place.
+    """
+    config = get_tokenizer_config(source, **common)
+    plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    loader = PreTrainedTokenizerFast if plain else AutoTokenizer
+    return loader.from_pretrained(source, padding_side="left", **common)
 
 
 def configured_policy(config: Common, device: str | None = None) -> Policy:

@@ -128,12 +128,12 @@ def _score_chunks(items, config: MseConfig, prompts: list[Prompt], store, size: 
         yield took
         rewards_PN = rewards(task, rollouts)
         if not checked:
-            _check(policy, rollouts, size - first)
+            check_batch(policy, rollouts, size - first)
             checked = True
         for row, prompt in enumerate(asked):
             if _reached(store, prompt, size) == first:
                 cost = _share_of(took, rollouts, row, len(asked))
-                part = _part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
+                part = score_part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
                 store.write(prompt, first, part)
             yield Done(rollouts=size - first)
 
@@ -147,7 +147,9 @@ def _share_of(took: Done, rollouts: Rollouts, row: int, questions: int) -> Done:
     )
 
 
-def _part(policy, rollouts: Rollouts, row: int, rewards_N, config, sketches, cost: Done) -> Part:
+def score_part(
+    policy, rollouts: Rollouts, row: int, rewards_N, config, sketches, cost: Done
+) -> Part:
     """Score one question's completions; equal ones have equal scores and are scored once."""
     start = time.perf_counter()
     index, place_N = distinct(rollouts, row)
@@ -235,7 +237,7 @@ def timed_sample(policy: Policy, prompts: list[Prompt], size: int, sampling: Sam
     return rollouts, Done(tokens=tokens, clipped=cut, seconds_generate=seconds)
 
 
-def _check(policy: Policy, rollouts: Rollouts, rows: int) -> None:
+def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
     """Compare scores with plain differentiation on a few completions; refuse what cannot fit."""
     check_memory(policy, rows, int(max(map(len, rollouts.prompt_tokens))), rollouts)
     index = np.arange(min(3, rollouts.mask_PGT[..., 0].size))

@@ -17,6 +17,7 @@ from grpo_ustat.runs.figures import mse_figure, scaling_figure
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.summary import mse_tables, write_csv
 from grpo_ustat.study.closed_form import ClosedForm, closed_form
+from grpo_ustat.study.imported import import_pool
 from grpo_ustat.study.monte_carlo import monte_carlo
 from grpo_ustat.study.pool import build_pool, greedy_rewards, model_facts
 from grpo_ustat.study.result import asked_of, closed_form_rows, monte_carlo_rows, study_result
@@ -52,9 +53,14 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
 
 def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     """Build the pool, run the methods, and say what they found."""
-    prompts = make_task(config).prompts("study")[: config.study.questions]
-    parameters, prompt_tokens = model_facts(config, prompts)
-    pool, found, of_pool = _pool(config, prompts, folder, prompt_tokens)
+    if config.imports_pool:
+        pool, of_pool, prompts = import_pool(config, folder / "pool")
+        parameters, prompt_tokens = model_facts(config, prompts)
+        found = closed_form(pool, asked_of(config, pool, prompt_tokens), config.study.interval)
+    else:
+        prompts = make_task(config).prompts("study")[: config.study.questions]
+        parameters, prompt_tokens = model_facts(config, prompts)
+        pool, found, of_pool = _pool(config, prompts, folder, prompt_tokens)
     rows = asked_of(config, pool, prompt_tokens).rows
     curves, of_replicates = [], Done()
     if "closed_form" in config.study.methods:

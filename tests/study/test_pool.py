@@ -78,8 +78,10 @@ def test_an_interrupted_study_goes_on_and_ends_byte_identical(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         study(tmp_path / "cut")
     monkeypatch.setattr(PoolStore, "write", original)
-    scored, count = [], pool_module._part
-    monkeypatch.setattr(pool_module, "_part", lambda *a, **k: (scored.append(1), count(*a, **k))[1])
+    scored, count = [], pool_module.score_part
+    monkeypatch.setattr(
+        pool_module, "score_part", lambda *a, **k: (scored.append(1), count(*a, **k))[1]
+    )
     assert study(tmp_path / "cut") == whole
     assert len(scored) == 6 - 3
 
