@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from test_config import compose, run
 
-from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.estimators.intervals import clustered_mean
-from grpo_ustat.policy.loading import configured_policy
+from grpo_ustat.policy.loading import configured_policy, load_policy
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.tasks.base import rewards
 from grpo_ustat.tasks.registry import make_task
