@@ -1,0 +1,104 @@
+"""The scaling law against minibatches that were really drawn, not recomputed from C1 to C3."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from grpo_ustat.study.closed_form import Asked, Row, closed_form
+from grpo_ustat.study.pool import build_pool
+from grpo_ustat.tasks.registry import make_task
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_closed_form import pool_of, tabular  # noqa: E402
+from test_config import compose  # noqa: E402
+
+
+def predicted(pool, setting, points):
+    """{G: Interval} of leave-one-out minibatches of (G, B) points."""
+    rows = [Row("leave_one_out", size, setting, count) for size, count in points]
+    asked = Asked(rows, {}, len(pool.rewards_PN), False, {})
+    found = closed_form(pool, asked, "completions")
+    return {row.group_size: found[row.key] for row in rows}
+
+
+def leave_one_out(z, scores):
+    """Gradient estimates [..., D] of groups with rewards [..., G] and scores [..., G, D]."""
+    size = z.shape[-1]
+    advantage = (z - z.mean(axis=-1, keepdims=True)) * size / (size - 1)
+    return np.einsum("...g,...gd->...d", advantage, scores) / size
+
+
+def test_minibatches_of_a_tabular_policy_follow_the_prediction():
+    """n = 24 rollouts split six ways, 20 000 fresh minibatches each, |z| < 3.5 for all."""
+    policy, rng, replicates = tabular(), np.random.default_rng(3), 20_000
+    points = [(g, 24 // g) for g in (2, 3, 4, 6, 8, 12)]
+    law = predicted(pool_of(policy, 600, np.random.default_rng(0)), "with_replacement", points)
+    truth = policy.gradient_PD.mean(axis=0)
+    cumulative = policy.probabilities_PY.cumsum(axis=1)
+    for size, count in points:
+        chosen = rng.integers(len(cumulative), size=(replicates, count))
+        draws = rng.random((replicates, count, size, 1))
+        outcome = (draws > cumulative[chosen][:, :, None, :]).sum(axis=-1).clip(max=3)
+        z = policy.rewards_PY[chosen[:, :, None], outcome]
+        scores = policy.scores_PYD[chosen[:, :, None], outcome]
+        estimate = leave_one_out(z, scores).mean(axis=1)
+        squared = np.square(estimate - truth).sum(axis=1)
+        half = (law[size].high - law[size].low) / 2 / 1.96
+        error = np.hypot(squared.std() / replicates**0.5, half)
+        assert abs(squared.mean() - law[size].estimate) < 3.5 * error, size
+
+
+@pytest.mark.slow
+def test_minibatches_of_tiny_follow_the_prediction(tmp_path):
+    """n = 32 of 40 questions: the law from one pool, minibatches from another.
+
+    The second pool is split into 16 disjoint parts, each of which gives one independent measurement
+    at every G; t criterion at 1 % over the four comparisons together.
+    """
+    points, parts = [(2, 16), (4, 8), (8, 4), (16, 2)], 16
+    small = ("model=tiny_base", "study.questions=40", "launch.workers=2")
+    one = compose("mse", *small, "budget.pool_completions=128")
+    two = compose("mse", *small, "seed=1", "budget.pool_completions=256",
+                  "budget.feature_sketch=4093")  # fmt: skip
+    prompts = make_task(one).prompts("study")[:40]
+    first, _ = build_pool(one, prompts, tmp_path / "one")
+    second, _ = build_pool(two, prompts, tmp_path / "two")
+    law = predicted(first, "without_replacement", points)
+    rng, scores = np.random.default_rng(0), {}
+    for size, count in points:
+        measured = [minibatch_mse(second, block, size, count, rng) for block in range(parts)]
+        error = np.hypot(
+            np.std(measured, ddof=1) / parts**0.5, (law[size].high - law[size].low) / 3.92
+        )
+        scores[size] = (np.mean(measured) - law[size].estimate) / error
+        print(size, np.mean(measured), law[size])
+    limit = stats.t.ppf(1 - 0.01 / len(points) / 2, parts - 1)
+    assert max(map(abs, scores.values())) < limit, scores
+
+
+def minibatch_mse(pool, block, size, count, rng, replicates=400):
+    """E||T - grad J||^2 from one sixteenth of a pool: drawn minibatches, unbiased in the sketch."""
+    inside = slice(16 * block, 16 * block + 16)
+    z, features = pool.rewards_PN[:, inside], pool.features_PNR[:, inside].astype(float)
+    ghat = leave_one_out(z, features)
+    cross = np.square(ghat.sum(axis=0)).sum() - np.square(ghat).sum()
+    questions, total = len(z), 0.0
+    for _ in range(replicates):
+        chosen = rng.permutation(questions)[:count]
+        group = rng.permuted(np.tile(np.arange(16), (count, 1)), axis=1)[:, :size]
+        rows = chosen[:, None]
+        estimate = leave_one_out(z[rows, group], features[rows, group]).mean(axis=0)
+        total += np.square(estimate).sum()
+    return total / replicates - grad_sq(pool, inside, cross, questions)
+
+
+def grad_sq(pool, inside, cross, questions):
+    """||grad J||^2 of a part: products between questions, and ||g||^2 within from halves."""
+    z, features = pool.rewards_PN[:, inside], pool.features_PNR[:, inside].astype(float)
+    halves = [leave_one_out(z[:, h], features[:, h]) for h in (slice(0, 8), slice(8, 16))]
+    return (cross + (halves[0] * halves[1]).sum()) / questions**2
