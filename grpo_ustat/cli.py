@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import typed
 from grpo_ustat.identity import folder_name
+from grpo_ustat.ranks import RefusedByRank, barrier, is_main
 from grpo_ustat.runs.folder import RunFolder
 
 PACKAGE = Path(__file__).resolve().parent
@@ -57,11 +58,20 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
                 raise  # a run that diverges does not end its sweep
             _refuse(error)
 
-    job()
+    try:
+        job()
+    except KeyboardInterrupt:
+        if is_main():
+            print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def _refuse(error: Exception) -> None:
-    print(f"error: {error}", file=sys.stderr)
+    everywhere = isinstance(error, RefusedByRank)
+    if is_main() or not everywhere:
+        print(f"error: {error}", file=sys.stderr)
+    if everywhere:
+        barrier()  # a rank that ends earlier makes the launcher end rank 0 before it has printed
     raise SystemExit(2)
 
 

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_ustat.checks import ASSETS, EMBEDDED, ConfigError
 from grpo_ustat.config import Common
+from grpo_ustat.ranks import own_device
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,17 @@ def _tokenizer(source: str, common: dict):
 
 
 def configured_policy(config: Common, device: str | None = None) -> Policy:
-    """The configured policy on the configured or given device, ending completions at
+    """The configured policy on the given or this rank's device, ending completions at
     `prompt.stop` too; sets this process's threads.
     """
-    check_device(config.launch.device)
+    device = device or own_device(config.launch.device)
+    check_device(device)
     torch.set_num_threads(config.launch.num_threads)
     policy = load_policy(
         config.model.model_name_or_path,
         revision=config.model.revision,
         dtype=config.model.dtype,
-        device=device or config.launch.device,
+        device=device,
     )
     if config.prompt.stop is None:
         return policy

@@ -16,6 +16,7 @@ import yaml
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.identity import OPERATIONAL, fingerprint, identity, named
+from grpo_ustat.ranks import is_main
 
 ARTEFACTS = (
     ".hydra",
@@ -34,7 +35,7 @@ PACKAGES = ("grpo-ustat", "torch", "transformers", "accelerate", "hydra-core", "
 
 
 class RunFolder:
-    """One run's folder, `outputs/<entry>/<name>/seed=<n>/` by default.
+    """One run's folder, `outputs/<entry>/<name>/seed=<n>/` by default; only rank 0 writes to it.
 
     Args:
         path: the folder; need not exist.
@@ -85,6 +86,8 @@ class RunFolder:
 
     def open(self) -> None:
         """Create the folder and write what identifies the run; with overwrite, empty it first."""
+        if not is_main():
+            return
         self.check()
         if self.config.on_existing == "overwrite":
             for old in self._artefacts():
@@ -113,6 +116,8 @@ class RunFolder:
     def write(self, name: str, text: str) -> Path:
         """Write a file so that it is either absent, as before, or whole."""
         target = self.path / name
+        if not is_main():
+            return target
         staged = target.with_name(f".{target.name}.tmp")
         staged.write_text(text)
         os.replace(staged, target)

@@ -17,6 +17,7 @@ from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores import check_scores, completion_scores, parameter_sizes
 from grpo_ustat.policy.sketch import Sketch
+from grpo_ustat.ranks import on_main
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.study.store import Part, PoolStore, draws_of
@@ -47,8 +48,8 @@ def build_pool(
     """
     size = completions or config.budget.pool_completions
     store = PoolStore(folder, draws_of(config))
-    store.open()
-    chunks = _missing(config, prompts, store, size)
+    on_main(store.open)
+    chunks = on_main(_missing, config, prompts, store, size)
     if chunks:
         total = sum((size - first) * len(chunk) for first, chunk in chunks)
         work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]

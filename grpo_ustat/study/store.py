@@ -14,6 +14,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from safetensors import SafetensorError
@@ -138,6 +139,6 @@ def _stem(prompt: Prompt) -> str:
 
 
 def _replace(path: Path, write) -> None:
-    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    staged = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     write(staged)
     os.replace(staged, path)

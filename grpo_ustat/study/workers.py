@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-import queue
+import os
+import signal
+import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
+from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.ranks import is_main, rank, tally, together, world
 from grpo_ustat.runs.log import progress_bar
 
 Work = Callable[..., Iterator[Any]]
@@ -36,86 +44,143 @@ def share(
     title: str,
     total: int,
     *arguments: Any,
-    weights=None,
+    weights: list[float] | None = None,
 ) -> tuple[list[Any], Done]:
-    """Run `work(items, *arguments)`, a generator, over the items split among workers.
+    """Run `work(items, *arguments)`, a generator, over the items shared out among processes.
 
-    `work` yields `Done(...)` for progress and anything else as a result. Worker w takes items
-    w, w + workers, ...; the results are returned in the order of workers, with what all took.
+    `work` yields `Done(...)` for progress and anything else as a result. The processes are the
+    ranks of the run where a launcher started several, otherwise `workers` local ones; the results
+    are returned in their order, with what all took, on every rank.
 
     Args:
         work: a module-level generator function.
-        items: what to share out.
-        workers: number of processes; 1 runs in this one.
+        items: what to share out, the same on every rank.
+        workers: number of local processes; 1 runs in this one.
         title, total: of the progress bar, in completions.
         arguments: passed on to every worker.
+        weights: expected work of each item; equal unless given.
 
     Raises:
         ConfigError: a worker refused the configuration.
         RuntimeError: a worker failed; its traceback is the message.
     """
-    workers = min(workers, len(items))
-    shares = [items[w::workers] for w in range(workers)]
-    results: list[list[Any]] = [[] for _ in shares]
-    spent = Done()
-    with progress_bar("{task.description}  completions") as bar:
-        task = bar.add_task(title, total=total)
-        for worker, event in _events(work, shares, arguments):
-            if isinstance(event, Done):
-                spent += event
-                bar.advance(task, event.rollouts)
-            else:
-                results[worker].append(event)
-    return [result for found in results for result in found], spent
+    among = min(world() if world() > 1 else workers, len(items))
+    shares = shares_of(items, [1.0] * len(items) if weights is None else weights, among)
+    bar = progress_bar("{task.description}  completions", shown=is_main())
+    with bar, closing(_events(work, shares, arguments)) as events:
+        show = partial(bar.update, bar.add_task(title, total=total))
+        parts = together(_collect, events, show)
+        spent = sum((done for _, done in parts), Done())
+        show(completed=spent.rollouts)
+    return [result for found, _ in parts for result in found], spent
+
+
+def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list[Any]]:
+    """Items shared out, the heaviest first, each to the worker with the least; order is kept.
+
+    >>> shares_of(["a", "b", "c", "d"], [1, 2, 5, 1], 2)
+    [['c'], ['a', 'b', 'd']]
+    """
+    loads, shares = [0.0] * workers, [[] for _ in range(workers)]
+    order = sorted(zip(weights, range(len(items)), strict=True), key=lambda pair: -pair[0])
+    for weight, item in order:
+        least = min(range(workers), key=lambda w: (loads[w], len(shares[w])))
+        loads[least] += weight
+        shares[least].append(item)
+    return [[items[i] for i in sorted(share)] for share in shares]
+
+
+def _collect(events: Iterator[tuple[int, Any]], show: Callable) -> tuple[list[Any], Done]:
+    results, spent = defaultdict(list), Done()
+    for worker, event in events:
+        if isinstance(event, Done):
+            spent += event
+            show(completed=tally(event.rollouts) if world() > 1 else spent.rollouts)
+        else:
+            results[worker].append(event)
+    return [result for worker in sorted(results) for result in results[worker]], spent
 
 
 def _events(work: Work, shares: list[list[Any]], arguments: tuple) -> Iterator[tuple[int, Any]]:
-    if len(shares) == 1:
-        yield from ((0, event) for event in work(shares[0], *arguments))
+    if world() > 1 or len(shares) < 2:
+        for own in shares[rank() : rank() + 1]:
+            yield from ((rank(), event) for event in work(own, *arguments))
         return
-    context = mp.get_context("spawn")
-    events = context.Queue()
-    processes = [
-        context.Process(target=_worker, args=(events, w, work, share, arguments), daemon=True)
-        for w, share in enumerate(shares)
-    ]
-    for process in processes:
-        process.start()
+    workers: list[tuple[mp.Process, Connection]] = []
     try:
-        yield from _listen(events, processes)
+        with _interrupts_held():
+            for own in shares:
+                workers.append(_start(work, own, arguments))
+        yield from _listen(workers)
     finally:
-        for process in processes:
+        for process, _ in workers:
             process.terminate()
+        for process, _ in workers:
             process.join()
 
 
-def _listen(events, processes) -> Iterator[tuple[int, Any]]:
-    running = set(range(len(processes)))
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes started in here never see Ctrl-C, which a terminal sends to all; this one after."""
+    resource_tracker.ensure_running()  # starting it later would lift the mask
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which children inherit
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _start(work: Work, items: list[Any], arguments: tuple) -> tuple[mp.Process, Connection]:
+    context = mp.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_worker, args=(there, work, items, arguments), daemon=True)
+    process.start()
+    there.close()  # so that the pipe ends with the worker
+    return process, here
+
+
+def _listen(workers: list[tuple[mp.Process, Connection]]) -> Iterator[tuple[int, Any]]:
+    running = {pipe: number for number, (_, pipe) in enumerate(workers)}
     while running:
-        try:
-            worker, kind, event = events.get(timeout=5)
-        except queue.Empty:
-            dead = [w for w in running if processes[w].exitcode is not None]
-            if dead:
-                code = processes[dead[0]].exitcode
-                raise RuntimeError(f"worker {dead[0]} ended with exit code {code}") from None
-            continue
-        if kind == "refused":
-            raise ConfigError(event)
-        if kind == "error":
-            raise RuntimeError(f"worker {worker} failed:\n{event}")
-        if kind == "end":
-            running.discard(worker)
-        else:
-            yield worker, event
+        for pipe in wait(running):
+            worker = running[pipe]
+            kind, event = _received(worker, *workers[worker])
+            if kind == "end":
+                del running[pipe]
+            elif kind == "refused":
+                raise ConfigError(event)
+            elif kind == "failed":
+                raise RuntimeError(f"worker {worker} failed:\n{event}")
+            else:
+                yield worker, event
 
 
-def _worker(events, number: int, work: Work, items: list[Any], arguments: tuple) -> None:
+def _received(number: int, process: mp.Process, pipe: Connection) -> tuple[str, Any]:
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        process.join()
+        raise RuntimeError(f"worker {number} ended with exit code {process.exitcode}") from None
+
+
+def _worker(pipe: Connection, work: Work, items: list[Any], arguments: tuple) -> None:
+    threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         for event in work(items, *arguments):
-            events.put((number, "event", event))
-        events.put((number, "end", None))
+            pipe.send(("event", event))
+        pipe.send(("end", None))
     except ConfigError as error:
-        events.put((number, "refused", str(error)))
+        pipe.send(("refused", str(error)))
     except Exception:
-        events.put((number, "error", traceback.format_exc()))
+        pipe.send(("failed", traceback.format_exc()))
+
+
+def _follow_parent() -> None:
+    """End with the parent, which has no chance to say so when it is killed."""
+    mp.parent_process().join()
+    os._exit(1)

@@ -1,0 +1,162 @@
+"""The ranks of a run that torchrun or `accelerate launch` started; otherwise one process alone."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from grpo_ustat.checks import ConfigError
+
+LONGEST = timedelta(days=20)  # that a rank waits for the others; gloo's own 30 minutes are short
+
+
+class RefusedByRank(ConfigError):
+    """A ConfigError of one rank, raised on all of them at the same call; to be printed once."""
+
+
+class _PeerFailed(Exception):
+    """Another rank failed: what this one does is in vain."""
+
+
+def world() -> int:
+    """How many ranks the run has."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+
+
+def rank() -> int:
+    """Which of them this process is."""
+    return int(os.environ["RANK"]) if world() > 1 else 0
+
+
+def is_main() -> bool:
+    """Whether this is the rank that prints and writes what all ranks share."""
+    return rank() == 0
+
+
+def own_device(device: str) -> str:
+    """The configured device, `cuda` as this rank's own one."""
+    if world() > 1 and device == "cuda":
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    return device
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    together(_nothing)
+
+
+def on_main(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call the function on rank 0 alone; every rank waits for it and returns its value.
+
+    Raises:
+        ConfigError, RuntimeError: see `together`.
+    """
+    return together(function if is_main() else _nothing, *arguments)[0]
+
+
+def together(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call the function on every rank; every rank returns the values of all, in their order.
+
+    Raises:
+        ConfigError: a rank refused the configuration; on all ranks.
+        RuntimeError: a rank failed; its own error there, a line that names it on the others.
+        SystemExit: a rank is gone, and the run with it.
+    """
+    if world() == 1:
+        return [function(*arguments)]
+    peers, own = _join(), None
+    peers.calls += 1
+    try:
+        outcome = ("value", function(*arguments))
+    except Exception as error:
+        outcome, own = _told(error), error
+        peers.count("failed", 1)
+    outcomes = peers.gather(outcome)
+    _raise_first(outcomes, own)
+    return [value for _, value in outcomes]
+
+
+def tally(added: int) -> int:
+    """Add to a count, from inside `together`, and return what all ranks have added so far.
+
+    Raises:
+        Exception: another rank failed; for `together` to catch.
+    """
+    peers = _join()
+    if peers.count("failed", 0):
+        raise _PeerFailed
+    return peers.count("tally", added)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    if isinstance(error, _PeerFailed):
+        return "stopped", ""
+    if isinstance(error, ConfigError):
+        return "refused", str(error)
+    return "failed", f"{type(error).__name__}: {error}"
+
+
+def _raise_first(outcomes: list[tuple[str, Any]], own: Exception | None) -> None:
+    for kind, text in outcomes:
+        if kind == "refused":
+            raise RefusedByRank(text)
+    for number, (kind, text) in enumerate(outcomes):
+        if kind == "failed":
+            raise own if number == rank() else RuntimeError(f"rank {number} failed: {text}")
+
+
+class _Peers:
+    """Connections to the other ranks: a group for values, a store for counts between its calls."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self.calls = 0
+        self._store, number, size = next(dist.rendezvous("env://"))
+        # Returns once all ranks have come: until then none has touched a folder.
+        dist.init_process_group("gloo", store=self._store, rank=number, world_size=size)
+        self._group = dist.new_group(backend="gloo", timeout=LONGEST)
+        self._gather = dist.all_gather_object
+        atexit.register(_leave)
+
+    def gather(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * world()
+        with _connected():
+            self._gather(found, value, group=self._group)
+        return found
+
+    def count(self, key: str, added: int) -> int:
+        with _connected():
+            return self._store.add(f"grpo_ustat/{self.calls}/{key}", added)
+
+
+_join = cache(_Peers)
+
+
+def _leave() -> None:
+    """Close the connections: threads of theirs that outlive the interpreter abort the process."""
+    import torch.distributed as dist
+
+    _join.cache_clear()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """End this rank, and its sweep, in one line where another one is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise SystemExit(
+            f"error: rank {rank()} of {world()} lost another rank, whose own message says why: "
+            "run it again"
+        ) from error

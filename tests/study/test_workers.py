@@ -1,0 +1,197 @@
+"""Sharing work out: by weight, among local workers, among ranks; and how it ends when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.ranks import own_device
+from grpo_ustat.study.workers import Done, share, shares_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+import errands  # noqa: E402
+
+SCRIPT = str(Path(errands.__file__))
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+ACCELERATE = [
+    "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
+    "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0",
+]  # fmt: skip
+
+
+def start(work, folder, launcher=(), workers=2):
+    (folder / "pids").mkdir(parents=True)
+    environment = os.environ | {"WORK": work, "PIDS": str(folder / "pids")}
+    return subprocess.Popen(
+        [sys.executable, *launcher, SCRIPT, f"launch.workers={workers}",
+         f"hydra.run.dir={folder / 'run'}"],
+        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process):
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def asleep(folder, count):
+    """Process ids of the workers, once they work."""
+    for _ in range(600):
+        found = [int(path.name) for path in (folder / "pids").iterdir()]
+        if len(found) >= count:
+            return found
+        time.sleep(0.1)
+    raise AssertionError("the workers never began")
+
+
+def gone(pids):
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 5)
+    return not alive
+
+
+def test_shares_are_balanced_by_weight():
+    assert shares_of([0, 1, 2, 3], [1, 2, 5, 1], 2) == [[2], [0, 1, 3]]
+    assert shares_of(errands.ITEMS, errands.WEIGHTS, 2) == [[2, 3], [0, 1, 4, 5, 6]]
+    for workers in (1, 2, 3, 7):
+        shares = shares_of(errands.ITEMS, errands.WEIGHTS, workers)
+        assert sorted(sum(shares, [])) == errands.ITEMS
+        assert all(share == sorted(share) and share for share in shares)
+        loads = [sum(errands.WEIGHTS[i] for i in share) for share in shares]
+        assert max(loads) <= max(max(errands.WEIGHTS), 4 / 3 * sum(errands.WEIGHTS) / workers)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_equal_weights_deal_items_out_in_turn(weight):
+    assert shares_of(list("abcde"), [weight] * 5, 2) == [["a", "c", "e"], ["b", "d"]]
+    assert shares_of(["a"], [weight], 2) == [["a"], []]
+
+
+def test_a_weight_is_missing():
+    with pytest.raises(ValueError, match="argument 2 is"):
+        shares_of([1, 2], [1.0], 2)
+
+
+def test_results_come_by_worker_and_progress_is_summed():
+    one, spent = share(errands.square, errands.ITEMS, 1, "errand", 7, weights=errands.WEIGHTS)
+    two, again = share(errands.square, errands.ITEMS, 2, "errand", 7, weights=errands.WEIGHTS)
+    assert [item for item, _ in one] == errands.ITEMS
+    assert [item for item, _ in two] == [2, 3, 0, 1, 4, 5, 6]
+    assert sorted(two) == one and spent == again == Done(rollouts=7, tokens=21)
+    assert share(errands.square, [], 2, "errand", 0) == ([], Done())
+
+
+@pytest.mark.parametrize(
+    "work, kind, match",
+    [
+        (errands.refuse, ConfigError, "^item=2 is above 1: use item=1$"),
+        (errands.fail, RuntimeError, "worker 0 failed:(.|\n)*ZeroDivisionError: item 2"),
+        (errands.die, RuntimeError, "worker 0 ended with exit code -9"),
+    ],
+)
+def test_one_failing_worker_ends_the_others_at_once(work, kind, match, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIDS", str(tmp_path))
+    began = time.monotonic()
+    with pytest.raises(kind, match=match):
+        share(work, errands.ITEMS, 2, "errand", 7, weights=errands.WEIGHTS)
+    assert time.monotonic() - began < 20
+    assert gone(int(path.name) for path in tmp_path.iterdir())
+
+
+def test_a_killed_parent_leaves_no_worker(tmp_path):
+    process = start("sleep", tmp_path)
+    workers = asleep(tmp_path, 2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert set(workers) <= {child.pid for child in children}
+    process.kill()
+    finish(process)
+    assert gone(child.pid for child in children)
+
+
+def test_an_interrupt_ends_everything_in_one_line(tmp_path):
+    process = start("sleep", tmp_path)
+    workers = asleep(tmp_path, 2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert_interrupted(*finish(process))
+    assert gone(workers)
+
+
+def assert_interrupted(code, out, err):
+    assert (code, out) == (130, "")
+    bar, *lines = err.splitlines()
+    assert bar.startswith("errand") and lines == ["interrupted"], err
+
+
+def test_an_interrupt_while_workers_start(tmp_path):
+    process = start("sleep", tmp_path)
+    while len(psutil.Process(process.pid).children()) < 2:
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGINT)
+    assert_interrupted(*finish(process))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE])
+def test_ranks_do_what_local_workers_do(launcher, tmp_path):
+    """Both ranks hold the same results (the script checks), one prints and writes them."""
+    code, out, err = finish(start("square", tmp_path, launcher, workers=5))
+    assert code == 0, err
+    two, _ = share(errands.square, errands.ITEMS, 2, "errand", 7, weights=errands.WEIGHTS)
+    assert [tuple(pair) for pair in json.loads(out)] == two
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["spent"]["rollouts"], result["spent"]["tokens"]) == (7, 21)
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {".hydra", "code.json", "result.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE])
+@pytest.mark.parametrize(
+    "work, lines",
+    [
+        ("refuse", ["error: item=2 is above 1: use item=1"]),
+        ("fail", ["ZeroDivisionError: item 2"]),
+        ("die", []),
+    ],
+)
+def test_one_failing_rank_ends_the_others(launcher, work, lines, tmp_path):
+    code, out, err = finish(start(work, tmp_path, launcher))
+    assert code == 1 and out == ""  # the launcher's own code
+    for line in lines:
+        assert err.count(line) >= 1, err
+    if work == "refuse":
+        assert err.count("error: item") == 1 and "rank      : 0" in err
+    assert gone(int(path.name) for path in (tmp_path / "pids").iterdir())
+    assert not (tmp_path / "run/result.json").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_loses_another_ends_without_a_launcher(tmp_path, monkeypatch):
+    """Started one by one, as a cluster may: only the connection tells."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    for number in ("0", "1"):
+        monkeypatch.setenv("RANK", number)
+        ranks.append(start("die", tmp_path / number))
+    (first, *_), (second, _, err) = map(finish, ranks)
+    assert (first, second) == (-signal.SIGKILL, 1)
+    assert "error: rank 1 of 2 lost another rank" in err and "Traceback" not in err
+
+
+def test_cuda_is_the_ranks_own(monkeypatch):
+    assert own_device("cuda") == "cuda"
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert [own_device(name) for name in ("cuda", "cuda:3", "cpu")] == ["cuda:1", "cuda:3", "cpu"]
