@@ -31,7 +31,7 @@ from grpo_ustat.rollout.draws import generator
 from grpo_ustat.study.groups import LEAST_REST, orders, outside, rest_weights, scattered
 
 MOST_DRAWS = 1000  # of all sub-pools together; each draw averages over all questions
-MOST_PARTS = 8  # beyond, a t quantile hardly shrinks and sub-pools lose pairs of completions
+MOST_PARTS = 5  # beyond, sub-pools are small, their errors skewed and the interval too short
 
 
 @dataclass(frozen=True)

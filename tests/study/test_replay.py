@@ -350,14 +350,29 @@ def _inner(sums):
     return (sums[0], sums[1], *sums[4:])
 
 
+def simulated_mse(policy, name, size, batches, rng):
+    """The mse of all questions once, from independent batches; no pool, no Gram matrix."""
+    rows, target = np.arange(len(policy.rewards_PY))[:, None], policy.gradient_PD.mean(axis=0)
+    scores_PYD, total = policy.scores_PYD, 0.0
+    outcomes = policy.sample(batches * size, rng).reshape(len(rows), batches, size)
+    for y in outcomes.transpose(1, 0, 2):
+        context = BaselineContext(lengths_PG=LENGTHS[y])
+        weights = advantages(name, policy.rewards_PY[rows, y], context, OPTIONS[name])
+        estimate = np.einsum("pg,pgd->d", weights, scores_PYD[rows, y]) / y.size
+        total += np.square(estimate - target).sum()
+    return total / batches
+
+
 @pytest.mark.slow
 def test_intervals_of_coupled_rules_cover():
-    policy, rng, studies = tabular(3), np.random.default_rng(2), 300
-    once, hits = [("all_questions_once", None)], 0
-    exact = truth("batch_std", 2, "expected_reward", *once[0])[0]
+    """300 studies of 12 questions, random groups."""
+    policy, rng, studies = tabular(12, 6), np.random.default_rng(2), 300
+    once, names = [("all_questions_once", None)], ["batch_std", "james_stein"]
+    exact = {name: simulated_mse(policy, name, 2, 50_000, rng) for name in names}
+    hits = dict.fromkeys(names, 0)
     for study in range(studies):
-        pool = pool_of(policy, 40, rng)
-        row = replay(pool, ["batch_std"], OPTIONS, [2], once, 400, study, "completions")[0]
-        hits += row.mse.low <= exact <= row.mse.high
-    print("batch_std", hits / studies)
-    assert 0.91 <= hits / studies <= 0.99
+        pool = pool_of(policy, 48, rng)
+        for row in replay(pool, names, OPTIONS, [2], once, 200, study, "completions"):
+            hits[row.baseline] += row.mse.low <= exact[row.baseline] <= row.mse.high
+    print({name: count / studies for name, count in hits.items()})
+    assert all(0.91 <= count / studies <= 0.99 for count in hits.values()), hits
