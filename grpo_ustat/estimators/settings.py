@@ -1,40 +1,99 @@
-r"""How questions enter a batch, and the error that follows (paper, Proposition 3, beyond unbiased).
+r"""How questions are drawn, and what that does to the error of a minibatch gradient.
 
-A batch estimate is `T = 1/B sum_b ghat_{x_b}`, ghat_x an estimate from one group of question x, all
-independent given the questions. With e_x = E||ghat_x||^2, p_x = ||E ghat_x||^2 and, over m
-questions, mu = mean_x E ghat_x and a target tau,
+An estimate of one question x has, over its completions, the second moment `e_x = E||ghat_x||^2`
+and the mean `mu_x = E ghat_x` with `p_x = ||mu_x||^2`; given the questions, different questions are
+independent. With bars for means over the m questions, `mu = mean_x mu_x`, and the target tau:
 
-    bias^2 = ||mu||^2 - 2 <mu, tau> + ||tau||^2
-    all_questions_once    variance = mean(e - p) / m
-    with_replacement      variance = ( mean e - ||mu||^2 ) / B
-    without_replacement   variance = { mean(e - p) + (m-B)/(m-1) ( mean p - ||mu||^2 ) } / B
-    one_question          variance = mean(e - p), bias^2 the mean of each question's own
+    E||T - tau||^2 = bias^2 + variance        bias^2 = ||mu - tau||^2
+
+for T the mean over the B questions of a batch, as every setting leaves E T = mu.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+
+Number = float | np.ndarray
 
 
 def decompose(
-    setting: str, num_prompts: int, questions: int, e, p, mu_sq, cross, target_sq
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean squared error, bias^2 and variance, elementwise.
+    setting: str,
+    num_prompts: int | None,
+    questions: int,
+    e: Number,
+    p: Number,
+    mu_sq: Number,
+    cross: Number,
+    target_sq: Number,
+) -> tuple[Number, Number, Number]:
+    r"""(mse, bias^2, variance) of a minibatch, elementwise on arrays of any common shape.
+
+        all_questions_once       variance = ( ebar - pbar ) / m
+        with_replacement         variance = ( ebar - ||mu||^2 ) / B
+        without_replacement      variance = ( ebar - pbar + (m-B)/(m-1) (pbar - ||mu||^2) ) / B
+        one_question             variance =   ebar - pbar
+        bias^2 = ||mu||^2 - 2 <mu, tau> + ||tau||^2
+
+    Each question once: the m estimates are independent with variances e_x - p_x, and T is their
+    mean. With replacement: T averages B independent draws of a random question's estimate, whose
+    second moment is ebar and whose mean is mu. Without: the completions give mean(e - p)/B, the
+    choice of questions the finite-population variance of a mean of the mu_x, whose spread
+    mean_x ||mu_x - mu||^2 is pbar - ||mu||^2 (Cochran 1977, section 2.5). One question: the error
+    against that question's own target, averaged over questions, so its `mu_sq`, `cross` and
+    `target_sq` are the means over x of ||mu_x||^2, <mu_x, tau_x> and ||tau_x||^2.
+
+    All are linear in the seven means: unbiased estimates of these give unbiased results. The mse
+    depends on p, of which mu_sq holds pbar/m, in `with_replacement` with B > 1 alone.
 
     Args:
-        setting: see the module; for one_question pass means over questions as the last three.
-        num_prompts: B of the two middle settings.
+        setting: one of the four.
+        num_prompts: B; of the two middle settings only.
         questions: m.
-        e, p: means over questions.
-        mu_sq, cross, target_sq: ||mu||^2, <mu, tau>, ||tau||^2.
+        e: ebar, the mean over questions of E||ghat_x||^2.
+        p: pbar, the mean over questions of ||E ghat_x||^2.
+        mu_sq: ||mu||^2.
+        cross: <mu, tau>.
+        target_sq: ||tau||^2.
+
+    Raises:
+        ValueError: an unknown setting, or B > m without replacement.
+
+    >>> decompose("with_replacement", 2, 5, 3.0, 2.0, 1.0, 1.0, 1.0)
+    (1.0, 0.0, 1.0)
     """
     bias2 = mu_sq - 2 * cross + target_sq
-    variance = e - p
     if setting == "all_questions_once":
-        variance = variance / questions
+        variance = (e - p) / questions
+    elif setting == "one_question":
+        variance = e - p
     elif setting == "with_replacement":
         variance = (e - mu_sq) / num_prompts
     elif setting == "without_replacement":
-        between = (questions - num_prompts) / max(1, questions - 1) * (p - mu_sq)
-        variance = (variance + between) / num_prompts
+        if num_prompts > questions:
+            raise ValueError(f"{num_prompts} of {questions} questions without replacement")
+        left = (questions - num_prompts) / max(questions - 1, 1)
+        variance = (e - p + left * (p - mu_sq)) / num_prompts
+    else:
+        raise ValueError(f"unknown setting {setting}")
     return bias2 + variance, bias2, variance
+
+
+def scale_free(energy: float, cross: float, target_sq: float) -> tuple[float | None, float | None]:
+    """Cosine of E T and tau as one draw of T shows it, and the MSE of the best multiple of T.
+
+    `cross / sqrt(energy target_sq)` and `target_sq - cross^2 / energy`, the least of
+    `E||c T - tau||^2` over numbers c. None where an estimate of a squared norm is not positive.
+
+    Args:
+        energy: E||T||^2.
+        cross: <E T, tau>.
+        target_sq: ||tau||^2.
+
+    >>> scale_free(4.0, 1.0, 1.0)
+    (0.5, 0.75)
+    """
+    if not (target_sq > 0 and energy > 0):
+        return None, None
+    return cross / math.sqrt(energy * target_sq), target_sq - cross**2 / energy
