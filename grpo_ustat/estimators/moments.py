@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+ROUNDING = 1e-12  # a sum of squared norms this far below its largest term is rounding
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -176,3 +178,21 @@ def _from_sums(n: int, sums: dict[str, np.ndarray], ghat_sq: np.ndarray) -> Mome
         var_q=(sqq - sq * sq / n) / (n - 1),
         var_z=(szz - sz * sz / n) / (n - 1),
     )
+
+
+def covariance_excess(q: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis, bias-corrected by the jackknife.
+
+    The plug-in is never negative and its bias is of order 1/N; `N theta - (N-1) mean theta_{-i}`
+    removes that order, and may be negative.
+    """
+    count = q.shape[-1]
+    sums = [x.sum(axis=-1, keepdims=True) for x in (q, z, q * z)]
+    floor = np.maximum(ROUNDING * q.max(axis=-1, keepdims=True), np.finfo(float).tiny)
+
+    def plug_in(sum_q, sum_z, sum_qz, n):
+        covariance = (sum_qz - sum_q * sum_z / n) / (n - 1)
+        return covariance**2 / np.maximum(sum_q / n, floor)
+
+    left = plug_in(sums[0] - q, sums[1] - z, sums[2] - q * z, count - 1)
+    return count * plug_in(*sums, count)[..., 0] - (count - 1) * left.mean(axis=-1)

@@ -6,6 +6,7 @@ import csv
 import io
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_ustat.estimators.baselines import BASELINES
@@ -21,14 +22,21 @@ def write_csv(folder: RunFolder, name: str, rows: list[dict[str, Any]]) -> None:
     folder.write(name, text.getvalue())
 
 
+COLUMNS = 4  # baselines side by side on a terminal of 80 characters
+
+
 def mse_tables(result: dict[str, Any]) -> list[Table]:
     """One table per method, target and setting: a row per group size, a column per baseline."""
     keys = ("method", "target", "setting", "num_prompts")
     kinds = dict.fromkeys(tuple(row[k] for k in keys) for row in result["curves"])
-    return [
-        _mse_table(result, [r for r in result["curves"] if tuple(r[k] for k in keys) == kind])
-        for kind in kinds
-    ]
+    tables = []
+    for kind in kinds:
+        rows = [row for row in result["curves"] if tuple(row[k] for k in keys) == kind]
+        names = list(dict.fromkeys(row["baseline"] for row in rows))
+        for first in range(0, len(names), COLUMNS):
+            shown = names[first : first + COLUMNS]
+            tables.append(_mse_table(result, [r for r in rows if r["baseline"] in shown]))
+    return tables
 
 
 def _mse_table(result: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
@@ -42,8 +50,12 @@ def _mse_table(result: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
     )
     source = f"{result['pool_completions']} completions a question"
     if first["replicates"] is not None:
-        source += f"; replicates of the largest G: {min(row['replicates'] for row in rows)}"
-    table = Table(title=title, caption=f"95 % intervals {given[first['interval']]}; {source}")
+        source = f"{min(row['replicates'] for row in rows)} replicates at least, from {source}"
+        if first["method"] == "monte_carlo":
+            source = f"replicates of the largest G: {min(row['replicates'] for row in rows)}"
+    table = Table(
+        title=escape(title), caption=f"95 % intervals {given[first['interval']]}; {source}"
+    )
     table.min_width = 64
     table.add_column("G", justify="right")
     names = list(dict.fromkeys(row["baseline"] for row in rows))

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, fields
 import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
-from grpo_ustat.estimators.moments import Moments, norm_moments, pool_moments
+from grpo_ustat.estimators.moments import Moments, covariance_excess, norm_moments, pool_moments
 from grpo_ustat.records import BaselineContext, ScorePool
 from grpo_ustat.study.groups import (
     masked_mean,
@@ -25,8 +25,6 @@ from grpo_ustat.study.groups import (
 )
 
 FROM_REST = {"value_P", "optimal_P", "running"}  # what a rule takes from outside its group
-TINY = np.finfo(float).tiny
-ROUNDING = 1e-12  # of sums that one loud completion dominates, once it is left out
 
 
 @dataclass(frozen=True)
@@ -224,18 +222,8 @@ def _price(
     price, price_N = own / rest + others * whole.m0[x], own_N / (rest - 1) + others * without.m0[x]
     if "optimal_P" in needs:
         q_N, z_N, kept = facts.pool.sq_norm_PN[x], facts.pool.rewards_PN[x], others_of(length)
-        price, price_N = price + _excess(q_N, z_N), price_N + _excess(q_N[kept], z_N[kept])
+        price, price_N = (
+            price + covariance_excess(q_N, z_N),
+            price_N + covariance_excess(q_N[kept], z_N[kept]),
+        )
     return float(price) / size, price_N / size
-
-
-def _excess(q_N: np.ndarray, z_N: np.ndarray) -> np.ndarray:
-    """A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis; the plug-in with its bias jackknifed."""
-    count = q_N.shape[-1]
-    q, z, qz = (x.sum(axis=-1, keepdims=True) for x in (q_N, z_N, q_N * z_N))
-    floor = np.maximum(ROUNDING * q_N.max(axis=-1, keepdims=True), TINY)
-
-    def plug_in(q, z, qz, n):
-        return ((qz - q * z / n) / (n - 1)) ** 2 / np.maximum(q / n, floor)
-
-    left = plug_in(q - q_N, z - z_N, qz - q_N * z_N, count - 1)
-    return count * plug_in(q, z, qz, count)[..., 0] - (count - 1) * left.mean(axis=-1)

@@ -19,7 +19,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, pooled_dof, t_interval
-from grpo_ustat.estimators.moments import Moments, deleted_moments, pool_moments
+from grpo_ustat.estimators.moments import (
+    Moments,
+    covariance_excess,
+    deleted_moments,
+    pool_moments,
+)
 from grpo_ustat.estimators.scaling import best_group_size
 from grpo_ustat.estimators.settings import decompose
 from grpo_ustat.records import ScorePool
@@ -118,7 +123,7 @@ def closed_form(pool: ScorePool, asked: Asked, interval: str) -> ClosedForm:
 def _per_question(pool: ScorePool, asked: Asked, moments: Moments) -> Numbers:
     """Unbiased per-question quantities, [m]; all that means are taken of."""
     values = {f.name: getattr(moments, f.name) for f in fields(moments)}
-    values["excess"] = _excess(pool.sq_norm_PN, pool.rewards_PN)
+    values["excess"] = covariance_excess(pool.sq_norm_PN, pool.rewards_PN)
     return values | _fixed_baselines(pool, asked, moments)
 
 
@@ -201,25 +206,6 @@ def _parts(means: Numbers, estimates: Numbers, asked: Asked) -> dict[str, tuple]
     return {row.key: tuple(map(float, _row(row, means, *levels, asked)[1:])) for row in asked.rows}
 
 
-def _excess(q_PN: np.ndarray, z_PN: np.ndarray) -> np.ndarray:
-    """A_V - A_{b*} = Cov(q, z)^2 / M_0 of each question, bias-corrected by the jackknife.
-
-    The plug-in is never negative and its bias is of order 1/N; `N theta - (N-1) mean theta_{-i}`
-    removes that order, and may be negative.
-    """
-    count = q_PN.shape[1]
-
-    def plug_in(sum_q, sum_z, sum_qz, n):
-        covariance = (sum_qz - sum_q * sum_z / n) / (n - 1)
-        return covariance**2 * n / np.maximum(sum_q, np.finfo(float).tiny)
-
-    values = (q_PN, z_PN, q_PN * z_PN)
-    sums = [x.sum(axis=1, keepdims=True) for x in values]
-    rest = [s - x for s, x in zip(sums, values, strict=True)]
-    whole_P = plug_in(*sums, count)[:, 0]
-    return count * whole_P - (count - 1) * plug_in(*rest, count - 1).mean(axis=1)
-
-
 def _given_questions(
     pool: ScorePool, full: Numbers, means: Numbers, with_others_P, asked: Asked
 ) -> dict[str, tuple[float, float]]:
@@ -229,7 +215,7 @@ def _given_questions(
     deleted = {f.name: getattr(moments, f.name) for f in fields(moments)}
     deleted["excess"] = np.stack(
         [
-            _excess(np.delete(pool.sq_norm_PN, i, 1), np.delete(pool.rewards_PN, i, 1))
+            covariance_excess(np.delete(pool.sq_norm_PN, i, 1), np.delete(pool.rewards_PN, i, 1))
             for i in range(size)
         ],
         axis=1,

@@ -21,8 +21,8 @@ from grpo_ustat.study.workers import Done
 
 TARGETS = {
     "expected_reward": "gradient of the expected reward",
-    "arcsin": "gradient of E[2 arcsin sqrt V]",
-    "log_value": "gradient of E[log V]",
+    "arcsin": "gradient of E[2 arcsin sqrt V] (plug-in)",
+    "log_value": "gradient of E[log V] (plug-in)",
 }
 
 
@@ -115,6 +115,29 @@ def closed_form_rows(config: MseConfig, found: ClosedForm, rows: list[Row]) -> l
     return result
 
 
+def replayed_rows(config: MseConfig, replayed, found: ClosedForm, questions: int) -> list[dict]:
+    """One row per rule, group size, setting and target; judged also against a rule's own target."""
+    known = _distinct_from_zero(found["grad_sq_at_hand"])
+    result = []
+    for point in replayed:
+        count = {"all_questions_once": questions, "one_question": 1}.get(
+            point.setting, point.num_prompts
+        )
+        row = _row(config, "replay", point.baseline, point.group_size, (point.setting, count),
+                   point.mse)  # fmt: skip
+        of_reward = point.target == "expected_reward"
+        relative = _relative(point.mse.estimate, found["grad_sq_at_hand"]) if of_reward else None
+        result.append(
+            row
+            | {"target": TARGETS[point.target], "replicates": point.draws}
+            | {"bias2": _finite(point.bias2), "variance": _finite(point.variance)}
+            | {"relative_mse": relative}
+            | {"best_scalar_mse": point.best_scalar_mse if known else None}
+            | {"cosine": point.cosine if known else None}
+        )
+    return result
+
+
 def monte_carlo_rows(config, estimated, found: ClosedForm, prompts: int) -> list[dict[str, Any]]:
     """One row per baseline and group size; intervals are given the questions."""
     grad_sq = found["grad_sq_at_hand"]
@@ -141,7 +164,7 @@ def _row(config: MseConfig, method: str, name: str, size: int, point: tuple, mse
         "group_size": size,
         "num_prompts": point[1],
         "unbiased": BASELINES[name].unbiased,
-        "mse": mse.estimate,
+        "mse": _finite(mse.estimate),
         "low": _finite(mse.low),
         "high": _finite(mse.high),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from grpo_ustat.config import MseConfig
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.ranks import is_main, on_main
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.figures import mse_figure, scaling_figure
 from grpo_ustat.runs.folder import RunFolder
@@ -20,8 +22,16 @@ from grpo_ustat.study.closed_form import ClosedForm, closed_form
 from grpo_ustat.study.imported import import_pool
 from grpo_ustat.study.monte_carlo import monte_carlo
 from grpo_ustat.study.pool import build_pool, greedy_rewards, model_facts
-from grpo_ustat.study.result import asked_of, closed_form_rows, monte_carlo_rows, study_result
-from grpo_ustat.study.workers import Done
+from grpo_ustat.study.replay import replay, unmeasured
+from grpo_ustat.study.result import (
+    asked_of,
+    closed_form_rows,
+    monte_carlo_rows,
+    points,
+    replayed_rows,
+    study_result,
+)
+from grpo_ustat.study.workers import Done, share
 from grpo_ustat.tasks.registry import make_task
 
 
@@ -31,14 +41,15 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     Returns:
         The first curve's mean squared error at the first group size.
     """
-    console = Console()
-    result = folder.result()
+    console = Console(quiet=not is_main())
+    result = on_main(folder.result)
     if result is None:
-        folder.open()
+        on_main(folder.open)
         result = study(config, folder.path)
         write_csv(folder, "curves.csv", result["curves"])
-        mse_figure(folder.path, result, config)
-        scaling_figure(folder.path, result)
+        if is_main():
+            mse_figure(folder.path, result, config)
+            scaling_figure(folder.path, result)
         folder.finish(result)
     else:
         console.print(
@@ -46,6 +57,8 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         )
     for table in mse_tables(result):
         console.print(table)
+    for row in result["not_measured"]:
+        console.print(f"{row['method']}, {row['setting']}: {row['reason']}", markup=False)
     console.print(result["summary"], highlight=False, markup=False)
     console.print(f"Wrote {folder.path}", soft_wrap=True, highlight=False, markup=False)
     return result["curves"][0]["mse"]
@@ -65,10 +78,42 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     curves, of_replicates = [], Done()
     if "closed_form" in config.study.methods:
         curves += closed_form_rows(config, found, rows)
+    missing = []
+    if "replay" in config.study.methods:
+        replayed, missing = replay_rows(config, pool, found)
+        curves += replayed
     if "monte_carlo" in config.study.methods:
         estimated, of_replicates = monte_carlo(config, prompts)
         curves += monte_carlo_rows(config, estimated, found, len(prompts))
-    return study_result(config, pool, found, curves, parameters, of_pool, of_replicates)
+    result = study_result(config, pool, found, curves, parameters, of_pool, of_replicates)
+    return result | {"not_measured": missing}
+
+
+def replay_rows(config: MseConfig, pool: ScorePool, found: ClosedForm) -> tuple[list, list]:
+    """Rows of the replay method, shared out by rule and group size, and what has no row and why."""
+    settings = points(config, len(pool.rewards_PN))
+    items = [(name, size) for name in config.baselines for size in config.group_sizes]
+    total = len(items) * config.budget.replay_draws
+    parts, _ = share(_replay, items, config.launch.workers, "replay", total, config, pool, settings)
+    parts.sort(key=lambda part: items.index(part[0]))
+    missing = [
+        {"method": "replay", "baseline": name, "setting": setting, "num_prompts": count}
+        | {"reason": unmeasured(name, setting, count)}
+        for name in config.baselines
+        for setting, count in settings
+        if unmeasured(name, setting, count)
+    ]
+    rows = [row for _, replayed in parts for row in replayed]
+    return replayed_rows(config, rows, found, len(pool.rewards_PN)), missing
+
+
+def _replay(items: list[tuple[str, int]], config: MseConfig, pool: ScorePool, settings) -> Iterator:
+    options = {name: config.rules[name].options for name in config.baselines}
+    draws = config.budget.replay_draws
+    for name, size in items:
+        arguments = (settings, draws, config.seed, config.study.interval)
+        yield (name, size), replay(pool, [name], options, [size], *arguments)
+        yield Done(rollouts=draws)
 
 
 def _pool(
