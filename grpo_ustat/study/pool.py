@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -60,11 +60,34 @@ def build_pool(
     return read_pool(store, prompts, size)
 
 
-def model_facts(config: MseConfig, prompts: list[Prompt]) -> tuple[int, float]:
-    """Number of parameters that scores cover, and mean prompt length in tokens."""
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of model and prompts before anything is sampled.
+
+    Attributes:
+        parameters: that scores cover.
+        prompt_tokens: mean length of a prompt.
+        prompt_seconds: to read one prompt, measured here; a group shares it.
+    """
+
+    parameters: int
+    prompt_tokens: float
+    prompt_seconds: float
+
+
+def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
+    """Count parameters and tokens, and time the reading of a few prompts."""
     policy = configured_policy(config)
-    lengths = [len(policy.tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
-    return sum(parameter_sizes(policy.model).values()), float(np.mean(lengths))
+    encoded = [policy.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+    few = [torch.tensor([ids], device=policy.model.device) for ids in encoded[:8]]
+    with torch.inference_mode():
+        policy.model(input_ids=few[0])
+        start = time.perf_counter()
+        for ids in few:
+            policy.model(input_ids=ids).logits[0, -1, 0].item()
+        seconds = (time.perf_counter() - start) / len(few)
+    parameters = sum(parameter_sizes(policy.model).values())
+    return ModelFacts(parameters, float(np.mean([len(ids) for ids in encoded])), seconds)
 
 
 def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> np.ndarray:

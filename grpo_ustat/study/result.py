@@ -16,6 +16,7 @@ from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.summary import clipped_warning
 from grpo_ustat.study.closed_form import GRID, Asked, ClosedForm, Row
+from grpo_ustat.study.pool import ModelFacts
 from grpo_ustat.study.verdict import heavy_warning, verdict
 from grpo_ustat.study.workers import Done
 
@@ -37,8 +38,9 @@ def points(config: MseConfig, questions: int) -> list[tuple[str, int]]:
     return found
 
 
-def asked_of(config: MseConfig, pool: ScorePool, prompt_tokens: float) -> Asked:
-    """What the closed forms are asked for."""
+def asked_of(config: MseConfig, pool: ScorePool, facts: ModelFacts, spent: Done) -> Asked:
+    """What the closed forms are asked for; `spent` is what the pool took."""
+    each = (spent.seconds_generate + spent.seconds_score) / spent.rollouts
     questions = len(pool.rewards_PN)
     rows = [
         Row(name, size, *point)
@@ -52,7 +54,10 @@ def asked_of(config: MseConfig, pool: ScorePool, prompt_tokens: float) -> Asked:
         options={name: config.rules[name].options for name in config.baselines},
         questions=questions,
         sample=config.study.interval == "questions",
-        costs={"tokens": (prompt_tokens, float(pool.lengths_PN.mean()))},
+        costs={
+            "tokens": (facts.prompt_tokens, float(pool.lengths_PN.mean())),
+            "seconds": (facts.prompt_seconds, each),
+        },
     )
 
 
@@ -215,7 +220,7 @@ def _gradient(found: ClosedForm) -> dict[str, Any]:
 
 def _scaling(found: ClosedForm) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for name in ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens"):
+    for name in ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens", "gstar_seconds"):
         result |= _triple(name, found[name])
     law = ScalingLaw(*(found[name].estimate for name in ("c1", "c2", "c3")))
     if result["gstar"] is not None:

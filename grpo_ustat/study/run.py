@@ -21,7 +21,7 @@ from grpo_ustat.runs.summary import mse_tables, write_csv
 from grpo_ustat.study.closed_form import ClosedForm, closed_form
 from grpo_ustat.study.imported import import_pool
 from grpo_ustat.study.monte_carlo import monte_carlo
-from grpo_ustat.study.pool import build_pool, greedy_rewards, model_facts
+from grpo_ustat.study.pool import ModelFacts, build_pool, greedy_rewards, model_facts
 from grpo_ustat.study.replay import replay, unmeasured
 from grpo_ustat.study.result import (
     asked_of,
@@ -68,13 +68,14 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     """Build the pool, run the methods, and say what they found."""
     if config.imports_pool:
         pool, of_pool, prompts = import_pool(config, folder / "pool")
-        parameters, prompt_tokens = model_facts(config, prompts)
-        found = closed_form(pool, asked_of(config, pool, prompt_tokens), config.study.interval)
+        facts = model_facts(config, prompts)
+        asked = asked_of(config, pool, facts, of_pool)
+        found = closed_form(pool, asked, config.study.interval)
     else:
         prompts = make_task(config).prompts("study")[: config.study.questions]
-        parameters, prompt_tokens = model_facts(config, prompts)
-        pool, found, of_pool = _pool(config, prompts, folder, prompt_tokens)
-    rows = asked_of(config, pool, prompt_tokens).rows
+        facts = model_facts(config, prompts)
+        pool, found, of_pool = _pool(config, prompts, folder, facts)
+    rows = asked_of(config, pool, facts, of_pool).rows
     curves, of_replicates = [], Done()
     if "closed_form" in config.study.methods:
         curves += closed_form_rows(config, found, rows)
@@ -85,7 +86,7 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     if "monte_carlo" in config.study.methods:
         estimated, of_replicates = monte_carlo(config, prompts)
         curves += monte_carlo_rows(config, estimated, found, len(prompts))
-    result = study_result(config, pool, found, curves, parameters, of_pool, of_replicates)
+    result = study_result(config, pool, found, curves, facts.parameters, of_pool, of_replicates)
     return result | {"not_measured": missing}
 
 
@@ -117,7 +118,7 @@ def _replay(items: list[tuple[str, int]], config: MseConfig, pool: ScorePool, se
 
 
 def _pool(
-    config: MseConfig, prompts: list[Prompt], folder: Path, prompt_tokens: float
+    config: MseConfig, prompts: list[Prompt], folder: Path, facts: ModelFacts
 ) -> tuple[ScorePool, ClosedForm, Done]:
     """The pool and its closed forms; with target_halfwidth, extended until it is reached."""
     place = Path(config.pool) if config.pool else folder / "pool"
@@ -128,7 +129,8 @@ def _pool(
     while True:
         pool, spent = build_pool(config, prompts, place, size)
         pool = replace(pool, greedy_P=greedy_P)
-        found = closed_form(pool, asked_of(config, pool, prompt_tokens), config.study.interval)
+        asked = asked_of(config, pool, facts, spent)
+        found = closed_form(pool, asked, config.study.interval)
         wanted = _wanted(found, config.target_halfwidth, size)
         if wanted <= size or size >= largest:
             return pool, found, spent
