@@ -37,6 +37,24 @@ def t_interval(estimate: float, variance: float, dof: float, level: float = LEVE
     return Interval(float(estimate), float(estimate - half), float(estimate + half))
 
 
+def positive_interval(
+    estimate: float, variance: float, dof: float, level: float = LEVEL
+) -> Interval:
+    """The t interval on the log scale, `estimate * exp(+- t_dof sqrt(variance) / estimate)`.
+
+    For quantities that cannot be negative, of whose estimates the low ones come with short standard
+    errors, as with heavy tails. Where the plain interval reaches 0 it is returned instead.
+
+    >>> [round(x, 3) for x in positive_interval(2.0, 0.25, 1e9)]
+    [2.0, 1.225, 3.264]
+    """
+    plain = t_interval(estimate, variance, dof, level)
+    if not plain.low > 0:
+        return plain
+    factor = math.exp((plain.high - plain.estimate) / plain.estimate)
+    return Interval(plain.estimate, plain.estimate / factor, plain.estimate * factor)
+
+
 def pooled_dof(variances: np.ndarray, dof: float) -> float:
     """Degrees of freedom of a sum of independent variance estimates (Welch-Satterthwaite)."""
     total = variances.sum()

@@ -18,7 +18,13 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import Interval, jackknife_variance, pooled_dof, t_interval
+from grpo_ustat.estimators.intervals import (
+    Interval,
+    jackknife_variance,
+    pooled_dof,
+    positive_interval,
+    t_interval,
+)
 from grpo_ustat.estimators.moments import (
     Moments,
     covariance_excess,
@@ -109,9 +115,8 @@ def closed_form(pool: ScorePool, asked: Asked, interval: str) -> ClosedForm:
     else:
         spread = _given_questions(pool, full, means, with_others_P, asked)
     found = {
-        name: t_interval(float(estimates[name]), *spread[name])
-        for name in estimates
-        if name in spread
+        name: (positive_interval if "mse/" in name else t_interval)(float(value), *spread[name])
+        for name, value in estimates.items()
     }
     for name in [name for name in found if name.startswith("log_")]:
         found[name.removeprefix("log_")] = _on_log_scale(found.pop(name), found)

@@ -23,7 +23,7 @@ import torch
 
 from grpo_ustat.config import MseConfig
 from grpo_ustat.estimators.baselines import BASELINES, advantages
-from grpo_ustat.estimators.intervals import Interval, jackknife_variance, t_interval
+from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positive_interval
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
@@ -295,7 +295,7 @@ def curve(
     energy = float(squared_R.mean()) - excess
     scale_free = grad_sq > 0 and energy > 0
     return Curve(
-        mse=t_interval(mse, of_blocks + of_replicates, max(dof, 1.0)),
+        mse=positive_interval(mse, of_blocks + of_replicates, max(dof, 1.0)),
         bias2=float(bias2),
         variance=mse - float(bias2),
         replicates=count,

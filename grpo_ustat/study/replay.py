@@ -24,7 +24,12 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.intervals import Interval, jackknife_variance, pooled_dof, t_interval
+from grpo_ustat.estimators.intervals import (
+    Interval,
+    jackknife_variance,
+    pooled_dof,
+    positive_interval,
+)
 from grpo_ustat.estimators.moments import Moments, pool_gradient_weights
 from grpo_ustat.estimators.settings import decompose, scale_free
 from grpo_ustat.records import ScorePool
@@ -186,7 +191,7 @@ class _Row:
         cross = float(whole.c if own else whole.cross)
         target_sq = float(whole.t if own else whole.target_sq)
         comparable = scale_free(mse + 2 * cross - target_sq, cross, target_sq)
-        return t_interval(mse, spread, max(dof, 1)), bias2, variance, *comparable
+        return positive_interval(mse, spread, max(dof, 1)), bias2, variance, *comparable
 
     def _decompose(self, means: _Means):
         products = means[4:] if self.setting != "one_question" else means[1:4]
