@@ -46,7 +46,7 @@ def positive_interval(
     errors, as with heavy tails. Where the plain interval reaches 0 it is returned instead.
 
     >>> [round(x, 3) for x in positive_interval(2.0, 0.25, 1e9)]
-    [2.0, 1.225, 3.264]
+    [2.0, 1.225, 3.265]
     """
     plain = t_interval(estimate, variance, dof, level)
     if not plain.low > 0:
