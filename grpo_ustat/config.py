@@ -7,7 +7,6 @@ configuration is refused before anything slow happens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -22,24 +21,11 @@ from grpo_ustat.checks import (
     check_options,
     check_prompt,
     check_shape,
-    distinct,
     one_of,
     positive,
 )
 from grpo_ustat.estimators.baselines import BASELINES
-
-METHODS = ("closed_form", "replay", "monte_carlo")
-SETTINGS = ("all_questions_once", "with_replacement", "without_replacement", "one_question")
-CLOSED_FORMS = (
-    "none",
-    "leave_one_out",
-    "group_mean",
-    "oracle",
-    "optimal",
-    "constant",
-    "running_mean",
-    "remax",
-)
+from grpo_ustat.study_checks import check_study
 
 
 @dataclass
@@ -228,134 +214,7 @@ class MseConfig(Common):
     def check(self) -> None:
         """See `Common.check`."""
         super().check()
-        positive(self.launch, "workers", prefix="launch.")
-        distinct("baselines", self.baselines)
-        distinct("group_sizes", self.group_sizes)
-        distinct("study.methods", self.study.methods)
-        for name in self.baselines:
-            one_of("baselines", name, tuple(BASELINES))
-            self._check_rule(name)
-            for size in self.group_sizes:
-                check_group_size(name, size)
-        if not (self.baselines and self.group_sizes and self.study.methods):
-            raise ConfigError("baselines, group_sizes, study.methods: name at least one")
-        for method in self.study.methods:
-            one_of("study.methods", method, METHODS)
-        one_of("study.interval", self.study.interval, ("completions", "questions"))
-        self._check_settings()
-        self._check_pool()
-        self._check_counts()
-
-    def _check_rule(self, name: str) -> None:
-        if BASELINES[name].only_trains:
-            raise ConfigError(
-                f"baselines names {name}, which remembers past batches of a training run: a study "
-                f"has none; leave it out, or use train baseline={name}"
-            )
-        if name not in self.rules:
-            raise ConfigError(f"baselines names {name} but rules.{name} is missing: add it")
-        if self.rules[name].name != name:
-            raise ConfigError(
-                f"rules.{name}.name={self.rules[name].name} is another rule: use {name}"
-            )
-        check_options(self.rules[name], f"rules.{name}.options")
-        if self.study.methods == ["closed_form"] and name not in CLOSED_FORMS:
-            raise ConfigError(
-                f"baselines names {name}, study.methods only closed_form, which knows "
-                f"{', '.join(CLOSED_FORMS)}: add replay or monte_carlo to study.methods"
-            )
-
-    def _check_pool(self) -> None:
-        if not self.imports_pool:
-            return
-        if not Path(self.pool).is_file():
-            raise ConfigError(f"pool={self.pool} is no file: give a Parquet file, or a folder")
-        needs = {need for name in self.baselines for need in BASELINES[name].needs}
-        for key, asked in (
-            ("study.methods=[monte_carlo]", "monte_carlo" in self.study.methods),
-            (f"target_halfwidth={self.target_halfwidth}", self.target_halfwidth is not None),
-            ("baselines=[remax]", "greedy_P" in needs),
-        ):
-            if asked:
-                raise ConfigError(f"{key} samples completions, which an imported pool cannot")
-
-    def _check_settings(self) -> None:
-        study = self.study
-        distinct("study.settings", study.settings)
-        distinct("study.num_prompts", study.num_prompts)
-        for setting in study.settings:
-            one_of("study.settings", setting, SETTINGS)
-        if not study.settings:
-            raise ConfigError(f"study.settings=[]: name at least one of {', '.join(SETTINGS)}")
-        batches = {"with_replacement", "without_replacement"} & set(study.settings)
-        if batches and not (study.num_prompts and min(study.num_prompts) >= 1):
-            raise ConfigError(
-                f"study.num_prompts={study.num_prompts}: {' and '.join(sorted(batches))} need at "
-                "least one number of questions a batch, 1 or more"
-            )
-        if self.target_halfwidth is not None and not 0 < self.target_halfwidth < 1:
-            raise ConfigError(f"target_halfwidth={self.target_halfwidth} must be in (0, 1)")
-
-    def _check_counts(self) -> None:
-        questions, size = self.study.questions, self.dataset.study_size
-        if questions is not None and not 1 <= questions <= size:
-            raise ConfigError(
-                f"study.questions={questions} of dataset.study_size={size}: choose 1 to {size}"
-            )
-        asked = size if questions is None else questions
-        for name in self.baselines:
-            check_shape(name, asked, min(self.group_sizes), "study.questions")
-        if self.study.interval == "questions" and asked < 4:
-            raise ConfigError(
-                f"study.interval=questions needs 4 questions, got {asked}: raise study.questions"
-            )
-        largest = max(self.study.num_prompts, default=0)
-        if "without_replacement" in self.study.settings and largest > asked:
-            raise ConfigError(
-                f"study.num_prompts={largest} of {asked} questions without replacement: use at "
-                f"most {asked}, or raise study.questions"
-            )
-        budget = self.budget
-        positive(budget, "replay_draws", "feature_sketch", "gradient_sketch", prefix="budget.")
-        if self.target_halfwidth is not None and (
-            budget.max_pool_completions < budget.pool_completions
-        ):
-            raise ConfigError(
-                f"budget.max_pool_completions={budget.max_pool_completions} is below "
-                f"budget.pool_completions={budget.pool_completions}: raise it"
-            )
-        if "replay" in self.study.methods:
-            self._check_replay()
-        if budget.pool_completions < 4:
-            raise ConfigError(
-                f"budget.pool_completions={budget.pool_completions}: the unbiased estimators and "
-                "their jackknife need at least 4"
-            )
-        if "monte_carlo" in self.study.methods:
-            self._check_monte_carlo()
-
-    def _check_replay(self) -> None:
-        largest, size = max(self.group_sizes), self.budget.pool_completions
-        if size < largest + 3:
-            raise ConfigError(
-                f"budget.pool_completions={size}: replay of group_size={largest} takes the true "
-                f"gradient from completions outside the group: use at least {largest + 3}"
-            )
-
-    def _check_monte_carlo(self) -> None:
-        budget = self.budget
-        positive(budget, "value_completions", prefix="budget.")
-        if budget.replicates < 2:
-            raise ConfigError(
-                f"budget.replicates={budget.replicates}: an interval needs at least 2"
-            )
-        per_block, rest = divmod(budget.reference_completions, max(1, budget.reference_blocks))
-        if budget.reference_blocks < 3 or rest or per_block < 3:
-            raise ConfigError(
-                f"budget.reference_completions={budget.reference_completions} in "
-                f"budget.reference_blocks={budget.reference_blocks}: use 3 or more equal blocks of "
-                "3 or more completions"
-            )
+        check_study(self)
 
 
 @dataclass

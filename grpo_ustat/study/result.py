@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.config import CLOSED_FORMS, MseConfig
+from grpo_ustat.config import MseConfig
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval, clustered_mean
 from grpo_ustat.estimators.scaling import ScalingLaw
@@ -19,6 +19,7 @@ from grpo_ustat.study.closed_form import GRID, Asked, ClosedForm, Row
 from grpo_ustat.study.pool import ModelFacts
 from grpo_ustat.study.verdict import heavy_warning, verdict
 from grpo_ustat.study.workers import Done
+from grpo_ustat.study_checks import CLOSED_FORMS
 
 TARGETS = {
     "expected_reward": "gradient of the expected reward",
