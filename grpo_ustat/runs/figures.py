@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ STYLE = {  # Okabe-Ito colours, and markers that differ in grey too
     "group_mean": ("#56B4E9", "v", "group_mean (biased)"),
     "oracle": ("#009E73", "D", "oracle"),
 }
-OTHER_COLOURS, OTHER_MARKERS = ("#E69F00", "#CC79A7", "#000000"), "^PX<>*pd"
+OTHER_COLOURS = (  # Tol's muted scheme
+    "#CC6677", "#332288", "#DDCC77", "#117733", "#882255", "#44AA99", "#999933", "#AA4499",
+    "#88CCEE",
+)  # fmt: skip
+OTHER_MARKERS = "^PX<>*pd"
 LINES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
 FONTS = {"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 10}
 
@@ -31,7 +36,7 @@ def mse_figure(folder: Path, result: dict[str, Any], config: MseConfig) -> None:
     rows = [row for row in result["curves"] if row["target"].endswith("expected reward")]
     points = list(dict.fromkeys((row["setting"], row["num_prompts"]) for row in rows))
     with plt.rc_context(FONTS):
-        size = (1.4 + 5.0 * len(points), 4.4)
+        size = (1.4 + 5.0 * len(points) + 2.0 * (len(rows) > 36), 5.0)
         figure, panels = plt.subplots(
             1, len(points), figsize=size, squeeze=False, layout="constrained"
         )
@@ -40,8 +45,14 @@ def mse_figure(folder: Path, result: dict[str, Any], config: MseConfig) -> None:
             if len(points) > 1:
                 axes.set_title(f"{point[0].replace('_', ' ')}, B = {point[1]}", fontsize=9)
         panels[0, 0].set_ylabel("mean squared error of the gradient")
-        panels[0, 0].legend(frameon=False, fontsize=9)
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        if len(labels) > 6:
+            figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
+        else:
+            panels[0, 0].legend(frameon=False, fontsize=9)
         figure.suptitle(_title(result), fontsize=9, x=0.02, ha="left")
+        words = textwrap.fill(result["summary"], int(17 * size[0]))
+        figure.supxlabel(words.replace("$", r"\$"), fontsize=6.5, x=0.02, ha="left")
         _save(figure, folder, "figure")
 
 
