@@ -128,6 +128,8 @@ def main():
             seconds, peaks[name] = pipe.recv()
             if repeat:  # the first round warms up
                 times[name].append(seconds)
+    for pipe in pipes.values():
+        pipe.send(False)
     report(asked, facts, times, peaks)
 
 
