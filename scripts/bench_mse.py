@@ -218,7 +218,7 @@ def agreement(asked, found):
 
 def extrapolation(asked, found):
     """Seconds to the target from seconds and variance so far; pairs that are there stop."""
-    closed, measured = found[0], found[2]
+    closed, measured = found[0], found[-1]
     worst = max(map(halfwidth, closed.curves().values()))
     factor = max(1.0, (worst / asked.target) ** 2)
     base = closed.spent.seconds * factor
@@ -228,6 +228,9 @@ def extrapolation(asked, found):
     print(f"extrapolated from a pool of {closed.size} whose worst half-width is {worst:.1%}")
     for method in found[1:]:
         source = method if whole(asked, method) else measured
+        if not max(map(halfwidth, source.curves().values())) < 1:
+            print(f"{method.way}: {source.state.replicates} replicates are too few to extrapolate")
+            continue
         needed = replicates_needed(asked, source)
         seconds, largest = seconds_needed(asked, method, needed), max(asked.group_sizes)
         rollouts = max(needed.values()) * largest * asked.questions
