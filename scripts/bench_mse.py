@@ -8,7 +8,7 @@
 The curves of none, leave_one_out and oracle at every group size, of the same questions, by
 
     closed_form  a pool of scored completions, extended as `target_halfwidth` does
-    replay       the same pool and groups drawn from it, where the package has it
+    replay       the same pool and groups drawn from it
     ordinary     fresh rollouts and a backward for every (baseline, group), see `brute_force`
     weighted     the same with all gradients of a replicate from one backward (monte_carlo)
 
@@ -23,17 +23,18 @@ is subtracted.
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import pickle
+import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import hydra
 import numpy as np
-from brute_force import BruteForce, Spent, halfwidth
+from brute_force import BruteForce, Spent, halfwidth, packed, unpacked
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from scipy import stats
 
 from grpo_ustat.cli import _job_part, _resolver
@@ -41,6 +42,7 @@ from grpo_ustat.config import MseConfig, typed
 from grpo_ustat.policy.loading import configured_policy
 from grpo_ustat.study import monte_carlo, pool
 from grpo_ustat.study.closed_form import closed_form
+from grpo_ustat.study.replay import replay
 from grpo_ustat.study.result import asked_of
 from grpo_ustat.study.run import _wanted
 from grpo_ustat.tasks.registry import make_task
@@ -56,14 +58,13 @@ class ClosedForms:
 
     def __init__(self, config, prompts, folder: Path, state):
         self.config, self.prompts, self.folder = config, prompts, folder
-        self.spent, self.size, self.found = state or (Spent(), config.budget.pool_completions, None)
-        self.prompt_tokens = pool.model_facts(config, prompts)[1]
+        self.spent, self.size, self.found = Spent(), config.budget.pool_completions, None
+        self.facts = pool.model_facts(config, prompts)
         self.keys = [(name, size) for name in config.baselines for size in config.group_sizes]
-
-    @property
-    def state(self):
-        """What to keep."""
-        return self.spent, self.size, self.found
+        if state is not None:
+            self.spent, self.size = Spent(**state["spent"]), state["size"]
+            if self.spent.rollouts:
+                self._measure()
 
     @property
     def ready(self):
@@ -77,10 +78,14 @@ class ClosedForms:
                 _wanted(self.found, target, self.size), self.config.budget.max_pool_completions
             )
         with self.spent.on("pool"):
-            scored, _ = pool.build_pool(self.config, self.prompts, self.folder, self.size)
-            asked = asked_of(self.config, scored, self.prompt_tokens)
-            self.found = closed_form(scored, asked, self.config.study.interval)
+            scored = self._measure()
         self.spent.rollouts = scored.rewards_PN.size
+
+    def _measure(self):
+        scored, took = pool.build_pool(self.config, self.prompts, self.folder, self.size)
+        asked = asked_of(self.config, scored, self.facts, took)
+        self.found = closed_form(scored, asked, self.config.study.interval)
+        return scored
 
     def left(self, target):
         """The pairs whose relative half-width is above the target."""
@@ -115,9 +120,7 @@ def configured(asked):
 
 def methods(asked, config):
     """All three with one loaded model, from the state file where there is one."""
-    kept = {}
-    if asked.state.is_file():
-        kept = pickle.loads(asked.state.read_bytes())  # noqa: S301, written by `save`
+    kept = read(asked.state) if asked.state.is_file() else {}
     policy, task = configured_policy(config), make_task(config)
     pool.configured_policy = monte_carlo.configured_policy = lambda *_: policy
     prompts = task.prompts("study")[: config.study.questions]
@@ -125,14 +128,37 @@ def methods(asked, config):
     found = [ClosedForms(config, prompts, folder, kept.get("closed_form"))]
     few = prompts[: asked.timed_questions]
     for way, asked_of_it in (("ordinary", few), ("weighted", prompts)):
-        found.append(BruteForce(way, config, asked_of_it, policy, task, kept.get(way)))
+        brute = BruteForce(way, config, asked_of_it, policy, task, None)
+        if way in kept:
+            brute.state = unpacked(*kept[way], brute.keys)
+        found.append(brute)
     return found
 
 
 def save(asked, found):
+    """One file: arrays under the method's name, plain values in its metadata."""
+    arrays, plain = {}, {}
+    for method in found:
+        if isinstance(method, ClosedForms):
+            plain[method.way] = {"spent": asdict(method.spent), "size": method.size}
+            continue
+        mine, plain[method.way] = packed(method.state)
+        arrays |= {f"{method.way}:{name}": np.ascontiguousarray(x) for name, x in mine.items()}
     staged = asked.state.with_suffix(".tmp")
-    staged.write_bytes(pickle.dumps({method.way: method.state for method in found}))
-    os.replace(staged, asked.state)
+    save_file(arrays, staged, {"plain": json.dumps(plain)})
+    staged.replace(asked.state)
+
+
+def read(file: Path) -> dict:
+    """What `save` wrote, by method."""
+    with safe_open(file, "numpy") as kept:
+        plain = json.loads(kept.metadata()["plain"])
+        arrays = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118
+    found = {"closed_form": plain.pop("closed_form")}
+    for way, values in plain.items():
+        mine = {n.removeprefix(f"{way}:"): x for n, x in arrays.items() if n.startswith(f"{way}:")}
+        found[way] = mine, values
+    return found
 
 
 def spent_of(method) -> Spent:
@@ -181,11 +207,6 @@ def report(asked, found):
 
 def replay_line(closed):
     """The closed forms' pool with groups drawn from it besides."""
-    try:
-        replay = importlib.import_module("grpo_ustat.study.replay").replay
-    except ModuleNotFoundError:
-        print("\nreplay: grpo_ustat.study.replay is missing")
-        return
     spent, config = Spent(), closed.config
     scored, _ = pool.build_pool(config, closed.prompts, closed.folder, closed.size)
     with spent.on("replay"):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
@@ -89,6 +89,38 @@ class State:
     excess: list[float] = field(default_factory=list)
     sums: dict[tuple[str, int], Sums] = field(default_factory=dict)
     replicates: int = 0
+
+
+def packed(state: State) -> tuple[dict[str, np.ndarray], dict]:
+    """A state as arrays and plain values, for a file without code in it."""
+    arrays = {"blocks": np.array(state.blocks), "excess": np.array(state.excess)}
+    if state.value_P is not None:
+        arrays["value_P"] = state.value_P
+    for (name, size), sums in state.sums.items():
+        if sums.squared:
+            arrays[f"squared/{name}/{size}"] = np.array(sums.squared)
+            arrays[f"products/{name}/{size}"] = np.array(sums.products_H)
+            arrays[f"total/{name}/{size}"] = np.asarray(sums.total_D)
+    return arrays, {"spent": asdict(state.spent), "replicates": state.replicates}
+
+
+def unpacked(arrays: dict[str, np.ndarray], plain: dict, keys: list[tuple[str, int]]) -> State:
+    """The state that `packed` took apart."""
+    sums = {}
+    for name, size in keys:
+        place = f"{name}/{size}"
+        sums[name, size] = Sums()
+        if f"squared/{place}" in arrays:
+            parts = (arrays[f"squared/{place}"].tolist(), list(arrays[f"products/{place}"]))
+            sums[name, size] = Sums(*parts, arrays[f"total/{place}"])
+    return State(
+        spent=Spent(**plain["spent"]),
+        value_P=arrays.get("value_P"),
+        blocks=list(arrays["blocks"]),
+        excess=arrays["excess"].tolist(),
+        sums=sums,
+        replicates=plain["replicates"],
+    )
 
 
 class BruteForce:
