@@ -86,7 +86,9 @@ def serve(name, asked, pipe):
     model = load(asked)
     run = program(name, model, batch(asked, model.config.vocab_size), asked)
     before = memory(asked)
-    pipe.send((sum(p.numel() for p in model.parameters()), matrix_rate(asked)))
+    total = sum(p.numel() for p in model.parameters())
+    ends = {id(m.weight): m.weight.numel() for m in (model.get_input_embeddings(), model.lm_head)}
+    pipe.send((total, total - sum(ends.values()), model.lm_head.weight.numel(), matrix_rate(asked)))
     while pipe.recv():
         start = time.perf_counter()
         run()
@@ -134,8 +136,8 @@ def main():
 
 
 def report(asked, facts, times, peaks):
-    parameters, _ = facts[next(iter(facts))]
-    rate = max(rate for _, rate in facts.values())
+    parameters, body, head, _ = facts[next(iter(facts))]
+    rate = max(fact[-1] for fact in facts.values())
     tokens = asked.rows * (asked.prompt + asked.completion)
     base = statistics.median(times["ordinary"])
     print(f"{asked.model}: {parameters / 1e6:.1f} M parameters, {asked.dtype}, {asked.device},")
@@ -151,8 +153,9 @@ def report(asked, facts, times, peaks):
         spread = f"{min(seconds):.2f} - {max(seconds):.2f}"
         print(f"{name:10}{middle:10.2f}{spread:>16}{middle / base:8.2f}", end="")
         print(f"{peaks[name] / 1e6:9.0f}{peaks[name] / max(1, peaks['ordinary']):8.2f}", end="")
-        work = 6 * parameters * tokens / middle  # as ordinary training counts it
-        print(f"{tokens / middle:10.0f}{work / rate:9.0%}")
+        # what ordinary training multiplies: forward once, backward twice, logits where needed
+        work = 6 * (body * tokens + head * asked.rows * asked.completion)
+        print(f"{tokens / middle:10.0f}{work / middle / rate:9.0%}")
 
 
 if __name__ == "__main__":

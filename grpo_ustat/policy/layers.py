@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from grpo_ustat.policy.totals import SQUARE, Totals, widened
+from grpo_ustat.policy.totals import Totals, widened
+
+DENSE = 2**25  # bytes of embedding rows held at a time
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     unique, place_BT = part.ids_BT.unique(return_inverse=True)
     grads = widened(part.grads_BTD)
     batch, _, width = grads.shape
-    step = max(1, SQUARE // (4 * batch * width))
+    step = max(1, DENSE // (4 * batch * width))
     for low in range(0, len(unique), step):
         ids_U = unique[low : low + step]
         inside = (place_BT >= low) & (place_BT < low + len(ids_U))

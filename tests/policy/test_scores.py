@@ -151,7 +151,7 @@ def test_chunks_and_ways_do_not_matter(monkeypatch, tied, gram, weight_way):
     slow = reference(policy, rollouts)
     monkeypatch.setitem(output_layer.LOGITS, "cpu", 700)
     monkeypatch.setitem(totals.CHUNK, "cpu", 500)
-    monkeypatch.setattr(layers, "SQUARE", 3000)
+    monkeypatch.setattr(layers, "DENSE", 3000)
     monkeypatch.setattr(Totals, "_squares_are_cheaper", lambda *_: not weight_way)
     result = fast(policy, rollouts, weights, gram=gram)
     torch.testing.assert_close(result.sq_norm_B, slow.square().sum(1), rtol=1e-10, atol=1e-10)
