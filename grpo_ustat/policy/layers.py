@@ -140,7 +140,7 @@ def add(totals: Totals, name: str, shape: torch.Size, part: Part) -> None:
         totals.take(name, shape, part.gradient_B.flatten(1))
     else:
         for ids_U, dense in dense_rows(part):
-            _add_rows(totals, name, shape, ids_U, dense)
+            totals.take_rows(name, shape, ids_U, dense)
 
 
 def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -155,13 +155,3 @@ def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         target = torch.where(inside, place_BT - low, 0)[:, :, None].expand_as(grads)
         empty = grads.new_zeros((batch, len(ids_U), width))
         yield ids_U, empty.scatter_add_(1, target, grads * inside[:, :, None])
-
-
-def _add_rows(totals: Totals, name: str, shape, ids_U: torch.Tensor, dense_BUD) -> None:
-    """Neighbouring tokens pass together: their rows are neighbours in the parameter."""
-    width = dense_BUD.shape[2]
-    breaks = (ids_U.diff() != 1).nonzero().flatten() + 1
-    edges = [0, *breaks.tolist(), len(ids_U)]
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
-        flat = dense_BUD[:, low:high].flatten(1)
-        totals.take(name, shape, flat, int(ids_U[low]) * width)

@@ -83,16 +83,26 @@ class Totals:
         """Take entries `start ... start + C` of N completions' gradients; overwrites them."""
         self.names.add(name)
         flat_NC = widened(flat_NC)
-        if self.gram_BB is not None:
-            assert rows is None, "a Gram matrix needs all completions at once"
-            products = flat_NC @ flat_NC.T
-            self.gram_BB += products
-            self.sq_norm_B += products.diagonal()
-        else:
-            self._add_norms(torch.linalg.vecdot(flat_NC, flat_NC), rows)
+        self._square(flat_NC, rows)
         if self.weights_KB is not None:
             self._pool(name, shape, self._weights(rows, flat_NC.dtype) @ flat_NC, start)
         self._sketch_features(name, flat_NC, start, rows)
+
+    def take_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
+        """Take whole rows of a matrix's gradients, those of sorted ids; overwrites them."""
+        if self.features is None and self.pooled is None:
+            self.names.add(name)
+            flat = dense_NUD.flatten(1)
+            self._square(flat, None)
+            if self.weights_KB is not None:
+                values_KC = self._weights(None, flat.dtype) @ flat
+                self._pool_rows(name, shape, ids_U, values_KC.unflatten(1, dense_NUD.shape[1:]))
+            return
+        breaks = (ids_U.diff() != 1).nonzero().flatten() + 1  # neighbouring rows pass together
+        edges, width = [0, *breaks.tolist(), len(ids_U)], dense_NUD.shape[2]
+        for low, high in zip(edges[:-1], edges[1:], strict=True):
+            flat = dense_NUD[:, low:high].flatten(1)
+            self.take(name, shape, flat, int(ids_U[low]) * width)
 
     def cross(self, first_NC: torch.Tensor, second_NC: torch.Tensor) -> None:
         """Add what the sum of two parts of one gradient has beyond the parts: 2 <first, second>."""
@@ -101,6 +111,15 @@ class Totals:
             return
         products = first_NC @ second_NC.T
         products = products + products.T
+        self.gram_BB += products
+        self.sq_norm_B += products.diagonal()
+
+    def _square(self, flat_NC: torch.Tensor, rows) -> None:
+        if self.gram_BB is None:
+            self._add_norms(torch.linalg.vecdot(flat_NC, flat_NC), rows)
+            return
+        assert rows is None, "a Gram matrix needs all completions at once"
+        products = flat_NC @ flat_NC.T
         self.gram_BB += products
         self.sq_norm_B += products.diagonal()
 
@@ -158,11 +177,16 @@ class Totals:
             return
         stop = start + values_KC.shape[1]
         for k, value in enumerate(values_KC, start=first):
-            if name not in self.gradients_K[k]:
-                self.gradients_K[k][name] = torch.zeros(
-                    shape, dtype=values_KC.dtype, device=self.device
-                )
-            self.gradients_K[k][name].view(-1)[start:stop] += value
+            self._gradient(k, name, shape, value.dtype).view(-1)[start:stop] += value
+
+    def _pool_rows(self, name, shape, ids_U, values_KUD: torch.Tensor) -> None:
+        for k, value in enumerate(values_KUD):
+            self._gradient(k, name, shape, value.dtype).index_add_(0, ids_U, value)
+
+    def _gradient(self, k: int, name: str, shape, dtype: torch.dtype) -> torch.Tensor:
+        if name not in self.gradients_K[k]:
+            self.gradients_K[k][name] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return self.gradients_K[k][name]
 
     def _sketch_features(self, name: str, flat_NC, start: int, rows) -> None:
         if self.features is None:
