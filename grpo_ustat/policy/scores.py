@@ -163,6 +163,7 @@ class _Backward:
         torch.autograd.backward(hidden_BTD, grad_hidden_BTD, inputs=self.roots)
         for name in list(self.arrived):
             self._reduce(name)
+        self.roots.clear()  # their hooks hold this object: a circle would keep the gradients alive
 
     def _forward(self) -> torch.Tensor:
         base = body(self.model)

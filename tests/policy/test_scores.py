@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +77,19 @@ def test_a_padding_token_inside_a_completion_counts_as_autograd_counts_it():
     torch.testing.assert_close(
         fast(policy, rollouts).sq_norm_B, slow.square().sum(1), rtol=1e-10, atol=1e-10
     )
+
+
+def test_nothing_outlives_the_result():
+    """Gradients are freed with the result, without waiting for the garbage collector."""
+    policy, rollouts = random_policy(), random_rollouts([3], group_size=2, longest=4)
+    gc.disable()
+    try:
+        result = fast(policy, rollouts, torch.ones(1, 2))
+        watched = weakref.ref(next(iter(result.gradients_K[0].values())))
+        del result
+        assert watched() is None
+    finally:
+        gc.enable()
 
 
 def test_norms_do_not_need_the_gram_matrix():
