@@ -9,12 +9,12 @@ completion from the rest's gradient costs O(1).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
-from grpo_ustat.estimators.moments import Moments, covariance_excess, norm_moments, pool_moments
+from grpo_ustat.estimators.moments import covariance_excess, deleted_moments, pool_moments
 from grpo_ustat.records import BaselineContext, ScorePool
 from grpo_ustat.study.groups import (
     masked_mean,
@@ -68,9 +68,7 @@ class Facts:
     def __init__(self, pool: ScorePool):
         self.pool = pool
         self.whole = pool_moments(pool.rewards_PN, pool.gram_PNN)
-        rows = [_moments_without(*row) for row in zip(pool.rewards_PN, pool.gram_PNN, strict=True)]
-        stacked = map(np.stack, zip(*(astuple(row) for row in rows), strict=True))
-        self.without = Moments(**dict(zip([f.name for f in fields(Moments)], stacked, strict=True)))
+        self.without = deleted_moments(pool.rewards_PN, pool.gram_PNN)
 
 
 def weights_without(rewards_N: np.ndarray) -> np.ndarray:
@@ -83,13 +81,6 @@ def weights_without(rewards_N: np.ndarray) -> np.ndarray:
 def others_of(count: int) -> np.ndarray:
     """Row i: all indices but i, [N, N - 1]."""
     return np.nonzero(~np.eye(count, dtype=bool))[1].reshape(count, count - 1)
-
-
-def _moments_without(rewards_N: np.ndarray, gram_NN: np.ndarray) -> Moments:
-    kept = others_of(len(rewards_N))
-    weights_NN = weights_without(rewards_N)
-    ghat_sq_N = ((weights_NN @ gram_NN) * weights_NN).sum(axis=1)
-    return norm_moments(np.diagonal(gram_NN)[kept], rewards_N[kept], ghat_sq_N)
 
 
 def measure(

@@ -85,11 +85,12 @@ class ClosedForm:
 
     Attributes:
         statistics: see `_statistics`; `mse/...` are the curves' points, see `Row.key`.
-        parts: (bias^2, variance, E||T||^2, <E T, grad J>) of every row by key.
+        parts: (bias^2, variance, E||T||^2, <E T, tau>, ||tau||^2) of every row; tau is grad J, in
+            the setting one_question each question's own gradient, averaged over questions.
     """
 
     statistics: dict[str, Interval]
-    parts: dict[str, tuple[float, float, float, float]]
+    parts: dict[Row, tuple[float, ...]]
 
     def __getitem__(self, name: str) -> Interval:
         return self.statistics[name]
@@ -160,7 +161,8 @@ def _statistics(means: Numbers, between, count: int, asked: Asked) -> Numbers:
     spread = means["var_q"] * means["var_z"]
     with np.errstate(invalid="ignore", divide="ignore"):
         result = {
-            "grad_sq": grad_sq, "grad_sq_at_hand": at_hand, "c1": c1, "c2": c2, "c3": c3,
+            "grad_sq": grad_sq, "grad_sq_at_hand": at_hand, "g_sq": means["g_sq"],
+            "c1": c1, "c2": c2, "c3": c3,
             "a0": means["a_0"], "a_v": means["a_v"], "a_bstar": means["a_v"] - means["excess"],
             "av_minus_abstar": means["excess"], "av_minus_a0": means["a_v"] - means["a_0"],
             "corr": means["cov_qz"] / np.sqrt(np.where(spread > 0, spread, np.nan)),
@@ -178,7 +180,7 @@ def _statistics(means: Numbers, between, count: int, asked: Asked) -> Numbers:
 
 
 def _row(row: Row, means: Numbers, grad_sq, at_hand, asked: Asked):
-    """Mean squared error, bias^2, variance, E||T||^2 and <E T, tau> of one row."""
+    """Mean squared error, bias^2, variance, E||T||^2, <E T, tau> and ||tau||^2 of one row."""
     second, shrink, size = 0.0, 1.0, row.group_size
     if row.baseline in ("leave_one_out", "group_mean"):
         second = (means["d"] + means["g_sq"]) / (size * (size - 1))
@@ -193,7 +195,7 @@ def _row(row: Row, means: Numbers, grad_sq, at_hand, asked: Asked):
         shrink**2 * e, shrink**2 * means["g_sq"],
         shrink**2 * target, shrink * target, target,
     )  # fmt: skip
-    return mse, bias2, variance, variance + shrink**2 * target, shrink * target
+    return mse, bias2, variance, variance + shrink**2 * target, shrink * target, target
 
 
 def _a(baseline: str, means: Numbers):
@@ -206,9 +208,9 @@ def _a(baseline: str, means: Numbers):
     return means[known.get(baseline, f"a_{baseline}")]
 
 
-def _parts(means: Numbers, estimates: Numbers, asked: Asked) -> dict[str, tuple]:
+def _parts(means: Numbers, estimates: Numbers, asked: Asked) -> dict[Row, tuple[float, ...]]:
     levels = (estimates["grad_sq"], estimates["grad_sq_at_hand"])
-    return {row.key: tuple(map(float, _row(row, means, *levels, asked)[1:])) for row in asked.rows}
+    return {row: tuple(map(float, _row(row, means, *levels, asked)[1:])) for row in asked.rows}
 
 
 def _given_questions(

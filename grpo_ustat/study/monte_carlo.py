@@ -25,6 +25,7 @@ from grpo_ustat.config import MseConfig
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positive_interval
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
+from grpo_ustat.estimators.settings import scale_free
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores import completion_scores, parameter_sizes
@@ -292,15 +293,14 @@ def curve(
     of_replicates = float((squared_R - 2 * products_RH.mean(axis=1)).var(ddof=1) / count)
     parts = np.array([of_blocks / (len(gram_HH) - 1) ** 0.5, of_replicates / (count - 1) ** 0.5])
     dof = (of_blocks + of_replicates) ** 2 / max(float(parts @ parts), np.finfo(float).tiny)
-    energy = float(squared_R.mean()) - excess
-    scale_free = grad_sq > 0 and energy > 0
+    cosine, best = scale_free(float(squared_R.mean()) - excess, cross, grad_sq)
     return Curve(
         mse=positive_interval(mse, of_blocks + of_replicates, max(dof, 1.0)),
         bias2=float(bias2),
         variance=mse - float(bias2),
         replicates=count,
-        cosine=cross / (energy * grad_sq) ** 0.5 if scale_free else None,
-        best_scalar_mse=grad_sq - cross**2 / energy if scale_free else None,
+        cosine=cosine,
+        best_scalar_mse=best,
     )
 
 

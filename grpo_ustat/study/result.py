@@ -11,12 +11,14 @@ from grpo_ustat.config import MseConfig
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval, clustered_mean
 from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.estimators.settings import scale_free
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.summary import clipped_warning
 from grpo_ustat.study.closed_form import GRID, Asked, ClosedForm, Row
 from grpo_ustat.study.pool import ModelFacts
+from grpo_ustat.study.replay import Replayed
 from grpo_ustat.study.verdict import heavy_warning, verdict
 from grpo_ustat.study.workers import Done
 from grpo_ustat.study_checks import CLOSED_FORMS
@@ -105,59 +107,64 @@ def study_result(
     }
 
 
-def closed_form_rows(config: MseConfig, found: ClosedForm, rows: list[Row]) -> list[dict[str, Any]]:
+def closed_form_rows(config: MseConfig, found: ClosedForm) -> list[dict[str, Any]]:
     """One row per baseline, group size and setting."""
-    grad_sq = found["grad_sq_at_hand"]
     result = []
-    for row in rows:
-        bias2, variance, energy, cross = found.parts[row.key]
-        point = (row.setting, row.num_prompts)
+    for row, (bias2, variance, energy, cross, target_sq) in found.parts.items():
+        point, mse = (row.setting, row.num_prompts), found[row.key]
         result.append(
-            _row(config, "closed_form", row.baseline, row.group_size, point, found[row.key])
+            _row(config, "closed_form", row.baseline, row.group_size, point, mse)
             | {"replicates": None, "bias2": bias2, "variance": variance}
-            | {"relative_mse": _relative(found[row.key].estimate, grad_sq)}
-            | _scale_free(energy, cross, grad_sq)
+            | _comparable(mse, *scale_free(energy, cross, target_sq), _target_sq(found, *point))
         )
     return result
 
 
-def replayed_rows(config: MseConfig, replayed, found: ClosedForm, questions: int) -> list[dict]:
+def replayed_rows(config: MseConfig, replayed: list[Replayed], found: ClosedForm) -> list[dict]:
     """One row per rule, group size, setting and target; judged also against a rule's own target."""
-    known = _distinct_from_zero(found["grad_sq_at_hand"])
     result = []
-    for point in replayed:
-        count = {"all_questions_once": questions, "one_question": 1}.get(
-            point.setting, point.num_prompts
-        )
-        row = _row(config, "replay", point.baseline, point.group_size, (point.setting, count),
-                   point.mse)  # fmt: skip
-        of_reward = point.target == "expected_reward"
-        relative = _relative(point.mse.estimate, found["grad_sq_at_hand"]) if of_reward else None
+    for x in replayed:
+        point = (x.setting, x.num_prompts)
+        target_sq = _target_sq(found, *point) if x.target == "expected_reward" else None
         result.append(
-            row
-            | {"target": TARGETS[point.target], "replicates": point.draws}
-            | {"bias2": _finite(point.bias2), "variance": _finite(point.variance)}
-            | {"relative_mse": relative}
-            | {"best_scalar_mse": point.best_scalar_mse if known else None}
-            | {"cosine": point.cosine if known else None}
+            _row(config, "replay", x.baseline, x.group_size, point, x.mse)
+            | {"target": TARGETS[x.target], "replicates": x.draws}
+            | {"bias2": _finite(x.bias2), "variance": _finite(x.variance)}
+            | _comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq)
         )
     return result
 
 
 def monte_carlo_rows(config, estimated, found: ClosedForm, prompts: int) -> list[dict[str, Any]]:
     """One row per baseline and group size; intervals are given the questions."""
-    grad_sq = found["grad_sq_at_hand"]
-    known = _distinct_from_zero(grad_sq)
     point = ("all_questions_once", prompts)
+    target_sq = _target_sq(found, *point)
     return [
-        _row(config, "monte_carlo", name, size, point, curve.mse)
-        | {"interval": "completions", "replicates": curve.replicates}
-        | {"bias2": curve.bias2, "variance": curve.variance}
-        | {"relative_mse": _relative(curve.mse.estimate, grad_sq)}
-        | {"best_scalar_mse": curve.best_scalar_mse if known else None}
-        | {"cosine": curve.cosine if known else None}
-        for (name, size), curve in estimated.items()
+        _row(config, "monte_carlo", name, size, point, x.mse)
+        | {"interval": "completions", "replicates": x.replicates}
+        | {"bias2": x.bias2, "variance": x.variance}
+        | _comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq)
+        for (name, size), x in estimated.items()
     ]
+
+
+def _target_sq(found: ClosedForm, setting: str, num_prompts: int) -> Interval:
+    """||tau||^2 of the gradient that a setting is judged against."""
+    names = {"one_question": "g_sq", "with_replacement": "grad_sq"}
+    return found[names.get(setting, "grad_sq_at_hand")]
+
+
+def _comparable(
+    mse: Interval, cosine: float | None, best: float | None, target_sq: Interval | None
+) -> dict[str, float | None]:
+    """The columns free of scale; null where ||tau||^2 is not surely above 0.
+
+    Without `target_sq`, for targets of a rule's own, there is no relative error.
+    """
+    if target_sq is not None and not target_sq.low > 0:
+        return {"relative_mse": None, "best_scalar_mse": None, "cosine": None}
+    relative = None if target_sq is None else _finite(mse.estimate / target_sq.estimate)
+    return {"relative_mse": relative, "best_scalar_mse": best, "cosine": cosine}
 
 
 def _row(config: MseConfig, method: str, name: str, size: int, point: tuple, mse: Interval):
@@ -180,24 +187,6 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _distinct_from_zero(grad_sq: Interval) -> bool:
-    return grad_sq.low > 0
-
-
-def _relative(mse: float, grad_sq: Interval) -> float | None:
-    return mse / grad_sq.estimate if _distinct_from_zero(grad_sq) else None
-
-
-def _scale_free(energy: float, cross: float, grad_sq: Interval) -> dict[str, float | None]:
-    """Best multiple of the estimate, and its cosine with the truth; shrinking changes neither."""
-    if not _distinct_from_zero(grad_sq) or energy <= 0:
-        return {"best_scalar_mse": None, "cosine": None}
-    return {
-        "best_scalar_mse": grad_sq.estimate - cross**2 / energy,
-        "cosine": cross / math.sqrt(energy * grad_sq.estimate),
-    }
-
-
 def _triple(name: str, interval: Interval) -> dict[str, float | None]:
     """`name`, `name_low`, `name_high`; null where not a finite number."""
     keys = (name, f"{name}_low", f"{name}_high")
@@ -211,7 +200,7 @@ def _clip(interval: Interval, low: float, high: float) -> Interval:
 
 def _gradient(found: ClosedForm) -> dict[str, Any]:
     result: dict[str, Any] = _triple("grad_sq", found["grad_sq"])
-    if not _distinct_from_zero(found["grad_sq_at_hand"]):
+    if not found["grad_sq_at_hand"].low > 0:
         result["reason"] = (
             "||grad J||^2 is not distinguishable from 0: relative_mse, best_scalar_mse and cosine "
             "are null"

@@ -75,10 +75,9 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         prompts = make_task(config).prompts("study")[: config.study.questions]
         facts = model_facts(config, prompts)
         pool, found, of_pool = _pool(config, prompts, folder, facts)
-    rows = asked_of(config, pool, facts, of_pool).rows
     curves, of_replicates = [], Done()
     if "closed_form" in config.study.methods:
-        curves += closed_form_rows(config, found, rows)
+        curves += closed_form_rows(config, found)
     missing = []
     if "replay" in config.study.methods:
         replayed, missing = replay_rows(config, pool, found)
@@ -105,7 +104,7 @@ def replay_rows(config: MseConfig, pool: ScorePool, found: ClosedForm) -> tuple[
         if unmeasured(name, setting, count)
     ]
     rows = [row for _, replayed in parts for row in replayed]
-    return replayed_rows(config, rows, found, len(pool.rewards_PN)), missing
+    return replayed_rows(config, rows, found), missing
 
 
 def _replay(items: list[tuple[str, int]], config: MseConfig, pool: ScorePool, settings) -> Iterator:

@@ -92,6 +92,30 @@ def test_rows_obey_their_identities(finished):
         assert gap == pytest.approx(expected, rel=1e-9)
 
 
+def test_columns_free_of_scale_belong_to_their_setting(tmp_path):
+    """Of unbiased rules best = mse t / (mse + t) and relative = mse / t, t = ||tau||^2."""
+    result = study(
+        tmp_path, "study.methods=[closed_form,replay]", "group_sizes=[2,4]",
+        "study.num_prompts=[3]", "budget.feature_sketch=300000", "budget.gradient_sketch=300000",
+        "baselines=[leave_one_out,oracle]", "budget.pool_completions=24", "study.questions=12",
+        "study.settings=[all_questions_once,with_replacement,without_replacement,one_question]",
+    )  # fmt: skip
+    rows = {
+        (r["method"], r["baseline"], r["group_size"], r["setting"]): r for r in result["curves"]
+    }
+    assert len(rows) == 2 * 2 * 2 * 4
+    for (method, *key), row in rows.items():
+        target_sq = row["mse"] / row["relative_mse"]
+        best = row["mse"] * target_sq / (row["mse"] + target_sq)
+        loose = 1e-9 if method == "closed_form" else 0.1
+        assert row["best_scalar_mse"] == pytest.approx(best, rel=loose)
+        assert row["cosine"] == pytest.approx((target_sq / (row["mse"] + target_sq)) ** 0.5, loose)
+        assert row["relative_mse"] == pytest.approx(rows["closed_form", *key]["relative_mse"], 0.2)
+    own = rows["closed_form", "oracle", 4, "one_question"]
+    whole = rows["closed_form", "oracle", 4, "all_questions_once"]
+    assert own["mse"] / own["relative_mse"] > 1.5 * whole["mse"] / whole["relative_mse"]
+
+
 def test_a_finished_study_is_shown_again(finished, capsys):
     path, result = finished
     config = compose("mse", *SMALL, "study.methods=[closed_form,monte_carlo]", "group_sizes=[2,4]",
