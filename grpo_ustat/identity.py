@@ -26,7 +26,7 @@ def identity(config: Any) -> dict[str, Any]:
     """What makes the run this run: the configuration without operational keys, and the weights."""
     keys = {key: value for key, value in named(asdict(config)).items() if key not in OPERATIONAL}
     if getattr(config, "imports_pool", False):
-        keys["pool"] = config.pool  # a file of rollouts is data, a folder of ours only a cache
+        keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
     return keys | {"weights": weights_fingerprint(config.model.model_name_or_path)}
 
 
@@ -58,6 +58,12 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
         small = stat.st_size <= 2**26
         total.update(file.read_bytes() if small else f"{stat.st_size} {stat.st_mtime_ns}".encode())
     return total.hexdigest()[:12]
+
+
+def file_digest(path: str | Path) -> str:
+    """A short hash of a file's content."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def fingerprint(identity_keys: dict[str, Any]) -> str:

@@ -30,6 +30,8 @@ class Moments:
         value: V = E z.
         a_0: E[q z^2], also A_b at b = 0.
         a_v: E[q (z - V)^2].
+        v_m1: V M_1.
+        v2_m0: V^2 M_0.
         d: M_0 sigma^2.
         g_sq: ||g||^2.
         cov_qz: Cov(q, z) = M_1 - V M_0.
@@ -42,6 +44,8 @@ class Moments:
     value: np.ndarray
     a_0: np.ndarray
     a_v: np.ndarray
+    v_m1: np.ndarray
+    v2_m0: np.ndarray
     d: np.ndarray
     g_sq: np.ndarray
     cov_qz: np.ndarray
@@ -82,6 +86,8 @@ def exact_moments(q_PY: np.ndarray, z_PY: np.ndarray, p_PY: np.ndarray, g_sq_P: 
         value=value,
         a_0=mean(q_PY * z_PY**2),
         a_v=mean(q_PY * deviation_PY**2),
+        v_m1=value * mean(q_PY * z_PY),
+        v2_m0=value**2 * m0,
         d=m0 * var_z,
         g_sq=g_sq_P,
         cov_qz=mean(q_PY * deviation_PY),
@@ -172,6 +178,8 @@ def _from_sums(n: int, sums: dict[str, np.ndarray], ghat_sq: np.ndarray) -> Mome
         value=sz / n,
         a_0=sqzz / n,
         a_v=a_v,
+        v_m1=v_m1,
+        v2_m0=v2_m0,
         d=d,
         g_sq=(ghat_sq - a_v / n - d / pairs) / (1 - 1 / n + 1 / pairs),
         cov_qz=(sqz - sz * sq / n) / (n - 1),

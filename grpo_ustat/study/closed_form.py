@@ -134,18 +134,36 @@ def _per_question(pool: ScorePool, asked: Asked, moments: Moments) -> Numbers:
 
 
 def _fixed_baselines(pool: ScorePool, asked: Asked, moments: Moments) -> Numbers:
-    """A_b of the baselines whose b(x) the pool's own completions do not move."""
-    means_P = pool.rewards_PN.mean(axis=1)
-    others_P = (means_P.sum() - means_P) / max(1, len(means_P) - 1)
-    known = {"running_mean": others_P, "remax": pool.greedy_P}
-    if "constant" in asked.options:
-        known["constant"] = np.full(len(means_P), asked.options["constant"]["value"])
+    """A_b of constant, ReMax and running mean: baselines that one completion hardly moves."""
     shape = (-1,) + (1,) * (moments.m0.ndim - 1)
+    known = {"remax": pool.greedy_P}
+    if "constant" in asked.options:
+        known["constant"] = np.full(len(pool.rewards_PN), asked.options["constant"]["value"])
+    names = {row.baseline for row in asked.rows}
     result = {}
-    for name in {row.baseline for row in asked.rows} & set(known):
+    for name in names & set(known):
         b = known[name].reshape(shape)
         result[f"a_{name}"] = moments.a_0 - 2 * b * moments.m1 + b * b * moments.m0
+    if "running_mean" in names:
+        result["a_running_mean"] = _running_mean(pool.rewards_PN, moments, shape)
     return result
+
+
+def _running_mean(rewards_PN: np.ndarray, moments: Moments, shape: tuple[int, ...]) -> np.ndarray:
+    """A_b of b = mean over questions of V, where a running mean settles at a fixed policy.
+
+    With o the part of b from the other questions, `b = o + V/m`: products with this question's own
+    V are those of its moments, and the variance of o's estimate is taken off its square. Leaving
+    completions out leaves o as it is.
+    """
+    count, size = rewards_PN.shape
+    means_P, noise_P = rewards_PN.mean(axis=1), rewards_PN.var(axis=1, ddof=1) / size
+    o = ((means_P.sum() - means_P) / count).reshape(shape)
+    noise = ((noise_P.sum() - noise_P) / count**2).reshape(shape)
+    v_m0 = moments.m1 - moments.cov_qz
+    first = o * moments.m1 + moments.v_m1 / count
+    second = (o * o - noise) * moments.m0 + 2 * o * v_m0 / count + moments.v2_m0 / count**2
+    return moments.a_0 - 2 * first + second
 
 
 def _statistics(means: Numbers, between, count: int, asked: Asked) -> Numbers:

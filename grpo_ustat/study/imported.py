@@ -14,6 +14,7 @@ import numpy as np
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import MseConfig
+from grpo_ustat.identity import file_digest
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.scores import parameter_sizes
 from grpo_ustat.policy.sketch import Sketch
@@ -43,8 +44,7 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, Done, list[
     if dropped:
         print(f"{path}: {dropped} completions dropped, {size} kept of each prompt")
     prompts = [Prompt(_name(text), text, text, "", "imported") for text in texts]
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    store = PoolStore(folder, draws_of(config) | {"file": digest})
+    store = PoolStore(folder, draws_of(config) | {"file": file_digest(path)})
     store.open()
     policy = configured_policy(config)
     rollouts = _rollouts(policy, prompts, [texts[text][:size] for text in texts])

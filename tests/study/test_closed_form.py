@@ -244,3 +244,18 @@ def test_plain_arrays_give_the_same_constants(rng):
         np.testing.assert_allclose(plain[name], found[name], rtol=1e-9, err_msg=name)
     with pytest.raises(ValueError, match="at least 4 prompts, got 3"):
         scaling_from_arrays(pool.rewards_PN[:3], pool.sq_norm_PN[:3], gram[:3, :3])
+
+
+def test_the_running_mean_is_that_of_all_questions_and_unbiased():
+    """Over 3000 pools of four completions of three questions, within four standard errors."""
+    policy, rng = tabular(3), np.random.default_rng(0)
+    moments, b = policy.moments(), policy.value_P.mean()
+    a_b = moments.a_0 - 2 * b * moments.m1 + b**2 * moments.m0
+    exact = ((a_b - moments.g_sq) / 2).mean() / 3
+    found = [
+        statistics(pool_of(policy, 4, rng), ["running_mean"], [2], "completions")
+        .statistics["mse/running_mean/2"]
+        .estimate
+        for _ in range(3000)
+    ]
+    assert abs(np.mean(found) - exact) < 4 * np.std(found) / 3000**0.5

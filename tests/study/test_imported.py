@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from grpo_ustat.identity import folder_name
 from grpo_ustat.policy.loading import configured_policy
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder
@@ -63,6 +64,14 @@ def test_a_study_of_it_has_a_folder_of_its_own(tmp_path):
     assert code == 0, err
     (found,) = tmp_path.glob("outputs/mse/tiny_base-imported-*/seed=0/result.json")
     assert json.loads(found.read_text())["questions"] == 6
+
+
+def test_another_file_of_the_same_name_is_another_run(tmp_path):
+    path = tmp_path / "completions.parquet"
+    logged(path)
+    before = folder_name(compose("mse", *SMALL, f"pool={path}"))
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).slice(0, 40), path)
+    assert folder_name(compose("mse", *SMALL, f"pool={path}")) != before
 
 
 def test_unequal_groups_are_cut_and_counted(tmp_path, capsys):
