@@ -19,20 +19,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from grpo_ustat.config import MseConfig
-from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.estimators.baselines import BASELINES, advantages, best_constant
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positive_interval
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.estimators.settings import scale_free
+from grpo_ustat.policy.batches import score_rollouts
 from grpo_ustat.policy.loading import Policy, configured_policy
-from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.scores import completion_scores, parameter_sizes
+from grpo_ustat.policy.scores import parameter_sizes
 from grpo_ustat.policy.sketch import Sketch
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling
-from grpo_ustat.study.pool import rows_that_fit, timed_sample
+from grpo_ustat.study.pool import greedily, rows_that_fit, timed_sample
 from grpo_ustat.study.workers import Done, share
 from grpo_ustat.tasks.base import rewards
 from grpo_ustat.tasks.registry import make_task
@@ -141,12 +140,10 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
         if "optimal_P" in needs:
             no_weights = np.zeros((1, *z_PK.shape))
             _, q_PK = _gradients(policy, rollouts, no_weights, config.temperature)
-            optimal_P = (q_PK * z_PK).sum(axis=1) / q_PK.sum(axis=1)
+            optimal_P = best_constant(q_PK, z_PK)
         if "greedy_P" in needs:
-            sampling = Sampling.of(config, "greedy", greedy=True)
-            rollouts, took = timed_sample(policy, prompts, 1, sampling)
-            yield took + Done(rollouts=len(prompts))
-            greedy_P = rewards(task, rollouts)[:, 0]
+            greedy_P, took = greedily(config, policy, task, prompts)
+            yield took
         yield BaselineContext(
             value_P=z_PK.mean(axis=1),
             running=float(z_PK.mean()),
@@ -179,23 +176,16 @@ def _gradients(
     product is off by about 0.2 % of the product of the norms.
     """
     count, size = rollouts.mask_PGT.shape[:2]
-    device, total, squared = policy.model.device, 0.0, []
+    total, squared = 0.0, []
     sketch = Sketch(parameter_sizes(policy.model), NUMBERS)
     tokens = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
     per_call = max(1, min(ROWS, rows_that_fit(policy, tokens) // 4) // size)
     for start in range(0, count, per_call):
         prompts = np.arange(start, min(start + per_call, count))
         index = (prompts[:, None] * size + np.arange(size)).ravel()
-        rows = pack(rollouts, index, policy.pad_token, device)
         weights = weights_CPG[:, prompts].reshape(len(weights_CPG), -1)
-        scores = completion_scores(
-            policy.model,
-            rows.input_ids_BT,
-            rows.attention_mask_BT,
-            rows.completion_mask_BT,
-            weights_KB=torch.from_numpy(weights).to(device),
-            temperature=temperature,
-            pooled=sketch,
+        scores = score_rollouts(
+            policy, rollouts, index, temperature, weights_KB=weights, pooled=sketch
         )
         total = total + scores.pooled_KR.cpu().numpy()
         squared.append(scores.sq_norm_B.cpu().numpy().reshape(-1, size))

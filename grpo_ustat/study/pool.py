@@ -13,16 +13,17 @@ import torch
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import MseConfig
+from grpo_ustat.policy.batches import score_rollouts
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.scores import check_scores, completion_scores, parameter_sizes
+from grpo_ustat.policy.scores import check_scores, parameter_sizes
 from grpo_ustat.policy.sketch import Sketch
 from grpo_ustat.ranks import on_main
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.study.store import Part, PoolStore, draws_of
 from grpo_ustat.study.workers import Done, share
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import Task, rewards
 from grpo_ustat.tasks.registry import make_task
 
 
@@ -99,10 +100,16 @@ def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> np.ndarray:
 def _greedy(items: list[list[Prompt]], config: MseConfig) -> Iterator:
     policy, task = configured_policy(config), make_task(config)
     for prompts in items:
-        sampling = Sampling.of(config, "greedy", greedy=True)
-        rollouts, took = timed_sample(policy, prompts, 1, sampling)
-        yield took + Done(rollouts=len(prompts))
-        yield rewards(task, rollouts)[:, 0]
+        found, took = greedily(config, policy, task, prompts)
+        yield took
+        yield found
+
+
+def greedily(config: MseConfig, policy: Policy, task: Task, prompts: list[Prompt]):
+    """Rewards of the greedy completions, [P], and what they took."""
+    sampling = Sampling.of(config, "greedy", greedy=True)
+    rollouts, took = timed_sample(policy, prompts, 1, sampling)
+    return rewards(task, rollouts)[:, 0], took + Done(rollouts=len(prompts))
 
 
 def _missing(
@@ -174,21 +181,16 @@ def _share_of(took: Done, rollouts: Rollouts, row: int, questions: int) -> Done:
 def score_part(
     policy, rollouts: Rollouts, row: int, rewards_N, config, sketches, cost: Done
 ) -> Part:
-    """Score one question's completions; equal ones have equal scores and are scored once."""
+    """Score one question's completions."""
     start = time.perf_counter()
-    index, place_N = distinct(rollouts, row)
-    weights = np.zeros((2, len(index)))
-    np.add.at(weights[0], place_N, rewards_N)
-    np.add.at(weights[1], place_N, 1.0)
-    rows = pack(rollouts, index, policy.pad_token, policy.model.device)
-    scores = completion_scores(
-        policy.model,
-        rows.input_ids_BT,
-        rows.attention_mask_BT,
-        rows.completion_mask_BT,
-        weights_KB=torch.from_numpy(weights),
+    count = len(rewards_N)
+    scores = score_rollouts(
+        policy,
+        rollouts,
+        row * count + np.arange(count),
+        config.temperature,
+        weights_KB=np.stack([rewards_N, np.ones(count)]),
         gram=True,
-        temperature=config.temperature,
         features=sketches[0],
         pooled=sketches[1],
     )
@@ -199,20 +201,12 @@ def score_part(
         lengths_N=rollouts.lengths_PG[row],
         ended_N=rollouts.ended_PG[row],
         tokens_NT=rollouts.tokens_PGT[row].astype(np.int32),
-        gram_NN=scores.gram_BB.cpu().numpy()[np.ix_(place_N, place_N)],
-        features_NR=scores.features_BR.float().cpu().numpy()[place_N],
+        gram_NN=scores.gram_BB.cpu().numpy(),
+        features_NR=scores.features_BR.float().cpu().numpy(),
         reward_sum_R=sums_KR[0],
         score_sum_R=sums_KR[1],
         cost=np.array(astuple(cost + seconds), dtype=np.float64),
     )
-
-
-def distinct(rollouts: Rollouts, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Flat indices of a prompt's distinct completions, and for each completion which one it is."""
-    count = rollouts.mask_PGT.shape[1]
-    written = np.where(rollouts.mask_PGT[row], rollouts.tokens_PGT[row], -1)
-    _, first, place_N = np.unique(written, axis=0, return_index=True, return_inverse=True)
-    return row * count + first, place_N.ravel()
 
 
 def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[ScorePool, Done]:

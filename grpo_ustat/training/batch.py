@@ -10,9 +10,8 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.scores import completion_scores
+from grpo_ustat.estimators.baselines import BASELINES, best_constant
+from grpo_ustat.policy.batches import score_rollouts
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.tasks.base import rewards
@@ -103,25 +102,9 @@ def _of_all(run: Run, mine_P: np.ndarray) -> np.ndarray:
 
 def optimal_baseline(run: Run, rollouts: Rollouts) -> np.ndarray:
     """`b* = sum q z / sum q` of each prompt, q the squared score norms; 0 where every q is 0."""
-    q_PG = _sq_norms(run, rollouts).reshape(rollouts.lengths_PG.shape)
-    total_P = q_PG.sum(axis=1)
-    weighted_P = (q_PG * rewards(run.task, rollouts)).sum(axis=1)
-    return np.divide(weighted_P, total_P, out=np.zeros_like(total_P), where=total_P > 0)
-
-
-def _sq_norms(run: Run, rollouts: Rollouts) -> np.ndarray:
-    """Squared score norms of all completions, flat."""
     size, count = run.config.micro_batch_size, rollouts.lengths_PG.size
-    parts = []
-    for start in range(0, count, size):
-        index = np.arange(start, min(start + size, count))
-        rows = pack(rollouts, index, run.policy.pad_token, run.accelerator.device)
-        scores = completion_scores(
-            run.policy.model,
-            rows.input_ids_BT,
-            rows.attention_mask_BT,
-            rows.completion_mask_BT,
-            temperature=run.config.temperature,
-        )
-        parts.append(scores.sq_norm_B.cpu().numpy())
-    return np.concatenate(parts)
+    batches = np.split(np.arange(count), range(size, count, size))
+    temperature = run.config.temperature
+    scored = [score_rollouts(run.policy, rollouts, index, temperature) for index in batches]
+    q_N = np.concatenate([scores.sq_norm_B.cpu().numpy() for scores in scored])
+    return best_constant(q_N.reshape(rollouts.lengths_PG.shape), rewards(run.task, rollouts))

@@ -14,12 +14,11 @@ from safetensors.numpy import load_file
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.study import pool as pool_module
 from grpo_ustat.study import run as study_run
-from grpo_ustat.study.pool import build_pool, distinct
+from grpo_ustat.study.pool import build_pool
 from grpo_ustat.study.store import PoolStore, draws_of
 from grpo_ustat.tasks.registry import make_task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fakes import random_rollouts  # noqa: E402
 from test_config import compose  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
@@ -144,18 +143,6 @@ def test_what_a_pool_is_of_leaves_out_what_does_not_matter(tmp_path):
     one = draws_of(compose("mse", *SMALL))
     two = draws_of(compose("mse", *SMALL, "group_sizes=[2]", "dataset.study_size=40"))
     assert one == two and json.dumps(one)
-
-
-def test_equal_completions_are_scored_once():
-    rollouts = random_rollouts([3, 2], group_size=4, longest=5)
-    rollouts.tokens_PGT[1, 2], rollouts.mask_PGT[1, 2] = (
-        rollouts.tokens_PGT[1, 0], rollouts.mask_PGT[1, 0],
-    )  # fmt: skip
-    index, place = distinct(rollouts, 1)
-    assert len(index) == 3 and place[2] == place[0]
-    flat = rollouts.tokens_PGT.reshape(8, -1)
-    for i in range(4):
-        np.testing.assert_array_equal(flat[index[place[i]]], flat[4 + i])
 
 
 def test_a_target_halfwidth_extends_the_pool_until_it_is_met(tmp_path):

@@ -33,7 +33,14 @@ from grpo_ustat.estimators.baselines.memory import (
     tracker_discount,
     tracker_start,
 )
-from grpo_ustat.estimators.baselines.prompt_only import constant, none, optimal, oracle, remax
+from grpo_ustat.estimators.baselines.prompt_only import (
+    best_constant,
+    constant,
+    none,
+    optimal,
+    oracle,
+    remax,
+)
 from grpo_ustat.estimators.baselines.registry import (
     BASELINES,
     advantages,
@@ -46,6 +53,7 @@ __all__ = [
     "Baseline",
     "advantages",
     "batch_std",
+    "best_constant",
     "beta",
     "check_options",
     "check_shape",

@@ -57,6 +57,18 @@ def optimal(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
     return rewards_PG - field(context, "optimal_P", "optimal")[:, None]
 
 
+def best_constant(q_PK: np.ndarray, rewards_PK: np.ndarray) -> np.ndarray:
+    """b*(x) = sum q z / sum q of completions outside the group, [P]; 0 where every q is 0.
+
+    >>> norms = np.array([[3.0, 1.0], [0.0, 0.0]])
+    >>> best_constant(norms, np.array([[1.0, 0.0], [1.0, 1.0]])).tolist()
+    [0.75, 0.0]
+    """
+    total_P = q_PK.sum(axis=1)
+    weighted_P = (q_PK * rewards_PK).sum(axis=1)
+    return np.divide(weighted_P, total_P, out=np.zeros_like(total_P), where=total_P > 0)
+
+
 def remax(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
     """ReMax (Li et al. 2023): `A_i = r_i - r(greedy completion of x)`.
 

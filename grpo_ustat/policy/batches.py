@@ -1,0 +1,75 @@
+"""Scores of sampled completions: from rollouts to rows and back, equal completions once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.logprobs import pack
+from grpo_ustat.policy.scores import CompletionScores, completion_scores
+from grpo_ustat.policy.sketch import Sketch
+from grpo_ustat.records import Rollouts
+
+
+def score_rollouts(
+    policy: Policy,
+    rollouts: Rollouts,
+    index: np.ndarray,
+    temperature: float,
+    *,
+    weights_KB: np.ndarray | None = None,
+    gram: bool = False,
+    features: Sketch | None = None,
+    pooled: Sketch | None = None,
+) -> CompletionScores:
+    """`completion_scores` of the completions with the given flat indices p*G + i, in that order.
+
+    Equal completions of a prompt have equal scores: each is scored once, with their weights added.
+
+    Args:
+        policy, rollouts: whose completions.
+        index: which, [B].
+        temperature: divides the logits.
+        weights_KB, gram, features, pooled: see `completion_scores`.
+    """
+    first, place_B = distinct(rollouts, index)
+    weights = None
+    if weights_KB is not None:
+        merged = np.zeros((len(weights_KB), len(first)))
+        np.add.at(merged, (slice(None), place_B), weights_KB)
+        weights = torch.from_numpy(merged)
+    rows = pack(rollouts, index[first], policy.pad_token, policy.model.device)
+    scores = completion_scores(
+        policy.model,
+        rows.input_ids_BT,
+        rows.attention_mask_BT,
+        rows.completion_mask_BT,
+        weights_KB=weights,
+        gram=gram,
+        temperature=temperature,
+        features=features,
+        pooled=pooled,
+    )
+    return _spread(scores, torch.from_numpy(place_B).to(policy.model.device))
+
+
+def distinct(rollouts: Rollouts, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places in `index` of the distinct completions, and for each entry which of these it is."""
+    size, width = rollouts.mask_PGT.shape[1:]
+    written = np.where(rollouts.mask_PGT, rollouts.tokens_PGT, -1).reshape(-1, width)[index]
+    keyed = np.column_stack([index // size, written])
+    _, first, place_B = np.unique(keyed, axis=0, return_index=True, return_inverse=True)
+    return first, place_B.ravel()
+
+
+def _spread(scores: CompletionScores, place_B: torch.Tensor) -> CompletionScores:
+    gram, features = scores.gram_BB, scores.features_BR
+    return replace(
+        scores,
+        sq_norm_B=scores.sq_norm_B[place_B],
+        gram_BB=None if gram is None else gram[place_B][:, place_B],
+        features_BR=None if features is None else features[place_B],
+    )
