@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_ustat.policy.loading import Policy
+from grpo_ustat.training.sharded import load_moments
 
 STATE = "grpo_ustat_state.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -27,18 +28,18 @@ def save(
     folder: Path,
     step: int,
     policy: Policy,
-    optimizer,
+    moments: dict[str, torch.Tensor],
     state: dict[str, Any],
     memory: dict[str, np.ndarray],
 ) -> Path:
-    """Write `checkpoint-<step>/` with model, tokenizer, optimizer, `state` and `memory`."""
+    """Write `checkpoint-<step>/`: model, tokenizer, `moments` (see `sharded`), state, memory."""
     target, staged = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}.tmp"
     for old in (staged, target):
         if old.exists():
             shutil.rmtree(old)
     policy.model.save_pretrained(staged)
     policy.tokenizer.save_pretrained(staged)
-    save_file(_moments(policy, optimizer), staged / OPTIMIZER)
+    save_file(moments, staged / OPTIMIZER)
     np.savez(staged / MEMORY, **memory)
     (staged / STATE).write_text(json.dumps(state | {"step": step}))
     os.replace(staged, target)
@@ -59,11 +60,7 @@ def load(checkpoint: Path, policy: Policy, optimizer) -> dict[str, Any]:
     tied = set(policy.model._tied_weights_keys or ())
     if set(missing) - tied:
         raise ValueError(f"{checkpoint} lacks weights of {sorted(set(missing) - tied)}")
-    stored = load_file(checkpoint / OPTIMIZER)
-    parameters = dict(policy.model.named_parameters())
-    for key, value in stored.items():
-        name, _, field = key.rpartition("/")
-        optimizer.state[parameters[name]][field] = value.to(parameters[name].device)
+    load_moments(policy, optimizer, load_file(checkpoint / OPTIMIZER))
     return json.loads((checkpoint / STATE).read_text())
 
 
@@ -71,12 +68,3 @@ def load_memory(checkpoint: Path) -> dict[str, np.ndarray]:
     """What the baseline remembered."""
     with np.load(checkpoint / MEMORY, allow_pickle=False) as stored:
         return dict(stored)
-
-
-def _moments(policy: Policy, optimizer) -> dict[str, torch.Tensor]:
-    """Optimizer state as `parameter/field`."""
-    return {
-        f"{name}/{field}": value.contiguous()
-        for name, parameter in policy.model.named_parameters()
-        for field, value in optimizer.state.get(parameter, {}).items()
-    }

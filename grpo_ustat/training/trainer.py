@@ -14,17 +14,18 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.intervals import Interval, paired_difference
+from grpo_ustat.ranks import lost_ranks_named
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import MetricsLog, TrainingBar
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
-from grpo_ustat.training import checkpoint
+from grpo_ustat.training import checkpoint, sharded
 from grpo_ustat.training.batch import baseline_context, draw_batch
 from grpo_ustat.training.evaluate import eval_row, held_out
 from grpo_ustat.training.metrics import batch_metrics, update_metrics
-from grpo_ustat.training.setup import Run, set_up
+from grpo_ustat.training.setup import Run, check_same_start, set_up
 from grpo_ustat.training.update import fixed_logprobs, judged_rewards, update
 
 
@@ -54,7 +55,8 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     if result is not None:
         _refuse_fewer_steps(config, folder, result["steps"])
     if result is None or result["steps"] < config.max_steps:
-        result = _train(config, folder)
+        with lost_ranks_named():
+            result = _train(config, folder)
     else:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
@@ -73,6 +75,7 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         folder.open()
     run.accelerator.wait_for_everyone()
     progress = _resume(run)
+    check_same_start(run, progress.step)
     _refuse_fewer_steps(config, folder, progress.step)
     log = MetricsLog(folder.path, keep_up_to=progress.step) if main else None
     with TrainingBar(config.max_steps, progress.step, shown=main) as bar:
@@ -109,6 +112,8 @@ def _resume(run: Run) -> Progress:
     if found is None:
         return Progress()
     state = checkpoint.load(found, run.policy, run.optimizer)
+    if run.sharded is not None:
+        sharded.scatter(run)
     run.memory.load_state_dict(checkpoint.load_memory(found))
     return Progress(**state)
 
@@ -171,10 +176,11 @@ def _evaluate(run: Run, progress: Progress, bar: TrainingBar) -> None:
 
 
 def _save(run: Run, progress: Progress) -> None:
+    moments = sharded.moments(run.policy, run.optimizer)
     if run.accelerator.is_main_process:
         state = {key: value for key, value in vars(progress).items() if key != "step"}
         checkpoint.save(
-            run.folder.path, progress.step, run.policy, run.optimizer, state,
+            run.folder.path, progress.step, run.policy, moments, state,
             run.memory.state_dict(),
         )  # fmt: skip
     run.accelerator.wait_for_everyone()
