@@ -1,4 +1,4 @@
-"""Ranks as forked processes that gloo joins: several of them in a second, with nothing to import."""
+"""Ranks as forked processes that gloo joins: there in a second, with nothing to import."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from transformers import get_scheduler
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
@@ -133,7 +132,7 @@ def check_same_start(run: Run, step: int) -> None:
     Raises:
         ConfigError: their weights or steps differ; on all ranks.
     """
-    starts = gather_object([(step, _checksum(run.policy.model))])
+    starts = gather_object([(step, checksum(run.policy.model))])
     if len(set(starts)) > 1:
         told = ", ".join(f"rank {r} at step {s} with {c}" for r, (s, c) in enumerate(starts))
         raise RefusedByRank(
@@ -143,7 +142,7 @@ def check_same_start(run: Run, step: int) -> None:
 
 
 @torch.no_grad()
-def _checksum(model: torch.nn.Module) -> str:
+def checksum(model: torch.nn.Module) -> str:
     """Of all parameters' bits: a sum of integers, exact in any order and on any device."""
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     total = 0
@@ -180,11 +179,7 @@ def _with_adapters(config: TrainConfig, model: torch.nn.Module) -> torch.nn.Modu
 
 
 def _checkpoint_layers(model: torch.nn.Module) -> None:
-    """Recompute layers in the backward pass.
-
-    transformers does so in training mode only; the mode is set on the layers alone, because what
-    is scored must be what was sampled, without dropout.
-    """
+    """Let layers be recomputed in the backward pass; `update.recomputing` does it."""
     dropout = {k: v for k, v in model.config.to_dict().items() if "drop" in k and v}
     if dropout:
         name, value = next(iter(dropout.items()))
@@ -193,9 +188,6 @@ def _checkpoint_layers(model: torch.nn.Module) -> None:
             "would drop at random; use gradient_checkpointing=false"
         )
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
 
 
 def _reference(config: TrainConfig, device: str) -> Policy | None:
