@@ -104,22 +104,26 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:
-    """The ranks, each with at least one prompt of every step and of the evaluation."""
+    """The ranks, each with at least one prompt of every step and of the evaluation.
+
+    Raises:
+        ConfigError: there are too many of them, or accelerate was configured for what is ours.
+    """
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     accelerator = Accelerator(cpu=config.launch.device == "cpu", kwargs_handlers=[patience])
     world = accelerator.num_processes
     if config.prompts_per_step < world:
-        raise ConfigError(
+        raise RefusedByRank(
             f"{config.prompts_per_step} prompts a step for {world} processes: "
             "raise budget.rollouts or lower group_size"
         )
     if config.dataset.test_size < world:
-        raise ConfigError(
+        raise RefusedByRank(
             f"dataset.test_size={config.dataset.test_size} for {world} processes: "
             f"use dataset.test_size={world} or more"
         )
     if accelerator.mixed_precision != "no":
-        raise ConfigError(
+        raise RefusedByRank(
             f"accelerate's mixed_precision={accelerator.mixed_precision} has no effect here: "
             "use mixed_precision=no there and bf16=true here"
         )
@@ -132,6 +136,8 @@ def check_same_start(run: Run, step: int) -> None:
     Raises:
         ConfigError: their weights or steps differ; on all ranks.
     """
+    if run.accelerator.num_processes == 1:
+        return
     starts = gather_object([(step, checksum(run.policy.model))])
     if len(set(starts)) > 1:
         told = ", ".join(f"rank {r} at step {s} with {c}" for r, (s, c) in enumerate(starts))

@@ -31,6 +31,7 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack, positions
 from grpo_ustat.policy.output_layer import Window, body, causal
+from grpo_ustat.ranks import RefusedByRank
 from grpo_ustat.records import Rollouts
 from grpo_ustat.training.plan import out_of_memory, plan
 
@@ -54,7 +55,7 @@ def asked(accelerator: Accelerator) -> bool:
         ("fsdp_activation_checkpointing", plugin.activation_checkpointing, False),
     ):
         if value != wanted:
-            raise ConfigError(
+            raise RefusedByRank(
                 f"accelerate's {name}={value} is not supported: use {wanted}, as "
                 "scripts/accelerate/fsdp2.yaml does (gradient_checkpointing=true is ours)"
             )
@@ -74,7 +75,7 @@ def shard(policy: Policy, device: torch.device) -> Policy:
     model = copy.deepcopy(policy.model, inside)  # moves to the device shard by shard
     layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
     if not layers:
-        raise ConfigError(
+        raise RefusedByRank(
             f"FSDP2 finds no layers in {type(policy.model).__name__} to gather one at a time: "
             "use scripts/accelerate/ddp.yaml"
         )
@@ -161,6 +162,12 @@ class Gathered:
     def __init__(self, sharded: Policy, rollouts: Rollouts):
         self.model, self.rollouts = sharded.model, rollouts
         self.policy = replace(sharded, model=_WithoutHooks(sharded.model))
+        self.precision = dict(  # without the cache, which would keep every gathered layer
+            device_type=sharded.model.device.type,
+            dtype=torch.bfloat16,
+            enabled=sharded.bf16,
+            cache_enabled=False,
+        )
 
     def window(self, index: np.ndarray) -> Window:
         """Where these completions are predicted; with none of them, where one of this rank's is."""
@@ -185,7 +192,7 @@ class Gathered:
         below = body(causal(self.model))
         hook = below.register_forward_hook(lambda module, given, output: seen.append(output))
         try:
-            with self.policy.computing():
+            with torch.autocast(**self.precision):
                 self.model(
                     input_ids=rows.input_ids_BT,
                     attention_mask=rows.attention_mask_BT,
