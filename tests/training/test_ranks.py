@@ -141,6 +141,16 @@ def test_an_output_layer_of_its_own_is_summed_too(tmp_path, launch):
         assert_same_gradient(found, one)
 
 
+@pytest.mark.slow
+def test_shards_compute_in_bfloat16_what_replicas_do(tmp_path):
+    """The same passes, so the same roundings; another width of a batch changes some percent."""
+    rounded = ("model.dtype=float32", "bf16=true", "share_prompts=false")
+    found = {x: on_two(x, lambda _: first_gradient(tmp_path, *rounded))[0] for x in LAUNCHES}
+    assert_same_gradient(found["shards"], found["replicas"], rtol=1e-5)
+    with pytest.raises(AssertionError):
+        assert_same_gradient(found["shards"], first_gradient(tmp_path), rtol=1e-5)
+
+
 def assert_same_run(one, two, rtol=1e-9, but=()):
     for row, other in zip(rows(one), rows(two), strict=True):
         assert row.keys() == other.keys()
