@@ -1,7 +1,8 @@
 """A key-value cache that grows in place.
 
-`DynamicCache` copies all it holds for every token. Here keys and values stand in buffers with room
-for more tokens, so a token costs its own entry; what attention reads is the same.
+`DynamicCache` copies all it holds for every token. Here long keys and values stand in buffers with
+room for more tokens, so a token costs its own entry; what attention reads is the same. Short ones
+are copied all the same: reading them from where they do not lie side by side costs more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 ROOM = 64  # tokens of room in a new buffer: what it copies is little beside what attention reads
+IN_PLACE_FROM = 12 * 1024  # bytes of one row's head, where a copy costs more than reading with gaps
 
 
 def growing_cache(config: PreTrainedConfig) -> DynamicCache:
@@ -82,10 +84,10 @@ class _Buffer:
 
     def append(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """`old` and then `new` along T."""
-        if not old.numel():
-            self.kept = new
-            return new
         count = new.shape[-2]
+        if not old.numel() or old[0, 0].nbytes < IN_PLACE_FROM:
+            self.buffer, self.kept = None, torch.cat([old, new], dim=-2) if old.numel() else new
+            return self.kept
         if self.buffer is None or old is not self.kept or self._room() < count:
             self._move(old, count)
         start, self.filled = self.filled - old.shape[-2], self.filled + count

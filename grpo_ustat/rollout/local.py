@@ -20,6 +20,7 @@ from grpo_ustat.policy.logprobs import positions
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.cache import growing_cache
 from grpo_ustat.rollout.draws import uniforms
+from grpo_ustat.rollout.packed import packed_linears
 from grpo_ustat.rollout.tokens import choose
 
 COMPACT_BELOW = 0.8  # drop finished rows once fewer than this share are still writing
@@ -94,7 +95,8 @@ def sample(
             low = first + own[0] % group_size
             draws.append(_draws(prompts[p].id, range(low, low + len(own)), step, sampling))
         reading = [(encoded[p], len(own)) for p, own in groups]
-        part = _write_if_it_fits(policy, reading, np.concatenate(draws), sampling)
+        with packed_linears(policy.model, len(order[:side])):
+            part = _write_if_it_fits(policy, reading, np.concatenate(draws), sampling)
         if part is None:
             side = len(order[:side]) // 2
         else:
