@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from grpo_ustat.policy.totals import widened
+
 LOGITS_AT_ONCE = {"cpu": 2**19}  # fits the processor's cache; elsewhere 2**24
 
 
@@ -33,7 +35,7 @@ def choose(
 
 
 def _choose(logits_RV, uniform_R, temperature, greedy):
-    scaled_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature
+    scaled_RV = widened(logits_RV) / temperature
     scaled_RV -= scaled_RV.amax(dim=-1, keepdim=True)
     weights_RV = scaled_RV.exp()
     cumulative_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
