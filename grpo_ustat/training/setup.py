@@ -185,7 +185,7 @@ def _with_adapters(config: TrainConfig, model: torch.nn.Module) -> torch.nn.Modu
 
 
 def _checkpoint_layers(model: torch.nn.Module) -> None:
-    """Let layers be recomputed in the backward pass; `update.recomputing` does it."""
+    """Let layers be recomputed in the backward pass, inside `recomputing`."""
     dropout = {k: v for k, v in model.config.to_dict().items() if "drop" in k and v}
     if dropout:
         name, value = next(iter(dropout.items()))

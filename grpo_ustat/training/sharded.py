@@ -31,7 +31,7 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack, positions
 from grpo_ustat.policy.output_layer import Window, body, causal
-from grpo_ustat.ranks import RefusedByRank
+from grpo_ustat.ranks import RefusedByRank, is_main
 from grpo_ustat.records import Rollouts
 from grpo_ustat.training.plan import out_of_memory, plan
 
@@ -220,12 +220,14 @@ class _WithoutHooks:
 
 
 def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's whole state as `parameter/field`, on the CPU; on all ranks at once."""
-    return {
-        f"{name}/{field}": whole(value).cpu().contiguous()
-        for name, parameter in _named(policy, optimizer).items()
-        for field, value in optimizer.state.get(parameter, {}).items()
-    }
+    """The optimizer's whole state as `parameter/field`, on rank 0's CPU; on all ranks at once."""
+    result = {}
+    for name, parameter in _named(policy, optimizer).items():
+        for field, value in optimizer.state.get(parameter, {}).items():
+            value = whole(value)
+            if is_main():
+                result[f"{name}/{field}"] = value.cpu().contiguous()
+    return result
 
 
 def load_moments(

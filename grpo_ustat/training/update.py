@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.policy.head import Head
 from grpo_ustat.policy.loading import Policy
@@ -26,7 +25,7 @@ from grpo_ustat.training import objective as objectives
 from grpo_ustat.training import sharded
 from grpo_ustat.training.batch import Batch, gathered
 from grpo_ustat.training.objective import Part
-from grpo_ustat.training.plan import plan
+from grpo_ustat.training.plan import plan, recomputing
 
 if TYPE_CHECKING:
     from grpo_ustat.training.setup import Run
@@ -212,24 +211,6 @@ def accumulate_gradient(
             run.passes.shrink(error)
     found.sums.update(here.sums)
     found.gap += here.gap
-
-
-@contextmanager
-def recomputing(model: torch.nn.Module) -> Iterator[None]:
-    """Recompute layers in the backward pass, where gradient_checkpointing is on.
-
-    transformers does so in training mode only, in which a layer reads no cache: sampling would
-    forget what it wrote. The mode is set on the layers alone, and for the gradient alone.
-    """
-    chosen = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
-    chosen = [layer for layer in chosen if layer.gradient_checkpointing]
-    try:
-        for layer in chosen:
-            layer.training = True
-        yield
-    finally:
-        for layer in chosen:
-            layer.training = False
 
 
 def _accumulate(run: Run, rollouts, weight_N, index, minibatch, constants, found: Found) -> None:

@@ -198,13 +198,6 @@ def test_every_objective_and_memory_trains_as_one(tmp_path, launch, case):
     assert_same_training(tmp_path, launch, (*SLOW_CASES[case], "optimizer=sgd"), but)
 
 
-def test_recomputed_layers_change_no_completion(tmp_path):
-    """In one process: a layer in training mode reads no cache, so the mode is off for sampling."""
-    plain = fit(tmp_path / "plain", *SMALL)
-    recomputed = fit(tmp_path / "recomputed", *SMALL, "gradient_checkpointing=true")
-    assert_same_run(plain, recomputed)
-
-
 @pytest.mark.parametrize("order", ["two then one", "one then two"])
 def test_a_checkpoint_of_shards_resumes_anywhere(tmp_path, order):
     """One step in one world and two in the other; weights are a plain folder in both."""
