@@ -220,6 +220,7 @@ def assert_same_run_but_evaluations(one, path):
     assert_same_run(one, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", ["scatter", "load_moments"])
 def test_shards_that_forget_would_be_noticed(tmp_path, forgotten):
     """Negative control: without the weights or Adam's state in the shards, the rows differ."""
