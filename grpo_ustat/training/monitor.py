@@ -53,16 +53,24 @@ def gradient_mse(run: Run, batch: Batch) -> dict[str, Any]:
     The same on any number of ranks; parameters and gradients stay as they are.
     """
     start = time.perf_counter()
+    if (batch.rewards_PG == batch.rewards_PG[:, :1]).all():
+        found = dict.fromkeys(REPORTED, Interval(math.nan, math.nan, math.nan))
+    else:
+        found = _constants(run, batch)
+    row: dict[str, Any] = {}
+    for name in REPORTED:
+        row |= _fields(name, found)
+    return row | {"monitor/seconds": time.perf_counter() - start}
+
+
+def _constants(run: Run, batch: Batch) -> dict[str, Interval]:
     sketch = Sketch(parameter_sizes(run.policy.model), run.config.monitor.gradient_sketch)
     groups_P = gathered(run.accelerator, list(_own_groups(run, batch, sketch)))
     q_PG = np.stack([group.sq_norm_G for group in groups_P])
     found = scaling_from_arrays(batch.rewards_PG, q_PG, gradient_gram(groups_P))
     own_P = np.array([group.ghat_sq for group in groups_P])
     found["corr"] = correlation(norm_moments(q_PG, batch.rewards_PG, own_P))
-    row: dict[str, Any] = {}
-    for name in REPORTED:
-        row |= _fields(name, found)
-    return row | {"monitor/seconds": time.perf_counter() - start}
+    return found
 
 
 def gradient_gram(groups_P: list[GroupScores]) -> np.ndarray:
@@ -114,7 +122,9 @@ def _fields(name: str, found: dict[str, Interval]) -> dict[str, Any]:
 
 
 def _reason(name: str, found: dict[str, Interval]) -> str:
+    if math.isnan(found["c1"].estimate):
+        return "every group is silent"
     if name == "corr":
-        return "rewards or score norms do not vary within any group, or within all but one"
+        return "rewards or score norms vary within one group at most"
     unsure = [constant for constant in ("c1", "c3") if not found[constant].low > 0]
     return f"the interval of {' and '.join(unsure)} reaches 0: more prompts a step, or an average"
