@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ COLUMNS = pyarrow.schema(
 
 
 class CompletionLog:
-    """Rows wait in memory until they are kept; a Parquet file cannot grow, so it is replaced.
+    """Rows wait in memory until `sync`; a Parquet file cannot grow, so it is replaced.
 
-    Kept before every checkpoint, the file holds every step up to it, however the run ends; what
+    Synced before every checkpoint, the file holds every step up to it, however the run ends; what
     goes beyond the checkpoint that a run resumes from is dropped, so that no step comes twice.
 
     Args:
@@ -57,17 +56,17 @@ class CompletionLog:
         """Rows with the keys of `COLUMNS`."""
         self._waiting += rows
 
-    def keep(self) -> None:
-        """Write what waits. Where that fails it waits on, with a warning: training goes on."""
+    def sync(self) -> None:
+        """Write what waits.
+
+        Raises:
+            OSError: it is not on the disk; nothing is lost, the next call tries again.
+        """
         if not self._waiting:
             return
         added = pyarrow.Table.from_pylist(self._waiting, schema=COLUMNS)
         whole = pyarrow.concat_tables([self._kept, added])
-        try:
-            self._write(whole)
-        except OSError as error:
-            print(f"{self._file} was not written, and waits: {error}", file=sys.stderr)
-            return
+        self._write(whole)
         self._kept, self._waiting = whole, []
 
     def _read(self) -> pyarrow.Table:

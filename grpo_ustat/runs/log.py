@@ -53,9 +53,13 @@ class RunLog:
         self._metrics.write(row)
         self._completions.add(completions)
 
-    def keep_completions(self) -> None:
-        """Put the completions on disk; before each checkpoint, so that it follows from them."""
-        self._completions.keep()
+    def sync(self) -> None:
+        """Put what waits on the disk; before each checkpoint, which then has all rows up to it.
+
+        Raises:
+            OSError: it is not; nothing is lost, the next call tries again.
+        """
+        self._completions.sync()
 
 
 def progress_bar(text: str, shown: bool = True) -> Progress:

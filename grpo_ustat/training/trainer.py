@@ -95,7 +95,7 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
                 _evaluate(run, progress, bar)
             if progress.step % config.save_steps == 0 or last:
                 if log:
-                    log.keep_completions()
+                    log.sync()
                 _save(run, progress)
         if progress.evals[-1]["step"] != progress.step:
             _evaluate(run, progress, bar)

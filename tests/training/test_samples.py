@@ -96,16 +96,16 @@ def test_rows_are_on_disk_before_their_checkpoint(tmp_path, monkeypatch):
     assert {row["step"] for row in table(tmp_path)} == {1, 2}
 
 
-def test_a_full_disk_does_not_stop_training(tmp_path, monkeypatch, capsys):
-    """What could not be written waits for the next time."""
+def test_what_a_full_disk_refuses_waits_for_the_next_time(tmp_path, monkeypatch):
     log, row = CompletionLog(tmp_path, 0), {"step": 1, "reward": 1.0}
     log.add([row])
     with monkeypatch.context() as context:
         context.setattr(parquet, "write_table", full)
-        log.keep()
-    assert "No space left" in capsys.readouterr().err and not (tmp_path / NAME).exists()
+        with pytest.raises(OSError, match="No space left"):
+            log.sync()
+    assert not (tmp_path / NAME).exists()
     log.add([row | {"step": 2}])
-    log.keep()
+    log.sync()
     assert [row["step"] for row in table(tmp_path)] == [1, 2]
 
 
@@ -126,7 +126,7 @@ def test_a_steps_completions_are_a_pool(tmp_path):
     path = tmp_path / "step.parquet"
     log = CompletionLog(tmp_path, 0)
     log.add(completion_rows(run, batch, batch.rewards_PG, 1))
-    log.keep()
+    log.sync()
     (tmp_path / NAME).rename(path)
     config = compose("mse", "debug=mse", "model=tiny_base", f"pool={path}")
     pool, spent, prompts = import_pool(config, tmp_path / "pool")
