@@ -65,7 +65,7 @@ class CompletionLog:
         if not self._waiting:
             return
         added = pyarrow.Table.from_pylist(self._waiting, schema=COLUMNS)
-        whole = pyarrow.concat_tables([self._kept, added])
+        whole = pyarrow.concat_tables([self._kept, added]).combine_chunks()
         self._write(whole)
         self._kept, self._waiting = whole, []
 
