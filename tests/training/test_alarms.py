@@ -92,13 +92,35 @@ def test_a_healthy_run_is_quiet_and_a_sick_one_is_not(tmp_path, capsys, monkeypa
     assert "Alarms (steps): truncated (4), extraction_failed (4), silent (4)" in result["summary"]
 
 
-def test_alarms_survive_a_resume(tmp_path, capsys):
-    """Told before the interruption, not again after it, and counted through."""
+@pytest.mark.parametrize("forgotten", [None, "alarms", "streaks"])
+def test_alarms_survive_a_resume(tmp_path, capsys, monkeypatch, forgotten):
+    """Told before the interruption, not again after it, and counted through; a streak goes on.
+
+    Forgetting either is noticed.
+    """
+    whole, resume = trainer.draw_batch, trainer._resume
+
+    def broken(*arguments):
+        batch = whole(*arguments)
+        batch.rewards_PG[:] = 0
+        return batch
+
+    def forgetful(run):
+        progress = resume(run)
+        if forgotten:
+            setattr(progress, forgotten, {})
+        return progress
+
+    monkeypatch.setattr(trainer, "draw_batch", broken)
     fit(tmp_path, "max_completion_length=5", "max_steps=2")
     assert capsys.readouterr().err.count("ALARM truncated") == 1
+    monkeypatch.setattr(trainer, "_resume", forgetful)
     path = fit(tmp_path, "max_completion_length=5")
-    assert "ALARM truncated" not in capsys.readouterr().err
-    assert json.loads((path / "result.json").read_text())["alarms"]["truncated"] == 4
+    err = capsys.readouterr().err
+    counted = json.loads((path / "result.json").read_text())["alarms"]
+    found = ("ALARM truncated" in err, counted["truncated"], counted.get("silent"))
+    expected = {None: (False, 4, 4), "alarms": (True, 2, 4), "streaks": (False, 4, None)}
+    assert found == expected[forgotten]
 
 
 def test_rewards_of_equal_tenths_have_no_spread():
