@@ -192,7 +192,7 @@ def test_too_few_completions_or_prompts_are_refused():
 
 @pytest.mark.slow
 def test_two_processes_watch_as_one(tmp_path):
-    """Evaluations, kept completions and every number of the rows, with shares of 3 and 2 prompts."""
+    """Evaluations, kept completions and rows, with shares of 3 and 2 prompts."""
     asked = ("monitor.gradient_mse_every=1", "budget.rollouts=20", "dataset.test_size=5",
              "eval.decoding=[sampled,greedy]", "eval.num_generations=2", "max_steps=2",
              "model.dtype=float64", "seed=3")  # fmt: skip
