@@ -145,6 +145,18 @@ class LaunchConfig:
 
 
 @dataclass
+class RolloutConfig:
+    """What writes completions: `local`, the policy's own model, or `vllm`, on a copy of its
+    weights; the other fields are vLLM's, under its names, null: its own defaults.
+    """
+
+    name: str = MISSING
+    gpu_memory_utilization: float | None = MISSING
+    max_model_len: int | None = MISSING
+    enforce_eager: bool | None = MISSING
+
+
+@dataclass
 class StudyLaunch(LaunchConfig):
     """workers: processes that share a study's questions."""
 

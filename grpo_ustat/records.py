@@ -41,6 +41,8 @@ class Rollouts:
         mask_PGT: True on the completion's tokens; a prefix of every row.
         ended_PG: True where the policy wrote its end token, False where it was cut.
         texts_PG: the decoded completions, P lists of G strings, without special tokens.
+        logprobs_PGT: the sampler's log-probabilities of the drawn tokens at temperature, 0 on
+            padding.
     """
 
     prompts: list[Prompt]
@@ -49,6 +51,7 @@ class Rollouts:
     mask_PGT: np.ndarray
     ended_PG: np.ndarray
     texts_PG: list[list[str]]
+    logprobs_PGT: np.ndarray | None = None
 
     @property
     def lengths_PG(self) -> np.ndarray:
