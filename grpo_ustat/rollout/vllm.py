@@ -8,7 +8,6 @@ torchaudio torchcodec`, whose CUDA builds it pulls and cannot load.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib
 import os
 import tempfile
@@ -26,8 +25,9 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import RolloutConfig
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.records import Prompt, Rollouts
+from grpo_ustat.rollout.assemble import assemble
 from grpo_ustat.rollout.draws import request_seeds
-from grpo_ustat.rollout.local import Sampling, _rollouts
+from grpo_ustat.rollout.local import Sampling
 
 ENVIRONMENT = {  # read by vLLM when it is imported; what the user has set stays
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # same process: weights go over as they are
@@ -130,29 +130,17 @@ class VllmEngine:
             detokenize=False,
         )
 
-    def _collect(
-        self,
-        prompts: list[Prompt],
-        encoded: list[list[int]],
-        written: list[Any],
-        sampling: Sampling,
-    ) -> Rollouts:
-        """Rows in the order of the requests, right-padded with 0."""
-        width = sampling.max_completion_length
-        tokens_RT = np.zeros((len(written), width), dtype=np.int64)
-        logprobs_RT = np.zeros((len(written), width))
+    def _collect(self, prompts, encoded, written: list[Any], sampling: Sampling) -> Rollouts:
+        """What was written, in the order of the requests; no log-probabilities where greedy."""
+        tokens_RT = np.zeros((len(written), sampling.max_completion_length), dtype=np.int64)
+        logprobs_RT = None if sampling.greedy else np.zeros(tokens_RT.shape)
         lengths_R = np.array([len(completion.token_ids) for completion in written])
         for row, completion in enumerate(written):
             tokens_RT[row, : lengths_R[row]] = completion.token_ids
-            if not sampling.greedy:
-                logprobs_RT[row, : lengths_R[row]] = [
-                    drawn[token].logprob
-                    for drawn, token in zip(completion.logprobs, completion.token_ids, strict=True)
-                ]
-        rollouts = _rollouts(self._policy, prompts, encoded, tokens_RT, lengths_R)
-        shape = rollouts.tokens_PGT.shape
-        logprobs_PGT = logprobs_RT[:, : shape[2]].reshape(shape)
-        return dataclasses.replace(rollouts, logprobs_PGT=None if sampling.greedy else logprobs_PGT)
+            if logprobs_RT is not None:
+                drawn = zip(completion.logprobs, completion.token_ids, strict=True)
+                logprobs_RT[row, : lengths_R[row]] = [at[token].logprob for at, token in drawn]
+        return assemble(self._policy, prompts, encoded, tokens_RT, lengths_R, logprobs_RT)
 
 
 def checkpoint_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
