@@ -173,7 +173,7 @@ def _import() -> Any:
 
 def _start(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> Any:
     """An engine of the model's shape, its weights still random."""
-    dtype = str(policy.model.dtype).removeprefix("torch.")
+    dtype = "bfloat16" if policy.bf16 else str(policy.model.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(
             f"model.dtype={dtype} with rollout=vllm, which has {', '.join(DTYPES)}: "

@@ -17,7 +17,7 @@ from fakes import letter_prompts, random_policy
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import RolloutConfig
 from grpo_ustat.policy.logprobs import pack, token_logprobs
-from grpo_ustat.rollout.engine import LocalEngine, logp_difference
+from grpo_ustat.rollout.engine import LocalEngine
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.rollout.vllm import VllmEngine, checkpoint_weights
 
@@ -99,6 +99,13 @@ def own_logprobs(policy, rollouts, temperature):
         return token_logprobs(policy.model, rows, temperature).numpy()
 
 
+def gaps(policy, rollouts, temperature=0.8):
+    """Absolute differences between the sampler's and the policy's log-probabilities."""
+    mask = rollouts.mask_PGT
+    own = own_logprobs(policy, rollouts, temperature).reshape(mask.shape)
+    return np.abs(rollouts.logprobs_PGT - own)[mask]
+
+
 def test_rollouts_are_those_that_vllm_wrote(policy):
     rollouts = engine_of(policy).sample(PROMPTS, 8, SAMPLING)
     tokens, mask, lengths = rollouts.tokens_PGT, rollouts.mask_PGT, rollouts.lengths_PG
@@ -116,22 +123,10 @@ def test_rollouts_are_those_that_vllm_wrote(policy):
 def test_log_probabilities_are_those_of_the_policy_at_its_temperature(policy):
     """Of every token of its own row and prompt; another temperature or order would show."""
     rollouts = engine_of(policy).sample(PROMPTS, 8, SAMPLING)
-    sampler, mask = rollouts.logprobs_PGT, rollouts.mask_PGT
-    own = own_logprobs(policy, rollouts, 0.8).reshape(mask.shape)
-    assert logp_difference(sampler, own, mask)["sampling/sampling_logp_difference/max"] < 1e-5
-    cold = own_logprobs(policy, rollouts, 1.0).reshape(mask.shape)
-    assert logp_difference(sampler, cold, mask)["sampling/sampling_logp_difference/mean"] > 0.05
-    swapped = own[::-1]
-    assert logp_difference(sampler, swapped, mask)["sampling/sampling_logp_difference/mean"] > 0.05
-
-
-def test_the_gap_is_over_tokens_and_not_padding():
-    mask = np.array([[[True, True, False]]])
-    gap = logp_difference(np.array([[[-1.0, -2, 0]]]), np.array([[[-1.5, -1, 9]]]), mask)
-    assert gap == {
-        "sampling/sampling_logp_difference/mean": 0.75,
-        "sampling/sampling_logp_difference/max": 1.0,
-    }
+    assert gaps(policy, rollouts).max() < 1e-5
+    assert gaps(policy, rollouts, temperature=1.0).mean() > 0.05
+    moved = dataclasses.replace(rollouts, logprobs_PGT=rollouts.logprobs_PGT[:, ::-1])
+    assert gaps(policy, moved).mean() > 0.05
 
 
 def test_draws_depend_on_no_company_order_or_split(policy):
@@ -185,12 +180,8 @@ def test_a_refresh_takes_the_new_weights_over_and_nothing_else_does(policy):
     engine.refresh()
     assert llm.calls == 2 * ["reload_weights", "reset_prefix_cache"]
     fresh = engine.sample(PROMPTS, 8, SAMPLING)
-    mask = fresh.mask_PGT
-    own = own_logprobs(policy, fresh, 0.8).reshape(mask.shape)
-    name = "sampling/sampling_logp_difference/max"
-    assert logp_difference(fresh.logprobs_PGT, own, mask)[name] < 1e-5
-    own = own_logprobs(policy, stale, 0.8).reshape(stale.mask_PGT.shape)
-    assert logp_difference(stale.logprobs_PGT, own, stale.mask_PGT)[name] > 0.1
+    assert gaps(policy, fresh).max() < 1e-5
+    assert gaps(policy, stale).max() > 0.1
 
 
 def test_a_tied_output_layer_is_handed_over_as_one_of_its_own(policy):
@@ -235,6 +226,11 @@ def test_nulls_are_left_to_vllm_and_values_handed_over(policy):
     assert not {"max_model_len", "enforce_eager", "distributed_executor_backend"} & set(plain)
     assert chosen["max_model_len"] == 32 and chosen["enforce_eager"] is True
     assert plain["logprobs_mode"] == "processed_logprobs" and plain["dtype"] == "float32"
+
+
+def test_it_computes_in_the_precision_that_the_policy_computes_in(policy):
+    engine_of(dataclasses.replace(policy, bf16=True))
+    assert [llm.options["dtype"] for llm in FakeLLM.made] == ["bfloat16"]
 
 
 def test_what_vllm_would_change_silently_is_refused(policy):
