@@ -44,8 +44,8 @@ class VllmEngine:
     What holds: a completion's noise is a function of (seed, stream, step, prompt id, completion)
     alone, so nothing about the company that a request had is in its draws, and the same calls give
     the same tokens again. What does not: logits depend by rounding on what shares a batch, so that
-    regrouping flips a token now and then, in bfloat16 often; and the draws are not those of
-    `rollout=local`, nor of another version or device of vLLM.
+    regrouping may flip a token; and the draws are not those of `rollout=local`, nor of another
+    version or device of vLLM.
 
     What vLLM samples is what this policy would sample but for rounding: `rollouts.logprobs_PGT`
     are its own log-probabilities, for the logged gap. Losses and ratios take the trainer's.
@@ -189,7 +189,7 @@ def _start(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> Any:
     with tempfile.TemporaryDirectory() as folder, _own_generator(policy.model.device):
         _shape(policy.model).save_pretrained(folder)
         try:
-            return vllm.LLM(
+            llm = vllm.LLM(
                 folder,
                 dtype=dtype,
                 max_num_seqs=rows,
@@ -200,9 +200,16 @@ def _start(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> Any:
                 trust_remote_code=False,
                 **limits,
             )
+            once = vllm.SamplingParams(
+                seed=0, temperature=1.0, max_tokens=1, stop_token_ids=[], logprobs=0,
+                detokenize=False,
+            )  # fmt: skip
+            # Some shapes are refused at the first token only.
+            llm.generate([{"prompt_token_ids": [policy.pad_token]}], [once], use_tqdm=False)
+            return llm
         except (ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"rollout=vllm: vLLM cannot start ({reason})") from error
+            raise ConfigError(f"rollout=vllm: vLLM cannot run this model ({reason})") from error
 
 
 def _shape(model: PreTrainedModel) -> Any:

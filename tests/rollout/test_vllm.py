@@ -233,6 +233,13 @@ def test_it_computes_in_the_precision_that_the_policy_computes_in(policy):
     assert [llm.options["dtype"] for llm in FakeLLM.made] == ["bfloat16"]
 
 
+def test_under_a_launcher_every_rank_has_an_engine(policy, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    engine_of(policy)
+    assert FakeLLM.made[0].options["distributed_executor_backend"] == "external_launcher"
+
+
 def test_what_vllm_would_change_silently_is_refused(policy):
     engine = engine_of(policy, max_model_len=12)
     with pytest.raises(ConfigError, match="a prompt of 7 tokens .* use rollout.max_model_len=16"):
@@ -250,7 +257,9 @@ def test_what_vllm_cannot_run_is_refused(policy, monkeypatch):
         raise ValueError("Available memory\n is less than desired")
 
     monkeypatch.setattr(sys.modules["vllm"], "LLM", refuse)
-    with pytest.raises(ConfigError, match="cannot start .Available memory is less than desired"):
+    with pytest.raises(
+        ConfigError, match="cannot run this model .Available memory is less than desired"
+    ):
         engine_of(policy)
 
 
