@@ -34,6 +34,21 @@ ENVIRONMENT = {  # read by vLLM when it is imported; what the user has set stays
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+FIXED = {
+    "load_format": "dummy",  # `refresh` brings the weights
+    "skip_tokenizer_init": True,  # tokens in, tokens out
+    "generation_config": "vllm",  # not the model's own temperature, top_p and the like
+    "logprobs_mode": "processed_logprobs",  # at the temperature sampled at
+    "trust_remote_code": False,
+}
+PLAIN = {  # of every request: nothing reshapes its distribution
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "ignore_eos": True,  # the model's own, which `end_tokens` may not hold
+    "logprobs": 0,  # of the drawn token
+    "detokenize": False,
+}
 DTYPES = ("float32", "bfloat16", "float16")
 LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
 
@@ -97,7 +112,7 @@ class VllmEngine:
             for seed in request_seeds(sampling.seed, sampling.stream, step, prompt.id, keyed):
                 requests.append({"prompt_token_ids": ids})
                 options.append(self._options(sampling, seed))
-        with _own_generator(self._policy.model.device):
+        with _apart(self._policy.model.device):
             outputs = self._llm.generate(requests, options, use_tqdm=False)
         return self._collect(prompts, encoded, [answer.outputs[0] for answer in outputs], sampling)
 
@@ -117,18 +132,16 @@ class VllmEngine:
             )
 
     def _options(self, sampling: Sampling, seed: int) -> Any:
-        """One request's: our end tokens alone stop it, and nothing reshapes its distribution."""
-        return self._request(
-            seed=seed,
-            temperature=0.0 if sampling.greedy else sampling.temperature,
-            top_p=1.0,
-            top_k=0,
-            max_tokens=sampling.max_completion_length,
-            stop_token_ids=sorted(self._policy.end_tokens),
-            ignore_eos=True,  # the model's own, which `end_tokens` may not hold
-            logprobs=None if sampling.greedy else 0,  # 0: of the drawn token
-            detokenize=False,
-        )
+        """One request's; our end tokens alone stop it."""
+        options = PLAIN | {
+            "seed": seed,
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_completion_length,
+            "stop_token_ids": sorted(self._policy.end_tokens),
+        }
+        if sampling.greedy:
+            options |= {"temperature": 0.0, "logprobs": None}
+        return self._request(**options)
 
     def _collect(self, prompts, encoded, written: list[Any], sampling: Sampling) -> Rollouts:
         """What was written, in the order of the requests; no log-probabilities where greedy."""
@@ -179,37 +192,25 @@ def _start(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> Any:
             f"model.dtype={dtype} with rollout=vllm, which has {', '.join(DTYPES)}: "
             "use one of these, or rollout=local"
         )
-    limits = {
-        name: getattr(options, name)
-        for name in ("gpu_memory_utilization", "max_model_len", "enforce_eager")
-        if getattr(options, name) is not None
-    }
-    if ranks.world() > 1:
-        limits["distributed_executor_backend"] = "external_launcher"  # an engine on every rank
-    with tempfile.TemporaryDirectory() as folder, _own_generator(policy.model.device):
+    with tempfile.TemporaryDirectory() as folder, _apart(policy.model.device):
         _shape(policy.model).save_pretrained(folder)
         try:
-            llm = vllm.LLM(
-                folder,
-                dtype=dtype,
-                max_num_seqs=rows,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                logprobs_mode="processed_logprobs",  # at the temperature sampled at
-                trust_remote_code=False,
-                **limits,
-            )
-            once = vllm.SamplingParams(
-                seed=0, temperature=1.0, max_tokens=1, stop_token_ids=[], logprobs=0,
-                detokenize=False,
-            )  # fmt: skip
+            llm = vllm.LLM(folder, dtype=dtype, max_num_seqs=rows, **FIXED, **_limits(options))
+            first = vllm.SamplingParams(**PLAIN, seed=0, max_tokens=1, stop_token_ids=[])
             # Some shapes are refused at the first token only.
-            llm.generate([{"prompt_token_ids": [policy.pad_token]}], [once], use_tqdm=False)
-            return llm
+            llm.generate([{"prompt_token_ids": [policy.pad_token]}], [first], use_tqdm=False)
         except (ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(f"rollout=vllm: vLLM cannot run this model ({reason})") from error
+    return llm
+
+
+def _limits(options: RolloutConfig) -> dict[str, Any]:
+    names = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
+    limits = {name: getattr(options, name) for name in names}
+    if ranks.world() > 1:
+        limits["distributed_executor_backend"] = "external_launcher"  # an engine on every rank
+    return {name: value for name, value in limits.items() if value is not None}
 
 
 def _shape(model: PreTrainedModel) -> Any:
@@ -224,7 +225,7 @@ def _shape(model: PreTrainedModel) -> Any:
 
 
 @contextmanager
-def _own_generator(device: torch.device) -> Iterator[None]:
+def _apart(device: torch.device) -> Iterator[None]:
     """Leave torch's random state and threads as they were: vLLM seeds the process and replaces
     `torch.set_num_threads`.
     """
