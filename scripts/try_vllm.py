@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -150,8 +151,8 @@ def failures(result: dict) -> list[str]:
     return wrong + ["again"] * bool(result["again"])
 
 
-def train(python: Path, model: str, folder: Path) -> int:
-    """Two steps of training with vLLM."""
+def train(python: Path, model: str, folder: Path) -> list[str]:
+    """Two steps of training with vLLM; what went wrong."""
     done = subprocess.run([
         str(python), "-m", "grpo_ustat.train", "rollout=vllm", "model=hub", "dataset=plus_one",
         "prompt=few_shot", f"model.model_name_or_path={model}", "max_completion_length=4",
@@ -160,35 +161,36 @@ def train(python: Path, model: str, folder: Path) -> int:
         f"rollout.gpu_memory_utilization={MEMORY}", f"hydra.run.dir={folder}",
         "on_existing=overwrite",
     ], cwd=ROOT)  # fmt: skip
-    if done.returncode == 0:
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            print({k: v for k, v in row.items() if "sampling" in k or k in ("step", "reward")})
-    return done.returncode
+    if done.returncode:
+        return ["train"]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row.get("sampling/sampling_logp_difference/max", math.inf) for row in rows]
+    print("train: largest gap of each step", gaps)
+    return [] if len(gaps) == 2 and max(gaps) < LIMIT["float32"] else ["train: gap"]
 
 
 def main() -> int:
     """Set up, check at every precision, train; 1 where something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder that holds a small model")
+    parser.add_argument("--model", required=True, type=Path, help="folder of a small model")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-vllm")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "try_vllm")
     parser.add_argument("--dtype", nargs="+", default=list(LIMIT), choices=list(LIMIT))
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.inside:
-        print(json.dumps(check(chosen.model, chosen.dtype[0])))
+        print(json.dumps(check(str(chosen.model), chosen.dtype[0])))
         return 0
+    model = str(chosen.model.absolute())
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     python, wrong = environment(chosen.environment.absolute()), []
     for dtype in chosen.dtype:
-        command = [str(python), __file__, "--inside", "--model", chosen.model, "--dtype", dtype]
+        command = [str(python), __file__, "--inside", "--model", model, "--dtype", dtype]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         result = json.loads(done.stdout.splitlines()[-1])
         print(json.dumps(result, indent=1))
         wrong += [f"{dtype}: {name}" for name in failures(result)]
-    if train(python, chosen.model, chosen.out):
-        wrong.append("train")
+    wrong += train(python, model, chosen.out.absolute())
     print("failed: " + ", ".join(wrong) if wrong else "all as it must be")
     return bool(wrong)
 
