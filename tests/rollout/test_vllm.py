@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from fakes import letter_prompts, random_policy
+from test_config import compose
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import RolloutConfig
 from grpo_ustat.policy.logprobs import pack, token_logprobs
-from grpo_ustat.rollout.engine import LocalEngine
-from grpo_ustat.rollout.local import Sampling
+from grpo_ustat.rollout.engine import LocalEngine, make_engine
+from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.rollout.vllm import VllmEngine, checkpoint_weights
 
 PROMPTS = letter_prompts("ab", "c", "abcde", "jjj", "bcdefgh")
@@ -217,6 +218,17 @@ def test_the_process_keeps_its_threads_and_its_random_state(policy):
     engine_of(policy).sample(PROMPTS, 2, SAMPLING)
     assert torch.equal(torch.rand(3), expected)
     assert torch.set_num_threads is set_num_threads and torch.get_num_threads() == threads
+
+
+def test_the_configured_engine(policy):
+    config = compose("train", "rollout=vllm", "rollout_batch_size=11")
+    assert isinstance(make_engine(config, policy), VllmEngine)
+    options = FakeLLM.made[0].options
+    assert options["max_num_seqs"] == 11 and options["max_model_len"] == 2048
+    local = make_engine(compose("train"), policy)
+    assert local.sample(PROMPTS, 2, SAMPLING, step=3, first=1).texts_PG == [
+        texts[1:] for texts in sample(policy, PROMPTS, 3, SAMPLING, step=3).texts_PG
+    ]
 
 
 def test_nulls_are_left_to_vllm_and_values_handed_over(policy):
