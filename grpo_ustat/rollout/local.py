@@ -96,7 +96,7 @@ def sample(
             low = first + own[0] % group_size
             draws.append(_draws(prompts[p].id, range(low, low + len(own)), step, sampling))
         reading = [(encoded[p], len(own)) for p, own in groups]
-        with packed_linears(policy.model, len(order[:side])):
+        with policy.computing(), packed_linears(policy.model, len(order[:side])):
             part = _write_if_it_fits(policy, reading, np.concatenate(draws), sampling)
         if part is None:
             side = len(order[:side]) // 2
