@@ -156,7 +156,8 @@ def train(python: Path, model: str, folder: Path) -> list[str]:
     done = subprocess.run([
         str(python), "-m", "grpo_ustat.train", "rollout=vllm", "model=hub", "dataset=plus_one",
         "prompt=few_shot", f"model.model_name_or_path={model}", "max_completion_length=4",
-        "max_steps=2", "learning_rate=1e-5", "group_size=4", "budget.rollouts=32", "save_steps=2", "eval_steps=2",
+        "max_steps=2", "learning_rate=1e-5", "group_size=4", "budget.rollouts=32",
+        "save_steps=2", "eval_steps=2",
         "rollout_batch_size=64", "rollout.max_model_len=256", "rollout.enforce_eager=true",
         f"rollout.gpu_memory_utilization={MEMORY}", f"hydra.run.dir={folder}",
         "on_existing=overwrite",
