@@ -16,14 +16,16 @@ from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.intervals import Interval, paired_difference
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.draws import generator
-from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.runs.folder import RunFolder, versions
-from grpo_ustat.runs.log import MetricsLog, TrainingBar
+from grpo_ustat.runs.log import RunLog, TrainingBar
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
 from grpo_ustat.training import checkpoint
+from grpo_ustat.training.alarms import ring
 from grpo_ustat.training.batch import baseline_context, draw_batch
-from grpo_ustat.training.evaluate import eval_row, held_out
-from grpo_ustat.training.metrics import batch_metrics, update_metrics
+from grpo_ustat.training.evaluate import eval_row, held_out, right
+from grpo_ustat.training.metrics import batch_metrics, tokens_seen, update_metrics
+from grpo_ustat.training.monitor import gradient_mse
+from grpo_ustat.training.samples import completion_rows
 from grpo_ustat.training.setup import Run, set_up
 from grpo_ustat.training.update import fixed_logprobs, judged_rewards, update
 
@@ -36,11 +38,14 @@ class Progress:
     rollouts: int = 0
     value_rollouts: int = 0
     tokens: int = 0
+    num_tokens: int = 0
     seconds: float = 0.0
     clipped_ratio: float = 0.0
     evals: list[dict[str, Any]] = field(default_factory=list)
     rewards_first: list[float] = field(default_factory=list)
     rewards_last: list[float] = field(default_factory=list)
+    streaks: dict[str, int] = field(default_factory=dict)
+    alarms: dict[str, int] = field(default_factory=dict)
 
 
 def fit(config: TrainConfig, folder: RunFolder) -> float:
@@ -74,19 +79,23 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
     run.accelerator.wait_for_everyone()
     progress = _resume(run)
     _refuse_fewer_steps(config, folder, progress.step)
-    log = MetricsLog(folder.path, keep_up_to=progress.step) if main else None
+    log = RunLog(folder.path, keep_up_to=progress.step) if main else None
     with TrainingBar(config.max_steps, progress.step, shown=main) as bar:
         if not progress.evals:
             _evaluate(run, progress, bar)
         while progress.step < config.max_steps:
-            row = _step(run, progress)
+            row, completions = _step(run, progress)
             if log:
-                log.write(row)
+                log.write(row, completions)
             bar.step(row["reward"])
+            for line in ring(config, row, progress.streaks, progress.alarms):
+                bar.alarm(line)
             last = progress.step == config.max_steps
             if progress.step % config.eval_steps == 0 or last:
                 _evaluate(run, progress, bar)
             if progress.step % config.save_steps == 0 or last:
+                if log:
+                    log.sync()
                 _save(run, progress)
         if progress.evals[-1]["step"] != progress.step:
             _evaluate(run, progress, bar)
@@ -119,8 +128,8 @@ def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> lis
     return [prompts[i] for i in rng.choice(len(prompts), config.prompts_per_step, replace=False)]
 
 
-def _step(run: Run, progress: Progress) -> dict[str, Any]:
-    """One step of Algorithm 1; returns its metrics row."""
+def _step(run: Run, progress: Progress) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One step of Algorithm 1; returns its metrics row and the completions to keep."""
     start = time.perf_counter()
     config = run.config
     batch = draw_batch(run, choose_prompts(config, run.train_prompts, progress.step), progress.step)
@@ -130,27 +139,32 @@ def _step(run: Run, progress: Progress) -> dict[str, Any]:
     advantage_PG = advantages(config.baseline.name, judged_PG, context, config.baseline.options)
     run.memory.learn(run, batch)
     generated = time.perf_counter()
+    every = config.monitor.gradient_mse_every
+    watched = gradient_mse(run, batch) if every and progress.step % every == 0 else {}
+    completions = completion_rows(run, batch, advantage_PG, progress.step + 1)
     mine_PG = own_rows(run, advantage_PG)
     grad_norm, found = update(run, batch.rollouts, mine_PG, constants, progress.step)
-    row = batch_metrics(batch) | update_metrics(found)
+    row = batch_metrics(batch) | update_metrics(found, batch.rollouts, constants) | watched
     learning_rate = run.scheduler.get_last_lr()[0]
     run.scheduler.step()
     progress.step += 1
     progress.rollouts += config.budget.rollouts
     progress.value_rollouts += extra.rollouts
     progress.tokens += row["tokens"] + extra.tokens
+    progress.num_tokens += tokens_seen(batch) + extra.tokens
     progress.clipped_ratio = row["completions/clipped_ratio"]
     progress.seconds += time.perf_counter() - start
-    return row | {
+    row |= {
         "step": progress.step,
         "grad_norm": grad_norm,
         "learning_rate": learning_rate,
-        "num_tokens": progress.tokens,
+        "num_tokens": progress.num_tokens,
         "rollouts": progress.rollouts,
         "value_rollouts": progress.value_rollouts,
         "seconds_generate": generated - start,
         "step_time": time.perf_counter() - start,
     }
+    return row, completions
 
 
 def own_rows(run: Run, values_PG: np.ndarray) -> np.ndarray:
@@ -159,15 +173,16 @@ def own_rows(run: Run, values_PG: np.ndarray) -> np.ndarray:
 
 
 def _evaluate(run: Run, progress: Progress, bar: TrainingBar) -> None:
-    reward_P = held_out(
-        run.policy, run.task, run.test_prompts, Sampling.of(run.config, "eval"), run.accelerator
-    )
-    progress.evals.append(eval_row(progress.step, reward_P))
-    progress.rewards_first = progress.rewards_first or reward_P.tolist()
-    progress.rewards_last = reward_P.tolist()
+    asked = run.config.eval
+    for decoding in asked.decoding:
+        batch = held_out(run, decoding)
+        progress.evals.append(eval_row(progress.step, decoding, batch, asked.num_generations))
+        bar.evaluated(progress.evals[-1])
+        if decoding == asked.decoding[0]:
+            progress.rewards_last = right(batch).mean(axis=1).tolist()
+            progress.rewards_first = progress.rewards_first or progress.rewards_last
     if run.accelerator.is_main_process:
         write_csv(run.folder, "eval.csv", progress.evals)
-    bar.evaluated(progress.evals[-1])
 
 
 def _save(run: Run, progress: Progress) -> None:
@@ -182,17 +197,27 @@ def _save(run: Run, progress: Progress) -> None:
 
 def _summary(config: TrainConfig, progress: Progress, gain: Interval) -> str:
     """What training did to held-out accuracy, in words."""
-    first, last = progress.evals[0], progress.evals[-1]
+    first, last = _of_first_decoding(config, progress)
+    how = f"sampled at temperature {config.temperature}"
+    how = "greedy" if last["decoding"] == "greedy" else how
     text = (
         f"Held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f}, paired difference "
         f"{gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] on the same {last['n']} "
-        f"questions, sampled at temperature {config.temperature}."
+        f"questions, {how}."
     )
+    if progress.alarms:
+        text += f" Alarms (steps): {', '.join(f'{k} ({n})' for k, n in progress.alarms.items())}."
     return text + clipped_warning(progress.clipped_ratio, config.max_completion_length)
 
 
+def _of_first_decoding(config: TrainConfig, progress: Progress) -> tuple[dict, dict]:
+    """The first and the last evaluation by the first decoding listed."""
+    rows = [row for row in progress.evals if row["decoding"] == config.eval.decoding[0]]
+    return rows[0], rows[-1]
+
+
 def _result(config: TrainConfig, progress: Progress) -> dict[str, Any]:
-    last = progress.evals[-1]
+    _, last = _of_first_decoding(config, progress)
     gain = paired_difference(np.array(progress.rewards_last), np.array(progress.rewards_first))
     return {
         "final_accuracy": last["accuracy"],
@@ -207,6 +232,7 @@ def _result(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         "tokens": progress.tokens,
         "seconds": progress.seconds,
         "evals": progress.evals,
+        "alarms": progress.alarms,
         "run": config.run_name,
         "summary": _summary(config, progress, gain),
         "versions": versions(),
