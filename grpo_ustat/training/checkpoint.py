@@ -1,14 +1,12 @@
-"""Checkpoints in save_pretrained layout with the optimizer's moments and our counters.
+"""What a checkpoint holds: the model as save_pretrained writes it, and everything else of a run.
 
-A checkpoint is written beside its final place and renamed, so it is either absent or whole. No
-random state is stored: every draw is keyed by the step.
+No random state is stored: every draw is keyed by the step. Files are safetensors, JSON and npz
+without pickle, so loading one runs no code of it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,54 +14,51 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy.loading import Policy
+from grpo_ustat.runs.snapshots import publish
 
 STATE = "grpo_ustat_state.json"
 OPTIMIZER = "optimizer.safetensors"
 MEMORY = "memory.npz"
+ADAPTERS = "adapter_model.safetensors"
 
 
 def save(
     folder: Path,
     step: int,
     policy: Policy,
-    optimizer,
+    optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     memory: dict[str, np.ndarray],
 ) -> Path:
-    """Write `checkpoint-<step>/` with model, tokenizer, optimizer, `state` and `memory`."""
-    target, staged = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}.tmp"
-    for old in (staged, target):
-        if old.exists():
-            shutil.rmtree(old)
-    policy.model.save_pretrained(staged)
-    policy.tokenizer.save_pretrained(staged)
-    save_file(_moments(policy, optimizer), staged / OPTIMIZER)
-    np.savez(staged / MEMORY, **memory)
-    (staged / STATE).write_text(json.dumps(state | {"step": step}))
-    os.replace(staged, target)
-    return target
+    """Publish `checkpoint-<step>/`: model, tokenizer, optimizer, `state` and `memory`.
+
+    With adapters the model part is PEFT's: the adapters alone, which name their base model.
+
+    Raises:
+        FloatingPointError: see `check_finite`; nothing is published.
+    """
+    check_finite(policy, optimizer)
+
+    def write(staged: Path) -> None:
+        policy.model.save_pretrained(staged)
+        policy.tokenizer.save_pretrained(staged)
+        save_file(_moments(policy, optimizer), staged / OPTIMIZER)
+        np.savez(staged / MEMORY, **memory)
+        (staged / STATE).write_text(json.dumps(state | {"step": step}))
+
+    return publish(folder, step, write)
 
 
-def newest(folder: Path) -> Path | None:
-    """The checkpoint of the latest step, None without one."""
-    numbered = [p for p in folder.glob("checkpoint-*") if p.name[len("checkpoint-") :].isdigit()]
-    found = [p for p in numbered if (p / STATE).is_file()]
-    return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Restore model and optimizer in place and return the stored state.
 
-
-def load(checkpoint: Path, policy: Policy, optimizer) -> dict[str, Any]:
-    """Restore model and optimizer in place and return the stored state."""
-    weights = load_file(checkpoint / "model.safetensors")
-    missing = policy.model.load_state_dict(weights, strict=False).missing_keys
-    tied = set(policy.model._tied_weights_keys or ())
-    if set(missing) - tied:
-        raise ValueError(f"{checkpoint} lacks weights of {sorted(set(missing) - tied)}")
-    stored = load_file(checkpoint / OPTIMIZER)
-    parameters = dict(policy.model.named_parameters())
-    for key, value in stored.items():
-        name, _, field = key.rpartition("/")
-        optimizer.state[parameters[name]][field] = value.to(parameters[name].device)
+    Raises:
+        ConfigError: a tensor of the checkpoint does not fit the model.
+    """
+    _load_weights(checkpoint, policy.model)
+    _load_moments(checkpoint, policy, optimizer)
     return json.loads((checkpoint / STATE).read_text())
 
 
@@ -73,7 +68,77 @@ def load_memory(checkpoint: Path) -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-def _moments(policy: Policy, optimizer) -> dict[str, torch.Tensor]:
+def check_finite(policy: Policy, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Refuse weights, and state of an optimizer, that are not finite.
+
+    Raises:
+        FloatingPointError: naming the first such tensor.
+    """
+    for name, parameter in policy.model.named_parameters():
+        fields = {} if optimizer is None else optimizer.state.get(parameter, {})
+        named = {f"weight {name}": parameter.detach()}
+        named |= {f"optimizer state {field} of {name}": value for field, value in fields.items()}
+        for what, value in named.items():
+            if not torch.isfinite(value).all():
+                raise FloatingPointError(f"{what} is not finite: lower learning_rate")
+
+
+def _load_weights(checkpoint: Path, model: torch.nn.Module) -> None:
+    if hasattr(model, "peft_config"):
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        stored = load_file(checkpoint / ADAPTERS)
+        _check_fit(checkpoint, stored, get_peft_model_state_dict(model))
+        set_peft_model_state_dict(model, stored)
+        return
+    # The class's own loading undoes what its save_pretrained does to names.
+    options = dict(dtype="auto", use_safetensors=True, ignore_mismatched_sizes=True)
+    loaded, found = type(model).from_pretrained(checkpoint, output_loading_info=True, **options)
+    differing = [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]
+    if differing:
+        raise ConfigError(
+            f"{checkpoint}: {differing[0]} is absent there or of another shape: use the model "
+            "that wrote it, or on_existing=overwrite"
+        )
+    _check_fit(checkpoint, loaded.state_dict(), model.state_dict())
+    model.load_state_dict(loaded.state_dict())
+
+
+def _load_moments(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Through the optimizer's own state_dict, which knows on which device each field belongs."""
+    stored = load_file(checkpoint / OPTIMIZER)
+    parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    moments = {key: value for key, value in stored.items() if value.ndim}  # others count updates
+    _check_fit(checkpoint, moments, {k: parameters.get(k.rpartition("/")[0]) for k in moments})
+    numbers = {p: i for i, p in enumerate(q for g in optimizer.param_groups for q in g["params"])}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, value in stored.items():
+        name, _, field = key.rpartition("/")
+        state.setdefault(numbers[parameters[name]], {})[field] = value
+    if state and (len(state) < len(numbers) or len({frozenset(s) for s in state.values()}) > 1):
+        raise ConfigError(
+            f"{checkpoint / OPTIMIZER} lacks state of some of the {len(numbers)} trained "
+            "parameters: use the model that wrote it, or on_existing=overwrite"
+        )
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def _check_fit(checkpoint: Path, stored: dict[str, Any], here: dict[str, Any]) -> None:
+    """Names, shapes and types are the model's."""
+    for name in dict.fromkeys([*here, *stored]):
+        there, mine = _described(stored.get(name)), _described(here.get(name))
+        if there != mine:
+            raise ConfigError(
+                f"{checkpoint}: {name} is {there} there, {mine} in this model: use the model and "
+                "model.dtype that wrote it, or on_existing=overwrite"
+            )
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Optimizer state as `parameter/field`."""
     return {
         f"{name}/{field}": value.contiguous()
