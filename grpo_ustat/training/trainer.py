@@ -116,6 +116,8 @@ def _loop(
         due = last or progress.step % config.save_steps == 0
         if progress.step > saved and (stopping or due) and _save(run, progress, log):
             saved = progress.step
+        if log and saved == progress.step > 0:
+            _prune(run, saved)
         if stopping:
             _leave(run, progress, saved, stop)
         if last:
@@ -295,10 +297,13 @@ def _save(run: Run, progress: Progress, log: MetricsLog | None) -> bool:
     failed = int(run.all_ranks_sum(np.array([int(failed)]))[0])
     progress.failed_saves += failed
     progress.seconds_save = time.perf_counter() - start
-    if log and not failed:
-        limit = run.config.save_total_limit
-        attempt("removing old checkpoints", lambda: prune(run.folder.path, progress.step, limit))
     return not failed
+
+
+def _prune(run: Run, step: int) -> None:
+    """Also where a killed run had come no further than the save."""
+    path, limit = run.folder.path, run.config.save_total_limit
+    attempt(f"removal of old checkpoints in {path}", lambda: prune(path, step, limit))
 
 
 def _write_checkpoint(run: Run, progress: Progress) -> None:
