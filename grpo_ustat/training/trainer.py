@@ -109,10 +109,10 @@ def _loop(
     """
     config, saved = run.config, progress.step
     while True:
-        stopping = run.all_ranks_sum(np.array([stop.received])).any()
         last = progress.step == config.max_steps
-        if not stopping and (last or progress.step % config.eval_steps == 0):
+        if (last or progress.step % config.eval_steps == 0) and not _asked(run, stop):
             _evaluate_once(run, progress, bar)
+        stopping = _asked(run, stop)
         due = last or progress.step % config.save_steps == 0
         if progress.step > saved and (stopping or due) and _save(run, progress, log):
             saved = progress.step
@@ -131,6 +131,11 @@ def _loop(
             f"{run.folder.path}: the last checkpoint could not be written (reason above); with "
             f"room on the disk the same command goes on from the checkpoint before"
         )
+
+
+def _asked(run: Run, stop: StopRequest) -> bool:
+    """Whether any rank was told to stop; the same answer on all."""
+    return bool(run.all_ranks_sum(np.array([stop.received])).any())
 
 
 def _leave(run: Run, progress: Progress, saved: int, stop: StopRequest) -> None:
