@@ -47,7 +47,7 @@ def failing(monkeypatch, owner, name, at, error=FULL):
 def test_a_save_that_fails_is_said_counted_and_leaves_the_one_before(
     tmp_path, monkeypatch, capsys, through, owner, name
 ):
-    at = [2] if owner is not os else [6]  # the sixth rename of a run is that of checkpoint-2
+    at = [2] if owner is not os else [7]  # the seventh rename of a run is that of checkpoint-2
     failing(monkeypatch, owner, name, at)
     path = fit(tmp_path / "run")
     monkeypatch.undo()
