@@ -25,7 +25,6 @@ from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
 from grpo_ustat.runs.log import MetricsLog, TrainingBar, attempt
 from grpo_ustat.runs.snapshots import newest_whole, prune
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
-from grpo_ustat.train_checks import ENDING
 from grpo_ustat.training import checkpoint
 from grpo_ustat.training.batch import baseline_context, draw_batch
 from grpo_ustat.training.evaluate import eval_row, held_out
@@ -177,7 +176,7 @@ def _resume(run: Run) -> Progress:
     """Go on from the newest checkpoint that is whole; without any, start.
 
     Raises:
-        ConfigError: see `newest_whole` and `checkpoint.load`; or the schedule has another end.
+        ConfigError: see `newest_whole` and `checkpoint.load`.
     """
     (found,) = broadcast_object_list(
         [newest_whole(run.folder.path) if run.accelerator.is_main_process else None]
@@ -185,22 +184,11 @@ def _resume(run: Run) -> Progress:
     if found is None:
         return Progress()
     state = checkpoint.load(found, run.policy, run.optimizer)
-    _restore_schedule(run, state)
-    run.memory.load_state_dict(checkpoint.load_memory(found))
-    return Progress(step=state["step"], **state["progress"])
-
-
-def _restore_schedule(run: Run, state: dict[str, Any]) -> None:
-    """The scheduler's step, and the learning rate that goes with it."""
-    kind, end = run.config.schedule.lr_scheduler_type, run.config.max_steps
-    if kind in ENDING and state["max_steps"] != end:
-        raise ConfigError(
-            f"{run.folder.path}: the schedule {kind} falls towards max_steps="
-            f"{state['max_steps']} there, {end} asked: use that max_steps, or on_existing=overwrite"
-        )
     run.scheduler.load_state_dict(state["scheduler"])
     for group, rate in zip(run.optimizer.param_groups, run.scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
+    run.memory.load_state_dict(checkpoint.load_memory(found))
+    return Progress(step=state["step"], **state["progress"])
 
 
 def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> list[Prompt]:
@@ -315,7 +303,6 @@ def _write_checkpoint(run: Run, progress: Progress) -> None:
     state = {
         "progress": {key: value for key, value in vars(progress).items() if key != "step"},
         "scheduler": run.scheduler.state_dict(),
-        "max_steps": run.config.max_steps,
     }
     checkpoint.save(
         run.folder.path, progress.step, run.policy, run.optimizer, state, run.memory.state_dict()

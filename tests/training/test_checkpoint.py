@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -261,19 +260,8 @@ def wider(path):
     return path
 
 
-def test_another_end_of_a_falling_schedule_is_refused(through, tmp_path):
-    parts = broken(through, tmp_path)
-    with pytest.raises(ConfigError, match="linear falls towards max_steps=4 there, 6 asked"):
-        fit(parts, "max_steps=6")
-
-
 def test_a_finished_run_goes_on_to_more_steps(tmp_path):
     through = fit(tmp_path / "through", *NO_SCHEDULE)
     fit(tmp_path / "parts", *NO_SCHEDULE, "max_steps=2")
     parts = fit(tmp_path / "parts", *NO_SCHEDULE)
-    stored = [
-        json.loads((p / "checkpoint-4" / checkpoint.STATE).read_text()) for p in (parts, through)
-    ]
-    assert stored[0]["progress"]["evals"] == stored[1]["progress"]["evals"]
-    names = {name for name in differences(parts, through) if "config.yaml" not in name}
-    assert names <= {f"checkpoint-{n}/{checkpoint.STATE}" for n in (1, 2)}  # its max_steps was 2
+    assert differences(parts, through) == []
