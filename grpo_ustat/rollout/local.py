@@ -87,27 +87,26 @@ def sample(
     encoded = [policy.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
     order = sorted(range(len(prompts) * group_size), key=lambda r: len(encoded[r // group_size]))
     written = _Written.empty(len(order), sampling.max_completion_length, policy.model.dtype, "cpu")
-    side = sampling.rows
-    while order:
-        groups = [(p, list(own)) for p, own in groupby(order[:side], lambda r: r // group_size)]
-        draws = []
-        for p, own in groups:
-            low = first + own[0] % group_size
-            draws.append(_draws(prompts[p].id, range(low, low + len(own)), step, sampling))
-        reading = [(encoded[p], len(own)) for p, own in groups]
-        with packed_linears(policy.model, len(order[:side])):
+    side = min(sampling.rows, len(order))
+    with policy.computing(), packed_linears(policy.model, side):
+        while order:
+            rows, reading, draws = order[:side], [], []
+            for p, own in groupby(rows, key=lambda r: r // group_size):
+                completions = [first + r % group_size for r in own]
+                reading.append((encoded[p], len(completions)))
+                draws.append(_draws(prompts[p].id, completions, step, sampling))
             part = _write_if_it_fits(policy, reading, np.concatenate(draws), sampling)
-        if part is None:
-            side = len(order[:side]) // 2
-        else:
-            written.put(order[:side], part)
-            order = order[side:]
+            if part is None:
+                side = len(rows) // 2
+            else:
+                written.put(rows, part)
+                order = order[side:]
     return _rollouts(policy, prompts, encoded, written)
 
 
-def _draws(prompt_id: str, completions: range, step: int, sampling: Sampling) -> np.ndarray:
-    count = sampling.max_completion_length
-    return uniforms(sampling.seed, sampling.stream, step, prompt_id, completions, count)
+def _draws(prompt_id: str, completions: list[int], step: int, sampling: Sampling) -> np.ndarray:
+    own, count = range(completions[0], completions[-1] + 1), sampling.max_completion_length
+    return uniforms(sampling.seed, sampling.stream, step, prompt_id, own, count)
 
 
 @dataclass(frozen=True)

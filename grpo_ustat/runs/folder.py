@@ -24,6 +24,7 @@ ARTEFACTS = (
     "result.json",
     "metrics.jsonl",
     "eval.csv",
+    "completions.parquet",
     "curves.csv",
     "figure.*",
     "scaling.*",

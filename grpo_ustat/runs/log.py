@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from grpo_ustat.runs.completions import CompletionLog
+
 
 def warn(text: str) -> None:
     """A line in red on standard error."""
@@ -90,6 +92,33 @@ def _step_of(line: bytes) -> float:
         return math.inf
 
 
+class RunLog:
+    """What rank 0 writes as training goes: metrics.jsonl and completions.parquet.
+
+    Args:
+        folder: the run folder.
+        keep_up_to: rows of later steps are dropped: a resumed run writes them again.
+    """
+
+    def __init__(self, folder: Path, keep_up_to: int):
+        self._metrics = MetricsLog(folder, keep_up_to)
+        self._completions = CompletionLog(folder, keep_up_to)
+
+    def write(self, row: dict[str, Any], completions: list[dict[str, Any]]) -> None:
+        """A step's metrics, at once, and its completions, until they are kept."""
+        self._metrics.write(row)
+        self._completions.add(completions)
+
+    def sync(self) -> None:
+        """Put what waits on the disk; before each checkpoint, which then has all rows up to it.
+
+        Raises:
+            OSError: it is not; nothing is lost, the next call tries again.
+        """
+        self._metrics.sync()
+        self._completions.sync()
+
+
 def progress_bar(text: str, shown: bool = True) -> Progress:
     """A bar on standard error with counts and the time left; without a terminal it stays quiet."""
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -122,9 +151,16 @@ class TrainingBar:
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Show an evaluation."""
+        self._print(
+            f"step {row['step']}: held-out accuracy {row['accuracy']:.3f} "
+            f"[{row['low']:.3f}, {row['high']:.3f}], n = {row['n']}, {row['decoding']}"
+        )
+
+    def alarm(self, line: str) -> None:
+        """Show what goes wrong, in red."""
+        self._print(f"ALARM {line}", style="bold red")
+
+    def _print(self, line: str, **options: Any) -> None:
         if not self._bar.disable:
-            self._bar.console.print(
-                f"step {row['step']}: held-out accuracy {row['accuracy']:.3f} "
-                f"[{row['low']:.3f}, {row['high']:.3f}], n = {row['n']}",
-                highlight=False,
-            )
+            plain = dict(highlight=False, markup=False, soft_wrap=True)
+            self._bar.console.print(line, **plain, **options)

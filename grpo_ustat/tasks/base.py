@@ -16,8 +16,12 @@ class Task(Protocol):
         """The prompts of `train`, `test` or `study`, in a fixed order."""
         ...
 
+    def extract(self, completion: str) -> str | None:
+        """The final answer that a completion states, None where none is found."""
+        ...
+
     def reward(self, prompt: Prompt, completion: str) -> float:
-        """The reward of one completion, in [0, 1]."""
+        """The reward of one completion, in [0, 1]; 1 counts as right."""
         ...
 
 
@@ -40,3 +44,10 @@ def rewards(task: Task, rollouts: Rollouts) -> np.ndarray:
             "a reward must be a finite number"
         )
     return found_PG
+
+
+def answered(task: Task, rollouts: Rollouts) -> np.ndarray:
+    """Whether an answer was found in each completion, right or wrong, bool [P, G]."""
+    return np.array(
+        [[task.extract(text) is not None for text in texts] for texts in rollouts.texts_PG]
+    )

@@ -88,28 +88,28 @@ FORGETTING = {
     "learning rate": forget_rate, "memory": forget_memory,
 } | {
     name: forget_counter(name)
-    for name in ("step", "rollouts", "tokens", "evals", "rewards_first")
+    for name in ("step", "rollouts", "tokens", "num_tokens", "evals", "rewards_first")
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("item", FORGETTING)
 def test_forgetting_an_item_of_state_is_noticed(through, tmp_path, monkeypatch, item):
     """Negative controls of the comparison above, one for each item of a checkpoint."""
-    resume = trainer._resume
+    resume = trainer.resume
 
     def forgetful(run):
         progress = resume(run)
         FORGETTING[item](run, progress)
         return progress
 
-    monkeypatch.setattr(trainer, "_resume", forgetful)
+    monkeypatch.setattr(trainer, "resume", forgetful)
     parts = fit(broken(through, tmp_path))
     assert differences(parts, through)
 
 
 def test_every_field_of_progress_has_a_control_or_a_reason():
-    """`value_rollouts` has its control below; the rest are rewritten before they are read."""
-    covered = {*FORGETTING, "value_rollouts"}
+    """The rest are rewritten before they are read."""
+    covered = {*FORGETTING, "value_rollouts", "streaks", "alarms"}  # below, and in test_alarms
     rewritten = {"clipped_ratio", "rewards_last"}  # by the last step and the last evaluation
     clock = {"seconds", "seconds_save"}
     failures = {"failed_saves"}  # see test_storage
@@ -119,14 +119,14 @@ def test_every_field_of_progress_has_a_control_or_a_reason():
 def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
     overrides = ("baseline=oracle", "budget.value_completions=3")
     through = fit(tmp_path / "through", *overrides)
-    resume = trainer._resume
+    resume = trainer.resume
 
     def forgetful(run):
         progress = resume(run)
         progress.value_rollouts = 0
         return progress
 
-    monkeypatch.setattr(trainer, "_resume", forgetful)
+    monkeypatch.setattr(trainer, "resume", forgetful)
     assert differences(fit(broken(through, tmp_path), *overrides), through)
 
 

@@ -19,7 +19,7 @@ import pytest
 from resuming import config_of, differences
 
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.training import trainer
+from grpo_ustat.training import progress, trainer
 
 CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir")
 MODEST = ("max_steps=3", "save_total_limit=1")
@@ -153,7 +153,9 @@ def test_a_recovery_that_forgets_is_caught(tmp_path, monkeypatch):
     before = kill_before_call(reference.calls // 2)
     assert end_of(forked(run, reference.config, before)) == -signal.SIGKILL
     assert list(run.glob("checkpoint-[12]"))
-    monkeypatch.setattr(trainer.checkpoint, "load_memory", lambda found: {"running": np.array(0.0)})
+    monkeypatch.setattr(
+        progress.checkpoint, "load_memory", lambda found: {"running": np.array(0.0)}
+    )
     with pytest.raises(AssertionError, match="checkpoint-3/memory.npz"):
         reference.recover(run)
 

@@ -63,7 +63,7 @@ def test_a_signal_stops_between_steps(
 
 
 def test_a_signal_in_the_last_save_is_too_late_to_stop_anything(tmp_path, monkeypatch, through):
-    signalling(monkeypatch, "_save", signal.SIGTERM, 1)
+    signalling(monkeypatch, "save", signal.SIGTERM, 1)
     assert differences(fit(tmp_path / "run", "save_steps=4"), through) == []
 
 

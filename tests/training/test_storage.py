@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from resuming import differences, fit, left, rows
@@ -28,13 +29,13 @@ def said(capsys):
     return " ".join(capsys.readouterr().err.split())
 
 
-def failing(monkeypatch, owner, name, at, error=FULL):
-    """The listed calls of a function raise."""
+def failing(monkeypatch, owner, name, at, error=FULL, of=None):
+    """The listed calls of a function raise; or those whose last argument is a path `of` a name."""
     function, calls = getattr(owner, name), []
 
     def called(*arguments, **options):
         calls.append(1)
-        if len(calls) in at:
+        if Path(arguments[-1]).name == of if of else len(calls) in at:
             raise error
         return function(*arguments, **options)
 
@@ -47,8 +48,7 @@ def failing(monkeypatch, owner, name, at, error=FULL):
 def test_a_save_that_fails_is_said_counted_and_leaves_the_one_before(
     tmp_path, monkeypatch, capsys, through, owner, name
 ):
-    at = [2] if owner is not os else [7]  # the seventh rename of a run is that of checkpoint-2
-    failing(monkeypatch, owner, name, at)
+    failing(monkeypatch, owner, name, [2], of="checkpoint-2" if owner is os else None)
     path = fit(tmp_path / "run")
     monkeypatch.undo()
     assert "warning: checkpoint-2 of" in said(capsys)
