@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+from safetensors.torch import load_file
 from test_config import compose
 
 from grpo_ustat.runs.folder import RunFolder
@@ -48,6 +49,10 @@ def timeless(content):
 
 def rows(path):
     return [timeless(json.loads(line)) for line in (path / "metrics.jsonl").open()]
+
+
+def weights(path, step):
+    return load_file(path / f"checkpoint-{step}" / "model.safetensors")
 
 
 def left(path):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.runs.snapshots import publish
+from grpo_ustat.training.sharded import load_moments
 
 STATE = "grpo_ustat_state.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -28,23 +29,23 @@ def save(
     folder: Path,
     step: int,
     policy: Policy,
-    optimizer: torch.optim.Optimizer,
+    moments: dict[str, torch.Tensor],
     state: dict[str, Any],
     memory: dict[str, np.ndarray],
 ) -> Path:
-    """Publish `checkpoint-<step>/`: model, tokenizer, optimizer, `state` and `memory`.
+    """Publish `checkpoint-<step>/`: model, tokenizer, `moments` (see `sharded`), state, memory.
 
     With adapters the model part is PEFT's: the adapters alone, which name their base model.
 
     Raises:
         FloatingPointError: see `check_finite`; nothing is published.
     """
-    check_finite(policy, optimizer)
+    check_finite(policy, moments)
 
     def write(staged: Path) -> None:
         policy.model.save_pretrained(staged)
         policy.tokenizer.save_pretrained(staged)
-        save_file(_moments(policy, optimizer), staged / OPTIMIZER)
+        save_file(moments, staged / OPTIMIZER)
         np.savez(staged / MEMORY, **memory)
         (staged / STATE).write_text(json.dumps(state | {"step": step}))
 
@@ -68,19 +69,17 @@ def load_memory(checkpoint: Path) -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-def check_finite(policy: Policy, optimizer: torch.optim.Optimizer | None = None) -> None:
+def check_finite(policy: Policy, moments: dict[str, torch.Tensor] | None = None) -> None:
     """Refuse weights, and state of an optimizer, that are not finite.
 
     Raises:
         FloatingPointError: naming the first such tensor.
     """
-    for name, parameter in policy.model.named_parameters():
-        fields = {} if optimizer is None else optimizer.state.get(parameter, {})
-        named = {f"weight {name}": parameter.detach()}
-        named |= {f"optimizer state {field} of {name}": value for field, value in fields.items()}
-        for what, value in named.items():
-            if not torch.isfinite(value).all():
-                raise FloatingPointError(f"{what} is not finite: lower learning_rate")
+    named = {f"weight {name}": p.detach() for name, p in policy.model.named_parameters()}
+    named |= {f"optimizer state {name}": value for name, value in (moments or {}).items()}
+    for what, value in named.items():
+        if not torch.isfinite(value).all():
+            raise FloatingPointError(f"{what} is not finite: lower learning_rate")
 
 
 def _load_weights(checkpoint: Path, model: torch.nn.Module) -> None:
@@ -105,22 +104,21 @@ def _load_weights(checkpoint: Path, model: torch.nn.Module) -> None:
 
 
 def _load_moments(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Through the optimizer's own state_dict, which knows on which device each field belongs."""
     stored = load_file(checkpoint / OPTIMIZER)
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     moments = {key: value for key, value in stored.items() if value.ndim}  # others count updates
     _check_fit(checkpoint, moments, {k: parameters.get(k.rpartition("/")[0]) for k in moments})
-    numbers = {p: i for i, p in enumerate(q for g in optimizer.param_groups for q in g["params"])}
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in stored.items():
-        name, _, field = key.rpartition("/")
-        state.setdefault(numbers[parameters[name]], {})[field] = value
-    if state and (len(state) < len(numbers) or len({frozenset(s) for s in state.values()}) > 1):
+    fields: dict[str, set[str]] = {}
+    for name, _, field in (key.rpartition("/") for key in stored):
+        fields.setdefault(name, set()).add(field)
+    if stored and (
+        fields.keys() != parameters.keys() or len(set(map(frozenset, fields.values()))) > 1
+    ):
         raise ConfigError(
-            f"{checkpoint / OPTIMIZER} lacks state of some of the {len(numbers)} trained "
+            f"{checkpoint / OPTIMIZER} lacks state of some of the {len(parameters)} trained "
             "parameters: use the model that wrote it, or on_existing=overwrite"
         )
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    load_moments(policy, optimizer, stored)
 
 
 def _check_fit(checkpoint: Path, stored: dict[str, Any], here: dict[str, Any]) -> None:
@@ -136,12 +134,3 @@ def _check_fit(checkpoint: Path, stored: dict[str, Any], here: dict[str, Any]) -
 
 def _described(tensor: torch.Tensor | None) -> str:
     return "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Optimizer state as `parameter/field`."""
-    return {
-        f"{name}/{field}": value.contiguous()
-        for name, parameter in policy.model.named_parameters()
-        for field, value in optimizer.state.get(parameter, {}).items()
-    }

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from accelerate.utils import broadcast_object_list
+import torch
 
+from grpo_ustat.ranks import on_main
 from grpo_ustat.runs.log import RunLog, attempt
 from grpo_ustat.runs.snapshots import newest_whole, prune
-from grpo_ustat.training import checkpoint
+from grpo_ustat.training import checkpoint, sharded
 from grpo_ustat.training.setup import Run
 
 
@@ -48,12 +49,12 @@ def resume(run: Run) -> Progress:
     Raises:
         ConfigError: see `newest_whole` and `checkpoint.load`.
     """
-    (found,) = broadcast_object_list(
-        [newest_whole(run.folder.path) if run.accelerator.is_main_process else None]
-    )
+    found = on_main(newest_whole, run.folder.path)
     if found is None:
         return Progress()
     state = checkpoint.load(found, run.policy, run.optimizer)
+    if run.sharded is not None:
+        sharded.scatter(run)
     run.scheduler.load_state_dict(state["scheduler"])
     for group, rate in zip(run.optimizer.param_groups, run.scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
@@ -70,12 +71,13 @@ def save(run: Run, progress: Progress, log: RunLog | None) -> bool:
         FloatingPointError: see `checkpoint.check_finite`.
     """
     start, failed = time.perf_counter(), 0
+    moments = sharded.moments(run.policy, run.optimizer)
     with named(run, progress.step):
-        checkpoint.check_finite(run.policy, run.optimizer)
+        checkpoint.check_finite(run.policy, moments)
     if log:
         attempt(f"the last rows of {run.folder.path}", log.sync)
         what = f"checkpoint-{progress.step} of {run.folder.path}"
-        failed = not attempt(what, lambda: _write_checkpoint(run, progress))
+        failed = not attempt(what, lambda: _write(run, progress, moments))
     failed = int(run.all_ranks_sum(np.array([int(failed)]))[0])
     progress.failed_saves += failed
     progress.seconds_save = time.perf_counter() - start
@@ -88,13 +90,13 @@ def drop_old(run: Run, step: int) -> None:
     attempt(f"removal of old checkpoints in {path}", lambda: prune(path, step, limit))
 
 
-def _write_checkpoint(run: Run, progress: Progress) -> None:
+def _write(run: Run, progress: Progress, moments: dict[str, torch.Tensor]) -> None:
     state = {
         "progress": {key: value for key, value in vars(progress).items() if key != "step"},
         "scheduler": run.scheduler.state_dict(),
     }
     checkpoint.save(
-        run.folder.path, progress.step, run.policy, run.optimizer, state, run.memory.state_dict()
+        run.folder.path, progress.step, run.policy, moments, state, run.memory.state_dict()
     )
 
 

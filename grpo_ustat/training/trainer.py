@@ -14,6 +14,7 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.intervals import Interval, paired_difference
+from grpo_ustat.ranks import lost_ranks_named
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
@@ -27,7 +28,7 @@ from grpo_ustat.training.metrics import batch_metrics, tokens_seen, update_metri
 from grpo_ustat.training.monitor import gradient_mse
 from grpo_ustat.training.progress import Progress, drop_old, named, resume, save
 from grpo_ustat.training.samples import completion_rows
-from grpo_ustat.training.setup import Run, set_up
+from grpo_ustat.training.setup import Run, check_same_start, set_up
 from grpo_ustat.training.signals import EXIT_CODE, StopRequest
 from grpo_ustat.training.update import fixed_logprobs, judged_rewards, update
 
@@ -45,7 +46,8 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     if result is not None:
         _refuse_fewer_steps(config, folder, result["steps"])
     if result is None or result["steps"] < config.max_steps:
-        result = _train(config, folder)
+        with lost_ranks_named():
+            result = _train(config, folder)
     else:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
@@ -66,6 +68,7 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
             folder.open()
         run.accelerator.wait_for_everyone()
         progress = resume(run)
+        check_same_start(run, progress.step)
         _refuse_fewer_steps(config, folder, progress.step)
         log = RunLog(folder.path, keep_up_to=progress.step) if main else None
         with TrainingBar(config.max_steps, progress.step, shown=main) as bar:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from reference import one_flat_score
 from simulated import on_ranks
-from test_trainer import config_of, first_batch, fit, rows, weights
+from resuming import rows, weights
+from test_trainer import config_of, first_batch, fit
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.estimators.scaling import scaling_from_arrays

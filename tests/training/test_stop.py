@@ -9,8 +9,10 @@ import sys
 import time
 
 import pytest
-from resuming import SHORT, differences, fit
+from forks import in_ranks
+from resuming import SHORT, differences, fit, rows
 
+from grpo_ustat.ranks import RefusedByRank
 from grpo_ustat.runs.snapshots import newest_whole
 from grpo_ustat.training import trainer
 
@@ -113,3 +115,35 @@ def test_a_sweep_stops_as_a_whole(tmp_path):
 def wait_for_rows(file, count):
     while not file.is_file() or file.read_bytes().count(b"\n") < count:
         time.sleep(0.01)
+
+
+def test_a_signal_to_one_rank_stops_both_and_one_process_goes_on(tmp_path):
+    """Only rank 1 is told; both finish the step, rank 0 saves."""
+    overrides = ("save_steps=4", "model.dtype=float64")
+
+    def told(rank):
+        if rank == 1:
+            signalling(pytest.MonkeyPatch(), "draw_batch", signal.SIGUSR1, 2)
+        with pytest.raises(SystemExit) as stopped:
+            fit(tmp_path / "run", *overrides)
+        return stopped.value.code
+
+    assert in_ranks(2, told) == [75, 75]
+    assert newest_whole(tmp_path / "run").name == "checkpoint-2"
+    fit(tmp_path / "run", *overrides)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_ranks_agree_where_nothing_can_be_resumed(tmp_path):
+    """Rank 0 alone looks at the checkpoints; its refusal is that of both."""
+    fit(tmp_path / "run", "max_steps=4")
+    (tmp_path / "run" / "result.json").unlink()
+    for path in tmp_path.glob("run/checkpoint-*"):
+        (path / "memory.npz").unlink()
+
+    def refused(_):
+        with pytest.raises(RefusedByRank, match="no checkpoint in .* can be used"):
+            fit(tmp_path / "run")
+        return True
+
+    assert in_ranks(2, refused) == [True, True]
