@@ -193,7 +193,8 @@ def _checkpoint_layers(model: torch.nn.Module) -> None:
             f"gradient_checkpointing=true with the model's {name}={value}: layers in training mode "
             "would drop at random; use gradient_checkpointing=false"
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    later_name = getattr(model, "activation_checkpointing_enable", None)
+    (later_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _reference(config: TrainConfig, device: str) -> Policy | None:

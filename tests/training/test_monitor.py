@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from reference import one_flat_score
-from simulated import on_ranks
 from resuming import rows, weights
-from test_trainer import config_of, first_batch, fit
+from simulated import on_ranks
+from test_trainer import SMALL, config_of, first_batch, fit
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.estimators.scaling import scaling_from_arrays
@@ -187,3 +189,29 @@ def test_too_few_completions_or_prompts_are_refused():
         config_of("monitor.gradient_mse_every=5", "group_size=2")
     with pytest.raises(ConfigError, match="2 prompts a step .* at least 4"):
         config_of("monitor.gradient_mse_every=5", "group_size=8")
+
+
+@pytest.mark.slow
+def test_two_processes_watch_as_one(tmp_path):
+    """Evaluations, kept completions and rows, with shares of 3 and 2 prompts."""
+    asked = ("monitor.gradient_mse_every=1", "budget.rollouts=20", "dataset.test_size=5",
+             "eval.decoding=[sampled,greedy]", "eval.num_generations=2", "max_steps=2",
+             "model.dtype=float64", "seed=3")  # fmt: skip
+    for count in (1, 2):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*launcher, f"--nproc_per_node={count}", "-m", "grpo_ustat.train"]
+        subprocess.run(
+            [*command, *SMALL, *asked, f"hydra.run.dir={tmp_path / str(count)}"],
+            check=True, capture_output=True, timeout=600,
+        )  # fmt: skip
+    one, two = ([numbers(row) for row in rows(tmp_path / name)] for name in ("1", "2"))
+    for mine, theirs in zip(one, two, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            expected = value if isinstance(value, str | None) else pytest.approx(value, rel=1e-6)
+            if "logp_difference" not in key:  # rounding itself
+                assert theirs[key] == expected, key
+    watched = [k for k in one[0] if k.startswith("monitor/")]
+    assert watched and all(one[0][key] == two[0][key] for key in watched)
+    for name in ("eval.csv", "completions.parquet"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()

@@ -274,7 +274,7 @@ def test_layers_are_recomputed_in_updates_and_nowhere_else(tmp_path):
     counts, texts = {}, {}
     for flag in ("false", "true"):
         run, batch = first_batch(tmp_path, f"gradient_checkpointing={flag}", "share_prompts=false")
-        layer, calls = run.policy.model.model.layers[0], []
+        layer, calls = run.policy.model.model.layers[0].self_attn, []
         handle = layer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         gradient_of(run, batch.rollouts, np.ones((4, 4)))
         handle.remove()
