@@ -26,14 +26,24 @@ class Task(Protocol):
 
 
 def rewards(task: Task, rollouts: Rollouts) -> np.ndarray:
-    """Rewards of every completion, shape [P, G], float64."""
-    return np.array(
+    """Rewards of every completion, shape [P, G], float64.
+
+    Raises:
+        FloatingPointError: one is not finite; names its prompt.
+    """
+    found_PG = np.array(
         [
             [task.reward(prompt, text) for text in texts]
             for prompt, texts in zip(rollouts.prompts, rollouts.texts_PG, strict=True)
         ],
         dtype=np.float64,
     )
+    for p, i in np.argwhere(~np.isfinite(found_PG)):
+        raise FloatingPointError(
+            f"the reward of completion {i} of prompt {rollouts.prompts[p].id} is {found_PG[p, i]}: "
+            "a reward must be a finite number"
+        )
+    return found_PG
 
 
 def answered(task: Task, rollouts: Rollouts) -> np.ndarray:

@@ -238,8 +238,9 @@ def load_moments(
     for key, value in stored.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
-        placed = _like(parameter, value) if value.shape == parameter.shape else value
-        optimizer.state[parameter][field] = placed.to(parameter.device)
+        if value.ndim:  # counts of updates stay on the CPU, where the optimizer has them
+            value = _like(parameter, value).to(parameter.device)
+        optimizer.state[parameter][field] = value
 
 
 def _named(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:

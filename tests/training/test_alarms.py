@@ -98,7 +98,7 @@ def test_alarms_survive_a_resume(tmp_path, capsys, monkeypatch, forgotten):
 
     Forgetting either is noticed.
     """
-    whole, resume = trainer.draw_batch, trainer._resume
+    whole, resume = trainer.draw_batch, trainer.resume
 
     def broken(*arguments):
         batch = whole(*arguments)
@@ -114,7 +114,7 @@ def test_alarms_survive_a_resume(tmp_path, capsys, monkeypatch, forgotten):
     monkeypatch.setattr(trainer, "draw_batch", broken)
     fit(tmp_path, "max_completion_length=5", "max_steps=2")
     assert capsys.readouterr().err.count("ALARM truncated") == 1
-    monkeypatch.setattr(trainer, "_resume", forgetful)
+    monkeypatch.setattr(trainer, "resume", forgetful)
     path = fit(tmp_path, "max_completion_length=5")
     err = capsys.readouterr().err
     counted = json.loads((path / "result.json").read_text())["alarms"]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from reference import one_flat_score
+from resuming import rows, weights
 from simulated import on_ranks
-from test_trainer import SMALL, config_of, first_batch, fit, rows, weights
+from test_trainer import SMALL, config_of, first_batch, fit
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.estimators.scaling import scaling_from_arrays

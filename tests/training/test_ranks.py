@@ -16,13 +16,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from forks import FSDP2, in_ranks  # noqa: E402
+from resuming import rows, weights  # noqa: E402
 from test_trainer import SMALL as BASE  # noqa: E402
-from test_trainer import config_of, first_batch, fit, rows, weights  # noqa: E402
+from test_trainer import config_of, first_batch, fit  # noqa: E402
 
 from grpo_ustat.policy.loading import load_policy  # noqa: E402
 from grpo_ustat.ranks import RefusedByRank, barrier  # noqa: E402
 from grpo_ustat.runs.folder import RunFolder  # noqa: E402
-from grpo_ustat.training import setup, sharded, trainer  # noqa: E402
+from grpo_ustat.training import checkpoint, setup, sharded, trainer  # noqa: E402
 from grpo_ustat.training import update as updates  # noqa: E402
 from grpo_ustat.training.update import Found, minibatches  # noqa: E402
 
@@ -233,7 +234,7 @@ def test_shards_that_forget_would_be_noticed(tmp_path, forgotten):
     fit(path, *SMALL, "max_steps=1")
 
     def forgetful(_):
-        for module in (sharded, trainer.checkpoint):
+        for module in (sharded, checkpoint):
             if hasattr(module, forgotten):
                 setattr(module, forgotten, lambda *_: None)
         return str(fit(path, *SMALL))

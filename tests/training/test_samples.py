@@ -86,12 +86,12 @@ def test_no_step_is_missing_or_twice_after_a_resume(tmp_path):
 
 def test_rows_are_on_disk_before_their_checkpoint(tmp_path, monkeypatch):
     """Killed within the first save: the file already holds the two steps; without it, it lacks."""
-    from grpo_ustat.training import trainer
+    from grpo_ustat.training import progress
 
     def die(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.checkpoint, "save", die)
+    monkeypatch.setattr(progress.checkpoint, "save", die)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path)
     assert {row["step"] for row in table(tmp_path)} == {1, 2}
