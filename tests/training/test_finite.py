@@ -109,7 +109,7 @@ def test_a_moment_of_the_optimizer(tmp_path, monkeypatch, through, bad):
         return result
 
     in_step(3, monkeypatch, trainer, "update", spoilt)
-    name = "optimizer state exp_avg_sq of model.norm.weight"
+    name = "optimizer state model.norm.weight/exp_avg_sq"
     with pytest.raises(FloatingPointError, match=f"run stopped in step 3: {name} is not finite"):
         fit(tmp_path / "run")
     assert newest_whole(tmp_path / "run").name == "checkpoint-2"

@@ -161,9 +161,14 @@ def test_a_recovery_that_forgets_is_caught(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_200_kills_and_recoveries(tmp_path, capsys):
+    """A hundred in runs that mostly write completions, a hundred in runs that mostly save."""
     start = time.perf_counter()
-    hit = sweep(tmp_path, (*MODEST, *REASONING), 200)
+    for name in ("writing", "saving"):
+        (tmp_path / name).mkdir()
+    hit = sweep(tmp_path / "writing", (*MODEST, *REASONING), 100)
+    hit += sweep(tmp_path / "saving", MODEST, 100)
     with capsys.disabled():
         print(f"\n{dict(hit)} in {time.perf_counter() - start:.0f} s")
     assert hit["recoveries"] == 200

@@ -100,7 +100,7 @@ def test_the_command_ends_with_code_75_and_goes_on(tmp_path, through, number, li
 
 @pytest.mark.slow
 def test_a_sweep_stops_as_a_whole(tmp_path):
-    command = [*COMMAND, "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep"]
+    command = [*COMMAND[:3], "-m", *SHORT, "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as child:
         while not (found := list(tmp_path.glob("sweep/*/seed=0/metrics.jsonl"))):
             assert child.poll() is None
