@@ -215,7 +215,8 @@ def _optimizer(config: TrainConfig, policy: Policy) -> torch.optim.Optimizer:
     common = dict(lr=config.learning_rate, weight_decay=options.weight_decay)
     if options.name == "sgd":
         return torch.optim.SGD(parameters, **common)
-    return torch.optim.AdamW(parameters, betas=(options.beta1, options.beta2), **common)
+    betas = (options.beta1, options.beta2)
+    return torch.optim.AdamW(parameters, betas=betas, fused=True, **common)
 
 
 def _scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer):
