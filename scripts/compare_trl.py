@@ -217,7 +217,9 @@ def report(dtype: str, found: Given, rows: list) -> bool:
     """Print the table; whether all is within the tolerance."""
     prompts = [len(tokens) for tokens in found.rollouts.prompt_tokens]
     lengths = found.rollouts.lengths_PG
-    print(f"\n{MODEL}, {dtype}: {len(prompts)} prompts of {min(prompts)} to {max(prompts)} tokens, ")
+    print(
+        f"\n{MODEL}, {dtype}: {len(prompts)} prompts of {min(prompts)} to {max(prompts)} tokens, "
+    )
     print(f"{GROUP} completions each of {lengths.min()} to {lengths.max()} tokens, L = {LENGTH}")
     print(f"{'setting':30}{'factor':>10}{'fitted - factor':>17}{'largest difference':>20}  of")
     for setting, factor, fitted, (worst, name) in rows:
@@ -237,7 +239,8 @@ def main() -> None:
     python, good = environment(asked.environment), True
     for dtype in asked.dtype:
         found, rows = given(asked.prompts, dtype), []
-        for setting, theirs in zip(SETTINGS, trl_gradients(SETTINGS, found, dtype, python)):
+        all_theirs = trl_gradients(SETTINGS, found, dtype, python)
+        for setting, theirs in zip(SETTINGS, all_theirs, strict=True):
             ours, factor = our_gradient(setting, found, dtype), setting.factor(GROUP, LENGTH)
             rows.append((setting, factor, scale(ours, theirs), apart(ours, theirs, factor)))
         good &= report(dtype, found, rows)

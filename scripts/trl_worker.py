@@ -51,6 +51,7 @@ class OnGivenRollouts:
         return found
 
     def compute_loss(self, model, inputs, *rest, **options):
+        """TRL's, after `trim`."""
         if self.trim:
             used = inputs["prompt_mask"].any(dim=0)
             cut = {name: inputs[name][:, used] for name in ("prompt_ids", "prompt_mask")}

@@ -1,0 +1,352 @@
+"""One training step of ours against one of TRL's GRPOTrainer with transformers generation.
+
+    python scripts/bench_train.py --model FOLDER --questions gsm8k/train.jsonl
+    python scripts/bench_train.py --model FOLDER --questions gsm8k/train.jsonl --device cuda \\
+        --shape qwen2.5-0.5b --dtype bfloat16 --prompts 16 --length 256 --peak-tflops 989
+
+Same model, questions, group size, completion length, sampling (temperature 1, whole vocabulary),
+optimizer (AdamW) and learning rate; rewards are drawn at random, so no advantage is zero. A turn is
+a program of its own on `--threads` threads: it loads the model, takes warm steps that do not count,
+then timed ones. Programs take turns, so that a busy machine hits them alike. TRL runs in an
+environment of its own, with the project's versions of torch and transformers, once for each
+micro-batch given by --trl; `8c` is 8 with gradient checkpointing, TRL's default. `silent` has no
+reward in half of the groups: completions whose advantage is zero.
+
+Objective: ours leave_one_out and algorithm1, TRL's dr_grpo without scaling: the same gradient up to
+a constant, see `compare_trl.py`. Printed: medians with the range over steps, how many times as long
+and how much memory TRL takes. Memory: the peak of the program's resident set, libraries and model
+included; on a GPU that of PyTorch's allocator. tokens/s counts completion tokens. --peak-tflops
+adds the share of that rate spent on the products of ordinary training: 2 operations for each
+parameter and token in generation, 6 in the update, prompts counted once a completion in the update
+and once a group in generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from composed import composed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from trl_environment import add_environment_argument, environment, run_worker
+from turn import DrawnRewards, peak_memory
+
+from grpo_ustat.config import TrainConfig
+from grpo_ustat.records import Prompt
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.training import trainer
+
+TEMPLATE = "Question: {question}\nAnswer:"
+QWEN = dict(
+    vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+    num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Program:
+    """One row of the table.
+
+    Attributes:
+        side: `ours` or `TRL`.
+        micro_batch_size: completions in a backward pass.
+        gradient_checkpointing: whether activations are computed again in the backward pass.
+        silent: whether half of the groups have no reward.
+    """
+
+    side: str
+    micro_batch_size: int
+    gradient_checkpointing: bool = False
+    silent: bool = False
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        words = [self.side, str(self.micro_batch_size) + "c" * self.gradient_checkpointing]
+        return " ".join([*words, *(["silent"] if self.silent else [])])
+
+
+def micro_batch(text: str) -> tuple[int, bool]:
+    """8 or 8c: completions, and whether gradients are checkpointed.
+
+    >>> micro_batch("8"), micro_batch("16c")
+    ((8, False), (16, True))
+    """
+    number = text.removesuffix("c")
+    if not number.isdigit() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give completions, as 8, or 8c")
+    return int(number), text.endswith("c")
+
+
+class Questions:
+    """The task: questions of a file with drawn rewards."""
+
+    def __init__(self, job: dict):
+        self.given = [Prompt(p["id"], p["text"], p["text"], "", "drawn") for p in job["prompts"]]
+        self.drawn = DrawnRewards(job["seed"], job["silent"])
+
+    def prompts(self, split: str) -> list[Prompt]:
+        """The same for every split."""
+        return self.given
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """Whatever the completion says."""
+        return self.drawn.draw(prompt.id)
+
+
+def our_configuration(job: dict) -> TrainConfig:
+    """The project's own configuration of a job."""
+    return composed("train", TrainConfig, [
+        "model=hub", f"model.model_name_or_path={job['model']}", f"model.dtype={job['dtype']}",
+        f"launch.device={job['device']}", f"launch.num_threads={job['threads']}",
+        "baseline=leave_one_out", f"group_size={job['group_size']}",
+        f"budget.rollouts={job['group_size'] * job['prompts_per_step']}",
+        f"max_completion_length={job['max_completion_length']}", f"seed={job['seed']}",
+        f"learning_rate={job['learning_rate']}", f"micro_batch_size={job['micro_batch_size']}",
+        f"dataset.train_size={len(job['prompts'])}",
+    ])  # fmt: skip
+
+
+def our_turn(folder: Path) -> None:
+    """Steps of our trainer on the job in `folder`, as `trl_worker.steps` does with TRL's."""
+    job = json.loads((folder / "job.json").read_text())
+    config = our_configuration(job)
+    trainer.make_task = lambda _: Questions(job)
+    run, progress, rows = trainer._set_up(config, RunFolder(folder, config)), trainer.Progress(), []
+    for _ in range(job["warm"] + job["steps"]):
+        start = time.perf_counter()
+        found = trainer._step(run, progress)
+        if job["device"] != "cpu":
+            torch.cuda.synchronize()
+        row = {"step": time.perf_counter() - start, "generate": found["seconds_generate"]}
+        rows.append(row | {"tokens": found["tokens"]})
+    found = {"rows": rows, "peak": peak_memory(job["device"])}
+    (folder / "result.json").write_text(json.dumps(found))
+
+
+@dataclass
+class Measured:
+    """What the turns of one program gave; rows of timed steps alone."""
+
+    rows: list[dict] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+
+    def median(self, what: str) -> float:
+        """Of `step`, `generate`, `update` or `tokens`."""
+        return statistics.median(value(row, what) for row in self.rows)
+
+    def spread(self, what: str) -> str:
+        """Smallest and largest."""
+        found = [value(row, what) for row in self.rows]
+        return f"{min(found):.2f} - {max(found):.2f}"
+
+    @property
+    def rate(self) -> float:
+        """Completion tokens a second."""
+        return sum(r["tokens"] for r in self.rows) / sum(r["step"] for r in self.rows)
+
+
+def value(row: dict, what: str) -> float:
+    """A measurement of one step; the update is what generation leaves of the step."""
+    return row["step"] - row["generate"] if what == "update" else row[what]
+
+
+def take_turn(program: Program, job: dict, python: Path, measured: Measured) -> None:
+    """Run one program once."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "job.json").write_text(json.dumps(job))
+        if program.side == "ours":
+            subprocess.run([sys.executable, __file__, "--turn", folder], check=True)
+        else:
+            run_worker(python, "steps", folder)
+        found = json.loads((folder / "result.json").read_text())
+    measured.rows += found["rows"][job["warm"] :]
+    measured.peaks.append(found["peak"])
+
+
+def job_of(program: Program, asked, model: str, questions: list[str], turn: int) -> dict:
+    """What a program is told; prompts in the order of the steps."""
+    job = {
+        "model": model, "dtype": asked.dtype, "device": asked.device, "threads": asked.threads,
+        "group_size": asked.group_size, "prompts_per_step": asked.prompts,
+        "max_completion_length": asked.length, "learning_rate": asked.learning_rate,
+        "micro_batch_size": program.micro_batch_size, "warm": asked.warm, "steps": asked.steps,
+        "gradient_checkpointing": program.gradient_checkpointing, "seed": turn, "silent": [],
+    }  # fmt: skip
+    texts = questions[: asked.prompts * (asked.warm + asked.steps)]
+    prompts = [{"id": f"question-{i}", "text": text} for i, text in enumerate(texts)]
+    job["prompts"] = prompts
+    config, given = our_configuration(job), Questions(job).given
+    chosen = [trainer.choose_prompts(config, given, s) for s in range(asked.warm + asked.steps)]
+    order = [{"id": prompt.id, "text": prompt.text} for step in chosen for prompt in step]
+    if program.silent:
+        job["silent"] = [p.id for step in chosen for p in step[: asked.prompts // 2]]
+    return job | ({} if program.side == "ours" else {"prompts": order})
+
+
+def read_questions(file: Path, count: int) -> list[str]:
+    """The first `count` rendered prompts of a file with a `question` in every row.
+
+    Raises:
+        SystemExit: there are fewer.
+    """
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        found = pyarrow.parquet.read_table(file, columns=["question"])["question"].to_pylist()
+    else:
+        found = [json.loads(line)["question"] for line in file.read_text().splitlines()]
+    if len(found) < count:
+        raise SystemExit(f"error: {file} has {len(found)} questions, {count} are needed")
+    return [TEMPLATE.format(question=question) for question in found[:count]]
+
+
+def random_weights(asked, folder: Path) -> str:
+    """A folder with random weights of the shape asked for and the model's own tokenizer."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(asked.model)
+    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        Qwen2Config(**QWEN, **ends), dtype=getattr(torch, asked.dtype)
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the table says of model and prompts: parameters, and tokens of a prompt on average."""
+
+    parameters: int
+    prompt_tokens: float
+
+
+def facts_of(model: str, questions: list[str]) -> Facts:
+    """Without loading the weights."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    tokens = PreTrainedTokenizerFast.from_pretrained(model)(questions)["input_ids"]
+    count = sum(parameter.numel() for parameter in empty.parameters())
+    return Facts(count, statistics.mean(map(len, tokens)))
+
+
+def programs(asked) -> list[Program]:
+    """Every row of the table, those with silent groups last."""
+    sides = [("ours", *each) for each in asked.ours] + [("TRL", *each) for each in asked.trl]
+    silent = [Program("ours", *asked.ours[0], True), Program("TRL", *asked.trl[0], True)]
+    return [Program(*side) for side in sides] + (silent if asked.silent else [])
+
+
+def check(asked) -> None:
+    """Refuse what one side could not do.
+
+    Raises:
+        SystemExit: naming the values.
+    """
+    count = asked.prompts * asked.group_size
+    for micro, _ in asked.trl:
+        if count % micro:
+            raise SystemExit(
+                f"error: --trl {micro} does not divide {asked.prompts} x {asked.group_size} = "
+                f"{count} completions a step"
+            )
+    if asked.silent and asked.prompts < 2:
+        raise SystemExit("error: --silent needs --prompts of at least 2")
+    if not asked.model or not asked.questions:
+        raise SystemExit("error: --model FOLDER and --questions FILE are needed")
+    if not (Path(asked.model) / "tokenizer.json").is_file():
+        raise SystemExit(f"error: --model {asked.model} is not a folder with a tokenizer.json")
+
+
+def share_of_peak(asked, facts: Facts, found: Measured) -> float:
+    """The products of ordinary training in a median step, as a share of --peak-tflops."""
+    tokens, read = found.median("tokens"), asked.prompts * facts.prompt_tokens
+    generation = 2 * facts.parameters * (read + tokens)
+    update = 6 * facts.parameters * (read * asked.group_size + tokens)
+    return (generation + update) / found.median("step") / (asked.peak_tflops * 1e12)
+
+
+def report(asked, facts: Facts, measured: dict[Program, Measured]) -> None:
+    """Print the table; ratios are to the first row with the same rewards."""
+    title = asked.shape or asked.model
+    print(f"\n{title}: {facts.parameters / 1e6:.1f} M parameters, {asked.dtype}, {asked.device}, ")
+    print(f"{asked.prompts} prompts of {facts.prompt_tokens:.0f} tokens on average x ", end="")
+    print(f"{asked.group_size} completions of at most {asked.length}, ", end="")
+    print(f"{asked.turns} turns of {asked.steps} steps, torch {torch.__version__}, ", end="")
+    print(f"{asked.threads} thread(s)")
+    print(f"{'':18}{'step s':>9}{'range':>18}{'ratio':>7}{'generate':>10}{'ratio':>7}", end="")
+    print(
+        f"{'update':>9}{'ratio':>7}{'peak MB':>9}{'ratio':>7}{'tokens/s':>10}{'length':>8}", end=""
+    )
+    print(f"{'of peak':>9}" if asked.peak_tflops else "")
+    for program, found in measured.items():
+        base = next(x for p, x in measured.items() if p.silent == program.silent)
+        share = f"{share_of_peak(asked, facts, found):9.1%}" if asked.peak_tflops else ""
+        print(row(asked, program, found, base) + share)
+
+
+def row(asked, program: Program, found: Measured, base: Measured) -> str:
+    """One line of the table."""
+    text = f"{program.name:18}{found.median('step'):9.2f}{found.spread('step'):>18}"
+    text += f"{found.median('step') / base.median('step'):7.2f}"
+    for what, width in (("generate", 10), ("update", 9)):
+        text += f"{found.median(what):{width}.2f}{found.median(what) / base.median(what):7.2f}"
+    peak, length = max(found.peaks), found.median("tokens") / asked.prompts / asked.group_size
+    text += f"{peak / 1e6:9.0f}{peak / max(base.peaks):7.2f}{found.rate:10.1f}{length:8.1f}"
+    return text
+
+
+def arguments():
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_environment_argument(parser)
+    parser.add_argument("--model", help="folder in save_pretrained layout")
+    parser.add_argument("--questions", type=Path, help="GSM8K as .jsonl or .parquet")
+    numbers = dict(prompts=4, group_size=8, length=48, threads=1, turns=3, warm=1, steps=2)
+    for key, default in numbers.items():
+        parser.add_argument(f"--{key.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    for side in ("ours", "trl"):
+        parser.add_argument(
+            f"--{side}", type=micro_batch, nargs="+", default=[(8, False)], metavar="MICRO"
+        )
+    parser.add_argument("--silent", action="store_true", help="rows with silent groups too")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--shape", choices=["qwen2.5-0.5b"], help="random weights of that shape")
+    parser.add_argument("--peak-tflops", type=float, help="of the device, in 10^12 a second")
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # a folder: be one program
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Entry."""
+    asked = arguments()
+    if asked.turn:
+        return our_turn(asked.turn)
+    check(asked)
+    questions = read_questions(asked.questions, asked.prompts * (asked.warm + asked.steps))
+    python, measured = environment(asked.environment), {p: Measured() for p in programs(asked)}
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_weights(asked, Path(folder)) if asked.shape else asked.model
+        for turn in range(asked.turns):
+            for program, found in measured.items():
+                take_turn(program, job_of(program, asked, model, questions, turn), python, found)
+                print(f"turn {turn}, {program.name}: {found.rows[-1]}", file=sys.stderr)
+        report(asked, facts_of(model, questions), measured)
+
+
+if __name__ == "__main__":
+    main()
