@@ -9,8 +9,9 @@ optimizer (AdamW) and learning rate; rewards are drawn at random, so no advantag
 a program of its own on `--threads` threads: it loads the model, takes warm steps that do not count,
 then timed ones. Programs take turns, so that a busy machine hits them alike. TRL runs in an
 environment of its own, with the project's versions of torch and transformers, once for each
-micro-batch given by --trl; `8c` is 8 with gradient checkpointing, TRL's default. `silent` has no
-reward in half of the groups: completions whose advantage is zero.
+micro-batch given by --trl, in completions; --ours gives `micro_batch_tokens`. `8c` is 8 with
+gradient checkpointing, TRL's default. `silent` has no reward in half of the groups: completions
+whose advantage is zero, which ours skips.
 
 Objective: ours leave_one_out and algorithm1, TRL's dr_grpo without scaling: the same gradient up to
 a constant, see `compare_trl.py`. Printed: medians with the range over steps, how many times as long
@@ -42,7 +43,7 @@ from turn import DrawnRewards, peak_memory
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.training import trainer
+from grpo_ustat.training import setup, trainer
 
 TEMPLATE = "Question: {question}\nAnswer:"
 QWEN = dict(
@@ -57,32 +58,32 @@ class Program:
 
     Attributes:
         side: `ours` or `TRL`.
-        micro_batch_size: completions in a backward pass.
+        micro_batch: of a backward pass, in completions (TRL) or padded tokens (ours).
         gradient_checkpointing: whether activations are computed again in the backward pass.
         silent: whether half of the groups have no reward.
     """
 
     side: str
-    micro_batch_size: int
+    micro_batch: int
     gradient_checkpointing: bool = False
     silent: bool = False
 
     @property
     def name(self) -> str:
         """As in the table."""
-        words = [self.side, str(self.micro_batch_size) + "c" * self.gradient_checkpointing]
+        words = [self.side, str(self.micro_batch) + "c" * self.gradient_checkpointing]
         return " ".join([*words, *(["silent"] if self.silent else [])])
 
 
 def micro_batch(text: str) -> tuple[int, bool]:
-    """8 or 8c: completions, and whether gradients are checkpointed.
+    """8 or 8c: how much, and whether gradients are checkpointed.
 
     >>> micro_batch("8"), micro_batch("16c")
     ((8, False), (16, True))
     """
     number = text.removesuffix("c")
     if not number.isdigit() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give completions, as 8, or 8c")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number, as 8, or 8c")
     return int(number), text.endswith("c")
 
 
@@ -110,8 +111,9 @@ def our_configuration(job: dict) -> TrainConfig:
         "baseline=leave_one_out", f"group_size={job['group_size']}",
         f"budget.rollouts={job['group_size'] * job['prompts_per_step']}",
         f"max_completion_length={job['max_completion_length']}", f"seed={job['seed']}",
-        f"learning_rate={job['learning_rate']}", f"micro_batch_size={job['micro_batch_size']}",
+        f"learning_rate={job['learning_rate']}", f"micro_batch_tokens={job['micro_batch']}",
         f"dataset.train_size={len(job['prompts'])}",
+        f"gradient_checkpointing={str(job['gradient_checkpointing']).lower()}",
     ])  # fmt: skip
 
 
@@ -119,8 +121,8 @@ def our_turn(folder: Path) -> None:
     """Steps of our trainer on the job in `folder`, as `trl_worker.steps` does with TRL's."""
     job = json.loads((folder / "job.json").read_text())
     config = our_configuration(job)
-    trainer.make_task = lambda _: Questions(job)
-    run, progress, rows = trainer._set_up(config, RunFolder(folder, config)), trainer.Progress(), []
+    setup.make_task = lambda _: Questions(job)
+    run, progress, rows = setup.set_up(config, RunFolder(folder, config)), trainer.Progress(), []
     for _ in range(job["warm"] + job["steps"]):
         start = time.perf_counter()
         found = trainer._step(run, progress)
@@ -179,7 +181,7 @@ def job_of(program: Program, asked, model: str, questions: list[str], turn: int)
         "model": model, "dtype": asked.dtype, "device": asked.device, "threads": asked.threads,
         "group_size": asked.group_size, "prompts_per_step": asked.prompts,
         "max_completion_length": asked.length, "learning_rate": asked.learning_rate,
-        "micro_batch_size": program.micro_batch_size, "warm": asked.warm, "steps": asked.steps,
+        "micro_batch": program.micro_batch, "warm": asked.warm, "steps": asked.steps,
         "gradient_checkpointing": program.gradient_checkpointing, "seed": turn, "silent": [],
     }  # fmt: skip
     texts = questions[: asked.prompts * (asked.warm + asked.steps)]
@@ -318,9 +320,10 @@ def arguments():
     for key, default in numbers.items():
         parser.add_argument(f"--{key.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=1e-6)
-    for side in ("ours", "trl"):
+    sides = dict(ours=[(16384, False), (2048, False)], trl=[(8, False), (8, True), (32, False)])
+    for side, default in sides.items():
         parser.add_argument(
-            f"--{side}", type=micro_batch, nargs="+", default=[(8, False)], metavar="MICRO"
+            f"--{side}", type=micro_batch, nargs="+", default=default, metavar="MICRO"
         )
     parser.add_argument("--silent", action="store_true", help="rows with silent groups too")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])

@@ -4,23 +4,29 @@ r"""Our gradient against TRL's, parameter by parameter, on the same rollouts.
     python scripts/compare_trl.py --dtype float32 --environment DIR
 
 Ours samples groups of several prompt and completion lengths from `embedded:tiny_base` and draws
-rewards; both sides compute advantages, weights and the gradient with their own training code, TRL
-in an environment of its own. Compared is what reaches the optimizer. With n = P G completions of
-at most L tokens, leave-one-out advantage `A_i = r_i - zbar_{-i} = G/(G-1) (r_i - zbar)`:
+rewards; from there each side goes through its own training code, TRL in an environment of its own:
+advantages, old and reference log-probabilities, micro-batches, gradient. Compared is what reaches
+the optimizer. Exit code 1 if a difference is above the tolerance (1e-10 and 1e-4).
 
-    algorithm1, leave_one_out    1/n sum_i A_i sum_t log pi_it
-    RLOOTrainer                  1/n sum_i A_i exp(log pi_i - log pi_old,i)       ours = TRL's
-    GRPOTrainer dr_grpo, none    1/(n L) sum_i (r_i - zbar) sum_t ratio_it
-                                                              ours = L G/(G-1) times TRL's
+With n = P G completions of at most L tokens, `A_i = r_i - zbar_{-i} = G/(G-1) (r_i - zbar)`, before
+the weights have moved:
 
-since at the sampling policy the gradient of a ratio is that of its log-probability. `group_mean`
-leaves out G/(G-1): L times TRL's.
+    ours, leave_one_out, algorithm1    1/n sum_i A_i sum_t log pi_it
+    RLOOTrainer                        1/n sum_i A_i exp(log pi_i - log pi_old,i)
+    GRPOTrainer, dr_grpo, unscaled     1/(n L) sum_i (r_i - zbar) sum_t pi_it / pi_old,it
 
-TRL has the ratios' gradient in every update, and clipping as an option that is never off; where
-ours has none, epsilon is set out of reach. "trimmed" has one completion in a micro-batch without
-columns of padding before it, everything else left-padded prompts, to which TRL gives an attention
-mask and no positions. In float64 both sides also compute in float64 what transformers and TRL
-compute in float32 whatever the model is.
+A ratio's gradient at the sampling policy is that of the log-probability: ours = RLOO's, and
+ours = L G/(G-1) times GRPO's. Baseline group_mean leaves out G/(G-1). loss_type `sum` divides by n
+where dr_grpo divides by n L. All other rows have the factor 1.
+
+"moved" rows update a policy that has moved away from the one that sampled, with a reference model
+that is neither, so that ratios, clipping and penalties count; `clipped` is the share of our ratios
+that were. Where ours does not clip, TRL's epsilon is out of reach. TRL multiplies the K3 penalty by
+the ratio unless use_bias_correction_kl is off, as it is here; the control leaves it on and must
+differ. "micro" rows accumulate over micro-batches of TRL's. "trimmed" rows have one completion in
+each and no padding before its prompt; in all others TRL's prompts are left-padded, with an
+attention mask and no positions. In float64 both sides also compute in float64 what transformers and
+TRL compute in float32 for any model.
 """
 
 from __future__ import annotations
@@ -48,7 +54,15 @@ from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.registry import make_task
-from grpo_ustat.training import trainer
+from grpo_ustat.training.batch import Batch
+from grpo_ustat.training.setup import set_up
+from grpo_ustat.training.update import (
+    Found,
+    accumulate_gradient,
+    fixed_logprobs,
+    judged_rewards,
+    minibatches,
+)
 
 MODEL, GROUP, LENGTH = "embedded:tiny_base", 8, 80
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
@@ -67,6 +81,7 @@ class Setting:
         off_policy: whether the weights move between sampling and the update.
         micro_batch_size: completions in a backward pass of TRL, None for all.
         trim: whether TRL's micro-batches lose their common padding.
+        equal: False for a control, which must differ.
     """
 
     name: str
@@ -77,6 +92,11 @@ class Setting:
     off_policy: bool = False
     micro_batch_size: int | None = None
     trim: bool = False
+    equal: bool = True
+
+    def fits(self, difference: float, dtype: str) -> bool:
+        """Whether a difference is as it should be."""
+        return (difference <= TOLERANCE[dtype]) == self.equal
 
 
 def per_token(group: int, length: int) -> float:
@@ -89,16 +109,46 @@ def per_token_and_centred(group: int, length: int) -> float:
     return length * group / (group - 1)
 
 
-LEAVE_ONE_OUT = ("baseline=leave_one_out",)
+def moved(name: str, ours: tuple[str, ...], trainer: str, arguments: dict, **options) -> Setting:
+    """A setting off the sampling policy: the second update on a batch."""
+    arguments = {"num_iterations": 2, "beta": 0.0} | arguments
+    ours = (*ours, "objective.num_iterations=2")
+    return Setting(f"{name}, moved", ours, trainer, arguments, off_policy=True, **options)
+
+
+LEAVE_ONE_OUT, GROUP_STD = ("baseline=leave_one_out",), ("baseline=group_std",)
+GROUP_MEAN = ("baseline=group_mean",)
 DR_GRPO = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0}
+K3 = {"beta": 0.04, "use_bias_correction_kl": False}
+CLIPPED = ("objective.epsilon=0.2", "objective.epsilon_high=0.28")
+CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 SETTINGS = (
-    Setting("algorithm1-rloo", LEAVE_ONE_OUT, "rloo", {"beta": 0.0}),
-    Setting("algorithm1-rloo-trimmed", LEAVE_ONE_OUT, "rloo", {"beta": 0.0}, trim=True,
+    Setting("algorithm1 = RLOO", LEAVE_ONE_OUT, "rloo", {"beta": 0.0}),
+    Setting("algorithm1 = RLOO, trimmed", LEAVE_ONE_OUT, "rloo", {"beta": 0.0}, trim=True,
             micro_batch_size=1),
-    Setting("algorithm1-dr_grpo", LEAVE_ONE_OUT, "grpo", DR_GRPO, per_token_and_centred),
-    Setting("algorithm1-dr_grpo-micro", LEAVE_ONE_OUT, "grpo", DR_GRPO, per_token_and_centred,
+    Setting("algorithm1 = dr_grpo", LEAVE_ONE_OUT, "grpo", DR_GRPO, per_token_and_centred),
+    Setting("algorithm1 = dr_grpo, micro", LEAVE_ONE_OUT, "grpo", DR_GRPO, per_token_and_centred,
             micro_batch_size=4),
-    Setting("group_mean-dr_grpo", ("baseline=group_mean",), "grpo", DR_GRPO, per_token),
+    Setting("group_mean = dr_grpo", GROUP_MEAN, "grpo", DR_GRPO, per_token),
+    moved("grpo (Algorithm 2)", ("objective=grpo", *GROUP_STD), "grpo",
+          {"loss_type": "dr_grpo", "epsilon": 1e9} | K3, factor=per_token),
+    moved("grpo_original", ("objective=grpo_original", *GROUP_STD), "grpo",
+          {"loss_type": "grpo", "epsilon": 0.2} | K3),
+    moved("dr_grpo", ("objective=dr_grpo", *GROUP_MEAN, *CLIPPED), "grpo", DR_GRPO | CLIP),
+    moved("dapo", ("objective=dapo", *GROUP_STD), "grpo", {"loss_type": "dapo"} | CLIP),
+    moved("dapo with entropy", ("objective=dapo", *GROUP_STD, "objective.entropy_coef=0.01"),
+          "grpo", {"loss_type": "dapo", "entropy_coef": 0.01} | CLIP),
+    moved("gspo", ("objective=gspo", *GROUP_STD, "objective.epsilon=0.003",
+                   "objective.epsilon_high=0.004"),
+          "grpo", {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.003,
+                   "epsilon_high": 0.004}),
+    moved("whole_sequence = RLOO", ("objective=whole_sequence", *LEAVE_ONE_OUT, *CLIPPED), "rloo",
+          CLIP),
+    moved("k1 in the reward = RLOO", ("objective=whole_sequence", *LEAVE_ONE_OUT, *CLIPPED,
+                            "objective.beta=0.04", "objective.kl_estimator=k1",
+                            "objective.kl_in=reward"), "rloo", CLIP | {"beta": 0.04}),
+    moved("control: K3 times ratio", ("objective=grpo_original", *GROUP_STD), "grpo",
+          {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04}, equal=False),
 )  # fmt: skip
 
 
@@ -144,20 +194,39 @@ def moved_weights(model: torch.nn.Module, stream: str) -> dict[str, torch.Tensor
 def configured(dtype: str, overrides: tuple[str, ...]) -> TrainConfig:
     """The project's own configuration of one setting."""
     fixed = ("model=tiny_base", f"model.dtype={dtype}", f"group_size={GROUP}")
-    rest = (f"max_completion_length={LENGTH}", "budget.rollouts=64", "micro_batch_size=16")
+    rest = (f"max_completion_length={LENGTH}", "budget.rollouts=64", "micro_batch_tokens=1024")
     return composed("train", TrainConfig, [*fixed, *rest, *overrides])
 
 
-def our_gradient(setting: Setting, found: Given, dtype: str) -> dict[str, torch.Tensor]:
-    """What our training code hands to the optimizer."""
+def our_gradient(setting: Setting, found: Given, dtype: str):
+    """What our training code hands to the optimizer, and the share of ratios that were clipped."""
     config = configured(dtype, (*setting.ours, f"budget.rollouts={found.rewards_PG.size}"))
     with tempfile.TemporaryDirectory() as folder:
-        run = trainer._set_up(config, RunFolder(Path(folder), config))
-    rule = config.baseline
-    advantage_PG = advantages(rule.name, found.rewards_PG, BaselineContext(), rule.options)
+        run = set_up(config, RunFolder(Path(folder), config))
+    if run.reference:
+        put(found.reference, run.reference.model)
+    rollouts, noted = found.rollouts, Found()
+    batch = Batch(
+        rollouts.prompts, rollouts, found.rewards_PG, rollouts.lengths_PG, rollouts.ended_PG
+    )
     with InDouble() if dtype == "float64" else nullcontext():
-        trainer.accumulate_gradient(run, found.rollouts, advantage_PG)
-    return {name: p.grad.clone() for name, p in run.policy.model.named_parameters()}
+        constants = fixed_logprobs(run, rollouts)
+        judged_PG, rule = judged_rewards(run, batch, constants), config.baseline
+        advantage_PG = advantages(rule.name, judged_PG, BaselineContext(), rule.options)
+        if setting.off_policy:
+            put(found.current, run.policy.model)
+        minibatch = next(minibatches(run, rollouts, step=0))
+        accumulate_gradient(run, rollouts, advantage_PG, minibatch, constants, noted)
+    sums = noted.sums
+    clipped = (sums["clip_low"] + sums["clip_high"]) / max(1, sums["ratio_count"])
+    return {name: p.grad.clone() for name, p in run.policy.model.named_parameters()}, clipped
+
+
+def put(weights: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
+    """Give every parameter its new value."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
 
 
 def trl_gradients(settings, found: Given, dtype: str, python: Path) -> list[dict]:
@@ -168,7 +237,7 @@ def trl_gradients(settings, found: Given, dtype: str, python: Path) -> list[dict
         save_file(found.reference, folder / "reference.safetensors")
         (folder / "job.json").write_text(json.dumps(job(settings, found, dtype)))
         run_worker(python, "gradients", folder)
-        return [load_file(folder / f"gradient-{setting.name}.safetensors") for setting in settings]
+        return [load_file(folder / f"gradient-{k}.safetensors") for k in range(len(settings))]
 
 
 def job(settings, found: Given, dtype: str) -> dict:
@@ -217,14 +286,14 @@ def report(dtype: str, found: Given, rows: list) -> bool:
     """Print the table; whether all is within the tolerance."""
     prompts = [len(tokens) for tokens in found.rollouts.prompt_tokens]
     lengths = found.rollouts.lengths_PG
-    print(
-        f"\n{MODEL}, {dtype}: {len(prompts)} prompts of {min(prompts)} to {max(prompts)} tokens, "
-    )
+    print(f"\n{MODEL}, {dtype}: {len(prompts)} prompts of {min(prompts)} to {max(prompts)} tokens,")
     print(f"{GROUP} completions each of {lengths.min()} to {lengths.max()} tokens, L = {LENGTH}")
-    print(f"{'setting':30}{'factor':>10}{'fitted - factor':>17}{'largest difference':>20}  of")
-    for setting, factor, fitted, (worst, name) in rows:
-        print(f"{setting.name:30}{factor:10.4f}{fitted / factor - 1:17.1e}{worst:20.1e}  {name}")
-    return all(worst <= TOLERANCE[dtype] for *_, (worst, _) in rows)
+    print(f"{'':32}{'factor':>9}{'fitted/factor-1':>17}{'clipped':>9}{'largest difference':>20}")
+    for setting, fitted, clipped, (worst, name) in rows:
+        factor = setting.factor(GROUP, LENGTH)
+        print(f"{setting.name:32}{factor:9.4f}{fitted / factor - 1:17.1e}", end="")
+        print(f"{clipped:9.1%}{worst:20.1e}  {name}")
+    return all(setting.fits(worst, dtype) for setting, *_, (worst, _) in rows)
 
 
 def main() -> None:
@@ -241,8 +310,9 @@ def main() -> None:
         found, rows = given(asked.prompts, dtype), []
         all_theirs = trl_gradients(SETTINGS, found, dtype, python)
         for setting, theirs in zip(SETTINGS, all_theirs, strict=True):
-            ours, factor = our_gradient(setting, found, dtype), setting.factor(GROUP, LENGTH)
-            rows.append((setting, factor, scale(ours, theirs), apart(ours, theirs, factor)))
+            ours, clipped = our_gradient(setting, found, dtype)
+            worst = apart(ours, theirs, setting.factor(GROUP, LENGTH))
+            rows.append((setting, scale(ours, theirs), clipped, worst))
         good &= report(dtype, found, rows)
     raise SystemExit(0 if good else 1)
 

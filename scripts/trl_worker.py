@@ -79,13 +79,13 @@ class KeepGradient(TrainerCallback):
 
 
 def gradients(job: dict, folder: Path) -> None:
-    """`gradient-<name>.safetensors` for each of the job's settings."""
-    for setting in job["settings"]:
+    """`gradient-<k>.safetensors` for the k-th of the job's settings."""
+    for number, setting in enumerate(job["settings"]):
         keep = KeepGradient()
         trainer = comparing(job, setting, folder, keep)
         with InDouble() if job["dtype"] == "float64" else nullcontext():
             trainer.train()
-        save_file(keep.found, folder / f"gradient-{setting['name']}.safetensors")
+        save_file(keep.found, folder / f"gradient-{number}.safetensors")
 
 
 def comparing(job: dict, setting: dict, folder: Path, keep: KeepGradient):
@@ -182,7 +182,7 @@ def steps(job: dict, folder: Path) -> None:
         torch.set_num_threads(job["threads"])
     clock, drawn = Clock(job["device"]), DrawnRewards(job["seed"], job["silent"])
     prompts = [{"prompt": p["text"], "id": p["id"]} for p in job["prompts"]]
-    micro, count = job["micro_batch_size"], job["group_size"] * job["prompts_per_step"]
+    micro, count = job["micro_batch"], job["group_size"] * job["prompts_per_step"]
     arguments = GRPOConfig(
         **plain(job), max_steps=job["warm"] + job["steps"], learning_rate=job["learning_rate"],
         per_device_train_batch_size=micro, gradient_accumulation_steps=count // micro,
