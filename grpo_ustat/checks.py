@@ -12,7 +12,7 @@ from grpo_ustat.estimators.baselines import check_options as options_of
 from grpo_ustat.estimators.baselines import check_shape as shape_of
 
 if TYPE_CHECKING:
-    from grpo_ustat.config import BaselineConfig, DatasetConfig, OptimizerConfig, PromptConfig
+    from grpo_ustat.config import BaselineConfig, DatasetConfig, PromptConfig
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 EMBEDDED = "embedded:"
@@ -52,15 +52,6 @@ def distinct(key: str, values: list[Any]) -> None:
     twice = [value for i, value in enumerate(values) if value in values[:i]]
     if twice:
         raise ConfigError(f"{key}={values} names {twice[0]} twice: once is enough")
-
-
-def check_optimizer(optimizer: OptimizerConfig) -> None:
-    """Momenta in [0, 1), weight decay finite and not negative."""
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(optimizer, name) < 1:
-            raise ConfigError(f"optimizer.{name}={getattr(optimizer, name)} must be in [0, 1)")
-    if not 0 <= optimizer.weight_decay < math.inf:
-        raise ConfigError(f"optimizer.weight_decay={optimizer.weight_decay} must be 0 or more")
 
 
 def one_of(key: str, value: str, known: tuple[str, ...]) -> None:

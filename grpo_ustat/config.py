@@ -15,17 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_ustat.checks import (
     ConfigError,
     check_dataset,
-    check_group_size,
     check_model,
-    check_optimizer,
-    check_options,
     check_prompt,
-    check_shape,
     one_of,
     positive,
 )
-from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.study_checks import check_study
+from grpo_ustat.train_checks import check_train
 
 
 @dataclass
@@ -86,6 +82,78 @@ class OptimizerConfig:
     weight_decay: float = MISSING
     beta1: float = MISSING
     beta2: float = MISSING
+
+
+@dataclass
+class ScheduleConfig:
+    """lr_scheduler_type: a name of `transformers.get_scheduler`; warmup_steps: of a linear rise.
+    Those that fall towards an end take it from max_steps.
+    """
+
+    lr_scheduler_type: str = MISSING
+    warmup_steps: int = MISSING
+
+
+@dataclass
+class ObjectiveConfig:
+    """How advantages and log-probabilities become a gradient; formulas in training/objective.py.
+
+    importance_sampling_level: none, token, sequence (geometric mean of its tokens' ratios) or
+    whole_sequence (their product). loss_type: what divides the sum over tokens: sum, dr_grpo, dapo
+    or grpo. num_iterations: passes over a batch; minibatch_size: rollouts per update, null: all.
+    epsilon, epsilon_high: clip ratios to [1 - epsilon, 1 + epsilon_high], null: not.
+    beta: coefficient of the penalty kl_estimator (k1, k2, k3), kl_in: loss or reward.
+    """
+
+    name: str = MISSING
+    importance_sampling_level: str = MISSING
+    loss_type: str = MISSING
+    num_iterations: int = MISSING
+    minibatch_size: int | None = MISSING
+    epsilon: float | None = MISSING
+    epsilon_high: float | None = MISSING
+    beta: float = MISSING
+    kl_estimator: str | None = MISSING
+    kl_in: str | None = MISSING
+    entropy_coef: float = MISSING
+
+
+@dataclass
+class LoraConfig:
+    """Adapters of rank r on target_modules (PEFT); r = 0: all parameters are trained."""
+
+    r: int = MISSING
+    lora_alpha: float | None = MISSING
+    target_modules: str | None = MISSING
+
+
+@dataclass
+class RolloutConfig:
+    """What writes completions: `local` (in process) or `vllm`, whose fields are null for local."""
+
+    name: str = MISSING
+    gpu_memory_utilization: float | None = MISSING
+    max_model_len: int | None = MISSING
+    enforce_eager: bool | None = MISSING
+
+
+@dataclass
+class EvalConfig:
+    """decoding: any of sampled, greedy. num_generations: sampled completions of each test question;
+    pass@k for k = 1, 2, 4 ... up to it.
+    """
+
+    decoding: list[str] = MISSING
+    num_generations: int = MISSING
+
+
+@dataclass
+class MonitorConfig:
+    """gradient_mse_every: steps between estimates of C1, C2, C3 and G* from the step's own
+    rollouts; 0: never.
+    """
+
+    gradient_mse_every: int = MISSING
 
 
 @dataclass
@@ -222,19 +290,31 @@ class TrainConfig(Common):
     """What `python -m grpo_ustat.train` runs."""
 
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     budget: TrainBudget = field(default_factory=TrainBudget)
     group_size: int = MISSING
     learning_rate: float = MISSING
+    max_grad_norm: float | None = MISSING
     max_steps: int = MISSING
     eval_steps: int = MISSING
     save_steps: int = MISSING
-    micro_batch_size: int = MISSING
+    save_total_limit: int | None = MISSING
+    log_completions: int = MISSING
+    bf16: bool = MISSING
+    gradient_checkpointing: bool = MISSING
+    share_prompts: bool = MISSING
+    micro_batch_tokens: int = MISSING
 
     @property
     def run_name(self) -> str:
         """What is trained, in words."""
-        words = (self.model.name, self.dataset.name, self.baseline.name)
+        words = (self.model.name, self.dataset.name, self.objective.name, self.baseline.name)
         return f"{'-'.join(words)}-G={self.group_size}-n={self.budget.rollouts}"
 
     @property
@@ -245,38 +325,7 @@ class TrainConfig(Common):
     def check(self) -> None:
         """See `Common.check`."""
         super().check()
-        one_of("baseline.name", self.baseline.name, tuple(BASELINES))
-        check_options(self.baseline, "baseline.options")
-        one_of("optimizer.name", self.optimizer.name, ("adamw", "sgd"))
-        positive(self, "group_size", "learning_rate", "max_steps", "micro_batch_size")
-        positive(self, "eval_steps", "save_steps")
-        check_optimizer(self.optimizer)
-        if self.dataset.test_size < 2:
-            raise ConfigError(
-                f"dataset.test_size={self.dataset.test_size}: a paired interval needs at least 2"
-            )
-        if self.launch.device.startswith("cuda:"):
-            raise ConfigError(
-                f"launch.device={self.launch.device}: training takes its GPU from the launcher; "
-                "use launch.device=cuda and choose with CUDA_VISIBLE_DEVICES"
-            )
-        check_group_size(self.baseline.name, self.group_size)
-        positive(self.budget, "rollouts", prefix="budget.")
-        rollouts, size = self.budget.rollouts, self.group_size
-        if rollouts < size or rollouts % size:
-            near = [n for n in (rollouts // size * size, (rollouts // size + 1) * size) if n > 0]
-            raise ConfigError(
-                f"budget.rollouts={rollouts} is not a multiple of group_size={size}: "
-                f"use budget.rollouts={' or '.join(map(str, near))}, or another group_size"
-            )
-        if BASELINES[self.baseline.name].needs & {"value_P", "optimal_P", "tracker_P"}:
-            positive(self.budget, "value_completions", prefix="budget.")
-        check_shape(self.baseline.name, self.prompts_per_step, self.group_size, "budget.rollouts")
-        if self.prompts_per_step > self.dataset.train_size:
-            raise ConfigError(
-                f"{self.prompts_per_step} prompts a step (budget.rollouts / group_size) but "
-                f"dataset.train_size={self.dataset.train_size}: raise group_size or train_size"
-            )
+        check_train(self)
 
 
 def typed(config: Any, schema: type) -> Any:

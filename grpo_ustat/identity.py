@@ -17,7 +17,10 @@ OPERATIONAL = (
     "pool",
     "max_steps",
     "save_steps",
-    "micro_batch_size",
+    "save_total_limit",
+    "gradient_checkpointing",
+    "share_prompts",
+    "micro_batch_tokens",
     "rollout_batch_size",
 )
 

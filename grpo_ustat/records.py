@@ -41,6 +41,9 @@ class Rollouts:
         mask_PGT: True on the completion's tokens; a prefix of every row.
         ended_PG: True where the policy wrote its end token, False where it was cut.
         texts_PG: the decoded completions, P lists of G strings, without special tokens.
+        logprobs_PGT: the sampler's log-probabilities of the tokens, 0 on padding; only ever
+            compared with the trainer's.
+        entropy_PGT: entropy in nats of the distributions the tokens were drawn from, 0 on padding.
     """
 
     prompts: list[Prompt]
@@ -49,6 +52,8 @@ class Rollouts:
     mask_PGT: np.ndarray
     ended_PG: np.ndarray
     texts_PG: list[list[str]]
+    logprobs_PGT: np.ndarray | None = None
+    entropy_PGT: np.ndarray | None = None
 
     @property
     def lengths_PG(self) -> np.ndarray:

@@ -68,7 +68,7 @@ def test_two_processes_draw_and_learn_as_one(tmp_path):
     import torch
     from safetensors.torch import load_file
 
-    arguments = ["debug=train", "model.dtype=float64", "group_size=4", "micro_batch_size=3"]
+    arguments = ["debug=train", "model.dtype=float64", "group_size=4", "micro_batch_tokens=300"]
     code, _, err = run("train", *arguments, "hydra.run.dir=one", cwd=tmp_path)
     assert code == 0, err
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -30,12 +30,19 @@ class Policy:
         tokenizer: its tokenizer.
         end_tokens: ids that end a completion.
         pad_token: id used for padding; masks, not this id, say what is padding.
+        bf16: whether it computes in bfloat16 over weights of a wider type, in sampling and
+            scoring alike.
     """
 
     model: PreTrainedModel
     tokenizer: object
     end_tokens: frozenset[int]
     pad_token: int
+    bf16: bool = False
+
+    def computing(self) -> torch.autocast:
+        """The context of every forward pass."""
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
 
 
 def load_policy(

@@ -85,11 +85,11 @@ class OutputLayer:
         """Gradients of the summed log-probabilities at the hidden states, by differentiation."""
         hidden = window.hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
-            scores = widened(self._final(hidden)) / self.temperature
+            scores = widened(self.final(hidden)) / self.temperature
             chosen = scores.log_softmax(dim=-1).gather(-1, window.targets_BT[:, :, None])[..., 0]
             return torch.autograd.grad((chosen * window.mask_BT).sum(), hidden)[0]
 
-    def _final(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+    def final(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """The model's logits from hidden states."""
         given = self.output(last_hidden_state=hidden_BTD)
         below = {body(self.model), self.model.get_decoder()} - {self.model}  # either is called
@@ -107,7 +107,7 @@ class OutputLayer:
             return logits, logits
         seen = []
         with self._only(vocabulary, seen):
-            final = self._final(hidden_BTD)
+            final = self.final(hidden_BTD)
         if self._plain is None:
             self._plain = final.data_ptr() == seen[0].data_ptr()
         return seen[0], seen[0] if self._plain else final
@@ -126,6 +126,11 @@ class OutputLayer:
 
         with _forward(head, forward):
             yield
+
+
+def causal(model: nn.Module) -> nn.Module:
+    """The causal language model itself, without a PEFT wrapper; adapters stay in place."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def body(model: nn.Module) -> nn.Module:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy import layers
 from grpo_ustat.policy.logprobs import positions
-from grpo_ustat.policy.output_layer import OutputLayer, Window, add_output_layer, body
+from grpo_ustat.policy.output_layer import OutputLayer, Window, add_output_layer, body, causal
 from grpo_ustat.policy.sketch import Sketch
 from grpo_ustat.policy.totals import SQUARE, Totals, widened
 
@@ -141,7 +141,7 @@ class _Backward:
     """
 
     def __init__(self, model, names: dict[int, str], input_ids_BT, attention_mask_BT, totals):
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model = causal(model)
         self.names, self.totals = names, totals
         self.ids, self.attention = input_ids_BT, attention_mask_BT
         self.added: set[str] = set()

@@ -17,7 +17,7 @@ from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.tasks.base import rewards
 
 if TYPE_CHECKING:
-    from grpo_ustat.training.trainer import Run
+    from grpo_ustat.training.setup import Run
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ def _of_all(run: Run, mine_P: np.ndarray) -> np.ndarray:
 
 def optimal_baseline(run: Run, rollouts: Rollouts) -> np.ndarray:
     """`b* = sum q z / sum q` of each prompt, q the squared score norms; 0 where every q is 0."""
-    size, count = run.config.micro_batch_size, rollouts.lengths_PG.size
+    count = rollouts.lengths_PG.size
+    longest = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
+    size = max(1, run.config.micro_batch_tokens // longest)
     batches = np.split(np.arange(count), range(size, count, size))
     temperature = run.config.temperature
     scored = [score_rollouts(run.policy, rollouts, index, temperature) for index in batches]

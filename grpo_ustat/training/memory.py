@@ -15,13 +15,15 @@ from accelerate.utils import gather_object
 
 from grpo_ustat.config import BaselineConfig
 from grpo_ustat.estimators.baselines import running_update, tracker_discount, tracker_start
-from grpo_ustat.policy.logprobs import pack, positions, token_logprobs
+from grpo_ustat.policy.logprobs import positions
+from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.records import Rollouts
 from grpo_ustat.tasks.base import rewards
 from grpo_ustat.training.batch import Batch, Extra, fresh, gathered
+from grpo_ustat.training.update import token_logprobs
 
 if TYPE_CHECKING:
-    from grpo_ustat.training.trainer import Run
+    from grpo_ustat.training.setup import Run
 
 Recalled = tuple[dict[str, Any], Extra]
 
@@ -225,17 +227,11 @@ def _answers(run: Run, rollouts: Rollouts) -> dict[str, tuple[np.ndarray, np.nda
     return dict(zip(ids, zip(tokens, found, strict=True), strict=True))
 
 
-@torch.inference_mode()
 def _logprobs(run: Run, rollouts: Rollouts) -> list[np.ndarray]:
     """Token log-probabilities of completions, one per prompt, under the policy of now."""
-    size, result = run.config.micro_batch_size, []
-    for start in range(0, len(rollouts.prompts), size):
-        index = np.arange(start, min(start + size, len(rollouts.prompts)))
-        rows = pack(rollouts, index, run.policy.pad_token, run.accelerator.device)
-        found = token_logprobs(run.policy.model, rows, run.config.temperature).double().cpu()
-        lengths = rollouts.lengths_PG[index, 0]
-        result += [row[:n] for row, n in zip(found.numpy(), lengths, strict=True)]
-    return result
+    index = np.arange(len(rollouts.prompts))
+    found_NT = token_logprobs(run, run.policy, rollouts, index).double().cpu().numpy()
+    return [row[:n] for row, n in zip(found_NT, rollouts.lengths_PG[:, 0], strict=True)]
 
 
 @torch.inference_mode()
@@ -246,7 +242,7 @@ def _hidden(run: Run, rollouts: Rollouts) -> np.ndarray:
     ids = [[pad] * (head - len(row)) + row for row in rollouts.prompt_tokens]
     mask = [[0] * (head - len(row)) + [1] * len(row) for row in rollouts.prompt_tokens]
     mask_PT = torch.tensor(mask, device=device)
-    hidden_PTD = run.policy.model.base_model(
+    hidden_PTD = body(causal(run.policy.model))(
         input_ids=torch.tensor(ids, device=device),
         attention_mask=mask_PT,
         position_ids=positions(mask_PT),

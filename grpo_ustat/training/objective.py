@@ -1,25 +1,189 @@
-r"""The objective of Algorithm 1 (paper, section 1): sum over tokens, constant divisor, no ratio.
+r"""What an update ascends, as a function of the completion tokens' log-probabilities.
 
-    surrogate(theta) = 1/n sum_i A_i log pi_theta(y_i | x_i),    n = P G of the whole step
+With `l_it` the log-probability of token t of completion i, `o_it` that of the policy that wrote it,
+`r_it` that of the reference model, `A_i` the advantage, and `w_i` the divisor of `loss_type`:
 
-Its gradient at the sampling policy is `1/(P G) sum s_i A_i`, the estimator that `mse` studies.
-The divisor is an argument: a micro-batch or a rank holds only part of the sum.
+    algorithm1       1/n sum_i A_i sum_t l_it                                 paper, Algorithm 1
+    none             sum_i w_i sum_t   A_i l_it
+    token            sum_i w_i sum_t   clip( exp(l_it - o_it), A_i )          paper, Algorithm 2
+    sequence         sum_i 1/n         clip( exp(1/L_i sum_t (l_it - o_it)), A_i ) Zheng et al. 2025
+    whole_sequence   sum_i 1/n         clip( exp(sum_t (l_it - o_it)), A_i )  the unbiased reference
+
+    loss_type        sum: w_i = 1/n    dr_grpo: 1/(n max_completion_length)   dapo: 1/sum_i L_i
+                     grpo: 1/(n L_i)
+
+n and the sums are over the update's minibatch on all ranks. `clip(rho, A)` is `rho A`, with epsilon
+`min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017). At the policy that
+wrote the completions every ratio is 1, and each form has the gradient of `none`; off it token-level
+ratios are biased and whole-sequence ones are unbiased with a variance that explodes (Theorem 12).
+
+A penalty in the loss subtracts `beta K` from each token's term, a bonus adds `entropy_coef H`:
+
+    k3 = exp(r - l) - (r - l) - 1  its gradient has mean grad KL(reference || policy), each token
+    k2 = (l - r)^2 / 2             its gradient has mean grad KL(policy || reference), on-policy
+    k1 in the reward: Z_i - beta sum_t (o_it - r_it), whose score-function gradient is that of
+    E Z - beta KL(policy || reference), unbiased
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import torch
 
+from grpo_ustat.config import ObjectiveConfig
 
-def surrogate(
-    logprob_B: torch.Tensor, advantage_B: torch.Tensor, num_rollouts: int
-) -> torch.Tensor:
-    """The part of the surrogate that these B completions make up; a scalar to maximise.
+
+@dataclass(frozen=True)
+class Part:
+    """B completions of an update, and what is constant about them.
+
+    Attributes:
+        advantage_B: advantages.
+        mask_BT: 1 on completion tokens.
+        old_BT: log-probabilities under the policy that wrote them; None while it is still the
+            policy at hand.
+        reference_BT: log-probabilities under the reference model, None without one.
+        weight_B: w_i, see `token_weights`.
+        num_rollouts: n.
+    """
+
+    advantage_B: torch.Tensor
+    mask_BT: torch.Tensor
+    old_BT: torch.Tensor | None
+    reference_BT: torch.Tensor | None
+    weight_B: torch.Tensor
+    num_rollouts: int
+
+
+def token_weights(
+    loss_type: str, lengths_N: np.ndarray, num_rollouts: int, num_tokens: int, longest: int
+) -> np.ndarray:
+    """w_i of completions of the given lengths.
 
     Args:
-        logprob_B: log-probabilities of whole completions, sums over tokens.
-        advantage_B: their advantages, constants.
-        num_rollouts: n of the whole step.
+        loss_type: sum, dr_grpo, dapo or grpo.
+        lengths_N: L_i in tokens.
+        num_rollouts, num_tokens: n and sum L of the whole update.
+        longest: max_completion_length.
+
+    >>> token_weights("grpo", np.array([2, 4]), 2, 6, 8).tolist()
+    [0.25, 0.125]
+    >>> token_weights("dapo", np.array([2, 4]), 2, 6, 8).tolist() == [1 / 6, 1 / 6]
+    True
     """
-    assert logprob_B.shape == advantage_B.shape
-    return (advantage_B.detach() * logprob_B).sum() / num_rollouts
+    ones_N = np.ones(len(lengths_N))
+    return {
+        "sum": ones_N / num_rollouts,
+        "dr_grpo": ones_N / (num_rollouts * longest),
+        "dapo": ones_N / num_tokens,
+        "grpo": 1 / (num_rollouts * np.asarray(lengths_N, dtype=np.float64)),
+    }[loss_type]
+
+
+def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
+    """What these completions add to the objective, without the entropy bonus: a scalar to ascend.
+
+    Args:
+        objective: which form.
+        logprob_BT: l, with its graph.
+        part: what is constant.
+    """
+    assert logprob_BT.shape == part.mask_BT.shape
+    token_BT = part.weight_B[:, None] * part.mask_BT
+    policy = _policy_term(objective, logprob_BT, part, token_BT)
+    if not objective.beta or objective.kl_in != "loss":
+        return policy
+    return policy - objective.beta * (token_BT * penalty(objective, logprob_BT, part)).sum()
+
+
+def _policy_term(objective, logprob_BT, part: Part, token_BT) -> torch.Tensor:
+    advantage_B1 = part.advantage_B[:, None]
+    if objective.importance_sampling_level == "none":
+        return (token_BT * advantage_B1 * logprob_BT).sum()
+    ratio, _ = ratios(objective, logprob_BT, part)
+    if objective.importance_sampling_level == "token":
+        return (token_BT * _clipped(objective, ratio, advantage_B1)).sum()
+    return _clipped(objective, ratio, part.advantage_B).sum() / part.num_rollouts
+
+
+def ratios(objective, logprob_BT: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance ratios, [B, T] of tokens or [B] of sequences, and a mask of those that count."""
+    old_BT = logprob_BT.detach() if part.old_BT is None else part.old_BT
+    change_BT = (logprob_BT - old_BT) * part.mask_BT
+    if objective.importance_sampling_level == "token":
+        return change_BT.exp(), part.mask_BT.bool()
+    total_B = change_BT.sum(dim=1)
+    if objective.importance_sampling_level == "sequence":
+        total_B = total_B / part.mask_BT.sum(dim=1)
+    return total_B.exp(), torch.ones_like(total_B, dtype=torch.bool)
+
+
+def _clipped(objective: ObjectiveConfig, ratio, advantage) -> torch.Tensor:
+    if objective.epsilon is None:
+        return ratio * advantage
+    bounded = ratio.clamp(1 - objective.epsilon, 1 + objective.epsilon_high)
+    return torch.minimum(ratio * advantage, bounded * advantage)
+
+
+def penalty(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
+    """K of each token, [B, T]: an estimate of the divergence from the reference model."""
+    log_BT = (part.reference_BT - logprob_BT) * part.mask_BT
+    if objective.kl_estimator == "k2":
+        return log_BT.square() / 2
+    return log_BT.exp() - log_BT - 1 if objective.kl_estimator == "k3" else -log_BT
+
+
+def factors(
+    objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Derivatives of the objective by each token's log-probability and by its entropy, [B, T].
+
+    The gradient is `sum factor grad l + entropy_factor grad H`; None without a bonus.
+    """
+    with torch.enable_grad():
+        leaf_BT = logprob_BT.detach().requires_grad_()
+        (factor_BT,) = torch.autograd.grad(surrogate(objective, leaf_BT, part), leaf_BT)
+    if not objective.entropy_coef:
+        return factor_BT, None
+    return factor_BT, objective.entropy_coef * part.weight_B[:, None] * part.mask_BT
+
+
+def depends_on_logprobs(objective: ObjectiveConfig, part: Part) -> bool:
+    """Whether `factors` need the log-probabilities of now: not for a plain on-policy update."""
+    penalised = objective.beta > 0 and objective.kl_in == "loss"
+    return penalised or part.old_BT is not None
+
+
+def skips_silent(objective: ObjectiveConfig) -> bool:
+    """Whether a completion with advantage exactly 0 adds exactly nothing."""
+    penalised = objective.beta > 0 and objective.kl_in == "loss"
+    return not penalised and not objective.entropy_coef
+
+
+def needs_old(objective: ObjectiveConfig, num_rollouts: int) -> bool:
+    """Whether the log-probabilities before a step's first update are needed: some update follows
+    another one on the same batch, or the reward has a penalty.
+    """
+    several = objective.num_iterations > 1 or objective.minibatch_size not in (None, num_rollouts)
+    return several or (objective.beta > 0 and objective.kl_in == "reward")
+
+
+@torch.no_grad()
+def diagnostics(objective, logprob_BT: torch.Tensor, part: Part) -> dict[str, Any]:
+    """Sums over tokens (or sequences) for the step's metrics: how much was clipped, and the K."""
+    found: dict[str, Any] = {}
+    if part.old_BT is not None:
+        ratio, counts = ratios(objective, logprob_BT, part)
+        advantage = part.advantage_B.expand(ratio.T.shape).T
+        found |= {"ratio_count": int(counts.sum()), "ratio_sum": float(ratio[counts].sum())}
+        if objective.epsilon is not None:
+            low = (ratio < 1 - objective.epsilon) & (advantage < 0) & counts
+            high = (ratio > 1 + objective.epsilon_high) & (advantage > 0) & counts
+            found |= {"clip_low": int(low.sum()), "clip_high": int(high.sum())}
+    if part.reference_BT is not None and objective.kl_in == "loss":
+        kl_BT = penalty(objective, logprob_BT, part) * part.mask_BT
+        found |= {"kl_sum": float(kl_BT.sum()), "kl_count": int(part.mask_BT.sum())}
+    return found

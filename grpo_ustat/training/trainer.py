@@ -1,38 +1,31 @@
-"""The training loop: sample, reward, advantage, surrogate, step; read from top to bottom."""
+"""The training loop: sample, reward, advantage, update; read from top to bottom."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from rich.console import Console
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.intervals import Interval, paired_difference
-from grpo_ustat.policy.loading import Policy, check_device, configured_policy
-from grpo_ustat.policy.logprobs import completion_logprobs, pack
-from grpo_ustat.records import Prompt, Rollouts
+from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import MetricsLog, TrainingBar
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
-from grpo_ustat.tasks.base import Task
-from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.training import checkpoint
-from grpo_ustat.training.batch import Batch, baseline_context, draw_batch
+from grpo_ustat.training.batch import baseline_context, draw_batch
 from grpo_ustat.training.evaluate import eval_row, held_out
-from grpo_ustat.training.memory import Memory, make_memory
-from grpo_ustat.training.objective import surrogate
+from grpo_ustat.training.metrics import batch_metrics, update_metrics
+from grpo_ustat.training.setup import Run, set_up
+from grpo_ustat.training.update import fixed_logprobs, judged_rewards, update
 
 
 @dataclass
@@ -48,22 +41,6 @@ class Progress:
     evals: list[dict[str, Any]] = field(default_factory=list)
     rewards_first: list[float] = field(default_factory=list)
     rewards_last: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything the loop holds on to."""
-
-    config: TrainConfig
-    folder: RunFolder
-    accelerator: Accelerator
-    policy: Policy
-    model: torch.nn.Module  # the policy's model as accelerate wrapped it
-    optimizer: torch.optim.Optimizer
-    task: Task
-    train_prompts: list[Prompt]
-    test_prompts: list[Prompt]
-    memory: Memory
 
 
 def fit(config: TrainConfig, folder: RunFolder) -> float:
@@ -90,7 +67,7 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
 
 
 def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
-    run = _set_up(config, folder)
+    run = set_up(config, folder)
     main = run.accelerator.is_main_process
     if main:
         folder.open()
@@ -127,38 +104,6 @@ def _refuse_fewer_steps(config: TrainConfig, folder: RunFolder, done: int) -> No
         )
 
 
-def _set_up(config: TrainConfig, folder: RunFolder) -> Run:
-    check_device(config.launch.device)
-    accelerator = Accelerator(cpu=config.launch.device == "cpu")
-    if config.prompts_per_step % accelerator.num_processes:
-        raise ConfigError(
-            f"{config.prompts_per_step} prompts a step do not divide among "
-            f"{accelerator.num_processes} processes: change budget.rollouts or group_size"
-        )
-    policy = configured_policy(config, device=str(accelerator.device))
-    optimizer = _optimizer(config, policy)
-    model, prepared = accelerator.prepare(policy.model, optimizer)
-    task = make_task(config)
-    return Run(
-        config, folder, accelerator, policy, model, prepared, task,
-        task.prompts("train"), task.prompts("test"), make_memory(config.baseline),
-    )  # fmt: skip
-
-
-def _optimizer(config: TrainConfig, policy: Policy) -> torch.optim.Optimizer:
-    options = config.optimizer
-    if options.name == "sgd":
-        return torch.optim.SGD(
-            policy.model.parameters(), lr=config.learning_rate, weight_decay=options.weight_decay
-        )
-    return torch.optim.AdamW(
-        policy.model.parameters(),
-        lr=config.learning_rate,
-        betas=(options.beta1, options.beta2),
-        weight_decay=options.weight_decay,
-    )
-
-
 def _resume(run: Run) -> Progress:
     found = checkpoint.newest(run.folder.path)
     if found is None:
@@ -180,13 +125,16 @@ def _step(run: Run, progress: Progress) -> dict[str, Any]:
     config = run.config
     batch = draw_batch(run, choose_prompts(config, run.train_prompts, progress.step), progress.step)
     context, extra = baseline_context(run, batch, progress.step)
-    advantage_PG = advantages(
-        config.baseline.name, batch.rewards_PG, context, config.baseline.options
-    )
+    constants = fixed_logprobs(run, batch.rollouts)
+    judged_PG = judged_rewards(run, batch, constants)
+    advantage_PG = advantages(config.baseline.name, judged_PG, context, config.baseline.options)
     run.memory.learn(run, batch)
     generated = time.perf_counter()
-    grad_norm = apply_gradient(run, batch.rollouts, own_rows(run, advantage_PG))
-    row = _metrics(batch)
+    mine_PG = own_rows(run, advantage_PG)
+    grad_norm, found = update(run, batch.rollouts, mine_PG, constants, progress.step)
+    row = batch_metrics(batch) | update_metrics(found)
+    learning_rate = run.scheduler.get_last_lr()[0]
+    run.scheduler.step()
     progress.step += 1
     progress.rollouts += config.budget.rollouts
     progress.value_rollouts += extra.rollouts
@@ -196,7 +144,7 @@ def _step(run: Run, progress: Progress) -> dict[str, Any]:
     return row | {
         "step": progress.step,
         "grad_norm": grad_norm,
-        "learning_rate": config.learning_rate,
+        "learning_rate": learning_rate,
         "num_tokens": progress.tokens,
         "rollouts": progress.rollouts,
         "value_rollouts": progress.value_rollouts,
@@ -208,64 +156,6 @@ def _step(run: Run, progress: Progress) -> dict[str, Any]:
 def own_rows(run: Run, values_PG: np.ndarray) -> np.ndarray:
     """Rows of this rank's prompts, of what is known of all."""
     return values_PG[run.accelerator.process_index :: run.accelerator.num_processes]
-
-
-def apply_gradient(run: Run, rollouts: Rollouts, advantage_PG: np.ndarray) -> float:
-    """Ascend the surrogate of these rollouts by one optimizer step; returns the gradient's norm.
-
-    Completions with advantage 0 add exactly nothing and are skipped. All ranks run as many
-    micro-batches, the shorter ones on a row of weight 0, so that collectives meet.
-
-    Raises:
-        FloatingPointError: the gradient is not finite; the parameters are left as they were.
-    """
-    run.optimizer.zero_grad()
-    accumulate_gradient(run, rollouts, advantage_PG)
-    grads = [p.grad for p in run.policy.model.parameters() if p.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(grads))
-    if not math.isfinite(norm):
-        raise FloatingPointError(f"the gradient's norm is {norm}: lower learning_rate")
-    run.optimizer.step()
-    return norm
-
-
-def accumulate_gradient(run: Run, rollouts: Rollouts, advantage_PG: np.ndarray) -> None:
-    """Add the surrogate's gradient, negated for descent, to the parameters' `grad`."""
-    accelerator, size = run.accelerator, run.config.micro_batch_size
-    weight_N = advantage_PG.ravel()
-    active = np.flatnonzero(weight_N)
-    active = active[np.argsort(rollouts.lengths_PG.ravel()[active], kind="stable")]
-    batches = [active[i : i + size] for i in range(0, len(active), size)]
-    rounds = max(1, *gather_object([len(batches)]))
-    for k in range(rounds):
-        index = batches[k] if k < len(batches) else np.array([0])
-        weights = weight_N[index] if k < len(batches) else np.zeros(1)
-        rows = pack(rollouts, index, run.policy.pad_token, accelerator.device)
-        sync = k + 1 == rounds or accelerator.num_processes == 1
-        with _synchronised(run, sync):
-            logprob_B = completion_logprobs(run.model, rows, run.config.temperature)
-            advantage_B = torch.from_numpy(weights).to(logprob_B)
-            part = surrogate(logprob_B, advantage_B, run.config.budget.rollouts)
-            # DistributedDataParallel averages over ranks; the divisor above is already global.
-            accelerator.backward(-part * accelerator.num_processes)
-
-
-def _synchronised(run: Run, sync: bool):
-    """Reduce gradients across ranks in this backward pass, or only accumulate them."""
-    return run.accelerator.no_sync(run.model) if not sync else torch.enable_grad()
-
-
-def _metrics(batch: Batch) -> dict[str, Any]:
-    """Metrics of the whole step, of all ranks, under TRL's names."""
-    rewards_PG, lengths_PG, ended_PG = batch.rewards_PG, batch.lengths_PG, batch.ended_PG
-    return {
-        "reward": float(rewards_PG.mean()),
-        "reward_std": float(rewards_PG.std()),
-        "frac_reward_zero_std": float((rewards_PG == rewards_PG[:, :1]).all(axis=1).mean()),
-        "completions/mean_length": float(lengths_PG.mean()),
-        "completions/clipped_ratio": float((~ended_PG).mean()),
-        "tokens": int(lengths_PG.sum()),
-    }
 
 
 def _evaluate(run: Run, progress: Progress, bar: TrainingBar) -> None:

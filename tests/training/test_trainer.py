@@ -17,6 +17,14 @@ from grpo_ustat.config import typed
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.training import trainer
 from grpo_ustat.training.memory import make_memory
+from grpo_ustat.training.setup import set_up
+from grpo_ustat.training.update import (
+    Constants,
+    Found,
+    accumulate_gradient,
+    apply_gradient,
+    minibatches,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_config import compose  # noqa: E402
@@ -53,22 +61,37 @@ def weights(path, step):
 
 def first_batch(tmp_path, *overrides):
     config = config_of(*overrides)
-    run = trainer._set_up(config, RunFolder(tmp_path, config))
+    run = set_up(config, RunFolder(tmp_path, config))
     prompts = trainer.choose_prompts(config, run.train_prompts, 0)
     return run, trainer.draw_batch(run, prompts, 0)
 
 
+def whole(run, rollouts):
+    """The step's one minibatch."""
+    (found,) = minibatches(run, rollouts, 0)
+    return found
+
+
+def gradient(run, rollouts, advantage_PG, constants=None):
+    constants = constants or Constants()
+    accumulate_gradient(run, rollouts, advantage_PG, whole(run, rollouts), constants, Found())
+
+
+def step(run, rollouts, advantage_PG):
+    return apply_gradient(run, rollouts, advantage_PG, whole(run, rollouts), Constants(), Found())
+
+
 @pytest.mark.parametrize("baseline", ["none", "leave_one_out", "group_mean", "oracle"])
-@pytest.mark.parametrize("micro_batch_size", [3, 256])
-def test_applied_gradient_is_the_formula(tmp_path, baseline, micro_batch_size):
+@pytest.mark.parametrize("micro_batch_tokens", [1, 300, 16384])
+def test_applied_gradient_is_the_formula(tmp_path, baseline, micro_batch_tokens):
     """-grad of the accumulated parameters = 1/(PG) sum_p sum_i A_i s_i, one at a time, float64."""
     run, batch = first_batch(
-        tmp_path, f"baseline={baseline}", f"micro_batch_size={micro_batch_size}",
+        tmp_path, f"baseline={baseline}", f"micro_batch_tokens={micro_batch_tokens}",
         "model.dtype=float64", "budget.value_completions=5",
     )  # fmt: skip
     rollouts, z = batch.rollouts, batch.rewards_PG
     context, _ = trainer.baseline_context(run, batch, 0)
-    trainer.accumulate_gradient(run, rollouts, trainer.advantages(baseline, z, context))
+    gradient(run, rollouts, trainer.advantages(baseline, z, context))
     named = dict(run.policy.model.named_parameters())
     applied = -torch.cat([named[name].grad.flatten() for name in sorted(named)])
     slow = torch.zeros_like(applied)
@@ -86,7 +109,7 @@ def test_applied_gradient_is_the_formula(tmp_path, baseline, micro_batch_size):
 def test_a_silent_step_moves_nothing(tmp_path):
     run, batch = first_batch(tmp_path, "optimizer=sgd")
     before = [p.clone() for p in run.policy.model.parameters()]
-    assert trainer.apply_gradient(run, batch.rollouts, np.zeros((4, 4))) == 0.0
+    assert step(run, batch.rollouts, np.zeros((4, 4))) == 0.0
     for old, new in zip(before, run.policy.model.parameters(), strict=True):
         assert torch.equal(old, new)
 
@@ -95,7 +118,7 @@ def test_sgd_is_the_update_of_algorithm_1(tmp_path):
     """theta' = theta + eta ghat, to float64 rounding."""
     run, batch = first_batch(tmp_path, "optimizer=sgd", "model.dtype=float64", "learning_rate=0.01")
     before = {n: p.detach().clone() for n, p in run.policy.model.named_parameters()}
-    trainer.apply_gradient(run, batch.rollouts, batch.rewards_PG)
+    step(run, batch.rollouts, batch.rewards_PG)
     for name, parameter in run.policy.model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] - 0.01 * parameter.grad)
 
@@ -104,7 +127,7 @@ def test_an_unfinite_gradient_stops_before_the_step(tmp_path):
     run, batch = first_batch(tmp_path)
     before = run.policy.model.lm_head.weight.detach().clone()
     with pytest.raises(FloatingPointError, match="lower learning_rate"):
-        trainer.apply_gradient(run, batch.rollouts, np.full((4, 4), np.inf))
+        step(run, batch.rollouts, np.full((4, 4), np.inf))
     assert torch.equal(before, run.policy.model.lm_head.weight)
 
 

@@ -1,0 +1,152 @@
+"""Completions read with gradients: a prompt once for all of its group.
+
+A pass reads its prompts, then their completions in several parts that continue from copies of the
+prompts' keys and values. What the parts' backward passes leave at those copies is carried back
+through the prompts at the end, so the gradient is that of one pass over prompt and completion, and
+only the prompts' and one part's activations are held at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from grpo_ustat.policy.head import Head
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.logprobs import pack, positions
+from grpo_ustat.policy.output_layer import Window, body, causal
+from grpo_ustat.records import Rollouts
+
+
+class Prompts:
+    """Prompts read once, for completions that follow in parts.
+
+    Args:
+        policy: whose model.
+        rollouts: prompts and completions.
+        prompts: which prompts, ascending.
+    """
+
+    def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
+        self.policy, self.rollouts, self.prompts = policy, rollouts, prompts
+        self.below = body(causal(policy.model))
+        rows = [rollouts.prompt_tokens[p] for p in prompts]
+        head, device = max(map(len, rows)), policy.model.device
+        ids = [[policy.pad_token] * (head - len(row)) + row for row in rows]
+        mask = [[0] * (head - len(row)) + [1] * len(row) for row in rows]
+        self.mask_PL = torch.tensor(mask, device=device)
+        self.cache = DynamicCache(config=causal(policy.model).config)
+        hidden_PLD = self._read(torch.tensor(ids, device=device), self.mask_PL, self.cache)
+        self.ends = [hidden_PLD[:, -1]]
+        for layer in self.cache.layers:
+            self.ends += [layer.keys, layer.values]
+        self.leaves = [end.detach().requires_grad_(end.requires_grad) for end in self.ends]
+
+    def window(self, index: np.ndarray) -> Window:
+        """Where the completions with the given flat indices are predicted."""
+        place = np.searchsorted(self.prompts, index // self.rollouts.mask_PGT.shape[1])
+        place_B = torch.from_numpy(place).to(self.mask_PL.device)
+        rows = pack(self.rollouts, index, self.policy.pad_token, self.mask_PL.device)
+        targets_BT = rows.input_ids_BT[:, -rows.width :]
+        mask_BT = rows.completion_mask_BT[:, -rows.width :]
+        hidden_BTD = self.leaves[0][place_B][:, None]
+        if rows.width > 1:
+            past = self._copy(place_B)
+            mask = torch.cat([self.mask_PL[place_B], mask_BT[:, :-1]], dim=1)
+            later = self._read(targets_BT[:, :-1], mask, past)
+            hidden_BTD = torch.cat([hidden_BTD, later], dim=1)
+        return Window(hidden_BTD, targets_BT, mask_BT)
+
+    def backward(self) -> None:
+        """Carry what reached the copies back through the prompts."""
+        found = [(e, x.grad) for e, x in zip(self.ends, self.leaves, strict=True)]
+        found = [(end, grad) for end, grad in found if grad is not None]
+        if found:
+            torch.autograd.backward(*map(list, zip(*found, strict=True)))
+
+    def _copy(self, place_B: torch.Tensor) -> DynamicCache:
+        """The prompts' keys and values for rows that continue them."""
+        result = copy.copy(self.cache)
+        result.layers = [copy.copy(layer) for layer in self.cache.layers]
+        for number, layer in enumerate(result.layers):
+            layer.keys, layer.values = (x[place_B] for x in self.leaves[2 * number + 1 :][:2])
+        return result
+
+    def _read(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        with self.policy.computing():
+            output = self.below(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions(mask)[:, -ids.shape[1] :],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        self.output = type(output)
+        return output.last_hidden_state
+
+
+class Whole:
+    """Prompt and completion of every row in one pass: for models whose prompts can't be shared."""
+
+    def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
+        self.policy, self.rollouts = policy, rollouts
+
+    def window(self, index: np.ndarray) -> Window:
+        """See `Prompts`."""
+        rows = pack(self.rollouts, index, self.policy.pad_token, self.policy.model.device)
+        below = body(causal(self.policy.model))
+        known = inspect.signature(below.forward).parameters
+        mask = rows.attention_mask_BT
+        extra = {"position_ids": positions(mask)} if "position_ids" in known else {}
+        with self.policy.computing():
+            output = below(
+                input_ids=rows.input_ids_BT, attention_mask=mask, use_cache=False, **extra
+            )
+        self.output = type(output)
+        return Window(
+            output.last_hidden_state[:, -rows.width - 1 : -1],
+            rows.input_ids_BT[:, -rows.width :],
+            rows.completion_mask_BT[:, -rows.width :],
+        )
+
+    def backward(self) -> None:
+        """Nothing is left to carry."""
+
+
+def can_share(policy: Policy) -> bool:
+    """Whether prompts can be read once: all that a layer hands on are keys and values, and
+    continuing from copies of them gives the log-probabilities of one pass.
+    """
+    known = inspect.signature(body(causal(policy.model)).forward).parameters
+    layers = DynamicCache(config=causal(policy.model).config).layers
+    plain = all(type(x) in (DynamicLayer, DynamicSlidingWindowLayer) for x in layers)
+    if not plain or not layers or not {"position_ids", "past_key_values"} <= set(known):
+        return False
+    try:
+        one, two = (_trial(policy, way) for way in (Prompts, Whole))
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return False  # a model that is read in another way
+    tolerance = 100 * torch.finfo(one.dtype).eps if one.dtype.itemsize > 2 else 0.2
+    return torch.allclose(one, two, rtol=0.0, atol=tolerance * max(1.0, float(two.abs().max())))
+
+
+def _trial(policy: Policy, way: type) -> torch.Tensor:
+    """Log-probabilities of two completions of two prompts of different lengths."""
+    tokens = np.arange(2, 8, dtype=np.int64).reshape(2, 1, 3) % policy.model.config.vocab_size
+    rollouts = Rollouts(
+        prompts=[],
+        prompt_tokens=[[2, 3, 4, 5], [3, 2]],
+        tokens_PGT=tokens,
+        mask_PGT=np.ones_like(tokens, dtype=bool),
+        ended_PG=np.ones((2, 1), dtype=bool),
+        texts_PG=[[""], [""]],
+    )
+    with torch.no_grad():
+        reader = way(policy, rollouts, np.arange(2))
+        window = reader.window(np.arange(2))
+        return Head(policy, reader.output, 1.0).logprobs(window)

@@ -1,0 +1,163 @@
+"""What a training run holds on to, and how it is put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from transformers import get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.config import TrainConfig
+from grpo_ustat.policy.loading import Policy, check_device, configured_policy
+from grpo_ustat.policy.reading import can_share
+from grpo_ustat.records import Prompt
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.tasks.base import Task
+from grpo_ustat.tasks.registry import make_task
+from grpo_ustat.train_checks import ENDING
+from grpo_ustat.training.memory import Memory, make_memory
+from grpo_ustat.training.plan import Limit
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything the loop holds on to.
+
+    Attributes:
+        reference: a frozen copy of the policy before training; None without a penalty or with
+            adapters, which are switched off instead.
+        memory: what the baseline remembers.
+        passes: how many tokens a backward pass may take.
+        shares: whether the model's prompts can be read once per group.
+    """
+
+    config: TrainConfig
+    folder: RunFolder
+    accelerator: Accelerator
+    policy: Policy
+    reference: Policy | None
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    task: Task
+    train_prompts: list[Prompt]
+    test_prompts: list[Prompt]
+    memory: Memory
+    passes: Limit
+    shares: bool
+
+    def all_ranks_sum(self, values: np.ndarray) -> np.ndarray:
+        """The sum of the ranks' arrays, exact for integers."""
+        if self.accelerator.num_processes == 1:
+            return values
+        total = torch.from_numpy(values).to(self.accelerator.device)
+        dist.all_reduce(total)
+        return total.cpu().numpy()
+
+
+def set_up(config: TrainConfig, folder: RunFolder) -> Run:
+    """Load the policy and everything around it.
+
+    Raises:
+        ConfigError: what only the model or the machine can show to be impossible.
+    """
+    check_device(config.launch.device)
+    accelerator = Accelerator(cpu=config.launch.device == "cpu")
+    if config.prompts_per_step < accelerator.num_processes:
+        raise ConfigError(
+            f"{config.prompts_per_step} prompts a step for {accelerator.num_processes} processes: "
+            "raise budget.rollouts or lower group_size"
+        )
+    device = str(accelerator.device)
+    policy = _trained(config, configured_policy(config, device=device))
+    optimizer = _optimizer(config, policy)
+    task = make_task(config)
+    return Run(
+        config=config,
+        folder=folder,
+        accelerator=accelerator,
+        policy=policy,
+        reference=_reference(config, device),
+        optimizer=optimizer,
+        scheduler=_scheduler(config, optimizer),
+        task=task,
+        train_prompts=task.prompts("train"),
+        test_prompts=task.prompts("test"),
+        memory=make_memory(config.baseline),
+        passes=Limit(config.micro_batch_tokens),
+        shares=can_share(policy),
+    )
+
+
+def _trained(config: TrainConfig, policy: Policy) -> Policy:
+    """The policy with adapters, precision and checkpointing as configured."""
+    if config.lora.r:
+        policy = replace(policy, model=_with_adapters(config, policy.model))
+    if config.gradient_checkpointing:
+        _checkpoint_layers(policy.model)
+    return replace(policy, bf16=config.bf16)
+
+
+def _with_adapters(config: TrainConfig, model: torch.nn.Module) -> torch.nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError(f"lora.r={config.lora.r} needs peft: pip install peft") from error
+    lora = config.lora
+    names = lora.target_modules
+    targets = names if names == "all-linear" else names.split(",")
+    torch.manual_seed(config.seed)  # adapters start at random, the same on every rank
+    try:
+        options = dict(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=targets)
+        return get_peft_model(model, LoraConfig(lora_dropout=0.0, **options)).eval()
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"lora.target_modules={names}: {reason}") from error
+
+
+def _checkpoint_layers(model: torch.nn.Module) -> None:
+    """Recompute layers in the backward pass.
+
+    transformers does so in training mode only; the mode is set on the layers alone, because what
+    is scored must be what was sampled, without dropout.
+    """
+    dropout = {k: v for k, v in model.config.to_dict().items() if "drop" in k and v}
+    if dropout:
+        name, value = next(iter(dropout.items()))
+        raise ConfigError(
+            f"gradient_checkpointing=true with the model's {name}={value}: layers in training mode "
+            "would drop at random; use gradient_checkpointing=false"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def _reference(config: TrainConfig, device: str) -> Policy | None:
+    if not config.objective.beta or config.lora.r:
+        return None
+    policy = configured_policy(config, device=device)
+    policy.model.requires_grad_(False)
+    return replace(policy, bf16=config.bf16)
+
+
+def _optimizer(config: TrainConfig, policy: Policy) -> torch.optim.Optimizer:
+    options = config.optimizer
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    common = dict(lr=config.learning_rate, weight_decay=options.weight_decay)
+    if options.name == "sgd":
+        return torch.optim.SGD(parameters, **common)
+    return torch.optim.AdamW(parameters, betas=(options.beta1, options.beta2), **common)
+
+
+def _scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer):
+    """One tick a step, whatever the number of its updates: its state is the step alone."""
+    kind, warmup = config.schedule.lr_scheduler_type, config.schedule.warmup_steps
+    end = config.max_steps if kind in ENDING else None
+    warms = None if kind == "constant" else warmup
+    return get_scheduler(kind, optimizer, num_warmup_steps=warms, num_training_steps=end)
