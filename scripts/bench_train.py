@@ -13,13 +13,14 @@ micro-batch given by --trl, in completions; --ours gives `micro_batch_tokens`. `
 gradient checkpointing, TRL's default. `silent` has no reward in half of the groups: completions
 whose advantage is zero, which ours skips.
 
-Objective: ours leave_one_out and algorithm1, TRL's dr_grpo without scaling: the same gradient up to
-a constant, see `compare_trl.py`. Printed: medians with the range over steps, how many times as long
-and how much memory TRL takes. Memory: the peak of the program's resident set, libraries and model
-included; on a GPU that of PyTorch's allocator. tokens/s counts completion tokens. --peak-tflops
-adds the share of that rate spent on the products of ordinary training: 2 operations for each
-parameter and token in generation, 6 in the update, prompts counted once a completion in the update
-and once a group in generation.
+Each side has PyTorch's AdamW as it comes (TRL's is fused). Objective: ours leave_one_out and
+algorithm1, TRL's dr_grpo without scaling: the same gradient up to a constant, see `compare_trl.py`.
+Printed: medians with the range over steps; ratios are to the first row with the same rewards.
+Memory: the peak of the program's resident set, libraries and model included; on a GPU that of
+PyTorch's allocator. tokens/s counts completion tokens, length is a completion's on average.
+--peak-tflops adds the share of that rate spent on the products of ordinary training: 2 operations
+for each parameter and token in generation, 6 in the update; prompts count once a group in
+generation and once a completion in the update.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +38,7 @@ import torch
 from composed import composed
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from trl_environment import add_environment_argument, environment, run_worker
-from turn import DrawnRewards, peak_memory
+from turn import DrawnRewards, clock, peak_memory
 
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.records import Prompt
@@ -120,16 +120,21 @@ def our_configuration(job: dict) -> TrainConfig:
 def our_turn(folder: Path) -> None:
     """Steps of our trainer on the job in `folder`, as `trl_worker.steps` does with TRL's."""
     job = json.loads((folder / "job.json").read_text())
+    now, rows, original = clock(job), [], trainer.draw_batch
+
+    def draw_batch(*arguments):
+        start = now()
+        batch = original(*arguments)
+        rows.append({"generate": now() - start, "tokens": int(batch.lengths_PG.sum())})
+        return batch
+
+    setup.make_task, trainer.draw_batch = lambda _: Questions(job), draw_batch
     config = our_configuration(job)
-    setup.make_task = lambda _: Questions(job)
-    run, progress, rows = setup.set_up(config, RunFolder(folder, config)), trainer.Progress(), []
+    run, progress = setup.set_up(config, RunFolder(folder, config)), trainer.Progress()
     for _ in range(job["warm"] + job["steps"]):
-        start = time.perf_counter()
-        found = trainer._step(run, progress)
-        if job["device"] != "cpu":
-            torch.cuda.synchronize()
-        row = {"step": time.perf_counter() - start, "generate": found["seconds_generate"]}
-        rows.append(row | {"tokens": found["tokens"]})
+        start = now()
+        trainer._step(run, progress)
+        rows[-1]["step"] = now() - start
     found = {"rows": rows, "peak": peak_memory(job["device"])}
     (folder / "result.json").write_text(json.dumps(found))
 
@@ -178,8 +183,9 @@ def take_turn(program: Program, job: dict, python: Path, measured: Measured) -> 
 def job_of(program: Program, asked, model: str, questions: list[str], turn: int) -> dict:
     """What a program is told; prompts in the order of the steps."""
     job = {
-        "model": model, "dtype": asked.dtype, "device": asked.device, "threads": asked.threads,
-        "group_size": asked.group_size, "prompts_per_step": asked.prompts,
+        "model": model, "dtype": asked.dtype, "device": asked.device, "clock": asked.clock,
+        "threads": asked.threads, "group_size": asked.group_size,
+        "prompts_per_step": asked.prompts,
         "max_completion_length": asked.length, "learning_rate": asked.learning_rate,
         "micro_batch": program.micro_batch, "warm": asked.warm, "steps": asked.steps,
         "gradient_checkpointing": program.gradient_checkpointing, "seed": turn, "silent": [],
@@ -285,7 +291,7 @@ def report(asked, facts: Facts, measured: dict[Program, Measured]) -> None:
     print(f"{asked.prompts} prompts of {facts.prompt_tokens:.0f} tokens on average x ", end="")
     print(f"{asked.group_size} completions of at most {asked.length}, ", end="")
     print(f"{asked.turns} turns of {asked.steps} steps, torch {torch.__version__}, ", end="")
-    print(f"{asked.threads} thread(s)")
+    print(f"{asked.clock} time, {asked.threads} thread(s)")
     print(f"{'':18}{'step s':>9}{'range':>18}{'ratio':>7}{'generate':>10}{'ratio':>7}", end="")
     print(
         f"{'update':>9}{'ratio':>7}{'peak MB':>9}{'ratio':>7}{'tokens/s':>10}{'length':>8}", end=""
@@ -327,6 +333,10 @@ def arguments():
         )
     parser.add_argument("--silent", action="store_true", help="rows with silent groups too")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--clock", default="wall", choices=["wall", "process"],
+        help="process: of each program alone, for a busy machine",
+    )  # fmt: skip
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--shape", choices=["qwen2.5-0.5b"], help="random weights of that shape")
     parser.add_argument("--peak-tflops", type=float, help="of the device, in 10^12 a second")

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from in_double import InDouble
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from turn import DrawnRewards, peak_memory
+from turn import DrawnRewards, clock, peak_memory
 
 
 class OnGivenRollouts:
@@ -124,7 +122,7 @@ def put(weights: dict[str, torch.Tensor], model) -> None:
 def plain(job: dict) -> dict:
     """What every configuration here has in common."""
     return dict(
-        output_dir=tempfile.mkdtemp(), num_generations=job["group_size"], temperature=1.0,
+        output_dir=job["output_dir"], num_generations=job["group_size"], temperature=1.0,
         max_completion_length=job["max_completion_length"], use_cpu=job["device"] == "cpu",
         bf16=False, shuffle_dataset=False, lr_scheduler_type="constant", report_to="none",
         disable_tqdm=True, logging_strategy="no", save_strategy="no", dataloader_pin_memory=False,
@@ -141,11 +139,11 @@ def tokenizer(job: dict):
     return PreTrainedTokenizerFast.from_pretrained(job["model"], padding_side="left")
 
 
-class Clock(TrainerCallback):
-    """Seconds of every optimizer step, and of the generation within it."""
+class Rows(TrainerCallback):
+    """A row for every optimizer step: its seconds, those of generation, completion tokens."""
 
-    def __init__(self, device: str):
-        self.device, self.rows, self.generating, self.tokens = device, [], 0.0, 0
+    def __init__(self, now):
+        self.now, self.found = now, []
 
     def on_step_begin(self, args, state, control, **_):
         """See TrainerCallback."""
@@ -154,25 +152,19 @@ class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         """See TrainerCallback."""
         row = {"step": self.now() - self.begun, "generate": self.generating}
-        self.rows.append(row | {"tokens": self.tokens})
-
-    def now(self) -> float:
-        """Seconds, all work so far done."""
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        self.found.append(row | {"tokens": self.tokens})
 
 
 class Timed(GRPOTrainer):
-    """GRPOTrainer that tells the clock how long generation took."""
+    """GRPOTrainer that notes how long generation took."""
 
-    clock: Clock
+    rows: Rows
 
     def _generate_single_turn(self, *arguments):
-        start = self.clock.now()
+        start = self.rows.now()
         found = super()._generate_single_turn(*arguments)
-        self.clock.generating += self.clock.now() - start
-        self.clock.tokens += sum(map(len, found[0]))
+        self.rows.generating += self.rows.now() - start
+        self.rows.tokens += sum(map(len, found[0]))
         return found
 
 
@@ -180,29 +172,30 @@ def steps(job: dict, folder: Path) -> None:
     """`result.json`: a row for each step, the warm ones first, and the peak of memory."""
     if job["device"] == "cpu":
         torch.set_num_threads(job["threads"])
-    clock, drawn = Clock(job["device"]), DrawnRewards(job["seed"], job["silent"])
+    rows, drawn = Rows(clock(job)), DrawnRewards(job["seed"], job["silent"])
     prompts = [{"prompt": p["text"], "id": p["id"]} for p in job["prompts"]]
     micro, count = job["micro_batch"], job["group_size"] * job["prompts_per_step"]
     arguments = GRPOConfig(
         **plain(job), max_steps=job["warm"] + job["steps"], learning_rate=job["learning_rate"],
         per_device_train_batch_size=micro, gradient_accumulation_steps=count // micro,
         gradient_checkpointing=job["gradient_checkpointing"], max_grad_norm=0.0,
+        loss_type="dr_grpo", scale_rewards="none", beta=0.0,
     )  # fmt: skip
     trainer = Timed(
-        model=policy(job), args=arguments, callbacks=[clock], processing_class=tokenizer(job),
+        model=policy(job), args=arguments, callbacks=[rows], processing_class=tokenizer(job),
         reward_funcs=lambda id, **_: [drawn.draw(name) for name in id],
         train_dataset=Dataset.from_list(prompts),
     )  # fmt: skip
-    trainer.clock = clock
+    trainer.rows = rows
     trainer.train()
-    found = {"rows": clock.rows, "peak": peak_memory(job["device"])}
+    found = {"rows": rows.found, "peak": peak_memory(job["device"])}
     (folder / "result.json").write_text(json.dumps(found))
 
 
 def main() -> None:
     """Entry."""
     task, folder = sys.argv[1], Path(sys.argv[2])
-    job = json.loads((folder / "job.json").read_text())
+    job = json.loads((folder / "job.json").read_text()) | {"output_dir": str(folder / "trainer")}
     {"gradients": gradients, "steps": steps}[task](job, folder)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -23,6 +25,16 @@ class DrawnRewards:
         self.drawn[prompt_id] += 1
         key = f"{self.seed}/{prompt_id}/{self.drawn[prompt_id]}"
         return 0.0 if prompt_id in self.silent else random.Random(key).random()
+
+
+def clock(job: dict) -> Callable[[], float]:
+    """Seconds, all work so far done: of the wall or of this process alone."""
+    read = {"wall": time.perf_counter, "process": time.process_time}[job["clock"]]
+    if job["device"] == "cpu":
+        return read
+    import torch
+
+    return lambda: torch.cuda.synchronize() or read()
 
 
 def peak_memory(device: str) -> int:

@@ -138,6 +138,7 @@ def test_table_of_hand_made_measurements(bench, capsys):
     asked = argparse.Namespace(
         shape=None, model="M", dtype="float32", device="cpu", prompts=2, group_size=4, length=8,
         turns=1, steps=2, threads=1, peak_tflops=0.001,
+        clock="wall",
     )  # fmt: skip
     ours, theirs = bench.Program("ours", 2048), bench.Program("TRL", 8, True)
     silent = bench.Program("ours", 2048, False, True)
@@ -172,7 +173,7 @@ def test_a_micro_batch_is_a_number(bench):
 def test_both_sides_see_the_same_questions(bench, tmp_path):
     asked = argparse.Namespace(
         dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
-        steps=1, learning_rate=1e-6,
+        steps=1, learning_rate=1e-6, clock="wall",
     )  # fmt: skip
     (tmp_path / "config.json").touch()
     texts = [f"question {i}" for i in range(9)]
