@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.checks import ASSETS, EMBEDDED
+from grpo_ustat.train_checks import ENDING
 
 OPERATIONAL = (
     "on_existing",
@@ -25,9 +26,22 @@ OPERATIONAL = (
 )
 
 
+def operational(keys: dict[str, Any]) -> set[str]:
+    """Keys that may differ between two parts of one run.
+
+    A learning rate that falls towards max_steps makes the number of steps part of what the run is.
+
+    >>> "max_steps" in operational({"schedule": {"lr_scheduler_type": "linear"}})
+    False
+    """
+    kind = keys.get("schedule", {}).get("lr_scheduler_type")
+    return set(OPERATIONAL) - ({"max_steps"} if kind in ENDING else set())
+
+
 def identity(config: Any) -> dict[str, Any]:
     """What makes the run this run: the configuration without operational keys, and the weights."""
-    keys = {key: value for key, value in named(asdict(config)).items() if key not in OPERATIONAL}
+    keys = named(asdict(config))
+    keys = {key: value for key, value in keys.items() if key not in operational(keys)}
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
     return keys | {"weights": weights_fingerprint(config.model.model_name_or_path)}

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.identity import OPERATIONAL, fingerprint, identity, named
+from grpo_ustat.identity import fingerprint, identity, named, operational
 from grpo_ustat.ranks import is_main
 
 ARTEFACTS = (
@@ -160,7 +160,7 @@ def _first_difference(
 ) -> str | None:
     """The first identity key whose values differ, as `key: stored there, asked here`."""
     for key in dict.fromkeys([*stored, *asked]):
-        if not prefix and key in OPERATIONAL:
+        if not prefix and key in operational(asked):
             continue
         there, here = stored.get(key), asked.get(key)
         if isinstance(there, dict) and isinstance(here, dict):

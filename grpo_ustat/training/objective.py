@@ -19,8 +19,9 @@ ratios are biased and whole-sequence ones are unbiased with a variance that expl
 
 A penalty in the loss subtracts `beta K` from each token's term, a bonus adds `entropy_coef H`:
 
-    k3 = exp(r - l) - (r - l) - 1  its gradient has mean grad KL(reference || policy), each token
-    k2 = (l - r)^2 / 2             its gradient has mean grad KL(policy || reference), on-policy
+    k3 = exp(r - l) - (r - l) - 1  gradient of KL(reference || policy) in the mean, on-policy
+    k2 = (l - r)^2 / 2             gradient of KL(policy || reference) in the mean, on-policy
+                                   (both token by token, with the tokens before held fixed)
     k1 in the reward: Z_i - beta sum_t (o_it - r_it), whose score-function gradient is that of
     E Z - beta KL(policy || reference), unbiased
 """
@@ -177,7 +178,7 @@ def diagnostics(objective, logprob_BT: torch.Tensor, part: Part) -> dict[str, An
     found: dict[str, Any] = {}
     if part.old_BT is not None:
         ratio, counts = ratios(objective, logprob_BT, part)
-        advantage = part.advantage_B.expand(ratio.T.shape).T
+        advantage = part.advantage_B if ratio.dim() == 1 else part.advantage_B[:, None]
         found |= {"ratio_count": int(counts.sum()), "ratio_sum": float(ratio[counts].sum())}
         if objective.epsilon is not None:
             low = (ratio < 1 - objective.epsilon) & (advantage < 0) & counts

@@ -1,0 +1,94 @@
+"""What a training run refuses before it starts, in one line that names values and fix."""
+
+from __future__ import annotations
+
+import pytest
+from test_config import compose
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.identity import folder_name
+
+REFUSED = {
+    "algorithm1 has no ratio": (
+        ["objective.importance_sampling_level=token"],
+        r"no ratio and no penalty, but objective.importance_sampling_level=token: use objective=gr",
+    ),
+    "algorithm1 has one update": (
+        ["objective.num_iterations=2"], "but objective.num_iterations=2: use objective=grpo",
+    ),
+    "several updates without a ratio": (
+        ["objective=grpo", "objective.importance_sampling_level=none"],
+        "num_iterations=2 .* needs a ratio: use objective.importance_sampling_level=token",
+    ),
+    "k1 in the loss": (
+        ["objective=grpo", "objective.kl_estimator=k1"],
+        "k1 in the loss has a gradient of mean zero on-policy",
+    ),
+    "k3 in the reward": (
+        ["objective=grpo", "objective.kl_in=reward"], "kl_estimator=k3 in the reward.*use k1",
+    ),
+    "a coefficient without a penalty": (
+        ["objective=grpo", "objective.kl_estimator=null", "objective.kl_in=null"],
+        "objective.beta=0.04 without a penalty",
+    ),
+    "clipping without a ratio": (
+        ["objective=grpo", "objective.importance_sampling_level=none",
+         "objective.num_iterations=1", "objective.epsilon=0.2", "objective.epsilon_high=0.2"],
+        "epsilon=0.2 clips a ratio, and importance_sampling_level=none has none",
+    ),
+    "one bound": (
+        ["objective=grpo", "objective.epsilon=0.2"], "epsilon=0.2 epsilon_high=None: give both",
+    ),
+    "a sequence ratio counted per token": (
+        ["objective=gspo", "objective.loss_type=dapo"], "once per token: use loss_type=grpo",
+    ),
+    "minibatches of broken groups": (
+        ["objective=grpo", "objective.minibatch_size=12"],
+        "minibatch_size=12 must be a multiple of group_size=8",
+    ),
+    "an unknown loss": (["objective=grpo", "objective.loss_type=bnpo"], "unknown objective.loss_"),
+    "a negative coefficient": (["objective=grpo", "objective.beta=-1"], "beta=-1.0 must be 0 or"),
+    "warm-up of nothing": (
+        ["schedule.warmup_steps=5"], "warmup_steps=5 with lr_scheduler_type=constant has no effect",
+    ),
+    "half an adapter": (["lora.r=8"], "lora.r=8 needs lora_alpha and target_modules"),
+    "options of no adapter": (["lora.lora_alpha=8"], "lora.lora_alpha without adapters"),
+    "two precisions": (["bf16=true", "model.dtype=float64"], "bf16=true computes in bfloat16"),
+    "vLLM's options": (["rollout.max_model_len=99"], "rollout.max_model_len is vLLM's"),
+    "a monitor of pairs": (
+        ["monitor.gradient_mse_every=1", "group_size=2"], "C3 needs at least 3 completions",
+    ),
+    "no evaluation": (["eval.decoding=[]"], "evaluates nothing"),
+    "an unknown decoding": (["eval.decoding=[beam]"], "unknown eval.decoding 'beam'"),
+    "no norm": (["max_grad_norm=0"], "max_grad_norm=0.0 must be above 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, message", REFUSED.values(), ids=REFUSED)
+def test_what_means_nothing_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        compose("train", *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective=grpo", "objective.beta=0", "objective.num_iterations=1"],
+        ["objective=whole_sequence", "objective.beta=0.1", "objective.kl_estimator=k1",
+         "objective.kl_in=reward"],
+        ["objective=dapo", "objective.minibatch_size=64", "baseline=leave_one_out"],
+        ["experiment=algorithm2"],
+    ],
+)  # fmt: skip
+def test_what_means_something_is_not(overrides):
+    compose("train", *overrides)
+
+
+def test_an_end_of_the_learning_rate_belongs_to_the_run():
+    linear = ["schedule=linear", "max_steps=10"]
+    assert folder_name(compose("train", *linear)) != folder_name(
+        compose("train", *linear, "max_steps=20")
+    )
+    assert folder_name(compose("train", "max_steps=10")) == folder_name(
+        compose("train", "max_steps=20")
+    )

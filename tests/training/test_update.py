@@ -1,0 +1,260 @@
+"""Updates against a slow trainer that reads one completion at a time with plain autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from test_trainer import first_batch
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.training import update as update_module
+from grpo_ustat.training.plan import Limit, out_of_memory, plan
+from grpo_ustat.training.update import (
+    Constants,
+    Found,
+    accumulate_gradient,
+    fixed_logprobs,
+    judged_rewards,
+    minibatches,
+    update,
+)
+
+EXACT = ("model.dtype=float64", "learning_rate=0.01")
+ADVANTAGES = np.random.default_rng(3).normal(size=(4, 4))
+
+
+def alone(model, rollouts, i):
+    """Logits of one completion's tokens, unpadded, [L, V], and the tokens."""
+    size = rollouts.mask_PGT.shape[1]
+    prompt, mask = rollouts.prompt_tokens[i // size], rollouts.mask_PGT[i // size, i % size]
+    tokens = torch.from_numpy(rollouts.tokens_PGT[i // size, i % size][mask])
+    ids = torch.cat([torch.tensor(prompt), tokens])[None]
+    return model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1], tokens
+
+
+def chosen(model, rollouts, i):
+    logits, tokens = alone(model, rollouts, i)
+    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+
+def slow_updates(run, rollouts, advantage_N):
+    """Clipped token ratios, each completion averaged, K3 to a reference, an entropy bonus."""
+    objective, model = run.config.objective, run.policy.model
+    with torch.no_grad():
+        old = [chosen(model, rollouts, i) for i in range(16)]
+        reference = [chosen(run.reference.model, rollouts, i) for i in range(16)]
+    for minibatch in minibatches(run, rollouts, 0):
+        run.optimizer.zero_grad()
+        for i in minibatch.index:
+            logits, tokens = alone(model, rollouts, i)
+            logp = logits.log_softmax(-1)
+            now = logp.gather(1, tokens[:, None])[:, 0]
+            ratio, advantage = (now - old[i]).exp(), float(advantage_N[i])
+            bounded = ratio.clamp(1 - objective.epsilon, 1 + objective.epsilon_high)
+            value = torch.minimum(ratio * advantage, bounded * advantage)
+            log = reference[i] - now
+            value = value - objective.beta * (log.exp() - log - 1)
+            value = value - objective.entropy_coef * (logp.exp() * logp).sum(-1)
+            (-value.mean() / minibatch.num_rollouts).backward()
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("tokens", [1, 400, 16384])
+def test_algorithm_2_in_full_equals_the_slow_trainer(tmp_path, optimizer, tokens):
+    """Two iterations over minibatches of half a batch; parameters after four updates."""
+    overrides = (
+        *EXACT, "objective=grpo_original", "objective.minibatch_size=8", f"optimizer={optimizer}",
+        "objective.entropy_coef=0.01", "objective.epsilon=0.02", "objective.epsilon_high=0.03",
+    )  # fmt: skip
+    run, batch = first_batch(tmp_path, *overrides, f"micro_batch_tokens={tokens}")
+    twin, _ = first_batch(tmp_path, *overrides)
+    for each in (run, twin):  # a reference that is not the policy
+        with torch.no_grad():
+            each.reference.model.lm_head.weight *= 1.02
+    constants = fixed_logprobs(run, batch.rollouts)
+    _, found = update(run, batch.rollouts, ADVANTAGES, constants, 0)
+    slow_updates(twin, batch.rollouts, ADVANTAGES.ravel())
+    start, _ = first_batch(tmp_path, *EXACT)
+    for p, q, s in zip(*(r.policy.model.parameters() for r in (run, twin, start)), strict=True):
+        moved = (q - s).abs().max().item()
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-9 * max(moved, 1e-6))
+    assert found.sums["clip_low"] + found.sums["clip_high"] > 0
+    assert found.sums["rows"] == 32 and found.sums["skipped"] == 0
+
+
+def test_every_iteration_visits_each_group_once(tmp_path):
+    run, batch = first_batch(
+        tmp_path, "objective=dr_grpo", "objective.minibatch_size=8", "objective.num_iterations=3"
+    )
+    found = [m.index.tolist() for m in minibatches(run, batch.rollouts, 5)]
+    assert len(found) == 6 and all(len(index) == 8 for index in found)
+    for first in (0, 2, 4):
+        assert sorted(found[first] + found[first + 1]) == list(range(16))
+        for index in found[first : first + 2]:
+            assert all(index[k : k + 4] == list(range(index[k], index[k] + 4)) for k in (0, 4))
+    again = [m.index.tolist() for m in minibatches(run, batch.rollouts, 5)]
+    assert found == again and len({str(index) for index in found}) > 2
+    tokens = sum(m.num_tokens for m in minibatches(run, batch.rollouts, 5))
+    assert tokens == 3 * batch.lengths_PG.sum()
+
+
+def gradient_of(run, rollouts, advantages, constants=None):
+    (whole,) = list(minibatches(run, rollouts, 0))[:1]
+    found = Found()
+    accumulate_gradient(run, rollouts, advantages, whole, constants or Constants(), found)
+    named = run.policy.model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}, found
+
+
+def assert_same(left, right, rtol=1e-10):
+    assert left.keys() == right.keys()
+    for name in left:
+        scale = right[name].abs().max().item()
+        torch.testing.assert_close(left[name], right[name], rtol=0, atol=rtol * scale + 1e-15)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["share_prompts=false", "gradient_checkpointing=true", "micro_batch_tokens=1",
+     "micro_batch_tokens=250"],
+)  # fmt: skip
+def test_what_saves_memory_or_time_changes_no_gradient(tmp_path, override):
+    run, batch = first_batch(tmp_path, *EXACT)
+    twin, _ = first_batch(tmp_path, *EXACT, override)
+    left, _ = gradient_of(run, batch.rollouts, ADVANTAGES)
+    right, _ = gradient_of(twin, batch.rollouts, ADVANTAGES)
+    assert_same(left, right)
+
+
+def test_padding_of_prompts_changes_no_gradient(tmp_path):
+    """A prompt beside a much longer one, whose completions count for nothing."""
+    run, batch = first_batch(tmp_path, *EXACT)
+    rollouts = batch.rollouts
+    longer = [[3] * 40, *rollouts.prompt_tokens[1:]]
+    changed = dataclasses.replace(rollouts, prompt_tokens=longer)
+    advantages = ADVANTAGES.copy()
+    advantages[0] = 1e-300  # read, and without effect
+    assert_same(gradient_of(run, rollouts, advantages)[0], gradient_of(run, changed, advantages)[0])
+
+
+def test_silent_completions_are_skipped_only_where_that_is_exact(tmp_path, monkeypatch):
+    advantages = ADVANTAGES * (np.arange(16).reshape(4, 4) % 3 == 0)
+    run, batch = first_batch(tmp_path, *EXACT)
+    skipped, found = gradient_of(run, batch.rollouts, advantages)
+    assert found.sums["skipped"] == 10 and found.sums["rows"] == 16
+    monkeypatch.setattr(update_module.objectives, "skips_silent", lambda objective: False)
+    all_read, found = gradient_of(run, batch.rollouts, advantages)
+    assert found.sums["skipped"] == 0
+    assert_same(skipped, all_read)
+    monkeypatch.undo()
+    penalised, batch = first_batch(tmp_path, *EXACT, "objective=grpo")
+    constants = fixed_logprobs(penalised, batch.rollouts)
+    assert gradient_of(penalised, batch.rollouts, advantages, constants)[1].sums["skipped"] == 0
+
+
+def test_out_of_memory_gives_the_same_gradient_from_smaller_passes(tmp_path, monkeypatch, capsys):
+    run, batch = first_batch(tmp_path, *EXACT)
+    expected, _ = gradient_of(run, batch.rollouts, ADVANTAGES)
+    real, calls = update_module.Head.backward, []
+
+    def failing(self, window, *factors):
+        calls.append(window.mask_BT.numel())
+        if len(calls) == 1 or calls[-1] > 400:
+            raise torch.OutOfMemoryError("injected")
+        return real(self, window, *factors)
+
+    monkeypatch.setattr(update_module.Head, "backward", failing)
+    found, sums = gradient_of(run, batch.rollouts, ADVANTAGES)
+    assert_same(found, expected)
+    assert run.passes.tokens < 16384 and sums.sums["rows"] == 16
+    assert "out of memory in an update" in capsys.readouterr().err
+
+
+def test_other_errors_and_hopeless_ones_are_not_swallowed():
+    with pytest.raises(RuntimeError, match="something else"):
+        Limit(100).shrink(RuntimeError("something else"))
+    with pytest.raises(torch.OutOfMemoryError):
+        Limit(1).shrink(torch.OutOfMemoryError("no more"))
+    assert out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes"))
+
+
+def test_long_gradients_are_shortened(tmp_path):
+    run, batch = first_batch(tmp_path, *EXACT, "optimizer=sgd", "max_grad_norm=0.5")
+    before = [p.detach().clone() for p in run.policy.model.parameters()]
+    norm, _ = update(run, batch.rollouts, 100 * ADVANTAGES, Constants(), 0)
+    pairs = zip(before, run.policy.model.parameters(), strict=True)
+    moved = torch.nn.utils.get_total_norm([(p - q).detach() for p, q in pairs])
+    assert norm > 0.5 and moved.item() == pytest.approx(0.01 * 0.5)
+
+
+def test_a_penalty_in_the_reward_is_k1(tmp_path):
+    run, batch = first_batch(
+        tmp_path, *EXACT, "objective=whole_sequence", "objective.beta=0.5",
+        "objective.kl_estimator=k1", "objective.kl_in=reward",
+    )  # fmt: skip
+    with torch.no_grad():
+        run.reference.model.lm_head.weight *= 1.05
+    constants = fixed_logprobs(run, batch.rollouts)
+    judged = judged_rewards(run, batch, constants)
+    with torch.no_grad():
+        for i in (0, 5, 15):
+            policy, reference = (
+                float(chosen(m, batch.rollouts, i).sum())
+                for m in (run.policy.model, run.reference.model)
+            )
+            expected = batch.rewards_PG.ravel()[i] - 0.5 * (policy - reference)
+            assert judged.ravel()[i] == pytest.approx(expected, rel=1e-10)
+
+
+def test_adapters_train_alone_and_their_absence_is_the_reference(tmp_path):
+    run, batch = first_batch(tmp_path, *EXACT, "lora=r16", "objective=grpo")
+    assert run.reference is None
+    base = {n: p.clone() for n, p in run.policy.model.named_parameters() if not p.requires_grad}
+    first = fixed_logprobs(run, batch.rollouts)
+    torch.testing.assert_close(first.old_NT, first.reference_NT)  # adapters start at zero
+    update(run, batch.rollouts, ADVANTAGES, first, 0)
+    second = fixed_logprobs(run, batch.rollouts)
+    torch.testing.assert_close(second.reference_NT, first.reference_NT)
+    assert (second.old_NT - first.old_NT).abs().max() > 1e-3
+    named = dict(run.policy.model.named_parameters())
+    assert base and all(torch.equal(value, named[name]) for name, value in base.items())
+
+
+def test_bf16_samples_what_it_scores(tmp_path):
+    """Weights stay float32; the log-probability gap is that of one precision, not of two."""
+    run, batch = first_batch(tmp_path, "bf16=true")
+    assert next(run.policy.model.parameters()).dtype == torch.float32
+    exact, _ = first_batch(tmp_path)
+    left, _ = gradient_of(run, batch.rollouts, ADVANTAGES)
+    right, _ = gradient_of(exact, batch.rollouts, ADVANTAGES)
+    total = sum(float((left[n] - right[n]).square().sum()) for n in left) ** 0.5
+    size = sum(float(g.square().sum()) for g in right.values()) ** 0.5
+    assert 1e-6 < total / size < 0.1 and all(g.dtype == torch.float32 for g in left.values())
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 200, 10**6])
+@pytest.mark.parametrize("share", [True, False])
+def test_plans_cover_everything_once_within_their_limit(tmp_path, tokens, share):
+    _, batch = first_batch(tmp_path)
+    rollouts, index = batch.rollouts, np.array([0, 1, 2, 5, 8, 9, 10, 11, 15])
+    lengths, heads = rollouts.lengths_PG.ravel(), list(map(len, rollouts.prompt_tokens))
+    passes = plan(rollouts, index, tokens, share)
+    assert sorted(np.concatenate([part for p in passes for part in p.parts])) == index.tolist()
+    for chosen_pass in passes:
+        assert (np.diff(chosen_pass.prompts) > 0).all()
+        for part in chosen_pass.parts:
+            assert set(part // 4) <= set(chosen_pass.prompts)
+            padded = len(part) * (max(heads[i // 4] for i in part) + lengths[part].max())
+            assert padded <= tokens or len(part) == 1
+    if share:
+        seen = np.concatenate([p.prompts for p in passes])
+        assert len(seen) == len(set(seen)) == 4  # each prompt is read once
+
+
+def test_too_small_a_target_of_adapters_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="lora.target_modules=nothing_of_that_name"):
+        first_batch(tmp_path, "lora=r16", "lora.target_modules=nothing_of_that_name")
