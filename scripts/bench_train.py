@@ -20,7 +20,8 @@ Memory: the peak of the program's resident set, libraries and model included; on
 PyTorch's allocator. tokens/s counts completion tokens, length is a completion's on average.
 --peak-tflops adds the share of that rate spent on the products of ordinary training: 2 operations
 for each parameter and token in generation, 6 in the update; prompts count once a group in
-generation and once a completion in the update.
+generation and once a completion in the update. --shape puts random weights of that shape in place
+of the model's, with the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from both_sides import DrawnRewards, clock, peak_memory
 from composed import composed
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from trl_environment import add_environment_argument, environment, run_worker
-from turn import DrawnRewards, clock, peak_memory
 
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.records import Prompt
@@ -338,7 +339,7 @@ def arguments():
         help="process: of each program alone, for a busy machine",
     )  # fmt: skip
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--shape", choices=["qwen2.5-0.5b"], help="random weights of that shape")
+    parser.add_argument("--shape", choices=["qwen2.5-0.5b"], help="random weights")
     parser.add_argument("--peak-tflops", type=float, help="of the device, in 10^12 a second")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # a folder: be one program
     return parser.parse_args()

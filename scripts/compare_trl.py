@@ -41,8 +41,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from both_sides import InDouble, put
 from composed import composed
-from in_double import InDouble
 from safetensors.torch import load_file, save_file
 from trl_environment import add_environment_argument, environment, run_worker
 
@@ -220,13 +220,6 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
     sums = noted.sums
     clipped = (sums["clip_low"] + sums["clip_high"]) / max(1, sums["ratio_count"])
     return {name: p.grad.clone() for name, p in run.policy.model.named_parameters()}, clipped
-
-
-def put(weights: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """Give every parameter its new value."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
 
 
 def trl_gradients(settings, found: Given, dtype: str, python: Path) -> list[dict]:

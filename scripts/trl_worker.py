@@ -14,12 +14,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from both_sides import DrawnRewards, InDouble, clock, peak_memory, put
 from datasets import Dataset
-from in_double import InDouble
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from turn import DrawnRewards, clock, peak_memory
 
 
 class OnGivenRollouts:
@@ -110,13 +109,6 @@ def comparing(job: dict, setting: dict, folder: Path, keep: KeepGradient):
     if trainer.ref_model is not None:
         put(load_file(folder / "reference.safetensors"), trainer.ref_model)
     return trainer
-
-
-def put(weights: dict[str, torch.Tensor], model) -> None:
-    """Give every parameter its new value."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
 
 
 def plain(job: dict) -> dict:

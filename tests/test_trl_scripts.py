@@ -103,7 +103,7 @@ def test_a_control_must_differ(compare):
 
 
 def test_float64_throughout():
-    from in_double import InDouble
+    from both_sides import InDouble
 
     x = torch.tensor([1.0, 2.0**-40], dtype=torch.float64)
     assert x.float().sum() != x.sum()
@@ -114,7 +114,7 @@ def test_float64_throughout():
 
 
 def test_drawn_rewards_leave_no_advantage_zero():
-    from turn import DrawnRewards
+    from both_sides import DrawnRewards
 
     drawn = DrawnRewards(0, ["quiet"])
     loud = np.array([drawn.draw("loud") for _ in range(8)])
@@ -124,11 +124,11 @@ def test_drawn_rewards_leave_no_advantage_zero():
 
 
 def test_peak_memory_is_this_process_own():
-    from turn import peak_memory
+    from both_sides import peak_memory
 
-    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import turn; "
-    code += "before = turn.peak_memory('cpu'); x = b'1' * 100_000_000; "
-    code += "print(before, turn.peak_memory('cpu'))"
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import both_sides; "
+    code += "before = both_sides.peak_memory('cpu'); x = b'1' * 100_000_000; "
+    code += "print(before, both_sides.peak_memory('cpu'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert 0.9e8 < after - before < 1.2e8 and before < peak_memory("cpu")
