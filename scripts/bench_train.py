@@ -15,7 +15,8 @@ whose advantage is zero, which ours skips.
 
 Each side has PyTorch's AdamW as it comes (TRL's is fused). Objective: ours leave_one_out and
 algorithm1, TRL's dr_grpo without scaling: the same gradient up to a constant, see `compare_trl.py`.
-Printed: medians with the range over steps; ratios are to the first row with the same rewards.
+Printed: medians with the range over steps; ratios are of a turn's medians to those of the first row
+with the same rewards in the same turn, their median and range over turns.
 Memory: the peak of the program's resident set, libraries and model included; on a GPU that of
 PyTorch's allocator. tokens/s counts completion tokens, length is a completion's on average.
 --peak-tflops adds the share of that rate spent on the products of ordinary training: 2 operations
@@ -142,24 +143,28 @@ def our_turn(folder: Path) -> None:
 
 @dataclass
 class Measured:
-    """What the turns of one program gave; rows of timed steps alone."""
+    """What one program gave: its timed steps turn by turn, and the peaks of memory."""
 
-    rows: list[dict] = field(default_factory=list)
+    turns: list[list[dict]] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
 
+    def values(self, what: str) -> list[float]:
+        """`step`, `generate`, `update` or `tokens` of every step."""
+        return [value(row, what) for rows in self.turns for row in rows]
+
     def median(self, what: str) -> float:
-        """Of `step`, `generate`, `update` or `tokens`."""
-        return statistics.median(value(row, what) for row in self.rows)
+        """Over steps."""
+        return statistics.median(self.values(what))
 
-    def spread(self, what: str) -> str:
-        """Smallest and largest."""
-        found = [value(row, what) for row in self.rows]
-        return f"{min(found):.2f} - {max(found):.2f}"
+    def ratios(self, base: Measured, what: str) -> list[float]:
+        """Of each turn's median to that of the base in the same turn, ascending."""
+        pairs = zip(self.turns, base.turns, strict=True)
+        return sorted(middle(mine, what) / middle(theirs, what) for mine, theirs in pairs)
 
-    @property
-    def rate(self) -> float:
-        """Completion tokens a second."""
-        return sum(r["tokens"] for r in self.rows) / sum(r["step"] for r in self.rows)
+
+def middle(rows: list[dict], what: str) -> float:
+    """The median of some steps."""
+    return statistics.median(value(row, what) for row in rows)
 
 
 def value(row: dict, what: str) -> float:
@@ -177,7 +182,7 @@ def take_turn(program: Program, job: dict, python: Path, measured: Measured) -> 
         else:
             run_worker(python, "steps", folder)
         found = json.loads((folder / "result.json").read_text())
-    measured.rows += found["rows"][job["warm"] :]
+    measured.turns.append(found["rows"][job["warm"] :])
     measured.peaks.append(found["peak"])
 
 
@@ -293,10 +298,11 @@ def report(asked, facts: Facts, measured: dict[Program, Measured]) -> None:
     print(f"{asked.group_size} completions of at most {asked.length}, ", end="")
     print(f"{asked.turns} turns of {asked.steps} steps, torch {torch.__version__}, ", end="")
     print(f"{asked.clock} time, {asked.threads} thread(s)")
-    print(f"{'':18}{'step s':>9}{'range':>18}{'ratio':>7}{'generate':>10}{'ratio':>7}", end="")
+    print(f"{'':18}{'step s':>8}{'range':>17}{'ratio':>7}{'range':>14}{'generate':>10}", end="")
     print(
-        f"{'update':>9}{'ratio':>7}{'peak MB':>9}{'ratio':>7}{'tokens/s':>10}{'length':>8}", end=""
+        f"{'ratio':>7}{'update':>8}{'ratio':>7}{'peak MB':>9}{'ratio':>7}{'tokens/s':>10}", end=""
     )
+    print(f"{'length':>8}", end="")
     print(f"{'of peak':>9}" if asked.peak_tflops else "")
     for program, found in measured.items():
         base = next(x for p, x in measured.items() if p.silent == program.silent)
@@ -306,13 +312,21 @@ def report(asked, facts: Facts, measured: dict[Program, Measured]) -> None:
 
 def row(asked, program: Program, found: Measured, base: Measured) -> str:
     """One line of the table."""
-    text = f"{program.name:18}{found.median('step'):9.2f}{found.spread('step'):>18}"
-    text += f"{found.median('step') / base.median('step'):7.2f}"
-    for what, width in (("generate", 10), ("update", 9)):
-        text += f"{found.median(what):{width}.2f}{found.median(what) / base.median(what):7.2f}"
-    peak, length = max(found.peaks), found.median("tokens") / asked.prompts / asked.group_size
-    text += f"{peak / 1e6:9.0f}{peak / max(base.peaks):7.2f}{found.rate:10.1f}{length:8.1f}"
-    return text
+    text = f"{program.name:18}{found.median('step'):8.2f}{span(found.values('step')):>17}"
+    for what, width in (("step", 0), ("generate", 10), ("update", 8)):
+        ratios = found.ratios(base, what)
+        text += f"{found.median(what):{width}.2f}" if width else ""
+        text += f"{statistics.median(ratios):7.2f}"
+        text += "" if width else f"{span(ratios):>14}"
+    peak, tokens = max(found.peaks), found.values("tokens")
+    text += f"{peak / 1e6:9.0f}{peak / max(base.peaks):7.2f}"
+    text += f"{sum(tokens) / sum(found.values('step')):10.1f}"
+    return text + f"{statistics.mean(tokens) / asked.prompts / asked.group_size:8.1f}"
+
+
+def span(values: list[float]) -> str:
+    """Smallest and largest."""
+    return f"{min(values):.2f} - {max(values):.2f}"
 
 
 def arguments():
@@ -358,7 +372,7 @@ def main() -> None:
         for turn in range(asked.turns):
             for program, found in measured.items():
                 take_turn(program, job_of(program, asked, model, questions, turn), python, found)
-                print(f"turn {turn}, {program.name}: {found.rows[-1]}", file=sys.stderr)
+                print(f"turn {turn}, {program.name}: {found.turns[-1]}", file=sys.stderr)
         report(asked, facts_of(model, questions), measured)
 
 

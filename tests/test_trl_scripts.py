@@ -137,28 +137,26 @@ def test_peak_memory_is_this_process_own():
 def test_table_of_hand_made_measurements(bench, capsys):
     asked = argparse.Namespace(
         shape=None, model="M", dtype="float32", device="cpu", prompts=2, group_size=4, length=8,
-        turns=1, steps=2, threads=1, peak_tflops=0.001,
-        clock="wall",
+        turns=2, steps=1, threads=1, peak_tflops=0.001, clock="wall",
     )  # fmt: skip
     ours, theirs = bench.Program("ours", 2048), bench.Program("TRL", 8, True)
     silent = bench.Program("ours", 2048, False, True)
-    rows = [
-        {"step": 3.0, "generate": 1.0, "tokens": 64},
-        {"step": 5.0, "generate": 1.0, "tokens": 64},
-    ]
-    slow = [
-        {name: value * 3 if name != "tokens" else value for name, value in r.items()} for r in rows
-    ]
+
+    def turns(*seconds):
+        return [[{"step": a, "generate": b, "tokens": 64}] for a, b in seconds]
+
     measured = {
-        ours: bench.Measured(rows, [10**9]), theirs: bench.Measured(slow, [4 * 10**9, 2 * 10**9]),
-        silent: bench.Measured(rows[:1], [10**9]),
-    }  # fmt: skip
+        ours: bench.Measured(turns((3.0, 1.0), (5.0, 1.0)), [10**9, 8 * 10**8]),
+        theirs: bench.Measured(turns((9.0, 2.0), (25.0, 4.0)), [3 * 10**9, 4 * 10**9]),
+        silent: bench.Measured(turns((2.0, 1.0), (2.0, 1.0)), [10**9]),
+    }
     bench.report(asked, bench.Facts(10**6, 16.0), measured)
     lines = {line[:18].strip(): line[18:].split() for line in capsys.readouterr().out.splitlines()}
     # 2 N (2 x 16 + 64) + 6 N (8 x 16 + 64) = 1.344e9 operations in 4 s, of 1e9 a second
-    wanted = "4.00 3.00 - 5.00 1.00 1.00 1.00 3.00 1.00 1000 1.00 16.0 8.0 33.6%"
+    wanted = "4.00 3.00 - 5.00 1.00 1.00 - 1.00 1.00 1.00 3.00 1.00 1000 1.00 16.0 8.0 33.6%"
     assert lines["ours 2048"] == wanted.split()
-    wanted = "12.00 9.00 - 15.00 3.00 3.00 3.00 9.00 3.00 4000 4.00 5.3 8.0 11.2%"
+    # ratios of turns: steps 3 and 5, generation 2 and 4, updates 7/2 and 21/4
+    wanted = "17.00 9.00 - 25.00 4.00 3.00 - 5.00 3.00 3.00 14.00 4.38 4000 4.00 3.8 8.0 7.9%"
     assert lines["TRL 8c"] == wanted.split()
     assert lines["ours 2048 silent"][4] == "1.00"  # its own base
 
