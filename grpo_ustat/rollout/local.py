@@ -6,17 +6,22 @@ the whole vocabulary, by inverting its cumulative distribution at a keyed unifor
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from grpo_ustat.config import Common
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import positions
 from grpo_ustat.records import Prompt, Rollouts
+from grpo_ustat.rollout.cache import growing_cache
 from grpo_ustat.rollout.draws import uniforms
+from grpo_ustat.rollout.packed import packed_linears
+from grpo_ustat.rollout.tokens import choose
 
 COMPACT_BELOW = 0.8  # drop finished rows once fewer than this share are still writing
 
@@ -64,6 +69,9 @@ def sample(
 ) -> Rollouts:
     """`group_size` completions of each prompt.
 
+    Where memory runs out, half as many completions are written side by side, with a warning; the
+    draws are the same.
+
     Args:
         policy: the model and tokenizer.
         prompts: P prompts.
@@ -72,119 +80,175 @@ def sample(
         step: training step or replicate, part of the draws' key.
         first: index of the first completion; completions 0..3 and then 4..7 are the same eight as
             0..7 at once.
+
+    Raises:
+        RuntimeError: there is no memory for one completion.
     """
     encoded = [policy.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
-    width = sampling.max_completion_length
-    tokens_RT = np.zeros((len(prompts) * group_size, width), dtype=np.int64)
-    lengths_R = np.zeros(len(tokens_RT), dtype=np.int64)
-    order = sorted(range(len(prompts)), key=lambda p: len(encoded[p]))
-    side = min(group_size, sampling.rows)
-    per_batch = max(1, sampling.rows // group_size)
-    batches = [order[i : i + per_batch] for i in range(0, len(order), per_batch)]
-    for batch in batches:
-        for low in range(0, group_size, side):
-            inside = range(low, min(low + side, group_size))
-            keyed = range(first + inside.start, first + inside.stop)
-            draws = [
-                uniforms(sampling.seed, sampling.stream, step, prompts[p].id, keyed, width)
-                for p in batch
-            ]
-            rows = np.concatenate([p * group_size + np.array(inside) for p in batch])
-            tokens_RT[rows], lengths_R[rows] = _write(
-                policy, [encoded[p] for p in batch], np.concatenate(draws), sampling
-            )
-    return _rollouts(policy, prompts, encoded, tokens_RT, lengths_R)
+    order = sorted(range(len(prompts) * group_size), key=lambda r: len(encoded[r // group_size]))
+    written = _Written.empty(len(order), sampling.max_completion_length, policy.model.dtype, "cpu")
+    side = sampling.rows
+    while order:
+        groups = [(p, list(own)) for p, own in groupby(order[:side], lambda r: r // group_size)]
+        draws = []
+        for p, own in groups:
+            low = first + own[0] % group_size
+            draws.append(_draws(prompts[p].id, range(low, low + len(own)), step, sampling))
+        reading = [(encoded[p], len(own)) for p, own in groups]
+        with packed_linears(policy.model, len(order[:side])):
+            part = _write_if_it_fits(policy, reading, np.concatenate(draws), sampling)
+        if part is None:
+            side = len(order[:side]) // 2
+        else:
+            written.put(order[:side], part)
+            order = order[side:]
+    return _rollouts(policy, prompts, encoded, written)
 
 
-def _rollouts(policy, prompts, encoded, tokens_RT, lengths_R) -> Rollouts:
-    width = int(lengths_R.max())
-    tokens_RT = tokens_RT[:, :width]
-    mask_RT = np.arange(width) < lengths_R[:, None]
+def _draws(prompt_id: str, completions: range, step: int, sampling: Sampling) -> np.ndarray:
+    count = sampling.max_completion_length
+    return uniforms(sampling.seed, sampling.stream, step, prompt_id, completions, count)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Completions of R rows, T columns; 0 after each one's end."""
+
+    tokens_RT: torch.Tensor
+    logprobs_RT: torch.Tensor
+    entropy_RT: torch.Tensor
+    lengths_R: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, width: int, dtype: torch.dtype, device) -> _Written:
+        """No tokens yet; log-probabilities and entropies in float32 or wider."""
+        tokens_RT = torch.zeros((rows, width), dtype=torch.int64, device=device)
+        measured_RT = tokens_RT.to(torch.promote_types(dtype, torch.float32))
+        return cls(tokens_RT, measured_RT, measured_RT.clone(), tokens_RT.sum(dim=1))
+
+    def put(self, rows: list[int], part: _Written) -> None:
+        """Take in what was written of some rows."""
+        for mine, theirs in zip(vars(self).values(), vars(part).values(), strict=True):
+            mine[rows] = theirs.to(mine.device)
+
+    def append(self, t: int, rows_R: torch.Tensor, writing_R: torch.Tensor, chosen) -> None:
+        """Column t of the given rows, where they are still writing."""
+        columns = (self.tokens_RT, self.logprobs_RT, self.entropy_RT)
+        for column_RT, value_R in zip(columns, chosen, strict=True):
+            column_RT[rows_R, t] = value_R.where(writing_R, 0).to(column_RT.dtype)
+        self.lengths_R[rows_R] += writing_R
+
+
+def _rollouts(policy, prompts, encoded, written: _Written) -> Rollouts:
+    lengths_R, count = written.lengths_R.numpy(), len(prompts)
+    width, size = int(lengths_R.max()), len(lengths_R) // count
+    tokens_RT = written.tokens_RT[:, :width].numpy()
     last_R = tokens_RT[np.arange(len(tokens_RT)), lengths_R - 1]
     texts = policy.tokenizer.batch_decode(
         [row[:length] for row, length in zip(tokens_RT, lengths_R, strict=True)],
         skip_special_tokens=True,
     )
-    count = len(prompts)
     return Rollouts(
         prompts=prompts,
         prompt_tokens=encoded,
-        tokens_PGT=tokens_RT.reshape(count, -1, width),
-        mask_PGT=mask_RT.reshape(count, -1, width),
-        ended_PG=np.isin(last_R, list(policy.end_tokens)).reshape(count, -1),
-        texts_PG=[
-            texts[i : i + len(texts) // count] for i in range(0, len(texts), len(texts) // count)
-        ],
+        tokens_PGT=tokens_RT.reshape(count, size, width),
+        mask_PGT=(np.arange(width) < lengths_R[:, None]).reshape(count, size, width),
+        ended_PG=np.isin(last_R, list(policy.end_tokens)).reshape(count, size),
+        texts_PG=[texts[i : i + size] for i in range(0, len(texts), size)],
+        logprobs_PGT=written.logprobs_RT[:, :width].numpy().reshape(count, size, width),
+        entropy_PGT=written.entropy_RT[:, :width].numpy().reshape(count, size, width),
     )
+
+
+def _write_if_it_fits(policy: Policy, prompts, draws_RT: np.ndarray, sampling: Sampling):
+    """`_write`, or None and a warning where memory runs out on more than one row."""
+    rows = len(draws_RT)
+    try:
+        return _write(policy, prompts, draws_RT, sampling)
+    except RuntimeError as error:
+        if rows == 1 or not should_reduce_batch_size(error):
+            raise
+    clear_device_cache(garbage_collection=True)
+    warnings.warn(
+        f"no memory to write {rows} completions side by side, trying {rows // 2}: "
+        f"rollout_batch_size={rows // 2} spares the failed attempt",
+        stacklevel=3,
+    )
+    return None
 
 
 @torch.inference_mode()
-def _write(policy: Policy, prompts: list[list[int]], draws_RT: np.ndarray, sampling: Sampling):
-    """Token ids [R, T] and lengths [R] of the rows, G = R / len(prompts) per prompt."""
-    device = policy.model.device
-    rows, width = draws_RT.shape
-    tokens_RT = torch.zeros((rows, width), dtype=torch.int64, device=device)
-    lengths_R = torch.full((rows,), width, dtype=torch.int64, device=device)
+def _write(
+    policy: Policy, prompts: list[tuple[list[int], int]], draws_RT: np.ndarray, sampling: Sampling
+) -> _Written:
+    """So many completions of each prompt, side by side."""
+    device, width = policy.model.device, draws_RT.shape[1]
+    written = _Written.empty(*draws_RT.shape, policy.model.dtype, device)
     draws_RT = torch.from_numpy(draws_RT).to(device)
     end_tokens = torch.tensor(sorted(policy.end_tokens), device=device)
-    logits, cache, mask = _read(policy, prompts, rows // len(prompts))
-    alive = torch.arange(rows, device=device)
-    writing = torch.ones(rows, dtype=torch.bool, device=device)
+    batch = _Batch(policy, prompts, width)
     for t in range(width):
-        token = _choose(logits, draws_RT[alive, t], sampling)
-        tokens_RT[alive[writing], t] = token[writing]
-        ended = writing & torch.isin(token, end_tokens)
-        lengths_R[alive[ended]] = t + 1
-        writing &= ~ended
-        share = writing.float().mean().item()
-        if share == 0 or t + 1 == width:
+        uniform_R = draws_RT[batch.rows_R, t]
+        chosen = choose(batch.logits_RV, uniform_R, sampling.temperature, sampling.greedy)
+        written.append(t, batch.rows_R, batch.writing_R, chosen)
+        batch.writing_R &= ~torch.isin(chosen[0], end_tokens)
+        if t + 1 == width or not batch.advance(chosen[0]):
             break
-        if share < COMPACT_BELOW:
-            keep = writing.nonzero().squeeze(1)
-            cache.batch_select_indices(keep)
-            alive, token, mask, writing = alive[keep], token[keep], mask[keep], writing[keep]
-        mask = torch.cat([mask, mask.new_ones((len(mask), 1))], dim=1)
-        logits = _next_logits(policy, token[:, None], mask, cache)
-    return tokens_RT.cpu().numpy(), lengths_R.cpu().numpy()
+    return written
 
 
-def _read(policy: Policy, prompts: list[list[int]], group_size: int):
-    """Read each prompt once; logits, cache and mask of its group's rows."""
-    device, head = policy.model.device, max(map(len, prompts))
-    ids = torch.tensor([[policy.pad_token] * (head - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[0] * (head - len(p)) + [1] * len(p) for p in prompts], device=device)
-    cache = DynamicCache(config=policy.model.config)
-    logits = _next_logits(policy, ids, mask, cache)
-    cache.batch_repeat_interleave(group_size)
-    repeat = dict(repeats=group_size, dim=0)
-    return logits.repeat_interleave(**repeat), cache, mask.repeat_interleave(**repeat)
+class _Batch:
+    """Rows being written; finished ones leave.
 
+    Attributes:
+        rows_R: which of the rows at the start these are.
+        writing_R: False on finished rows that have not left yet.
+        logits_RV: of the next token.
+    """
 
-def _next_logits(policy: Policy, ids, mask, cache) -> torch.Tensor:
-    """Logits of the token after `ids`, which extend `cache`; `mask` covers both."""
-    padded = not bool(mask.all())
-    return policy.model(
-        input_ids=ids,
-        attention_mask=mask if padded else None,
-        position_ids=positions(mask)[:, -ids.shape[1] :],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[:, -1]
+    def __init__(self, policy: Policy, prompts: list[tuple[list[int], int]], width: int):
+        """Read each prompt once, then repeat it; every row has room for `width` tokens."""
+        self.model, device = policy.model, policy.model.device
+        self.seen = max(len(ids) for ids, _ in prompts)
+        pad = [self.seen - len(ids) for ids, _ in prompts]
+        padded = [[policy.pad_token] * n + ids for n, (ids, _) in zip(pad, prompts, strict=True)]
+        mask = [[0] * n + [1] * (self.seen + width - n) for n in pad]
+        self.mask_RT = torch.tensor(mask, device=device)
+        self.positions_RT, self.padded = positions(self.mask_RT), any(pad)
+        self.cache = growing_cache(self.model.config)
+        self._forward(torch.tensor(padded, device=device))
+        counts = torch.tensor([count for _, count in prompts], device=device)
+        self._select(torch.arange(len(prompts), device=device).repeat_interleave(counts))
+        self.rows_R = torch.arange(len(self.mask_RT), device=device)
+        self.writing_R = torch.ones_like(self.rows_R, dtype=torch.bool)
 
+    def advance(self, token_R: torch.Tensor) -> bool:
+        """Read each row's new token; False where none is left writing."""
+        count = int(self.writing_R.sum())
+        if count and count < COMPACT_BELOW * len(self.writing_R):
+            keep = self.writing_R.nonzero().squeeze(1)
+            self._select(keep)
+            token_R, self.rows_R, self.writing_R = (
+                x[keep] for x in (token_R, self.rows_R, self.writing_R)
+            )
+        self.seen += 1
+        if count:
+            self._forward(token_R[:, None])
+        return count > 0
 
-def _choose(logits_RV: torch.Tensor, uniform_R: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    if sampling.greedy:
-        return logits_RV.argmax(dim=-1)
-    return _invert(logits_RV, uniform_R, sampling.temperature)
+    def _select(self, index: torch.Tensor) -> None:
+        self.cache.reorder_cache(index)
+        self.mask_RT, self.positions_RT = self.mask_RT[index], self.positions_RT[index]
+        self.logits_RV, self.padded = self.logits_RV[index], not bool(self.mask_RT.all())
 
-
-def _invert(logits_RV: torch.Tensor, uniform_R: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The token at which the cumulative distribution passes the uniform, in float64."""
-    cumulative = torch.softmax(logits_RV.double() / temperature, dim=-1).cumsum(dim=-1)
-    threshold = (uniform_R * cumulative[:, -1]).unsqueeze(1)
-    return (
-        torch.searchsorted(cumulative, threshold, right=True)
-        .squeeze(1)
-        .clamp(max=logits_RV.shape[1] - 1)
-    )
+    def _forward(self, ids: torch.Tensor) -> None:
+        """Logits of the next token after `ids`, the last of the tokens seen."""
+        mask_RT = self.mask_RT[:, : self.seen]
+        self.logits_RV = self.model(
+            input_ids=ids,
+            attention_mask=mask_RT if self.padded else None,
+            position_ids=self.positions_RT[:, self.seen - ids.shape[1] : self.seen],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]

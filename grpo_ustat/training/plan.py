@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.records import Rollouts
 
@@ -66,6 +68,25 @@ def _parts(rows: Iterable[tuple[int, int, int]], tokens: int) -> Iterator[np.nda
         names.append(name)
     if names:
         yield np.array(names)
+
+
+@contextmanager
+def recomputing(model: torch.nn.Module) -> Iterator[None]:
+    """Layers that may be recomputed in the backward pass are, in here.
+
+    transformers does so in training mode only, and then takes no cache: elsewhere the layers stay
+    out of it, or sampling would read one token at a time without the others. The mode is set on
+    the layers alone, because what is scored must be what was sampled, without dropout.
+    """
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 class Limit:

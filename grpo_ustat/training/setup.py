@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from transformers import get_scheduler
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
@@ -120,11 +119,7 @@ def _with_adapters(config: TrainConfig, model: torch.nn.Module) -> torch.nn.Modu
 
 
 def _checkpoint_layers(model: torch.nn.Module) -> None:
-    """Recompute layers in the backward pass.
-
-    transformers does so in training mode only; the mode is set on the layers alone, because what
-    is scored must be what was sampled, without dropout.
-    """
+    """Let layers be recomputed in the backward pass, inside `recomputing`."""
     dropout = {k: v for k, v in model.config.to_dict().items() if "drop" in k and v}
     if dropout:
         name, value = next(iter(dropout.items()))
@@ -133,9 +128,6 @@ def _checkpoint_layers(model: torch.nn.Module) -> None:
             "would drop at random; use gradient_checkpointing=false"
         )
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
 
 
 def _reference(config: TrainConfig, device: str) -> Policy | None:

@@ -24,7 +24,7 @@ from grpo_ustat.rollout.draws import generator
 from grpo_ustat.training import objective as objectives
 from grpo_ustat.training.batch import Batch, gathered
 from grpo_ustat.training.objective import Part
-from grpo_ustat.training.plan import plan
+from grpo_ustat.training.plan import plan, recomputing
 
 if TYPE_CHECKING:
     from grpo_ustat.training.setup import Run
@@ -197,7 +197,8 @@ def accumulate_gradient(
         run.optimizer.zero_grad()
         here = Found()
         try:
-            _accumulate(run, rollouts, weight_N, index, minibatch, constants, here)
+            with recomputing(run.policy.model):
+                _accumulate(run, rollouts, weight_N, index, minibatch, constants, here)
             break
         except (torch.OutOfMemoryError, RuntimeError) as error:
             run.passes.shrink(error)

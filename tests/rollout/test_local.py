@@ -12,8 +12,9 @@ from test_config import compose
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy.loading import configured_policy, load_policy, stop_tokens
-from grpo_ustat.policy.logprobs import completion_logprobs, pack
+from grpo_ustat.policy.logprobs import completion_logprobs, pack, token_logprobs
 from grpo_ustat.records import Prompt
+from grpo_ustat.rollout import local
 from grpo_ustat.rollout.draws import generator, uniforms
 from grpo_ustat.rollout.local import Sampling, sample
 
@@ -175,3 +176,41 @@ def test_greedy_is_the_likeliest_token_each_time():
             logits = policy.model(input_ids=torch.tensor([ids])).logits[0, -1]
             assert int(logits.argmax()) == token
             ids.append(int(token))
+
+
+def test_where_memory_runs_out_fewer_rows_are_written_with_the_same_draws(monkeypatch):
+    policy, write, tried = random_policy(), local._write, []
+    whole = sample(policy, PROMPTS, 6, SAMPLING)
+
+    def small(policy, prompts, draws_RT, sampling):
+        tried.append(len(draws_RT))
+        if len(draws_RT) > 4:
+            raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried")
+        return write(policy, prompts, draws_RT, sampling)
+
+    monkeypatch.setattr(local, "_write", small)
+    with pytest.warns(UserWarning, match="30 completions side by side, trying 15"):
+        assert same(whole, sample(policy, PROMPTS, 6, SAMPLING))
+    assert tried == [30, 15, 7] + [3] * 10
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("shapes differ")]
+)
+def test_no_memory_for_one_completion_and_other_errors_are_raised(error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(local, "_write", fail)
+    rows = 1 if isinstance(error, torch.OutOfMemoryError) else 8
+    with pytest.raises(type(error), match=str(error)):
+        sample(random_policy(), PROMPTS, 6, dataclasses.replace(SAMPLING, rows=rows))
+
+
+def test_logprobs_are_those_that_are_scored():
+    policy = random_policy()
+    sampling = dataclasses.replace(SAMPLING, temperature=0.7)
+    rollouts = sample(policy, PROMPTS, 6, sampling)
+    rows = pack(rollouts, np.arange(30), 0, "cpu")
+    scored = token_logprobs(policy.model, rows, 0.7).detach().numpy()
+    np.testing.assert_allclose(rollouts.logprobs_PGT.reshape(30, -1), scored, rtol=0, atol=1e-10)

@@ -258,3 +258,17 @@ def test_plans_cover_everything_once_within_their_limit(tmp_path, tokens, share)
 def test_too_small_a_target_of_adapters_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="lora.target_modules=nothing_of_that_name"):
         first_batch(tmp_path, "lora=r16", "lora.target_modules=nothing_of_that_name")
+
+
+def test_layers_are_recomputed_in_updates_and_nowhere_else(tmp_path):
+    """Each layer reads an update's tokens twice; sampling keeps its cache and its completions."""
+    counts, texts = {}, {}
+    for flag in ("false", "true"):
+        run, batch = first_batch(tmp_path, f"gradient_checkpointing={flag}", "share_prompts=false")
+        layer, calls = run.policy.model.model.layers[0], []
+        handle = layer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        gradient(run, batch.rollouts, np.ones((4, 4)))
+        handle.remove()
+        counts[flag], texts[flag] = len(calls), batch.rollouts.texts_PG
+    assert texts["true"] == texts["false"]
+    assert counts["true"] == 2 * counts["false"]

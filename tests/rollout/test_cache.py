@@ -1,0 +1,106 @@
+"""Sampling with the growing cache and packed weights against one full forward pass per token."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from architectures import VOCAB, build
+from fakes import LetterTokenizer, letter_prompts, random_policy
+
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.rollout import cache, packed
+from grpo_ustat.rollout.draws import uniforms
+from grpo_ustat.rollout.local import Sampling, sample
+
+PROMPTS = letter_prompts("ab", "jjj", "bcdefgh")
+SAMPLING = Sampling(seed=0, stream="cache", max_completion_length=12, temperature=0.9)
+KINDS = (
+    *("llama", "qwen2", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neo", "falcon-alibi"),
+    *("gpt_oss", "deepseek_v3", "lfm2"),
+)
+
+
+class Letters(LetterTokenizer):
+    """Prompts of letters; completions may hold any token."""
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [" ".join(map(str, row)) for row in rows]
+
+
+@torch.no_grad()
+def one_by_one(policy, prompt, completion, sampling):
+    """Tokens, log-probabilities and entropies; the whole text is read anew for every token."""
+    drawn = uniforms(0, sampling.stream, 0, prompt.id, range(completion, completion + 1), 12)[0]
+    ids, result = policy.tokenizer(prompt.text)["input_ids"], []
+    for u in drawn:
+        logits = policy.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        logp = torch.log_softmax(logits / sampling.temperature, dim=-1)
+        token = int((logp.exp().cumsum(0) <= u).sum())
+        result.append((token, logp[token].item(), -(logp.exp() * logp).sum().item()))
+        ids = [*ids, token]
+        if token in policy.end_tokens:
+            break
+    return result
+
+
+@pytest.mark.parametrize(
+    "kind, in_place", [*((kind, True) for kind in KINDS), ("llama", False), ("gemma3", False)]
+)
+def test_sampling_equals_one_full_forward_pass_per_token(kind, in_place, monkeypatch):
+    """Float64; sliding windows of 3, prompts of three lengths, rows that leave, buffers that fill
+    up, groups that are split."""
+    monkeypatch.setattr(cache, "IN_PLACE_FROM", 0 if in_place else 2**60)
+    monkeypatch.setattr(cache, "ROOM", 2)
+    policy = Policy(build(kind, tied=False), Letters(), frozenset(range(1, VOCAB, 9)), 0)
+    found = [sample(policy, PROMPTS, 4, dataclasses.replace(SAMPLING, rows=r)) for r in (512, 7)]
+    assert len(set(found[0].lengths_PG.flatten())) > 2
+    for (p, prompt), i in itertools.product(enumerate(PROMPTS), range(4)):
+        expected = one_by_one(policy, prompt, i, SAMPLING)
+        for rollouts in found:
+            assert rollouts.lengths_PG[p, i] == len(expected)
+            fields = (rollouts.tokens_PGT, rollouts.logprobs_PGT, rollouts.entropy_PGT)
+            written = np.stack([field[p, i] for field in fields], axis=1)
+            np.testing.assert_allclose(written[: len(expected)], expected, rtol=0, atol=1e-9)
+            assert not written[len(expected) :].any()
+
+
+def test_a_buffer_is_extended_in_place_until_it_is_full(monkeypatch):
+    monkeypatch.setattr(cache, "IN_PLACE_FROM", 0)
+    monkeypatch.setattr(cache, "ROOM", 3)
+    layer, whole, places = cache.GrowingLayer(), torch.randn(2, 1, 12, 4), []
+    for t in range(12):
+        keys, _ = layer.update(whole[:, :, t : t + 1], whole[:, :, t : t + 1])
+        assert torch.equal(keys, whole[:, :, : t + 1])
+        places.append(keys.untyped_storage().data_ptr())
+    assert len(set(places[1:5])) == 1 and len(set(places)) < 6
+    layer.batch_select_indices(torch.tensor([1]))
+    keys, _ = layer.update(whole[1:, :, :1], whole[1:, :, :1])
+    assert torch.equal(keys, torch.cat([whole[1:], whole[1:, :, :1]], dim=2))
+
+
+def test_packed_layers_compute_the_same_and_are_put_back(monkeypatch):
+    monkeypatch.setattr(packed, "PACK_FROM", 1)
+    model = random_policy(dtype=torch.float32).model
+    ids = torch.tensor([[2, 3, 4], [5, 6, 7]])
+    with torch.inference_mode():
+        plain = model(input_ids=ids).logits
+        with packed.packed_linears(model, rows=2):
+            assert any("forward" in vars(module) for module in model.modules())
+            found = model(input_ids=ids).logits
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-5)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_weights_beyond_the_share_of_memory_and_other_types_are_not_packed(monkeypatch):
+    monkeypatch.setattr(packed, "PACK_FROM", 1)
+    double = random_policy().model
+    with packed.packed_linears(double, rows=2):
+        assert not any("forward" in vars(module) for module in double.modules())
+    monkeypatch.setattr(packed, "SHARE_OF_MEMORY", 0)
+    single = random_policy(dtype=torch.float32).model
+    with packed.packed_linears(single, rows=2):
+        assert not any("forward" in vars(module) for module in single.modules())
