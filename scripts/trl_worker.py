@@ -171,7 +171,7 @@ def steps(job: dict, folder: Path) -> None:
         **plain(job), max_steps=job["warm"] + job["steps"], learning_rate=job["learning_rate"],
         per_device_train_batch_size=micro, gradient_accumulation_steps=count // micro,
         gradient_checkpointing=job["gradient_checkpointing"], max_grad_norm=0.0,
-        loss_type="dr_grpo", scale_rewards="none", beta=0.0,
+        loss_type="dr_grpo", scale_rewards="none", beta=0.0, seed=job["seed"],
     )  # fmt: skip
     trainer = Timed(
         model=policy(job), args=arguments, callbacks=[rows], processing_class=tokenizer(job),
