@@ -25,7 +25,7 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import typed
 from grpo_ustat.identity import folder_name
 from grpo_ustat.ranks import RefusedByRank, barrier, is_main
-from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.folder import NotSaved, RunFolder
 
 PACKAGE = Path(__file__).resolve().parent
 CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
@@ -53,9 +53,9 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
             return work(config, folder)
         except ConfigError as error:
             _refuse(error)
-        except FloatingPointError as error:
+        except (FloatingPointError, NotSaved) as error:
             if HydraConfig.get().mode is RunMode.MULTIRUN:
-                raise  # a run that diverges does not end its sweep
+                raise  # a run that diverges or finds no room does not end its sweep
             _refuse(error)
 
     try:

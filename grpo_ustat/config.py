@@ -150,10 +150,11 @@ class EvalConfig:
 @dataclass
 class MonitorConfig:
     """gradient_mse_every: steps between estimates of C1, C2, C3 and G* from the step's own
-    rollouts; 0: never.
+    rollouts; 0: never. gradient_sketch: numbers kept of every prompt's gradient for them.
     """
 
     gradient_mse_every: int = MISSING
+    gradient_sketch: int = MISSING
 
 
 @dataclass

@@ -121,9 +121,12 @@ class _Peers:
         import torch.distributed as dist
 
         self.calls = 0
-        self._store, number, size = next(dist.rendezvous("env://"))
-        # Returns once all ranks have come: until then none has touched a folder.
-        dist.init_process_group("gloo", store=self._store, rank=number, world_size=size)
+        if dist.is_initialized():  # by accelerate
+            self._store = dist.distributed_c10d._get_default_store()
+        else:
+            self._store, number, size = next(dist.rendezvous("env://"))
+            # Returns once all ranks have come: until then none has touched a folder.
+            dist.init_process_group("gloo", store=self._store, rank=number, world_size=size)
         self._group = dist.new_group(backend="gloo", timeout=LONGEST)
         self._gather = dist.all_gather_object
         atexit.register(_leave)
@@ -156,7 +159,32 @@ def _connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise SystemExit(
-            f"error: rank {rank()} of {world()} lost another rank, whose own message says why: "
-            "run it again"
-        ) from error
+        raise _lost() from error
+
+
+@contextmanager
+def lost_ranks_named() -> Iterator[None]:
+    """As `_connected`, around work in which only some errors are those of a connection.
+
+    Raises:
+        SystemExit: a rank is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if world() == 1 or not _of_connection(error):
+            raise
+        raise _lost() from error
+
+
+def _of_connection(error: RuntimeError) -> bool:
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def _lost() -> SystemExit:
+    return SystemExit(
+        f"error: rank {rank()} of {world()} lost another rank, whose own message says why: "
+        "run it again"
+    )

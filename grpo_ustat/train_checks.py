@@ -59,10 +59,22 @@ def _check_counts(config: TrainConfig) -> None:
     ):
         if value < 0:
             raise ConfigError(f"{key}={value} must be 0 or more")
-    if config.monitor.gradient_mse_every and config.group_size < 3:
+    if config.monitor.gradient_mse_every:
+        _check_monitor(config)
+
+
+def _check_monitor(config: TrainConfig) -> None:
+    every, prompts = config.monitor.gradient_mse_every, config.prompts_per_step
+    positive(config.monitor, "gradient_sketch", prefix="monitor.")
+    if config.group_size < 3:
         raise ConfigError(
-            f"monitor.gradient_mse_every={config.monitor.gradient_mse_every} with group_size="
-            f"{config.group_size}: C3 needs at least 3 completions a group"
+            f"monitor.gradient_mse_every={every} with group_size={config.group_size}: C3 needs at "
+            "least 3 completions a group"
+        )
+    if prompts < 4:
+        raise ConfigError(
+            f"monitor.gradient_mse_every={every} with {prompts} prompts a step (budget.rollouts / "
+            "group_size): intervals over prompts need at least 4"
         )
 
 

@@ -100,6 +100,10 @@ class Questions:
         """The same for every split."""
         return self.given
 
+    def extract(self, completion: str) -> str | None:
+        """Nothing: there are no answers."""
+        return None
+
     def reward(self, prompt: Prompt, completion: str) -> float:
         """Whatever the completion says."""
         return self.drawn.draw(prompt.id)
@@ -135,7 +139,7 @@ def our_turn(folder: Path) -> None:
     run, progress = setup.set_up(config, RunFolder(folder, config)), trainer.Progress()
     for _ in range(job["warm"] + job["steps"]):
         start = now()
-        trainer._step(run, progress)
+        trainer._finite_step(run, progress)
         rows[-1]["step"] = now() - start
     found = {"rows": rows, "peak": peak_memory(job["device"])}
     (folder / "result.json").write_text(json.dumps(found))

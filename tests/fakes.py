@@ -80,5 +80,8 @@ class TextLengthTask:
     def prompts(self, split):
         return letter_prompts("ab", "c", "abcd", "ba")
 
+    def extract(self, completion):
+        return completion or None
+
     def reward(self, prompt, completion):
         return float(len(completion) % 2 == 0)

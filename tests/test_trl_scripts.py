@@ -183,6 +183,21 @@ def test_both_sides_see_the_same_questions(bench, tmp_path):
     assert ours["silent"] == theirs["silent"] == [step[0].id for step in steps]
 
 
+def test_our_turn_goes_through_the_trainer(bench, tmp_path):
+    asked = argparse.Namespace(
+        dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
+        steps=1, learning_rate=1e-6, clock="process",
+    )  # fmt: skip
+    texts, program = [f"{i}+1=" for i in range(9)], bench.Program("ours", 64, False, True)
+    job = bench.job_of(program, asked, "embedded:tiny_base", texts, 3)
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, str(SCRIPTS / "bench_train.py"), "--turn", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert len(found["rows"]) == 2 and found["peak"] > 10**8
+    assert all(0 < r["generate"] < r["step"] and 8 <= r["tokens"] <= 64 for r in found["rows"])
+
+
 def test_wrong_arguments_are_refused_in_one_line(tmp_path):
     def refused(*arguments):
         command = [sys.executable, str(SCRIPTS / "bench_train.py"), *map(str, arguments)]

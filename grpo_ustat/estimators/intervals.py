@@ -76,7 +76,7 @@ def paired_difference(after_P: np.ndarray, before_P: np.ndarray, level: float = 
     return clustered_mean((after_P - before_P)[:, None], level)
 
 
-def wilson(successes: int, trials: int, level: float = LEVEL) -> Interval:
+def wilson(successes: float, trials: float, level: float = LEVEL) -> Interval:
     """Wilson (1927) score interval of a proportion of independent trials.
 
     >>> [round(x, 4) for x in wilson(50, 100)]
@@ -87,3 +87,24 @@ def wilson(successes: int, trials: int, level: float = LEVEL) -> Interval:
     centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials**2)) / (1 + z * z / trials)
     return Interval(p, float(centre - half), float(centre + half))
+
+
+def clustered_wilson(values_P: np.ndarray, most: int = 1, level: float = LEVEL) -> Interval:
+    """Mean of the prompts' values in [0, 1], with an interval over prompts that stays in [0, 1].
+
+    Wilson's, with the effective number of trials p (1-p) / Var(mean) in place of their number, the
+    variance that of the prompts' values: a prompt's completions are not independent (Korn &
+    Graubard 1998; with Wilson's interval, Franco et al. 2019). Never fewer trials than prompts,
+    never more than `most` for each of them; with one 0/1 value a prompt it is `wilson`.
+
+    Args:
+        values_P: the prompts' values, each a mean of 0/1 outcomes or an unbiased estimate of a
+            probability.
+        most: independent trials behind a value.
+        level: coverage.
+    """
+    count, p = len(values_P), float(values_P.mean())
+    variance = values_P.var(ddof=1) / count
+    trials = p * (1 - p) / variance if variance > 0 else np.inf
+    trials = float(np.clip(trials, count, most * count))
+    return wilson(p * trials, trials, level)

@@ -162,3 +162,23 @@ def _constants(sums, between, count: int) -> dict[str, np.ndarray]:
     with np.errstate(invalid="ignore"):
         logs = 0.5 * np.log(np.where((c1 > 0) & (c3 > 0), c3 / np.where(c1 > 0, c1, 1), np.nan))
     return {"c1": c1, "c2": c2, "c3": c3, "log_gstar_paper": logs}
+
+
+def correlation(moments: Moments) -> Interval:
+    """corr(q, Z) = E Cov(q, Z | X) / sqrt(E Var(q | X) E Var(Z | X)), interval over prompts.
+
+    Negative where wrong answers carry the larger scores; 0 is the paper's Assumption 2. The ratio
+    of unbiased means is itself biased of order 1/P. NaN where q or Z do not vary within prompts.
+
+    Args:
+        moments: of at least 2 prompts.
+    """
+    parts_KP = np.stack([moments.cov_qz, moments.var_q, moments.var_z])
+    count, total_K = parts_KP.shape[1], parts_KP.sum(axis=1)
+
+    def ratio(covariance, var_q, var_z):
+        spread = var_q * var_z
+        return covariance / np.sqrt(np.where(spread > 0, spread, np.nan))
+
+    deleted_P = ratio(*(total_K[:, None] - parts_KP))
+    return t_interval(float(ratio(*total_K)), float(jackknife_variance(deleted_P)), count - 1)

@@ -46,3 +46,18 @@ def uniforms(
         bits = np.random.Philox(key=shared, counter=[0, 0, completion, 0])
         rows.append(np.random.Generator(bits).random(count))
     return np.array(rows)
+
+
+def request_seeds(
+    seed: int, stream: str, step: int, prompt_id: str, completions: range
+) -> list[int]:
+    """A seed in [0, 2^63) for each completion alone, for a sampler that draws by itself.
+
+    >>> request_seeds(0, "rollout", 3, "7*3", range(2))[1:] == request_seeds(
+    ...     0, "rollout", 3, "7*3", range(1, 2)
+    ... )
+    True
+    """
+    shared = key(seed, stream, step, prompt_id)
+    bits = [np.random.Philox(key=shared, counter=[0, 0, i, 0]) for i in completions]
+    return [int(b.random_raw()) >> 1 for b in bits]

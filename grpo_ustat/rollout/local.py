@@ -18,6 +18,7 @@ from grpo_ustat.config import Common
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import positions
 from grpo_ustat.records import Prompt, Rollouts
+from grpo_ustat.rollout.assemble import assemble
 from grpo_ustat.rollout.cache import growing_cache
 from grpo_ustat.rollout.draws import uniforms
 from grpo_ustat.rollout.packed import packed_linears
@@ -87,27 +88,27 @@ def sample(
     encoded = [policy.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
     order = sorted(range(len(prompts) * group_size), key=lambda r: len(encoded[r // group_size]))
     written = _Written.empty(len(order), sampling.max_completion_length, policy.model.dtype, "cpu")
-    side = sampling.rows
-    while order:
-        groups = [(p, list(own)) for p, own in groupby(order[:side], lambda r: r // group_size)]
-        draws = []
-        for p, own in groups:
-            low = first + own[0] % group_size
-            draws.append(_draws(prompts[p].id, range(low, low + len(own)), step, sampling))
-        reading = [(encoded[p], len(own)) for p, own in groups]
-        with packed_linears(policy.model, len(order[:side])):
+    side = min(sampling.rows, len(order))
+    with policy.computing(), packed_linears(policy.model, side):
+        while order:
+            rows, reading, draws = order[:side], [], []
+            for p, own in groupby(rows, key=lambda r: r // group_size):
+                completions = [first + r % group_size for r in own]
+                reading.append((encoded[p], len(completions)))
+                draws.append(_draws(prompts[p].id, completions, step, sampling))
             part = _write_if_it_fits(policy, reading, np.concatenate(draws), sampling)
-        if part is None:
-            side = len(order[:side]) // 2
-        else:
-            written.put(order[:side], part)
-            order = order[side:]
-    return _rollouts(policy, prompts, encoded, written)
+            if part is None:
+                side = len(rows) // 2
+            else:
+                written.put(rows, part)
+                order = order[side:]
+    columns = {name: value.numpy() for name, value in vars(written).items()}
+    return assemble(policy, prompts, encoded, **columns)
 
 
-def _draws(prompt_id: str, completions: range, step: int, sampling: Sampling) -> np.ndarray:
-    count = sampling.max_completion_length
-    return uniforms(sampling.seed, sampling.stream, step, prompt_id, completions, count)
+def _draws(prompt_id: str, completions: list[int], step: int, sampling: Sampling) -> np.ndarray:
+    own, count = range(completions[0], completions[-1] + 1), sampling.max_completion_length
+    return uniforms(sampling.seed, sampling.stream, step, prompt_id, own, count)
 
 
 @dataclass(frozen=True)
@@ -137,27 +138,6 @@ class _Written:
         for column_RT, value_R in zip(columns, chosen, strict=True):
             column_RT[rows_R, t] = value_R.where(writing_R, 0).to(column_RT.dtype)
         self.lengths_R[rows_R] += writing_R
-
-
-def _rollouts(policy, prompts, encoded, written: _Written) -> Rollouts:
-    lengths_R, count = written.lengths_R.numpy(), len(prompts)
-    width, size = int(lengths_R.max()), len(lengths_R) // count
-    tokens_RT = written.tokens_RT[:, :width].numpy()
-    last_R = tokens_RT[np.arange(len(tokens_RT)), lengths_R - 1]
-    texts = policy.tokenizer.batch_decode(
-        [row[:length] for row, length in zip(tokens_RT, lengths_R, strict=True)],
-        skip_special_tokens=True,
-    )
-    return Rollouts(
-        prompts=prompts,
-        prompt_tokens=encoded,
-        tokens_PGT=tokens_RT.reshape(count, size, width),
-        mask_PGT=(np.arange(width) < lengths_R[:, None]).reshape(count, size, width),
-        ended_PG=np.isin(last_R, list(policy.end_tokens)).reshape(count, size),
-        texts_PG=[texts[i : i + size] for i in range(0, len(texts), size)],
-        logprobs_PGT=written.logprobs_RT[:, :width].numpy().reshape(count, size, width),
-        entropy_PGT=written.entropy_RT[:, :width].numpy().reshape(count, size, width),
-    )
 
 
 def _write_if_it_fits(policy: Policy, prompts, draws_RT: np.ndarray, sampling: Sampling):

@@ -51,6 +51,8 @@ def _packable(module: nn.Module) -> bool:
         and module.weight.dtype == torch.float32
         and module.weight.numel() >= PACK_FROM
         and torch.backends.mkldnn.is_available()
+        and not torch.is_autocast_enabled("cpu")  # sampling and scoring in the same precision
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
 
 

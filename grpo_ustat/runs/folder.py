@@ -24,6 +24,7 @@ ARTEFACTS = (
     "result.json",
     "metrics.jsonl",
     "eval.csv",
+    "completions.parquet",
     "curves.csv",
     "figure.*",
     "scaling.*",
@@ -32,6 +33,10 @@ ARTEFACTS = (
     ".checkpoint-*.tmp",
 )
 PACKAGES = ("grpo-ustat", "torch", "transformers", "accelerate", "hydra-core", "numpy", "scipy")
+
+
+class NotSaved(OSError):
+    """A run whose last files the disk refused; the message is one line that says what to do."""
 
 
 class RunFolder:
@@ -62,7 +67,7 @@ class RunFolder:
                 f"the output folder {self.path} cannot be written ({anchor} is not a writable "
                 "folder): choose another with hydra.run.dir=DIR"
             )
-        if not self._artefacts():
+        if self._untouched():
             return
         if not (self.path / "code.json").is_file():
             raise ConfigError(
@@ -90,10 +95,10 @@ class RunFolder:
             return
         self.check()
         if self.config.on_existing == "overwrite":
-            for old in self._artefacts():
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-        (self.path / ".hydra").mkdir(parents=True, exist_ok=True)
+            self._empty()
+        self.path.mkdir(parents=True, exist_ok=True)
         self.write("code.json", json.dumps(code_state() | {"weights": self.weights}, indent=1))
+        (self.path / ".hydra").mkdir(exist_ok=True)
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
 
     def result(self) -> dict[str, Any] | None:
@@ -133,6 +138,18 @@ class RunFolder:
         if there == self.weights:
             return None
         return f"the model's weights: {there} there, {self.weights} now"
+
+    def _untouched(self) -> bool:
+        """Whether no run has begun here; one killed before it had written both files has not."""
+        names = {path.name for path in self._artefacts()}
+        configured = (self.path / ".hydra" / "config.yaml").is_file()
+        began = "code.json" in names and names <= {"code.json", ".hydra"}
+        return not names or (began and not configured)
+
+    def _empty(self) -> None:
+        """Remove earlier runs; what shows that the folder is ours goes last."""
+        for old in sorted(self._artefacts(), key=lambda path: path.name == "code.json"):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     def _artefacts(self) -> list[Path]:
         """What earlier runs left here; the only things that overwriting removes."""

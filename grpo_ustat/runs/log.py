@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from grpo_ustat.runs.completions import CompletionLog
+
+
+def warn(text: str) -> None:
+    """A line in red on standard error."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    console.print(f"warning: {text}", style="bold red")
+
+
+def attempt(what: str, write: Callable[[], object]) -> bool:
+    """Write something that a run can go on without; a failure of the disk is said, not raised."""
+    try:
+        write()
+    except Exception as error:  # tokenizers raises Exception itself
+        if not _of_disk(error):
+            raise
+        reason = " ".join(str(error).split())
+        warn(f"{what} could not be written, the run goes on without it: {reason}")
+        return False
+    return True
+
+
+def _of_disk(error: Exception) -> bool:
+    """Whether an error is the operating system's, also where Rust libraries wrap it."""
+    wrapped = "os error" in str(error) or "Os { code" in str(error)
+    return isinstance(error, OSError) or wrapped
+
 
 class MetricsLog:
-    """`metrics.jsonl`, one row a step, flushed at once.
+    """`metrics.jsonl`, one row a step, written at once; rows that cannot be written wait.
 
     Args:
         folder: the run folder.
@@ -21,17 +51,72 @@ class MetricsLog:
 
     def __init__(self, folder: Path, keep_up_to: int):
         self._file = folder / "metrics.jsonl"
-        text = self._file.read_text() if self._file.is_file() else ""
-        whole = text[: text.rfind("\n") + 1].splitlines()  # a killed run may leave half a line
-        kept = [line for line in whole if json.loads(line)["step"] <= keep_up_to]
+        lines = self._file.read_bytes().splitlines() if self._file.is_file() else []
+        steps = [_step_of(line) for line in lines]
+        kept = [line + b"\n" for line, n in zip(lines, steps, strict=True) if n <= keep_up_to]
+        missing = keep_up_to - len({n for n in steps if n <= keep_up_to})
+        if missing:
+            warn(f"{self._file} has no rows of {missing} of the {keep_up_to} steps done")
         staged = self._file.with_name(".metrics.jsonl.tmp")
-        staged.write_text("".join(line + "\n" for line in kept))
+        staged.write_bytes(b"".join(kept))
         os.replace(staged, self._file)
+        self._size, self._waiting = self._file.stat().st_size, b""
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row."""
-        with self._file.open("a") as file:
-            file.write(json.dumps({"step": row["step"], **row}, allow_nan=False) + "\n")
+        """Append one row, or keep it until the disk takes it."""
+        text = json.dumps({"step": row["step"], **row}, allow_nan=False) + "\n"
+        self._waiting += text.encode()
+        attempt(f"step {row['step']} of {self._file}", self.sync)
+
+    def sync(self) -> None:
+        """See to it that every row is on the disk.
+
+        Raises:
+            OSError: it is not; nothing is lost, the next call tries again.
+        """
+        with self._file.open("r+b", buffering=0) as file:
+            file.truncate(self._size)  # what an attempt that failed may have left
+            file.seek(self._size)
+            written = file.write(self._waiting)
+            if written < len(self._waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        self._size, self._waiting = self._size + written, b""
+
+
+def _step_of(line: bytes) -> float:
+    """A row's step; infinite for a line that a killed run left half written."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+class RunLog:
+    """What rank 0 writes as training goes: metrics.jsonl and completions.parquet.
+
+    Args:
+        folder: the run folder.
+        keep_up_to: rows of later steps are dropped: a resumed run writes them again.
+    """
+
+    def __init__(self, folder: Path, keep_up_to: int):
+        self._metrics = MetricsLog(folder, keep_up_to)
+        self._completions = CompletionLog(folder, keep_up_to)
+
+    def write(self, row: dict[str, Any], completions: list[dict[str, Any]]) -> None:
+        """A step's metrics, at once, and its completions, until they are kept."""
+        self._metrics.write(row)
+        self._completions.add(completions)
+
+    def sync(self) -> None:
+        """Put what waits on the disk; before each checkpoint, which then has all rows up to it.
+
+        Raises:
+            OSError: it is not; nothing is lost, the next call tries again.
+        """
+        self._metrics.sync()
+        self._completions.sync()
 
 
 def progress_bar(text: str, shown: bool = True) -> Progress:
@@ -66,9 +151,16 @@ class TrainingBar:
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Show an evaluation."""
+        self._print(
+            f"step {row['step']}: held-out accuracy {row['accuracy']:.3f} "
+            f"[{row['low']:.3f}, {row['high']:.3f}], n = {row['n']}, {row['decoding']}"
+        )
+
+    def alarm(self, line: str) -> None:
+        """Show what goes wrong, in red."""
+        self._print(f"ALARM {line}", style="bold red")
+
+    def _print(self, line: str, **options: Any) -> None:
         if not self._bar.disable:
-            self._bar.console.print(
-                f"step {row['step']}: held-out accuracy {row['accuracy']:.3f} "
-                f"[{row['low']:.3f}, {row['high']:.3f}], n = {row['n']}",
-                highlight=False,
-            )
+            plain = dict(highlight=False, markup=False, soft_wrap=True)
+            self._bar.console.print(line, **plain, **options)

@@ -102,11 +102,21 @@ def _short(value: float) -> str:
 
 
 def train_table(result: dict[str, Any]) -> Table:
-    """Held-out accuracy by step."""
-    table = Table(title=f"Held-out accuracy of {result['run']}")
-    for column in ("step", "accuracy", "95 % interval", "questions"):
+    """Held-out accuracy by step and decoding, with the largest k's pass@k where there is one."""
+    first = result["evals"][0]
+    solved = [key for key in first if key.startswith("pass@") and key[5:].isdigit()][-1:]
+    table = Table(
+        title=f"Held-out accuracy of {result['run']}",
+        caption=f"{first['n']} questions; 95 % intervals over questions; cut: at "
+        "max_completion_length; no answer: none found",
+    )
+    columns = ("step", "decoding", "accuracy", "95 % interval", *solved, "cut", "no answer")
+    for column in columns:
         table.add_column(column, justify="right")
     for row in result["evals"]:
         interval = f"[{row['low']:.3f}, {row['high']:.3f}]"
-        table.add_row(str(row["step"]), f"{row['accuracy']:.3f}", interval, str(row["n"]))
+        extra = ["-" if row[key] is None else f"{row[key]:.3f}" for key in solved]
+        shares = [f"{row[key]:.1%}" for key in ("clipped_ratio", "extraction_failure_ratio")]
+        accuracy = f"{row['accuracy']:.3f}"
+        table.add_row(str(row["step"]), row["decoding"], accuracy, interval, *extra, *shares)
     return table

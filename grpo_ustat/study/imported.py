@@ -1,8 +1,9 @@
 """Pools from rollouts saved elsewhere: a Parquet file with prompts, completions and rewards.
 
 The columns are those of TRL's logged completions: `prompt`, `completion`, one column of rewards and
-perhaps `step` and `advantage`. The texts are tokenised again, an end token is added to every
-completion, and the model must be the policy that wrote them: their scores are the model's.
+perhaps `step` and `advantage`; of a training run's own completions.parquet one step. The texts are
+tokenised again, an end token is added to every completion (but where `ended` says that it was cut),
+and the model must be the policy that wrote them: their scores are the model's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as parquet
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import MseConfig
@@ -23,7 +25,10 @@ from grpo_ustat.study.pool import check_batch, read_pool, score_part
 from grpo_ustat.study.store import PoolStore, draws_of
 from grpo_ustat.study.workers import Done
 
-KNOWN = ("step", "prompt", "completion", "advantage")
+KNOWN = (  # TRL's, then ours
+    "step", "prompt", "completion", "advantage",
+    "prompt_id", "completion_index", "length", "ended", "answer", "extracted",
+)  # fmt: skip
 
 
 def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, Done, list[Prompt]]:
@@ -36,7 +41,7 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, Done, list[
         ConfigError: the file cannot be read or lacks columns, or too few completions of a prompt.
     """
     path = Path(config.pool)
-    texts, rewards = _groups(_table(path), path)
+    texts, rewards, ended = _groups(_table(path), path)
     size = min(map(len, rewards))
     if size < 4:
         raise ConfigError(f"{path} has a prompt with {size} completions: at least 4 are needed")
@@ -47,7 +52,8 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, Done, list[
     store = PoolStore(folder, draws_of(config) | {"file": file_digest(path)})
     store.open()
     policy = configured_policy(config)
-    rollouts = _rollouts(policy, prompts, [texts[text][:size] for text in texts])
+    cut = [[row[:size] for row in rows] for rows in (texts.values(), ended)]
+    rollouts = _rollouts(policy, prompts, *cut)
     _score(config, policy, store, rollouts, np.array([r[:size] for r in rewards]))
     pool, spent = read_pool(store, prompts, size)
     return pool, spent, prompts
@@ -55,17 +61,15 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, Done, list[
 
 def _table(path: Path) -> dict[str, list]:
     try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ConfigError("reading a Parquet pool needs pyarrow: pip install pyarrow") from error
-    try:
         return parquet.read_table(path).to_pydict()
     except (OSError, ValueError) as error:
         raise ConfigError(f"pool={path} cannot be read: {error}") from error
 
 
-def _groups(table: dict[str, list], path: Path) -> tuple[dict[str, list[str]], list[list[float]]]:
-    """Completions by prompt, and their rewards in the same order."""
+def _groups(
+    table: dict[str, list], path: Path
+) -> tuple[dict[str, list[str]], list[list[float]], list[list[bool]]]:
+    """Completions by prompt, and in the same order their rewards and whether they ended."""
     missing = {"prompt", "completion"} - set(table)
     numeric = [
         name
@@ -84,21 +88,34 @@ def _groups(table: dict[str, list], path: Path) -> tuple[dict[str, list[str]], l
         )
     texts: dict[str, list[str]] = {}
     rewards: dict[str, list[float]] = {}
-    columns = (table["prompt"], table["completion"], table[numeric[0]])
-    for prompt, completion, reward in zip(*columns, strict=True):
+    ended: dict[str, list[bool]] = {}
+    every = table.get("ended", [True] * len(table["prompt"]))
+    columns = (table["prompt"], table["completion"], table[numeric[0]], every)
+    for prompt, completion, reward, whole in zip(*columns, strict=True):
         texts.setdefault(prompt, []).append(completion)
         rewards.setdefault(prompt, []).append(float(reward))
-    return texts, list(rewards.values())
+        ended.setdefault(prompt, []).append(whole)
+    return texts, list(rewards.values()), list(ended.values())
 
 
 def _name(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _rollouts(policy: Policy, prompts: list[Prompt], texts_PN: list[list[str]]) -> Rollouts:
-    end = policy.tokenizer.eos_token_id
-    encode = policy.tokenizer
-    ids = [[encode(t, add_special_tokens=False)["input_ids"] + [end] for t in x] for x in texts_PN]
+def _rollouts(
+    policy: Policy,
+    prompts: list[Prompt],
+    texts_PN: list[list[str]],
+    ended_PN: list[list[bool]],
+) -> Rollouts:
+    encode, end = policy.tokenizer, policy.tokenizer.eos_token_id
+    ids = [
+        [
+            encode(text, add_special_tokens=False)["input_ids"] + [end] * whole
+            for text, whole in zip(*row, strict=True)
+        ]
+        for row in zip(texts_PN, ended_PN, strict=True)
+    ]
     longest = max(len(row) for group in ids for row in group)
     tokens = np.zeros((len(ids), len(ids[0]), longest), dtype=np.int64)
     mask = np.zeros(tokens.shape, dtype=bool)
@@ -110,7 +127,7 @@ def _rollouts(policy: Policy, prompts: list[Prompt], texts_PN: list[list[str]]) 
         prompt_tokens=[encode(p.text, add_special_tokens=False)["input_ids"] for p in prompts],
         tokens_PGT=tokens,
         mask_PGT=mask,
-        ended_PG=np.ones(tokens.shape[:2], dtype=bool),
+        ended_PG=np.array(ended_PN),
         texts_PG=texts_PN,
     )
 

@@ -191,6 +191,11 @@ class ArithmeticTask:
             for q in draw(split, self._sizes[split], self._ranges, self._seed)
         ]
 
+    def extract(self, completion: str) -> str | None:
+        """The completion's final integer, see `final_integer`."""
+        found = final_integer(completion)
+        return None if found is None else str(found)
+
     def reward(self, prompt: Prompt, completion: str) -> float:
         """1 if the completion's final answer is the right integer, else 0."""
-        return float(final_integer(completion) == int(prompt.answer))
+        return float(self.extract(completion) == prompt.answer)

@@ -101,6 +101,11 @@ class FewShotTask:
             for q in self._questions[split]
         ]
 
+    def extract(self, completion: str) -> str | None:
+        """The completion without the space around it, if it is digits and nothing else."""
+        text = completion.strip()
+        return text if text.isascii() and text.isdecimal() else None
+
     def reward(self, prompt: Prompt, completion: str) -> float:
         """1 if the completion is the right integer but for the space around it, else 0."""
-        return float(completion.strip() == prompt.answer)
+        return float(self.extract(completion) == prompt.answer)

@@ -14,7 +14,7 @@ from grpo_ustat.estimators.baselines import BASELINES, best_constant
 from grpo_ustat.policy.batches import score_rollouts
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import answered, rewards
 
 if TYPE_CHECKING:
     from grpo_ustat.training.setup import Run
@@ -22,19 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's completions.
+    """Completions of a step or of an evaluation.
 
     Attributes:
-        prompts: all P prompts of the step.
-        rollouts: this rank's completions, of `prompts[rank::world]`.
+        prompts: all P prompts.
+        rollouts: this rank's completions, of `prompts[rank::world]`; None without any.
         rewards_PG, lengths_PG, ended_PG: of all prompts, the same on every rank.
+        answered_PG: whether an answer was found in the text, right or wrong.
+        prompt_lengths_P: tokens of the prompts.
     """
 
     prompts: list[Prompt]
-    rollouts: Rollouts
+    rollouts: Rollouts | None
     rewards_PG: np.ndarray
     lengths_PG: np.ndarray
     ended_PG: np.ndarray
+    answered_PG: np.ndarray
+    prompt_lengths_P: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,24 @@ def gathered(accelerator: Accelerator, mine: Iterable[Any]) -> list[Any]:
 
 
 def draw_batch(run: Run, prompts: list[Prompt], step: int) -> Batch:
-    """Sample and reward this rank's prompts, and learn the other ranks' rewards and lengths."""
+    """The step's completions."""
+    return written(run, prompts, run.config.group_size, Sampling.of(run.config, "rollout"), step)
+
+
+def written(
+    run: Run, prompts: list[Prompt], count: int, sampling: Sampling, step: int = 0
+) -> Batch:
+    """Sample and judge this rank's share of the prompts, which may be none of them, and learn what
+    the other ranks found.
+    """
     mine = prompts[run.accelerator.process_index :: run.accelerator.num_processes]
-    sampling = Sampling.of(run.config, "rollout")
-    rollouts = sample(run.policy, mine, run.config.group_size, sampling, step=step)
-    rows = zip(rewards(run.task, rollouts), rollouts.lengths_PG, rollouts.ended_PG, strict=True)
+    rollouts, rows = None, []
+    if mine:
+        rollouts = sample(run.policy, mine, count, sampling, step=step)
+        rows = zip(
+            rewards(run.task, rollouts), rollouts.lengths_PG, rollouts.ended_PG,
+            answered(run.task, rollouts), map(len, rollouts.prompt_tokens), strict=True,
+        )  # fmt: skip
     columns = zip(*gathered(run.accelerator, rows), strict=True)
     return Batch(prompts, rollouts, *(np.array(column) for column in columns))
 

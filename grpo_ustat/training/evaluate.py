@@ -1,47 +1,69 @@
-"""Held-out accuracy: one sampled completion of every test question."""
+"""Held-out accuracy and pass@k of the test questions."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 
-from grpo_ustat.estimators.intervals import wilson
-from grpo_ustat.policy.loading import Policy
-from grpo_ustat.records import Prompt
-from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.tasks.base import Task, rewards
+from grpo_ustat.estimators.intervals import clustered_wilson
+from grpo_ustat.estimators.ustatistic import pass_at_k
+from grpo_ustat.rollout.local import Sampling
+from grpo_ustat.training.batch import Batch, written
+
+if TYPE_CHECKING:
+    from grpo_ustat.training.setup import Run
 
 
-def held_out(
-    policy: Policy, task: Task, prompts: list[Prompt], sampling: Sampling, accelerator: Accelerator
-) -> np.ndarray:
-    """Rewards of one completion per prompt, shape [P], the same on every rank.
+def held_out(run: Run, decoding: str) -> Batch:
+    """Completions of the test questions, of all ranks: one greedy or `eval.num_generations` sampled
+    ones of each.
 
     Draws are keyed by prompt alone, so evaluations at different steps share their randomness and
     differences between them are paired.
     """
-    rank, world = accelerator.process_index, accelerator.num_processes
-    mine = prompts[rank::world]
-    found = rewards(task, sample(policy, mine, 1, sampling))[:, 0]
-    shares = gather_object([found])
-    result = np.zeros(len(prompts))
-    for r, values in enumerate(shares):
-        result[r::world] = values
-    return result
+    greedy = decoding == "greedy"
+    count = 1 if greedy else run.config.eval.num_generations
+    return written(run, run.test_prompts, count, Sampling.of(run.config, "eval", greedy=greedy))
 
 
-def eval_row(step: int, reward_P: np.ndarray) -> dict[str, Any]:
-    """One row of eval.csv, with a Wilson interval: one independent completion per question."""
-    accuracy = wilson(int(reward_P.sum()), len(reward_P))
-    return {
-        "step": step,
-        "split": "test",
-        "decoding": "sampled",
-        "accuracy": accuracy.estimate,
-        "low": accuracy.low,
-        "high": accuracy.high,
-        "n": len(reward_P),
-    }
+def right(batch: Batch) -> np.ndarray:
+    """Which completions are right, bool [P, K]: those with reward 1, the largest there is."""
+    return batch.rewards_PG == 1
+
+
+def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> dict[str, Any]:
+    """One row of eval.csv; all rows of a run have the same keys.
+
+    Intervals are over questions, see `clustered_wilson`; with one completion a question, Wilson's.
+
+    Args:
+        step: updates before it.
+        decoding: `sampled` or `greedy`.
+        batch: its completions.
+        num_generations: up to which k = 2, 4, 8 ... pass@k is asked for; None in a row with fewer
+            completions. pass@1 is the accuracy.
+    """
+    right_PK = right(batch)
+    questions, count = right_PK.shape
+    accuracy = clustered_wilson(right_PK.mean(axis=1), most=count)
+    row = {"step": step, "split": "test", "decoding": decoding, "accuracy": accuracy.estimate}
+    row |= {"low": accuracy.low, "high": accuracy.high, "n": questions, "num_generations": count}
+    row["clipped_ratio"] = float((~batch.ended_PG).mean())
+    row["extraction_failure_ratio"] = float((~batch.answered_PG).mean())
+    for k in powers_of_two(num_generations):
+        names, found = (f"pass@{k}", f"pass@{k}_low", f"pass@{k}_high"), (None, None, None)
+        if k <= count:
+            solved_P = pass_at_k(right_PK.sum(axis=1), count, k)
+            found = clustered_wilson(solved_P, most=count // k)
+        row |= zip(names, found, strict=True)
+    return row
+
+
+def powers_of_two(most: int) -> list[int]:
+    """2, 4, 8 ... up to `most`.
+
+    >>> powers_of_two(1), powers_of_two(9)
+    ([], [2, 4, 8])
+    """
+    return [2**i for i in range(1, most.bit_length())]

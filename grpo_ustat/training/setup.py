@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, gather_object
 from transformers import get_scheduler
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.policy.loading import Policy, check_device, configured_policy
 from grpo_ustat.policy.reading import can_share
+from grpo_ustat.ranks import RefusedByRank
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.train_checks import ENDING
+from grpo_ustat.training import sharded
 from grpo_ustat.training.memory import Memory, make_memory
 from grpo_ustat.training.plan import Limit
+
+PATIENCE = timedelta(hours=2)  # that a rank waits for the slowest one; NCCL's own are 10 minutes
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class Run:
     """Everything the loop holds on to.
 
     Attributes:
+        policy: whole on every rank; under FSDP2 it only reads, see `sharded`.
+        sharded: the policy that FSDP2 trains, in shards; None without it.
         reference: a frozen copy of the policy before training; None without a penalty or with
             adapters, which are switched off instead.
         memory: what the baseline remembers.
@@ -39,6 +47,7 @@ class Run:
     folder: RunFolder
     accelerator: Accelerator
     policy: Policy
+    sharded: Policy | None
     reference: Policy | None
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -48,6 +57,11 @@ class Run:
     memory: Memory
     passes: Limit
     shares: bool
+
+    @property
+    def trained(self) -> Policy:
+        """The policy whose parameters the optimizer moves."""
+        return self.policy if self.sharded is None else self.sharded
 
     def all_ranks_sum(self, values: np.ndarray) -> np.ndarray:
         """The sum of the ranks' arrays, exact for integers."""
@@ -65,21 +79,18 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
         ConfigError: what only the model or the machine can show to be impossible.
     """
     check_device(config.launch.device)
-    accelerator = Accelerator(cpu=config.launch.device == "cpu")
-    if config.prompts_per_step < accelerator.num_processes:
-        raise ConfigError(
-            f"{config.prompts_per_step} prompts a step for {accelerator.num_processes} processes: "
-            "raise budget.rollouts or lower group_size"
-        )
+    accelerator = _accelerator(config)
     device = str(accelerator.device)
     policy = _trained(config, configured_policy(config, device=device))
-    optimizer = _optimizer(config, policy)
+    shards = sharded.shard(policy, accelerator.device) if sharded.asked(accelerator) else None
+    optimizer = _optimizer(config, shards or policy)
     task = make_task(config)
     return Run(
         config=config,
         folder=folder,
         accelerator=accelerator,
         policy=policy,
+        sharded=shards,
         reference=_reference(config, device),
         optimizer=optimizer,
         scheduler=_scheduler(config, optimizer),
@@ -90,6 +101,61 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
         passes=Limit(config.micro_batch_tokens),
         shares=can_share(policy),
     )
+
+
+def _accelerator(config: TrainConfig) -> Accelerator:
+    """The ranks, each with at least one prompt of every step and of the evaluation.
+
+    Raises:
+        ConfigError: there are too many of them, or accelerate was configured for what is ours.
+    """
+    patience = InitProcessGroupKwargs(timeout=PATIENCE)
+    accelerator = Accelerator(cpu=config.launch.device == "cpu", kwargs_handlers=[patience])
+    world = accelerator.num_processes
+    if config.prompts_per_step < world:
+        raise RefusedByRank(
+            f"{config.prompts_per_step} prompts a step for {world} processes: "
+            "raise budget.rollouts or lower group_size"
+        )
+    if config.dataset.test_size < world:
+        raise RefusedByRank(
+            f"dataset.test_size={config.dataset.test_size} for {world} processes: "
+            f"use dataset.test_size={world} or more"
+        )
+    if accelerator.mixed_precision != "no":
+        raise RefusedByRank(
+            f"accelerate's mixed_precision={accelerator.mixed_precision} has no effect here: "
+            "use mixed_precision=no there and bf16=true here"
+        )
+    return accelerator
+
+
+def check_same_start(run: Run, step: int) -> None:
+    """Ranks apply the same updates to weights that no collective ever compares again.
+
+    Raises:
+        ConfigError: their weights or steps differ; on all ranks.
+    """
+    if run.accelerator.num_processes == 1:
+        return
+    starts = gather_object([(step, checksum(run.policy.model))])
+    if len(set(starts)) > 1:
+        told = ", ".join(f"rank {r} at step {s} with {c}" for r, (s, c) in enumerate(starts))
+        raise RefusedByRank(
+            f"ranks start from different weights or steps ({told}): give every one of them the "
+            "same model files and the same run folder"
+        )
+
+
+@torch.no_grad()
+def checksum(model: torch.nn.Module) -> str:
+    """Of all parameters' bits: a sum of integers, exact in any order and on any device."""
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    total = 0
+    for place, parameter in enumerate(model.parameters(), start=1):
+        bits = parameter.contiguous().view(integers[parameter.element_size()])
+        total += place * int(bits.sum(dtype=torch.int64))
+    return f"{total % 2**64:016x}"
 
 
 def _trained(config: TrainConfig, policy: Policy) -> Policy:
@@ -127,7 +193,8 @@ def _checkpoint_layers(model: torch.nn.Module) -> None:
             f"gradient_checkpointing=true with the model's {name}={value}: layers in training mode "
             "would drop at random; use gradient_checkpointing=false"
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    later_name = getattr(model, "activation_checkpointing_enable", None)
+    (later_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _reference(config: TrainConfig, device: str) -> Policy | None:

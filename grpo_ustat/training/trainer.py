@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,33 +14,25 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.intervals import Interval, paired_difference
+from grpo_ustat.ranks import lost_ranks_named
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.draws import generator
-from grpo_ustat.rollout.local import Sampling
-from grpo_ustat.runs.folder import RunFolder, versions
-from grpo_ustat.runs.log import MetricsLog, TrainingBar
+from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
+from grpo_ustat.runs.log import RunLog, TrainingBar, attempt
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
-from grpo_ustat.training import checkpoint
+from grpo_ustat.training.alarms import ring
 from grpo_ustat.training.batch import baseline_context, draw_batch
-from grpo_ustat.training.evaluate import eval_row, held_out
-from grpo_ustat.training.metrics import batch_metrics, update_metrics
-from grpo_ustat.training.setup import Run, set_up
+from grpo_ustat.training.checkpoint import check_finite
+from grpo_ustat.training.evaluate import eval_row, held_out, right
+from grpo_ustat.training.metrics import batch_metrics, tokens_seen, update_metrics
+from grpo_ustat.training.monitor import gradient_mse
+from grpo_ustat.training.progress import Progress, drop_old, named, resume, save
+from grpo_ustat.training.samples import completion_rows
+from grpo_ustat.training.setup import Run, check_same_start, set_up
+from grpo_ustat.training.signals import EXIT_CODE, StopRequest
 from grpo_ustat.training.update import fixed_logprobs, judged_rewards, update
 
-
-@dataclass
-class Progress:
-    """What a run has done so far; stored in each checkpoint."""
-
-    step: int = 0
-    rollouts: int = 0
-    value_rollouts: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    clipped_ratio: float = 0.0
-    evals: list[dict[str, Any]] = field(default_factory=list)
-    rewards_first: list[float] = field(default_factory=list)
-    rewards_last: list[float] = field(default_factory=list)
+Stepped = tuple[dict[str, Any], list[dict[str, Any]]]  # a metrics row, completions to keep
 
 
 def fit(config: TrainConfig, folder: RunFolder) -> float:
@@ -54,7 +46,8 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     if result is not None:
         _refuse_fewer_steps(config, folder, result["steps"])
     if result is None or result["steps"] < config.max_steps:
-        result = _train(config, folder)
+        with lost_ranks_named():
+            result = _train(config, folder)
     else:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
@@ -62,37 +55,95 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     if int(os.environ.get("RANK", 0)) == 0:
         console.print(train_table(result))
         console.print(result["summary"], highlight=False, markup=False)
-        console.print(f"Wrote {folder.path}", soft_wrap=True, highlight=False, markup=False)
+        wrote = f"Wrote {folder.path} (checkpoint in {result['seconds_save']:.1f} s)"
+        console.print(wrote, soft_wrap=True, highlight=False, markup=False)
     return result["final_accuracy"]
 
 
 def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
-    run = set_up(config, folder)
-    main = run.accelerator.is_main_process
-    if main:
-        folder.open()
-    run.accelerator.wait_for_everyone()
-    progress = _resume(run)
-    _refuse_fewer_steps(config, folder, progress.step)
-    log = MetricsLog(folder.path, keep_up_to=progress.step) if main else None
-    with TrainingBar(config.max_steps, progress.step, shown=main) as bar:
-        if not progress.evals:
-            _evaluate(run, progress, bar)
-        while progress.step < config.max_steps:
-            row = _step(run, progress)
-            if log:
-                log.write(row)
-            bar.step(row["reward"])
-            last = progress.step == config.max_steps
-            if progress.step % config.eval_steps == 0 or last:
-                _evaluate(run, progress, bar)
-            if progress.step % config.save_steps == 0 or last:
-                _save(run, progress)
-        if progress.evals[-1]["step"] != progress.step:
-            _evaluate(run, progress, bar)
-    result = _result(config, progress)
-    if main:
-        folder.finish(result)
+    with StopRequest() as stop:
+        run = set_up(config, folder)
+        main = run.accelerator.is_main_process
+        if main:
+            folder.open()
+        run.accelerator.wait_for_everyone()
+        progress = resume(run)
+        check_same_start(run, progress.step)
+        _refuse_fewer_steps(config, folder, progress.step)
+        log = RunLog(folder.path, keep_up_to=progress.step) if main else None
+        with TrainingBar(config.max_steps, progress.step, shown=main) as bar:
+            _loop(run, progress, log, bar, stop)
+    return _finish(run, progress, log)
+
+
+def _loop(
+    run: Run, progress: Progress, log: RunLog | None, bar: TrainingBar, stop: StopRequest
+) -> None:
+    """Evaluate, save and take a step, until none is left or a signal asks to stop.
+
+    What is due depends on the step alone, so a resumed run does what an uninterrupted one does.
+
+    Raises:
+        SystemExit: with code 75, after a checkpoint, because of a signal to any rank.
+        NotSaved: the last checkpoint could not be written.
+    """
+    config, saved = run.config, progress.step
+    while True:
+        last = progress.step == config.max_steps
+        if (last or progress.step % config.eval_steps == 0) and not _asked(run, stop):
+            _evaluate_once(run, progress, bar)
+        stopping = _asked(run, stop)
+        due = last or progress.step % config.save_steps == 0
+        if progress.step > saved and (stopping or due) and save(run, progress, log):
+            saved = progress.step
+        if log and saved == progress.step > 0:
+            drop_old(run, saved)
+        if stopping:
+            _leave(run, progress, saved, stop)
+        if last:
+            break
+        row, completions = _finite_step(run, progress)
+        if log:
+            log.write(row | {"seconds_save": progress.seconds_save}, completions)
+        bar.step(row["reward"])
+        for line in ring(config, row, progress.streaks, progress.alarms):
+            bar.alarm(line)
+    if saved < progress.step:
+        raise NotSaved(
+            f"{run.folder.path}: the last checkpoint could not be written (reason above); with "
+            f"room on the disk the same command goes on from the checkpoint before"
+        )
+
+
+def _asked(run: Run, stop: StopRequest) -> bool:
+    """Whether any rank was told to stop; the same answer on all."""
+    return bool(run.all_ranks_sum(np.array([stop.received])).any())
+
+
+def _leave(run: Run, progress: Progress, saved: int, stop: StopRequest) -> None:
+    if run.accelerator.is_main_process:
+        kept = f"checkpoint-{saved} took {progress.seconds_save:.1f} s to write"
+        if saved < progress.step:
+            kept = "a checkpoint could not be written"
+        text = f"stopped by {stop.name} after step {progress.step}; "
+        text += kept if progress.step else "nothing to save"
+        print(f"{text}; the same command goes on from there", file=sys.stderr)
+    raise SystemExit(EXIT_CODE)
+
+
+def _finish(run: Run, progress: Progress, log: RunLog | None) -> dict[str, Any]:
+    """Write `result.json`, after everything else is on the disk."""
+    result = _result(run.config, progress)
+    if log:
+        try:
+            log.sync()
+            write_csv(run.folder, "eval.csv", progress.evals)
+            run.folder.finish(result)
+        except OSError as error:
+            raise NotSaved(
+                f"{run.folder.path}: training is done but its files could not be written "
+                f"({error}): the same command writes them from the last checkpoint"
+            ) from error
     return result
 
 
@@ -104,23 +155,22 @@ def _refuse_fewer_steps(config: TrainConfig, folder: RunFolder, done: int) -> No
         )
 
 
-def _resume(run: Run) -> Progress:
-    found = checkpoint.newest(run.folder.path)
-    if found is None:
-        return Progress()
-    state = checkpoint.load(found, run.policy, run.optimizer)
-    run.memory.load_state_dict(checkpoint.load_memory(found))
-    return Progress(**state)
-
-
 def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> list[Prompt]:
     """The step's P distinct prompts, a function of seed and step alone."""
     rng = generator(config.seed, "prompts", step)
     return [prompts[i] for i in rng.choice(len(prompts), config.prompts_per_step, replace=False)]
 
 
-def _step(run: Run, progress: Progress) -> dict[str, Any]:
-    """One step of Algorithm 1; returns its metrics row."""
+def _finite_step(run: Run, progress: Progress) -> Stepped:
+    """A step, and a look at the weights that it leaves."""
+    with named(run, progress.step + 1):
+        stepped = _step(run, progress)
+        check_finite(run.policy)
+    return stepped
+
+
+def _step(run: Run, progress: Progress) -> Stepped:
+    """One step of Algorithm 1; returns its metrics row and the completions to keep."""
     start = time.perf_counter()
     config = run.config
     batch = draw_batch(run, choose_prompts(config, run.train_prompts, progress.step), progress.step)
@@ -130,27 +180,32 @@ def _step(run: Run, progress: Progress) -> dict[str, Any]:
     advantage_PG = advantages(config.baseline.name, judged_PG, context, config.baseline.options)
     run.memory.learn(run, batch)
     generated = time.perf_counter()
+    every = config.monitor.gradient_mse_every
+    watched = gradient_mse(run, batch) if every and progress.step % every == 0 else {}
+    completions = completion_rows(run, batch, advantage_PG, progress.step + 1)
     mine_PG = own_rows(run, advantage_PG)
     grad_norm, found = update(run, batch.rollouts, mine_PG, constants, progress.step)
-    row = batch_metrics(batch) | update_metrics(found)
+    row = batch_metrics(batch) | update_metrics(found, batch.rollouts, constants) | watched
     learning_rate = run.scheduler.get_last_lr()[0]
     run.scheduler.step()
     progress.step += 1
     progress.rollouts += config.budget.rollouts
     progress.value_rollouts += extra.rollouts
     progress.tokens += row["tokens"] + extra.tokens
+    progress.num_tokens += tokens_seen(batch) + extra.tokens
     progress.clipped_ratio = row["completions/clipped_ratio"]
     progress.seconds += time.perf_counter() - start
-    return row | {
+    row |= {
         "step": progress.step,
         "grad_norm": grad_norm,
         "learning_rate": learning_rate,
-        "num_tokens": progress.tokens,
+        "num_tokens": progress.num_tokens,
         "rollouts": progress.rollouts,
         "value_rollouts": progress.value_rollouts,
         "seconds_generate": generated - start,
         "step_time": time.perf_counter() - start,
     }
+    return row, completions
 
 
 def own_rows(run: Run, values_PG: np.ndarray) -> np.ndarray:
@@ -158,41 +213,49 @@ def own_rows(run: Run, values_PG: np.ndarray) -> np.ndarray:
     return values_PG[run.accelerator.process_index :: run.accelerator.num_processes]
 
 
+def _evaluate_once(run: Run, progress: Progress, bar: TrainingBar) -> None:
+    if not progress.evals or progress.evals[-1]["step"] != progress.step:
+        with named(run, progress.step):
+            _evaluate(run, progress, bar)
+
+
 def _evaluate(run: Run, progress: Progress, bar: TrainingBar) -> None:
-    reward_P = held_out(
-        run.policy, run.task, run.test_prompts, Sampling.of(run.config, "eval"), run.accelerator
-    )
-    progress.evals.append(eval_row(progress.step, reward_P))
-    progress.rewards_first = progress.rewards_first or reward_P.tolist()
-    progress.rewards_last = reward_P.tolist()
+    asked = run.config.eval
+    for decoding in asked.decoding:
+        batch = held_out(run, decoding)
+        progress.evals.append(eval_row(progress.step, decoding, batch, asked.num_generations))
+        bar.evaluated(progress.evals[-1])
+        if decoding == asked.decoding[0]:
+            progress.rewards_last = right(batch).mean(axis=1).tolist()
+            progress.rewards_first = progress.rewards_first or progress.rewards_last
     if run.accelerator.is_main_process:
-        write_csv(run.folder, "eval.csv", progress.evals)
-    bar.evaluated(progress.evals[-1])
-
-
-def _save(run: Run, progress: Progress) -> None:
-    if run.accelerator.is_main_process:
-        state = {key: value for key, value in vars(progress).items() if key != "step"}
-        checkpoint.save(
-            run.folder.path, progress.step, run.policy, run.optimizer, state,
-            run.memory.state_dict(),
-        )  # fmt: skip
-    run.accelerator.wait_for_everyone()
+        path = run.folder.path / "eval.csv"
+        attempt(str(path), lambda: write_csv(run.folder, "eval.csv", progress.evals))
 
 
 def _summary(config: TrainConfig, progress: Progress, gain: Interval) -> str:
     """What training did to held-out accuracy, in words."""
-    first, last = progress.evals[0], progress.evals[-1]
+    first, last = _of_first_decoding(config, progress)
+    how = f"sampled at temperature {config.temperature}"
+    how = "greedy" if last["decoding"] == "greedy" else how
     text = (
         f"Held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f}, paired difference "
         f"{gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] on the same {last['n']} "
-        f"questions, sampled at temperature {config.temperature}."
+        f"questions, {how}."
     )
+    if progress.alarms:
+        text += f" Alarms (steps): {', '.join(f'{k} ({n})' for k, n in progress.alarms.items())}."
     return text + clipped_warning(progress.clipped_ratio, config.max_completion_length)
 
 
+def _of_first_decoding(config: TrainConfig, progress: Progress) -> tuple[dict, dict]:
+    """The first and the last evaluation by the first decoding listed."""
+    rows = [row for row in progress.evals if row["decoding"] == config.eval.decoding[0]]
+    return rows[0], rows[-1]
+
+
 def _result(config: TrainConfig, progress: Progress) -> dict[str, Any]:
-    last = progress.evals[-1]
+    _, last = _of_first_decoding(config, progress)
     gain = paired_difference(np.array(progress.rewards_last), np.array(progress.rewards_first))
     return {
         "final_accuracy": last["accuracy"],
@@ -206,7 +269,10 @@ def _result(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         "value_rollouts": progress.value_rollouts,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
+        "seconds_save": progress.seconds_save,
+        "failed_saves": progress.failed_saves,
         "evals": progress.evals,
+        "alarms": progress.alarms,
         "run": config.run_name,
         "summary": _summary(config, progress, gain),
         "versions": versions(),

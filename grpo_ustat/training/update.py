@@ -22,6 +22,7 @@ from grpo_ustat.policy.reading import Prompts, Whole
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.training import objective as objectives
+from grpo_ustat.training import sharded
 from grpo_ustat.training.batch import Batch, gathered
 from grpo_ustat.training.objective import Part
 from grpo_ustat.training.plan import plan, recomputing
@@ -105,8 +106,9 @@ def update(
         FloatingPointError: a gradient is not finite; the parameters are as before that update.
     """
     norm, found = 0.0, Found()
-    for minibatch in minibatches(run, rollouts, step):
-        norm = apply_gradient(run, rollouts, advantage_PG, minibatch, constants, found)
+    with sharded.updating(run):
+        for minibatch in minibatches(run, rollouts, step):
+            norm = apply_gradient(run, rollouts, advantage_PG, minibatch, constants, found)
     return norm, found
 
 
@@ -149,8 +151,8 @@ def apply_gradient(
     """
     accumulate_gradient(run, rollouts, advantage_PG, minibatch, constants, found)
     sum_over_ranks(run)
-    grads = [p.grad for p in trainable(run.policy)]
-    norm = float(torch.nn.utils.get_total_norm(grads))
+    grads = [p.grad for p in trainable(run.trained)]
+    norm = float(sharded.whole(torch.nn.utils.get_total_norm(grads)))
     if not math.isfinite(norm):
         raise FloatingPointError(f"the gradient's norm is {norm}: lower learning_rate")
     if run.config.max_grad_norm is not None and norm > run.config.max_grad_norm:
@@ -165,11 +167,14 @@ def trainable(policy: Policy) -> list[torch.nn.Parameter]:
 
 
 def sum_over_ranks(run: Run) -> None:
-    """Add the ranks' gradients up: the divisors are those of the whole update already."""
-    for parameter in trainable(run.policy):
+    """Add the ranks' gradients up: the divisors are those of the whole update already.
+
+    Shards hold the sum by now.
+    """
+    for parameter in trainable(run.trained):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if run.accelerator.num_processes > 1:
+    if run.accelerator.num_processes > 1 and run.sharded is None:
         pending = [dist.all_reduce(p.grad, async_op=True) for p in trainable(run.policy)]
         for handle in pending:
             handle.wait()
@@ -197,36 +202,46 @@ def accumulate_gradient(
         run.optimizer.zero_grad()
         here = Found()
         try:
-            with recomputing(run.policy.model):
+            with recomputing(run.trained.model):
                 _accumulate(run, rollouts, weight_N, index, minibatch, constants, here)
             break
         except (torch.OutOfMemoryError, RuntimeError) as error:
+            if run.sharded is not None:
+                sharded.refuse_out_of_memory(run, error)
             run.passes.shrink(error)
     found.sums.update(here.sums)
     found.gap += here.gap
 
 
 def _accumulate(run: Run, rollouts, weight_N, index, minibatch, constants, found: Found) -> None:
-    objective, temperature = run.config.objective, run.config.temperature
-    for reader, parts in _read(run, run.policy, rollouts, index):
+    for reader, parts in _read(run, run.trained, rollouts, index):
         for index_B in parts:
             window = reader.window(index_B)
-            head = Head(run.policy, reader.output, temperature)
-            part = _part(run, rollouts, weight_N, index_B, minibatch, constants, window)
-            logprob_BT = torch.zeros_like(part.mask_BT)
-            if objectives.depends_on_logprobs(objective, part):
-                logprob_BT = head.logprobs(window)
-                found.sums.update(objectives.diagnostics(objective, logprob_BT, part))
-            factor_BT, entropy_BT = objectives.factors(objective, logprob_BT, part)
-            entropy_BT = None if entropy_BT is None else -entropy_BT
-            logprob_BT = head.backward(window, -factor_BT, entropy_BT)
-            if part.old_BT is None:
-                found.gap += _gap(rollouts, index_B, logprob_BT, factor_BT)
+            if len(index_B):  # else another rank's work, in which this one takes part
+                part = _part(run, rollouts, weight_N, index_B, minibatch, constants, window)
+                head = Head(reader.policy, reader.output, run.config.temperature)
+                _carry_back(run, rollouts, index_B, part, window, head, found)
         reader.backward()
+
+
+def _carry_back(run, rollouts, index_B, part: Part, window, head: Head, found: Found) -> None:
+    objective = run.config.objective
+    logprob_BT = torch.zeros_like(part.mask_BT)
+    if objectives.depends_on_logprobs(objective, part):
+        logprob_BT = head.logprobs(window)
+        found.sums.update(objectives.diagnostics(objective, logprob_BT, part))
+    factor_BT, entropy_BT = objectives.factors(objective, logprob_BT, part)
+    entropy_BT = None if entropy_BT is None else -entropy_BT
+    logprob_BT = head.backward(window, -factor_BT, entropy_BT)
+    if part.old_BT is None:
+        found.gap += _gap(rollouts, index_B, logprob_BT, factor_BT)
 
 
 def _read(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarray):
     """Readers of prompts, each with the parts of completions that continue them."""
+    if policy is run.sharded:
+        yield from sharded.rounds(run, rollouts, index)
+        return
     share = run.shares and run.config.share_prompts and not run.config.gradient_checkpointing
     for chosen in plan(rollouts, index, run.passes.tokens, share):
         shared = share and len(chosen.prompts) < sum(map(len, chosen.parts))

@@ -1,9 +1,8 @@
-"""The applied gradient, checkpoints and resuming."""
+"""The applied gradient, and the run folder as the trainer uses it."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import typed
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.training import trainer
-from grpo_ustat.training.memory import make_memory
 from grpo_ustat.training.setup import set_up
 from grpo_ustat.training.update import (
     Constants,
@@ -44,19 +42,6 @@ def fit(path, *overrides):
     config = config_of(*overrides)
     trainer.fit(config, RunFolder(path, config))
     return path
-
-
-def rows(path):
-    """Metrics without what depends on the clock."""
-    found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    clock = ("seconds_generate", "step_time")
-    return [{k: v for k, v in row.items() if k not in clock} for row in found]
-
-
-def weights(path, step):
-    from safetensors.torch import load_file
-
-    return load_file(path / f"checkpoint-{step}" / "model.safetensors")
 
 
 def first_batch(tmp_path, *overrides):
@@ -131,87 +116,19 @@ def test_an_unfinite_gradient_stops_before_the_step(tmp_path):
     assert torch.equal(before, run.policy.model.lm_head.weight)
 
 
-def test_a_run_leaves_what_it_promises_and_loads_as_any_model(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_a_run_leaves_what_it_promises(tmp_path):
+    from transformers import AutoTokenizer
 
     path = fit(tmp_path / "run")
     names = {p.name for p in path.iterdir()}
     assert {".hydra", "metrics.jsonl", "code.json", "result.json", "eval.csv"} <= names
     assert {"checkpoint-2", "checkpoint-4"} <= names
-    model = AutoModelForCausalLM.from_pretrained(path / "checkpoint-4")
     tokenizer = AutoTokenizer.from_pretrained(path / "checkpoint-4")
     assert tokenizer.decode(tokenizer("1+2=")["input_ids"]) == "1+2="
-    assert model.lm_head.weight is model.model.embed_tokens.weight
     result = json.loads((path / "result.json").read_text())
     assert result["steps"] == 4 and result["rollouts"] == 64
     assert [row["step"] for row in result["evals"]] == [0, 2, 4]
-    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["optimizer=adamw", "optimizer=sgd", "baseline=running_mean", "baseline=spo",
-     "baseline=critic"],
-)  # fmt: skip
-def test_resuming_equals_running_through(tmp_path, override):
-    """Four steps at once, and two steps continued to four: weights and rows equal bit by bit.
-
-    Ten prompts in all, so that the later steps come back to some of the earlier ones.
-    """
-    overrides = (override, "dataset.train_size=10", "budget.value_completions=3")
-    through = fit(tmp_path / "through", *overrides)
-    fit(tmp_path / "parts", *overrides, "max_steps=2")
-    parts = fit(tmp_path / "parts", *overrides)
-    assert rows(parts) == rows(through)
-    for name, value in weights(through, 4).items():
-        assert torch.equal(value, weights(parts, 4)[name])
-    assert (parts / "eval.csv").read_text() == (through / "eval.csv").read_text()
-
-
-@pytest.mark.parametrize("baseline", ["running_mean", "spo", "critic"])
-def test_forgetting_the_memory_would_be_noticed(tmp_path, monkeypatch, baseline):
-    """Negative control of the resume test: without the memory the weights differ."""
-    overrides = (f"baseline={baseline}", "dataset.train_size=10", "budget.value_completions=3")
-    through = fit(tmp_path / "through", *overrides)
-    fit(tmp_path / "parts", *overrides, "max_steps=2")
-    kind = type(make_memory(config_of(*overrides).baseline))
-    monkeypatch.setattr(kind, "load_state_dict", lambda self, state: None)
-    parts = fit(tmp_path / "parts", *overrides)
-    assert any(
-        not torch.equal(value, weights(parts, 4)[name])
-        for name, value in weights(through, 4).items()
-    )
-
-
-def test_forgetting_the_moments_would_be_noticed(tmp_path, monkeypatch):
-    """Negative control of the resume test: without Adam's state the weights differ."""
-    through = fit(tmp_path / "through")
-    fit(tmp_path / "parts", "max_steps=2")
-    monkeypatch.setattr(trainer.checkpoint, "load", forgetful(trainer.checkpoint.load))
-    parts = fit(tmp_path / "parts")
-    assert any(
-        not torch.equal(value, weights(parts, 4)[name])
-        for name, value in weights(through, 4).items()
-    )
-
-
-def forgetful(load):
-    def forget(folder, policy, optimizer):
-        state = load(folder, policy, optimizer)
-        optimizer.state.clear()
-        return state
-
-    return forget
-
-
-def test_a_run_killed_after_a_checkpoint_drops_later_rows(tmp_path):
-    through = fit(tmp_path / "through")
-    broken = tmp_path / "broken"
-    shutil.copytree(through, broken)
-    shutil.rmtree(broken / "checkpoint-4")
-    (broken / "result.json").unlink()
-    fit(broken)
-    assert rows(broken) == rows(through)
+    assert [json.loads(line)["step"] for line in (path / "metrics.jsonl").open()] == [1, 2, 3, 4]
 
 
 def test_a_complete_folder_is_shown_not_run_again(tmp_path, capsys):
@@ -241,18 +158,6 @@ def test_the_stored_configuration_is_the_run(tmp_path):
     path = fit(tmp_path / "run")
     stored = yaml.safe_load((path / ".hydra" / "config.yaml").read_text())
     assert typed(stored, TrainConfig) == config_of()
-
-
-def test_half_a_line_of_metrics_does_not_stop_a_resume(tmp_path):
-    through = fit(tmp_path / "through")
-    broken = tmp_path / "broken"
-    shutil.copytree(through, broken)
-    shutil.rmtree(broken / "checkpoint-4")
-    (broken / "result.json").unlink()
-    with (broken / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "rew')
-    fit(broken)
-    assert rows(broken) == rows(through)
 
 
 def test_fewer_steps_than_are_done_are_refused(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from test_trainer import first_batch
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.rollout import local
 from grpo_ustat.training import update as update_module
 from grpo_ustat.training.plan import Limit, out_of_memory, plan
 from grpo_ustat.training.update import (
@@ -224,15 +225,23 @@ def test_adapters_train_alone_and_their_absence_is_the_reference(tmp_path):
     assert base and all(torch.equal(value, named[name]) for name, value in base.items())
 
 
-def test_bf16_samples_what_it_scores(tmp_path):
-    """Weights stay float32; the log-probability gap is that of one precision, not of two."""
+def test_bf16_samples_what_it_scores(tmp_path, monkeypatch):
+    """Weights stay float32; sampler and update compute in bfloat16."""
+    seen, choose = set(), local.choose
+    monkeypatch.setattr(
+        local, "choose", lambda logits, *rest: (seen.add(logits.dtype), choose(logits, *rest))[1]
+    )
     run, batch = first_batch(tmp_path, "bf16=true")
+    assert seen == {torch.bfloat16}
     assert next(run.policy.model.parameters()).dtype == torch.float32
     exact, _ = first_batch(tmp_path)
     left, _ = gradient_of(run, batch.rollouts, ADVANTAGES)
     right, _ = gradient_of(exact, batch.rollouts, ADVANTAGES)
     total = sum(float((left[n] - right[n]).square().sum()) for n in left) ** 0.5
     size = sum(float(g.square().sum()) for g in right.values()) ** 0.5
+    assert batch.rollouts.logprobs_PGT is not None
+    _, found = gradient_of(run, batch.rollouts, ADVANTAGES)
+    assert 1e-4 < np.mean(found.gap) < 0.05
     assert 1e-6 < total / size < 0.1 and all(g.dtype == torch.float32 for g in left.values())
 
 
@@ -265,9 +274,9 @@ def test_layers_are_recomputed_in_updates_and_nowhere_else(tmp_path):
     counts, texts = {}, {}
     for flag in ("false", "true"):
         run, batch = first_batch(tmp_path, f"gradient_checkpointing={flag}", "share_prompts=false")
-        layer, calls = run.policy.model.model.layers[0], []
+        layer, calls = run.policy.model.model.layers[0].self_attn, []
         handle = layer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        gradient(run, batch.rollouts, np.ones((4, 4)))
+        gradient_of(run, batch.rollouts, np.ones((4, 4)))
         handle.remove()
         counts[flag], texts[flag] = len(calls), batch.rollouts.texts_PG
     assert texts["true"] == texts["false"]

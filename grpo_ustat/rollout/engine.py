@@ -1,0 +1,62 @@
+"""Rollout engines: what writes the completions a trainer learns from."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from grpo_ustat.config import TrainConfig
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.records import Prompt, Rollouts
+from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.rollout.vllm import VllmEngine
+
+
+class Engine(Protocol):
+    """Samples from the policy as it was at the last `refresh`."""
+
+    def sample(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        *,
+        step: int = 0,
+        first: int = 0,
+    ) -> Rollouts:
+        """`group_size` completions of each prompt; see `grpo_ustat.rollout.local.sample`."""
+
+    def refresh(self) -> None:
+        """Take over the policy's weights; to be called after every update, on all ranks."""
+
+
+class LocalEngine:
+    """The policy's own model: exactly the distribution that is scored, always up to date."""
+
+    def __init__(self, policy: Policy):
+        self._policy = policy
+
+    def sample(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        *,
+        step: int = 0,
+        first: int = 0,
+    ) -> Rollouts:
+        """See `Engine.sample`."""
+        return sample(self._policy, prompts, group_size, sampling, step=step, first=first)
+
+    def refresh(self) -> None:
+        """Nothing to do: the weights are the policy's own."""
+
+
+def make_engine(config: TrainConfig, policy: Policy) -> Engine:
+    """The configured engine.
+
+    Raises:
+        ConfigError: `rollout=vllm` where vLLM is missing or cannot run this model.
+    """
+    if config.rollout.name == "local":
+        return LocalEngine(policy)
+    return VllmEngine(policy, config.rollout, rows=config.rollout_batch_size)

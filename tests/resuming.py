@@ -1,0 +1,79 @@
+"""Short runs, what they leave behind without the clock, and how two of them differ."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from safetensors.torch import load_file
+from test_config import compose
+
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.snapshots import MANIFEST
+from grpo_ustat.training import trainer
+from grpo_ustat.training.checkpoint import STATE
+
+SHORT = (  # answers of three tokens; every item of state matters: moments, schedule, running mean
+    "model=tiny_direct", "max_steps=4", "eval_steps=2", "save_steps=1", "save_total_limit=null",
+    "budget.rollouts=16", "group_size=4", "dataset.test_size=10", "dataset.train_size=8",
+    "max_completion_length=6", "rollout_batch_size=64", "learning_rate=1e-3",
+    "baseline=running_mean", "schedule=linear", "schedule.warmup_steps=2",
+)  # fmt: skip
+CLOCK = ("seconds", "seconds_save", "seconds_generate", "step_time", "versions")
+
+
+def config_of(*overrides):
+    return compose("train", *SHORT, *overrides)
+
+
+def fit(path, *overrides):
+    config = config_of(*overrides)
+    trainer.fit(config, RunFolder(path, config))
+    return path
+
+
+def rewind(path, *steps):
+    """Make a finished run one that was killed before these checkpoints were written."""
+    (path / "result.json").unlink()
+    for step in steps:
+        shutil.rmtree(path / f"checkpoint-{step}")
+    return path
+
+
+def timeless(content):
+    """A nested value without what depends on the clock."""
+    if isinstance(content, dict):
+        return {k: timeless(v) for k, v in content.items() if k not in CLOCK}
+    return content
+
+
+def rows(path):
+    return [timeless(json.loads(line)) for line in (path / "metrics.jsonl").open()]
+
+
+def weights(path, step):
+    return load_file(path / f"checkpoint-{step}" / "model.safetensors")
+
+
+def left(path):
+    """Every file of a run folder and its content; the clock, and checksums of it, left out."""
+    found = {}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        if file.name in (STATE, "result.json"):
+            found[name] = timeless(json.loads(file.read_text()))
+        elif file.name == "metrics.jsonl":
+            found[name] = rows(path)
+        elif file.is_file() and file.name not in (MANIFEST, "code.json"):
+            found[name] = file.read_bytes()
+        else:
+            found[name] = None
+    return found
+
+
+def differences(one, two):
+    """Names of files that two run folders do not share bit by bit."""
+    a, b = left(one), left(two)
+    return sorted(
+        name for name in a.keys() | b.keys() if (name in a, a.get(name)) != (name in b, b.get(name))
+    )

@@ -1,0 +1,267 @@
+"""Checkpoints: what they hold, and that nothing of it can be left out."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from resuming import config_of, differences, fit, left, rewind, rows
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.policy.loading import load_policy
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.snapshots import MANIFEST, newest_whole, prune, publish, verify
+from grpo_ustat.training import checkpoint, trainer
+from grpo_ustat.training.memory import make_memory
+from grpo_ustat.training.setup import set_up
+
+NO_SCHEDULE = ("schedule=constant", "schedule.warmup_steps=0")  # so that max_steps may grow
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory):
+    """A run that was never stopped."""
+    return fit(tmp_path_factory.mktemp("through") / "run")
+
+
+def broken(through, tmp_path, *steps):
+    """The same run killed after checkpoint-2, or with other checkpoints missing."""
+    path = tmp_path / "run"
+    shutil.copytree(through, path)
+    return rewind(path, *(steps or (3, 4)))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer=adamw", "optimizer=sgd", "baseline=spo", "baseline=critic", "lora=r16",
+     "model.dtype=float64", "objective=grpo"],
+)  # fmt: skip
+def test_resuming_equals_running_through(tmp_path, override):
+    """Every file bit by bit: weights, moments, schedule, memory, counters, rows, tables."""
+    overrides = (override, "budget.value_completions=3")
+    if override == "objective=grpo":
+        overrides += ("baseline=group_std", "objective.num_iterations=2")
+    through = fit(tmp_path / "through", *overrides)
+    parts = broken(through, tmp_path)
+    fit(parts, *overrides)
+    assert differences(parts, through) == []
+
+
+def test_the_run_is_one_in_which_every_step_moves(through):
+    found = rows(through)
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert all(row["grad_norm"] > 0 and row["learning_rate"] > 0 for row in found[1:])
+    assert len({row["learning_rate"] for row in found}) == 3  # 0, 1/2, 1, 1/2 of the rate
+    weights = [left(through)[f"checkpoint-{n}/model.safetensors"] for n in (1, 2, 3, 4)]
+    assert len(set(weights[1:])) == 3
+
+
+def forget_model(run, state):
+    fresh = set_up(run.config, run.folder).policy.model
+    run.policy.model.load_state_dict(fresh.state_dict())
+
+
+def forget_moments(run, state):
+    run.optimizer.state.clear()
+
+
+def forget_schedule(run, state):
+    run.scheduler.last_epoch = 0
+
+
+def forget_rate(run, state):
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+
+
+def forget_memory(run, state):
+    run.memory.running = 0.0
+
+
+def forget_counter(name):
+    return lambda run, progress: setattr(progress, name, type(getattr(progress, name))())
+
+
+FORGETTING = {
+    "model": forget_model, "moments": forget_moments, "schedule": forget_schedule,
+    "learning rate": forget_rate, "memory": forget_memory,
+} | {
+    name: forget_counter(name)
+    for name in ("step", "rollouts", "tokens", "num_tokens", "evals", "rewards_first")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("item", FORGETTING)
+def test_forgetting_an_item_of_state_is_noticed(through, tmp_path, monkeypatch, item):
+    """Negative controls of the comparison above, one for each item of a checkpoint."""
+    resume = trainer.resume
+
+    def forgetful(run):
+        progress = resume(run)
+        FORGETTING[item](run, progress)
+        return progress
+
+    monkeypatch.setattr(trainer, "resume", forgetful)
+    parts = fit(broken(through, tmp_path))
+    assert differences(parts, through)
+
+
+def test_every_field_of_progress_has_a_control_or_a_reason():
+    """The rest are rewritten before they are read."""
+    covered = {*FORGETTING, "value_rollouts", "streaks", "alarms"}  # below, and in test_alarms
+    rewritten = {"clipped_ratio", "rewards_last"}  # by the last step and the last evaluation
+    clock = {"seconds", "seconds_save"}
+    failures = {"failed_saves"}  # see test_storage
+    assert set(vars(trainer.Progress())) <= covered | rewritten | clock | failures
+
+
+def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
+    overrides = ("baseline=oracle", "budget.value_completions=3")
+    through = fit(tmp_path / "through", *overrides)
+    resume = trainer.resume
+
+    def forgetful(run):
+        progress = resume(run)
+        progress.value_rollouts = 0
+        return progress
+
+    monkeypatch.setattr(trainer, "resume", forgetful)
+    assert differences(fit(broken(through, tmp_path), *overrides), through)
+
+
+@pytest.mark.parametrize("baseline", ["spo", "critic"])
+def test_forgetting_a_memory_is_noticed(tmp_path, monkeypatch, baseline):
+    overrides = (f"baseline={baseline}", "budget.value_completions=3")
+    through = fit(tmp_path / "through", *overrides)
+    kind = type(make_memory(config_of(*overrides).baseline))
+    monkeypatch.setattr(kind, "load_state_dict", lambda self, state: None)
+    assert differences(fit(broken(through, tmp_path), *overrides), through)
+
+
+def test_rows_after_the_checkpoint_are_written_again(through, tmp_path):
+    parts = broken(through, tmp_path)
+    with (parts / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')  # a killed run may leave half a line
+    assert differences(fit(parts), through) == []
+
+
+def test_rows_that_are_gone_are_missed_aloud(through, tmp_path, capsys):
+    parts = broken(through, tmp_path)
+    (parts / "metrics.jsonl").unlink()
+    fit(parts)
+    assert "metrics.jsonl has no rows of 2 of the 2 steps done" in unwrapped(capsys)
+
+
+def unwrapped(capsys):
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_checkpoint_loads_as_any_model(through):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(through / "checkpoint-4")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_checkpoint_of_adapters_loads_as_any_adapter(tmp_path):
+    from peft import AutoPeftModelForCausalLM
+    from safetensors.torch import load_file
+
+    path = fit(tmp_path / "run", "lora=r16", "max_steps=2")
+    stored = load_file(path / "checkpoint-2" / checkpoint.ADAPTERS)
+    model = AutoPeftModelForCausalLM.from_pretrained(path / "checkpoint-2")
+    loaded = dict(model.named_parameters())
+    for name, value in stored.items():
+        assert torch.equal(loaded[name.replace(".weight", ".default.weight")], value)
+    assert any("lora_B" in name and value.abs().max() > 0 for name, value in stored.items())
+
+
+@pytest.mark.parametrize("limit, kept", [(1, [4]), (2, [3, 4]), ("null", [1, 2, 3, 4])])
+def test_as_many_checkpoints_stay_as_asked(tmp_path, limit, kept):
+    path = fit(tmp_path / "run", f"save_total_limit={limit}")
+    assert sorted(path.glob("*checkpoint*")) == [path / f"checkpoint-{n}" for n in kept]
+
+
+def test_only_our_own_whole_folders_are_counted_and_removed(tmp_path):
+    for step in (2, 4, 9):
+        publish(tmp_path, step, lambda staged: (staged / "a").write_text("a"))
+    (tmp_path / "checkpoint-3").mkdir()  # without a manifest: not ours to remove, no place taken
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / ".checkpoint-5.tmp").mkdir()
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-1").symlink_to(tmp_path / "checkpoint-4")
+    prune(tmp_path, 4, 1)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"checkpoint-1", "checkpoint-3", "checkpoint-4", "checkpoint-best", "elsewhere"}
+    verify(tmp_path / "checkpoint-4")
+
+
+def test_a_checkpoint_of_before_manifests_is_passed_over_by_name(through, tmp_path, capsys):
+    parts = broken(through, tmp_path, 4)
+    (parts / "checkpoint-3" / MANIFEST).unlink()
+    assert differences(fit(parts), through) == []
+    assert f"checkpoint-3 is passed over: {MANIFEST} is missing" in unwrapped(capsys)
+    rewind(parts, 4, 3)
+    for step in (1, 2):
+        (parts / f"checkpoint-{step}" / MANIFEST).unlink()
+    with pytest.raises(
+        ConfigError, match="no checkpoint in .* can be used .*on_existing=overwrite"
+    ):
+        fit(parts)
+
+
+def test_a_manifest_of_another_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_ustat.runs.snapshots.FORMAT", 2)
+    publish(tmp_path, 3, lambda staged: (staged / "a").write_text("a"))
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="has format 2, this version reads 1"):
+        newest_whole(tmp_path)
+
+
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "model.norm.weight/exp_avg"])
+@pytest.mark.parametrize("change", ["shape", "absent"])
+def test_tensors_that_do_not_fit_are_refused_by_name(through, tmp_path, tensor, change):
+    from safetensors.torch import load_file, save_file
+
+    found = tmp_path / "checkpoint-4"
+    shutil.copytree(through / "checkpoint-4", found)
+    run = set_up(config_of(), RunFolder(tmp_path, config_of()))
+    file = found / (checkpoint.OPTIMIZER if "/" in tensor else "model.safetensors")
+    stored = load_file(file)
+    value = stored.pop(tensor)
+    if change == "shape":
+        stored[tensor] = value[:3].clone()
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="norm.weight|lacks state of some of the"):
+        checkpoint.load(found, run.policy, run.optimizer)
+
+
+@pytest.mark.parametrize("override", ["model.dtype=float64", "model=hub"])
+def test_another_model_is_refused_before_it_is_loaded(through, tmp_path, override):
+    overrides = [override]
+    if override == "model=hub":  # another architecture of the same class
+        overrides.append(f"model.model_name_or_path={wider(tmp_path / 'wider')}")
+    run = set_up(config_of(*overrides), RunFolder(tmp_path, config_of()))
+    before = [p.detach().clone() for p in run.policy.model.parameters()]
+    with pytest.raises(ConfigError, match="float32|another shape"):
+        checkpoint.load(through / "checkpoint-4", run.policy, run.optimizer)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, run.policy.model.parameters(), strict=True)
+    )
+
+
+def wider(path):
+    policy = load_policy("embedded:tiny_direct")
+    config = policy.model.config
+    config.intermediate_size += 8
+    type(policy.model)(config).save_pretrained(path)
+    policy.tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_finished_run_goes_on_to_more_steps(tmp_path):
+    through = fit(tmp_path / "through", *NO_SCHEDULE)
+    fit(tmp_path / "parts", *NO_SCHEDULE, "max_steps=2")
+    parts = fit(tmp_path / "parts", *NO_SCHEDULE)
+    assert differences(parts, through) == []

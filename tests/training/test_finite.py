@@ -1,0 +1,124 @@
+"""A number that is not finite stops the run by name and never reaches a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from resuming import config_of, differences, fit
+from safetensors.torch import load_file
+
+from grpo_ustat.runs.snapshots import newest_whole
+from grpo_ustat.tasks.registry import make_task
+from grpo_ustat.training import trainer, update
+
+BAD = [math.nan, math.inf]
+
+
+def stopped_in(path, step, match):
+    """The run stops there for that reason, keeps the checkpoint before and goes on from it."""
+    with pytest.raises(FloatingPointError, match=rf"{path.name} stopped in step {step}: {match}"):
+        fit(path)
+    assert not (path / "result.json").exists()
+    assert newest_whole(path).name == f"checkpoint-{step - 1}"
+    assert len((path / "metrics.jsonl").read_text().splitlines()) == step - 1
+    assert all(v.isfinite().all() for v in tensors(path, step - 1))
+
+
+def tensors(path, step):
+    for file in (path / f"checkpoint-{step}").glob("*.safetensors"):
+        yield from load_file(file).values()
+
+
+def in_step(number, monkeypatch, owner, name, then):
+    """Once the `number`-th call of a function has returned, `then` happens to what it was given."""
+    function, calls = getattr(owner, name), []
+
+    def called(*arguments, **options):
+        result = function(*arguments, **options)
+        calls.append(1)
+        return then(result, *arguments) if len(calls) == number else result
+
+    monkeypatch.setattr(owner, name, called)
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("through") / "run")
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_reward(tmp_path, monkeypatch, through, bad):
+    """It names the prompt."""
+    config = config_of()
+    prompts = make_task(config).prompts("train")
+    victim = trainer.choose_prompts(config, prompts, 2)[1].id
+    kind = type(make_task(config))
+    reward, step = kind.reward, trainer._step
+    now = []
+
+    def stepping(run, progress):
+        now[:] = [progress.step]
+        return step(run, progress)
+
+    def unfinite(self, prompt, completion):
+        return bad if now == [2] and prompt.id == victim else reward(self, prompt, completion)
+
+    monkeypatch.setattr(trainer, "_step", stepping)
+    monkeypatch.setattr(kind, "reward", unfinite)
+    stopped_in(
+        tmp_path / "run", 3, rf"the reward of completion 0 of prompt {re.escape(victim)} is {bad}"
+    )
+    monkeypatch.undo()
+    assert differences(fit(tmp_path / "run"), through) == []
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_gradient(tmp_path, monkeypatch, through, bad):
+    def spoilt(result, run, *_):
+        next(iter(update.trainable(run.policy))).grad.view(-1)[0] = bad
+
+    in_step(2, monkeypatch, update, "sum_over_ranks", spoilt)
+    stopped_in(tmp_path / "run", 2, "the gradient's norm is (nan|inf)")
+    monkeypatch.undo()
+    assert differences(fit(tmp_path / "run"), through) == []
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_weight_after_the_step(tmp_path, monkeypatch, through, bad):
+    def spoilt(result, run, *_):
+        with torch.no_grad():
+            run.policy.model.model.norm.weight[3] = bad
+        return result
+
+    in_step(3, monkeypatch, trainer, "update", spoilt)
+    stopped_in(tmp_path / "run", 3, "weight model.norm.weight is not finite")
+    monkeypatch.undo()
+    assert differences(fit(tmp_path / "run"), through) == []
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_moment_of_the_optimizer(tmp_path, monkeypatch, through, bad):
+    """The weights stay finite, a checkpoint would not be."""
+
+    def spoilt(result, run, *_):
+        norm = run.policy.model.model.norm.weight
+        run.optimizer.state[norm]["exp_avg_sq"][3] = bad
+        return result
+
+    in_step(3, monkeypatch, trainer, "update", spoilt)
+    name = "optimizer state exp_avg_sq of model.norm.weight"
+    with pytest.raises(FloatingPointError, match=f"run stopped in step 3: {name} is not finite"):
+        fit(tmp_path / "run")
+    assert newest_whole(tmp_path / "run").name == "checkpoint-2"
+    monkeypatch.undo()
+    assert differences(fit(tmp_path / "run"), through) == []
+
+
+def test_a_reward_of_the_evaluation(tmp_path, monkeypatch):
+    kind = type(make_task(config_of()))
+    monkeypatch.setattr(kind, "reward", lambda self, prompt, completion: math.nan)
+    with pytest.raises(FloatingPointError, match="run stopped in step 0: the reward of completion"):
+        fit(tmp_path / "run")

@@ -1,0 +1,170 @@
+"""SIGKILL at seeded moments: the same command goes on and ends as if nothing had happened.
+
+Every run is a fork of this process, which has imported everything already. Half of the kills come
+after a seeded time, half just before a seeded one of the calls that change the folder (each file
+synced, renamed or removed), so saving and pruning get their share.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+
+import numpy as np
+import pytest
+from resuming import config_of, differences
+
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.training import progress, trainer
+
+CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir")
+MODEST = ("max_steps=3", "save_total_limit=1")
+REASONING = ("model=tiny_base", "max_completion_length=60", "budget.rollouts=8")
+
+
+def forked(path, config, before=lambda: None):
+    """Start training in a child process; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        output = os.open(f"{path}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1), os.dup2(output, 2)
+        sys.stdout = sys.__stdout__ = os.fdopen(1, "w")
+        sys.stderr = sys.__stderr__ = os.fdopen(2, "w")
+        before()
+        trainer.fit(config, RunFolder(path, config))
+        sys.stdout.flush()
+        os._exit(0)
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+        os._exit(1)
+
+
+def end_of(pid):
+    """0, or the negative number of the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def at_each_call(act):
+    """Have `act` called with the number of each call that changes a folder, before it is made."""
+    count = iter(range(10**9))
+
+    def wrapped(call):
+        def counted(*arguments, **options):
+            act(next(count))
+            return call(*arguments, **options)
+
+        return counted
+
+    for name in CALLS:
+        setattr(os, name, wrapped(getattr(os, name)))
+
+
+def kill_before_call(number):
+    def act(n):
+        if n == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return lambda: at_each_call(act)
+
+
+class Reference:
+    """A run that nobody stops, its time, and how many calls it makes."""
+
+    def __init__(self, path, overrides):
+        self.path, self.config = path / "through", config_of(*overrides)
+        start = time.perf_counter()
+        assert end_of(forked(self.path, self.config)) == 0
+        self.seconds = time.perf_counter() - start
+        counts = path / "calls"
+
+        def count(n):
+            counts.write_text(str(n + 1))
+
+        assert end_of(forked(path / "counted", self.config, lambda: at_each_call(count))) == 0
+        assert differences(path / "counted", self.path) == []
+        self.calls = int(counts.read_text())
+
+    def kill(self, path, rng, by_time):
+        """Run until a SIGKILL really hits; returns where it did."""
+        if not by_time:
+            number = int(rng.integers(self.calls))
+            before = kill_before_call(number)
+            assert end_of(forked(path, self.config, before)) == -signal.SIGKILL
+        while by_time:
+            pid = forked(path, self.config)
+            time.sleep(rng.uniform(0, self.seconds))
+            os.kill(pid, signal.SIGKILL)
+            if end_of(pid) == -signal.SIGKILL:
+                break
+            self.clear(path)
+        return where(path)
+
+    def recover(self, path):
+        """The same command again: it ends by itself, with the same files."""
+        ended = end_of(forked(path, self.config))
+        assert ended == 0, path.with_name(f"{path.name}.log").read_text()[-3000:]
+        assert differences(path, self.path) == []
+
+    @staticmethod
+    def clear(path):
+        for file in sorted(path.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+
+
+def where(path):
+    """What the kill left: staged or half removed folders, and the newest checkpoint's step."""
+    staged = [p.name for p in path.glob(".checkpoint*")]
+    steps = [int(p.name.rpartition("-")[2]) for p in path.glob("checkpoint-*")]
+    newest = max(steps, default=0)
+    if not staged:
+        return f"between saves, after {newest}"
+    removing = any(int(name.split("-")[1].split(".")[0]) < newest for name in staged)
+    return "during a prune" if removing else "during a save"
+
+
+def sweep(path, overrides, trials):
+    """So many kills and recoveries; returns how many hit where."""
+    reference, hit = Reference(path, overrides), Counter()
+    for trial in range(trials):
+        rng = np.random.default_rng([20261121, trial])
+        run = path / f"trial-{trial}"
+        hit[reference.kill(run, rng, by_time=trial % 2 == 0)] += 1
+        reference.recover(run)
+        hit["recoveries"] += 1
+        reference.clear(run)
+    return hit
+
+
+def test_some_kills_and_recoveries(tmp_path):
+    hit = sweep(tmp_path, MODEST, 6)
+    assert hit["recoveries"] == 6
+
+
+def test_a_recovery_that_forgets_is_caught(tmp_path, monkeypatch):
+    """Negative control of the sweep."""
+    reference, run = Reference(tmp_path, MODEST), tmp_path / "run"
+    before = kill_before_call(reference.calls // 2)
+    assert end_of(forked(run, reference.config, before)) == -signal.SIGKILL
+    assert list(run.glob("checkpoint-[12]"))
+    monkeypatch.setattr(
+        progress.checkpoint, "load_memory", lambda found: {"running": np.array(0.0)}
+    )
+    with pytest.raises(AssertionError, match="checkpoint-3/memory.npz"):
+        reference.recover(run)
+
+
+@pytest.mark.slow
+def test_200_kills_and_recoveries(tmp_path, capsys):
+    start = time.perf_counter()
+    hit = sweep(tmp_path, (*MODEST, *REASONING), 200)
+    with capsys.disabled():
+        print(f"\n{dict(hit)} in {time.perf_counter() - start:.0f} s")
+    assert hit["recoveries"] == 200
+    assert hit["during a save"] >= 20 and hit["during a prune"] >= 5

@@ -1,0 +1,376 @@
+"""Two processes do what one does: replicas (DDP) and shards (FSDP2), in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+from forks import FSDP2, in_ranks  # noqa: E402
+from resuming import rows, weights  # noqa: E402
+from test_trainer import SMALL as BASE  # noqa: E402
+from test_trainer import config_of, first_batch, fit  # noqa: E402
+
+from grpo_ustat.policy.loading import load_policy  # noqa: E402
+from grpo_ustat.ranks import RefusedByRank, barrier  # noqa: E402
+from grpo_ustat.runs.folder import RunFolder  # noqa: E402
+from grpo_ustat.training import checkpoint, setup, sharded, trainer  # noqa: E402
+from grpo_ustat.training import update as updates  # noqa: E402
+from grpo_ustat.training.update import Found, minibatches  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="processes that have seen a GPU cannot be forked"
+)
+SMALL = (  # 9 prompts a step: 5 and 4; 7 test questions: 4 and 3
+    "model=tiny_direct", "model.dtype=float64", "budget.rollouts=36", "group_size=4",
+    "dataset.test_size=7", "max_completion_length=8", "max_steps=3", "eval_steps=3",
+    "save_steps=3", "learning_rate=1e-4", "temperature=2",
+)  # fmt: skip
+GRPO = (  # minibatches of 3 prompts: 2 and 1, or 3 and none
+    "objective=grpo_original", "objective.num_iterations=2", "objective.minibatch_size=12",
+    "objective.beta=0.1", "max_grad_norm=0.05", "baseline=group_std",
+    "optimizer=sgd", "learning_rate=1e-2",
+)  # fmt: skip
+CASES = {"algorithm1": (), "grpo": GRPO}
+SLOW_CASES = {
+    "reinforce_pp": ("objective=grpo_original", "objective.num_iterations=2",
+                     "objective.minibatch_size=12", "baseline=reinforce_pp"),
+    "gspo": ("objective=gspo", "objective.num_iterations=2", "objective.minibatch_size=12"),
+    "entropy": ("objective=grpo", "objective.entropy_coef=0.01"),
+    "penalty in the reward": ("objective=grpo", "objective.beta=0.1", "objective.kl_estimator=k1",
+                              "objective.kl_in=reward"),
+    "spo": ("baseline=spo", "dataset.train_size=12", "budget.value_completions=3"),
+    "critic": ("baseline=critic",),
+    "optimal": ("baseline=optimal", "budget.value_completions=3"),
+    "adapters": ("lora=r16", "objective=grpo", "objective.beta=0.1"),
+    "checkpointing": ("gradient_checkpointing=true",),
+    "monitor": ("monitor.gradient_mse_every=1", "eval.decoding=[sampled,greedy]",
+                "eval.num_generations=3"),
+    "one row at a time": ("micro_batch_tokens=1",),
+}  # fmt: skip
+LAUNCHES = {"replicas": {}, "shards": FSDP2}
+both_launches = pytest.mark.parametrize("launch", LAUNCHES)
+
+
+def first_gradient(path, *overrides, silent=slice(0), number=0):
+    """The gradient of an update of the first step, under the policy before it."""
+    run, batch = first_batch(path, *SMALL, *overrides)
+    context, _ = trainer.baseline_context(run, batch, 0)
+    constants = trainer.fixed_logprobs(run, batch.rollouts)
+    judged_PG = trainer.judged_rewards(run, batch, constants)
+    options = run.config.baseline.options
+    advantage_PG = trainer.advantages(run.config.baseline.name, judged_PG, context, options)
+    advantage_PG[silent] = 0
+    mine_PG, found = trainer.own_rows(run, advantage_PG), Found()
+    minibatch = list(minibatches(run, batch.rollouts, 0))[number]
+    with sharded.updating(run):
+        updates.accumulate_gradient(run, batch.rollouts, mine_PG, minibatch, constants, found)
+        updates.sum_over_ranks(run)
+    grads = [sharded.whole(p.grad) for p in updates.trainable(run.trained)]
+    return {
+        "ids": [prompt.id for prompt in batch.prompts],
+        "texts": batch.rollouts.texts_PG,
+        "rewards": batch.rewards_PG,
+        "lengths": batch.lengths_PG,
+        "advantages": advantage_PG,
+        "gradient": torch.cat([g.flatten() for g in grads]).numpy(),
+        "prompts": sorted(set(minibatch.index // 4)),
+        "tokens": run.passes.tokens,
+    }
+
+
+def on_two(launch, work):
+    found = in_ranks(2, work, LAUNCHES[launch])
+    failed = [text for text in found if isinstance(text, str) and "Traceback" in text]
+    assert not failed, "\n".join(failed)
+    return found
+
+
+def assert_same_gradient(found, one, rtol=1e-12):
+    scale = np.abs(one["gradient"]).max()
+    assert scale > 0
+    np.testing.assert_allclose(found["gradient"], one["gradient"], rtol=0, atol=rtol * scale)
+
+
+@both_launches
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_draw_reward_and_differentiate_as_one(tmp_path, launch, case):
+    number = 1 if case == "grpo" else 0
+    one = first_gradient(tmp_path, *CASES[case], number=number)
+    two = on_two(launch, lambda _: first_gradient(tmp_path, *CASES[case], number=number))
+    assert one["rewards"].std() > 0
+    assert len(two[0]["prompts"]) != len(two[1]["prompts"])
+    for rank, found in enumerate(two):
+        assert found["ids"] == one["ids"]
+        assert found["texts"] == one["texts"][rank::2]
+        for name in ("rewards", "lengths", "advantages"):
+            assert np.array_equal(found[name], one[name])
+        assert_same_gradient(found, one)
+
+
+@both_launches
+def test_a_rank_with_nothing_to_add_takes_part(tmp_path, launch):
+    """Rank 1's advantages are all zero; and then those of both."""
+    one = first_gradient(tmp_path, silent=slice(1, None, 2))
+    for found in on_two(launch, lambda _: first_gradient(tmp_path, silent=slice(1, None, 2))):
+        assert_same_gradient(found, one)
+    for found in on_two(launch, lambda _: first_gradient(tmp_path, silent=slice(None))):
+        assert not found["gradient"].any()
+
+
+@pytest.mark.slow
+@both_launches
+def test_an_output_layer_of_its_own_is_summed_too(tmp_path, launch):
+    """Untied, and rank 1 has nothing to add: its output layer has no gradient before the sum."""
+    policy = load_policy("embedded:tiny_direct")
+    policy.model.config.tie_word_embeddings = False
+    policy.model.lm_head.weight = torch.nn.Parameter(policy.model.lm_head.weight + 0.01)
+    policy.model.save_pretrained(tmp_path / "model")
+    policy.tokenizer.save_pretrained(tmp_path / "model")
+    untied = ("model=hub", f"model.model_name_or_path={tmp_path / 'model'}", "model.dtype=float64")
+    one = first_gradient(tmp_path, *untied, silent=slice(1, None, 2))
+    for found in on_two(
+        launch, lambda _: first_gradient(tmp_path, *untied, silent=slice(1, None, 2))
+    ):
+        assert_same_gradient(found, one)
+
+
+@pytest.mark.slow
+def test_shards_compute_in_bfloat16_what_replicas_do(tmp_path):
+    """The same passes, so the same roundings; another width of a batch changes some percent."""
+    rounded = ("model.dtype=float32", "bf16=true", "share_prompts=false")
+    found = {x: on_two(x, lambda _: first_gradient(tmp_path, *rounded))[0] for x in LAUNCHES}
+    assert_same_gradient(found["shards"], found["replicas"], rtol=1e-5)
+    with pytest.raises(AssertionError):
+        assert_same_gradient(found["shards"], first_gradient(tmp_path), rtol=1e-5)
+
+
+def assert_same_run(one, two, rtol=1e-9, but=()):
+    for row, other in zip(rows(one), rows(two), strict=True):
+        assert row.keys() == other.keys()
+        for name in row.keys() - set(but) - {"monitor/seconds"}:
+            expected = row[name]
+            if isinstance(expected, float):
+                expected = pytest.approx(expected, rel=rtol, abs=1e-12)
+            assert other[name] == expected, name
+    assert (one / "eval.csv").read_text() == (two / "eval.csv").read_text()
+
+
+def assert_same_training(tmp_path, launch, overrides, but=()):
+    one = fit(tmp_path / "one", *SMALL, *overrides)
+    two = tmp_path / "two"
+    checksums = on_two(launch, lambda _: trained(two, *SMALL, *overrides))
+    assert checksums[0] == checksums[1]  # replicas stay equal bit by bit
+    assert_same_run(one, two, but=but)
+    stored = [next((path / "checkpoint-3").glob("*model.safetensors")) for path in (one, two)]
+    assert stored[0].name == stored[1].name
+    return one, two
+
+
+def trained(path, *overrides):
+    """Train, and return the checksum of the rank's parameters."""
+    seen = []
+    set_up = trainer.set_up
+    trainer.set_up = lambda *given: seen.append(set_up(*given)) or seen[0]
+    fit(path, *overrides)
+    return setup.checksum(seen[0].policy.model)
+
+
+@both_launches
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one(tmp_path, launch, case):
+    one, two = assert_same_training(tmp_path, launch, CASES[case])
+    for name, value in weights(one, 3).items():
+        torch.testing.assert_close(weights(two, 3)[name], value, rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+@both_launches
+@pytest.mark.parametrize("case", SLOW_CASES)
+def test_every_objective_and_memory_trains_as_one(tmp_path, launch, case):
+    # A penalised reward is the others' up to rounding only, and so is an advantage of zero: what
+    # is counted over completions with another advantage differs.
+    counted = ("frac_completions_skipped", "ratio/mean", "clip_ratio/region_mean")
+    but = counted if case == "penalty in the reward" else ()
+    assert_same_training(tmp_path, launch, (*SLOW_CASES[case], "optimizer=sgd"), but)
+
+
+@pytest.mark.parametrize("order", ["two then one", "one then two"])
+def test_a_checkpoint_of_shards_resumes_anywhere(tmp_path, order):
+    """One step in one world and two in the other; weights are a plain folder in both."""
+    one = fit(tmp_path / "one", *SMALL)
+    path, first = tmp_path / "parts", ("max_steps=1",)
+    if order == "two then one":
+        on_two("shards", lambda _: str(fit(path, *SMALL, *first)))
+        fit(path, *SMALL)
+    else:
+        fit(path, *SMALL, *first)
+        on_two("shards", lambda _: str(fit(path, *SMALL)))
+    assert_same_run_but_evaluations(one, path)
+    assert {p.name for p in (path / "checkpoint-1").iterdir()} == {
+        p.name for p in (one / "checkpoint-3").iterdir()
+    }
+
+
+def assert_same_run_but_evaluations(one, path):
+    (path / "eval.csv").write_text((one / "eval.csv").read_text())  # one more, after step 1
+    assert_same_run(one, path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forgotten", ["scatter", "load_moments"])
+def test_shards_that_forget_would_be_noticed(tmp_path, forgotten):
+    """Negative control: without the weights or Adam's state in the shards, the rows differ."""
+    one, path = fit(tmp_path / "one", *SMALL), tmp_path / "parts"
+    fit(path, *SMALL, "max_steps=1")
+
+    def forgetful(_):
+        for module in (sharded, checkpoint):
+            if hasattr(module, forgotten):
+                setattr(module, forgotten, lambda *_: None)
+        return str(fit(path, *SMALL))
+
+    on_two("shards", forgetful)
+    with pytest.raises(AssertionError):
+        assert_same_run_but_evaluations(one, path)
+
+
+def out_of_memory_once(rank):
+    """Rank 1's memory runs out in the middle of its first gradient."""
+    form, failed = updates._carry_back, []
+
+    def fail(*given):
+        form(*given)
+        if rank == 1 and not failed:
+            failed.append(True)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    updates._carry_back = fail
+
+
+def test_memory_that_runs_out_on_one_replica_changes_no_gradient(tmp_path):
+    one = first_gradient(tmp_path)
+
+    def work(rank):
+        out_of_memory_once(rank)
+        return first_gradient(tmp_path)
+
+    two = on_two("replicas", work)
+    assert [found["tokens"] for found in two] == [16384, 8192]
+    for found in two:
+        assert_same_gradient(found, one)
+
+
+def failing(path, prepare):
+    def work(rank):
+        prepare(rank)
+        try:
+            return str(fit(path, *SMALL))
+        except RefusedByRank:
+            barrier()  # as the command line does
+            raise
+
+    return work
+
+
+def test_memory_that_runs_out_on_one_shard_ends_both(tmp_path):
+    zero, one = in_ranks(2, failing(tmp_path / "run", out_of_memory_once), FSDP2)
+    assert one.startswith("ConfigError: out of memory in an update with micro_batch_tokens=16384")
+    assert zero.startswith("SystemExit: error: rank 0 of 2 lost another rank")
+
+
+def raise_in_the_update(rank):
+    def fail(*_):
+        raise ValueError("a fault of rank 1")
+
+    if rank == 1:
+        updates._carry_back = fail
+
+
+def die_in_the_update(rank):
+    if rank == 1:
+        updates._carry_back = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@both_launches
+@pytest.mark.parametrize("prepare", [raise_in_the_update, die_in_the_update])
+def test_a_rank_that_fails_ends_the_other_in_one_line(tmp_path, launch, prepare):
+    zero, one = in_ranks(2, failing(tmp_path / "run", prepare), LAUNCHES[launch])
+    told = {raise_in_the_update: "ValueError: a fault of rank 1", die_in_the_update: "gone"}
+    assert one.startswith(told[prepare])
+    assert zero.startswith("SystemExit: error: rank 0 of 2 lost another rank, whose own message")
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_ranks_that_start_from_different_weights_are_refused(tmp_path):
+    def differ(rank):
+        set_up = trainer.set_up
+
+        def moved(*given):
+            run = set_up(*given)
+            run.policy.model.lm_head.weight.data[0, 0] += 1e-9 * rank
+            return run
+
+        trainer.set_up = moved
+
+    for text in in_ranks(2, failing(tmp_path / "run", differ)):
+        assert text.startswith("RefusedByRank: ranks start from different weights or steps")
+
+
+@pytest.mark.parametrize(
+    "environment, overrides, match",
+    [
+        (FSDP2 | {"FSDP_VERSION": "1"}, (), "fsdp_version=1 is not supported: use 2"),
+        (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, (), "fsdp_offload_params=True is not supported"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, (), "use mixed_precision=no there and bf16=true"),
+        ({}, ("budget.rollouts=4",), "1 prompts a step for 2 processes"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(tmp_path, environment, overrides, match):
+    def work(_):
+        config = config_of(*SMALL, *overrides)
+        return str(trainer.fit(config, RunFolder(tmp_path / "run", config)))
+
+    for text in in_ranks(2, work, environment):
+        assert text.startswith("RefusedByRank: ") and match in text
+
+
+def launched(name, folder, *overrides):
+    root = Path(__file__).parents[2]
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch",
+        "--config_file", str(root / f"scripts/accelerate/{name}.yaml"), "--num_processes=2",
+        "-m", "grpo_ustat.train", *BASE, *SMALL, *overrides, f"hydra.run.dir={folder / name}",
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_the_shipped_configurations_launch(tmp_path, name):
+    """The float64 models of a fresh process have float32 norms, so only rewards are compared."""
+    done = launched(name, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Wrote ") == 1
+    one = fit(tmp_path / "one", *SMALL)
+    assert [row["reward"] for row in rows(tmp_path / name)] == [row["reward"] for row in rows(one)]
+    assert json.loads((tmp_path / name / "result.json").read_text())["steps"] == 3
+
+
+@pytest.mark.slow
+def test_a_launched_refusal_is_one_line(tmp_path):
+    done = launched("ddp", tmp_path, "budget.rollouts=4")
+    assert done.returncode != 0
+    assert done.stderr.count("error: 1 prompts a step for 2 processes") == 1

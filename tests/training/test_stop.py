@@ -1,0 +1,149 @@
+"""SIGTERM and SIGUSR1: a checkpoint between steps, code 75, and the same command goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from forks import in_ranks
+from resuming import SHORT, differences, fit, rows
+
+from grpo_ustat.ranks import RefusedByRank
+from grpo_ustat.runs.snapshots import newest_whole
+from grpo_ustat.training import trainer
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("through") / "run", "save_steps=4")
+
+
+def signalling(monkeypatch, name, number, at):
+    """Send this process a signal inside the `at`-th call of a part of the trainer."""
+    part, calls = getattr(trainer, name), []
+
+    def called(*arguments, **options):
+        calls.append(1)
+        if len(calls) == at:
+            os.kill(os.getpid(), number)
+        return part(*arguments, **options)
+
+    monkeypatch.setattr(trainer, name, called)
+
+
+MOMENTS = [  # (part of the loop, its which call, steps done when the run stops)
+    ("set_up", 1, 0), ("_evaluate", 1, 0), ("draw_batch", 1, 1), ("judged_rewards", 2, 2),
+    ("update", 3, 3), ("_step", 4, 4), ("_evaluate", 2, 2),
+    ("_evaluate", 3, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("part, at, done", MOMENTS)
+def test_a_signal_stops_between_steps(
+    tmp_path, monkeypatch, capsys, through, part, at, done, number
+):
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)]
+    signalling(monkeypatch, part, number, at)
+    with pytest.raises(SystemExit) as stopped:
+        fit(tmp_path / "run", "save_steps=4")
+    monkeypatch.undo()
+    assert stopped.value.code == 75
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)] == before
+    said = capsys.readouterr().err
+    assert f"stopped by {signal.Signals(number).name} after step {done}; " in said
+    found = newest_whole(tmp_path / "run")
+    assert (found.name if found else None) == (f"checkpoint-{done}" if done else None)
+    fit(tmp_path / "run", "save_steps=4")
+    beyond = {f"checkpoint-{done}"}  # written because of the signal, at no multiple of save_steps
+    changed = {name.partition("/")[0] for name in differences(tmp_path / "run", through)}
+    assert changed <= beyond
+
+
+def test_a_signal_in_the_last_save_is_too_late_to_stop_anything(tmp_path, monkeypatch, through):
+    signalling(monkeypatch, "save", signal.SIGTERM, 1)
+    assert differences(fit(tmp_path / "run", "save_steps=4"), through) == []
+
+
+def test_handlers_are_as_before_after_a_run(tmp_path):
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    fit(tmp_path / "run", "max_steps=1", "schedule=constant", "schedule.warmup_steps=0")
+    now = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    assert now == before
+
+
+COMMAND = (sys.executable, "-m", "grpo_ustat.train", *SHORT, "save_steps=4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("lines", [0, 1, 2, 3])
+def test_the_command_ends_with_code_75_and_goes_on(tmp_path, through, number, lines):
+    """A real process, signalled once so many rows are written."""
+    run = tmp_path / "run"
+    command = [*COMMAND, f"hydra.run.dir={run}"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as child:
+        wait_for_rows(run / "metrics.jsonl", lines)
+        child.send_signal(number)
+        said = child.stderr.read()
+    assert child.returncode == 75, said
+    assert f"stopped by {signal.Signals(number).name} after step " in said
+    assert "Traceback" not in said and not (run / "result.json").exists()
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    changed = {name.partition("/")[0] for name in differences(run, through)}
+    assert all(name.startswith("checkpoint-") and name != "checkpoint-4" for name in changed)
+
+
+@pytest.mark.slow
+def test_a_sweep_stops_as_a_whole(tmp_path):
+    command = [*COMMAND, "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as child:
+        while not (found := list(tmp_path.glob("sweep/*/seed=0/metrics.jsonl"))):
+            assert child.poll() is None
+            time.sleep(0.01)
+        wait_for_rows(found[0], 1)
+        child.terminate()
+        child.stderr.read()
+    assert child.returncode == 75
+    assert not list(tmp_path.glob("sweep/*/seed=1"))
+
+
+def wait_for_rows(file, count):
+    while not file.is_file() or file.read_bytes().count(b"\n") < count:
+        time.sleep(0.01)
+
+
+def test_a_signal_to_one_rank_stops_both_and_one_process_goes_on(tmp_path):
+    """Only rank 1 is told; both finish the step, rank 0 saves."""
+    overrides = ("save_steps=4", "model.dtype=float64")
+
+    def told(rank):
+        if rank == 1:
+            signalling(pytest.MonkeyPatch(), "draw_batch", signal.SIGUSR1, 2)
+        with pytest.raises(SystemExit) as stopped:
+            fit(tmp_path / "run", *overrides)
+        return stopped.value.code
+
+    assert in_ranks(2, told) == [75, 75]
+    assert newest_whole(tmp_path / "run").name == "checkpoint-2"
+    fit(tmp_path / "run", *overrides)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_ranks_agree_where_nothing_can_be_resumed(tmp_path):
+    """Rank 0 alone looks at the checkpoints; its refusal is that of both."""
+    fit(tmp_path / "run", "max_steps=4")
+    (tmp_path / "run" / "result.json").unlink()
+    for path in tmp_path.glob("run/checkpoint-*"):
+        (path / "memory.npz").unlink()
+
+    def refused(_):
+        with pytest.raises(RefusedByRank, match="no checkpoint in .* can be used"):
+            fit(tmp_path / "run")
+        return True
+
+    assert in_ranks(2, refused) == [True, True]
