@@ -207,8 +207,10 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
         put(found.reference, run.reference.model)
     rollouts, noted = found.rollouts, Found()
     batch = Batch(
-        rollouts.prompts, rollouts, found.rewards_PG, rollouts.lengths_PG, rollouts.ended_PG
-    )
+        prompts=rollouts.prompts, rollouts=rollouts, rewards_PG=found.rewards_PG,
+        lengths_PG=rollouts.lengths_PG, ended_PG=rollouts.ended_PG, answered_PG=rollouts.ended_PG,
+        prompt_lengths_P=np.array([len(tokens) for tokens in rollouts.prompt_tokens]),
+    )  # fmt: skip
     with InDouble() if dtype == "float64" else nullcontext():
         constants = fixed_logprobs(run, rollouts)
         judged_PG, rule = judged_rewards(run, batch, constants), config.baseline

@@ -87,6 +87,20 @@ def test_every_setting_is_a_configuration_and_has_its_own_name(compare):
     assert len({setting.name for setting in compare.SETTINGS}) == len(compare.SETTINGS)
 
 
+def test_our_side_ends_with_a_gradient_of_every_parameter(compare, monkeypatch):
+    """Moved weights, clipping and a reference model each change it; the factor is of one form."""
+    monkeypatch.setattr(compare, "LENGTH", 12)
+    settings = {setting.name: setting for setting in compare.SETTINGS}
+    found = compare.given(2, "float64")
+    names = ("algorithm1 = RLOO", "group_mean = dr_grpo", "k1 in the reward = RLOO, moved")
+    plain, mean, moved = [compare.our_gradient(settings[n], found, "float64")[0] for n in names]
+    assert compare.apart(plain, mean, compare.GROUP / (compare.GROUP - 1))[0] < 1e-12
+    assert compare.apart(plain, moved, 1.0)[0] > 0.01
+    told = compare.job(compare.SETTINGS, found, "float64")
+    lengths = [[len(tokens) for tokens in p["completions"]] for p in told["prompts"]]
+    assert lengths == found.rollouts.lengths_PG.tolist() and json.loads(json.dumps(told)) == told
+
+
 def test_the_largest_difference_names_its_parameter(compare):
     ours = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([2.0])}
     theirs = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1.0])}
