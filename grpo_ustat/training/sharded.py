@@ -238,9 +238,10 @@ def load_moments(
     for key, value in stored.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
-        if value.ndim:  # counts of updates stay on the CPU, where the optimizer has them
-            value = _like(parameter, value).to(parameter.device)
-        optimizer.state[parameter][field] = value
+        if value.ndim:
+            value = _like(parameter, value)
+        # fused AdamW counts its updates on the device too
+        optimizer.state[parameter][field] = value.to(parameter.device)
 
 
 def _named(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
