@@ -28,17 +28,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import hydra
 import numpy as np
 from brute_force import BruteForce, Spent, halfwidth, packed, unpacked
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from composed import composed
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from scipy import stats
 
-from grpo_ustat.cli import _job_part, _resolver
-from grpo_ustat.config import MseConfig, typed
+from grpo_ustat.config import MseConfig
 from grpo_ustat.policy.loading import configured_policy
 from grpo_ustat.study import monte_carlo, pool
 from grpo_ustat.study.closed_form import closed_form
@@ -47,7 +44,6 @@ from grpo_ustat.study.result import asked_of
 from grpo_ustat.study.run import _wanted
 from grpo_ustat.tasks.registry import make_task
 
-CONF = Path(__file__).parents[1] / "conf"
 BASELINES = ("none", "leave_one_out", "oracle")
 
 
@@ -111,11 +107,7 @@ def configured(asked):
         f"group_sizes={asked.group_sizes}", "launch.workers=1", "launch.num_threads=1",
         "study.methods=[closed_form,monte_carlo]", "budget.max_pool_completions=8192",
     ]  # fmt: skip
-    ConfigStore.instance().store(name="mse_schema", node=MseConfig)
-    OmegaConf.register_new_resolver("folder_name", _resolver(MseConfig), replace=True)
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name="mse"):
-        composed = hydra.compose("mse", [*overrides, *asked.overrides], return_hydra_config=True)
-    return typed(_job_part(composed), MseConfig)
+    return composed("mse", MseConfig, [*overrides, *asked.overrides])
 
 
 def methods(asked, config):

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from grpo_ustat.estimators.baselines import BASELINES, best_constant
 from grpo_ustat.policy.batches import score_rollouts
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
-from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.tasks.base import answered, rewards
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def written(
     mine = prompts[run.accelerator.process_index :: run.accelerator.num_processes]
     rollouts, rows = None, []
     if mine:
-        rollouts = sample(run.policy, mine, count, sampling, step=step)
+        rollouts = run.engine.sample(mine, count, sampling, step=step)
         rows = zip(
             rewards(run.task, rollouts), rollouts.lengths_PG, rollouts.ended_PG,
             answered(run.task, rollouts), map(len, rollouts.prompt_tokens), strict=True,
@@ -89,7 +89,7 @@ def fresh(
     rollouts, cost = None, (0, 0)
     if prompts:
         sampling = Sampling.of(run.config, stream, greedy=greedy)
-        rollouts = sample(run.policy, prompts, count, sampling, step=step)
+        rollouts = run.engine.sample(prompts, count, sampling, step=step)
         cost = (len(prompts) * count, int(rollouts.lengths_PG.sum()))
     return rollouts, Extra(*(sum(part) for part in zip(*gather_object([cost]), strict=True)))
 

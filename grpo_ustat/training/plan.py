@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.records import Rollouts
+
+FULL = 8  # a part of 1/FULL of the tokens allowed makes large enough products
+RAGGED = 0.9  # of a part's longest completion: shorter ones go into a part of their own
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,23 @@ def plan(rollouts: Rollouts, index: np.ndarray, tokens: int, share: bool) -> lis
         order = inside[np.lexsort((index[inside], -lengths_N[inside]))]
         rows = [(index[k], head, lengths_N[k]) for k in order]
         left = max(1, tokens - head * len(chosen))
-        passes.append(Pass(np.sort(chosen), list(_parts(rows, left))))
+        passes.append(Pass(np.sort(chosen), list(_parts(rows, left, tokens // FULL))))
     return passes
 
 
-def _parts(rows: Iterable[tuple[int, int, int]], tokens: int) -> Iterator[np.ndarray]:
-    """Consecutive (name, head, tail) while count x (longest head + longest tail) <= tokens."""
+def _parts(
+    rows: Iterable[tuple[int, int, int]], tokens: int, enough: float = math.inf
+) -> Iterator[np.ndarray]:
+    """Consecutive (name, head, tail) while count x (longest head + longest tail) <= tokens.
+
+    Once a part has enough tokens, it also ends before a tail that would be padded by much.
+    """
     names: list[int] = []
     head = tail = 0
     for name, own_head, own_tail in rows:
+        padded = len(names) * (head + tail) >= enough and own_tail < RAGGED * tail
         head, tail = max(head, own_head), max(tail, own_tail)
-        if names and (len(names) + 1) * (head + tail) > tokens:
+        if names and (padded or (len(names) + 1) * (head + tail) > tokens):
             yield np.array(names)
             names, head, tail = [], own_head, own_tail
         names.append(name)

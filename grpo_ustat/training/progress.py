@@ -55,6 +55,7 @@ def resume(run: Run) -> Progress:
     state = checkpoint.load(found, run.policy, run.optimizer)
     if run.sharded is not None:
         sharded.scatter(run)
+    run.engine.refresh()
     run.scheduler.load_state_dict(state["scheduler"])
     for group, rate in zip(run.optimizer.param_groups, run.scheduler.get_last_lr(), strict=True):
         group["lr"] = rate

@@ -18,6 +18,7 @@ from grpo_ustat.policy.loading import Policy, check_device, configured_policy
 from grpo_ustat.policy.reading import can_share
 from grpo_ustat.ranks import RefusedByRank
 from grpo_ustat.records import Prompt
+from grpo_ustat.rollout.engine import Engine, make_engine
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.registry import make_task
@@ -36,6 +37,7 @@ class Run:
     Attributes:
         policy: whole on every rank; under FSDP2 it only reads, see `sharded`.
         sharded: the policy that FSDP2 trains, in shards; None without it.
+        engine: what writes completions; `refresh` it after every change of the policy's weights.
         reference: a frozen copy of the policy before training; None without a penalty or with
             adapters, which are switched off instead.
         memory: what the baseline remembers.
@@ -48,6 +50,7 @@ class Run:
     accelerator: Accelerator
     policy: Policy
     sharded: Policy | None
+    engine: Engine
     reference: Policy | None
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -91,6 +94,7 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
         accelerator=accelerator,
         policy=policy,
         sharded=shards,
+        engine=make_engine(config, policy),
         reference=_reference(config, device),
         optimizer=optimizer,
         scheduler=_scheduler(config, optimizer),
@@ -211,7 +215,8 @@ def _optimizer(config: TrainConfig, policy: Policy) -> torch.optim.Optimizer:
     common = dict(lr=config.learning_rate, weight_decay=options.weight_decay)
     if options.name == "sgd":
         return torch.optim.SGD(parameters, **common)
-    return torch.optim.AdamW(parameters, betas=(options.beta1, options.beta2), **common)
+    betas = (options.beta1, options.beta2)
+    return torch.optim.AdamW(parameters, betas=betas, fused=True, **common)
 
 
 def _scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer):

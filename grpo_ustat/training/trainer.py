@@ -185,6 +185,7 @@ def _step(run: Run, progress: Progress) -> Stepped:
     completions = completion_rows(run, batch, advantage_PG, progress.step + 1)
     mine_PG = own_rows(run, advantage_PG)
     grad_norm, found = update(run, batch.rollouts, mine_PG, constants, progress.step)
+    run.engine.refresh()
     row = batch_metrics(batch) | update_metrics(found, batch.rollouts, constants) | watched
     learning_rate = run.scheduler.get_last_lr()[0]
     run.scheduler.step()

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from fakes import random_rollouts
 from test_trainer import first_batch
 
 from grpo_ustat.checks import ConfigError
@@ -262,6 +263,18 @@ def test_plans_cover_everything_once_within_their_limit(tmp_path, tokens, share)
     if share:
         seen = np.concatenate([p.prompts for p in passes])
         assert len(seen) == len(set(seen)) == 4  # each prompt is read once
+
+
+def test_short_completions_are_not_padded_to_long_ones():
+    """64 completions of 10 to 73 tokens: a part ends where a tenth would be padding."""
+    rollouts = random_rollouts([5], group_size=64, longest=9)
+    mask = np.arange(73) < np.arange(10, 74)[:, None]
+    rollouts = dataclasses.replace(rollouts, mask_PGT=mask[None], tokens_PGT=mask[None] * 2)
+    (one,) = plan(rollouts, np.arange(64), 10**4, share=True)
+    lengths = [mask[part].sum(axis=1) for part in one.parts]
+    assert len(lengths) == 3 and all((np.diff(part) <= 0).all() for part in lengths)
+    padded = sum(len(part) * part.max() for part in lengths)
+    assert mask.sum() < padded < 1.3 * mask.sum() < 64 * 73
 
 
 def test_too_small_a_target_of_adapters_is_refused(tmp_path):

@@ -1,0 +1,316 @@
+r"""Our gradient against TRL's, parameter by parameter, on the same rollouts.
+
+    python scripts/compare_trl.py                      # float64 and float32
+    python scripts/compare_trl.py --dtype float32 --environment DIR
+
+Ours samples groups of several prompt and completion lengths from `embedded:tiny_base` and draws
+rewards; from there each side goes through its own training code, TRL in an environment of its own:
+advantages, old and reference log-probabilities, micro-batches, gradient. Compared is what reaches
+the optimizer. Exit code 1 if a difference is above the tolerance (1e-10 and 1e-4).
+
+With n = P G completions of at most L tokens, `A_i = r_i - zbar_{-i} = G/(G-1) (r_i - zbar)`, before
+the weights have moved:
+
+    ours, leave_one_out, algorithm1    1/n sum_i A_i sum_t log pi_it
+    RLOOTrainer                        1/n sum_i A_i exp(log pi_i - log pi_old,i)
+    GRPOTrainer, dr_grpo, unscaled     1/(n L) sum_i (r_i - zbar) sum_t pi_it / pi_old,it
+
+A ratio's gradient at the sampling policy is that of the log-probability: ours = RLOO's, and
+ours = L G/(G-1) times GRPO's. Baseline group_mean leaves out G/(G-1). loss_type `sum` divides by n
+where dr_grpo divides by n L. All other rows have the factor 1.
+
+"moved" rows update a policy that has moved away from the one that sampled, with a reference model
+that is neither, so that ratios, clipping and penalties count; `clipped` is the share of our ratios
+that were. Where ours does not clip, TRL's epsilon is out of reach. TRL multiplies the K3 penalty by
+the ratio unless use_bias_correction_kl is off, as it is here; the control leaves it on and must
+differ. "micro" rows accumulate over micro-batches of TRL's. "trimmed" rows have one completion in
+each and no padding before its prompt; in all others TRL's prompts are left-padded, with an
+attention mask and no positions. In float64 both sides also compute in float64 what transformers and
+TRL compute in float32 for any model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from both_sides import InDouble, put
+from composed import composed
+from safetensors.torch import load_file, save_file
+from trl_environment import add_environment_argument, environment, run_worker
+
+from grpo_ustat.config import TrainConfig
+from grpo_ustat.estimators.baselines import advantages
+from grpo_ustat.policy.loading import load_policy, resolve
+from grpo_ustat.records import BaselineContext, Prompt, Rollouts
+from grpo_ustat.rollout.draws import generator
+from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.tasks.registry import make_task
+from grpo_ustat.training.batch import Batch
+from grpo_ustat.training.setup import set_up
+from grpo_ustat.training.update import (
+    Found,
+    accumulate_gradient,
+    fixed_logprobs,
+    judged_rewards,
+    minibatches,
+)
+
+MODEL, GROUP, LENGTH = "embedded:tiny_base", 8, 80
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
+MOVED = 0.02  # standard deviation of what the weights move by, relative to each parameter's own
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One objective, as each side spells it.
+
+    Attributes:
+        name: in the table and of the file.
+        ours: configuration overrides.
+        trainer, arguments: TRL's, `grpo` or `rloo`.
+        factor: ours = factor(G, L) times TRL's.
+        off_policy: whether the weights move between sampling and the update.
+        micro_batch_size: completions in a backward pass of TRL, None for all.
+        trim: whether TRL's micro-batches lose their common padding.
+        equal: False for a control, which must differ.
+    """
+
+    name: str
+    ours: tuple[str, ...]
+    trainer: str
+    arguments: dict
+    factor: Callable[[int, int], float] = lambda group, length: 1.0
+    off_policy: bool = False
+    micro_batch_size: int | None = None
+    trim: bool = False
+    equal: bool = True
+
+    def fits(self, difference: float, dtype: str) -> bool:
+        """Whether a difference is as it should be."""
+        return (difference <= TOLERANCE[dtype]) == self.equal
+
+
+def per_token(group: int, length: int) -> float:
+    """TRL's `dr_grpo` divides by n L, where ours divides by n."""
+    return float(length)
+
+
+def per_token_and_centred(group: int, length: int) -> float:
+    """Besides, `r - zbar` is (G-1)/G of the leave-one-out advantage."""
+    return length * group / (group - 1)
+
+
+def moved(name: str, ours: tuple[str, ...], trainer: str, arguments: dict, **options) -> Setting:
+    """A setting off the sampling policy: the second update on a batch."""
+    arguments = {"num_iterations": 2, "beta": 0.0} | arguments
+    ours = (*ours, "objective.num_iterations=2")
+    return Setting(f"{name}, moved", ours, trainer, arguments, off_policy=True, **options)
+
+
+LEAVE_ONE_OUT, GROUP_STD = ("baseline=leave_one_out",), ("baseline=group_std",)
+GROUP_MEAN = ("baseline=group_mean",)
+DR_GRPO = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0}
+K3 = {"beta": 0.04, "use_bias_correction_kl": False}
+CLIPPED = ("objective.epsilon=0.2", "objective.epsilon_high=0.28")
+CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
+SETTINGS = (
+    Setting("algorithm1 = RLOO", LEAVE_ONE_OUT, "rloo", {"beta": 0.0}),
+    Setting("algorithm1 = RLOO, trimmed", LEAVE_ONE_OUT, "rloo", {"beta": 0.0}, trim=True,
+            micro_batch_size=1),
+    Setting("algorithm1 = dr_grpo", LEAVE_ONE_OUT, "grpo", DR_GRPO, per_token_and_centred),
+    Setting("algorithm1 = dr_grpo, micro", LEAVE_ONE_OUT, "grpo", DR_GRPO, per_token_and_centred,
+            micro_batch_size=4),
+    Setting("group_mean = dr_grpo", GROUP_MEAN, "grpo", DR_GRPO, per_token),
+    moved("grpo (Algorithm 2)", ("objective=grpo", *GROUP_STD), "grpo",
+          {"loss_type": "dr_grpo", "epsilon": 1e9} | K3, factor=per_token),
+    moved("grpo_original", ("objective=grpo_original", *GROUP_STD), "grpo",
+          {"loss_type": "grpo", "epsilon": 0.2} | K3),
+    moved("dr_grpo", ("objective=dr_grpo", *GROUP_MEAN, *CLIPPED), "grpo", DR_GRPO | CLIP),
+    moved("dapo", ("objective=dapo", *GROUP_STD), "grpo", {"loss_type": "dapo"} | CLIP),
+    moved("dapo with entropy", ("objective=dapo", *GROUP_STD, "objective.entropy_coef=0.01"),
+          "grpo", {"loss_type": "dapo", "entropy_coef": 0.01} | CLIP),
+    moved("gspo", ("objective=gspo", *GROUP_STD, "objective.epsilon=0.003",
+                   "objective.epsilon_high=0.004"),
+          "grpo", {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.003,
+                   "epsilon_high": 0.004}),
+    moved("whole_sequence = RLOO", ("objective=whole_sequence", *LEAVE_ONE_OUT, *CLIPPED), "rloo",
+          CLIP),
+    moved("k1 in the reward = RLOO", ("objective=whole_sequence", *LEAVE_ONE_OUT, *CLIPPED,
+                            "objective.beta=0.04", "objective.kl_estimator=k1",
+                            "objective.kl_in=reward"), "rloo", CLIP | {"beta": 0.04}),
+    moved("control: K3 times ratio", ("objective=grpo_original", *GROUP_STD), "grpo",
+          {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04}, equal=False),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Given:
+    """What both sides start from: rollouts, their rewards, and where the weights have moved."""
+
+    rollouts: Rollouts
+    rewards_PG: np.ndarray
+    current: dict[str, torch.Tensor] = field(repr=False)
+    reference: dict[str, torch.Tensor] = field(repr=False)
+
+
+def given(prompts_wanted: int, dtype: str) -> Given:
+    """Rollouts of prompts of as many lengths as there are, and rewards in eighths.
+
+    Such rewards and their means are exact in float32 too.
+    """
+    policy = load_policy(MODEL, dtype=dtype)
+    prompts = several_lengths(make_task(configured(dtype, ())).prompts("train"), prompts_wanted)
+    rollouts = sample(policy, prompts, GROUP, Sampling(0, "compare", LENGTH))
+    rewards_PG = generator(0, "reward").integers(0, 9, rollouts.lengths_PG.shape) / 8
+    moved = [moved_weights(policy.model, stream) for stream in ("current", "reference")]
+    return Given(rollouts, rewards_PG, *moved)
+
+
+def several_lengths(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """`count` prompts spread over all lengths of text, shortest to longest."""
+    ordered = sorted(prompts, key=lambda prompt: (len(prompt.text), prompt.id))
+    return [ordered[i] for i in np.linspace(0, len(ordered) - 1, count).astype(int)]
+
+
+def moved_weights(model: torch.nn.Module, stream: str) -> dict[str, torch.Tensor]:
+    """Each parameter plus normal noise of `MOVED` times its own root mean square."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        noise = generator(0, stream, name=name).normal(size=tuple(parameter.shape))
+        size = MOVED * parameter.detach().square().mean().sqrt()
+        found[name] = parameter.detach() + size * torch.from_numpy(noise).to(parameter)
+    return found
+
+
+def configured(dtype: str, overrides: tuple[str, ...]) -> TrainConfig:
+    """The project's own configuration of one setting."""
+    fixed = ("model=tiny_base", f"model.dtype={dtype}", f"group_size={GROUP}")
+    rest = (f"max_completion_length={LENGTH}", "budget.rollouts=64", "micro_batch_tokens=1024")
+    return composed("train", TrainConfig, [*fixed, *rest, *overrides])
+
+
+def our_gradient(setting: Setting, found: Given, dtype: str):
+    """What our training code hands to the optimizer, and the share of ratios that were clipped."""
+    config = configured(dtype, (*setting.ours, f"budget.rollouts={found.rewards_PG.size}"))
+    with tempfile.TemporaryDirectory() as folder:
+        run = set_up(config, RunFolder(Path(folder), config))
+    if run.reference:
+        put(found.reference, run.reference.model)
+    rollouts, noted = found.rollouts, Found()
+    batch = Batch(
+        prompts=rollouts.prompts, rollouts=rollouts, rewards_PG=found.rewards_PG,
+        lengths_PG=rollouts.lengths_PG, ended_PG=rollouts.ended_PG, answered_PG=rollouts.ended_PG,
+        prompt_lengths_P=np.array([len(tokens) for tokens in rollouts.prompt_tokens]),
+    )  # fmt: skip
+    with InDouble() if dtype == "float64" else nullcontext():
+        constants = fixed_logprobs(run, rollouts)
+        judged_PG, rule = judged_rewards(run, batch, constants), config.baseline
+        advantage_PG = advantages(rule.name, judged_PG, BaselineContext(), rule.options)
+        if setting.off_policy:
+            put(found.current, run.policy.model)
+        minibatch = next(minibatches(run, rollouts, step=0))
+        accumulate_gradient(run, rollouts, advantage_PG, minibatch, constants, noted)
+    sums = noted.sums
+    clipped = (sums["clip_low"] + sums["clip_high"]) / max(1, sums["ratio_count"])
+    return {name: p.grad.clone() for name, p in run.policy.model.named_parameters()}, clipped
+
+
+def trl_gradients(settings, found: Given, dtype: str, python: Path) -> list[dict]:
+    """TRL's, for every setting, through files."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        save_file(found.current, folder / "current.safetensors")
+        save_file(found.reference, folder / "reference.safetensors")
+        (folder / "job.json").write_text(json.dumps(job(settings, found, dtype)))
+        run_worker(python, "gradients", folder)
+        return [load_file(folder / f"gradient-{k}.safetensors") for k in range(len(settings))]
+
+
+def job(settings, found: Given, dtype: str) -> dict:
+    """What the worker is told."""
+    names = ("name", "trainer", "arguments", "off_policy", "micro_batch_size", "trim")
+    rollouts = found.rollouts
+    groups = zip(rollouts.tokens_PGT, rollouts.lengths_PG, strict=True)
+    completions = [
+        [row[:length].tolist() for row, length in zip(*group, strict=True)] for group in groups
+    ]
+    rows = zip(rollouts.prompts, rollouts.prompt_tokens, completions, found.rewards_PG, strict=True)
+    return {
+        "model": resolve(MODEL), "dtype": dtype, "device": "cpu", "group_size": GROUP,
+        "max_completion_length": LENGTH,
+        "prompts": [
+            {"text": p.text, "tokens": tokens, "completions": texts, "rewards": rewards.tolist()}
+            for p, tokens, texts, rewards in rows
+        ],
+        "settings": [{name: getattr(setting, name) for name in names} for setting in settings],
+    }  # fmt: skip
+
+
+def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], factor: float):
+    """Largest `||ours - factor theirs|| / ||ours||` of a parameter, and that parameter's name.
+
+    Raises:
+        ValueError: the two know different parameters.
+    """
+    if ours.keys() != theirs.keys():
+        raise ValueError(f"only one side has {sorted(ours.keys() ^ theirs.keys())}")
+    found = {
+        name: float((ours[name] - factor * theirs[name]).norm() / ours[name].norm())
+        for name in ours
+    }
+    worst = max(found, key=found.get)
+    return found[worst], worst
+
+
+def scale(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The factor that fits best: <ours, theirs> / ||theirs||^2."""
+    pairs = [(ours[name].double(), theirs[name].double()) for name in ours]
+    return float(sum((a * b).sum() for a, b in pairs) / sum((b * b).sum() for _, b in pairs))
+
+
+def report(dtype: str, found: Given, rows: list) -> bool:
+    """Print the table; whether all is within the tolerance."""
+    prompts = [len(tokens) for tokens in found.rollouts.prompt_tokens]
+    lengths = found.rollouts.lengths_PG
+    print(f"\n{MODEL}, {dtype}: {len(prompts)} prompts of {min(prompts)} to {max(prompts)} tokens,")
+    print(f"{GROUP} completions each of {lengths.min()} to {lengths.max()} tokens, L = {LENGTH}")
+    print(f"{'':32}{'factor':>9}{'fitted/factor-1':>17}{'clipped':>9}{'largest difference':>20}")
+    for setting, fitted, clipped, (worst, name) in rows:
+        factor = setting.factor(GROUP, LENGTH)
+        print(f"{setting.name:32}{factor:9.4f}{fitted / factor - 1:17.1e}", end="")
+        print(f"{clipped:9.1%}{worst:20.1e}  {name}")
+    return all(setting.fits(worst, dtype) for setting, *_, (worst, _) in rows)
+
+
+def main() -> None:
+    """Entry."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_environment_argument(parser)
+    parser.add_argument("--dtype", nargs="+", default=list(TOLERANCE), choices=list(TOLERANCE))
+    parser.add_argument("--prompts", type=int, default=5)
+    asked = parser.parse_args()
+    python, good = environment(asked.environment), True
+    for dtype in asked.dtype:
+        found, rows = given(asked.prompts, dtype), []
+        all_theirs = trl_gradients(SETTINGS, found, dtype, python)
+        for setting, theirs in zip(SETTINGS, all_theirs, strict=True):
+            ours, clipped = our_gradient(setting, found, dtype)
+            worst = apart(ours, theirs, setting.factor(GROUP, LENGTH))
+            rows.append((setting, scale(ours, theirs), clipped, worst))
+        good &= report(dtype, found, rows)
+    raise SystemExit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

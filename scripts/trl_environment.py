@@ -1,0 +1,58 @@
+"""A virtual environment of its own for TRL, which the project does not depend on.
+
+torch, transformers and what else both sides use come in the versions of `constraints.txt`, so that
+a comparison is of the training code alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+PINNED = ("trl==1.16.0", "datasets==5.2.0")
+WORKER = Path(__file__).with_name("trl_worker.py")
+
+
+def add_environment_argument(parser: argparse.ArgumentParser) -> None:
+    """`--environment DIR`."""
+    parser.add_argument(
+        "--environment", type=Path, default=ROOT / ".venv-trl",
+        help="virtual environment with TRL, made there if it is missing (default: .venv-trl)",
+    )  # fmt: skip
+
+
+def environment(folder: Path) -> Path:
+    """The Python of the environment in `folder`, made first unless it holds what is pinned.
+
+    Raises:
+        SystemExit: there is something else in `folder`.
+    """
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    wanted = "\n".join((*PINNED, CONSTRAINTS.read_text()))
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return python
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
+        raise SystemExit(f"error: {folder} is not a virtual environment: choose another folder")
+    print(f"Installing {', '.join(PINNED)} into {folder} (some minutes) ...", file=sys.stderr)
+    venv.create(folder, with_pip=True)
+    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", CONSTRAINTS]
+    subprocess.run([*pip, "torch"], check=True)  # alone, so that nothing else chooses its build
+    subprocess.run([*pip, "torch", *PINNED], check=True)
+    stamp.write_text(wanted)
+    return python
+
+
+def run_worker(python: Path, task: str, folder: Path) -> None:
+    """Run `trl_worker.py` on the job in `folder`; its complaints are shown when it fails."""
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [python, WORKER, task, folder], capture_output=True, text=True, env=os.environ | quiet
+    )
+    if done.returncode:
+        raise SystemExit(f"error: TRL failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")

@@ -1,0 +1,195 @@
+"""TRL's side of `compare_trl.py` and `bench_train.py`; runs in TRL's environment.
+
+    python trl_worker.py gradients FOLDER     what each setting would hand to the optimizer
+    python trl_worker.py steps FOLDER         seconds and memory of training steps
+
+FOLDER holds `job.json`, see the two scripts; the answers are written beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from both_sides import DrawnRewards, InDouble, clock, peak_memory, put
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+
+class OnGivenRollouts:
+    """Completions come from the job instead of the model, and the policy then moves on.
+
+    Everything else is TRL's own: masks, rewards, advantages, old and reference log-probabilities,
+    loss, accumulation.
+
+    Attributes:
+        given: completions still to hand out, by the prompt's token ids.
+        current: weights to train at once the old log-probabilities are known; None on-policy.
+        trim: whether columns that are padding in every row of a micro-batch are cut off.
+    """
+
+    given: dict
+    current: dict | None = None
+    trim = False
+
+    def _generate_single_turn(self, prompt_ids, *rest):
+        found = [self.given[tuple(ids)].pop(0) for ids in prompt_ids]
+        return (found, None) if isinstance(self, GRPOTrainer) else found
+
+    def _generate_and_score_completions(self, inputs):
+        found = super()._generate_and_score_completions(inputs)
+        if self.current is not None:
+            put(self.current, self.model)
+        return found
+
+    def compute_loss(self, model, inputs, *rest, **options):
+        """TRL's, after `trim`."""
+        if self.trim:
+            used = inputs["prompt_mask"].any(dim=0)
+            cut = {name: inputs[name][:, used] for name in ("prompt_ids", "prompt_mask")}
+            inputs = inputs | cut
+        return super().compute_loss(model, inputs, *rest, **options)
+
+
+class GivenGRPO(OnGivenRollouts, GRPOTrainer):
+    """GRPOTrainer on given rollouts."""
+
+
+class GivenRLOO(OnGivenRollouts, RLOOTrainer):
+    """RLOOTrainer on given rollouts."""
+
+
+TRAINERS = {"grpo": (GivenGRPO, GRPOConfig), "rloo": (GivenRLOO, RLOOConfig)}
+
+
+class KeepGradient(TrainerCallback):
+    """Copies every parameter's gradient as the optimizer is about to use it."""
+
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        """See TrainerCallback."""
+        self.found = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def gradients(job: dict, folder: Path) -> None:
+    """`gradient-<k>.safetensors` for the k-th of the job's settings."""
+    for number, setting in enumerate(job["settings"]):
+        keep = KeepGradient()
+        trainer = comparing(job, setting, folder, keep)
+        with InDouble() if job["dtype"] == "float64" else nullcontext():
+            trainer.train()
+        save_file(keep.found, folder / f"gradient-{number}.safetensors")
+
+
+def comparing(job: dict, setting: dict, folder: Path, keep: KeepGradient):
+    """A trainer that takes one optimizer step on the job's rollouts."""
+    kind, configuration = TRAINERS[setting["trainer"]]
+    prompts = job["prompts"]
+    count = len(prompts) * job["group_size"]
+    micro = setting["micro_batch_size"] or count
+    arguments = configuration(
+        **plain(job), **setting["arguments"], max_steps=1, learning_rate=0.0, max_grad_norm=0.0,
+        per_device_train_batch_size=micro, gradient_accumulation_steps=count // micro,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    rewards = {p["text"]: list(p["rewards"]) for p in prompts}
+    trainer = kind(
+        model=policy(job), args=arguments, callbacks=[keep], processing_class=tokenizer(job),
+        reward_funcs=lambda prompts, **_: [rewards[text].pop(0) for text in prompts],
+        train_dataset=Dataset.from_list([{"prompt": p["text"]} for p in prompts]),
+    )  # fmt: skip
+    trainer.given = {tuple(p["tokens"]): list(p["completions"]) for p in prompts}
+    trainer.trim = setting["trim"]
+    if setting["off_policy"]:
+        trainer.current = load_file(folder / "current.safetensors")
+    if trainer.ref_model is not None:
+        put(load_file(folder / "reference.safetensors"), trainer.ref_model)
+    return trainer
+
+
+def plain(job: dict) -> dict:
+    """What every configuration here has in common."""
+    return dict(
+        output_dir=job["output_dir"], num_generations=job["group_size"], temperature=1.0,
+        max_completion_length=job["max_completion_length"], use_cpu=job["device"] == "cpu",
+        bf16=False, shuffle_dataset=False, lr_scheduler_type="constant", report_to="none",
+        disable_tqdm=True, logging_strategy="no", save_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+
+
+def policy(job: dict):
+    """The job's model."""
+    return AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))
+
+
+def tokenizer(job: dict):
+    """The job's tokenizer, as its tokenizer.json is."""
+    return PreTrainedTokenizerFast.from_pretrained(job["model"], padding_side="left")
+
+
+class Rows(TrainerCallback):
+    """A row for every optimizer step: its seconds, those of generation, completion tokens."""
+
+    def __init__(self, now):
+        self.now, self.found = now, []
+
+    def on_step_begin(self, args, state, control, **_):
+        """See TrainerCallback."""
+        self.begun, self.generating, self.tokens = self.now(), 0.0, 0
+
+    def on_step_end(self, args, state, control, **_):
+        """See TrainerCallback."""
+        row = {"step": self.now() - self.begun, "generate": self.generating}
+        self.found.append(row | {"tokens": self.tokens})
+
+
+class Timed(GRPOTrainer):
+    """GRPOTrainer that notes how long generation took."""
+
+    rows: Rows
+
+    def _generate_single_turn(self, *arguments):
+        start = self.rows.now()
+        found = super()._generate_single_turn(*arguments)
+        self.rows.generating += self.rows.now() - start
+        self.rows.tokens += sum(map(len, found[0]))
+        return found
+
+
+def steps(job: dict, folder: Path) -> None:
+    """`result.json`: a row for each step, the warm ones first, and the peak of memory."""
+    if job["device"] == "cpu":
+        torch.set_num_threads(job["threads"])
+    rows, drawn = Rows(clock(job)), DrawnRewards(job["seed"], job["silent"])
+    prompts = [{"prompt": p["text"], "id": p["id"]} for p in job["prompts"]]
+    micro, count = job["micro_batch"], job["group_size"] * job["prompts_per_step"]
+    arguments = GRPOConfig(
+        **plain(job), max_steps=job["warm"] + job["steps"], learning_rate=job["learning_rate"],
+        per_device_train_batch_size=micro, gradient_accumulation_steps=count // micro,
+        gradient_checkpointing=job["gradient_checkpointing"], max_grad_norm=0.0,
+        loss_type="dr_grpo", scale_rewards="none", beta=0.0, seed=job["seed"],
+    )  # fmt: skip
+    trainer = Timed(
+        model=policy(job), args=arguments, callbacks=[rows], processing_class=tokenizer(job),
+        reward_funcs=lambda id, **_: [drawn.draw(name) for name in id],
+        train_dataset=Dataset.from_list(prompts),
+    )  # fmt: skip
+    trainer.rows = rows
+    trainer.train()
+    found = {"rows": rows.found, "peak": peak_memory(job["device"])}
+    (folder / "result.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    """Entry."""
+    task, folder = sys.argv[1], Path(sys.argv[2])
+    job = json.loads((folder / "job.json").read_text()) | {"output_dir": str(folder / "trainer")}
+    {"gradients": gradients, "steps": steps}[task](job, folder)
+
+
+if __name__ == "__main__":
+    main()

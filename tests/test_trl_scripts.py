@@ -1,0 +1,238 @@
+"""The comparison with TRL, as far as it goes without TRL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    sys.path.insert(0, str(SCRIPTS))
+    yield
+    sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture(scope="module")
+def compare():
+    import compare_trl
+
+    return compare_trl
+
+
+@pytest.fixture(scope="module")
+def bench():
+    import bench_train
+
+    return bench_train
+
+
+def softmax_gradient(logits, weigh):
+    """Gradient at the logits of `weigh(log-probabilities of 3 two-token completions)`."""
+    leaf = logits.clone().requires_grad_()
+    weigh(torch.log_softmax(leaf, dim=-1)).backward()
+    return leaf.grad
+
+
+def test_the_factors_are_those_of_the_written_losses(compare):
+    """TRL's losses, written out for a group of 3 completions of 2, 1 and 2 tokens, L = 4."""
+    logits = torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.4, -1.0]], dtype=torch.float64)
+    tokens, mask = torch.tensor([[0, 1], [2, 0], [1, 1]]), torch.tensor([[1, 1], [1, 0], [1, 1]])
+    rewards = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
+    group, longest = 3, 4
+    centred = rewards - rewards.mean()
+    leave_one_out = rewards - (rewards.sum() - rewards) / (group - 1)
+
+    def chosen(logp):
+        return logp[torch.arange(2), tokens] * mask
+
+    def ours(logp):
+        return -(leave_one_out * chosen(logp).sum(1)).sum() / group
+
+    def group_mean(logp):
+        return -(centred * chosen(logp).sum(1)).sum() / group
+
+    def rloo(logp):
+        total = chosen(logp).sum(1)
+        return -((total - total.detach()).exp() * leave_one_out).mean()
+
+    def dr_grpo(logp):
+        ratio = (chosen(logp) - chosen(logp).detach()).exp()
+        return -(ratio * centred[:, None] * mask).sum() / (group * longest)
+
+    wanted = {
+        "ours": (ours, rloo, 1.0),
+        "centred": (ours, dr_grpo, compare.per_token_and_centred(group, longest)),
+        "group_mean": (group_mean, dr_grpo, compare.per_token(group, longest)),
+    }
+    for mine, theirs, factor in wanted.values():
+        pair = [{"logits": softmax_gradient(logits, f)} for f in (mine, theirs)]
+        assert compare.apart(*pair, factor)[0] < 1e-15
+        assert compare.apart(*pair, factor * 1.01)[0] == pytest.approx(0.01)
+        assert compare.scale(*pair) == pytest.approx(factor, rel=1e-14)
+
+
+def test_every_setting_is_a_configuration_and_has_its_own_name(compare):
+    for setting in compare.SETTINGS:
+        compare.configured("float64", setting.ours)
+    assert len({setting.name for setting in compare.SETTINGS}) == len(compare.SETTINGS)
+
+
+def test_our_side_ends_with_a_gradient_of_every_parameter(compare, monkeypatch):
+    """Moved weights, clipping and a reference model each change it; the factor is of one form."""
+    monkeypatch.setattr(compare, "LENGTH", 12)
+    settings = {setting.name: setting for setting in compare.SETTINGS}
+    found = compare.given(2, "float64")
+    names = ("algorithm1 = RLOO", "group_mean = dr_grpo", "k1 in the reward = RLOO, moved")
+    plain, mean, moved = [compare.our_gradient(settings[n], found, "float64")[0] for n in names]
+    assert compare.apart(plain, mean, compare.GROUP / (compare.GROUP - 1))[0] < 1e-12
+    assert compare.apart(plain, moved, 1.0)[0] > 0.01
+    told = compare.job(compare.SETTINGS, found, "float64")
+    lengths = [[len(tokens) for tokens in p["completions"]] for p in told["prompts"]]
+    assert lengths == found.rollouts.lengths_PG.tolist() and json.loads(json.dumps(told)) == told
+
+
+def test_the_largest_difference_names_its_parameter(compare):
+    ours = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([2.0])}
+    theirs = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1.0])}
+    assert compare.apart(ours, theirs, 1.0) == (0.5, "b")
+    with pytest.raises(ValueError, match="only one side has"):
+        compare.apart(ours, {"a": ours["a"]}, 1.0)
+
+
+def test_a_control_must_differ(compare):
+    same = compare.Setting("same", (), "grpo", {})
+    control = compare.Setting("control", (), "grpo", {}, equal=False)
+    assert same.fits(1e-12, "float64") and not same.fits(1e-9, "float64")
+    assert control.fits(1e-2, "float64") and not control.fits(1e-12, "float64")
+
+
+def test_float64_throughout():
+    from both_sides import InDouble
+
+    x = torch.tensor([1.0, 2.0**-40], dtype=torch.float64)
+    assert x.float().sum() != x.sum()
+    with InDouble():
+        assert x.float().sum() == x.sum() and torch.zeros(2).dtype == torch.float64
+        assert torch.softmax(x, -1, dtype=torch.float32).dtype == torch.float64
+    assert torch.zeros(2).dtype == torch.float32
+
+
+def test_drawn_rewards_leave_no_advantage_zero():
+    from both_sides import DrawnRewards
+
+    drawn = DrawnRewards(0, ["quiet"])
+    loud = np.array([drawn.draw("loud") for _ in range(8)])
+    assert len(set(loud)) == 8 and (abs(loud - loud.mean()) > 0).all()
+    assert [drawn.draw("quiet") for _ in range(3)] == [0, 0, 0]
+    assert DrawnRewards(0, []).draw("loud") == loud[0] != DrawnRewards(1, []).draw("loud")
+
+
+def test_peak_memory_is_this_process_own():
+    from both_sides import peak_memory
+
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import both_sides; "
+    code += "before = both_sides.peak_memory('cpu'); x = b'1' * 100_000_000; "
+    code += "print(before, both_sides.peak_memory('cpu'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert 0.9e8 < after - before < 1.2e8 and before < peak_memory("cpu")
+
+
+def test_table_of_hand_made_measurements(bench, capsys):
+    asked = argparse.Namespace(
+        shape=None, model="M", dtype="float32", device="cpu", prompts=2, group_size=4, length=8,
+        turns=2, steps=1, threads=1, peak_tflops=0.001, clock="wall",
+    )  # fmt: skip
+    ours, theirs = bench.Program("ours", 2048), bench.Program("TRL", 8, True)
+    silent = bench.Program("ours", 2048, False, True)
+
+    def turns(*seconds):
+        return [[{"step": a, "generate": b, "tokens": 64}] for a, b in seconds]
+
+    measured = {
+        ours: bench.Measured(turns((3.0, 1.0), (5.0, 1.0)), [10**9, 8 * 10**8]),
+        theirs: bench.Measured(turns((9.0, 2.0), (25.0, 4.0)), [3 * 10**9, 4 * 10**9]),
+        silent: bench.Measured(turns((2.0, 1.0), (2.0, 1.0)), [10**9]),
+    }
+    bench.report(asked, bench.Facts(10**6, 16.0), measured)
+    lines = {line[:18].strip(): line[18:].split() for line in capsys.readouterr().out.splitlines()}
+    # 2 N (2 x 16 + 64) + 6 N (8 x 16 + 64) = 1.344e9 operations in 4 s, of 1e9 a second
+    wanted = "4.00 3.00 - 5.00 1.00 1.00 - 1.00 1.00 1.00 3.00 1.00 1000 1.00 16.0 8.0 33.6%"
+    assert lines["ours 2048"] == wanted.split()
+    # ratios of turns: steps 3 and 5, generation 2 and 4, updates 7/2 and 21/4
+    wanted = "17.00 9.00 - 25.00 4.00 3.00 - 5.00 3.00 3.00 14.00 4.38 4000 4.00 3.8 8.0 7.9%"
+    assert lines["TRL 8c"] == wanted.split()
+    assert lines["ours 2048 silent"][4] == "1.00"  # its own base
+
+
+def test_a_micro_batch_is_a_number(bench):
+    assert bench.micro_batch("16c") == (16, True)
+    for wrong in ("c", "0", "8d", "-1"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            bench.micro_batch(wrong)
+
+
+def test_both_sides_see_the_same_questions(bench, tmp_path):
+    asked = argparse.Namespace(
+        dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
+        steps=1, learning_rate=1e-6, clock="wall",
+    )  # fmt: skip
+    (tmp_path / "config.json").touch()
+    texts = [f"question {i}" for i in range(9)]
+    programs = [bench.Program(side, 8, False, True) for side in ("ours", "TRL")]
+    ours, theirs = [bench.job_of(p, asked, str(tmp_path), texts, 3) for p in programs]
+    config, given = bench.our_configuration(ours), bench.Questions(ours).given
+    steps = [bench.trainer.choose_prompts(config, given, step) for step in range(2)]
+    assert [p.id for step in steps for p in step] == [p["id"] for p in theirs["prompts"]]
+    assert ours["silent"] == theirs["silent"] == [step[0].id for step in steps]
+
+
+def test_our_turn_goes_through_the_trainer(bench, tmp_path):
+    asked = argparse.Namespace(
+        dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
+        steps=1, learning_rate=1e-6, clock="process",
+    )  # fmt: skip
+    texts, program = [f"{i}+1=" for i in range(9)], bench.Program("ours", 64, False, True)
+    job = bench.job_of(program, asked, "embedded:tiny_base", texts, 3)
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, str(SCRIPTS / "bench_train.py"), "--turn", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert len(found["rows"]) == 2 and found["peak"] > 10**8
+    assert all(0 < r["generate"] < r["step"] and 8 <= r["tokens"] <= 64 for r in found["rows"])
+
+
+def test_wrong_arguments_are_refused_in_one_line(tmp_path):
+    def refused(*arguments):
+        command = [sys.executable, str(SCRIPTS / "bench_train.py"), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        return done.stderr
+
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"question": "1+1"}))
+    assert "--model FOLDER and --questions FILE are needed" in refused()
+    given = ("--questions", questions, "--model")
+    assert "not a folder with a tokenizer.json" in refused(*given, tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    assert "--trl 7 does not divide 4 x 8 = 32" in refused(*given, tmp_path, "--trl", "7")
+    assert "has 1 questions, 12 are needed" in refused(*given, tmp_path)
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(tmp_path):
+    from trl_environment import environment
+
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(SystemExit, match="is not a virtual environment"):
+        environment(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
