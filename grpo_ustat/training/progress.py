@@ -73,12 +73,11 @@ def save(run: Run, progress: Progress, log: RunLog | None) -> bool:
     """
     start, failed = time.perf_counter(), 0
     moments = sharded.moments(run.policy, run.optimizer)
-    with named(run, progress.step):
-        checkpoint.check_finite(run.policy, moments)
     if log:
         attempt(f"the last rows of {run.folder.path}", log.sync)
         what = f"checkpoint-{progress.step} of {run.folder.path}"
-        failed = not attempt(what, lambda: _write(run, progress, moments))
+        with named(run, progress.step):
+            failed = not attempt(what, lambda: _write(run, progress, moments))
     failed = int(run.all_ranks_sum(np.array([int(failed)]))[0])
     progress.failed_saves += failed
     progress.seconds_save = time.perf_counter() - start
