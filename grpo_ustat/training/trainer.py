@@ -15,13 +15,13 @@ from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.intervals import Interval, paired_difference
 from grpo_ustat.ranks import lost_ranks_named
-from grpo_ustat.records import Prompt
+from grpo_ustat.records import BaselineContext, Prompt
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
 from grpo_ustat.runs.log import RunLog, TrainingBar, attempt
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
 from grpo_ustat.training.alarms import ring
-from grpo_ustat.training.batch import baseline_context, draw_batch
+from grpo_ustat.training.batch import Batch, Extra, baseline_context, draw_batch
 from grpo_ustat.training.checkpoint import check_finite
 from grpo_ustat.training.evaluate import eval_row, held_out, right
 from grpo_ustat.training.metrics import batch_metrics, tokens_seen, update_metrics
@@ -30,7 +30,7 @@ from grpo_ustat.training.progress import Progress, drop_old, named, resume, save
 from grpo_ustat.training.samples import completion_rows
 from grpo_ustat.training.setup import Run, check_same_start, set_up
 from grpo_ustat.training.signals import EXIT_CODE, StopRequest
-from grpo_ustat.training.update import fixed_logprobs, judged_rewards, update
+from grpo_ustat.training.update import Constants, fixed_logprobs, judged_rewards, update
 
 Stepped = tuple[dict[str, Any], list[dict[str, Any]]]  # a metrics row, completions to keep
 
@@ -170,43 +170,52 @@ def _finite_step(run: Run, progress: Progress) -> Stepped:
 
 
 def _step(run: Run, progress: Progress) -> Stepped:
-    """One step of Algorithm 1; returns its metrics row and the completions to keep."""
-    start = time.perf_counter()
-    config = run.config
-    batch = draw_batch(run, choose_prompts(config, run.train_prompts, progress.step), progress.step)
-    context, extra = baseline_context(run, batch, progress.step)
-    constants = fixed_logprobs(run, batch.rollouts)
-    judged_PG = judged_rewards(run, batch, constants)
-    advantage_PG = advantages(config.baseline.name, judged_PG, context, config.baseline.options)
-    run.memory.learn(run, batch)
+    """One step; returns its metrics row and the completions to keep."""
+    start, step = time.perf_counter(), progress.step
+    batch = draw_batch(run, choose_prompts(run.config, run.train_prompts, step), step)
+    context, extra = baseline_context(run, batch, step)
     generated = time.perf_counter()
-    every = config.monitor.gradient_mse_every
-    watched = gradient_mse(run, batch) if every and progress.step % every == 0 else {}
-    completions = completion_rows(run, batch, advantage_PG, progress.step + 1)
-    mine_PG = own_rows(run, advantage_PG)
-    grad_norm, found = update(run, batch.rollouts, mine_PG, constants, progress.step)
+    constants = fixed_logprobs(run, batch.rollouts)
+    advantage_PG = _advantages(run, batch, context, constants)
+    watched = _watched(run, batch, step)
+    completions = completion_rows(run, batch, advantage_PG, step + 1)
+    own_PG = own_rows(run, advantage_PG)
+    grad_norm, found = update(run, batch.rollouts, own_PG, constants, step)
     run.engine.refresh()
     row = batch_metrics(batch) | update_metrics(found, batch.rollouts, constants) | watched
-    learning_rate = run.scheduler.get_last_lr()[0]
+    row |= {"grad_norm": grad_norm, "learning_rate": run.scheduler.get_last_lr()[0]}
     run.scheduler.step()
+    row |= _counted(run, progress, batch, row, extra)
+    progress.seconds += time.perf_counter() - start
+    times = {"seconds_generate": generated - start, "step_time": time.perf_counter() - start}
+    return row | times, completions
+
+
+def _advantages(run: Run, batch: Batch, context: BaselineContext, constants: Constants):
+    """Of all prompts, [P, G]; the baseline's memory takes the batch in after they are known."""
+    judged_PG, rule = judged_rewards(run, batch, constants), run.config.baseline
+    advantage_PG = advantages(rule.name, judged_PG, context, rule.options)
+    run.memory.learn(run, batch)
+    return advantage_PG
+
+
+def _watched(run: Run, batch: Batch, step: int) -> dict[str, Any]:
+    every = run.config.monitor.gradient_mse_every
+    return gradient_mse(run, batch) if every and step % every == 0 else {}
+
+
+def _counted(run: Run, progress: Progress, batch: Batch, row: dict[str, Any], extra: Extra):
+    """Add a step to what the run has done; the totals that its row shows."""
     progress.step += 1
-    progress.rollouts += config.budget.rollouts
+    progress.rollouts += run.config.budget.rollouts
     progress.value_rollouts += extra.rollouts
     progress.tokens += row["tokens"] + extra.tokens
     progress.num_tokens += tokens_seen(batch) + extra.tokens
     progress.clipped_ratio = row["completions/clipped_ratio"]
-    progress.seconds += time.perf_counter() - start
-    row |= {
-        "step": progress.step,
-        "grad_norm": grad_norm,
-        "learning_rate": learning_rate,
-        "num_tokens": progress.num_tokens,
-        "rollouts": progress.rollouts,
-        "value_rollouts": progress.value_rollouts,
-        "seconds_generate": generated - start,
-        "step_time": time.perf_counter() - start,
+    return {
+        name: getattr(progress, name)
+        for name in ("step", "num_tokens", "rollouts", "value_rollouts")
     }
-    return row, completions
 
 
 def own_rows(run: Run, values_PG: np.ndarray) -> np.ndarray:
