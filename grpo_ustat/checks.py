@@ -147,6 +147,11 @@ def check_model(model_name_or_path: str) -> None:
     name = model_name_or_path
     looks_local = name.startswith(("/", "./", "../", "~")) or Path(name).exists()
     folder = Path(name).expanduser()
+    if looks_local and (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.model_name_or_path={name} holds LoRA adapters, not a model: write the merged one "
+            "with PEFT's merge_and_unload().save_pretrained(FOLDER) and use that"
+        )
     if looks_local and not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.model_name_or_path={name} holds no model: no config.json in {folder.resolve()}"

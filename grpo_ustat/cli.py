@@ -30,6 +30,17 @@ from grpo_ustat.runs.folder import NotSaved, RunFolder
 PACKAGE = Path(__file__).resolve().parent
 CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
 
+ELSEWHERE = {  # what other trainers call it
+    "num_generations": "group_size",
+    "lr": "learning_rate",
+    "gradient_accumulation_steps": "micro_batch_tokens, the padded tokens of a backward pass",
+    "per_device_train_batch_size": "budget.rollouts, completions a step on all devices",
+    "num_train_epochs": "max_steps",
+    "loss_type": "objective=dapo and the like, or objective.loss_type",
+    "beta": "objective.beta",
+    "use_vllm": "rollout=vllm",
+}
+
 
 def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None]) -> None:
     """Compose `conf/<entry>.yaml`, check it, and hand it to `work` with its run folder.
@@ -153,6 +164,8 @@ def _one_line(error: Exception, schema: type) -> str:
     if not unknown:
         return text.removesuffix(" None")
     key = unknown.group(1)
+    if key in ELSEWHERE:
+        return f"unknown key {key}: here it is {ELSEWHERE[key]}"
     near = difflib.get_close_matches(
         key, list(_keys(OmegaConf.structured(schema))), n=1, cutoff=0.5
     )

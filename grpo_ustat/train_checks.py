@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from grpo_ustat.config import ObjectiveConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 
 FRESH = {"value_P", "optimal_P", "tracker_P"}  # context that budget.value_completions pays for
+OBJECTIVES = (
+    "algorithm1", "grpo", "grpo_original", "dr_grpo", "dapo", "gspo", "whole_sequence"
+)  # fmt: skip
 LEVELS = ("none", "token", "sequence", "whole_sequence")
 LOSS_TYPES = ("sum", "dr_grpo", "dapo", "grpo")
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")  # schedules that need no end
@@ -121,7 +124,7 @@ def _check_batch(config: TrainConfig) -> None:
 
 def check_objective(objective: ObjectiveConfig, group_size: int, rollouts: int) -> None:
     """The objective means something: see training/objective.py."""
-    one_of("objective.name", objective.name, ("algorithm1", "grpo"))
+    one_of("objective.name", objective.name, OBJECTIVES)
     one_of("objective.importance_sampling_level", objective.importance_sampling_level, LEVELS)
     one_of("objective.loss_type", objective.loss_type, LOSS_TYPES)
     positive(objective, "num_iterations", prefix="objective.")
@@ -236,6 +239,12 @@ def _check_device(config: TrainConfig) -> None:
             f"launch.device={config.launch.device}: training takes its GPU from the launcher; "
             "use launch.device=cuda and choose with CUDA_VISIBLE_DEVICES"
         )
+    one_of("launch.device", config.launch.device, ("cpu", "cuda"))
+    if config.model.dtype == "float16":
+        raise ConfigError(
+            "model.dtype=float16 in training: AdamW's steps underflow in it; use bf16=true, or "
+            "model.dtype=float32"
+        )
     if config.bf16 and config.model.dtype != "float32":
         raise ConfigError(
             f"bf16=true computes in bfloat16 over float32 weights, but model.dtype="
@@ -252,6 +261,8 @@ def _check_lora(config: TrainConfig) -> None:
         raise ConfigError(
             f"lora.r={lora.r} needs lora_alpha and target_modules: start from lora=r16"
         )
+    if lora.r:
+        positive(lora, "lora_alpha", prefix="lora.")
 
 
 def _check_rollout(config: TrainConfig) -> None:
@@ -274,3 +285,8 @@ def _check_eval(config: TrainConfig) -> None:
     for name in config.eval.decoding:
         one_of("eval.decoding", name, ("sampled", "greedy"))
     distinct("eval.decoding", config.eval.decoding)
+    if config.eval.num_generations > 1 and "sampled" not in config.eval.decoding:
+        raise ConfigError(
+            f"eval.num_generations={config.eval.num_generations} samples, but eval.decoding="
+            f"{config.eval.decoding}: use [sampled,greedy], or eval.num_generations=1"
+        )

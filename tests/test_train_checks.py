@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_config import compose
+from test_config import compose, run
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.identity import folder_name
@@ -60,6 +60,10 @@ REFUSED = {
     ),
     "no evaluation": (["eval.decoding=[]"], "evaluates nothing"),
     "an unknown decoding": (["eval.decoding=[beam]"], "unknown eval.decoding 'beam'"),
+    "half precision": (["model.dtype=float16"], "float16 in training: AdamW's steps underflow"),
+    "samples that nobody draws": (
+        ["eval.decoding=[greedy]", "eval.num_generations=4"], "num_generations=4 samples, but",
+    ),
     "no norm": (["max_grad_norm=0"], "max_grad_norm=0.0 must be above 0"),
 }  # fmt: skip
 
@@ -92,3 +96,8 @@ def test_an_end_of_the_learning_rate_belongs_to_the_run():
     assert folder_name(compose("train", "max_steps=10")) == folder_name(
         compose("train", "max_steps=20")
     )
+
+
+def test_names_of_other_trainers_are_translated(tmp_path):
+    code, _, err = run("train", "num_generations=8", cwd=tmp_path)
+    assert code == 2 and "unknown key num_generations: here it is group_size" in err

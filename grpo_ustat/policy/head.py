@@ -87,7 +87,8 @@ class Head:
         if entropy_N is None:
             grad_NV = scores_NV.sub_(normaliser_N).exp_().mul_(-factor_N1)
         else:
-            scores_NV.sub_(normaliser_N)
+            # a logit of -inf adds 0 to the entropy, not 0 * inf
+            scores_NV.sub_(normaliser_N).clamp_(min=-1e30)
             p_NV = scores_NV.exp()
             entropy_N1 = -(p_NV * scores_NV).sum(dim=-1, keepdim=True)
             weight_N1 = entropy_N.to(scores_NV)[:, None]

@@ -121,9 +121,14 @@ def optimal_baseline(run: Run, rollouts: Rollouts) -> np.ndarray:
     """`b* = sum q z / sum q` of each prompt, q the squared score norms; 0 where every q is 0."""
     count = rollouts.lengths_PG.size
     longest = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
-    size = max(1, run.config.micro_batch_tokens // longest)
-    batches = np.split(np.arange(count), range(size, count, size))
-    temperature = run.config.temperature
-    scored = [score_rollouts(run.policy, rollouts, index, temperature) for index in batches]
-    q_N = np.concatenate([scores.sq_norm_B.cpu().numpy() for scores in scored])
+
+    def score() -> np.ndarray:
+        size = max(1, run.passes.tokens // longest)
+        parts = np.split(np.arange(count), range(size, count, size))
+        found = (
+            score_rollouts(run.policy, rollouts, part, run.config.temperature) for part in parts
+        )
+        return np.concatenate([scores.sq_norm_B.cpu().numpy() for scores in found])
+
+    q_N = run.passes.attempt(score)
     return best_constant(q_N.reshape(rollouts.lengths_PG.shape), rewards(run.task, rollouts))

@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 
 from grpo_ustat.config import BaselineConfig
 from grpo_ustat.estimators.baselines import running_update, tracker_discount, tracker_start
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import positions
 from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.records import Rollouts
@@ -221,7 +222,7 @@ def _as_rollouts(rollouts: Rollouts, prompts: list[int], tokens: list[np.ndarray
 
 def _answers(run: Run, rollouts: Rollouts) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Tokens and log-probabilities of the first completion of each of this rank's prompts."""
-    tokens = [rollouts.tokens_PGT[p, 0, : n[0]] for p, n in enumerate(rollouts.lengths_PG)]
+    tokens = [rollouts.tokens_PGT[p, 0, : n[0]].copy() for p, n in enumerate(rollouts.lengths_PG)]
     found = _logprobs(run, _as_rollouts(rollouts, list(range(len(tokens))), tokens))
     ids = (prompt.id for prompt in rollouts.prompts)
     return dict(zip(ids, zip(tokens, found, strict=True), strict=True))
@@ -231,22 +232,33 @@ def _logprobs(run: Run, rollouts: Rollouts) -> list[np.ndarray]:
     """Token log-probabilities of completions, one per prompt, under the policy of now."""
     index = np.arange(len(rollouts.prompts))
     found_NT = token_logprobs(run, run.policy, rollouts, index).double().cpu().numpy()
-    return [row[:n] for row, n in zip(found_NT, rollouts.lengths_PG[:, 0], strict=True)]
+    return [row[:n].copy() for row, n in zip(found_NT, rollouts.lengths_PG[:, 0], strict=True)]
 
 
 @torch.inference_mode()
 def _hidden(run: Run, rollouts: Rollouts) -> np.ndarray:
     """Last hidden state at each prompt's last token, and a constant 1: [P, D + 1], float64."""
-    head, pad = max(map(len, rollouts.prompt_tokens)), run.policy.pad_token
-    device = run.accelerator.device
-    ids = [[pad] * (head - len(row)) + row for row in rollouts.prompt_tokens]
-    mask = [[0] * (head - len(row)) + [1] * len(row) for row in rollouts.prompt_tokens]
+    count, longest = len(rollouts.prompts), max(map(len, rollouts.prompt_tokens))
+
+    def read() -> np.ndarray:
+        size = max(1, run.passes.tokens // longest)
+        parts = np.split(np.arange(count), range(size, count, size))
+        return np.concatenate([_last_hidden(run.policy, rollouts, part) for part in parts])
+
+    return np.concatenate([run.passes.attempt(read), np.ones((count, 1))], axis=1)
+
+
+def _last_hidden(policy: Policy, rollouts: Rollouts, prompts: np.ndarray) -> np.ndarray:
+    rows = [rollouts.prompt_tokens[p] for p in prompts]
+    head, device = max(map(len, rows)), policy.model.device
+    ids = [[policy.pad_token] * (head - len(row)) + row for row in rows]
+    mask = [[0] * (head - len(row)) + [1] * len(row) for row in rows]
     mask_PT = torch.tensor(mask, device=device)
-    hidden_PTD = body(causal(run.policy.model))(
-        input_ids=torch.tensor(ids, device=device),
-        attention_mask=mask_PT,
-        position_ids=positions(mask_PT),
-        use_cache=False,
-    ).last_hidden_state
-    last_PD = hidden_PTD[:, -1].double().cpu().numpy()
-    return np.concatenate([last_PD, np.ones((len(last_PD), 1))], axis=1)
+    with policy.computing():
+        hidden_PTD = body(causal(policy.model))(
+            input_ids=torch.tensor(ids, device=device),
+            attention_mask=mask_PT,
+            position_ids=positions(mask_PT),
+            use_cache=False,
+        ).last_hidden_state
+    return hidden_PTD[:, -1].double().cpu().numpy()

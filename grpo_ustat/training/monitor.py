@@ -11,10 +11,10 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
@@ -86,12 +86,7 @@ def _own_groups(run: Run, batch: Batch, sketch: Sketch) -> Iterator[GroupScores]
     rank, world = run.accelerator.process_index, run.accelerator.num_processes
     weights_PG = pool_gradient_weights(batch.rewards_PG)[rank::world]
     for row, weights_G in enumerate(weights_PG):
-        while True:
-            try:
-                yield _group(run, batch, row, weights_G, sketch)
-                break
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                run.passes.shrink(error)
+        yield run.passes.attempt(partial(_group, run, batch, row, weights_G, sketch))
 
 
 def _group(run: Run, batch: Batch, row: int, weights_G: np.ndarray, sketch: Sketch) -> GroupScores:

@@ -155,7 +155,11 @@ def factors(
 def depends_on_logprobs(objective: ObjectiveConfig, part: Part) -> bool:
     """Whether `factors` need the log-probabilities of now: not for a plain on-policy update."""
     penalised = objective.beta > 0 and objective.kl_in == "loss"
-    return penalised or part.old_BT is not None
+    return penalised or (part.old_BT is not None and _has_ratio(objective))
+
+
+def _has_ratio(objective: ObjectiveConfig) -> bool:
+    return objective.importance_sampling_level != "none"
 
 
 def skips_silent(objective: ObjectiveConfig) -> bool:
@@ -176,7 +180,7 @@ def needs_old(objective: ObjectiveConfig, num_rollouts: int) -> bool:
 def diagnostics(objective, logprob_BT: torch.Tensor, part: Part) -> dict[str, Any]:
     """Sums over tokens (or sequences) for the step's metrics: how much was clipped, and the K."""
     found: dict[str, Any] = {}
-    if part.old_BT is not None:
+    if part.old_BT is not None and _has_ratio(objective):
         ratio, counts = ratios(objective, logprob_BT, part)
         advantage = part.advantage_B if ratio.dim() == 1 else part.advantage_B[:, None]
         found |= {"ratio_count": int(counts.sum()), "ratio_sum": float(ratio[counts].sum())}

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
+from accelerate.utils.memory import clear_device_cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.records import Rollouts
+
+Result = TypeVar("Result")
 
 FULL = 8  # a part of 1/FULL of the tokens allowed makes large enough products
 RAGGED = 0.9  # of a part's longest completion: shorter ones go into a part of their own
@@ -109,17 +114,28 @@ class Limit:
     def __init__(self, tokens: int):
         self.tokens = tokens
 
-    def shrink(self, error: RuntimeError) -> None:
-        """Halve the limit.
+    def attempt(self, work: Callable[[], Result]) -> Result:
+        """What the work returns; where memory runs out, again with half as many tokens.
 
         Raises:
-            RuntimeError: the given error, where it is another one or nothing is left to halve.
+            ConfigError: nothing is left to halve.
         """
-        if not out_of_memory(error) or self.tokens < 2:
-            raise error
+        while True:
+            try:
+                return work()
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+            self._halve()  # not in the handler: the error holds all that was allocated
+
+    def _halve(self) -> None:
+        if self.tokens < 2:
+            raise ConfigError(
+                "out of memory with one completion at a time: use gradient_checkpointing=true, "
+                "bf16=true, lora=r16, or a smaller max_completion_length"
+            )
         self.tokens //= 2
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        clear_device_cache(garbage_collection=True)
         print(
             f"warning: out of memory in an update; the same gradient again with "
             f"micro_batch_tokens={self.tokens}",

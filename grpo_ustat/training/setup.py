@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -9,14 +11,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, gather_object
+from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
 from transformers import get_scheduler
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.policy.loading import Policy, check_device, configured_policy
+from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.reading import can_share
-from grpo_ustat.ranks import RefusedByRank
+from grpo_ustat.ranks import RefusedByRank, is_main
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.engine import Engine, make_engine
 from grpo_ustat.runs.folder import RunFolder
@@ -42,7 +45,7 @@ class Run:
             adapters, which are switched off instead.
         memory: what the baseline remembers.
         passes: how many tokens a backward pass may take.
-        shares: whether the model's prompts can be read once per group.
+        shares: whether updates read a prompt once for its group.
     """
 
     config: TrainConfig
@@ -88,6 +91,8 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
     shards = sharded.shard(policy, accelerator.device) if sharded.asked(accelerator) else None
     optimizer = _optimizer(config, shards or policy)
     task = make_task(config)
+    prompts = {split: task.prompts(split) for split in ("train", "test")}
+    check_lengths(config, policy, prompts["train"] + prompts["test"])
     return Run(
         config=config,
         folder=folder,
@@ -99,11 +104,11 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
         optimizer=optimizer,
         scheduler=_scheduler(config, optimizer),
         task=task,
-        train_prompts=task.prompts("train"),
-        test_prompts=task.prompts("test"),
+        train_prompts=prompts["train"],
+        test_prompts=prompts["test"],
         memory=make_memory(config.baseline),
         passes=Limit(config.micro_batch_tokens),
-        shares=can_share(policy),
+        shares=_shares(config, policy),
     )
 
 
@@ -113,6 +118,10 @@ def _accelerator(config: TrainConfig) -> Accelerator:
     Raises:
         ConfigError: there are too many of them, or accelerate was configured for what is ours.
     """
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise RefusedByRank(
+            "DeepSpeed is not supported: use scripts/accelerate/fsdp2.yaml, or ddp.yaml"
+        )
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     accelerator = Accelerator(cpu=config.launch.device == "cpu", kwargs_handlers=[patience])
     world = accelerator.num_processes
@@ -126,12 +135,59 @@ def _accelerator(config: TrainConfig) -> Accelerator:
             f"dataset.test_size={config.dataset.test_size} for {world} processes: "
             f"use dataset.test_size={world} or more"
         )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise RefusedByRank(
+            f"accelerate's gradient_accumulation_steps={accelerator.gradient_accumulation_steps} "
+            "has no effect here: micro_batch_tokens alone says how a gradient is cut"
+        )
     if accelerator.mixed_precision != "no":
         raise RefusedByRank(
             f"accelerate's mixed_precision={accelerator.mixed_precision} has no effect here: "
             "use mixed_precision=no there and bf16=true here"
         )
     return accelerator
+
+
+def check_lengths(config: TrainConfig, policy: Policy, prompts: list[Prompt]) -> None:
+    """Prompts and completions fit into the positions that the model, and vLLM, know.
+
+    Raises:
+        ConfigError: naming the longest prompt and the limit.
+    """
+    lengths = [len(ids) for ids in policy.tokenizer([p.text for p in prompts])["input_ids"]]
+    longest = max(lengths)
+    if not min(lengths):
+        empty = prompts[lengths.index(0)].text
+        raise RefusedByRank(
+            f"the tokenizer of {config.model.model_name_or_path} makes no tokens of {empty!r}: does "
+            "it have its tokenizer files?"
+        )
+    needed = longest + config.max_completion_length
+    for limit, name in (
+        (getattr(causal(policy.model).config, "max_position_embeddings", None), "the model's"),
+        (config.rollout.max_model_len, "rollout.max_model_len, vLLM's"),
+    ):
+        if limit is not None and needed > limit:
+            raise RefusedByRank(
+                f"a prompt of {longest} tokens and max_completion_length="
+                f"{config.max_completion_length} exceed {name} {limit} tokens: use "
+                f"max_completion_length={max(limit - longest, 1)} or less"
+            )
+
+
+def _shares(config: TrainConfig, policy: Policy) -> bool:
+    """Whether updates read prompts once per group; where they can't, that is said."""
+    if not config.share_prompts:
+        return False
+    if config.gradient_checkpointing:
+        reason = "gradient_checkpointing=true keeps no keys and values"
+    elif not can_share(policy):
+        reason = f"{type(causal(policy.model)).__name__} does not allow it"
+    else:
+        return True
+    if is_main():
+        print(f"note: updates read each prompt once a completion: {reason}", file=sys.stderr)
+    return False
 
 
 def check_same_start(run: Run, step: int) -> None:
@@ -182,7 +238,9 @@ def _with_adapters(config: TrainConfig, model: torch.nn.Module) -> torch.nn.Modu
     torch.manual_seed(config.seed)  # adapters start at random, the same on every rank
     try:
         options = dict(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=targets)
-        return get_peft_model(model, LoraConfig(lora_dropout=0.0, **options)).eval()
+        with warnings.catch_warnings():  # PEFT asks transformers by a name of before
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            return get_peft_model(model, LoraConfig(lora_dropout=0.0, **options)).eval()
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"lora.target_modules={names}: {reason}") from error

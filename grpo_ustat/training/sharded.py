@@ -13,7 +13,7 @@ and which options, but shards nothing on a CPU itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ from grpo_ustat.policy.logprobs import pack, positions
 from grpo_ustat.policy.output_layer import Window, body, causal
 from grpo_ustat.ranks import RefusedByRank, is_main
 from grpo_ustat.records import Rollouts
-from grpo_ustat.training.plan import out_of_memory, plan
+from grpo_ustat.training.plan import Result, out_of_memory, plan
 
 if TYPE_CHECKING:
     from grpo_ustat.training.setup import Run
@@ -135,13 +135,17 @@ def rounds(run: Run, rollouts: Rollouts, index: np.ndarray) -> Iterator[tuple[Ga
         yield Gathered(run.sharded, rollouts), [part]
 
 
-def refuse_out_of_memory(run: Run, error: RuntimeError) -> None:
-    """Name the fix: with collectives inside the gradient one rank cannot form it again alone.
+def attempt_once(run: Run, work: Callable[[], Result]) -> Result:
+    """What the work returns: with collectives inside, one rank cannot do it again alone.
 
     Raises:
-        ConfigError: the error is one of memory.
+        ConfigError: memory ran out.
     """
-    if out_of_memory(error):
+    try:
+        return work()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         raise ConfigError(
             f"out of memory in an update with micro_batch_tokens={run.passes.tokens}: under FSDP2 "
             "no rank can try again alone; start again with fewer"

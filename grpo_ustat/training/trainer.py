@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -50,7 +51,9 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
             result = _train(config, folder)
     else:
         console.print(
-            f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
+            f"{folder.path} is complete; on_existing=overwrite runs it again.",
+            markup=False,
+            soft_wrap=True,
         )
     if int(os.environ.get("RANK", 0)) == 0:
         console.print(train_table(result))
@@ -162,11 +165,14 @@ def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> lis
 
 
 def _finite_step(run: Run, progress: Progress) -> Stepped:
-    """A step, and a look at the weights that it leaves."""
+    """A step, and a look at what it measured and at the weights that it leaves."""
     with named(run, progress.step + 1):
-        stepped = _step(run, progress)
+        row, completions = _step(run, progress)
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise FloatingPointError(f"{name} is {value}: lower learning_rate")
         check_finite(run.policy)
-    return stepped
+    return row, completions
 
 
 def _step(run: Run, progress: Progress) -> Stepped:

@@ -158,6 +158,7 @@ def apply_gradient(
     if run.config.max_grad_norm is not None and norm > run.config.max_grad_norm:
         torch._foreach_mul_(grads, run.config.max_grad_norm / norm)
     run.optimizer.step()
+    run.optimizer.zero_grad()
     return norm
 
 
@@ -198,17 +199,18 @@ def accumulate_gradient(
     if objectives.skips_silent(objective):
         index = index[weight_N[index] != 0]
     found.sums.update(rows=len(minibatch.index), skipped=len(minibatch.index) - len(index))
-    while True:
+
+    def from_zero() -> Found:
         run.optimizer.zero_grad()
         here = Found()
-        try:
-            with recomputing(run.trained.model):
-                _accumulate(run, rollouts, weight_N, index, minibatch, constants, here)
-            break
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if run.sharded is not None:
-                sharded.refuse_out_of_memory(run, error)
-            run.passes.shrink(error)
+        with recomputing(run.trained.model):
+            _accumulate(run, rollouts, weight_N, index, minibatch, constants, here)
+        return here
+
+    if run.sharded is None:
+        here = run.passes.attempt(from_zero)
+    else:
+        here = sharded.attempt_once(run, from_zero)
     found.sums.update(here.sums)
     found.gap += here.gap
 
@@ -221,7 +223,9 @@ def _accumulate(run: Run, rollouts, weight_N, index, minibatch, constants, found
                 part = _part(run, rollouts, weight_N, index_B, minibatch, constants, window)
                 head = Head(reader.policy, reader.output, run.config.temperature)
                 _carry_back(run, rollouts, index_B, part, window, head, found)
+            del window
         reader.backward()
+        del reader  # with the prompts' graph, before the next ones are read
 
 
 def _carry_back(run, rollouts, index_B, part: Part, window, head: Head, found: Found) -> None:
@@ -242,9 +246,8 @@ def _read(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarray):
     if policy is run.sharded:
         yield from sharded.rounds(run, rollouts, index)
         return
-    share = run.shares and run.config.share_prompts and not run.config.gradient_checkpointing
-    for chosen in plan(rollouts, index, run.passes.tokens, share):
-        shared = share and len(chosen.prompts) < sum(map(len, chosen.parts))
+    for chosen in plan(rollouts, index, run.passes.tokens, run.shares):
+        shared = run.shares and len(chosen.prompts) < sum(map(len, chosen.parts))
         yield (Prompts if shared else Whole)(policy, rollouts, chosen.prompts), chosen.parts
 
 
@@ -283,9 +286,13 @@ def _gap(rollouts: Rollouts, index_B, logprob_BT, factor_BT) -> list[float]:
     return np.abs(theirs - logprob_BT.double().cpu().numpy())[used].tolist()
 
 
-@torch.no_grad()
 def token_logprobs(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarray) -> torch.Tensor:
     """Log-probabilities of this rank's completions, [N, T], 0 elsewhere; the trainer's own."""
+    return run.passes.attempt(lambda: _token_logprobs(run, policy, rollouts, index))
+
+
+@torch.no_grad()
+def _token_logprobs(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarray):
     shape = (rollouts.lengths_PG.size, rollouts.mask_PGT.shape[-1])
     result = None
     for reader, parts in _read(run, policy, rollouts, index):
@@ -294,6 +301,7 @@ def token_logprobs(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarr
             found_BT = Head(policy, reader.output, run.config.temperature).logprobs(window)
             result = found_BT.new_zeros(shape) if result is None else result
             result[index_B, : found_BT.shape[1]] = found_BT
+        del reader, window
     return torch.zeros(shape, device=policy.model.device) if result is None else result
 
 

@@ -103,9 +103,11 @@ def test_sgd_is_the_update_of_algorithm_1(tmp_path):
     """theta' = theta + eta ghat, to float64 rounding."""
     run, batch = first_batch(tmp_path, "optimizer=sgd", "model.dtype=float64", "learning_rate=0.01")
     before = {n: p.detach().clone() for n, p in run.policy.model.named_parameters()}
+    gradient(run, batch.rollouts, batch.rewards_PG)
+    descent = {n: p.grad.clone() for n, p in run.policy.model.named_parameters()}
     step(run, batch.rollouts, batch.rewards_PG)
     for name, parameter in run.policy.model.named_parameters():
-        torch.testing.assert_close(parameter.detach(), before[name] - 0.01 * parameter.grad)
+        torch.testing.assert_close(parameter.detach(), before[name] - 0.01 * descent[name])
 
 
 def test_an_unfinite_gradient_stops_before_the_step(tmp_path):

@@ -177,10 +177,13 @@ def test_out_of_memory_gives_the_same_gradient_from_smaller_passes(tmp_path, mon
 
 
 def test_other_errors_and_hopeless_ones_are_not_swallowed():
+    def failing(error):
+        raise error
+
     with pytest.raises(RuntimeError, match="something else"):
-        Limit(100).shrink(RuntimeError("something else"))
-    with pytest.raises(torch.OutOfMemoryError):
-        Limit(1).shrink(torch.OutOfMemoryError("no more"))
+        Limit(100).attempt(lambda: failing(RuntimeError("something else")))
+    with pytest.raises(ConfigError, match="out of memory with one completion at a time"):
+        Limit(4).attempt(lambda: failing(torch.OutOfMemoryError("no more")))
     assert out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes"))
 
 
@@ -294,3 +297,32 @@ def test_layers_are_recomputed_in_updates_and_nowhere_else(tmp_path):
         counts[flag], texts[flag] = len(calls), batch.rollouts.texts_PG
     assert texts["true"] == texts["false"]
     assert counts["true"] == 2 * counts["false"]
+
+
+def test_what_does_not_fit_into_the_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="max_completion_length=600 exceed the model's 512"):
+        first_batch(tmp_path, "max_completion_length=600")
+
+
+def test_prompts_that_cannot_be_shared_are_said(tmp_path, capsys):
+    run, _ = first_batch(tmp_path, "gradient_checkpointing=true")
+    assert not run.shares and "gradient_checkpointing=true keeps no" in capsys.readouterr().err
+
+
+def test_gradients_and_prompts_are_let_go(tmp_path, monkeypatch):
+    """No gradient outlives its step, no prompt's graph the next one's."""
+    import gc
+    import weakref
+
+    run, batch = first_batch(tmp_path, "micro_batch_tokens=60")
+    alive, init = [], update_module.Prompts.__init__
+
+    def counting(self, *rest):
+        gc.collect()
+        assert not [1 for reference in alive if reference() is not None]
+        init(self, *rest)
+        alive.append(weakref.ref(self))
+
+    monkeypatch.setattr(update_module.Prompts, "__init__", counting)
+    update(run, batch.rollouts, ADVANTAGES, Constants(), 0)
+    assert len(alive) > 1 and all(p.grad is None for p in run.policy.model.parameters())
