@@ -149,8 +149,8 @@ def check_model(model_name_or_path: str) -> None:
     folder = Path(name).expanduser()
     if looks_local and (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"model.model_name_or_path={name} holds LoRA adapters, not a model: write the merged one "
-            "with PEFT's merge_and_unload().save_pretrained(FOLDER) and use that"
+            f"model.model_name_or_path={name} holds LoRA adapters, no model: write the merged "
+            "one with PEFT's merge_and_unload().save_pretrained(FOLDER) and use that"
         )
     if looks_local and not (folder / "config.json").is_file():
         raise ConfigError(

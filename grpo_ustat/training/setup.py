@@ -159,8 +159,8 @@ def check_lengths(config: TrainConfig, policy: Policy, prompts: list[Prompt]) ->
     if not min(lengths):
         empty = prompts[lengths.index(0)].text
         raise RefusedByRank(
-            f"the tokenizer of {config.model.model_name_or_path} makes no tokens of {empty!r}: does "
-            "it have its tokenizer files?"
+            f"the tokenizer of {config.model.model_name_or_path} makes no token of {empty!r}: "
+            "does it have its tokenizer files?"
         )
     needed = longest + config.max_completion_length
     for limit, name in (
