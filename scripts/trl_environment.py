@@ -40,7 +40,8 @@ def environment(folder: Path) -> Path:
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
         raise SystemExit(f"error: {folder} is not a virtual environment: choose another folder")
     print(f"Installing {', '.join(PINNED)} into {folder} (some minutes) ...", file=sys.stderr)
-    venv.create(folder, with_pip=True)
+    if not python.exists():
+        venv.create(folder, with_pip=True)
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", CONSTRAINTS]
     subprocess.run([*pip, "torch"], check=True)  # alone, so that nothing else chooses its build
     subprocess.run([*pip, "torch", *PINNED], check=True)

@@ -197,6 +197,7 @@ def test_both_sides_see_the_same_questions(bench, tmp_path):
     assert ours["silent"] == theirs["silent"] == [step[0].id for step in steps]
 
 
+@pytest.mark.slow
 def test_our_turn_goes_through_the_trainer(bench, tmp_path):
     asked = argparse.Namespace(
         dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
@@ -212,6 +213,7 @@ def test_our_turn_goes_through_the_trainer(bench, tmp_path):
     assert all(0 < r["generate"] < r["step"] and 8 <= r["tokens"] <= 64 for r in found["rows"])
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_refused_in_one_line(tmp_path):
     def refused(*arguments):
         command = [sys.executable, str(SCRIPTS / "bench_train.py"), *map(str, arguments)]

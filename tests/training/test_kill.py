@@ -142,6 +142,7 @@ def sweep(path, overrides, trials):
     return hit
 
 
+@pytest.mark.slow
 def test_some_kills_and_recoveries(tmp_path):
     hit = sweep(tmp_path, MODEST, 6)
     assert hit["recoveries"] == 6

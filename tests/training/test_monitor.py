@@ -131,6 +131,7 @@ def test_any_number_of_ranks_finds_the_same(watched, monkeypatch, world):
         assert numbers(found) == alone
 
 
+@pytest.mark.slow
 def test_watching_changes_nothing_but_the_rows(tmp_path):
     """Rows of the policies after 0 and 2 steps; weights and other numbers equal bit by bit."""
     plain = fit(tmp_path / "plain", "max_completion_length=96")
@@ -162,6 +163,7 @@ def test_what_has_no_interval_says_why(watched):
         assert json.loads(json.dumps(row, allow_nan=False)) == row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [("lora=r16",), ("gradient_checkpointing=true",)])
 def test_it_scores_what_is_trained(tmp_path, overrides):
     """Adapters alone; layers that recompute give what others give."""

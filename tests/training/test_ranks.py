@@ -185,6 +185,7 @@ def trained(path, *overrides):
     return setup.checksum(seen[0].policy.model)
 
 
+@pytest.mark.slow
 @both_launches
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one(tmp_path, launch, case):
@@ -204,6 +205,7 @@ def test_every_objective_and_memory_trains_as_one(tmp_path, launch, case):
     assert_same_training(tmp_path, launch, (*SLOW_CASES[case], "optimizer=sgd"), but)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["two then one", "one then two"])
 def test_a_checkpoint_of_shards_resumes_anywhere(tmp_path, order):
     """One step in one world and two in the other; weights are a plain folder in both."""
@@ -282,6 +284,7 @@ def failing(path, prepare):
     return work
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_on_one_shard_ends_both(tmp_path):
     zero, one = in_ranks(2, failing(tmp_path / "run", out_of_memory_once), FSDP2)
     assert one.startswith("ConfigError: out of memory in an update with micro_batch_tokens=16384")

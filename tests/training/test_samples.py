@@ -67,6 +67,7 @@ def test_ranks_keep_what_one_process_keeps(tmp_path, monkeypatch, world):
         assert found == alone
 
 
+@pytest.mark.slow
 def test_no_step_is_missing_or_twice_after_a_resume(tmp_path):
     """Through; in two parts; killed after a checkpoint; back to an older checkpoint."""
     through = fit(tmp_path / "through")
