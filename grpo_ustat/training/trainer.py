@@ -73,6 +73,8 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         progress = resume(run)
         check_same_start(run, progress.step)
         _refuse_fewer_steps(config, folder, progress.step)
+        if main and progress.step:
+            print(f"going on from checkpoint-{progress.step} of {folder.path}", file=sys.stderr)
         log = RunLog(folder.path, keep_up_to=progress.step) if main else None
         with TrainingBar(config.max_steps, progress.step, shown=main) as bar:
             _loop(run, progress, log, bar, stop)
