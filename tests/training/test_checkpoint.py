@@ -261,8 +261,8 @@ def wider(path):
 
 
 def test_a_run_says_where_it_goes_on_from(tmp_path, capsys):
-    fit(tmp_path / "run", "max_steps=2")
-    fit(tmp_path / "run", "max_steps=3")
+    fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=2")
+    fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=3")
     assert "going on from checkpoint-2 of" in capsys.readouterr().err
 
 
