@@ -247,6 +247,7 @@ def test_a_folder_without_a_model_is_named(tmp_path):
         load_policy(str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, message",
     [

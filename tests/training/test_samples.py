@@ -23,6 +23,8 @@ from grpo_ustat.training.samples import completion_rows
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_config import compose  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def table(path):
     return parquet.read_table(path / NAME).to_pylist()

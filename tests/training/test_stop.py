@@ -17,6 +17,8 @@ from grpo_ustat.runs.snapshots import newest_whole
 from grpo_ustat.training import trainer
 from grpo_ustat.training.checkpoint import STATE
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def through(tmp_path_factory):

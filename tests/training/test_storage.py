@@ -17,6 +17,8 @@ from grpo_ustat.runs.log import MetricsLog, attempt
 from grpo_ustat.runs.snapshots import newest_whole, verify
 from grpo_ustat.training import checkpoint, trainer
 
+pytestmark = pytest.mark.slow
+
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
