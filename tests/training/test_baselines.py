@@ -24,6 +24,7 @@ FEW = ("max_steps=2", "dataset.test_size=2", "budget.value_completions=3")
 EXTRA = {"oracle": 24, "optimal": 24, "remax": 8}  # 2 steps of 4 prompts, 3 completions each or 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASELINES)
 def test_two_steps_with_every_rule(tmp_path, name):
     path = fit(tmp_path / "run", f"baseline={name}", *FEW)

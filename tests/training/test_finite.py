@@ -14,6 +14,8 @@ from grpo_ustat.runs.snapshots import newest_whole
 from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.training import trainer, update
 
+pytestmark = pytest.mark.slow
+
 BAD = [math.nan, math.inf]
 
 

@@ -27,6 +27,8 @@ from grpo_ustat.training import checkpoint, setup, sharded, trainer  # noqa: E40
 from grpo_ustat.training import update as updates  # noqa: E402
 from grpo_ustat.training.update import Found, minibatches  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="processes that have seen a GPU cannot be forked"
 )
