@@ -55,7 +55,7 @@ _TEXT = r"\\(?:text|textbf|textit|textrm|mbox|mathrm) ?"
 _UNIT = rf"{_TEXT}\{{(?P<unit>[a-zA-Z.,/ -]*)(?:\^[23])?\}}(?:\^ ?\{{?[23]\}}?)?"
 _NUMBER = re.compile(
     r"(?:\\?\$)?(?P<sign>[+-]?)(?:\\?\$)? ?"
-    r"(?:(?P<whole>\d{1,30})? ?\\frac ?\{(?P<p>\d{1,30})\} ?\{(?P<q>\d{1,30})\}"
+    r"(?:(?P<whole>\d{1,30})? ?\\frac ?\{(?P<p>-?\d{1,30})\} ?\{(?P<q>\d{1,30})\}"
     r"|(?P<over>\d{1,30})/(?P<under>\d{1,30})|(?P<decimal>[\d,]*\.?\d+))"
     rf" ?°? ?(?P<percent>\\?%)? ?(?:{_UNIT})?\$?",
     re.ASCII,
