@@ -136,11 +136,12 @@ def _meets(wanted: Number, given: Number, named: str) -> bool:
     if wanted.form == "decimal" and given.form != "decimal" and not fraction_too:
         return False
     known = UNITS.union(_words(named))
-    if given.percent and not (wanted.percent or "percent" in known or "%" in named):
+    if wanted.percent or "%" in named:
+        known.add("percent")
+    if given.percent and "percent" not in known:
         return False
-    return all(
-        known & {word, word.removesuffix("s"), word.removesuffix("es")} for word in given.words
-    )
+    forms = ({word, word.removesuffix("s"), word.removesuffix("es")} for word in given.words)
+    return all(known & form for form in forms)
 
 
 def _words(text: str) -> list[str]:

@@ -237,7 +237,8 @@ class _Worker:
         return Verdict.TIMEOUT
 
     def kill(self) -> None:
-        """End its processes, whatever they do."""
+        """End its processes, whatever they do; whoever waits for it hears of it."""
+        self.lost = True
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
