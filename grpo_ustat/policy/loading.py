@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_ustat.checks import ASSETS, EMBEDDED, ConfigError
 from grpo_ustat.config import Common
+from grpo_ustat.policy.devices import check_device
 from grpo_ustat.ranks import own_device
 
 
@@ -126,21 +127,6 @@ def stop_tokens(tokenizer: object, stop: str) -> frozenset[int]:
             "use a shorter string, or null"
         )
     return found
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that this PyTorch cannot use.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"launch.device={device} cannot be used ({reason}): use launch.device=cpu"
-        ) from error
 
 
 def resolve(model_name_or_path: str) -> str:

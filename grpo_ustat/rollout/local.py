@@ -12,9 +12,10 @@ from itertools import groupby
 
 import numpy as np
 import torch
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache
 
 from grpo_ustat.config import Common
+from grpo_ustat.policy.devices import out_of_memory
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import left_padded, positions
 from grpo_ustat.records import Prompt, Rollouts
@@ -146,7 +147,7 @@ def _write_if_it_fits(policy: Policy, prompts, draws_RT: np.ndarray, sampling: S
     try:
         return _write(policy, prompts, draws_RT, sampling)
     except RuntimeError as error:
-        if rows == 1 or not should_reduce_batch_size(error):
+        if rows == 1 or not out_of_memory(error):
             raise
     clear_device_cache(garbage_collection=True)
     warnings.warn(

@@ -15,6 +15,7 @@ from accelerate.utils.memory import clear_device_cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.policy.devices import out_of_memory
 from grpo_ustat.records import Rollouts
 
 Result = TypeVar("Result")
@@ -141,8 +142,3 @@ class Limit:
             f"micro_batch_tokens={self.tokens}",
             file=sys.stderr,
         )
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether an accelerator's or the CPU's memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -16,7 +16,8 @@ from transformers import get_scheduler
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
-from grpo_ustat.policy.loading import Policy, check_device, configured_policy
+from grpo_ustat.policy.devices import check_device
+from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.reading import can_share
 from grpo_ustat.ranks import RefusedByRank, is_main

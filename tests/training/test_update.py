@@ -11,9 +11,10 @@ from fakes import random_rollouts
 from test_trainer import first_batch
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.policy.devices import out_of_memory
 from grpo_ustat.rollout import local
 from grpo_ustat.training import update as update_module
-from grpo_ustat.training.plan import Limit, out_of_memory, plan
+from grpo_ustat.training.plan import Limit, plan
 from grpo_ustat.training.update import (
     Constants,
     Found,
