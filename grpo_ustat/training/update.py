@@ -95,9 +95,9 @@ def judged_rewards(run: Run, batch: Batch, constants: Constants) -> np.ndarray:
 
 
 def update(
-    run: Run, rollouts: Rollouts, advantage_PG: np.ndarray, constants: Constants, step: int
+    run: Run, batch: Batch, advantage_PG: np.ndarray, constants: Constants, step: int
 ) -> tuple[float, Found]:
-    """All updates of a step on this rank's completions.
+    """All updates of a step on this rank's completions, whose advantages are given.
 
     Returns:
         The norm of the last update's gradient before clipping, and what was found.
@@ -107,18 +107,23 @@ def update(
     """
     norm, found = 0.0, Found()
     with sharded.updating(run):
-        for minibatch in minibatches(run, rollouts, step):
-            norm = apply_gradient(run, rollouts, advantage_PG, minibatch, constants, found)
+        for minibatch in minibatches(run, batch.lengths_PG, step):
+            norm = apply_gradient(run, batch.rollouts, advantage_PG, minibatch, constants, found)
     return norm, found
 
 
-def minibatches(run: Run, rollouts: Rollouts, step: int) -> Iterator[Minibatch]:
-    """The step's updates in order: whole groups, shuffled anew in each iteration."""
+def minibatches(run: Run, lengths_PG: np.ndarray, step: int) -> Iterator[Minibatch]:
+    """The step's updates in order: whole groups, shuffled anew in each iteration.
+
+    Args:
+        run: whose objective says how many.
+        lengths_PG: tokens of all ranks' completions.
+        step: keys the order.
+    """
     config, objective = run.config, run.config.objective
     count, size = config.prompts_per_step, config.group_size
     per_update = (objective.minibatch_size or config.budget.rollouts) // size
     rank, world = run.accelerator.process_index, run.accelerator.num_processes
-    lengths_P = run.all_ranks_sum(_placed(rollouts.lengths_PG.sum(axis=1), rank, world, count))
     for iteration in range(objective.num_iterations):
         order = np.arange(count)
         if per_update < count:
@@ -127,13 +132,7 @@ def minibatches(run: Run, rollouts: Rollouts, step: int) -> Iterator[Minibatch]:
             chosen = order[first : first + per_update]
             mine = np.sort(chosen[chosen % world == rank]) // world
             index = (mine[:, None] * size + np.arange(size)).ravel()
-            yield Minibatch(index, len(chosen) * size, int(lengths_P[chosen].sum()))
-
-
-def _placed(mine_P: np.ndarray, rank: int, world: int, count: int) -> np.ndarray:
-    result = np.zeros(count, dtype=np.int64)
-    result[rank::world] = mine_P
-    return result
+            yield Minibatch(index, len(chosen) * size, int(lengths_PG[chosen].sum()))
 
 
 def apply_gradient(

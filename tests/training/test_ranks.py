@@ -73,7 +73,7 @@ def first_gradient(path, *overrides, silent=slice(0), number=0):
     advantage_PG = trainer.advantages(run.config.baseline.name, judged_PG, context, options)
     advantage_PG[silent] = 0
     mine_PG, found = trainer.own_rows(run, advantage_PG), Found()
-    minibatch = list(minibatches(run, batch.rollouts, 0))[number]
+    minibatch = list(minibatches(run, batch.lengths_PG, 0))[number]
     with sharded.updating(run):
         updates.accumulate_gradient(run, batch.rollouts, mine_PG, minibatch, constants, found)
         updates.sum_over_ranks(run)
