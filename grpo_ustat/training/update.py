@@ -64,11 +64,11 @@ class Found:
 
     Attributes:
         sums: see `objective.diagnostics`; `skipped` and `rows` count completions.
-        gap: differences between the trainer's and the sampler's log-probabilities.
+        gap: absolute differences between the trainer's and the sampler's log-probabilities.
     """
 
     sums: Counter = field(default_factory=Counter)
-    gap: list[float] = field(default_factory=list)
+    gap: list[np.ndarray] = field(default_factory=list)
 
 
 def fixed_logprobs(run: Run, rollouts: Rollouts) -> Constants:
@@ -236,8 +236,8 @@ def _carry_back(run, rollouts, index_B, part: Part, window, head: Head, found: F
     factor_BT, entropy_BT = objectives.factors(objective, logprob_BT, part)
     entropy_BT = None if entropy_BT is None else -entropy_BT
     logprob_BT = head.backward(window, -factor_BT, entropy_BT)
-    if part.old_BT is None:
-        found.gap += _gap(rollouts, index_B, logprob_BT, factor_BT)
+    if part.old_BT is None and rollouts.logprobs_PGT is not None:
+        found.gap.append(_gap(rollouts, index_B, logprob_BT, factor_BT))
 
 
 def _read(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarray):
@@ -275,14 +275,12 @@ def _part(run: Run, rollouts, weight_N, index_B, minibatch, constants, window) -
     )
 
 
-def _gap(rollouts: Rollouts, index_B, logprob_BT, factor_BT) -> list[float]:
+def _gap(rollouts: Rollouts, index_B, logprob_BT, factor_BT) -> np.ndarray:
     """Absolute differences from the sampler's log-probabilities, where both are known."""
-    if rollouts.logprobs_PGT is None:
-        return []
     used = (factor_BT != 0).cpu().numpy()
     width = used.shape[1]
     theirs = rollouts.logprobs_PGT.reshape(-1, rollouts.logprobs_PGT.shape[-1])[index_B, :width]
-    return np.abs(theirs - logprob_BT.double().cpu().numpy())[used].tolist()
+    return np.abs(theirs - logprob_BT.double().cpu().numpy())[used]
 
 
 def token_logprobs(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarray) -> torch.Tensor:

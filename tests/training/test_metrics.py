@@ -114,7 +114,10 @@ def test_entropy_and_gap_are_over_tokens():
     gaps = np.abs(theirs - ours)[mask]
     counted = Counter(rows=4, skipped=1)
     old = Constants(old_NT=torch.from_numpy(ours.reshape(4, -1)))
-    for found, constants in ((Found(counted, gaps.tolist()), Constants()), (Found(counted), old)):
+    for found, constants in (
+        (Found(counted, np.split(gaps, [3])), Constants()),
+        (Found(counted), old),
+    ):
         row = update_metrics(found, rollouts, constants)
         assert row["entropy"] == pytest.approx(entropy[mask].mean())
         assert row["sampling/sampling_logp_difference/mean"] == pytest.approx(gaps.mean())
