@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy.devices import out_of_memory
 from grpo_ustat.records import Rollouts
+from grpo_ustat.runs.log import warn
 
 Result = TypeVar("Result")
 
@@ -137,8 +137,7 @@ class Limit:
             )
         self.tokens //= 2
         clear_device_cache(garbage_collection=True)
-        print(
-            f"warning: out of memory in an update; the same gradient again with "
-            f"micro_batch_tokens={self.tokens}",
-            file=sys.stderr,
+        warn(
+            f"out of memory in an update; the same gradient again with "
+            f"micro_batch_tokens={self.tokens}"
         )
