@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import torch
 from accelerate.utils.memory import clear_device_cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy.devices import out_of_memory
@@ -84,25 +81,6 @@ def _parts(
         names.append(name)
     if names:
         yield np.array(names)
-
-
-@contextmanager
-def recomputing(model: torch.nn.Module) -> Iterator[None]:
-    """Layers that may be recomputed in the backward pass are, in here.
-
-    transformers does so in training mode only, and then takes no cache: elsewhere the layers stay
-    out of it, or sampling would read one token at a time without the others. The mode is set on
-    the layers alone, because what is scored must be what was sampled, without dropout.
-    """
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
 
 
 class Limit:

@@ -20,6 +20,7 @@ from grpo_ustat.policy.devices import check_device
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.reading import can_share
+from grpo_ustat.policy.recomputing import checkpoint_layers
 from grpo_ustat.ranks import RefusedByRank, is_main
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.engine import Engine, make_engine
@@ -224,7 +225,7 @@ def _trained(config: TrainConfig, policy: Policy) -> Policy:
     if config.lora.r:
         policy = replace(policy, model=_with_adapters(config, policy.model))
     if config.gradient_checkpointing:
-        _checkpoint_layers(policy.model)
+        checkpoint_layers(policy.model)
     return replace(policy, bf16=config.bf16)
 
 
@@ -245,19 +246,6 @@ def _with_adapters(config: TrainConfig, model: torch.nn.Module) -> torch.nn.Modu
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"lora.target_modules={names}: {reason}") from error
-
-
-def _checkpoint_layers(model: torch.nn.Module) -> None:
-    """Let layers be recomputed in the backward pass, inside `recomputing`."""
-    dropout = {k: v for k, v in model.config.to_dict().items() if "drop" in k and v}
-    if dropout:
-        name, value = next(iter(dropout.items()))
-        raise ConfigError(
-            f"gradient_checkpointing=true with the model's {name}={value}: layers in training mode "
-            "would drop at random; use gradient_checkpointing=false"
-        )
-    later_name = getattr(model, "activation_checkpointing_enable", None)
-    (later_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _reference(config: TrainConfig, device: str) -> Policy | None:

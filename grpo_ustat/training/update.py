@@ -19,13 +19,14 @@ import torch.distributed as dist
 from grpo_ustat.policy.head import Head
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.reading import Prompts, Whole
+from grpo_ustat.policy.recomputing import recomputing
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.training import objective as objectives
 from grpo_ustat.training import sharded
 from grpo_ustat.training.batch import Batch, gathered
 from grpo_ustat.training.objective import Part
-from grpo_ustat.training.plan import plan, recomputing
+from grpo_ustat.training.plan import plan
 
 if TYPE_CHECKING:
     from grpo_ustat.training.setup import Run
