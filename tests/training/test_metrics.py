@@ -129,7 +129,7 @@ def test_entropy_and_gap_are_over_tokens():
 def test_ranks_count_by_their_tokens(monkeypatch):
     """Means are over all tokens, not over ranks; a negative sum is not lost on the way."""
     own, others = (
-        Found(Counter(rows=2, kl_sum=-1.0, kl_count=4), [0.5]),
+        Found(Counter(rows=2, kl_sum=-1.0, kl_count=4), [np.array([0.5])]),
         [Counter(rows=2, kl_sum=-3.0, kl_count=1, gap_sum=0.9, gap_count=9, gap_max=0.1)],
     )
     monkeypatch.setattr(metrics, "gather_object", lambda mine: [*mine, *others])
