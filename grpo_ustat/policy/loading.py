@@ -1,4 +1,7 @@
-"""Load a causal language model and its tokenizer: a folder, a hub id or an embedded policy."""
+"""Load a causal language model and its tokenizer: a folder, a hub id or an embedded policy.
+
+A folder may hold LoRA adapters, which are merged into the model that they name.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from grpo_ustat.checks import ASSETS, EMBEDDED, ConfigError
+from grpo_ustat.checks import ASSETS, EMBEDDED, ConfigError, adapter_base
 from grpo_ustat.config import Common
+from grpo_ustat.policy.adapters import merged
 from grpo_ustat.policy.devices import check_device
 from grpo_ustat.ranks import own_device
 
@@ -56,7 +60,8 @@ def load_policy(
     """Load a policy in evaluation mode, all parameters trainable.
 
     Args:
-        model_name_or_path: `embedded:NAME`, a folder in save_pretrained layout, or `org/name`.
+        model_name_or_path: `embedded:NAME`, a folder in save_pretrained layout, also PEFT's of
+            LoRA adapters, or `org/name`.
         revision: branch, tag or commit on the hub.
         dtype: torch dtype by name.
         device: torch device.
@@ -64,14 +69,9 @@ def load_policy(
     Raises:
         ConfigError: no model or tokenizer can be loaded from there.
     """
-    source = resolve(model_name_or_path)
     transformers_logging.disable_progress_bar()
-    common = {"revision": revision, "trust_remote_code": False}
     try:
-        tokenizer = _tokenizer(source, common)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), use_safetensors=True, **common
-        )
+        model, tokenizer = _loaded(resolve(model_name_or_path), revision, getattr(torch, dtype))
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
@@ -81,6 +81,26 @@ def load_policy(
     pad = tokenizer.pad_token_id
     model.to(device).eval()
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
+
+
+def _loaded(
+    source: str, revision: str | None, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Model and tokenizer; adapters merged, with their own tokenizer where they have one."""
+    common = {"revision": revision, "trust_remote_code": False}
+    adapters = adapter_base(Path(source))
+    if adapters is None:
+        tokenizer = _tokenizer(source, common)
+        options = dict(dtype=dtype, use_safetensors=True, **common)
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise ConfigError("the hub has adapters under this name: download them to a folder")
+        return model, tokenizer
+    base, revision = adapters
+    model, tokenizer = _loaded(resolve(base), revision, dtype)
+    if (Path(source) / "tokenizer_config.json").is_file():
+        tokenizer = _tokenizer(source, common)
+    return merged(model, source), tokenizer
 
 
 def _tokenizer(source: str, common: dict):
@@ -134,7 +154,7 @@ def resolve(model_name_or_path: str) -> str:
     if model_name_or_path.startswith(EMBEDDED):
         return str(ASSETS / model_name_or_path.removeprefix(EMBEDDED))
     folder = Path(model_name_or_path).expanduser()
-    return str(folder) if folder.exists() else model_name_or_path
+    return str(folder.absolute()) if folder.exists() else model_name_or_path
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:
