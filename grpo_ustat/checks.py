@@ -13,18 +13,10 @@ from grpo_ustat.estimators.baselines import check_options as options_of
 from grpo_ustat.estimators.baselines import check_shape as shape_of
 
 if TYPE_CHECKING:
-    from grpo_ustat.config import BaselineConfig, DatasetConfig, PromptConfig
+    from grpo_ustat.config import BaselineConfig
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 EMBEDDED = "embedded:"
-DATASETS = {
-    "arithmetic": ("arithmetic",),
-    "few_shot": ("one_digit_product", "one_digit_sum", "plus_one"),
-}
-DATASET_FIELDS = {
-    "arithmetic": ("min_term", "max_term", "min_factor", "max_factor", "min_digit", "max_digit"),
-    "few_shot": ("shots",),
-}
 RANGES = {  # of baseline options
     "epsilon": (0.0, math.inf),
     "decay": (0.0, 1.0),
@@ -94,53 +86,6 @@ def check_options(rule: BaselineConfig, key: str) -> None:
             raise ConfigError(
                 f"{key}: {low}={rule.options[low]} {high}={rule.options[high]}: use {low} < {high}"
             )
-
-
-def check_dataset(dataset: DatasetConfig) -> None:
-    """The data set exists and exactly the fields that it reads have values."""
-    one_of("dataset.kind", dataset.kind, tuple(DATASETS))
-    one_of("dataset.name", dataset.name, DATASETS[dataset.kind])
-    for kind, names in DATASET_FIELDS.items():
-        for name in names:
-            value = getattr(dataset, name)
-            if kind == dataset.kind and value is None:
-                raise ConfigError(f"dataset.{name}=null: dataset.kind={kind} needs a number")
-            if kind != dataset.kind and value is not None:
-                raise ConfigError(
-                    f"dataset.{name}={value} is not read by dataset.kind={dataset.kind}: use null"
-                )
-    positive(dataset, "train_size", "test_size", "study_size", prefix="dataset.")
-    if dataset.kind == "few_shot":
-        positive(dataset, "shots", prefix="dataset.")
-    else:
-        check_ranges(dataset)
-
-
-def check_prompt(prompt: PromptConfig, kind: str) -> None:
-    """The template shows what the data set gives, and the stop string is not empty."""
-    if "{question}" not in prompt.template:
-        raise ConfigError(
-            f"prompt.template={prompt.template!r} never shows the question: "
-            "put {question} into it"
-        )
-    if ("{shots}" in prompt.template) != (kind == "few_shot"):
-        raise ConfigError(
-            f"prompt.template={prompt.template!r} with dataset.kind={kind}: "
-            "few_shot needs {shots} in the template (prompt=few_shot), other kinds have no shots"
-        )
-    if prompt.stop == "":
-        raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens only")
-
-
-def check_ranges(dataset: DatasetConfig) -> None:
-    """Operand ranges of the arithmetic questions are not empty."""
-    for name in ("term", "factor", "digit"):
-        low, high = getattr(dataset, f"min_{name}"), getattr(dataset, f"max_{name}")
-        if not 1 <= low <= high:
-            raise ConfigError(f"dataset.min_{name}={low} max_{name}={high}: use 1 <= min <= max")
-    low, high = dataset.min_factor, dataset.max_factor
-    if all(factor % 10 == 0 for factor in range(low, min(high, low + 1) + 1)):
-        raise ConfigError(f"dataset.min_factor={low} max_factor={high} holds only multiples of ten")
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:

@@ -6,64 +6,16 @@ configuration is refused before anything slow happens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_ustat.checks import (
-    ConfigError,
-    check_dataset,
-    check_model,
-    check_prompt,
-    one_of,
-    positive,
-)
+from grpo_ustat.checks import ConfigError, check_model, one_of, positive
+from grpo_ustat.data_config import DATASETS, DatasetConfig, ModelConfig, PromptConfig
 from grpo_ustat.study_checks import check_study
 from grpo_ustat.train_checks import check_train
-
-
-@dataclass
-class ModelConfig:
-    """Which policy: `embedded:NAME`, a folder, or `org/name`."""
-
-    name: str = MISSING
-    model_name_or_path: str = MISSING
-    revision: str | None = MISSING
-    dtype: str = MISSING
-
-
-@dataclass
-class DatasetConfig:
-    """kind `arithmetic`: several steps; operand ranges include both ends. kind `few_shot`: one step
-    after `shots` solved lines; `name` says which. Fields of the other kind are null.
-    """
-
-    name: str = MISSING
-    kind: str = MISSING
-    seed: int = MISSING
-    train_size: int = MISSING
-    test_size: int = MISSING
-    study_size: int = MISSING
-    shots: int | None = MISSING
-    min_term: int | None = MISSING
-    max_term: int | None = MISSING
-    min_factor: int | None = MISSING
-    max_factor: int | None = MISSING
-    min_digit: int | None = MISSING
-    max_digit: int | None = MISSING
-
-
-@dataclass
-class PromptConfig:
-    """How a question is put to the model: `{question}` stands for it, `{shots}` for the solved
-    lines of a few_shot dataset. stop: every token that contains it ends a completion, as its last.
-    """
-
-    name: str = MISSING
-    template: str = MISSING
-    stop: str | None = MISSING
 
 
 @dataclass
@@ -207,10 +159,13 @@ class StudyConfig:
 
 @dataclass
 class LaunchConfig:
-    """num_threads: OpenMP threads of a process. device: `cpu`, `cuda`, `cuda:1` ..."""
+    """num_threads: OpenMP threads of a process. device: `cpu`, `cuda`, `cuda:1` ...
+    judge_workers: processes beside each that judge answers which need it.
+    """
 
     num_threads: int = MISSING
     device: str = MISSING
+    judge_workers: int = MISSING
 
 
 @dataclass
@@ -221,11 +176,23 @@ class StudyLaunch(LaunchConfig):
 
 
 @dataclass
+class ReportConfig:
+    """What a sweep leaves beside its runs: table and figure in outputs/<entry>/<name>, name null:
+    nothing. steps: at which accuracy is drawn, null: at every evaluation.
+    """
+
+    name: str | None = MISSING
+    steps: list[int] | None = MISSING
+
+
+@dataclass
 class Common:
-    """Fields of both entrypoints."""
+    """Fields of both entrypoints. dry_run: print what would run and what it costs, and end.
+    show_prompts: print so many prompts and how their answers are read, and end; 0: run.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    dataset: Any = MISSING  # a DatasetConfig, of the class that its kind names
     prompt: PromptConfig = field(default_factory=PromptConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     seed: int = MISSING
@@ -235,6 +202,9 @@ class Common:
     max_completion_length: int = MISSING
     rollout_batch_size: int = MISSING
     on_existing: str = MISSING
+    dry_run: bool = MISSING
+    show_prompts: int = MISSING
+    report: ReportConfig = field(default_factory=ReportConfig)
 
     def check(self) -> None:
         """Refuse what cannot be run.
@@ -243,7 +213,7 @@ class Common:
             ConfigError: naming the values and the fix.
         """
         positive(self, "temperature", "max_completion_length", "rollout_batch_size")
-        positive(self.launch, "num_threads", prefix="launch.")
+        positive(self.launch, "num_threads", "judge_workers", prefix="launch.")
         one_of("on_existing", self.on_existing, ("resume", "error", "overwrite"))
         one_of("model.dtype", self.model.dtype, ("float32", "float64", "bfloat16", "float16"))
         if (self.top_p, self.top_k) != (1.0, 0):
@@ -251,8 +221,8 @@ class Common:
                 f"top_p={self.top_p} top_k={self.top_k} would sample from another distribution "
                 "than the one whose gradient is taken: use top_p=1.0 top_k=0"
             )
-        check_dataset(self.dataset)
-        check_prompt(self.prompt, self.dataset.kind)
+        self.dataset.check()
+        self.prompt.check()
         check_model(self.model.model_name_or_path)
 
 
@@ -340,9 +310,24 @@ def typed(config: Any, schema: type) -> Any:
         ConfigError: an unknown key, a wrong type, or a combination that cannot be run.
     """
     try:
-        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config))
+        base = OmegaConf.structured(schema)
+        base.dataset = _dataset_schema(config)
+        result = OmegaConf.to_object(OmegaConf.merge(base, config))
     except OmegaConfBaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError("; ".join(lines[:2])) from error
     result.check()
     return result
+
+
+def _dataset_schema(config: Any) -> type[DatasetConfig]:
+    """The class that the data set's kind names."""
+    asked = OmegaConf.create(config).dataset
+    one_of("dataset.kind", asked.kind, tuple(DATASETS))
+    schema = DATASETS[asked.kind]
+    for name in set(asked) - {known.name for known in fields(schema)}:
+        raise ConfigError(
+            f"dataset.{name} means nothing to dataset.kind={asked.kind}: choose a data set as a "
+            "whole, by dataset=NAME"
+        )
+    return schema

@@ -14,6 +14,9 @@ from grpo_ustat.train_checks import ENDING
 
 OPERATIONAL = (
     "on_existing",
+    "dry_run",
+    "show_prompts",
+    "report",
     "launch",
     "pool",
     "max_steps",

@@ -12,15 +12,34 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Question:
+    """One question of a data set.
+
+    Attributes:
+        id: stable name, a function of the question alone; keys every random draw.
+        text: the bare question.
+        answer: the expected final answer.
+        kind: the sort of question, for counts per kind.
+        solution: a worked solution that ends in the answer, as examples in prompts show it.
+    """
+
+    id: str
+    text: str
+    answer: str
+    kind: str
+    solution: str
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One question as the policy reads it.
 
     Attributes:
-        id: stable name, a function of the question alone; keys every random draw.
+        id: of the question.
         text: the rendered prompt.
         question: the bare question.
         answer: the expected final answer.
-        kind: the sort of question, for counts per kind.
+        kind: the sort of question.
     """
 
     id: str

@@ -115,7 +115,7 @@ def _check_batch(config: TrainConfig) -> None:
     if BASELINES[config.baseline.name].needs & FRESH:
         positive(config.budget, "value_completions", prefix="budget.")
     check_shape(config.baseline.name, config.prompts_per_step, size, "budget.rollouts")
-    if config.prompts_per_step > config.dataset.train_size:
+    if config.prompts_per_step > (config.dataset.train_size or math.inf):
         raise ConfigError(
             f"{config.prompts_per_step} prompts a step (budget.rollouts / group_size) but "
             f"dataset.train_size={config.dataset.train_size}: raise group_size or train_size"
@@ -275,7 +275,7 @@ def _check_rollout(config: TrainConfig) -> None:
 
 
 def _check_eval(config: TrainConfig) -> None:
-    if config.dataset.test_size < 2:
+    if config.dataset.test_size == 1:
         raise ConfigError(
             f"dataset.test_size={config.dataset.test_size}: a paired interval needs at least 2"
         )

@@ -36,13 +36,12 @@ from scipy import stats
 
 from grpo_ustat.cli import composed
 from grpo_ustat.config import MseConfig
-from grpo_ustat.policy.loading import configured_policy
+from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.study import monte_carlo, pool
 from grpo_ustat.study.closed_form import closed_form
 from grpo_ustat.study.replay import replay
 from grpo_ustat.study.result import asked_of
 from grpo_ustat.study.run import _wanted
-from grpo_ustat.tasks.registry import make_task
 
 BASELINES = ("none", "leave_one_out", "oracle")
 
@@ -113,7 +112,7 @@ def configured(asked):
 def methods(asked, config):
     """All three with one loaded model, from the state file where there is one."""
     kept = read(asked.state) if asked.state.is_file() else {}
-    policy, task = configured_policy(config), make_task(config)
+    policy, task = configured_policy(config), configured_task(config)
     pool.configured_policy = monte_carlo.configured_policy = lambda *_: policy
     prompts = task.prompts("study")[: config.study.questions]
     folder = asked.state.with_suffix(".pool")

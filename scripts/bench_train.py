@@ -104,9 +104,18 @@ class Questions:
         """Nothing: there are no answers."""
         return None
 
-    def reward(self, prompt: Prompt, completion: str) -> float:
-        """Whatever the completion says."""
-        return self.drawn.draw(prompt.id)
+    def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
+        """Whatever the completions say."""
+        return [self.drawn.draw(prompt.id) for prompt in prompts]
+
+    def take_counts(self) -> dict[str, int]:
+        """Nothing goes wrong."""
+        return {}
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Nothing."""
+        return {}
 
 
 def our_configuration(job: dict) -> TrainConfig:
@@ -134,7 +143,7 @@ def our_turn(folder: Path) -> None:
         rows.append({"generate": now() - start, "tokens": int(batch.lengths_PG.sum())})
         return batch
 
-    setup.make_task, trainer.draw_batch = lambda _: Questions(job), draw_batch
+    setup.configured_task, trainer.draw_batch = lambda _: Questions(job), draw_batch
     config = our_configuration(job)
     run, progress = setup.set_up(config, RunFolder(folder, config)), trainer.Progress()
     for _ in range(job["warm"] + job["steps"]):

@@ -48,12 +48,11 @@ from trl_environment import add_environment_argument, environment, run_worker
 from grpo_ustat.cli import composed
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
-from grpo_ustat.policy.loading import load_policy, resolve
+from grpo_ustat.policy.loading import configured_task, load_policy, resolve
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.training.batch import Batch
 from grpo_ustat.training.setup import set_up
 from grpo_ustat.training.update import (
@@ -168,7 +167,9 @@ def given(prompts_wanted: int, dtype: str) -> Given:
     Such rewards and their means are exact in float32 too.
     """
     policy = load_policy(MODEL, dtype=dtype)
-    prompts = several_lengths(make_task(configured(dtype, ())).prompts("train"), prompts_wanted)
+    prompts = several_lengths(
+        configured_task(configured(dtype, ())).prompts("train"), prompts_wanted
+    )
     rollouts = sample(policy, prompts, GROUP, Sampling(0, "compare", LENGTH))
     rewards_PG = generator(0, "reward").integers(0, 9, rollouts.lengths_PG.shape) / 8
     moved = [moved_weights(policy.model, stream) for stream in ("current", "reference")]

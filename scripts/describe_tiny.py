@@ -21,8 +21,9 @@ from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores import completion_scores
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.tasks.arithmetic import ArithmeticTask, Ranges
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges
+from grpo_ustat.tasks.base import NumberJudge, Task, rewards
+from grpo_ustat.tasks.prompts import Prompting
 
 
 def deciding_mask(rollouts: Rollouts, prompt: int, reasons: bool) -> torch.Tensor:
@@ -59,7 +60,8 @@ def parts(policy: Policy, rollouts: Rollouts, prompt: int, reasons: bool) -> np.
 def describe(name: str, questions: int, completions: int) -> None:
     """Print one policy's shares, with an interval over questions."""
     policy = load_policy(f"embedded:{name}")
-    task = ArithmeticTask(Ranges(), {"study": questions}, "{question}=", 0)
+    source = Arithmetic(Ranges(), {"study": questions}, seed=0)
+    task = Task(source, Prompting("{question}="), NumberJudge())
     prompts = task.prompts("study")
     rollouts = sample(policy, prompts, completions, Sampling(0, "describe", 96))
     found = np.array([parts(policy, rollouts, p, name != "tiny_direct") for p in range(questions)])

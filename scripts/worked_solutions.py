@@ -10,13 +10,13 @@ import operator
 import random
 
 from grpo_ustat.tasks.answers import MARK
-from grpo_ustat.tasks.arithmetic import Question
+from grpo_ustat.tasks.arithmetic import Exercise
 
 OPENINGS = ("", "so ", "first ", "we get ", "now ")
 LINKS = (", ", "; ", ". ", ": ", " so ", " then ", " and ", " next ")
 
 
-def direct(question: Question) -> str:
+def direct(question: Exercise) -> str:
     """The bare answer."""
     return str(question.answer)
 
@@ -40,7 +40,7 @@ class Writer:
         self._careless = careless
         self._chatty = chatty
 
-    def solution(self, question: Question) -> str:
+    def solution(self, question: Exercise) -> str:
         """A short solution ending in ` #### answer`."""
         steps, answer = self._steps(question)
         text = self._rng.choice(OPENINGS) + self._filler() + steps[0]
@@ -51,7 +51,7 @@ class Writer:
     def _filler(self) -> str:
         return self._rng.choice(FILLERS) if self._chatty else ""
 
-    def _steps(self, question: Question) -> tuple[list[str], int]:
+    def _steps(self, question: Exercise) -> tuple[list[str], int]:
         if question.kind == "multiplication":
             return self._product(max(question.operands), min(question.operands))
         if question.kind == "division":
@@ -90,7 +90,7 @@ class Writer:
             steps.append(step)
         return steps, total
 
-    def _parentheses(self, question: Question) -> tuple[list[str], int]:
+    def _parentheses(self, question: Exercise) -> tuple[list[str], int]:
         a, b, c = question.operands
         if question.inside == 0:
             first, inner = self._add(a, b)

@@ -18,7 +18,7 @@ class LetterTokenizer:
     def __len__(self):
         return 28
 
-    def __call__(self, text):
+    def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [ord(c) - ord("a") + 2 for c in text]}
 
     def batch_decode(self, rows, skip_special_tokens):
@@ -83,5 +83,8 @@ class TextLengthTask:
     def extract(self, completion):
         return completion or None
 
-    def reward(self, prompt, completion):
-        return float(len(completion) % 2 == 0)
+    def rewards(self, prompts, completions):
+        return [float(len(text) % 2 == 0) for text in completions]
+
+    def take_counts(self):
+        return {}

@@ -9,10 +9,9 @@ import pytest
 from test_config import compose, run
 
 from grpo_ustat.estimators.intervals import clustered_mean
-from grpo_ustat.policy.loading import configured_policy, load_policy
+from grpo_ustat.policy.loading import configured_policy, configured_task, load_policy
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.tasks.base import rewards
-from grpo_ustat.tasks.registry import make_task
 
 BANDS = {"tiny_base": (0.2, 0.4), "tiny": (0.6, 0.85), "tiny_direct": (0.6, 0.85)}
 
@@ -22,7 +21,7 @@ BANDS = {"tiny_base": (0.2, 0.4), "tiny": (0.6, 0.85), "tiny_direct": (0.6, 0.85
 def test_accuracy_on_the_study_questions(name):
     """At temperature 1, 8 completions of each of the 500 questions."""
     config = compose("mse", f"model={name}")
-    policy, task = configured_policy(config), make_task(config)
+    policy, task = configured_policy(config), configured_task(config)
     rollouts = sample(policy, task.prompts("study"), 8, Sampling.of(config, "accuracy"))
     accuracy = clustered_mean(rewards(task, rollouts))
     low, high = BANDS[name]

@@ -5,7 +5,10 @@ A folder may hold LoRA adapters, which are merged into the model that they name.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +27,9 @@ from grpo_ustat.config import Common
 from grpo_ustat.policy.adapters import merged
 from grpo_ustat.policy.devices import check_device
 from grpo_ustat.ranks import own_device
+from grpo_ustat.tasks.base import Task
+from grpo_ustat.tasks.prompts import Turn
+from grpo_ustat.tasks.registry import make_task
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Policy:
         pad_token: id used for padding; masks, not this id, say what is padding.
         bf16: whether it computes in bfloat16 over weights of a wider type, in sampling and
             scoring alike.
+        special_tokens: whether the tokenizer puts its special tokens around prompts; a chat format
+            has written them already.
     """
 
     model: PreTrainedModel
@@ -44,6 +52,14 @@ class Policy:
     end_tokens: frozenset[int]
     pad_token: int
     bf16: bool = False
+    special_tokens: bool = True
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each prompt."""
+        return [
+            self.tokenizer(text, add_special_tokens=self.special_tokens)["input_ids"]
+            for text in texts
+        ]
 
     def computing(self) -> torch.autocast:
         """The context of every forward pass."""
@@ -70,48 +86,59 @@ def load_policy(
         ConfigError: no model or tokenizer can be loaded from there.
     """
     transformers_logging.disable_progress_bar()
-    try:
-        model, tokenizer = _loaded(resolve(model_name_or_path), revision, getattr(torch, dtype))
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"no model could be loaded from model_name_or_path={model_name_or_path}: {reason}"
-        ) from error
+    tokenizer = load_tokenizer(model_name_or_path, revision=revision)
+    with _one_line(model_name_or_path):
+        model = _model(resolve(model_name_or_path), revision, getattr(torch, dtype))
     end_tokens = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id
     model.to(device).eval()
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
 
 
-def _loaded(
-    source: str, revision: str | None, dtype: torch.dtype
-) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Model and tokenizer; adapters merged, with their own tokenizer where they have one."""
-    common = {"revision": revision, "trust_remote_code": False}
+def _model(source: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    """A model as it is; adapters merged into the model that they name."""
     adapters = adapter_base(Path(source))
-    if adapters is None:
-        tokenizer = _tokenizer(source, common)
-        options = dict(dtype=dtype, use_safetensors=True, **common)
-        model = AutoModelForCausalLM.from_pretrained(source, **options)
-        if getattr(model, "_hf_peft_config_loaded", False):
-            raise ConfigError("the hub has adapters under this name: download them to a folder")
-        return model, tokenizer
-    base, revision = adapters
-    model, tokenizer = _loaded(resolve(base), revision, dtype)
-    if (Path(source) / "tokenizer_config.json").is_file():
-        tokenizer = _tokenizer(source, common)
-    return merged(model, source), tokenizer
+    if adapters is not None:
+        base, revision = adapters
+        return merged(_model(resolve(base), revision, dtype), source)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError("the hub has adapters under this name: download them to a folder")
+    return model
 
 
-def _tokenizer(source: str, common: dict):
+def load_tokenizer(model_name_or_path: str, *, revision: str | None = None):
     """AutoTokenizer, but a tokenizer.json that names no class of its own is taken as it is.
 
-    AutoTokenizer would put the model type's usual splitting of words in its place.
+    AutoTokenizer would put the model type's usual splitting of words in its place. Adapters
+    without a tokenizer have that of the model that they name.
+
+    Raises:
+        ConfigError: none can be loaded from there.
     """
-    config = get_tokenizer_config(source, **common)
-    plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    loader = PreTrainedTokenizerFast if plain else AutoTokenizer
-    return loader.from_pretrained(source, padding_side="left", **common)
+    source = resolve(model_name_or_path)
+    adapters = adapter_base(Path(source))
+    if adapters is not None and not (Path(source) / "tokenizer_config.json").is_file():
+        return load_tokenizer(adapters[0], revision=adapters[1])
+    common = {"revision": revision, "trust_remote_code": False}
+    with _one_line(model_name_or_path):
+        config = get_tokenizer_config(source, **common)
+        plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        loader = PreTrainedTokenizerFast if plain else AutoTokenizer
+        return loader.from_pretrained(source, padding_side="left", **common)
+
+
+@contextmanager
+def _one_line(model_name_or_path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"no model could be loaded from model_name_or_path={model_name_or_path}: {reason}"
+        ) from error
 
 
 def configured_policy(config: Common, device: str | None = None) -> Policy:
@@ -127,10 +154,39 @@ def configured_policy(config: Common, device: str | None = None) -> Policy:
         dtype=config.model.dtype,
         device=device,
     )
+    policy = replace(policy, special_tokens=not config.prompt.chat)
     if config.prompt.stop is None:
         return policy
     stops = stop_tokens(policy.tokenizer, config.prompt.stop)
     return replace(policy, end_tokens=policy.end_tokens | stops)
+
+
+def chat_format(config: Common) -> Callable[[list[Turn]], str] | None:
+    """What writes turns in the configured model's chat format, up to where its answer begins; None
+    unless `prompt.chat` asks for it.
+
+    Raises:
+        ConfigError: the model has no chat format, as base models have none.
+    """
+    if not config.prompt.chat:
+        return None
+    name = config.model.model_name_or_path
+    tokenizer = load_tokenizer(name, revision=config.model.revision)
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"prompt.chat=true, but {name} has no chat format, as base models have none: "
+            "use prompt.chat=false (prompt=plain), or the instruct model"
+        )
+    return partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+
+
+def configured_task(config: Common) -> Task:
+    """The configured task, its prompts in the model's chat format where `prompt.chat` asks for it.
+
+    Raises:
+        ConfigError: see `make_task` and `chat_format`.
+    """
+    return make_task(config, chat_format(config))
 
 
 def stop_tokens(tokenizer: object, stop: str) -> frozenset[int]:

@@ -86,7 +86,7 @@ def sample(
     Raises:
         RuntimeError: there is no memory for one completion.
     """
-    encoded = [policy.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+    encoded = policy.encode([prompt.text for prompt in prompts])
     order = sorted(range(len(prompts) * group_size), key=lambda r: len(encoded[r // group_size]))
     written = _Written.empty(len(order), sampling.max_completion_length, policy.model.dtype, "cpu")
     side = min(sampling.rows, len(order))

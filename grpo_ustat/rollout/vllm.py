@@ -104,7 +104,7 @@ class VllmEngine:
         Raises:
             ConfigError: vLLM would cut completions early or change the temperature.
         """
-        encoded = [self._policy.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+        encoded = self._policy.encode([prompt.text for prompt in prompts])
         self._check(encoded, sampling)
         requests, options = [], []
         keyed = range(first, first + group_size)

@@ -26,15 +26,13 @@ from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positi
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.estimators.settings import scale_free
 from grpo_ustat.policy.batches import score_rollouts
-from grpo_ustat.policy.loading import Policy, configured_policy
+from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.scores import parameter_sizes
 from grpo_ustat.policy.sketch import Sketch
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling
-from grpo_ustat.study.pool import greedily, rows_that_fit, timed_sample
+from grpo_ustat.study.pool import greedily, judged_rewards, rows_that_fit, timed_sample
 from grpo_ustat.study.workers import Done, share
-from grpo_ustat.tasks.base import rewards
-from grpo_ustat.tasks.registry import make_task
 
 ROWS = 512  # at most so many completions are scored side by side
 NUMBERS = 262139  # kept of a gradient, a prime; smaller models are kept in full
@@ -130,13 +128,14 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
     At a fixed policy a running mean settles at the mean reward of all questions. An estimated b* is
     used as it is; only the oracle's price of an estimated V is subtracted.
     """
-    policy, task = configured_policy(config), make_task(config)
+    policy, task = configured_policy(config), configured_task(config)
     size = config.budget.value_completions
     needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
     for prompts in items:
         rollouts, took = timed_sample(policy, prompts, size, Sampling.of(config, "value"))
-        yield took + Done(rollouts=len(prompts) * size)
-        z_PK, optimal_P, greedy_P = rewards(task, rollouts), None, None
+        z_PK, judged = judged_rewards(task, rollouts)
+        yield took + judged + Done(rollouts=len(prompts) * size)
+        optimal_P, greedy_P = None, None
         if "optimal_P" in needs:
             no_weights = np.zeros((1, *z_PK.shape))
             _, q_PK = _gradients(policy, rollouts, no_weights, config.temperature)
@@ -153,17 +152,17 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
 
 
 def _blocks(items: list[int], config: MseConfig, prompts: list[Prompt]) -> Iterator:
-    policy, task = configured_policy(config), make_task(config)
+    policy, task = configured_policy(config), configured_task(config)
     size = config.budget.reference_completions // config.budget.reference_blocks
     sampling = Sampling.of(config, "reference")
     for h in items:
         rollouts, took = timed_sample(policy, prompts, size, sampling, first=h * size)
         start = time.perf_counter()
-        rewards_PN = rewards(task, rollouts)
+        rewards_PN, judged = judged_rewards(task, rollouts)
         weights_PN = pool_gradient_weights(rewards_PN) / len(prompts)
         gradient, q_PN = _gradients(policy, rollouts, weights_PN[None], config.temperature)
         scored = Done(rollouts=len(prompts) * size, seconds_score=time.perf_counter() - start)
-        yield took + scored
+        yield took + judged + scored
         yield h, gradient[0], q_PN, rewards_PN
 
 
@@ -193,14 +192,14 @@ def _gradients(
 
 
 def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterator:
-    policy, task = configured_policy(config), make_task(config)
+    policy, task = configured_policy(config), configured_task(config)
     largest, sampling = max(config.group_sizes), Sampling.of(config, "replicate")
     keys = [(name, size) for name in config.baselines for size in config.group_sizes]
     result = _Replicates({k: [] for k in keys}, {k: [] for k in keys}, dict.fromkeys(keys, 0.0))
     for r in items:
         rollouts, took = timed_sample(policy, prompts, largest, sampling, step=r)
         began = time.perf_counter()
-        rewards_PG = rewards(task, rollouts)
+        rewards_PG, judged = judged_rewards(task, rollouts)
         known = replace(context, lengths_PG=rollouts.lengths_PG)
         weights = {
             (name, size): group_weights(rewards_PG, name, size, known, config.rules[name].options)
@@ -217,7 +216,8 @@ def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterato
             result.sums_D[key] = result.sums_D[key] + gradients_CD[mine].sum(axis=0)
             start = mine.stop
         seconds = time.perf_counter() - began
-        yield took + Done(rollouts=len(prompts) * largest, seconds_score=seconds)
+        took += judged + Done(seconds_score=seconds)
+        yield took + Done(rollouts=len(prompts) * largest)
     yield result
 
 

@@ -14,7 +14,7 @@ import torch
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import MseConfig
 from grpo_ustat.policy.batches import score_rollouts
-from grpo_ustat.policy.loading import Policy, configured_policy
+from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores import check_scores, parameter_sizes
 from grpo_ustat.policy.sketch import Sketch
@@ -24,7 +24,6 @@ from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.study.store import Part, PoolStore, draws_of
 from grpo_ustat.study.workers import Done, share
 from grpo_ustat.tasks.base import Task, rewards
-from grpo_ustat.tasks.registry import make_task
 
 
 def build_pool(
@@ -79,7 +78,7 @@ class ModelFacts:
 def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
     """Count parameters and tokens, and time the reading of a few prompts."""
     policy = configured_policy(config)
-    encoded = [policy.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+    encoded = policy.encode([prompt.text for prompt in prompts])
     few = [torch.tensor([ids], device=policy.model.device) for ids in encoded[:8]]
     with torch.inference_mode():
         policy.model(input_ids=few[0])
@@ -98,7 +97,7 @@ def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> np.ndarray:
 
 
 def _greedy(items: list[list[Prompt]], config: MseConfig) -> Iterator:
-    policy, task = configured_policy(config), make_task(config)
+    policy, task = configured_policy(config), configured_task(config)
     for prompts in items:
         found, took = greedily(config, policy, task, prompts)
         yield took
@@ -109,7 +108,14 @@ def greedily(config: MseConfig, policy: Policy, task: Task, prompts: list[Prompt
     """Rewards of the greedy completions, [P], and what they took."""
     sampling = Sampling.of(config, "greedy", greedy=True)
     rollouts, took = timed_sample(policy, prompts, 1, sampling)
-    return rewards(task, rollouts)[:, 0], took + Done(rollouts=len(prompts))
+    rewards_P1, judged = judged_rewards(task, rollouts)
+    return rewards_P1[:, 0], took + judged + Done(rollouts=len(prompts))
+
+
+def judged_rewards(task: Task, rollouts: Rollouts) -> tuple[np.ndarray, Done]:
+    """Rewards of every completion, shape [P, G], and how many could not be judged."""
+    rewards_PG = rewards(task, rollouts)
+    return rewards_PG, Done(**task.take_counts())
 
 
 def _missing(
@@ -146,7 +152,7 @@ def _reached(store: PoolStore, prompt: Prompt, size: int) -> int:
 
 
 def _score_chunks(items, config: MseConfig, prompts: list[Prompt], store, size: int) -> Iterator:
-    policy, task = configured_policy(config), make_task(config)
+    policy, task = configured_policy(config), configured_task(config)
     sampling, sizes = Sampling.of(config, "pool"), parameter_sizes(policy.model)
     sketches = [
         Sketch(sizes, dimension)
@@ -157,13 +163,14 @@ def _score_chunks(items, config: MseConfig, prompts: list[Prompt], store, size: 
         asked = [prompts[p] for p in chunk]
         rollouts, took = timed_sample(policy, asked, size - first, sampling, first=first)
         yield took
-        rewards_PN = rewards(task, rollouts)
+        rewards_PN, judged = judged_rewards(task, rollouts)
         if not checked:
             check_batch(policy, rollouts, size - first)
             checked = True
         for row, prompt in enumerate(asked):
             if _reached(store, prompt, size) == first:
                 cost = _share_of(took, rollouts, row, len(asked))
+                cost += judged if row == 0 else Done()  # once for the chunk
                 part = score_part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
                 store.write(prompt, first, part)
             yield Done(rollouts=size - first)

@@ -100,6 +100,8 @@ def study_result(
         "cost": {
             "rollouts": spent.rollouts,
             "tokens": spent.tokens,
+            "judge_timeouts": spent.timeouts,
+            "judge_failures": spent.failures,
             "seconds_generate": spent.seconds_generate,
             "seconds_score": spent.seconds_score,
         },

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from grpo_ustat.config import MseConfig
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.ranks import is_main, on_main
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.figures import mse_figure, scaling_figure
@@ -32,7 +33,6 @@ from grpo_ustat.study.result import (
     study_result,
 )
 from grpo_ustat.study.workers import Done, share
-from grpo_ustat.tasks.registry import make_task
 
 
 def run(config: MseConfig, folder: RunFolder) -> float | None:
@@ -72,7 +72,7 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         asked = asked_of(config, pool, facts, of_pool)
         found = closed_form(pool, asked, config.study.interval)
     else:
-        prompts = make_task(config).prompts("study")[: config.study.questions]
+        prompts = configured_task(config).prompts("study")[: config.study.questions]
         facts = model_facts(config, prompts)
         pool, found, of_pool = _pool(config, prompts, folder, facts)
     curves, of_replicates = [], Done()

@@ -52,7 +52,7 @@ class Part:
     @property
     def done(self) -> Done:
         """The cost as a record."""
-        counts, seconds = self.cost[:3].astype(int), self.cost[3:]
+        counts, seconds = self.cost[:5].astype(int), self.cost[5:]
         return Done(*counts.tolist(), *seconds.tolist())
 
 

@@ -25,11 +25,19 @@ Work = Callable[..., Iterator[Any]]
 
 @dataclass(frozen=True)
 class Done:
-    """What a piece of work took; seconds are a worker's own, so their sum exceeds the clock's."""
+    """What a piece of work took; seconds are a worker's own, so their sum exceeds the clock's.
+
+    Attributes:
+        rollouts, tokens, clipped: completions, their tokens, those that were cut.
+        timeouts, failures: answers that could not be judged.
+        seconds_generate, seconds_score: of writing and of reading them.
+    """
 
     rollouts: int = 0
     tokens: int = 0
     clipped: int = 0
+    timeouts: int = 0
+    failures: int = 0
     seconds_generate: float = 0.0
     seconds_score: float = 0.0
 

@@ -8,6 +8,7 @@ numbers or several marks state none.
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 MARK = "####"
 _INTEGER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,30})")
@@ -27,3 +28,15 @@ def final_integer(text: str) -> int | None:
     if not answer.isascii() or not _INTEGER.fullmatch(answer):
         return None
     return int(answer.replace(",", ""))
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number that `text` states as its final answer, or None."""
+    found = final_integer(text)
+    return None if found is None else Decimal(found)
+
+
+def stated(text: str) -> str | None:
+    """`final_number` in its plainest writing."""
+    found = final_number(text)
+    return None if found is None else str(found)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.records import Prompt
-from grpo_ustat.tasks.answers import final_integer
-from grpo_ustat.tasks.prompts import render
+from grpo_ustat.records import Question
+from grpo_ustat.tasks.answers import MARK
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 SPLITS = ("train", "train", "train", "test", "study")
@@ -43,7 +42,7 @@ class Ranges:
 
 
 @dataclass(frozen=True)
-class Question:
+class Exercise:
     """One question: its kind, text, answer, and what a worked solution needs.
 
     Attributes:
@@ -80,14 +79,14 @@ def _sum_text(terms: tuple[int, ...]) -> str:
     return str(terms[0]) + "".join(f"{t:+d}" for t in terms[1:])
 
 
-def _steps(rng: random.Random, ranges: Ranges, kind: str) -> Question:
+def _steps(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
     count = 3 if kind == "two_step" else 4
     terms = [rng.randint(ranges.min_term, ranges.max_term) for _ in range(count)]
     signed = (terms[0], *(t * rng.choice((1, -1)) for t in terms[1:]))
-    return Question(kind, _sum_text(signed), sum(signed), signed)
+    return Exercise(kind, _sum_text(signed), sum(signed), signed)
 
 
-def _parentheses(rng: random.Random, ranges: Ranges, kind: str) -> Question:
+def _parentheses(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
     """`operands` are signed as written: in 9-(4+2) they are (9, -4, 2), expanded to 9-4-2."""
     a, b, c = (rng.randint(ranges.min_term, ranges.max_term) for _ in range(3))
     inside = rng.choice((0, 1))
@@ -96,22 +95,22 @@ def _parentheses(rng: random.Random, ranges: Ranges, kind: str) -> Question:
         if first < 0 and a < b:
             a, b = b, a
         terms = (a, first * b, second * c)
-        return Question(kind, f"({a}{first * b:+d}){second * c:+d}", sum(terms), terms, 0)
+        return Exercise(kind, f"({a}{first * b:+d}){second * c:+d}", sum(terms), terms, 0)
     if second < 0 and b < c:
         b, c = c, b
     text = f"{a}{'+' if first > 0 else '-'}({b}{second * c:+d})"
-    return Question(kind, text, a + first * (b + second * c), (a, first * b, second * c), 1)
+    return Exercise(kind, text, a + first * (b + second * c), (a, first * b, second * c), 1)
 
 
-def _product(rng: random.Random, ranges: Ranges, kind: str) -> Question:
+def _product(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
     factor = rng.randint(ranges.min_factor, ranges.max_factor)
     while factor % 10 == 0:
         factor = rng.randint(ranges.min_factor, ranges.max_factor)
     digit = rng.randint(ranges.min_digit, ranges.max_digit)
     if kind == "division":
-        return Question(kind, f"{factor * digit}/{digit}", factor, (factor, digit))
+        return Exercise(kind, f"{factor * digit}/{digit}", factor, (factor, digit))
     pair = (factor, digit) if rng.random() < 0.5 else (digit, factor)
-    return Question(kind, f"{pair[0]}*{pair[1]}", factor * digit, pair)
+    return Exercise(kind, f"{pair[0]}*{pair[1]}", factor * digit, pair)
 
 
 _MAKERS = {
@@ -123,7 +122,7 @@ _MAKERS = {
 }
 
 
-def _one(rng: random.Random, kind: str, split: str, ranges: Ranges) -> Question:
+def _one(rng: random.Random, kind: str, split: str, ranges: Ranges) -> Exercise:
     for _ in range(MAX_TRIES):
         question = _MAKERS[kind](rng, ranges, kind)
         if question.split == split:
@@ -133,25 +132,27 @@ def _one(rng: random.Random, kind: str, split: str, ranges: Ranges) -> Question:
     )
 
 
-def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Question]:
+def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Exercise]:
     """Endless questions of a split, kinds drawn uniformly; repeats occur."""
     rng = random.Random(f"arithmetic/{split}/{seed}")
     while True:
         yield _one(rng, rng.choice(KINDS), split, ranges)
 
 
-def draw(split: str, count: int, ranges: Ranges, seed: int) -> list[Question]:
-    """`count` distinct questions of a split, kinds drawn uniformly.
+def draw(
+    split: str, count: int, ranges: Ranges, seed: int | str, without: Container[str] = ()
+) -> list[Exercise]:
+    """`count` distinct questions of a split, kinds drawn uniformly, none of the texts in `without`.
 
     Raises:
         ConfigError: the operand ranges hold too few distinct questions of some kind.
     """
     rng = random.Random(f"arithmetic/{split}/{seed}")
-    found: dict[str, Question] = {}
+    found: dict[str, Exercise] = {}
     while len(found) < count:
         kind = rng.choice(KINDS)
         tries = (_one(rng, kind, split, ranges) for _ in range(MAX_TRIES))
-        question = next((q for q in tries if q.text not in found), None)
+        question = next((q for q in tries if q.text not in found and q.text not in without), None)
         if question is None:
             have = sum(q.kind == kind for q in found.values())
             raise ConfigError(
@@ -162,40 +163,51 @@ def draw(split: str, count: int, ranges: Ranges, seed: int) -> list[Question]:
     return list(found.values())
 
 
-class ArithmeticTask:
-    """The task: prompts of each split and a 0/1 reward for the right final integer.
+def worked(exercise: Exercise) -> str:
+    """A solution, step by step from the left, parentheses first.
+
+    >>> worked(Exercise("parentheses", "9-(4+2)", 3, (9, -4, 2), 1))
+    '4+2=6, 9-6=3 #### 3'
+    """
+    if exercise.kind in ("multiplication", "division"):
+        return f"{exercise.text}={exercise.answer} {MARK} {exercise.answer}"
+    terms, steps, last = list(exercise.operands), [], ""
+    if exercise.inside == 1:
+        sign, first = (1 if terms[1] > 0 else -1), abs(terms[1])
+        steps.append(f"{first}{terms[2]:+d}={first + terms[2]}")
+        terms = [terms[0], sign * (first + terms[2])]
+        last = f"{terms[0]}{'+' if sign > 0 else '-'}{abs(terms[1])}={sum(terms)}"
+    while len(terms) > 1:
+        reached = terms[0] + terms[1]
+        steps.append(last or f"{terms[0]}{terms[1]:+d}={reached}")
+        terms = [reached, *terms[2:]]
+    return f"{', '.join(steps)} {MARK} {exercise.answer}"
+
+
+class Arithmetic:
+    """Questions of each split.
 
     Args:
         ranges: operand ranges.
-        sizes: number of questions of each split.
-        template: prompt template, `{question}` stands for the question.
+        sizes: number of questions of `train`, `test`, `study` and `examples`, which are solved in
+            prompts: questions of the train side that are none of the train questions.
         seed: of the questions, not of the run.
+        examples_seed: of the examples.
     """
 
-    def __init__(self, ranges: Ranges, sizes: dict[str, int], template: str, seed: int):
-        self._ranges = ranges
-        self._sizes = sizes
-        self._template = template
-        self._seed = seed
+    def __init__(self, ranges: Ranges, sizes: dict[str, int], seed: int, examples_seed: int = 0):
+        self._ranges, self._sizes = ranges, sizes
+        self._seed, self._examples_seed = seed, examples_seed
 
-    def prompts(self, split: str) -> list[Prompt]:
-        """The split's questions as prompts, in the order in which they were drawn."""
+    def questions(self, split: str) -> list[Question]:
+        """The split's questions, in the order in which they were drawn."""
         return [
-            Prompt(
-                id=q.text,
-                text=render(self._template, q.text),
-                question=q.text,
-                answer=str(q.answer),
-                kind=q.kind,
-            )
-            for q in draw(split, self._sizes[split], self._ranges, self._seed)
+            Question(q.text, q.text, str(q.answer), q.kind, worked(q)) for q in self._drawn(split)
         ]
 
-    def extract(self, completion: str) -> str | None:
-        """The completion's final integer, see `final_integer`."""
-        found = final_integer(completion)
-        return None if found is None else str(found)
-
-    def reward(self, prompt: Prompt, completion: str) -> float:
-        """1 if the completion's final answer is the right integer, else 0."""
-        return float(self.extract(completion) == prompt.answer)
+    def _drawn(self, split: str) -> list[Exercise]:
+        if split != "examples":
+            return draw(split, self._sizes[split], self._ranges, self._seed)
+        trained = {q.text for q in self._drawn("train")}
+        seed = f"examples/{self._examples_seed}"
+        return draw("train", self._sizes[split], self._ranges, seed, without=trained)

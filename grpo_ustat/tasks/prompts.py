@@ -1,12 +1,59 @@
-"""Prompt templates."""
+"""How a question is put to the model: a template, solved examples, the model's chat format."""
 
-QUESTION, SHOTS = "{question}", "{shots}"
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpo_ustat.records import Prompt, Question
+
+FIELDS = ("question", "answer", "solution")
+Turn = dict[str, str]  # role and content, as chat templates take them
 
 
-def render(template: str, question: str, shots: str = "") -> str:
-    """The template with question and solved examples in their places; no other braces are special.
+def render(template: str, question: Question) -> str:
+    """The template with a question's fields in their places; no other braces are special.
 
-    >>> render("Q: {question} {x}", "1+1")
-    'Q: 1+1 {x}'
+    >>> render("Q: {question} {x}", Question("", "2^{answer}", "4", "", ""))
+    'Q: 2^{answer} {x}'
     """
-    return template.replace(SHOTS, shots).replace(QUESTION, question)
+    values = {"question": question.text, "answer": question.answer, "solution": question.solution}
+    pattern = "|".join(f"{{{name}}}" for name in FIELDS)
+    return re.sub(pattern, lambda found: values[found.group()[1:-1]], template)
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """The way from questions to prompts.
+
+    Attributes:
+        template: of a question.
+        reply: of what follows a solved example's question.
+        examples: questions that are shown solved, the same before every question.
+        system: the system turn of a chat; None: the chat template's own, if it has one.
+        chat: writes turns in the model's chat format; None: plain text.
+    """
+
+    template: str
+    reply: str | None = None
+    examples: tuple[Question, ...] = ()
+    system: str | None = None
+    chat: Callable[[list[Turn]], str] | None = None
+
+    def prompt(self, question: Question) -> Prompt:
+        """The question as the policy reads it."""
+        text = self._chat(question) if self.chat else self._plain(question)
+        return Prompt(question.id, text, question.text, question.answer, question.kind)
+
+    def _plain(self, question: Question) -> str:
+        solved = [render(part, q) for q in self.examples for part in (self.template, self.reply)]
+        return "".join(solved) + render(self.template, question)
+
+    def _chat(self, question: Question) -> str:
+        turns = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for example in self.examples:
+            turns.append({"role": "user", "content": render(self.template, example)})
+            turns.append({"role": "assistant", "content": render(self.reply, example)})
+        turns.append({"role": "user", "content": render(self.template, question)})
+        return self.chat(turns)

@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Callable
+
 from grpo_ustat.config import Common
-from grpo_ustat.tasks.arithmetic import ArithmeticTask, Ranges
-from grpo_ustat.tasks.base import Task
-from grpo_ustat.tasks.few_shot import FewShotTask
+from grpo_ustat.data_config import REWARDS, TASKS
+from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges
+from grpo_ustat.tasks.base import Judge, NumberJudge, OwnJudge, Source, Task
+from grpo_ustat.tasks.one_step import OneStep
+from grpo_ustat.tasks.prompts import Prompting, Turn
 
 
-def make_task(config: Common) -> Task:
-    """The configured task."""
-    dataset, template = config.dataset, config.prompt.template
-    sizes = {"train": dataset.train_size, "test": dataset.test_size, "study": dataset.study_size}
-    if dataset.kind == "few_shot":
-        return FewShotTask(dataset.name, dataset.shots, sizes, template, dataset.seed)
+def make_task(config: Common, chat: Callable[[list[Turn]], str] | None = None) -> Task:
+    """The configured task.
+
+    Args:
+        config: the run's.
+        chat: writes turns in the model's chat format, see `policy.loading.chat_format`; read where
+            `prompt.chat` asks for it.
+
+    Raises:
+        ConfigError: the data set cannot be read, or holds too few questions.
+    """
+    source, prompt = make_source(config), config.prompt
+    examples = tuple(source.questions("examples")) if prompt.shots else ()
+    prompting = Prompting(prompt.template, prompt.reply, examples, prompt.system, chat)
+    return Task(source, prompting, make_judge(config, source))
+
+
+def make_source(config: Common) -> Source:
+    """The configured questions."""
+    dataset, prompt = config.dataset, config.prompt
+    sizes = {split: getattr(dataset, f"{split}_size") for split in ("train", "test", "study")}
+    sizes["examples"] = prompt.shots
+    if dataset.kind == "one_step":
+        return OneStep(dataset.tables, sizes, dataset.seed, prompt.seed)
+    if dataset.kind == "own":
+        return entry_point(TASKS, dataset.name)(**dataset.options)
     ranges = Ranges(
         dataset.min_term, dataset.max_term, dataset.min_factor, dataset.max_factor,
         dataset.min_digit, dataset.max_digit,
     )  # fmt: skip
-    return ArithmeticTask(ranges, sizes, template, dataset.seed)
+    return Arithmetic(ranges, sizes, dataset.seed, prompt.seed)
+
+
+def make_judge(config: Common, source: Source) -> Judge:
+    """The configured judge."""
+    dataset = config.dataset
+    if dataset.reward is not None:
+        return OwnJudge(entry_point(REWARDS, dataset.reward))
+    if dataset.kind == "own":
+        return OwnJudge(source.reward, getattr(source, "extract", None))
+    return NumberJudge()
+
+
+def entry_point(group: str, name: str):
+    """What an installed package offers under this name; `data_config` has checked that one does."""
+    return importlib.metadata.entry_points(group=group)[name].load()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -12,6 +12,9 @@ from grpo_ustat.estimators.ustatistic import silent_share_if_alike
 from grpo_ustat.records import Rollouts
 from grpo_ustat.training.batch import Batch
 from grpo_ustat.training.update import Constants, Found
+
+if TYPE_CHECKING:
+    from grpo_ustat.training.setup import Run
 
 
 def batch_metrics(batch: Batch) -> dict[str, Any]:
@@ -50,6 +53,17 @@ def _lengths(name: str, lengths: np.ndarray) -> dict[str, float]:
         f"completions/{kind}_{name}": float(getattr(lengths, kind)())
         for kind in ("mean", "min", "max")
     }
+
+
+def judging(run: Run) -> dict[str, int]:
+    """Answers of all ranks that could not be judged since the last call: `judge/timeouts` and
+    `judge/failures`, with a judge that can fail; they earned nothing.
+    """
+    mine = run.task.take_counts()
+    if not mine:
+        return {}
+    total = sum((Counter(counts) for counts in gather_object([mine])), Counter())
+    return {f"judge/{name}": total[name] for name in mine}
 
 
 def tokens_seen(batch: Batch) -> int:

@@ -16,7 +16,7 @@ from transformers import get_scheduler
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.policy.adapters import with_adapters
 from grpo_ustat.policy.devices import check_device
-from grpo_ustat.policy.loading import Policy, configured_policy
+from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.reading import can_share
 from grpo_ustat.policy.recomputing import checkpoint_layers
@@ -25,7 +25,6 @@ from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.engine import Engine, make_engine
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import Task
-from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.train_checks import ENDING
 from grpo_ustat.training import sharded
 from grpo_ustat.training.memory import Memory, make_memory
@@ -91,8 +90,10 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
     policy = _trained(config, configured_policy(config, device=device))
     shards = sharded.shard(policy, accelerator.device) if sharded.asked(accelerator) else None
     optimizer = _optimizer(config, shards or policy)
-    task = make_task(config)
+    task = configured_task(config)
+    tell_dropped(task)
     prompts = {split: task.prompts(split) for split in ("train", "test")}
+    check_sizes(config, *map(len, prompts.values()), accelerator.num_processes)
     check_lengths(config, policy, prompts["train"] + prompts["test"])
     return Run(
         config=config,
@@ -131,11 +132,6 @@ def _accelerator(config: TrainConfig) -> Accelerator:
             f"{config.prompts_per_step} prompts a step for {world} processes: "
             "raise budget.rollouts or lower group_size"
         )
-    if config.dataset.test_size < world:
-        raise RefusedByRank(
-            f"dataset.test_size={config.dataset.test_size} for {world} processes: "
-            f"use dataset.test_size={world} or more"
-        )
     if accelerator.gradient_accumulation_steps != 1:
         raise RefusedByRank(
             f"accelerate's gradient_accumulation_steps={accelerator.gradient_accumulation_steps} "
@@ -149,13 +145,39 @@ def _accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
+def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
+    """There are as many questions as a step and the ranks of an evaluation need.
+
+    Raises:
+        ConfigError: naming how many there are.
+    """
+    if train < config.prompts_per_step:
+        raise RefusedByRank(
+            f"{config.prompts_per_step} prompts a step (budget.rollouts / group_size), but "
+            f"{config.dataset.name} has {train} train questions: raise group_size"
+        )
+    if test < max(world, 2):
+        raise RefusedByRank(
+            f"{test} test questions for {world} processes and a paired interval: "
+            f"use dataset.test_size={max(world, 2)} or more"
+        )
+
+
+def tell_dropped(task: Task) -> None:
+    """Say what the data set left out."""
+    if task.dropped and is_main():
+        told = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items() if count)
+        if told:
+            print(f"note: questions left out: {told}", file=sys.stderr)
+
+
 def check_lengths(config: TrainConfig, policy: Policy, prompts: list[Prompt]) -> None:
     """Prompts and completions fit into the positions that the model, and vLLM, know.
 
     Raises:
         ConfigError: naming the longest prompt and the limit.
     """
-    lengths = [len(ids) for ids in policy.tokenizer([p.text for p in prompts])["input_ids"]]
+    lengths = [len(ids) for ids in policy.encode([p.text for p in prompts])]
     longest = max(lengths)
     if not min(lengths):
         empty = prompts[lengths.index(0)].text

@@ -25,7 +25,7 @@ from grpo_ustat.training.alarms import ring
 from grpo_ustat.training.batch import Batch, Extra, baseline_context, draw_batch
 from grpo_ustat.training.checkpoint import check_finite
 from grpo_ustat.training.evaluate import eval_row, held_out, right
-from grpo_ustat.training.metrics import batch_metrics, tokens_seen, update_metrics
+from grpo_ustat.training.metrics import batch_metrics, judging, tokens_seen, update_metrics
 from grpo_ustat.training.monitor import gradient_mse
 from grpo_ustat.training.progress import Progress, drop_old, named, resume, save
 from grpo_ustat.training.samples import completion_rows
@@ -193,7 +193,7 @@ def _step(run: Run, progress: Progress) -> Stepped:
     row = batch_metrics(batch) | update_metrics(found, batch.rollouts, constants) | watched
     row |= {"grad_norm": grad_norm, "learning_rate": run.scheduler.get_last_lr()[0]}
     run.scheduler.step()
-    row |= _counted(run, progress, batch, row, extra)
+    row |= _counted(run, progress, batch, row, extra) | judging(run)
     progress.seconds += time.perf_counter() - start
     times = {"seconds_generate": generated - start, "step_time": time.perf_counter() - start}
     return row | times, completions
@@ -241,7 +241,8 @@ def _evaluate(run: Run, progress: Progress, bar: TrainingBar) -> None:
     asked = run.config.eval
     for decoding in asked.decoding:
         batch = held_out(run, decoding)
-        progress.evals.append(eval_row(progress.step, decoding, batch, asked.num_generations))
+        row = eval_row(progress.step, decoding, batch, asked.num_generations)
+        progress.evals.append(row | judging(run))
         bar.evaluated(progress.evals[-1])
         if decoding == asked.decoding[0]:
             progress.rewards_last = right(batch).mean(axis=1).tolist()

@@ -12,13 +12,12 @@ import pyarrow.parquet
 import pytest
 
 from grpo_ustat.identity import folder_name
-from grpo_ustat.policy.loading import configured_policy
+from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.study import run as study_run
 from grpo_ustat.study.imported import import_pool
 from grpo_ustat.tasks.base import rewards
-from grpo_ustat.tasks.registry import make_task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_config import compose, run  # noqa: E402
@@ -30,7 +29,7 @@ SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
 def logged(path, **changes):
     """Completions of the first six study questions, in the columns that TRL logs."""
     config = compose("mse", *SMALL)
-    policy, task = configured_policy(config), make_task(config)
+    policy, task = configured_policy(config), configured_task(config)
     prompts = task.prompts("study")[:6]
     rollouts = sample(policy, prompts, 8, Sampling.of(config, "pool"))
     z = rewards(task, rollouts)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.study import pool as pool_module
 from grpo_ustat.study import run as study_run
 from grpo_ustat.study.pool import build_pool
 from grpo_ustat.study.store import PoolStore, draws_of
-from grpo_ustat.tasks.registry import make_task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_config import compose  # noqa: E402
@@ -26,7 +26,7 @@ SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
 
 def build(folder, *overrides, size=None):
     config = compose("mse", *SMALL, *overrides)
-    prompts = make_task(config).prompts("study")[: config.study.questions]
+    prompts = configured_task(config).prompts("study")[: config.study.questions]
     return build_pool(config, prompts, Path(folder), size)
 
 
@@ -135,7 +135,7 @@ def test_half_written_parts_do_not_count(tmp_path):
     shutil.move(part, part.with_name(f".{part.name}.1.tmp"))
     config = compose("mse", *SMALL)
     store = PoolStore(tmp_path, draws_of(config))
-    prompts = make_task(config).prompts("study")[:6]
+    prompts = configured_task(config).prompts("study")[:6]
     assert sorted(len(store.parts(p)) for p in prompts) == [0, 1, 1, 1, 1, 1]
 
 

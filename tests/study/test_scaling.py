@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.study.closed_form import Asked, Row, closed_form
 from grpo_ustat.study.pool import build_pool
-from grpo_ustat.tasks.registry import make_task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_closed_form import pool_of, tabular  # noqa: E402
@@ -65,7 +65,7 @@ def test_minibatches_of_tiny_follow_the_prediction(tmp_path):
     one = compose("mse", *small, "budget.pool_completions=128")
     two = compose("mse", *small, "seed=1", "budget.pool_completions=256",
                   "budget.feature_sketch=4093")  # fmt: skip
-    prompts = make_task(one).prompts("study")[:40]
+    prompts = configured_task(one).prompts("study")[:40]
     first, _ = build_pool(one, prompts, tmp_path / "one")
     second, _ = build_pool(two, prompts, tmp_path / "two")
     law = predicted(first, "without_replacement", points)

@@ -10,8 +10,8 @@ import torch
 from resuming import config_of, differences, fit
 from safetensors.torch import load_file
 
+from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.snapshots import newest_whole
-from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.training import trainer, update
 
 pytestmark = pytest.mark.slow
@@ -55,9 +55,9 @@ def through(tmp_path_factory):
 def test_a_reward(tmp_path, monkeypatch, through, bad):
     """It names the prompt."""
     config = config_of()
-    prompts = make_task(config).prompts("train")
+    prompts = configured_task(config).prompts("train")
     victim = trainer.choose_prompts(config, prompts, 2)[1].id
-    kind = type(make_task(config))
+    kind = type(configured_task(config))
     reward, step = kind.reward, trainer._step
     now = []
 
@@ -120,7 +120,7 @@ def test_a_moment_of_the_optimizer(tmp_path, monkeypatch, through, bad):
 
 
 def test_a_reward_of_the_evaluation(tmp_path, monkeypatch):
-    kind = type(make_task(config_of()))
+    kind = type(configured_task(config_of()))
     monkeypatch.setattr(kind, "reward", lambda self, prompt, completion: math.nan)
     with pytest.raises(FloatingPointError, match="run stopped in step 0: the reward of completion"):
         fit(tmp_path / "run")

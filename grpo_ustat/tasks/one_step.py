@@ -1,0 +1,98 @@
+"""One-step arithmetic, for base and small language models, which answer it after solved examples.
+
+There are few such questions, so each falls by the hash of its canonical form (3 * 7 and 7 * 3 share
+one) into train, test, study or the solved examples; a split never holds what another one or an
+example shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import random
+from dataclasses import dataclass
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.records import Question
+
+SPLITS = ("train", "train", "test", "study", "study", "examples")
+_DIGITS = range(1, 10)
+TABLES = {
+    "one_digit_product": ("*", operator.mul, _DIGITS, _DIGITS),
+    "one_digit_sum": ("+", operator.add, _DIGITS, _DIGITS),
+    "plus_one": ("+", operator.add, range(10, 100), (1,)),
+}
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One question, `7 * 8`, and what it is in whatever order it is written."""
+
+    text: str
+    answer: int
+    table: str
+    canonical: str
+
+    @property
+    def split(self) -> str:
+        """2/6 train, 1/6 test, 2/6 study, 1/6 examples."""
+        digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
+        return SPLITS[int.from_bytes(digest, "big") % len(SPLITS)]
+
+
+def exercises(tables: list[str]) -> list[Exercise]:
+    """Every question of these tables, names of `TABLES`; a question of two of them once."""
+    found = {}
+    for name in tables:
+        sign, result, lefts, rights = TABLES[name]
+        for a in lefts:
+            for b in rights:
+                canonical = f"{min(a, b)}{sign}{max(a, b)}"
+                exercise = Exercise(f"{a} {sign} {b}", result(a, b), name, canonical)
+                found.setdefault(exercise.text, exercise)
+    return list(found.values())
+
+
+def draw(tables: list[str], split: str, count: int, seed: int) -> list[Exercise]:
+    """`count` distinct questions of a split, of `examples` in one order each; fewer are the first
+    of more.
+
+    Raises:
+        ConfigError: the split holds fewer.
+    """
+    name, stream = "+".join(tables), "shots" if split == "examples" else split
+    held = [exercise for exercise in exercises(tables) if exercise.split == split]
+    random.Random(f"few_shot/{name}/{stream}/{seed}").shuffle(held)
+    if split == "examples":
+        held = list({exercise.canonical: exercise for exercise in held}.values())
+    if count > len(held):
+        key = "prompt.shots" if split == "examples" else f"dataset.{split}_size"
+        raise ConfigError(f"{key}={count} of {name}, which has {len(held)}: ask for fewer")
+    return held[:count]
+
+
+class OneStep:
+    """Questions of each split.
+
+    Args:
+        tables: names of `TABLES`.
+        sizes: number of questions of `train`, `test`, `study` and `examples`.
+        seed: of the questions, not of the run.
+        examples_seed: of the examples.
+
+    Raises:
+        ConfigError: more questions or examples are asked for than there are.
+    """
+
+    def __init__(self, tables: list[str], sizes: dict[str, int], seed: int, examples_seed: int = 0):
+        self._drawn = {
+            split: draw(tables, split, size, examples_seed if split == "examples" else seed)
+            for split, size in sizes.items()
+        }
+
+    def questions(self, split: str) -> list[Question]:
+        """The split's questions, in the order in which they were drawn."""
+        return [
+            Question(q.text, q.text, str(q.answer), q.table, f"{q.text} = {q.answer}")
+            for q in self._drawn[split]
+        ]
