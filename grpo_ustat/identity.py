@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.checks import ASSETS, EMBEDDED
+from grpo_ustat.checks import ASSETS, EMBEDDED, adapter_base
 from grpo_ustat.train_checks import ENDING
 
 OPERATIONAL = (
@@ -65,11 +65,14 @@ def named(keys: dict[str, Any]) -> dict[str, Any]:
 def weights_fingerprint(model_name_or_path: str) -> str | None:
     """A hash of the weight files of an embedded policy or a folder; None for a hub id.
 
+    Adapters count with how they are added and with the model that they are added to.
+
     Small files count by their content, files above 64 MiB by size and time of change.
     """
     name = model_name_or_path
     folder = ASSETS / name.removeprefix(EMBEDDED) if name.startswith(EMBEDDED) else Path(name)
-    files = sorted(folder.expanduser().glob("*.safetensors"))
+    folder = folder.expanduser()
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
     total = hashlib.sha256()
@@ -77,6 +80,10 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
         stat = file.stat()
         small = stat.st_size <= 2**26
         total.update(file.read_bytes() if small else f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    adapters = adapter_base(folder)
+    if adapters is not None:
+        total.update((folder / "adapter_config.json").read_bytes())
+        total.update(str(weights_fingerprint(adapters[0])).encode())
     return total.hexdigest()[:12]
 
 
