@@ -114,8 +114,8 @@ def hostile(verifier: Verifier) -> None:
     row = "{:<20} {:>7} {:>8} {:>6} {:>8} {:>6} {:>8} {:>6} {:>6}".format
     print(row("text", "number", "42", "s", "sqrt 2", "s", "alone", "s", "MB"))
     for name, text in HOSTILE.items():
-        plain, plain_s, _ = timed(lambda t=text: judge.judge([("", "42", t)]))
-        root, root_s, _ = timed(lambda t=text: judge.judge([("", r"\sqrt{2}", t)]))
+        plain, plain_s, _ = timed(lambda t=text: judge.verdicts([("", "42", t)]))
+        root, root_s, _ = timed(lambda t=text: judge.verdicts([("", r"\sqrt{2}", t)]))
         alone, alone_s, peak = timed(lambda t=text: verifier.judge([(r"\boxed{42}", t)]))
         verdicts = [found[0].value for found in (plain, root, alone)]
         spent = [f"{seconds:.2f}" for seconds in (plain_s, root_s, alone_s)]
@@ -128,7 +128,7 @@ def lenient(verifier: Verifier) -> None:
     row = "{:<28} {:<14} {:>7} {:>8} {:>8}".format
     print("\n" + row("text", "gold", "number", "judge", "alone"))
     for question, gold, text in LENIENT:
-        (judged,) = MathJudge(verifier).judge([(question, gold, text)])
+        (judged,) = MathJudge(verifier).verdicts([(question, gold, text)])
         (alone,) = verifier.judge([(rf"\boxed{{{gold}}}", text)])
         print(row(text, gold, stated(text) or "-", judged.value, alone.value))
 
@@ -138,7 +138,7 @@ def ordinary(verifier: Verifier) -> None:
     asked = [answer(random.Random(f"ordinary {i}"), i % 2 == 0) for i in range(500)]
     print()
     for title in ("new", "seen before"):
-        found, seconds, _ = timed(lambda: MathJudge(verifier).judge([a[:3] for a in asked]))
+        found, seconds, _ = timed(lambda: MathJudge(verifier).verdicts([a[:3] for a in asked]))
         wanted = Counter(
             ("right" if right else "wrong", verdict.value)
             for (*_, right), verdict in zip(asked, found, strict=True)

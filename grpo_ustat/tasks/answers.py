@@ -103,9 +103,3 @@ def last_boxed(text: str, longest: int) -> str | None:
         if depth == 0:
             return text[start : start + brace.start()]
     return None
-
-
-def final_integer(text: str) -> int | None:
-    """The integer that `text` states as its final answer, or None."""
-    value = final_number(text)
-    return None if value is None or value != value.to_integral_value() else int(value)

@@ -21,11 +21,13 @@ right forms that stand in the question as they are.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
+from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.answers import last_boxed, number
 from grpo_ustat.tasks.verifier import Verdict, Verifier
 
@@ -74,18 +76,39 @@ class Number:
 
 
 class MathJudge:
-    """Judges completions of MATH questions."""
+    """1 for the right answer in the last box of a completion, else 0; a `tasks.base.Judge`.
+
+    Args:
+        verifier: judges what this module cannot.
+    """
 
     def __init__(self, verifier: Verifier) -> None:
+        self.counts: Counter[str] = Counter(timeouts=0, failures=0)
         self._verifier = verifier
 
-    def judge(self, asked: Sequence[tuple[str, str, str]]) -> list[Verdict]:
+    def extract(self, completion: str) -> str | None:
+        """The content of the last box."""
+        return last_boxed(completion, LONGEST)
+
+    def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
+        """1 or 0 for each completion of its prompt; what was not judged is 0 and counted.
+
+        Raises:
+            JudgeError: see `verdicts`.
+        """
+        pairs = zip(prompts, completions, strict=True)
+        found = self.verdicts([(prompt.question, prompt.answer, text) for prompt, text in pairs])
+        self.counts["timeouts"] += found.count(Verdict.TIMEOUT)
+        self.counts["failures"] += found.count(Verdict.FAILURE)
+        return [float(verdict is Verdict.RIGHT) for verdict in found]
+
+    def verdicts(self, asked: Sequence[tuple[str, str, str]]) -> list[Verdict]:
         """The verdict on each (question, gold, completion), in one batch of the verifier.
 
         Raises:
             JudgeError: math-verify does not start, or judges what is known wrongly.
         """
-        answers = [last_boxed(completion, LONGEST) for *_, completion in asked]
+        answers = [self.extract(completion) for *_, completion in asked]
         early = [
             without_sympy(question, gold, answer)
             for (question, gold, _), answer in zip(asked, answers, strict=True)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.math_answers import MathJudge, bare, read_number, without_sympy
 from grpo_ustat.tasks.verifier import Verdict, Verifier
 
@@ -85,9 +86,22 @@ def test_only_the_last_closed_box_counts_and_the_rest_is_asked_in_one_batch():
     asked = Asked()
     completions = [r"\boxed{x+1}", "x+1", r"\boxed{x+1} or \boxed{1+x}", r"\boxed{x+1} \boxed{",
                    r"\boxed{" + "x+" * 150 + "1}", r"\boxed{2x}", ""]  # fmt: skip
-    found = MathJudge(asked).judge([("", "x+1", text) for text in completions])
+    found = MathJudge(asked).verdicts([("", "x+1", text) for text in completions])
     assert found == [RIGHT, WRONG, RIGHT, WRONG, WRONG, RIGHT, WRONG]
     assert asked.pairs == [(r"\boxed{x+1}", r"\boxed{1+x}"), (r"\boxed{x+1}", r"\boxed{2x}")]
+
+
+def test_what_was_not_judged_earns_nothing_and_is_counted():
+    class Tired:
+        def judge(self, pairs):
+            return [RIGHT, Verdict.TIMEOUT, Verdict.FAILURE, Verdict.TIMEOUT, WRONG][: len(pairs)]
+
+    judge = MathJudge(Tired())
+    prompt = Prompt("1", "What is it? ", "What is it?", "x+1", "algebra")
+    texts = [rf"It is \boxed{{{n}+x}}." for n in range(5)] + [r"\boxed{x+1}", "x+1"]
+    assert judge.rewards([prompt] * 7, texts) == [1, 0, 0, 0, 0, 1, 0]
+    assert judge.counts == {"timeouts": 2, "failures": 1}
+    assert [judge.extract(text) for text in texts[4:]] == ["4+x", "x+1", None]
 
 
 def test_with_math_verify():
@@ -98,7 +112,7 @@ def test_with_math_verify():
         ("x^2+2x+1", "(x+1)^2", RIGHT), ("x^2+2x+1", "(x+1)^3", WRONG), ("70", "71", WRONG),
     ]  # fmt: skip
     asked = [("What?", gold, rf"It is \boxed{{{answer}}}.") for gold, answer, _ in cases]
-    assert judge.judge(asked) == [verdict for *_, verdict in cases]
+    assert judge.verdicts(asked) == [verdict for *_, verdict in cases]
     golds = ["70", r"\frac{1}{2}", "x^2+1", r"\begin{array}{c", r"\sqrt{", r"\left( 1, 2 \right)"]
     assert judge.readable(golds) == [True, True, True, False, False, True]
 
