@@ -50,9 +50,9 @@ class Verdict(Enum):
 JUDGED = (Verdict.RIGHT, Verdict.WRONG)
 CANARIES: Mapping[Pair, Verdict] = {
     (r"\boxed{\frac{\sqrt{3}}{2}}", r"\boxed{\sqrt{3}/2}"): Verdict.RIGHT,
-    (r"\boxed{x^2-1}", r"\boxed{(x-1)(x+1)}"): Verdict.RIGHT,
-    (r"\boxed{\frac{\sqrt{3}}{2}}", r"\boxed{\frac{\sqrt{2}}{3}}"): Verdict.WRONG,
-    (r"\boxed{[0,1)}", r"\boxed{[0,1]}"): Verdict.WRONG,
+    (r"\boxed{2x+2}", r"\boxed{2(x+1)}"): Verdict.RIGHT,
+    (r"\boxed{\frac{\pi}{2}}", r"\boxed{\frac{\pi}{3}}"): Verdict.WRONG,
+    (r"\boxed{2\sqrt{3}}", r"\boxed{\sqrt{13}}"): Verdict.WRONG,
 }
 
 
