@@ -13,8 +13,8 @@ END = "\N{LEFTWARDS ARROW TO BAR}"  # after the last character of a prompt
 
 
 def show_prompts(config: Common, split: str) -> None:
-    """Print the split's first `show_prompts` prompts, their answers as they are read, and the length
-    of its longest; loads the tokenizer, not the model.
+    """Print the split's first `show_prompts` prompts, how their answers are read, and the length of
+    its longest; loads the tokenizer, not the model.
 
     Raises:
         ConfigError: the data set or the tokenizer cannot be loaded.
@@ -34,11 +34,10 @@ def show_prompts(config: Common, split: str) -> None:
 
 
 def visible(text: str) -> str:
-    """The text with control characters other than new lines written out: they never reach a
-    terminal.
+    r"""The text with control characters written out, but for new lines: no text acts on a terminal.
 
-    >>> visible("a\\n[b]" + chr(27))
-    'a\\n[b]\\\\x1b'
+    >>> visible("[b]\x1b")
+    '[b]\\x1b'
     """
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
