@@ -6,7 +6,7 @@ configuration is refused before anything slow happens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -321,6 +321,12 @@ def typed(config: Any, schema: type) -> Any:
 
 def _dataset_schema(config: Any) -> type[DatasetConfig]:
     """The class that the data set's kind names."""
-    kind = OmegaConf.create(config).dataset.kind
-    one_of("dataset.kind", kind, tuple(DATASETS))
-    return DATASETS[kind]
+    asked = OmegaConf.create(config).dataset
+    one_of("dataset.kind", asked.kind, tuple(DATASETS))
+    schema = DATASETS[asked.kind]
+    for name in set(asked) - {known.name for known in fields(schema)}:
+        raise ConfigError(
+            f"dataset.{name} means nothing to dataset.kind={asked.kind}: choose a data set as a "
+            "whole, by dataset=NAME"
+        )
+    return schema
