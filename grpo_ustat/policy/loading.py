@@ -127,7 +127,7 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        if "trust_remote_code" in reason:
+        if "trust_remote_code" in str(error):
             reason = (
                 "it needs code that comes with it; read that code, and if you trust it add "
                 "model.trust_remote_code=true to the command line"
