@@ -149,7 +149,12 @@ def test_trust_is_not_taken_from_a_file(tmp_path):
 def test_a_model_with_code_trains_where_the_command_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     path = toys.with_own_code(tmp_path / "m")
-    given = ("debug=train", "model=hub", f"model.model_name_or_path={path}", "dataset.test_size=8")
+    given = (
+        "debug=train",
+        "model=hub",
+        f"model.model_name_or_path={path}",
+        "max_completion_length=8",
+    )
     code, _, err = run("train", *given, cwd=tmp_path)
     assert code == 2 and "trust_remote_code=true to the command line" in err
     assert "Traceback" not in err

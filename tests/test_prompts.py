@@ -7,6 +7,7 @@ import toys
 import yaml
 from test_config import CONF, compose, run
 
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.records import Question
 from grpo_ustat.runs import prompts as shown
 from grpo_ustat.tasks.base import NumberJudge, Task
@@ -52,6 +53,16 @@ def test_texts_are_shown_as_they_are(monkeypatch, capsys, tmp_path):
         f"longest of 3 train prompts: 17 tokens (q0); with max_completion_length=96 {total}" in out
     )
     assert f"can reach {total} tokens, the model has positions for 64" in err.replace("\n", " ")
+
+
+def test_what_ends_a_completion_is_told(monkeypatch, capsys, tmp_path):
+    path = toys.folder(tmp_path / "m")
+    model = ["model=hub", f"model.model_name_or_path={path}"]
+    out, _ = preview(monkeypatch, capsys, toys.QUESTIONS, [*model, "prompt=one_line"])
+    assert "Arithmetic: [red]0+1[/red] = \N{LEFTWARDS ARROW TO BAR}" in out
+    assert "reference: 1\n" in out and "1 tokens hold prompt.stop='\\n'" in out
+    with pytest.raises(ConfigError, match="is in none of the tokenizer's 259 tokens"):
+        preview(monkeypatch, capsys, toys.QUESTIONS, [*model, "prompt=plain_icl"])
 
 
 def test_a_prompt_that_fits_is_no_warning(monkeypatch, capsys):
