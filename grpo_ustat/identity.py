@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.checks import ASSETS, EMBEDDED, adapter_base
+from grpo_ustat.checks import adapter_base, model_folder
 from grpo_ustat.train_checks import ENDING
 
 OPERATIONAL = (
@@ -63,15 +63,13 @@ def named(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights_fingerprint(model_name_or_path: str) -> str | None:
-    """A hash of the weight files of an embedded policy or a folder; None for a hub id.
+    """A hash of the weight files of a folder, embedded or cached; None for a hub id.
 
     Adapters count with how they are added and with the model that they are added to.
 
     Small files count by their content, files above 64 MiB by size and time of change.
     """
-    name = model_name_or_path
-    folder = ASSETS / name.removeprefix(EMBEDDED) if name.startswith(EMBEDDED) else Path(name)
-    folder = folder.expanduser()
+    folder = model_folder(model_name_or_path)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
