@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import re
 from dataclasses import asdict
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.checks import ASSETS, EMBEDDED
+from grpo_ustat.data_config import REWARDS, TASKS
 from grpo_ustat.train_checks import ENDING
 
 OPERATIONAL = (
@@ -42,12 +45,14 @@ def operational(keys: dict[str, Any]) -> set[str]:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """What makes the run this run: the configuration without operational keys, and the weights."""
+    """What makes the run this run: the configuration without operational keys, weights, data."""
     keys = named(asdict(config))
     keys = {key: value for key, value in keys.items() if key not in operational(keys)}
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
-    return keys | {"weights": weights_fingerprint(config.model.model_name_or_path)}
+    keys |= {"weights": weights_fingerprint(config.model.model_name_or_path)}
+    data = data_fingerprint(config.dataset)
+    return keys if data is None else keys | {"data": data}
 
 
 def named(keys: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +74,31 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
     """
     name = model_name_or_path
     folder = ASSETS / name.removeprefix(EMBEDDED) if name.startswith(EMBEDDED) else Path(name)
-    files = sorted(folder.expanduser().glob("*.safetensors"))
+    return _content(sorted(folder.expanduser().glob("*.safetensors")))
+
+
+def data_fingerprint(dataset: Any) -> str | None:
+    """A hash of the local files that questions come from, and of the module of each own task or
+    reward; None where there are none, as of a hub id, which counts by name and revision.
+
+    Files count as those of `weights_fingerprint` do.
+    """
+    files = [file for path in getattr(dataset, "sources", ()) for file in _files(path)]
+    for group, name in ((TASKS, dataset.kind == "own" and dataset.name), (REWARDS, dataset.reward)):
+        if name:
+            module = importlib.metadata.entry_points(group=group)[name].module
+            files.append(Path(importlib.util.find_spec(module).origin))
+    return _content(files)
+
+
+def _files(path: str) -> list[Path]:
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    return [file for file in sorted(place.rglob("*")) if file.is_file()]
+
+
+def _content(files: list[Path]) -> str | None:
     if not files:
         return None
     total = hashlib.sha256()

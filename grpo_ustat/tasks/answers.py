@@ -40,3 +40,18 @@ def stated(text: str) -> str | None:
     """`final_number` in its plainest writing."""
     found = final_number(text)
     return None if found is None else str(found)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What is inside the last `\boxed{...}`, None where none is closed.
+
+    >>> last_boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    head, mark, rest = text.rpartition(r"\boxed{")
+    depth = 1
+    for end, letter in enumerate(rest if mark else ""):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if depth == 0:
+            return rest[:end]
+    return None
