@@ -42,15 +42,11 @@ def stated(text: str) -> str | None:
     return None if found is None else str(found)
 
 
-def last_boxed(text: str) -> str | None:
-    r"""What is inside the last `\boxed{...}`, None where none is closed.
-
-    >>> last_boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}}.")
-    '\\frac{1}{2}'
-    """
-    head, mark, rest = text.rpartition(r"\boxed{")
+def last_boxed(text: str, longest: int) -> str | None:
+    r"""What the last `\boxed{...}` of a text holds, if it is closed and not longer."""
+    head, mark, rest = text.rpartition("\\boxed{")
     depth = 1
-    for end, letter in enumerate(rest if mark else ""):
+    for end, letter in enumerate(rest[: longest + 1] if mark else ""):
         depth += {"{": 1, "}": -1}.get(letter, 0)
         if depth == 0:
             return rest[:end]

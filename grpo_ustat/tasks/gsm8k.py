@@ -7,12 +7,11 @@ from collections.abc import Mapping
 
 from grpo_ustat.data_config import Gsm8kConfig
 from grpo_ustat.records import Question
-from grpo_ustat.tasks.answers import MARK
+from grpo_ustat.tasks.answers import MARK, final_number
 from grpo_ustat.tasks.rows import Row, train_and_test
 from grpo_ustat.tasks.splits import Splits, question_id
 
 _ANNOTATION = re.compile(r"<<[^<>]*>>")  # a calculator's, as in 48/2 = <<48/2=24>>24
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 
 
 def gsm8k(dataset: Gsm8kConfig, sizes: Mapping[str, int | None], examples_seed: int) -> Splits:
@@ -33,8 +32,8 @@ def question_of(row: Row) -> Question:
     """
     text, worked = row.text("question"), row.text("answer")
     _, mark, end = worked.rpartition(MARK)
-    gold = end.strip().replace(",", "")
-    if not mark or not _NUMBER.fullmatch(gold):
+    gold = final_number(f"{MARK} {end}") if mark else None
+    if gold is None:
         raise row.refused("answer", worked[-40:], f"a solution that ends in {MARK} and a number")
     solution = _ANNOTATION.sub("", worked)
-    return Question(question_id("gsm8k", text), text, gold, "gsm8k", solution)
+    return Question(question_id("gsm8k", text), text, f"{gold:f}", "gsm8k", solution)

@@ -42,8 +42,19 @@ def question_of(row: Row) -> Question:
     given = row.value("answer") if row.has("answer") else ""
     if not isinstance(given, str):
         raise row.refused("answer", given, "a text")
-    answer = given.strip() or (last_boxed(solution) or "").strip()
+    answer = given.strip() or boxed(solution).strip()
     return Question(question_id("math", text), text, answer, subject_of(row), solution)
+
+
+def boxed(solution: str) -> str:
+    r"""What the last box of a solution holds, also of a box without braces, `$\boxed 5$`; else "".
+
+    >>> boxed(r"so $\boxed{\frac{1}{2}}$"), boxed(r"so $x = \boxed 5$."), boxed("so 5")
+    ('\\frac{1}{2}', '5', '')
+    """
+    found = last_boxed(solution, len(solution))
+    bare = re.findall(r"\\boxed ([^{}$]+)\$", solution)
+    return found if found is not None else (bare or [""])[-1]
 
 
 def subject_of(row: Row) -> str:

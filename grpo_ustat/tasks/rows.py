@@ -177,6 +177,8 @@ def _of_file(file: Path) -> list[Row]:
             rows = list(load_dataset(kind, data_files=str(file), **options))
     except Exception as error:
         told = (kind == "json" and _broken(file)) or _reason(error)
+        if "zstd" in told:
+            told += "; pip install zstandard"
         raise ConfigError(f"{file} cannot be read: {told}") from error
     return _numbered(rows, str(file))
 
