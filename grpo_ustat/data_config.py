@@ -6,6 +6,7 @@ A data set's node is typed by its `kind`, see `DATASETS`. Values live in `conf/`
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -275,9 +276,22 @@ def check_entry_point(group: str, name: str, key: str) -> None:
     """An installed package offers it.
 
     Raises:
-        ConfigError: none does; names those that are there.
+        ConfigError: none does, and then names those that are there, or its module is not to be
+            found.
     """
     known = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in known:
         found = ", ".join(known) or "none is installed"
         raise ConfigError(f"unknown {key} {name!r}: entry points of {group} are: {found}")
+    module = importlib.metadata.entry_points(group=group)[name].module
+    if module_file(group, name) is None:
+        raise ConfigError(f"{key}={name}: there is no module {module!r}, which {group} names")
+
+
+def module_file(group: str, name: str) -> Path | None:
+    """The file of the module that an entry point is in, without importing that module."""
+    try:
+        found = importlib.util.find_spec(importlib.metadata.entry_points(group=group)[name].module)
+    except ImportError:
+        return None
+    return Path(found.origin) if found and found.origin else None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import re
 from dataclasses import asdict
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.checks import ASSETS, EMBEDDED
-from grpo_ustat.data_config import REWARDS, TASKS
+from grpo_ustat.data_config import REWARDS, TASKS, module_file
 from grpo_ustat.train_checks import ENDING
 
 OPERATIONAL = (
@@ -86,8 +84,7 @@ def data_fingerprint(dataset: Any) -> str | None:
     files = [file for path in getattr(dataset, "sources", ()) for file in _files(path)]
     for group, name in ((TASKS, dataset.kind == "own" and dataset.name), (REWARDS, dataset.reward)):
         if name:
-            module = importlib.metadata.entry_points(group=group)[name].module
-            files.append(Path(importlib.util.find_spec(module).origin))
+            files.append(module_file(group, name))
     return _content(files)
 
 

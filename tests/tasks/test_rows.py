@@ -1,4 +1,4 @@
-"""Rows are the same in whatever file they come, and what is wrong is named by file, row and field."""
+"""Rows are the same in whatever file they come; what is wrong is named by file, row and field."""
 
 from __future__ import annotations
 
