@@ -6,11 +6,11 @@ configuration is refused before anything slow happens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from grpo_ustat.checks import ConfigError, check_model, one_of, positive
 from grpo_ustat.data_config import DATASETS, DatasetConfig, ModelConfig, PromptConfig
@@ -313,6 +313,8 @@ def typed(config: Any, schema: type) -> Any:
         base = OmegaConf.structured(schema)
         base.dataset = _dataset_schema(config)
         result = OmegaConf.to_object(OmegaConf.merge(base, config))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value: set {error.full_key}=...") from error
     except OmegaConfBaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError("; ".join(lines[:2])) from error
@@ -322,6 +324,12 @@ def typed(config: Any, schema: type) -> Any:
 
 def _dataset_schema(config: Any) -> type[DatasetConfig]:
     """The class that the data set's kind names."""
-    kind = OmegaConf.create(config).dataset.kind
-    one_of("dataset.kind", kind, tuple(DATASETS))
-    return DATASETS[kind]
+    asked = OmegaConf.create(config).dataset
+    one_of("dataset.kind", asked.kind, tuple(DATASETS))
+    schema = DATASETS[asked.kind]
+    for name in set(asked) - {known.name for known in fields(schema)}:
+        raise ConfigError(
+            f"dataset.{name} means nothing to dataset.kind={asked.kind}: choose a data set as a "
+            "whole, by dataset=NAME"
+        )
+    return schema

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.checks import ASSETS, EMBEDDED
-from grpo_ustat.data_config import REWARDS, TASKS, module_file
+from grpo_ustat.checks import ASSETS, EMBEDDED, adapter_base
+from grpo_ustat.data_config import FILES, REWARDS, TASKS, module_file
 from grpo_ustat.train_checks import ENDING
 
 OPERATIONAL = (
@@ -68,11 +68,22 @@ def named(keys: dict[str, Any]) -> dict[str, Any]:
 def weights_fingerprint(model_name_or_path: str) -> str | None:
     """A hash of the weight files of an embedded policy or a folder; None for a hub id.
 
+    Adapters count with how they are added and with the model that they are added to.
+
     Small files count by their content, files above 64 MiB by size and time of change.
     """
     name = model_name_or_path
     folder = ASSETS / name.removeprefix(EMBEDDED) if name.startswith(EMBEDDED) else Path(name)
-    return _content(sorted(folder.expanduser().glob("*.safetensors")))
+    folder = folder.expanduser()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    total = _content(files)
+    adapters = adapter_base(folder)
+    if adapters is not None:
+        total.update((folder / "adapter_config.json").read_bytes())
+        total.update(str(weights_fingerprint(adapters[0])).encode())
+    return total.hexdigest()[:12]
 
 
 def data_fingerprint(dataset: Any) -> str | None:
@@ -81,29 +92,28 @@ def data_fingerprint(dataset: Any) -> str | None:
 
     Files count as those of `weights_fingerprint` do.
     """
-    files = [file for path in getattr(dataset, "sources", ()) for file in _files(path)]
+    files = [file for path in getattr(dataset, "sources", ()) for file in _data_files(path)]
     for group, name in ((TASKS, dataset.kind == "own" and dataset.name), (REWARDS, dataset.reward)):
         if name:
             files.append(module_file(group, name))
-    return _content(files)
+    return _content(files).hexdigest()[:12] if files else None
 
 
-def _files(path: str) -> list[Path]:
+def _data_files(path: str) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
-    return [file for file in sorted(place.rglob("*")) if file.is_file()]
+    return sorted(file for file in place.rglob("*") if file.name.endswith(FILES))
 
 
-def _content(files: list[Path]) -> str | None:
-    if not files:
-        return None
+def _content(files: list[Path]) -> Any:
+    """What hashlib makes of the files, in their order."""
     total = hashlib.sha256()
     for file in files:
         stat = file.stat()
         small = stat.st_size <= 2**26
         total.update(file.read_bytes() if small else f"{stat.st_size} {stat.st_mtime_ns}".encode())
-    return total.hexdigest()[:12]
+    return total
 
 
 def file_digest(path: str | Path) -> str:

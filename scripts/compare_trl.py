@@ -42,10 +42,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from both_sides import InDouble, put
-from composed import composed
 from safetensors.torch import load_file, save_file
 from trl_environment import add_environment_argument, environment, run_worker
 
+from grpo_ustat.cli import composed
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.policy.loading import configured_task, load_policy, resolve
@@ -218,7 +218,7 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
         advantage_PG = advantages(rule.name, judged_PG, BaselineContext(), rule.options)
         if setting.off_policy:
             put(found.current, run.policy.model)
-        minibatch = next(minibatches(run, rollouts, step=0))
+        minibatch = next(minibatches(run, batch.lengths_PG, step=0))
         accumulate_gradient(run, rollouts, advantage_PG, minibatch, constants, noted)
     sums = noted.sums
     clipped = (sums["clip_low"] + sums["clip_high"]) / max(1, sums["ratio_count"])

@@ -1,4 +1,7 @@
-"""Load a causal language model and its tokenizer: a folder, a hub id or an embedded policy."""
+"""Load a causal language model and its tokenizer: a folder, a hub id or an embedded policy.
+
+A folder may hold LoRA adapters, which are merged into the model that they name.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from grpo_ustat.checks import ASSETS, EMBEDDED, ConfigError
+from grpo_ustat.checks import ASSETS, EMBEDDED, ConfigError, adapter_base
 from grpo_ustat.config import Common
+from grpo_ustat.policy.adapters import merged
+from grpo_ustat.policy.devices import check_device
 from grpo_ustat.ranks import own_device
 from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.prompts import Turn
@@ -71,7 +76,8 @@ def load_policy(
     """Load a policy in evaluation mode, all parameters trainable.
 
     Args:
-        model_name_or_path: `embedded:NAME`, a folder in save_pretrained layout, or `org/name`.
+        model_name_or_path: `embedded:NAME`, a folder in save_pretrained layout, also PEFT's of
+            LoRA adapters, or `org/name`.
         revision: branch, tag or commit on the hub.
         dtype: torch dtype by name.
         device: torch device.
@@ -82,25 +88,40 @@ def load_policy(
     transformers_logging.disable_progress_bar()
     tokenizer = load_tokenizer(model_name_or_path, revision=revision)
     with _one_line(model_name_or_path):
-        model = AutoModelForCausalLM.from_pretrained(
-            resolve(model_name_or_path), revision=revision, dtype=getattr(torch, dtype),
-            use_safetensors=True, trust_remote_code=False,
-        )  # fmt: skip
+        model = _model(resolve(model_name_or_path), revision, getattr(torch, dtype))
     end_tokens = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id
     model.to(device).eval()
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
 
 
+def _model(source: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    """A model as it is; adapters merged into the model that they name."""
+    adapters = adapter_base(Path(source))
+    if adapters is not None:
+        base, revision = adapters
+        return merged(_model(resolve(base), revision, dtype), source)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError("the hub has adapters under this name: download them to a folder")
+    return model
+
+
 def load_tokenizer(model_name_or_path: str, *, revision: str | None = None):
     """AutoTokenizer, but a tokenizer.json that names no class of its own is taken as it is.
 
-    AutoTokenizer would put the model type's usual splitting of words in its place.
+    AutoTokenizer would put the model type's usual splitting of words in its place. Adapters
+    without a tokenizer have that of the model that they name.
 
     Raises:
         ConfigError: none can be loaded from there.
     """
     source = resolve(model_name_or_path)
+    adapters = adapter_base(Path(source))
+    if adapters is not None and not (Path(source) / "tokenizer_config.json").is_file():
+        return load_tokenizer(adapters[0], revision=adapters[1])
     common = {"revision": revision, "trust_remote_code": False}
     with _one_line(model_name_or_path):
         config = get_tokenizer_config(source, **common)
@@ -184,27 +205,12 @@ def stop_tokens(tokenizer: object, stop: str) -> frozenset[int]:
     return found
 
 
-def check_device(device: str) -> None:
-    """Refuse a device that this PyTorch cannot use.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"launch.device={device} cannot be used ({reason}): use launch.device=cpu"
-        ) from error
-
-
 def resolve(model_name_or_path: str) -> str:
     """The folder or hub id that a configured name stands for."""
     if model_name_or_path.startswith(EMBEDDED):
         return str(ASSETS / model_name_or_path.removeprefix(EMBEDDED))
     folder = Path(model_name_or_path).expanduser()
-    return str(folder) if folder.exists() else model_name_or_path
+    return str(folder.absolute()) if folder.exists() else model_name_or_path
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:

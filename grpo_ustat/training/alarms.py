@@ -16,7 +16,6 @@ MOST = 0.5  # above it a share is most of them
 LARGEST_GAP = {  # mean nats a token that sampler and trainer may differ, by the type computed in
     "float64": 1e-8,
     "float32": 1e-3,
-    "float16": 2e-2,
     "bfloat16": 1e-1,
 }
 Row = dict[str, Any]

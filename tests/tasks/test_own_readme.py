@@ -46,7 +46,7 @@ def run(command, site, cwd):
     paths = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", f"grpo_ustat.{entry}", *arguments],
-        cwd=cwd, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=600,
+        cwd=cwd, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
     )  # fmt: skip
     return done.returncode, done.stderr
 
@@ -110,6 +110,10 @@ def test_a_reward_by_the_readme_takes_the_place_of_a_judge(package, tmp_path):
     "arguments, match",
     [
         ("dataset=own", "dataset.name has no value: set dataset.name="),
+        (
+            "dataset=own dataset.name=sorting dataset.options.digits=3",
+            r"added, \+dataset.options.d",
+        ),
         ("dataset=own dataset.name=sort", "unknown dataset.name 'sort': .*tasks are: sorting"),
         ("dataset.reward=kind", "unknown dataset.reward 'kind': .*rewards are: lenient"),
         ("dataset=own dataset.name=sorting dataset.study_size=0", "study_size=0 must be above 0"),
