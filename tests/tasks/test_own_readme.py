@@ -87,6 +87,7 @@ def test_training_by_the_readme_uses_the_tasks_questions_and_reward(package, tmp
     assert result["steps"] == 2 and result["left_out"] == {}
 
 
+@pytest.mark.slow
 def test_a_study_by_the_readme_uses_the_reward(package, tmp_path):
     site, _ = package
     code, told = run(commands()[1], site, tmp_path)
@@ -97,6 +98,7 @@ def test_a_study_by_the_readme_uses_the_reward(package, tmp_path):
     assert json.loads(only(tmp_path, "result.json").read_text())["left_out"] == {}
 
 
+@pytest.mark.slow
 def test_a_reward_by_the_readme_takes_the_place_of_a_judge(package, tmp_path):
     site, sorting = package
     code, told = run(commands()[2], site, tmp_path)
