@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from grpo_ustat.data_config import Gsm8kConfig
 from grpo_ustat.records import Question
-from grpo_ustat.tasks.answers import MARK, final_number
+from grpo_ustat.tasks.answers import MARK, number, plain
 from grpo_ustat.tasks.rows import Row, train_and_test
 from grpo_ustat.tasks.splits import Splits, question_id
 
@@ -32,8 +32,8 @@ def question_of(row: Row) -> Question:
     """
     text, worked = row.text("question"), row.text("answer")
     _, mark, end = worked.rpartition(MARK)
-    gold = final_number(f"{MARK} {end}") if mark else None
+    gold = number(end) if mark else None
     if gold is None:
         raise row.refused("answer", worked[-40:], f"a solution that ends in {MARK} and a number")
     solution = _ANNOTATION.sub("", worked)
-    return Question(question_id("gsm8k", text), text, f"{gold:f}", "gsm8k", solution)
+    return Question(question_id("gsm8k", text), text, plain(gold), "gsm8k", solution)
