@@ -176,9 +176,11 @@ def _of_file(file: Path) -> list[Row]:
             options = {"split": "train", "streaming": True, "cache_dir": cache}
             rows = list(load_dataset(kind, data_files=str(file), **options))
     except Exception as error:
-        told = (kind == "json" and _broken(file)) or _reason(error)
+        told = _reason(error)
         if "zstd" in told:
-            told += "; pip install zstandard"
+            told += ": pip install zstandard, or use .gz"
+        elif kind == "json":
+            told = _broken(file) or told
         raise ConfigError(f"{file} cannot be read: {told}") from error
     return _numbered(rows, str(file))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import importlib.util
 import json
 import lzma
 
@@ -68,6 +69,17 @@ def test_every_way_of_keeping_rows_gives_the_same(tmp_path):
         rows = Origin("dataset.path", str(place)).rows("train")
         assert [row.fields for row in rows] == ROWS, place
     assert rows[4].where.endswith("train-00001-of-00002.parquet row 2")
+
+
+def test_zstandard_is_read_where_it_is_installed(tmp_path):
+    file = tmp_path / "rows.jsonl.zst"
+    with pa.CompressedOutputStream(str(file), "zstd") as opened:
+        opened.write(LINES)
+    if importlib.util.find_spec("zstandard"):
+        assert [row.fields for row in Origin("k", str(file)).rows("train")] == ROWS
+    else:
+        with pytest.raises(ConfigError, match="rows.jsonl.zst cannot be read: .*install zstandard"):
+            Origin("k", str(file)).rows("train")
 
 
 def test_a_folder_with_a_card_has_its_subsets(tmp_path):
