@@ -48,8 +48,7 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
     Everything that can be refused is refused before the first job starts, in one line and with
     exit code 2; in a sweep, for all of its points.
     """
-    ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
-    OmegaConf.register_new_resolver("folder_name", _resolver(schema), replace=True)
+    _register(entry, schema)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         _check(entry, schema, sys.argv[1:])
@@ -57,8 +56,9 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
         _refuse(error)
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
-    def job(composed: DictConfig) -> float | None:
-        config = typed(composed, schema)
+    def job(node: DictConfig) -> float | None:
+        """One point's work in its run folder."""
+        config = typed(node, schema)
         folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), config)
         try:
             return work(config, folder)
@@ -75,6 +75,37 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
         if is_main():
             print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def composed(entry: str, schema: type, overrides: list[str]) -> Any:
+    """The checked configuration that a command line would run with.
+
+    Args:
+        entry: `train` or `mse`.
+        schema: its schema, see `grpo_ustat.config`.
+        overrides: as on the command line.
+
+    Raises:
+        ConfigError: it cannot be run.
+    """
+    _register(entry, schema)
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
+        return _composed(entry, schema, overrides)[0]
+
+
+def _register(entry: str, schema: type) -> None:
+    """What `conf/` refers to: the schema and the run folder's name."""
+    ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
+    OmegaConf.register_new_resolver("folder_name", _resolver(schema), replace=True)
+
+
+def _composed(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictConfig]:
+    """The checked configuration, and Hydra's own node."""
+    try:
+        node = hydra.compose(name, overrides, return_hydra_config=True)
+        return typed(_job_part(node), schema), node.hydra
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error, schema)) from error
 
 
 def _refuse(error: Exception) -> None:
@@ -95,11 +126,11 @@ def _resolver(schema: type) -> Callable[..., str]:
     return resolve
 
 
-def _job_part(composed: DictConfig) -> dict[str, Any]:
+def _job_part(node: DictConfig) -> dict[str, Any]:
     """The configuration without Hydra's own node."""
     return {
-        key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        for key, node in composed.items()
+        key: OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
+        for key, part in node.items()
         if key != "hydra"
     }
 
@@ -114,14 +145,8 @@ def _check(entry: str, schema: type, arguments: list[str]) -> None:
         extra = [f"hydra.searchpath=[file://{Path(asked.config_dir).resolve()}]"]
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
         for overrides in _points(asked.overrides, asked.multirun):
-            try:
-                composed = hydra.compose(
-                    asked.config_name or entry, [*overrides, *extra], return_hydra_config=True
-                )
-                config = typed(_job_part(composed), schema)
-            except (HydraException, OmegaConfBaseException) as error:
-                raise ConfigError(_one_line(error, schema)) from error
-            path = _output_folder(composed.hydra, asked.multirun)
+            config, hydra_node = _composed(asked.config_name or entry, schema, [*overrides, *extra])
+            path = _output_folder(hydra_node, asked.multirun)
             if path is not None:
                 RunFolder(path, config).check()
 

@@ -30,11 +30,11 @@ from pathlib import Path
 
 import numpy as np
 from brute_force import BruteForce, Spent, halfwidth, packed, unpacked
-from composed import composed
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from scipy import stats
 
+from grpo_ustat.cli import composed
 from grpo_ustat.config import MseConfig
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.study import monte_carlo, pool

@@ -38,10 +38,10 @@ from pathlib import Path
 
 import torch
 from both_sides import DrawnRewards, clock, peak_memory
-from composed import composed
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from trl_environment import add_environment_argument, environment, run_worker
 
+from grpo_ustat.cli import composed
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder

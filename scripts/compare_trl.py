@@ -42,10 +42,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from both_sides import InDouble, put
-from composed import composed
 from safetensors.torch import load_file, save_file
 from trl_environment import add_environment_argument, environment, run_worker
 
+from grpo_ustat.cli import composed
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.policy.loading import configured_task, load_policy, resolve

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.cli import composed
 from grpo_ustat.config import MseConfig, TrainConfig
 from grpo_ustat.identity import fingerprint, folder_name, identity
 from grpo_ustat.policy.loading import load_policy
@@ -63,18 +64,7 @@ def extra(entry, group, name):
 
 
 def compose(entry, *overrides):
-    import hydra
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
-    from grpo_ustat.cli import _job_part, _resolver
-    from grpo_ustat.config import typed
-
-    ConfigStore.instance().store(name=f"{entry}_schema", node=SCHEMAS[entry])
-    OmegaConf.register_new_resolver("folder_name", _resolver(SCHEMAS[entry]), replace=True)
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
-        composed = hydra.compose(entry, list(overrides), return_hydra_config=True)
-    return typed(_job_part(composed), SCHEMAS[entry])
+    return composed(entry, SCHEMAS[entry], list(overrides))
 
 
 CARLO = "study.methods=[monte_carlo]"
