@@ -85,15 +85,11 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
             print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except SystemExit as end:
-        if end.code != 1 or not _is_sweep():
-            raise  # a refusal or a signal; 1 is Hydra's code after a sweep with a failed point
+        if end.code != 1 or not (points and points[0].sweep):
+            raise  # a refusal or a signal; Hydra ends with 1 after a sweep with a failed point
         failures.append("see above")
-    if points and _is_sweep():
+    if points and points[0].sweep:
         _end_sweep(entry, points, failures)
-
-
-def _is_sweep() -> bool:
-    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def _end_sweep(entry: str, points: list[Point], failures: list[str]) -> None:
@@ -228,7 +224,7 @@ def _point(name: str, schema: type, words: str, overrides: list[str], sweep: boo
     folder = RunFolder(path, config) if path else None
     if folder:
         folder.check()
-    return Point(words, config, folder)
+    return Point(words, config, folder, Path(node.sweep.dir) if sweep else None)
 
 
 def _output_folder(hydra_node: DictConfig, sweep: bool) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_ustat.checks import ConfigError
@@ -17,11 +18,13 @@ class Point:
         name: the overrides in which it differs from the sweep's other runs, `group_size=4 seed=0`.
         config: its checked configuration.
         folder: None where only the running job knows it.
+        sweep: the sweep's folder, None for a run alone.
     """
 
     name: str
     config: Any
     folder: RunFolder | None
+    sweep: Path | None
 
     def result(self) -> dict[str, Any] | None:
         """What the finished run found; None where it has not finished, or not all of its steps."""
