@@ -154,7 +154,7 @@ def joint_accuracy_figure(folder: Path, cells: list[dict[str, Any]], notes: list
 
 
 def _accuracy_panel(axes, cells: list[dict[str, Any]]) -> None:
-    """One step: means with intervals, the largest ringed."""
+    """One step: means with intervals, the largest ringed, those surely below it hollow."""
     for i, series in enumerate(dict.fromkeys(cell["series"] for cell in cells)):
         mine = sorted((c for c in cells if c["series"] == series), key=lambda c: c["group_size"])
         colour, marker, _ = list(STYLE.values())[(i + 1) % len(STYLE)]
@@ -166,13 +166,16 @@ def _accuracy_panel(axes, cells: list[dict[str, Any]]) -> None:
             sizes, heights, (below, above), color=colour, marker=marker, markersize=4,
             linewidth=1, capsize=2, label=series,
         )  # fmt: skip
-        ringed = [(x, y) for x, y, cell in zip(sizes, heights, mine, strict=True) if cell["best"]]
-        axes.plot(*zip(*ringed, strict=True), "o", color="black", fillstyle="none", markersize=11)
+        for x, y, cell in zip(sizes, heights, mine, strict=True):
+            if cell["best"]:
+                axes.plot(x, y, "o", color="black", fillstyle="none", markersize=11)
+            if cell["distinct"]:
+                axes.plot(x, y, marker, color=colour, markerfacecolor="white", markersize=4)
     axes.set_xscale("log", base=2)
     ticks = sorted({cell["group_size"] for cell in cells})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("group size G;  ring: largest mean")
+    axes.set_xlabel("group size G")
     axes.grid(alpha=0.3, linewidth=0.5)
 
 

@@ -68,7 +68,7 @@ def mse_rows(point: Point, result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def mse_table(rows: list[dict[str, Any]]) -> Table:
-    """A section per policy, a row per group size, a column per baseline."""
+    """A section per policy, method and setting, a row per group size, a column per baseline."""
     names = list(dict.fromkeys(row["baseline"] for row in rows))
     table = Table(title="MSE of the gradient", caption="95 % intervals")
     for column in ("policy", "G", *names):
@@ -86,10 +86,10 @@ def mse_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _of_study(row: dict[str, Any]) -> str:
+    interval = f"[{row['accuracy_low']:.2f}, {row['accuracy_high']:.2f}]"
     return escape(
-        f"{row['policy']}\n{row['dataset']}, {row['questions']} x {row['pool_completions']}\n"
-        f"accuracy {row['accuracy']:.3f}\n[{row['accuracy_low']:.3f}, {row['accuracy_high']:.3f}]\n"
-        f"{row['method']}, {row['setting'].replace('_', ' ')}"
+        f"{row['policy']}\n{row['dataset']}, {row['questions']}x{row['pool_completions']}\n"
+        f"{row['accuracy']:.2f} {interval}\n{row['method']}\n{row['setting'].replace('_', ' ')}"
     )
 
 
@@ -100,7 +100,7 @@ def _train(folder: Path, found: list, missing: list[str], console: Console) -> N
     cells = accuracy_cells(rows)
     (folder / "runs.csv").write_text(csv_text(rows))
     (folder / "accuracy.csv").write_text(csv_text(cells))
-    joint_accuracy_figure(folder, cells, notes(cells, missing))
+    joint_accuracy_figure(folder, cells, notes(cells, ("ring", "filled"), missing))
     console.print(accuracy_table(cells))
 
 
@@ -180,7 +180,9 @@ def difference(runs: dict[int, dict[str, Any]], best: dict[int, dict[str, Any]])
 def accuracy_table(cells: list[dict[str, Any]]) -> Table:
     """A row per series and step, a column per group size."""
     sizes = sorted({cell["group_size"] for cell in cells})
-    table = Table(title="Held-out accuracy", caption=escape("\n".join(notes(cells, []))))
+    table = Table(
+        title="Held-out accuracy", caption=escape("\n".join(notes(cells, ("*", "~"), [])))
+    )
     table.add_column("")
     for size in sizes:
         table.add_column(f"G = {size}", justify="right")
@@ -196,17 +198,18 @@ def _accuracy_cell(cell: dict[str, Any]) -> str:
     return f"{cell['accuracy']:.3f}{mark}\n[{cell['low']:.3f}, {cell['high']:.3f}]"
 
 
-def notes(cells: list[dict[str, Any]], missing: list[str]) -> list[str]:
-    """What the numbers are of, for captions."""
+def notes(cells: list[dict[str, Any]], marks: tuple[str, str], missing: list[str]) -> list[str]:
+    """What the numbers are of, for captions; `marks` of the best and of those not told from it."""
     counts = sorted({cell["seeds"] for cell in cells})
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     over = f"seeds ({seeds}), given the questions" if counts[-1] > 1 else "questions (one seed)"
     paired = "paired on shared seeds" if counts[-1] > 1 else "not paired"
+    best, alike = marks
     found = [
         f"{cells[0]['questions']} test questions; 95 % intervals over {over}.",
-        f"* largest mean; ~ not told from it: the 95 % interval of the difference ({paired}) "
-        "reaches 0.",
+        f"{best}: largest mean; {alike}: not told from it, the 95 % interval of the difference "
+        f"({paired}) reaches 0.",
     ]
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
-        found.append("? too few shared seeds to compare.")
+        found.append("Where fewer than two seeds are shared nothing is compared (?).")
     return found + ([f"Missing: {'; '.join(missing)}."] if missing else [])
