@@ -52,14 +52,13 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
     """
     _register(entry, schema)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    given = get_args_parser().parse_args(sys.argv[1:]).overrides
     try:
         points = _points(entry, schema, sys.argv[1:])
+        if _shown(entry, points):
+            return
     except ConfigError as error:
         _refuse(error)
-    if any(point.config.dry_run for point in points):
-        from grpo_ustat.runs.cost import show
-
-        return show(points)
     failures: list[str] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
@@ -68,6 +67,7 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
         config = typed(node, schema)
         folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), config)
         try:
+            _check_trust(config, given)
             return work(config, folder)
         except ConfigError as error:
             _refuse(error)
@@ -118,7 +118,9 @@ def composed(entry: str, schema: type, overrides: list[str]) -> Any:
     """
     _register(entry, schema)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
-        return _composed(entry, schema, overrides)[0]
+        config, _ = _composed(entry, schema, overrides)
+    _check_trust(config, overrides)
+    return config
 
 
 def _register(entry: str, schema: type) -> None:
@@ -179,7 +181,36 @@ def _points(entry: str, schema: type, arguments: list[str]) -> list[Point]:
         sweep = asked.multirun or node.mode is RunMode.MULTIRUN
         _refuse_ranks(sweep)
         lists = _swept(node.sweeper.get("params") or {}, overrides) if sweep else [overrides]
-        return [_point(name, schema, names, point, sweep) for names, point in _named(lists)]
+        points = [_point(name, schema, words, point, sweep) for words, point in _named(lists)]
+    for point in points:
+        _check_trust(point.config, asked.overrides)
+    return points
+
+
+def _check_trust(config: Any, given: list[str]) -> None:
+    """A model's own code runs only where the command line itself says so, no file for it."""
+    named = any(re.match(r"\+{0,2}model\.trust_remote_code=", override) for override in given)
+    if config.model.trust_remote_code and not named:
+        raise ConfigError(
+            "model.trust_remote_code=true in a configuration file: it runs code that comes with "
+            "the model, so give it on the command line, or set it to false"
+        )
+
+
+def _shown(entry: str, points: list[Point]) -> bool:
+    """Whether prompts or costs were asked for instead of runs; prints them."""
+    asked = [point.config for point in points if point.config.show_prompts]
+    costs = any(point.config.dry_run for point in points)
+    if asked and is_main():
+        from grpo_ustat.runs.prompts import show_prompts
+
+        for config in asked:
+            show_prompts(config, {"train": "train", "mse": "study"}[entry])
+    elif costs and is_main():
+        from grpo_ustat.runs.cost import show_costs
+
+        show_costs(points)
+    return bool(asked) or costs
 
 
 def _hydra_node(name: str, overrides: list[str]) -> DictConfig:
@@ -222,7 +253,7 @@ def _point(name: str, schema: type, words: str, overrides: list[str], sweep: boo
     config, node = _composed(name, schema, overrides)
     path = _output_folder(node, sweep)
     folder = RunFolder(path, config) if path else None
-    if folder:
+    if folder and not config.show_prompts:
         folder.check()
     return Point(words, config, folder, Path(node.sweep.dir) if sweep else None)
 

@@ -7,13 +7,13 @@ configuration is refused before anything slow happens.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_ustat.checks import ConfigError, check_model, one_of, positive
+from grpo_ustat.checks import ConfigError, one_of, positive
 from grpo_ustat.data_config import DATASETS, DatasetConfig, ModelConfig, PromptConfig
 from grpo_ustat.study_checks import check_study
 from grpo_ustat.train_checks import check_train
@@ -216,7 +216,6 @@ class Common:
         positive(self, "temperature", "max_completion_length", "rollout_batch_size")
         positive(self.launch, "num_threads", "judge_workers", prefix="launch.")
         one_of("on_existing", self.on_existing, ("resume", "error", "overwrite"))
-        one_of("model.dtype", self.model.dtype, ("float32", "float64", "bfloat16", "float16"))
         if (self.top_p, self.top_k) != (1.0, 0):
             raise ConfigError(
                 f"top_p={self.top_p} top_k={self.top_k} would sample from another distribution "
@@ -226,7 +225,7 @@ class Common:
             raise ConfigError(f"report.name={self.report.name!r}: use letters, digits, . _ -")
         self.dataset.check()
         self.prompt.check()
-        check_model(self.model.model_name_or_path)
+        self.model.check()
 
 
 @dataclass
@@ -325,6 +324,12 @@ def typed(config: Any, schema: type) -> Any:
 
 def _dataset_schema(config: Any) -> type[DatasetConfig]:
     """The class that the data set's kind names."""
-    kind = OmegaConf.create(config).dataset.kind
-    one_of("dataset.kind", kind, tuple(DATASETS))
-    return DATASETS[kind]
+    asked = OmegaConf.create(config).dataset
+    one_of("dataset.kind", asked.kind, tuple(DATASETS))
+    schema = DATASETS[asked.kind]
+    for name in set(asked) - {known.name for known in fields(schema)}:
+        raise ConfigError(
+            f"dataset.{name} means nothing to dataset.kind={asked.kind}: choose a data set as a "
+            "whole, by dataset=NAME"
+        )
+    return schema

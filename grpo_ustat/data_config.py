@@ -12,8 +12,10 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from grpo_ustat.checks import ConfigError, one_of, positive
+from grpo_ustat.checks import ConfigError, check_model, one_of, positive
 
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one")
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry points
 
@@ -47,6 +49,20 @@ class ModelConfig:
     attn_implementation: str | None = MISSING
     trust_remote_code: bool = MISSING
     size: ModelSize = field(default_factory=ModelSize)
+
+    def check(self) -> None:
+        """Refuse what cannot be loaded.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+        one_of("model.dtype", self.dtype, DTYPES)
+        if self.attn_implementation is not None:
+            one_of("model.attn_implementation", self.attn_implementation, ATTENTION)
+        for name, value in vars(self.size).items():
+            if value is not None:
+                positive(self.size, name, prefix="model.size.")
+        check_model(self.model_name_or_path)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.checks import ASSETS, EMBEDDED
+from grpo_ustat.checks import model_folder
 from grpo_ustat.train_checks import ENDING
 
 OPERATIONAL = (
@@ -63,13 +63,11 @@ def named(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights_fingerprint(model_name_or_path: str) -> str | None:
-    """A hash of the weight files of an embedded policy or a folder; None for a hub id.
+    """A hash of the weight files of a folder, embedded or cached; None for a hub id.
 
     Small files count by their content, files above 64 MiB by size and time of change.
     """
-    name = model_name_or_path
-    folder = ASSETS / name.removeprefix(EMBEDDED) if name.startswith(EMBEDDED) else Path(name)
-    files = sorted(folder.expanduser().glob("*.safetensors"))
+    files = sorted(model_folder(model_name_or_path).glob("*.safetensors"))
     if not files:
         return None
     total = hashlib.sha256()

@@ -91,7 +91,9 @@ WRONG = {
     "test size": ("train", ["dataset.test_size=1"], "at least 2"),
     "no questions": ("mse", ["dataset.study_size=0"], "dataset.study_size=0 must be above 0"),
     "infinite": ("train", ["learning_rate=inf"], "learning_rate=inf must be above 0 and finite"),
-    "dataset": ("mse", ["dataset.name=gsm8k"], "choose from arithmetic"),
+    "tables": (
+        "mse", ["dataset=plus_one", "dataset.tables=[x]"], "unknown dataset.tables 'x': choose"
+    ),
     "beta": ("train", ["optimizer.beta1=1.0"], "optimizer.beta1=1.0 must be in [0, 1)"),
     "gpu index": ("train", ["launch.device=cuda:1"], "CUDA_VISIBLE_DEVICES"),
     "embedded": ("mse", ["model.model_name_or_path=embedded:x"], "choose from embedded:tiny"),
@@ -116,14 +118,15 @@ WRONG = {
     "two prompts": (
         "train", ["baseline=james_stein", "budget.rollouts=16"], "at least 3 prompts, got 2: raise"
     ),
-    "kind": ("mse", ["dataset.kind=gsm8k"], "unknown dataset.kind 'gsm8k': choose from arithmetic"),
-    "few shot": ("mse", ["dataset.kind=few_shot"], "choose from one_digit_product"),
-    "null": ("mse", ["dataset.max_term=null"], "max_term=null: dataset.kind=arithmetic needs"),
-    "not read": ("mse", ["dataset.shots=4"], "dataset.shots=4 is not read by dataset.kind=arithm"),
-    "no shots": ("mse", [*PLUS_ONE, "dataset.shots=null"], "shots=null: dataset.kind=few_shot"),
-    "zero shots": ("mse", [*PLUS_ONE, "dataset.shots=0"], "dataset.shots=0 must be above 0"),
-    "hidden shots": ("mse", ["dataset=plus_one"], "few_shot needs {shots} in the template"),
-    "shown shots": ("mse", ["prompt=few_shot"], "other kinds have no shots"),
+    "kind": ("mse", ["dataset.kind=x"], "unknown dataset.kind 'x': choose from arithmetic"),
+    "another kind": ("mse", ["dataset.kind=one_step"], "means nothing to dataset.kind=one_step"),
+    "null": ("mse", ["dataset.max_term=null"], "Incompatible value 'None' for field"),
+    "all": ("mse", ["dataset.train_size=null"], "train_size=null: dataset.kind=arithmetic needs"),
+    "no tables": ("mse", ["dataset=plus_one", "dataset.tables=[]"], "tables=[] holds no question"),
+    "shots": ("mse", ["prompt.shots=-1"], "prompt.shots=-1: use 0 or more"),
+    "hidden reply": ("mse", ["prompt.shots=2"], "prompt.shots=2 with prompt.reply=None: examples"),
+    "system": ("mse", ["prompt.system=hi"], "a turn of a chat: use prompt.chat=true"),
+    "own task": ("mse", ["dataset.reward=x"], "unknown dataset.reward 'x': entry points of"),
     "empty stop": ("mse", ["prompt.stop=''"], "prompt.stop='' is in every token"),
     "ranges": ("mse", ["dataset.min_term=9", "dataset.max_term=3"], "min <= max"),
 }  # fmt: skip

@@ -1,29 +1,29 @@
-"""Load a causal language model and its tokenizer: a folder, a hub id or an embedded policy."""
+"""Load a causal language model and its tokenizer: a folder, embedded or cached, or a hub id."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from grpo_ustat.checks import ASSETS, EMBEDDED, ConfigError
+from grpo_ustat.checks import ConfigError, model_folder
 from grpo_ustat.config import Common
+from grpo_ustat.policy.chat import ChatFormat
 from grpo_ustat.ranks import own_device
 from grpo_ustat.tasks.base import Task
-from grpo_ustat.tasks.prompts import Turn
 from grpo_ustat.tasks.registry import make_task
 
 
@@ -51,14 +51,18 @@ class Policy:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each prompt."""
-        return [
-            self.tokenizer(text, add_special_tokens=self.special_tokens)["input_ids"]
-            for text in texts
-        ]
+        return encode(self.tokenizer, texts, special_tokens=self.special_tokens)
 
     def computing(self) -> torch.autocast:
         """The context of every forward pass."""
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of each text, between the tokenizer's special tokens or without them."""
+    return [tokenizer(text, add_special_tokens=special_tokens)["input_ids"] for text in texts]
 
 
 def load_policy(
@@ -67,24 +71,30 @@ def load_policy(
     revision: str | None = None,
     dtype: str = "float32",
     device: str = "cpu",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Policy:
     """Load a policy in evaluation mode, all parameters trainable.
 
     Args:
-        model_name_or_path: `embedded:NAME`, a folder in save_pretrained layout, or `org/name`.
+        model_name_or_path: `embedded:NAME`, `cached:NAME`, a folder in save_pretrained layout, or
+            `org/name`.
         revision: branch, tag or commit on the hub.
         dtype: torch dtype by name.
         device: torch device.
+        attn_implementation: of transformers, None: its own choice.
+        trust_remote_code: whether to run code that comes with the model.
 
     Raises:
         ConfigError: no model or tokenizer can be loaded from there.
     """
     transformers_logging.disable_progress_bar()
-    tokenizer = load_tokenizer(model_name_or_path, revision=revision)
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = load_tokenizer(model_name_or_path, **common)
     with _one_line(model_name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
-            resolve(model_name_or_path), revision=revision, dtype=getattr(torch, dtype),
-            use_safetensors=True, trust_remote_code=False,
+            resolve(model_name_or_path), dtype=getattr(torch, dtype), use_safetensors=True,
+            attn_implementation=attn_implementation, **common,
         )  # fmt: skip
     end_tokens = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id
@@ -92,7 +102,9 @@ def load_policy(
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
 
 
-def load_tokenizer(model_name_or_path: str, *, revision: str | None = None):
+def load_tokenizer(
+    model_name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """AutoTokenizer, but a tokenizer.json that names no class of its own is taken as it is.
 
     AutoTokenizer would put the model type's usual splitting of words in its place.
@@ -101,7 +113,7 @@ def load_tokenizer(model_name_or_path: str, *, revision: str | None = None):
         ConfigError: none can be loaded from there.
     """
     source = resolve(model_name_or_path)
-    common = {"revision": revision, "trust_remote_code": False}
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
     with _one_line(model_name_or_path):
         config = get_tokenizer_config(source, **common)
         plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -115,6 +127,11 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in reason:
+            reason = (
+                "it needs code that comes with it; read that code, and if you trust it add "
+                "model.trust_remote_code=true to the command line"
+            )
         raise ConfigError(
             f"no model could be loaded from model_name_or_path={model_name_or_path}: {reason}"
         ) from error
@@ -127,12 +144,11 @@ def configured_policy(config: Common, device: str | None = None) -> Policy:
     device = device or own_device(config.launch.device)
     check_device(device)
     torch.set_num_threads(config.launch.num_threads)
+    model = config.model
     policy = load_policy(
-        config.model.model_name_or_path,
-        revision=config.model.revision,
-        dtype=config.model.dtype,
-        device=device,
-    )
+        model.model_name_or_path, revision=model.revision, dtype=model.dtype, device=device,
+        attn_implementation=model.attn_implementation, trust_remote_code=model.trust_remote_code,
+    )  # fmt: skip
     policy = replace(policy, special_tokens=not config.prompt.chat)
     if config.prompt.stop is None:
         return policy
@@ -140,7 +156,32 @@ def configured_policy(config: Common, device: str | None = None) -> Policy:
     return replace(policy, end_tokens=policy.end_tokens | stops)
 
 
-def chat_format(config: Common) -> Callable[[list[Turn]], str] | None:
+def configured_tokenizer(config: Common) -> PreTrainedTokenizerBase:
+    """The configured model's tokenizer.
+
+    Raises:
+        ConfigError: none can be loaded.
+    """
+    model = config.model
+    return load_tokenizer(
+        model.model_name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+
+
+def context_length(config: Common) -> int | None:
+    """Tokens of prompt and completion that the configured model has positions for; None: unknown.
+
+    Raises:
+        ConfigError: its config.json cannot be loaded.
+    """
+    model = config.model
+    common = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    with _one_line(model.model_name_or_path):
+        found = AutoConfig.from_pretrained(resolve(model.model_name_or_path), **common)
+    return getattr(found.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def chat_format(config: Common) -> ChatFormat | None:
     """What writes turns in the configured model's chat format, up to where its answer begins; None
     unless `prompt.chat` asks for it.
 
@@ -149,14 +190,7 @@ def chat_format(config: Common) -> Callable[[list[Turn]], str] | None:
     """
     if not config.prompt.chat:
         return None
-    name = config.model.model_name_or_path
-    tokenizer = load_tokenizer(name, revision=config.model.revision)
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"prompt.chat=true, but {name} has no chat format, as base models have none: "
-            "use prompt.chat=false (prompt=plain), or the instruct model"
-        )
-    return partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    return ChatFormat(configured_tokenizer(config), config.model.model_name_or_path)
 
 
 def configured_task(config: Common) -> Task:
@@ -201,10 +235,8 @@ def check_device(device: str) -> None:
 
 def resolve(model_name_or_path: str) -> str:
     """The folder or hub id that a configured name stands for."""
-    if model_name_or_path.startswith(EMBEDDED):
-        return str(ASSETS / model_name_or_path.removeprefix(EMBEDDED))
-    folder = Path(model_name_or_path).expanduser()
-    return str(folder) if folder.exists() else model_name_or_path
+    folder = model_folder(model_name_or_path)
+    return str(folder.absolute()) if folder.exists() else model_name_or_path
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:

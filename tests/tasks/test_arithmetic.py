@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from grpo_ustat.tasks.answers import final_integer
-from grpo_ustat.tasks.arithmetic import KINDS, ArithmeticTask, Question, Ranges, draw
+from grpo_ustat.tasks.arithmetic import KINDS, Arithmetic, Exercise, Ranges, draw, worked
+from grpo_ustat.tasks.base import NumberJudge, Task
+from grpo_ustat.tasks.prompts import Prompting
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from worked_solutions import Writer, decides_answer, direct  # noqa: E402
@@ -77,7 +79,7 @@ def test_questions_are_distinct_and_seeded(questions):
 
 def test_the_same_arithmetic_has_one_canonical_form():
     def form(kind, text, operands, inside=None):
-        return Question(kind, text, 0, operands, inside).canonical
+        return Exercise(kind, text, 0, operands, inside).canonical
 
     product = form("multiplication", "3*7", (3, 7))
     assert product == form("multiplication", "7*3", (7, 3)) == form("division", "21/7", (3, 7))
@@ -109,12 +111,40 @@ def test_extraction_is_strict(text, expected):
 
 
 def test_an_echoed_question_scores_nothing(questions):
-    task = ArithmeticTask(Ranges(), {"study": 500}, "{question}=", 0)
+    source = Arithmetic(Ranges(), {"study": 500}, 0)
+    task = Task(source, Prompting("{question}="), NumberJudge())
     for prompt in task.prompts("study"):
-        assert task.reward(prompt, prompt.answer) == 1
-        for text in (prompt.question, prompt.text, f"#### {prompt.question}", prompt.text * 2):
-            assert task.reward(prompt, text) == 0
-        assert task.reward(prompt, f"{prompt.text}{prompt.answer}") == 0
+        wrong = (prompt.question, prompt.text, f"#### {prompt.question}", prompt.text * 2)
+        texts = [prompt.answer, *wrong, f"{prompt.text}{prompt.answer}"]
+        assert task.rewards([prompt] * len(texts), texts) == [1] + [0] * (len(texts) - 1)
+
+
+def test_examples_are_solved_step_by_step_and_are_nowhere_else():
+    source = Arithmetic(Ranges(), {"train": 300, "test": 9, "study": 9, "examples": 60}, 0, 1)
+    examples = source.questions("examples")
+    others = {q.text for split in ("train", "test", "study") for q in source.questions(split)}
+    assert len({q.text for q in examples} - others) == 60
+    assert {q.kind for q in examples} == set(KINDS)
+    for question in examples:
+        steps = re.findall(r"(-?\d+[-+*/]\d+)=(-?\d+)", question.solution)
+        assert all(value(left) == int(right) for left, right in steps)
+        assert steps[-1][1] == question.answer == question.solution.rpartition(" #### ")[2]
+    again = Arithmetic(Ranges(), {"train": 300, "examples": 60}, 0, 2).questions("examples")
+    assert again != examples
+
+
+@pytest.mark.parametrize(
+    "exercise, solution",
+    [
+        (("two_step", "9-4+2", 7, (9, -4, 2)), "9-4=5, 5+2=7 #### 7"),
+        (("parentheses", "9-(2-1)", 8, (9, -2, -1), 1), "2-1=1, 9-1=8 #### 8"),
+        (("parentheses", "(4+2)-9", -3, (4, 2, -9), 0), "4+2=6, 6-9=-3 #### -3"),
+        (("division", "84/7", 12, (12, 7)), "84/7=12 #### 12"),
+        (("three_step", "1-5+2-3", -5, (1, -5, 2, -3)), "1-5=-4, -4+2=-2, -2-3=-5 #### -5"),
+    ],
+)
+def test_worked_examples_by_hand(exercise, solution):
+    assert worked(Exercise(*exercise)) == solution
 
 
 def test_worked_solutions_are_right_in_every_step(questions):
@@ -128,7 +158,7 @@ def test_worked_solutions_are_right_in_every_step(questions):
 
 
 def test_worked_solutions_vary_in_wording_and_order():
-    question = Question("two_step", "9+4-2", 11, (9, 4, -2))
+    question = Exercise("two_step", "9+4-2", 11, (9, 4, -2))
     writer = Writer(0)
     texts = {writer.solution(question) for _ in range(300)}
     assert len(texts) > 250

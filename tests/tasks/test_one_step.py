@@ -5,21 +5,24 @@ from collections import Counter
 import pytest
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.tasks.few_shot import FewShotTask, draw, questions
+from grpo_ustat.tasks.base import NumberJudge, Task
+from grpo_ustat.tasks.one_step import OneStep, draw, exercises
+from grpo_ustat.tasks.prompts import Prompting
 
 NAMES = ("one_digit_product", "one_digit_sum", "plus_one")
 SIZES = {"train": 24, "test": 15, "study": 24}
-TEMPLATE = "{shots}{question} = "
 RESULTS = {"*": lambda a, b: a * b, "+": lambda a, b: a + b}
 
 
 def task(name, shots=4, seed=0, **sizes):
-    return FewShotTask(name, shots, SIZES | sizes, TEMPLATE, seed)
+    source = OneStep([name], SIZES | {"examples": shots} | sizes, seed, seed)
+    examples = tuple(source.questions("examples"))
+    return Task(source, Prompting("{question} = ", "{answer}\n", examples), NumberJudge())
 
 
 @pytest.mark.parametrize("name, count", list(zip(NAMES, (81, 81, 90), strict=True)))
 def test_answers_are_right_and_every_question_has_one_split(name, count):
-    found = questions(name)
+    found = exercises([name])
     assert len({q.text for q in found}) == len(found) == count
     for question in found:
         left, sign, right = question.text.split()
@@ -29,15 +32,16 @@ def test_answers_are_right_and_every_question_has_one_split(name, count):
 
 
 def test_the_order_of_operands_does_not_matter():
-    by_text = {q.text: q for q in questions("one_digit_product")}
+    by_text = {q.text: q for q in exercises(["one_digit_product"])}
     assert by_text["3 * 7"].canonical == by_text["7 * 3"].canonical
     assert by_text["3 * 7"].split == by_text["7 * 3"].split
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_splits_and_solved_lines_share_no_arithmetic(name):
-    sizes = Counter(q.split for q in questions(name))
-    drawn = [draw(name, split, sizes[split], 0) for split in SIZES] + [draw(name, "shots", 7, 0)]
+    sizes = Counter(q.split for q in exercises([name]))
+    drawn = [draw([name], split, sizes[split], 0) for split in SIZES]
+    drawn += [draw([name], "examples", 7, 0)]
     forms = [{q.canonical for q in found} for found in drawn]
     assert all(not a & b for i, a in enumerate(forms) for b in forms[:i])
     assert len(forms[-1]) == 7
@@ -49,7 +53,7 @@ def test_a_prompt_is_the_same_solved_lines_and_one_question(name):
     heads = {p.text.removesuffix(f"{p.question} = ") for p in prompts}
     assert len(heads) == 1
     lines = heads.pop().splitlines(keepends=True)
-    assert lines == [f"{q.text} = {q.answer}\n" for q in draw(name, "shots", 4, 0)]
+    assert lines == [f"{q.text} = {q.answer}\n" for q in draw([name], "examples", 4, 0)]
 
 
 def test_an_id_is_the_question_whatever_the_shots_and_seed():
@@ -64,15 +68,15 @@ def test_an_id_is_the_question_whatever_the_shots_and_seed():
 @pytest.mark.parametrize(
     "completion, reward",
     [
-        ("56", 1), ("56\n", 1), (" 56\n\n", 1), ("\n56", 1), ("", 0), ("\n", 0), ("5", 0),
-        ("560", 0), ("56.", 0), ("+56", 0), ("056", 0), ("56 and", 0), ("5 6", 0), ("56\n7", 0),
-        ("7 * 8", 0), ("= 56", 0), ("56, 56", 0), ("#### 56", 0), ("٥٦", 0), ("5_6", 0),
+        ("56", 1), ("56\n", 1), (" 56\n\n", 1), ("\n56", 1), ("56.", 1), ("", 0), ("\n", 0),
+        ("5", 0), ("560", 0), ("56 and", 0), ("5 6", 0), ("56\n7", 0), ("7 * 8", 0), ("= 56", 0),
+        ("56, 56", 0), ("7 * 8 = 56", 0), ("٥٦", 0), ("5_6", 0),
     ],
 )  # fmt: skip
 def test_only_the_right_integer_counts(completion, reward):
     found = {p.question: p for split in SIZES for p in task("one_digit_product").prompts(split)}
     prompt = next(p for p in found.values() if p.answer == "56")
-    assert task("one_digit_product").reward(prompt, completion) == reward
+    assert task("one_digit_product").rewards([prompt], [completion]) == [reward]
 
 
 @pytest.mark.parametrize(
@@ -80,9 +84,20 @@ def test_only_the_right_integer_counts(completion, reward):
     [
         ({"study": 32}, "dataset.study_size=32 of plus_one, which has 31: ask for fewer"),
         ({"test": 19}, "dataset.test_size=19 of plus_one, which has 16"),
-        ({"shots": 19}, "dataset.shots=19 of plus_one, which has 18"),
+        ({"examples": 19}, "prompt.shots=19 of plus_one, which has 18"),
     ],
 )
 def test_more_than_exist_are_refused_with_both_numbers(asked, message):
     with pytest.raises(ConfigError, match=message):
         task("plus_one", **asked)
+
+
+def test_two_tables_are_one_data_set_without_common_questions():
+    both = OneStep(["one_digit_product", "one_digit_sum"], {"study": 53, "examples": 14}, 0)
+    kinds = Counter(q.kind for q in both.questions("study"))
+    assert kinds == {"one_digit_product": 29, "one_digit_sum": 24}
+    assert len({q.text for q in both.questions("study") + both.questions("examples")}) == 67
+
+
+def test_no_example_is_a_plain_question():
+    assert [p.text for p in task("plus_one", shots=0).prompts("study")][0].count("=") == 1
