@@ -32,15 +32,19 @@ def run(entry, *arguments, cwd):
 TRAINING = ("baseline", "optimizer", "objective", "schedule", "lora", "rollout")
 
 
+STUDY_ONLY = ("study", "policy")
+STUDIES = ("monte_carlo_check", "smollm2")  # experiments of mse
+
+
 def group_files():
     for file in sorted(CONF.glob("*/*.yaml")):
         group, name = file.parent.name, file.stem
         for entry in SCHEMAS:
             if group == "budget" and name.startswith("study") != (entry == "mse"):
                 continue
-            if group in TRAINING and entry == "mse":
+            if group in TRAINING and entry == "mse" or group in STUDY_ONLY and entry == "train":
                 continue
-            if group == "experiment" and (name == "algorithm2") != (entry == "train"):
+            if group == "experiment" and (name in STUDIES) == (entry == "train"):
                 continue
             if group == "debug" and name != entry:
                 continue

@@ -239,9 +239,12 @@ def _parameters(folder: Path) -> int | None:
 
 
 def settings(config: TrainConfig | MseConfig) -> dict[str, str]:
-    """What decides the cost, and the learning rate."""
+    """What decides the cost, and the learning rate.
+
+    length: max_completion_length, P: prompts a step, N: completions a question.
+    """
     found = {"model": config.model.name, "dataset": config.dataset.name}
-    found |= {"prompt": config.prompt.name, "max_completion_length": config.max_completion_length}
+    found |= {"prompt": config.prompt.name, "length": config.max_completion_length}
     if isinstance(config, TrainConfig):
         found |= {"G": config.group_size, "n": config.budget.rollouts}
         found |= {"P": config.prompts_per_step, "steps": config.max_steps}
@@ -262,27 +265,36 @@ def show_costs(points: list[Point]) -> None:
     costs, rows = [cost(p.config) for p in points], [settings(p.config) for p in points]
     shared = {k: v for k, v in rows[0].items() if all(row.get(k) == v for row in rows)}
     console.print(", ".join(f"{k} {v}" for k, v in shared.items()), markup=False)
-    own = [key for key in rows[0] if key not in shared]
     table = Table(title=f"{len(points)} run{'s' * (len(points) > 1)}", box=SIMPLE, pad_edge=False)
-    for column in own:
-        table.add_column(column, overflow="fold")
-    for column in ("rollouts", "values", "tests", "tokens <=", "memory", "disk <="):
+    table.add_column("")
+    cells = [_cells(found) for found in (*costs, _total(costs))]
+    columns = [key for key in cells[-1] if cells[-1][key] != "0"]
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for row, found in zip(rows, costs, strict=True):
-        table.add_row(*(escape(row[key]) for key in own), *_cells(found))
+    for row, found in zip(rows, cells, strict=False):
+        own = ", ".join(f"{key} {value}" for key, value in row.items() if key not in shared)
+        table.add_row(escape(own), *(found[key] for key in columns))
     if len(points) > 1:
         table.add_section()
-        table.add_row(*(["all"] + [""] * len(own))[: len(own)], *_cells(_total(costs)))
+        table.add_row("all", *(cells[-1][key] for key in columns))
     console.print(table)
     for note in _notes(points, costs):
         console.print(note, markup=False)
 
 
-def _cells(found: Cost) -> list[str]:
-    counts = [_count(n) for n in (found.rollouts, found.values, found.evaluation)]
-    tokens = f"{found.tokens / 1e6:,.1f} M".replace(",", " ")
-    memory = ["unknown" if n is None else decimal(n) for n in (found.memory, found.disk)]
-    return [*counts, tokens, *memory]
+def _cells(found: Cost) -> dict[str, str]:
+    return {
+        "rollouts": _count(found.rollouts),
+        "values": _count(found.values),
+        "tests": _count(found.evaluation),
+        "tokens <=": f"{found.tokens / 1e6:,.1f} M".replace(",", " "),
+        "memory": _bytes(found.memory),
+        "disk <=": _bytes(found.disk),
+    }
+
+
+def _bytes(number: int | None) -> str:
+    return "unknown" if number is None else decimal(number)
 
 
 def _count(number: int | None) -> str:
@@ -307,8 +319,8 @@ def _notes(points: list[Point], costs: list[Cost]) -> list[str]:
     point, most = max(zip(points, costs, strict=True), key=lambda pair: pair[1].memory or 0)
     config = point.config
     notes = [
-        "values: fresh completions behind a baseline; tests: of evaluations. Prompts' tokens are not "
-        "counted: they are not known without a tokenizer."
+        "values: fresh completions behind a baseline; tests: of evaluations. Prompts' tokens are "
+        "not counted: they are not known without a tokenizer."
     ]
     if most.memory is None:
         notes.append("Memory and disk unknown: set model.size.parameters and its neighbours.")
@@ -327,5 +339,7 @@ def _notes(points: list[Point], costs: list[Cost]) -> list[str]:
     elif isinstance(config, MseConfig):
         notes.append(f"Each of launch.workers={config.launch.workers} has this memory.")
     if any(found.evaluation is None for found in costs):
-        notes.append("Tests unknown: dataset.test_size=null asks all test questions; tokens leave them out.")
+        notes.append(
+            "Tests unknown: dataset.test_size=null asks all test questions; tokens leave them out."
+        )
     return notes
