@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -113,25 +114,55 @@ def _check_cached(name: str) -> None:
         )
 
 
+def adapter_base(folder: Path) -> tuple[str, str | None] | None:
+    """Name and revision of the model that a folder's LoRA adapters are of; None without adapters.
+
+    Raises:
+        ConfigError: adapters of another kind, or without their weights or their model's name.
+    """
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return None
+    try:
+        stored = dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged: {error}") from error
+    if stored.get("peft_type") != "LORA":
+        raise ConfigError(f"{file}: peft_type={stored.get('peft_type')} cannot be loaded: use LORA")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{folder} holds LoRA adapters without adapter_model.safetensors")
+    if not stored.get("base_model_name_or_path"):
+        raise ConfigError(f"{file}: base_model_name_or_path is missing: name the adapters' model")
+    return stored["base_model_name_or_path"], stored.get("revision")
+
+
+def _check_base(name: str, base: str) -> None:
+    try:
+        check_model(base)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the LoRA adapters in {name} are of a model that is not there ({error}): "
+            "set base_model_name_or_path in their adapter_config.json"
+        ) from error
+
+
 def check_model(model_name_or_path: str) -> None:
-    """The model is an embedded policy, one in the cache, a folder that holds one, or looks like a
-    hub id.
+    """The model is an embedded policy, one in the cache, a folder that holds a model or LoRA
+    adapters of one, or looks like a hub id.
     """
     name = model_name_or_path
     if name.startswith(CACHED):
         return _check_cached(name)
     looks_local = name.startswith(("/", "./", "../", "~")) or Path(name).exists()
     folder = Path(name).expanduser()
-    if looks_local and (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"model.model_name_or_path={name} holds LoRA adapters, no model: write the merged "
-            "one with PEFT's merge_and_unload().save_pretrained(FOLDER) and use that"
-        )
-    if looks_local and not (folder / "config.json").is_file():
+    adapters = adapter_base(folder) if looks_local else None
+    if adapters is not None:
+        _check_base(name, adapters[0])
+    elif looks_local and not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.model_name_or_path={name} holds no model: no config.json in {folder.resolve()}"
         )
-    if name.startswith(EMBEDDED):
+    elif name.startswith(EMBEDDED):
         known = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
         one_of(
             "model.model_name_or_path", name, tuple(EMBEDDED + known_name for known_name in known)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.checks import model_folder
+from grpo_ustat.checks import adapter_base, model_folder
 from grpo_ustat.train_checks import ENDING
 
 OPERATIONAL = (
@@ -65,9 +65,12 @@ def named(keys: dict[str, Any]) -> dict[str, Any]:
 def weights_fingerprint(model_name_or_path: str) -> str | None:
     """A hash of the weight files of a folder, embedded or cached; None for a hub id.
 
+    Adapters count with how they are added and with the model that they are added to.
+
     Small files count by their content, files above 64 MiB by size and time of change.
     """
-    files = sorted(model_folder(model_name_or_path).glob("*.safetensors"))
+    folder = model_folder(model_name_or_path)
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
     total = hashlib.sha256()
@@ -75,6 +78,10 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
         stat = file.stat()
         small = stat.st_size <= 2**26
         total.update(file.read_bytes() if small else f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    adapters = adapter_base(folder)
+    if adapters is not None:
+        total.update((folder / "adapter_config.json").read_bytes())
+        total.update(str(weights_fingerprint(adapters[0])).encode())
     return total.hexdigest()[:12]
 
 

@@ -23,7 +23,8 @@ COLUMNS = ("c1", "c2", "c3", "gstar")
 def checkpoints(run: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, in order."""
     found = [(int(path.name.split("-")[1]), path) for path in run.glob("checkpoint-*")]
-    return sorted((step, path) for step, path in found if (path / "config.json").is_file())
+    models = ("config.json", "adapter_config.json")
+    return sorted((s, path) for s, path in found if any((path / name).is_file() for name in models))
 
 
 def study(run: Path, step: int, checkpoint: Path, overrides: list[str]) -> dict:
@@ -88,7 +89,7 @@ def main() -> None:
     run, overrides = Path(sys.argv[1]), sys.argv[2:]
     found = checkpoints(run)
     if not found:
-        print(f"error: {run} has no checkpoint-*/config.json: train first", file=sys.stderr)
+        print(f"error: {run} has no checkpoint-* with a model: train first", file=sys.stderr)
         raise SystemExit(2)
     rows = [row(step, study(run, step, path, overrides)) for step, path in found]
     with (run / "scaling_along_training.csv").open("w", newline="") as file:

@@ -218,7 +218,7 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
         advantage_PG = advantages(rule.name, judged_PG, BaselineContext(), rule.options)
         if setting.off_policy:
             put(found.current, run.policy.model)
-        minibatch = next(minibatches(run, rollouts, step=0))
+        minibatch = next(minibatches(run, batch.lengths_PG, step=0))
         accumulate_gradient(run, rollouts, advantage_PG, minibatch, constants, noted)
     sums = noted.sums
     clipped = (sums["clip_low"] + sums["clip_high"]) / max(1, sums["ratio_count"])

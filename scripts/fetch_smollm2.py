@@ -114,7 +114,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and make the folder, the cached one once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, nargs="?", help="folder to make; none: in the cache")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of a named OUT; none: float32")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="of a named OUT; none: float32"
+    )
     asked = parser.parse_args(arguments)
     if asked.out is None and asked.dtype == "bfloat16":
         parser.error("the cached model is float32: name a folder")

@@ -20,7 +20,7 @@ def along(*arguments):
 
 def test_a_run_without_checkpoints_is_refused(tmp_path):
     done = along(tmp_path)
-    assert done.returncode == 2 and "has no checkpoint-*/config.json: train first" in done.stderr
+    assert done.returncode == 2 and "has no checkpoint-* with a model: train first" in done.stderr
     assert along(tmp_path / "nowhere").returncode == 2
 
 

@@ -1,10 +1,15 @@
-"""Load a causal language model and its tokenizer: a folder, embedded or cached, or a hub id."""
+"""Load a causal language model and its tokenizer: a folder, embedded or cached, or a hub id.
+
+A folder may hold LoRA adapters, which are merged into the model that they name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,9 +24,11 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from grpo_ustat.checks import ConfigError, model_folder
+from grpo_ustat.checks import ConfigError, adapter_base, model_folder
 from grpo_ustat.config import Common
+from grpo_ustat.policy.adapters import merged
 from grpo_ustat.policy.chat import ChatFormat
+from grpo_ustat.policy.devices import check_device
 from grpo_ustat.ranks import own_device
 from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.registry import make_task
@@ -77,8 +84,8 @@ def load_policy(
     """Load a policy in evaluation mode, all parameters trainable.
 
     Args:
-        model_name_or_path: `embedded:NAME`, `cached:NAME`, a folder in save_pretrained layout, or
-            `org/name`.
+        model_name_or_path: `embedded:NAME`, `cached:NAME`, a folder in save_pretrained layout, also
+            PEFT's of LoRA adapters, or `org/name`.
         revision: branch, tag or commit on the hub.
         dtype: torch dtype by name.
         device: torch device.
@@ -92,14 +99,26 @@ def load_policy(
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(model_name_or_path, **common)
     with _one_line(model_name_or_path):
-        model = AutoModelForCausalLM.from_pretrained(
-            resolve(model_name_or_path), dtype=getattr(torch, dtype), use_safetensors=True,
-            attn_implementation=attn_implementation, **common,
-        )  # fmt: skip
+        options = dict(attn_implementation=attn_implementation, **common)
+        model = _model(resolve(model_name_or_path), dtype=getattr(torch, dtype), **options)
     end_tokens = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id
     model.to(device).eval()
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
+
+
+def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedModel:
+    """A model as it is; adapters merged into the model that they name."""
+    adapters = adapter_base(Path(source))
+    if adapters is not None:
+        base, revision = adapters
+        return merged(_model(resolve(base), revision=revision, **options), source)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, revision=revision, use_safetensors=True, **options
+    )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError("the hub has adapters under this name: download them to a folder")
+    return model
 
 
 def load_tokenizer(
@@ -107,13 +126,17 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """AutoTokenizer, but a tokenizer.json that names no class of its own is taken as it is.
 
-    AutoTokenizer would put the model type's usual splitting of words in its place.
+    AutoTokenizer would put the model type's usual splitting of words in its place. Adapters
+    without a tokenizer have that of the model that they name.
 
     Raises:
         ConfigError: none can be loaded from there.
     """
     source = resolve(model_name_or_path)
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    adapters = adapter_base(Path(source))
+    if adapters is not None and not (Path(source) / "tokenizer_config.json").is_file():
+        return load_tokenizer(adapters[0], **common | {"revision": adapters[1]})
     with _one_line(model_name_or_path):
         config = get_tokenizer_config(source, **common)
         plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -127,7 +150,7 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        if "trust_remote_code" in reason:
+        if "trust_remote_code" in str(error):
             reason = (
                 "it needs code that comes with it; read that code, and if you trust it add "
                 "model.trust_remote_code=true to the command line"
@@ -174,10 +197,14 @@ def context_length(config: Common) -> int | None:
     Raises:
         ConfigError: its config.json cannot be loaded.
     """
-    model = config.model
-    common = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    with _one_line(model.model_name_or_path):
-        found = AutoConfig.from_pretrained(resolve(model.model_name_or_path), **common)
+    trust = config.model.trust_remote_code
+    name, revision = config.model.model_name_or_path, config.model.revision
+    while adapters := adapter_base(model_folder(name)):
+        name, revision = adapters
+    with _one_line(name):
+        found = AutoConfig.from_pretrained(
+            resolve(name), revision=revision, trust_remote_code=trust
+        )
     return getattr(found.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
@@ -216,21 +243,6 @@ def stop_tokens(tokenizer: object, stop: str) -> frozenset[int]:
             "use a shorter string, or null"
         )
     return found
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that this PyTorch cannot use.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"launch.device={device} cannot be used ({reason}): use launch.device=cpu"
-        ) from error
 
 
 def resolve(model_name_or_path: str) -> str:

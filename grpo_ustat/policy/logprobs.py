@@ -37,20 +37,32 @@ def pack(rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.de
     """Rows of the completions whose flat indices p*G + i are given, in that order."""
     group_size = rollouts.mask_PGT.shape[1]
     prompts = [rollouts.prompt_tokens[i // group_size] for i in index]
-    mask_BT = rollouts.mask_PGT.reshape(-1, rollouts.mask_PGT.shape[-1])[index]
-    tokens_BT = rollouts.tokens_PGT.reshape(mask_BT.shape[0:0] + (-1, mask_BT.shape[-1]))[index]
-    width = int(mask_BT.sum(axis=1).max())
-    head = max(map(len, prompts))
-    ids = np.full((len(index), head + width), pad_token, dtype=np.int64)
-    attention = np.zeros_like(ids)
-    completion = np.zeros_like(ids)
+    prompt_BL, mask_BL = left_padded(prompts, pad_token, device)
+    longest = rollouts.mask_PGT.shape[-1]
+    written_BT = rollouts.mask_PGT.reshape(-1, longest)[index]
+    width = int(written_BT.sum(axis=1).max())
+    written_BT = written_BT[:, :width]
+    tokens_BT = rollouts.tokens_PGT.reshape(-1, longest)[index, :width]
+    tokens_BT = np.where(written_BT, tokens_BT, pad_token).astype(np.int64)
+    mask_BT = torch.from_numpy(written_BT.astype(np.int64)).to(device)
+    return Rows(
+        input_ids_BT=torch.cat([prompt_BL, torch.from_numpy(tokens_BT).to(device)], dim=1),
+        attention_mask_BT=torch.cat([mask_BL, mask_BT], dim=1),
+        completion_mask_BT=torch.cat([torch.zeros_like(mask_BL), mask_BT], dim=1),
+        width=width,
+    )
+
+
+def left_padded(
+    prompts: list[list[int]], pad_token: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask of P prompts, [P, L]: each ends in the last column."""
+    ids_PL = np.full((len(prompts), max(map(len, prompts))), pad_token, dtype=np.int64)
+    mask_PL = np.zeros_like(ids_PL)
     for row, prompt in enumerate(prompts):
-        ids[row, head - len(prompt) : head] = prompt
-        attention[row, head - len(prompt) : head] = 1
-    completion[:, head:] = mask_BT[:, :width]
-    ids[:, head:] = np.where(mask_BT[:, :width], tokens_BT[:, :width], pad_token)
-    attention[:, head:] = mask_BT[:, :width]
-    return Rows(*(torch.from_numpy(x).to(device) for x in (ids, attention, completion)), width)
+        start = ids_PL.shape[1] - len(prompt)
+        ids_PL[row, start:], mask_PL[row, start:] = prompt, 1
+    return torch.from_numpy(ids_PL).to(device), torch.from_numpy(mask_PL).to(device)
 
 
 def positions(attention_mask_BT: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_ustat.policy.head import Head
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.policy.logprobs import pack, positions
+from grpo_ustat.policy.logprobs import left_padded, pack, positions
 from grpo_ustat.policy.output_layer import Window, body, causal
 from grpo_ustat.records import Rollouts
 
@@ -36,12 +36,9 @@ class Prompts:
         self.policy, self.rollouts, self.prompts = policy, rollouts, prompts
         self.below = body(causal(policy.model))
         rows = [rollouts.prompt_tokens[p] for p in prompts]
-        head, device = max(map(len, rows)), policy.model.device
-        ids = [[policy.pad_token] * (head - len(row)) + row for row in rows]
-        mask = [[0] * (head - len(row)) + [1] * len(row) for row in rows]
-        self.mask_PL = torch.tensor(mask, device=device)
+        ids_PL, self.mask_PL = left_padded(rows, policy.pad_token, policy.model.device)
         self.cache = DynamicCache(config=causal(policy.model).config)
-        hidden_PLD = self._read(torch.tensor(ids, device=device), self.mask_PL, self.cache)
+        hidden_PLD = self._read(ids_PL, self.mask_PL, self.cache)
         self.ends = [hidden_PLD[:, -1]]
         for layer in self.cache.layers:
             self.ends += [layer.keys, layer.values]

@@ -188,6 +188,7 @@ class _Backward:
 
     def _watch(self, path: str):
         def watch(module, args, kwargs, output):
+            """Wait for the gradient at this output of the module."""
             if isinstance(module, nn.Embedding):
                 return self._root(module, args, output)
             if not output.requires_grad:  # functional_call inside a rule comes by here too

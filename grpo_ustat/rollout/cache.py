@@ -33,13 +33,17 @@ def _growing(layer):
     return layer
 
 
-class GrowingLayer(DynamicLayer):
-    """Keys and values [B, H, T, D] of all tokens so far."""
+class _Buffered:
+    """Room for a layer's keys and for its values."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """See `DynamicLayer`."""
         super().lazy_initialization(key_states, value_states)
         self._buffers = _Buffer(), _Buffer()
+
+
+class GrowingLayer(_Buffered, DynamicLayer):
+    """Keys and values [B, H, T, D] of all tokens so far."""
 
     def update(self, key_states, value_states, *args, **kwargs):
         """See `DynamicLayer`."""
@@ -51,13 +55,8 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
 
-class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
+class GrowingSlidingWindowLayer(_Buffered, DynamicSlidingWindowLayer):
     """Keys and values [B, H, min(T, window - 1), D] of the last tokens."""
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """See `DynamicSlidingWindowLayer`."""
-        super().lazy_initialization(key_states, value_states)
-        self._buffers = _Buffer(), _Buffer()
 
     def update(self, key_states, value_states, *args, **kwargs):
         """See `DynamicSlidingWindowLayer`."""

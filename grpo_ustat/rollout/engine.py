@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from grpo_ustat.config import TrainConfig
@@ -33,19 +34,7 @@ class LocalEngine:
     """The policy's own model: exactly the distribution that is scored, always up to date."""
 
     def __init__(self, policy: Policy):
-        self._policy = policy
-
-    def sample(
-        self,
-        prompts: list[Prompt],
-        group_size: int,
-        sampling: Sampling,
-        *,
-        step: int = 0,
-        first: int = 0,
-    ) -> Rollouts:
-        """See `Engine.sample`."""
-        return sample(self._policy, prompts, group_size, sampling, step=step, first=first)
+        self.sample = partial(sample, policy)
 
     def refresh(self) -> None:
         """Nothing to do: the weights are the policy's own."""

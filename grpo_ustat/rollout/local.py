@@ -12,11 +12,12 @@ from itertools import groupby
 
 import numpy as np
 import torch
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache
 
 from grpo_ustat.config import Common
+from grpo_ustat.policy.devices import out_of_memory
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.policy.logprobs import positions
+from grpo_ustat.policy.logprobs import left_padded, positions
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.assemble import assemble
 from grpo_ustat.rollout.cache import growing_cache
@@ -146,7 +147,7 @@ def _write_if_it_fits(policy: Policy, prompts, draws_RT: np.ndarray, sampling: S
     try:
         return _write(policy, prompts, draws_RT, sampling)
     except RuntimeError as error:
-        if rows == 1 or not should_reduce_batch_size(error):
+        if rows == 1 or not out_of_memory(error):
             raise
     clear_device_cache(garbage_collection=True)
     warnings.warn(
@@ -189,14 +190,12 @@ class _Batch:
     def __init__(self, policy: Policy, prompts: list[tuple[list[int], int]], width: int):
         """Read each prompt once, then repeat it; every row has room for `width` tokens."""
         self.model, device = policy.model, policy.model.device
-        self.seen = max(len(ids) for ids, _ in prompts)
-        pad = [self.seen - len(ids) for ids, _ in prompts]
-        padded = [[policy.pad_token] * n + ids for n, (ids, _) in zip(pad, prompts, strict=True)]
-        mask = [[0] * n + [1] * (self.seen + width - n) for n in pad]
-        self.mask_RT = torch.tensor(mask, device=device)
-        self.positions_RT, self.padded = positions(self.mask_RT), any(pad)
+        ids_PL, mask_PL = left_padded([ids for ids, _ in prompts], policy.pad_token, device)
+        self.seen, self.padded = ids_PL.shape[1], not bool(mask_PL.all())
+        self.mask_RT = torch.nn.functional.pad(mask_PL, (0, width), value=1)
+        self.positions_RT = positions(self.mask_RT)
         self.cache = growing_cache(self.model.config)
-        self._forward(torch.tensor(padded, device=device))
+        self._forward(ids_PL)
         counts = torch.tensor([count for _, count in prompts], device=device)
         self._select(torch.arange(len(prompts), device=device).repeat_interleave(counts))
         self.rows_R = torch.arange(len(self.mask_RT), device=device)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from grpo_ustat.config import Common
-from grpo_ustat.policy.loading import configured_task, configured_tokenizer, context_length, encode
+from grpo_ustat.policy.loading import (
+    configured_task,
+    configured_tokenizer,
+    context_length,
+    encode,
+    stop_tokens,
+)
 from grpo_ustat.records import Prompt, Question
 from grpo_ustat.runs.log import warn
 from grpo_ustat.tasks.base import Task
@@ -17,7 +23,7 @@ def show_prompts(config: Common, split: str) -> None:
     its longest; loads the tokenizer, not the model.
 
     Raises:
-        ConfigError: the data set or the tokenizer cannot be loaded.
+        ConfigError: data set or tokenizer cannot be loaded, or no token holds `prompt.stop`.
     """
     task, tokenizer = configured_task(config), configured_tokenizer(config)
     limit = config.study.questions if split == "study" else None
@@ -30,6 +36,9 @@ def show_prompts(config: Common, split: str) -> None:
         print(f"--- {split} prompt {i + 1}: {len(tokens[i])} tokens, {ends}")
         print(visible(texts[i]) + END)
         print(_answer(config, task, questions[i], prompts[i]))
+    if config.prompt.stop is not None:
+        stops = stop_tokens(tokenizer, config.prompt.stop)
+        print(f"{len(stops)} tokens hold prompt.stop={config.prompt.stop!r} and end a completion")
     _lengths(config, split, prompts, tokens)
 
 

@@ -102,6 +102,16 @@ def clipped_warning(clipped_ratio: float, max_completion_length: int) -> str:
     )
 
 
+def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
+    """A sentence where answers could not be judged: they earned nothing, right or wrong."""
+    if not timeouts + failures:
+        return ""
+    return (
+        f" WARNING: {timeouts + failures} of {rollouts} answers could not be judged ({timeouts} "
+        f"timed out, {failures} failed) and count as wrong."
+    )
+
+
 def _short(value: float) -> str:
     """Three significant digits, trailing zeros kept."""
     return f"{value:#.3g}".removesuffix(".")

@@ -15,7 +15,7 @@ from grpo_ustat.estimators.settings import scale_free
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.folder import versions
-from grpo_ustat.runs.summary import clipped_warning
+from grpo_ustat.runs.summary import clipped_warning, unjudged_warning
 from grpo_ustat.study.closed_form import GRID, Asked, ClosedForm, Row
 from grpo_ustat.study.pool import ModelFacts
 from grpo_ustat.study.replay import Replayed
@@ -96,7 +96,8 @@ def study_result(
         "pool_completions": pool.rewards_PN.shape[1],
         "summary": verdict(found, config.baselines, pool.rewards_PN)
         + heavy_warning(metric["top_percent_share"])
-        + clipped_warning(of_pool.clipped / of_pool.rollouts, config.max_completion_length),
+        + clipped_warning(of_pool.clipped / of_pool.rollouts, config.max_completion_length)
+        + unjudged_warning(spent.timeouts, spent.failures, spent.rollouts),
         "cost": {
             "rollouts": spent.rollouts,
             "tokens": spent.tokens,

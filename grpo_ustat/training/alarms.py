@@ -13,10 +13,10 @@ from typing import Any
 from grpo_ustat.config import TrainConfig
 
 MOST = 0.5  # above it a share is most of them
+UNJUDGED = 0.01  # of a step's completions, from which on rewards are no longer what they say
 LARGEST_GAP = {  # mean nats a token that sampler and trainer may differ, by the type computed in
     "float64": 1e-8,
     "float32": 1e-3,
-    "float16": 2e-2,
     "bfloat16": 1e-1,
 }
 Row = dict[str, Any]
@@ -70,6 +70,10 @@ def _gap_is_large(config: TrainConfig, row: Row) -> bool:
     return not gap <= LARGEST_GAP[computing_type(config)]
 
 
+def _unjudged(row: Row) -> int:
+    return row.get("judge/timeouts", 0) + row.get("judge/failures", 0)
+
+
 TRAPS = {
     "truncated": Trap(
         1,
@@ -87,6 +91,16 @@ TRAPS = {
             f"no answer was found in {row['completions/extraction_failure_ratio']:.0%} of the "
             "completions, which earn nothing whatever they say: read some in completions.parquet, "
             "and ask for the expected format in prompt.template"
+        ),
+    ),
+    "unjudged": Trap(
+        1,
+        lambda config, row: _unjudged(row) > UNJUDGED * config.budget.rollouts,
+        lambda config, row: (
+            f"{_unjudged(row)} answers of a step with {config.budget.rollouts} could not be judged "
+            f"({row['judge/timeouts']} timed out, {row['judge/failures']} failed) and earned "
+            "nothing: read them in completions.parquet; on a busy machine lower "
+            "launch.judge_workers or raise dataset.judge_seconds"
         ),
     ),
     "silent": Trap(

@@ -123,6 +123,7 @@ def optimal_baseline(run: Run, rollouts: Rollouts) -> np.ndarray:
     longest = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
 
     def score() -> np.ndarray:
+        """The squared norms, in parts of as many tokens as a pass may take."""
         size = max(1, run.passes.tokens // longest)
         parts = np.split(np.arange(count), range(size, count, size))
         found = (

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from grpo_ustat.config import BaselineConfig
 from grpo_ustat.estimators.baselines import running_update, tracker_discount, tracker_start
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.policy.logprobs import positions
+from grpo_ustat.policy.logprobs import left_padded, positions
 from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.records import Rollouts
 from grpo_ustat.tasks.base import rewards
@@ -250,15 +250,12 @@ def _hidden(run: Run, rollouts: Rollouts) -> np.ndarray:
 
 def _last_hidden(policy: Policy, rollouts: Rollouts, prompts: np.ndarray) -> np.ndarray:
     rows = [rollouts.prompt_tokens[p] for p in prompts]
-    head, device = max(map(len, rows)), policy.model.device
-    ids = [[policy.pad_token] * (head - len(row)) + row for row in rows]
-    mask = [[0] * (head - len(row)) + [1] * len(row) for row in rows]
-    mask_PT = torch.tensor(mask, device=device)
+    ids_PL, mask_PL = left_padded(rows, policy.pad_token, policy.model.device)
     with policy.computing():
-        hidden_PTD = body(causal(policy.model))(
-            input_ids=torch.tensor(ids, device=device),
-            attention_mask=mask_PT,
-            position_ids=positions(mask_PT),
+        hidden_PLD = body(causal(policy.model))(
+            input_ids=ids_PL,
+            attention_mask=mask_PL,
+            position_ids=positions(mask_PL),
             use_cache=False,
         ).last_hidden_state
-    return hidden_PTD[:, -1].double().cpu().numpy()
+    return hidden_PLD[:, -1].double().cpu().numpy()

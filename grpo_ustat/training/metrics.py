@@ -107,7 +107,7 @@ def _sampler_sums(found: Found, rollouts: Rollouts, constants: Constants) -> dic
     if rollouts.entropy_PGT is not None:
         sums["entropy_sum"] = float(rollouts.entropy_PGT[mask_PGT].sum(dtype=np.float64))
         sums["entropy_count"] = int(mask_PGT.sum())
-    gap = np.asarray(found.gap, dtype=np.float64)
+    gap = np.concatenate([np.zeros(0), *found.gap])
     if constants.old_NT is not None and rollouts.logprobs_PGT is not None:
         ours_PGT = constants.old_NT.double().cpu().numpy().reshape(mask_PGT.shape)
         gap = np.abs(rollouts.logprobs_PGT - ours_PGT)[mask_PGT]

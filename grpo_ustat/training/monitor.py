@@ -2,7 +2,8 @@
 
 With ghat_x the leave-one-out gradient of prompt x's group and q the squared score norms, what a
 study computes from a pool (see `estimators.scaling`) is computed here from the P groups of a step,
-N = G: one more forward and backward pass over the step's completions, nothing else sampled.
+N = G: one more forward and backward pass over the step's completions, nothing else sampled. With
+bf16=true the completions are those of bfloat16, but the scores are of the float32 computation.
 """
 
 from __future__ import annotations

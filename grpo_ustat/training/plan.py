@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import torch
 from accelerate.utils.memory import clear_device_cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.policy.devices import out_of_memory
 from grpo_ustat.records import Rollouts
+from grpo_ustat.runs.log import warn
 
 Result = TypeVar("Result")
 
@@ -85,25 +83,6 @@ def _parts(
         yield np.array(names)
 
 
-@contextmanager
-def recomputing(model: torch.nn.Module) -> Iterator[None]:
-    """Layers that may be recomputed in the backward pass are, in here.
-
-    transformers does so in training mode only, and then takes no cache: elsewhere the layers stay
-    out of it, or sampling would read one token at a time without the others. The mode is set on
-    the layers alone, because what is scored must be what was sampled, without dropout.
-    """
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
-
-
 class Limit:
     """Padded tokens of a backward pass; halved where memory runs out, which changes no gradient.
 
@@ -136,13 +115,7 @@ class Limit:
             )
         self.tokens //= 2
         clear_device_cache(garbage_collection=True)
-        print(
-            f"warning: out of memory in an update; the same gradient again with "
-            f"micro_batch_tokens={self.tokens}",
-            file=sys.stderr,
+        warn(
+            f"out of memory in an update; the same gradient again with "
+            f"micro_batch_tokens={self.tokens}"
         )
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether an accelerator's or the CPU's memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

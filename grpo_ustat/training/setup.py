@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -14,11 +13,13 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
 from transformers import get_scheduler
 
-from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
-from grpo_ustat.policy.loading import Policy, check_device, configured_policy, configured_task
+from grpo_ustat.policy.adapters import with_adapters
+from grpo_ustat.policy.devices import check_device
+from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.reading import can_share
+from grpo_ustat.policy.recomputing import checkpoint_layers
 from grpo_ustat.ranks import RefusedByRank, is_main
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.engine import Engine, make_engine
@@ -243,42 +244,10 @@ def checksum(model: torch.nn.Module) -> str:
 def _trained(config: TrainConfig, policy: Policy) -> Policy:
     """The policy with adapters, precision and checkpointing as configured."""
     if config.lora.r:
-        policy = replace(policy, model=_with_adapters(config, policy.model))
+        policy = replace(policy, model=with_adapters(config, policy.model))
     if config.gradient_checkpointing:
-        _checkpoint_layers(policy.model)
+        checkpoint_layers(policy.model)
     return replace(policy, bf16=config.bf16)
-
-
-def _with_adapters(config: TrainConfig, model: torch.nn.Module) -> torch.nn.Module:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ConfigError(f"lora.r={config.lora.r} needs peft: pip install peft") from error
-    lora = config.lora
-    names = lora.target_modules
-    targets = names if names == "all-linear" else names.split(",")
-    torch.manual_seed(config.seed)  # adapters start at random, the same on every rank
-    try:
-        options = dict(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=targets)
-        with warnings.catch_warnings():  # PEFT asks transformers by a name of before
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            return get_peft_model(model, LoraConfig(lora_dropout=0.0, **options)).eval()
-    except ValueError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"lora.target_modules={names}: {reason}") from error
-
-
-def _checkpoint_layers(model: torch.nn.Module) -> None:
-    """Let layers be recomputed in the backward pass, inside `recomputing`."""
-    dropout = {k: v for k, v in model.config.to_dict().items() if "drop" in k and v}
-    if dropout:
-        name, value = next(iter(dropout.items()))
-        raise ConfigError(
-            f"gradient_checkpointing=true with the model's {name}={value}: layers in training mode "
-            "would drop at random; use gradient_checkpointing=false"
-        )
-    later_name = getattr(model, "activation_checkpointing_enable", None)
-    (later_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _reference(config: TrainConfig, device: str) -> Policy | None:

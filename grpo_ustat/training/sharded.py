@@ -28,12 +28,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.policy.devices import out_of_memory
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack, positions
 from grpo_ustat.policy.output_layer import Window, body, causal
 from grpo_ustat.ranks import RefusedByRank, is_main
 from grpo_ustat.records import Rollouts
-from grpo_ustat.training.plan import Result, out_of_memory, plan
+from grpo_ustat.training.plan import Result, plan
 
 if TYPE_CHECKING:
     from grpo_ustat.training.setup import Run

@@ -188,7 +188,7 @@ def _step(run: Run, progress: Progress) -> Stepped:
     watched = _watched(run, batch, step)
     completions = completion_rows(run, batch, advantage_PG, step + 1)
     own_PG = own_rows(run, advantage_PG)
-    grad_norm, found = update(run, batch.rollouts, own_PG, constants, step)
+    grad_norm, found = update(run, batch, own_PG, constants, step)
     run.engine.refresh()
     row = batch_metrics(batch) | update_metrics(found, batch.rollouts, constants) | watched
     row |= {"grad_norm": grad_norm, "learning_rate": run.scheduler.get_last_lr()[0]}

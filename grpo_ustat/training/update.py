@@ -19,13 +19,14 @@ import torch.distributed as dist
 from grpo_ustat.policy.head import Head
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.reading import Prompts, Whole
+from grpo_ustat.policy.recomputing import recomputing
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.training import objective as objectives
 from grpo_ustat.training import sharded
 from grpo_ustat.training.batch import Batch, gathered
 from grpo_ustat.training.objective import Part
-from grpo_ustat.training.plan import plan, recomputing
+from grpo_ustat.training.plan import plan
 
 if TYPE_CHECKING:
     from grpo_ustat.training.setup import Run
@@ -64,11 +65,11 @@ class Found:
 
     Attributes:
         sums: see `objective.diagnostics`; `skipped` and `rows` count completions.
-        gap: differences between the trainer's and the sampler's log-probabilities.
+        gap: absolute differences between the trainer's and the sampler's log-probabilities.
     """
 
     sums: Counter = field(default_factory=Counter)
-    gap: list[float] = field(default_factory=list)
+    gap: list[np.ndarray] = field(default_factory=list)
 
 
 def fixed_logprobs(run: Run, rollouts: Rollouts) -> Constants:
@@ -95,9 +96,9 @@ def judged_rewards(run: Run, batch: Batch, constants: Constants) -> np.ndarray:
 
 
 def update(
-    run: Run, rollouts: Rollouts, advantage_PG: np.ndarray, constants: Constants, step: int
+    run: Run, batch: Batch, advantage_PG: np.ndarray, constants: Constants, step: int
 ) -> tuple[float, Found]:
-    """All updates of a step on this rank's completions.
+    """All updates of a step on this rank's completions, whose advantages are given.
 
     Returns:
         The norm of the last update's gradient before clipping, and what was found.
@@ -107,18 +108,23 @@ def update(
     """
     norm, found = 0.0, Found()
     with sharded.updating(run):
-        for minibatch in minibatches(run, rollouts, step):
-            norm = apply_gradient(run, rollouts, advantage_PG, minibatch, constants, found)
+        for minibatch in minibatches(run, batch.lengths_PG, step):
+            norm = apply_gradient(run, batch.rollouts, advantage_PG, minibatch, constants, found)
     return norm, found
 
 
-def minibatches(run: Run, rollouts: Rollouts, step: int) -> Iterator[Minibatch]:
-    """The step's updates in order: whole groups, shuffled anew in each iteration."""
+def minibatches(run: Run, lengths_PG: np.ndarray, step: int) -> Iterator[Minibatch]:
+    """The step's updates in order: whole groups, shuffled anew in each iteration.
+
+    Args:
+        run: whose objective says how many.
+        lengths_PG: tokens of all ranks' completions.
+        step: keys the order.
+    """
     config, objective = run.config, run.config.objective
     count, size = config.prompts_per_step, config.group_size
     per_update = (objective.minibatch_size or config.budget.rollouts) // size
     rank, world = run.accelerator.process_index, run.accelerator.num_processes
-    lengths_P = run.all_ranks_sum(_placed(rollouts.lengths_PG.sum(axis=1), rank, world, count))
     for iteration in range(objective.num_iterations):
         order = np.arange(count)
         if per_update < count:
@@ -127,13 +133,7 @@ def minibatches(run: Run, rollouts: Rollouts, step: int) -> Iterator[Minibatch]:
             chosen = order[first : first + per_update]
             mine = np.sort(chosen[chosen % world == rank]) // world
             index = (mine[:, None] * size + np.arange(size)).ravel()
-            yield Minibatch(index, len(chosen) * size, int(lengths_P[chosen].sum()))
-
-
-def _placed(mine_P: np.ndarray, rank: int, world: int, count: int) -> np.ndarray:
-    result = np.zeros(count, dtype=np.int64)
-    result[rank::world] = mine_P
-    return result
+            yield Minibatch(index, len(chosen) * size, int(lengths_PG[chosen].sum()))
 
 
 def apply_gradient(
@@ -237,8 +237,8 @@ def _carry_back(run, rollouts, index_B, part: Part, window, head: Head, found: F
     factor_BT, entropy_BT = objectives.factors(objective, logprob_BT, part)
     entropy_BT = None if entropy_BT is None else -entropy_BT
     logprob_BT = head.backward(window, -factor_BT, entropy_BT)
-    if part.old_BT is None:
-        found.gap += _gap(rollouts, index_B, logprob_BT, factor_BT)
+    if part.old_BT is None and rollouts.logprobs_PGT is not None:
+        found.gap.append(_gap(rollouts, index_B, logprob_BT, factor_BT))
 
 
 def _read(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarray):
@@ -276,14 +276,12 @@ def _part(run: Run, rollouts, weight_N, index_B, minibatch, constants, window) -
     )
 
 
-def _gap(rollouts: Rollouts, index_B, logprob_BT, factor_BT) -> list[float]:
+def _gap(rollouts: Rollouts, index_B, logprob_BT, factor_BT) -> np.ndarray:
     """Absolute differences from the sampler's log-probabilities, where both are known."""
-    if rollouts.logprobs_PGT is None:
-        return []
     used = (factor_BT != 0).cpu().numpy()
     width = used.shape[1]
     theirs = rollouts.logprobs_PGT.reshape(-1, rollouts.logprobs_PGT.shape[-1])[index_B, :width]
-    return np.abs(theirs - logprob_BT.double().cpu().numpy())[used].tolist()
+    return np.abs(theirs - logprob_BT.double().cpu().numpy())[used]
 
 
 def token_logprobs(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarray) -> torch.Tensor:

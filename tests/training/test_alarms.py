@@ -22,10 +22,13 @@ HEALTHY = {
     "reward_std": 0.46,
     "learning_rate": 1e-3,
     "sampling/sampling_logp_difference/mean": 1e-6,
+    "judge/timeouts": 0,
+    "judge/failures": 0,
 }
 INJECTED = {  # the rows of a trap, and from which on it is told
     "truncated": ({"completions/clipped_ratio": 0.51}, 1, "51% .* max_completion_length=70"),
     "extraction_failed": ({"completions/extraction_failure_ratio": 0.6}, 1, "60% .*prompt.templ"),
+    "unjudged": ({"judge/timeouts": 2, "judge/failures": 1}, 1, "2 timed out, 1 failed"),
     "silent": ({"frac_reward_zero_std": 1.0}, 3, "group_size=4"),
     "constant_reward": ({"reward_std": 0.0}, 5, "same reward, now 0.3"),
     "logprob_gap": ({"sampling/sampling_logp_difference/mean": 0.01}, 1, "0.01 nats .* float32"),

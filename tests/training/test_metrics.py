@@ -114,7 +114,10 @@ def test_entropy_and_gap_are_over_tokens():
     gaps = np.abs(theirs - ours)[mask]
     counted = Counter(rows=4, skipped=1)
     old = Constants(old_NT=torch.from_numpy(ours.reshape(4, -1)))
-    for found, constants in ((Found(counted, gaps.tolist()), Constants()), (Found(counted), old)):
+    for found, constants in (
+        (Found(counted, np.split(gaps, [3])), Constants()),
+        (Found(counted), old),
+    ):
         row = update_metrics(found, rollouts, constants)
         assert row["entropy"] == pytest.approx(entropy[mask].mean())
         assert row["sampling/sampling_logp_difference/mean"] == pytest.approx(gaps.mean())
@@ -126,7 +129,7 @@ def test_entropy_and_gap_are_over_tokens():
 def test_ranks_count_by_their_tokens(monkeypatch):
     """Means are over all tokens, not over ranks; a negative sum is not lost on the way."""
     own, others = (
-        Found(Counter(rows=2, kl_sum=-1.0, kl_count=4), [0.5]),
+        Found(Counter(rows=2, kl_sum=-1.0, kl_count=4), [np.array([0.5])]),
         [Counter(rows=2, kl_sum=-3.0, kl_count=1, gap_sum=0.9, gap_count=9, gap_max=0.1)],
     )
     monkeypatch.setattr(metrics, "gather_object", lambda mine: [*mine, *others])

@@ -27,11 +27,12 @@ from grpo_ustat.training import checkpoint, setup, sharded, trainer  # noqa: E40
 from grpo_ustat.training import update as updates  # noqa: E402
 from grpo_ustat.training.update import Found, minibatches  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="processes that have seen a GPU cannot be forked"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="processes that have seen a GPU cannot be forked"
+    ),
+]
 SMALL = (  # 9 prompts a step: 5 and 4; 7 test questions: 4 and 3
     "model=tiny_direct", "model.dtype=float64", "budget.rollouts=36", "group_size=4",
     "dataset.test_size=7", "max_completion_length=8", "max_steps=3", "eval_steps=3",
@@ -73,7 +74,7 @@ def first_gradient(path, *overrides, silent=slice(0), number=0):
     advantage_PG = trainer.advantages(run.config.baseline.name, judged_PG, context, options)
     advantage_PG[silent] = 0
     mine_PG, found = trainer.own_rows(run, advantage_PG), Found()
-    minibatch = list(minibatches(run, batch.rollouts, 0))[number]
+    minibatch = list(minibatches(run, batch.lengths_PG, 0))[number]
     with sharded.updating(run):
         updates.accumulate_gradient(run, batch.rollouts, mine_PG, minibatch, constants, found)
         updates.sum_over_ranks(run)

@@ -53,7 +53,7 @@ def first_batch(tmp_path, *overrides):
 
 def whole(run, rollouts):
     """The step's one minibatch."""
-    (found,) = minibatches(run, rollouts, 0)
+    (found,) = minibatches(run, rollouts.lengths_PG, 0)
     return found
 
 
