@@ -59,7 +59,7 @@ def test_every_shipped_file_composes(entry, group, name):
 
 def extra(entry, group, name):
     """What a file needs beside it to make a whole configuration."""
-    if name in ("hub", "smollm2", "smollm2_135m"):
+    if name == "hub" or name.startswith("smollm2"):
         return ["model.model_name_or_path=org/name"]
     needs = {"few_shot": "dataset=plus_one"} | dict.fromkeys(FEW_SHOT, "prompt=few_shot")
     if name not in needs:
