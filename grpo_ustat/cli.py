@@ -50,8 +50,11 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
     """
     _register(entry, schema)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    given = get_args_parser().parse_args(sys.argv[1:]).overrides
     try:
-        _check(entry, schema, sys.argv[1:])
+        configs = _check(entry, schema, sys.argv[1:])
+        if _shown(entry, configs):
+            return
     except ConfigError as error:
         _refuse(error)
 
@@ -61,6 +64,7 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
         config = typed(node, schema)
         folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), config)
         try:
+            _check_trust(config, given)
             return work(config, folder)
         except ConfigError as error:
             _refuse(error)
@@ -90,7 +94,9 @@ def composed(entry: str, schema: type, overrides: list[str]) -> Any:
     """
     _register(entry, schema)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
-        return _composed(entry, schema, overrides)[0]
+        config, _ = _composed(entry, schema, overrides)
+    _check_trust(config, overrides)
+    return config
 
 
 def _register(entry: str, schema: type) -> None:
@@ -135,20 +141,44 @@ def _job_part(node: DictConfig) -> dict[str, Any]:
     }
 
 
-def _check(entry: str, schema: type, arguments: list[str]) -> None:
+def _check(entry: str, schema: type, arguments: list[str]) -> list[Any]:
     """Compose every job the command line asks for and refuse what cannot run."""
     asked = get_args_parser().parse_args(arguments)
     if asked.help or asked.hydra_help or asked.cfg or asked.info or asked.shell_completion:
-        return
-    extra = []
+        return []
+    extra, configs = [], []
     if asked.config_dir:
         extra = [f"hydra.searchpath=[file://{Path(asked.config_dir).resolve()}]"]
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
         for overrides in _points(asked.overrides, asked.multirun):
             config, hydra_node = _composed(asked.config_name or entry, schema, [*overrides, *extra])
+            _check_trust(config, asked.overrides)
             path = _output_folder(hydra_node, asked.multirun)
-            if path is not None:
+            if path is not None and not config.show_prompts:
                 RunFolder(path, config).check()
+            configs.append(config)
+    return configs
+
+
+def _check_trust(config: Any, given: list[str]) -> None:
+    """A model's own code runs only where the command line itself says so, no file for it."""
+    named = any(re.match(r"\+{0,2}model\.trust_remote_code=", override) for override in given)
+    if config.model.trust_remote_code and not named:
+        raise ConfigError(
+            "model.trust_remote_code=true in a configuration file: it runs code that comes with "
+            "the model, so give it on the command line, or set it to false"
+        )
+
+
+def _shown(entry: str, configs: list[Any]) -> bool:
+    """Whether prompts were asked for instead of runs; prints them."""
+    asked = [config for config in configs if config.show_prompts]
+    if asked and is_main():
+        from grpo_ustat.runs.prompts import show_prompts
+
+        for config in asked:
+            show_prompts(config, {"train": "train", "mse": "study"}[entry])
+    return bool(asked)
 
 
 def _output_folder(hydra_node: DictConfig, multirun: bool) -> Path | None:
@@ -191,6 +221,8 @@ def _one_line(error: Exception, schema: type) -> str:
     key = unknown.group(1)
     if key in ELSEWHERE:
         return f"unknown key {key}: here it is {ELSEWHERE[key]}"
+    if key.startswith("dataset.options"):
+        return f"unknown key {key}: options of a task of your own are added, +{key}=..."
     near = difflib.get_close_matches(
         key, list(_keys(OmegaConf.structured(schema))), n=1, cutoff=0.5
     )

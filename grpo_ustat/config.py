@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from grpo_ustat.checks import ConfigError, check_model, one_of, positive
+from grpo_ustat.checks import ConfigError, one_of, positive
 from grpo_ustat.data_config import DATASETS, DatasetConfig, ModelConfig, PromptConfig
 from grpo_ustat.study_checks import check_study
 from grpo_ustat.train_checks import check_train
@@ -215,7 +215,6 @@ class Common:
         positive(self, "temperature", "max_completion_length", "rollout_batch_size")
         positive(self.launch, "num_threads", "judge_workers", prefix="launch.")
         one_of("on_existing", self.on_existing, ("resume", "error", "overwrite"))
-        one_of("model.dtype", self.model.dtype, ("float32", "float64", "bfloat16", "float16"))
         if (self.top_p, self.top_k) != (1.0, 0):
             raise ConfigError(
                 f"top_p={self.top_p} top_k={self.top_k} would sample from another distribution "
@@ -223,7 +222,7 @@ class Common:
             )
         self.dataset.check()
         self.prompt.check()
-        check_model(self.model.model_name_or_path)
+        self.model.check()
 
 
 @dataclass
@@ -313,6 +312,8 @@ def typed(config: Any, schema: type) -> Any:
         base = OmegaConf.structured(schema)
         base.dataset = _dataset_schema(config)
         result = OmegaConf.to_object(OmegaConf.merge(base, config))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value: set {error.full_key}=...") from error
     except OmegaConfBaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError("; ".join(lines[:2])) from error

