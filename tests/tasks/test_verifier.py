@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -234,9 +235,17 @@ def start(how):
     )  # fmt: skip
 
 
+def arguments(process):
+    """Of a worker, the process that started it among them."""
+    with suppress(psutil.Error):
+        command = process.cmdline()
+        return command if "verify_worker.py" in " ".join(command) else []
+    return []
+
+
 def workers_of(process):
     found = psutil.Process(process.pid).children(recursive=True)
-    return [p for p in found if "verify_worker.py" in " ".join(p.cmdline())]
+    return [p for p in found if arguments(p)]
 
 
 def test_nothing_outlives_the_run(calls):
@@ -271,6 +280,7 @@ def test_a_run_that_ends_and_one_that_forks(how, calls):
     process = start(how)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "")
+    assert gone([p for p in psutil.process_iter() if str(process.pid) in arguments(p)])
 
 
 @pytest.mark.slow
