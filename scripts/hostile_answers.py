@@ -165,7 +165,8 @@ def memory(verifier: Verifier, calls: int) -> None:
             spent = time.perf_counter() - began
             print(f"after {done:>6} calls, {spent:5.0f} s: {own:.0f} MB, workers {others} MB")
         asked = [answer(rng, rng.random() < 0.5) for _ in range(500)]
-        verifier.judge([(rf"\boxed{{{gold}}}", text) for _, gold, text, _ in asked])
+        pairs = [(rf"\boxed{{{a[1]}}}", f"Case {done + i}. {a[2]}") for i, a in enumerate(asked)]
+        verifier.judge(pairs)
 
 
 def timed(work):

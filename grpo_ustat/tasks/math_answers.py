@@ -13,9 +13,10 @@ copied into the box, `37 + 45 - 12`. It is therefore asked last. In this order, 
 4. wrong, if it is copied out of the question;
 5. otherwise what math-verify says of gold and answer, both in `\boxed{}`.
 
-The price: right answers refused are unevaluated ones (`2^3` for 8, `6/2` for 3, `x=3` for 3),
-numbers with a unit that is not in `\text{}` or not known or with a scale (`5\text{ million}`), and
-right forms that stand in the question as they are.
+The price: right answers refused are numbers not worked out (`2^3` for 8, `6/2` or `x=3` for 3) or
+rounded (`0.333333` for a third), with a unit outside `\text{}`, an unknown one or a scale
+(`5\text{ million}`), and right forms that stand in the question as they are. What is left of the
+leniency: for a gold that is no number, a form that is not worked out earns, unless it is a copy.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ UNITS = {
 }  # fmt: skip
 NO_UNITS = {  # they change the value, or hedge
     "or", "and", "not", "times", "minus", "plus", "over", "squared", "cubed", "factorial",
-    "half", "dozen", "hundred", "thousand", "million", "billion", "trillion",
+    "half", "third", "fifth", "tenth", "hundredth", "thousandth", "dozen", "hundred", "thousand",
+    "million", "billion", "trillion",
 }  # fmt: skip
 _REPLACED = (
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
@@ -114,9 +116,9 @@ class MathJudge:
             without_sympy(question, gold, answer)
             for (question, gold, _), answer in zip(asked, answers, strict=True)
         ]
-        open_ = [i for i, verdict in enumerate(early) if verdict is None]
-        late = self._verifier.judge([(_boxed(asked[i][1]), _boxed(answers[i])) for i in open_])
-        found = dict(zip(open_, late, strict=True))
+        undecided = [i for i, verdict in enumerate(early) if verdict is None]
+        late = self._verifier.judge([(_boxed(asked[i][1]), _boxed(answers[i])) for i in undecided])
+        found = dict(zip(undecided, late, strict=True))
         return [found.get(i, verdict) for i, verdict in enumerate(early)]
 
     def readable(self, golds: Sequence[str]) -> list[bool]:
@@ -164,12 +166,16 @@ def _meets(wanted: Number, given: Number, named: str) -> bool:
         known.add("percent")
     if given.percent and "percent" not in known:
         return False
-    forms = ({word, word.removesuffix("s"), word.removesuffix("es")} for word in given.words)
-    return all(known & form for form in forms)
+    return all(known & _forms(word) for word in given.words)
 
 
 def _words(text: str) -> list[str]:
     return re.findall("[a-z]+", text.lower())
+
+
+def _forms(word: str) -> set[str]:
+    """A word as it is and without a plural's ending."""
+    return {word, word.removesuffix("s"), word.removesuffix("es")}
 
 
 def _copied(answer: str, question: str) -> bool:
@@ -184,11 +190,8 @@ def bare(latex: str) -> str:
     >>> bare(r"\left( \dfrac12,\, 1{,}000 \right)."), bare(r"\text{ 1 2 }")
     ('(\\frac{1}{2},1,000)', '1 2')
     """
-    text = (
-        re.sub(_TEXT + r"\{([^{}]*)\}", r" \1 ", _cleaned(latex))
-        .replace("\\$", "")
-        .replace("$", "")
-    )
+    text = re.sub(_TEXT + r"\{([^{}]*)\}", r" \1 ", _cleaned(latex))
+    text = re.sub(r"\\?\$", "", text)
     text = _SPACES.sub("", text).removesuffix(".")
     return text[1] if re.fullmatch(r"\([A-Z]\)", text) else text
 
@@ -206,7 +209,7 @@ def read_number(latex: str) -> Number | None:
     if value is None:
         return None
     words = _words(found["unit"] or "")
-    if not NO_UNITS.isdisjoint(words):
+    if any(NO_UNITS & _forms(word) for word in words):
         return None
     sign = -1 if found["sign"] == "-" else 1
     return Number(sign * value, _form(found), bool(found["percent"]) or "percent" in words, words)

@@ -138,7 +138,7 @@ class Verifier:
     def _serve(self, place: int, waiting: deque[Pair], found: dict[Pair, Verdict]) -> None:
         """Have the worker of one place judge pairs until none is left."""
         worker = None
-        while worker or (worker := self._proved(place, waiting)):
+        while waiting and (worker := worker or self._proved(place, waiting)):
             try:
                 pair = waiting.popleft()
             except IndexError:
@@ -155,9 +155,9 @@ class Verifier:
             try:
                 return worker if worker.ready(waiting) and worker.prove(self._canaries) else None
             except JudgeError:
-                self._replaced(place)
                 if last:
                     raise
+                self._replaced(place)
         return None
 
     def _replaced(self, place: int) -> _Worker:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 READY = "ready"
 LOOK = 2.0  # seconds between two looks whether the run that asks still lives
 NEARLY = 0.9  # of the memory limit: what is found this close to it is not trusted
-AGAIN = 1  # exit code of a fork that asks for the next one
+DONE, CRASHED, AGAIN = 0, 1, 3  # exit codes of a fork; after the last the next one takes over
 WARM_UP = (
     (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("x^2-1", "(x-1)(x+1)"),
     ("[0,1)", r"(0,\infty)"), (r"\{1,2\}", r"2,1"), ("y=2x+1", "2x+1=y"), ("x<3", "3>x"),
@@ -46,10 +46,12 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _say(pipe, READY)
     busy = mmap.mmap(-1, 1)  # shared with the forks: whether a pair awaits its verdict
-    while (ended := _forked(lambda: _serve(pipe, run, judge, busy, deadline, tasks))) != 0:
+    ended = AGAIN
+    while ended == AGAIN or busy[0]:
         if busy[0]:
             _say(pipe, "timeout" if ended == -signal.SIGALRM else "failure")
             busy[0] = 0
+        ended = _forked(lambda: _serve(pipe, run, judge, busy, deadline, tasks))
 
 
 def _ignore_signals() -> None:
@@ -72,7 +74,7 @@ def _forked(work: Callable[[], int]) -> int:
     try:
         code = work()
     except BaseException:
-        code = AGAIN
+        code = CRASHED
     os._exit(code)
 
 
@@ -83,7 +85,7 @@ def _serve(
     memory_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     for _ in range(tasks):
         if (pair := _received(pipe, run)) is None:
-            return 0
+            return DONE
         busy[0] = 1
         signal.setitimer(signal.ITIMER_REAL, deadline)
         verdict = _verdict(judge, *pair, memory_bytes)

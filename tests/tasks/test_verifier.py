@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from grpo_ustat.tasks.answers import final_number
+from grpo_ustat.tasks.math_answers import MathJudge
 from grpo_ustat.tasks.verifier import CANARIES, JudgeError, Verdict, Verifier
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "scripts"))
+import hostile_answers  # noqa: E402
+
 RIGHT, WRONG, TIMEOUT, FAILURE = Verdict
 BOX = r"\boxed{%s}"
 
@@ -23,6 +30,14 @@ BOX = r"\boxed{%s}"
 def math_verify():
     """The real one."""
     verifier = Verifier(2, 20.0, 2.0)
+    yield verifier
+    verifier.close()
+
+
+@pytest.fixture(scope="module")
+def limited():
+    """The real one with the limits of a run."""
+    verifier = Verifier(2, 2.0, 2.0)
     yield verifier
     verifier.close()
 
@@ -220,9 +235,17 @@ def start(how):
     )  # fmt: skip
 
 
+def arguments(process):
+    """Of a worker, the process that started it among them."""
+    with suppress(psutil.Error):
+        command = process.cmdline()
+        return command if "verify_worker.py" in " ".join(command) else []
+    return []
+
+
 def workers_of(process):
     found = psutil.Process(process.pid).children(recursive=True)
-    return [p for p in found if "verify_worker.py" in " ".join(p.cmdline())]
+    return [p for p in found if arguments(p)]
 
 
 def test_nothing_outlives_the_run(calls):
@@ -257,3 +280,28 @@ def test_a_run_that_ends_and_one_that_forks(how, calls):
     process = start(how)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "")
+    assert gone([p for p in psutil.process_iter() if str(process.pid) in arguments(p)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", hostile_answers.HOSTILE)
+def test_no_hostile_text_is_accepted(name, limited):
+    """Neither by the judge, whatever the gold, nor past its limits; the next one is judged."""
+    text, judge = hostile_answers.HOSTILE[name], MathJudge(limited)
+    asked = [("", gold, text) for gold in ("42", r"\sqrt{2}")]
+    assert RIGHT not in judge.verdicts(asked) + limited.judge([(BOX % "42", text)])
+    assert judge.verdicts([("", "x+42", r"\boxed{42+x}")]) == [RIGHT]
+
+
+@pytest.mark.slow
+def test_ordinary_answers_are_judged_as_they_are(limited):
+    asked = [hostile_answers.answer(random.Random(i), i % 2 == 0) for i in range(500)]
+    found = MathJudge(limited).verdicts([case[:3] for case in asked])
+    assert found == [RIGHT if right else WRONG for *_, right in asked]
+
+
+def test_leniency_is_not_ours(math_verify):
+    judged = MathJudge(math_verify).verdicts(hostile_answers.LENIENT)
+    alone = math_verify.judge([(BOX % gold, text) for _, gold, text in hostile_answers.LENIENT])
+    assert set(judged) == {WRONG} and alone.count(RIGHT) >= 8
+    assert not any(final_number(text) == 3 for *_, text in hostile_answers.LENIENT)
