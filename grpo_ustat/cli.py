@@ -221,6 +221,8 @@ def _one_line(error: Exception, schema: type) -> str:
     key = unknown.group(1)
     if key in ELSEWHERE:
         return f"unknown key {key}: here it is {ELSEWHERE[key]}"
+    if key.startswith("dataset.options"):
+        return f"unknown key {key}: options of a task of your own are added, +{key}=..."
     near = difflib.get_close_matches(
         key, list(_keys(OmegaConf.structured(schema))), n=1, cutoff=0.5
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from grpo_ustat.checks import ConfigError, one_of, positive
 from grpo_ustat.data_config import DATASETS, DatasetConfig, ModelConfig, PromptConfig
@@ -312,6 +312,8 @@ def typed(config: Any, schema: type) -> Any:
         base = OmegaConf.structured(schema)
         base.dataset = _dataset_schema(config)
         result = OmegaConf.to_object(OmegaConf.merge(base, config))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value: set {error.full_key}=...") from error
     except OmegaConfBaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError("; ".join(lines[:2])) from error

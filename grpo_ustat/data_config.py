@@ -6,6 +6,8 @@ A data set's node is typed by its `kind`, see `DATASETS`. Values live in `conf/`
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one")
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry points
+FILES = (".jsonl", ".json", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
 @dataclass
@@ -151,15 +154,17 @@ class OneStepConfig(GeneratedConfig):
 class Gsm8kConfig(DatasetConfig):
     """Rows with question and answer, the answer ending in `#### number` (Cobbe et al. 2021).
 
-    path: a hub id, a folder or a file (jsonl, Parquet, perhaps compressed); subset: a hub id's
-    configuration; revision: its branch, tag or commit. test_path: where test rows are, null: in
-    path. train_split, test_split: their names there.
+    path: a file or folder (jsonl, json, Parquet, perhaps compressed) or a hub id; subset: of a hub
+    id that has several; revision: its branch, tag or commit. test_path, test_revision: the same for
+    test rows, test_path null: they are in path. train_split, test_split: their names there. Of the
+    train rows study_size are kept for studies and never trained on.
     """
 
     path: str = MISSING
     subset: str | None = MISSING
     revision: str | None = MISSING
     test_path: str | None = MISSING
+    test_revision: str | None = MISSING
     train_split: str = MISSING
     test_split: str = MISSING
 
@@ -168,23 +173,30 @@ class Gsm8kConfig(DatasetConfig):
         super().check()
         for name in ("path", "test_path"):
             value = getattr(self, name)
-            local = value is not None and value.startswith(("/", "./", "../", "~"))
-            if local and not Path(value).expanduser().exists():
+            if value is None or Path(value).expanduser().exists():
+                continue
+            if not re.fullmatch(r"[\w.-]+/[\w.-]+", value) or value.endswith(FILES):
                 raise ConfigError(f"dataset.{name}={value}: no such file or folder")
+
+    @property
+    def sources(self) -> list[str]:
+        """Every path that questions come from."""
+        return [path for path in (self.path, self.test_path) if path is not None]
 
 
 @dataclass
 class MathConfig(Gsm8kConfig):
     """Rows with problem, solution, answer, level, subject (Hendrycks et al. 2021).
 
-    subjects, levels: which to keep, null: all. test_ids: a file with the `unique_id` of a test row
-    on each line, null: all rows. max_answer_length: characters of an answer, longer ones earn
-    nothing. judge_seconds, judge_memory_gb: limits of judging one answer, past which it is
-    counted as a time-out or failure and earns nothing.
+    subjects, levels: which train rows to keep, null: all; filter_test: test rows too. test_ids: a
+    file with the `unique_id` of a test row on each line, null: all rows. max_answer_length:
+    characters of an answer, longer ones earn nothing. judge_seconds, judge_memory_gb: limits of
+    judging one answer, past which it is counted as a time-out or failure and earns nothing.
     """
 
     subjects: list[str] | None = MISSING
     levels: list[int] | None = MISSING
+    filter_test: bool = MISSING
     test_ids: str | None = MISSING
     max_answer_length: int = MISSING
     judge_seconds: float = MISSING
@@ -194,11 +206,19 @@ class MathConfig(Gsm8kConfig):
         """See `DatasetConfig.check`."""
         super().check()
         positive(self, "max_answer_length", "judge_seconds", "judge_memory_gb", prefix="dataset.")
+        for name in ("subjects", "levels"):
+            if getattr(self, name) == []:
+                raise ConfigError(f"dataset.{name}=[] keeps no row: use null to keep all")
         for level in self.levels or ():
             if not 1 <= level <= 5:
                 raise ConfigError(f"dataset.levels={self.levels}: MATH has levels 1 to 5")
         if self.test_ids is not None and not Path(self.test_ids).expanduser().is_file():
             raise ConfigError(f"dataset.test_ids={self.test_ids}: no such file")
+
+    @property
+    def sources(self) -> list[str]:
+        """See `Gsm8kConfig.sources`."""
+        return [*super().sources, *([self.test_ids] if self.test_ids else [])]
 
 
 @dataclass
@@ -272,9 +292,22 @@ def check_entry_point(group: str, name: str, key: str) -> None:
     """An installed package offers it.
 
     Raises:
-        ConfigError: none does; names those that are there.
+        ConfigError: none does, and then names those that are there, or its module is not to be
+            found.
     """
     known = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in known:
         found = ", ".join(known) or "none is installed"
         raise ConfigError(f"unknown {key} {name!r}: entry points of {group} are: {found}")
+    module = importlib.metadata.entry_points(group=group)[name].module
+    if module_file(group, name) is None:
+        raise ConfigError(f"{key}={name}: there is no module {module!r}, which {group} names")
+
+
+def module_file(group: str, name: str) -> Path | None:
+    """The file of the module that an entry point is in, without importing that module."""
+    try:
+        found = importlib.util.find_spec(importlib.metadata.entry_points(group=group)[name].module)
+    except ImportError:
+        return None
+    return Path(found.origin) if found and found.origin else None

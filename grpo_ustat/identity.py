@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.checks import adapter_base, model_folder
+from grpo_ustat.data_config import FILES, REWARDS, TASKS, module_file
 from grpo_ustat.train_checks import ENDING
 
 OPERATIONAL = (
@@ -42,12 +43,14 @@ def operational(keys: dict[str, Any]) -> set[str]:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """What makes the run this run: the configuration without operational keys, and the weights."""
+    """What makes the run this run: the configuration without operational keys, weights, data."""
     keys = named(asdict(config))
     keys = {key: value for key, value in keys.items() if key not in operational(keys)}
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
-    return keys | {"weights": weights_fingerprint(config.model.model_name_or_path)}
+    keys |= {"weights": weights_fingerprint(config.model.model_name_or_path)}
+    data = data_fingerprint(config.dataset)
+    return keys if data is None else keys | {"data": data}
 
 
 def named(keys: dict[str, Any]) -> dict[str, Any]:
@@ -73,16 +76,42 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
-    total = hashlib.sha256()
-    for file in files:
-        stat = file.stat()
-        small = stat.st_size <= 2**26
-        total.update(file.read_bytes() if small else f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    total = _content(files)
     adapters = adapter_base(folder)
     if adapters is not None:
         total.update((folder / "adapter_config.json").read_bytes())
         total.update(str(weights_fingerprint(adapters[0])).encode())
     return total.hexdigest()[:12]
+
+
+def data_fingerprint(dataset: Any) -> str | None:
+    """A hash of the local files that questions come from, and of the module of each own task or
+    reward; None where there are none, as of a hub id, which counts by name and revision.
+
+    Files count as those of `weights_fingerprint` do.
+    """
+    files = [file for path in getattr(dataset, "sources", ()) for file in _data_files(path)]
+    for group, name in ((TASKS, dataset.kind == "own" and dataset.name), (REWARDS, dataset.reward)):
+        if name:
+            files.append(module_file(group, name))
+    return _content(files).hexdigest()[:12] if files else None
+
+
+def _data_files(path: str) -> list[Path]:
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    return sorted(file for file in place.rglob("*") if file.name.endswith(FILES))
+
+
+def _content(files: list[Path]) -> Any:
+    """What hashlib makes of the files, in their order."""
+    total = hashlib.sha256()
+    for file in files:
+        stat = file.stat()
+        small = stat.st_size <= 2**26
+        total.update(file.read_bytes() if small else f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    return total
 
 
 def file_digest(path: str | Path) -> str:

@@ -33,6 +33,7 @@ from grpo_ustat.study.result import (
     study_result,
 )
 from grpo_ustat.study.workers import Done, share
+from grpo_ustat.tasks.base import tell_dropped
 
 
 def run(config: MseConfig, folder: RunFolder) -> float | None:
@@ -66,13 +67,16 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
 
 def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     """Build the pool, run the methods, and say what they found."""
+    left_out = {}
     if config.imports_pool:
         pool, of_pool, prompts = import_pool(config, folder / "pool")
         facts = model_facts(config, prompts)
         asked = asked_of(config, pool, facts, of_pool)
         found = closed_form(pool, asked, config.study.interval)
     else:
-        prompts = configured_task(config).prompts("study")[: config.study.questions]
+        task = configured_task(config)
+        tell_dropped(task)
+        prompts, left_out = task.prompts("study")[: config.study.questions], task.dropped
         facts = model_facts(config, prompts)
         pool, found, of_pool = _pool(config, prompts, folder, facts)
     curves, of_replicates = [], Done()
@@ -86,7 +90,7 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         estimated, of_replicates = monte_carlo(config, prompts)
         curves += monte_carlo_rows(config, estimated, found, len(prompts))
     result = study_result(config, pool, found, curves, facts.parameters, of_pool, of_replicates)
-    return result | {"not_measured": missing}
+    return result | {"left_out": left_out, "not_measured": missing}
 
 
 def replay_rows(config: MseConfig, pool: ScorePool, found: ClosedForm) -> tuple[list, list]:

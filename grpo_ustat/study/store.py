@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import MseConfig
-from grpo_ustat.identity import weights_fingerprint
+from grpo_ustat.identity import data_fingerprint, weights_fingerprint
 from grpo_ustat.records import Prompt
 from grpo_ustat.study.workers import Done
 
@@ -64,7 +64,8 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
     found = {key: keys[key] for key in chosen} | {key: keys["budget"][key] for key in budget}
     for key in ("study_size", "train_size", "test_size"):
         found["dataset"].pop(key, None)
-    return found | {"weights": weights_fingerprint(config.model.model_name_or_path)}
+    found["weights"] = weights_fingerprint(config.model.model_name_or_path)
+    return found | {"data": data_fingerprint(config.dataset)}
 
 
 class PoolStore:

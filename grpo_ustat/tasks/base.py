@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable
 from decimal import Decimal
 from typing import Protocol
 
 import numpy as np
 
+from grpo_ustat.ranks import is_main
 from grpo_ustat.records import Prompt, Question, Rollouts
 from grpo_ustat.tasks.answers import final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
@@ -64,32 +65,6 @@ class NumberJudge:
         ]
 
 
-class OwnJudge:
-    """A user's own function of prompt and completion, one completion at a time.
-
-    Args:
-        reward: takes a `Prompt` and a completion.
-        extract: takes a completion; None: a completion is its own answer.
-    """
-
-    def __init__(
-        self,
-        reward: Callable[[Prompt, str], float],
-        extract: Callable[[str], str | None] | None = None,
-    ):
-        self.counts: Counter[str] = Counter()
-        self._reward, self._extract = reward, extract
-
-    def extract(self, completion: str) -> str | None:
-        """See `Judge.extract`."""
-        return completion.strip() or None if self._extract is None else self._extract(completion)
-
-    def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """See `Judge.rewards`."""
-        pairs = zip(prompts, completions, strict=True)
-        return [float(self._reward(prompt, text)) for prompt, text in pairs]
-
-
 class Task:
     """Questions, a way to put them, and a judge of completions.
 
@@ -128,8 +103,16 @@ class Task:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Questions that the source left out, by reason."""
-        return dict(getattr(self._source, "counts", {}))
+        """How many questions the source left out, by reason; reasons without any are not named."""
+        counts = getattr(self._source, "counts", {})
+        return {reason: count for reason, count in counts.items() if count}
+
+
+def tell_dropped(task: Task) -> None:
+    """Say, once for all ranks, what the data set left out."""
+    told = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items())
+    if told and is_main():
+        print(f"note: questions left out: {told}", file=sys.stderr)
 
 
 def rewards(task: Task, rollouts: Rollouts) -> np.ndarray:

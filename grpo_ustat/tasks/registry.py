@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 
 from grpo_ustat.config import Common
 from grpo_ustat.data_config import REWARDS, TASKS
 from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges
-from grpo_ustat.tasks.base import Judge, NumberJudge, OwnJudge, Source, Task
+from grpo_ustat.tasks.base import Judge, NumberJudge, Source, Task
+from grpo_ustat.tasks.gsm8k import gsm8k
+from grpo_ustat.tasks.math import math
 from grpo_ustat.tasks.one_step import OneStep
+from grpo_ustat.tasks.own import OwnJudge, OwnSource, blamed, entry_point, told
 from grpo_ustat.tasks.prompts import Prompting, Turn
 
 
@@ -37,8 +39,12 @@ def make_source(config: Common) -> Source:
     sizes["examples"] = prompt.shots
     if dataset.kind == "one_step":
         return OneStep(dataset.tables, sizes, dataset.seed, prompt.seed)
+    if dataset.kind == "gsm8k":
+        return gsm8k(dataset, sizes, prompt.seed)
+    if dataset.kind == "math":
+        return math(dataset, sizes, prompt.seed)
     if dataset.kind == "own":
-        return entry_point(TASKS, dataset.name)(**dataset.options)
+        return OwnSource(dataset.name, dataset.options, sizes)
     ranges = Ranges(
         dataset.min_term, dataset.max_term, dataset.min_factor, dataset.max_factor,
         dataset.min_digit, dataset.max_digit,
@@ -47,15 +53,16 @@ def make_source(config: Common) -> Source:
 
 
 def make_judge(config: Common, source: Source) -> Judge:
-    """The configured judge."""
+    """The configured judge; with a reward of the user's own, the data set's still reads answers."""
     dataset = config.dataset
-    if dataset.reward is not None:
-        return OwnJudge(entry_point(REWARDS, dataset.reward))
     if dataset.kind == "own":
-        return OwnJudge(source.reward, getattr(source, "extract", None))
-    return NumberJudge()
-
-
-def entry_point(group: str, name: str):
-    """What an installed package offers under this name; `data_config` has checked that one does."""
-    return importlib.metadata.entry_points(group=group)[name].load()
+        own = source.task
+        judge = OwnJudge(own.reward, getattr(own, "extract", None), told(TASKS, dataset.name))
+    else:
+        judge = NumberJudge()
+    if dataset.reward is None:
+        return judge
+    named = told(REWARDS, dataset.reward)
+    with blamed(named):
+        reward = entry_point(REWARDS, dataset.reward)
+    return OwnJudge(reward, judge.extract, named)

@@ -24,7 +24,7 @@ from grpo_ustat.ranks import RefusedByRank, is_main
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.engine import Engine, make_engine
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.tasks.base import Task
+from grpo_ustat.tasks.base import Task, tell_dropped
 from grpo_ustat.train_checks import ENDING
 from grpo_ustat.training import sharded
 from grpo_ustat.training.memory import Memory, make_memory
@@ -161,14 +161,6 @@ def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
             f"{test} test questions for {world} processes and a paired interval: "
             f"use dataset.test_size={max(world, 2)} or more"
         )
-
-
-def tell_dropped(task: Task) -> None:
-    """Say what the data set left out."""
-    if task.dropped and is_main():
-        told = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items() if count)
-        if told:
-            print(f"note: questions left out: {told}", file=sys.stderr)
 
 
 def check_lengths(config: TrainConfig, policy: Policy, prompts: list[Prompt]) -> None:

@@ -138,7 +138,7 @@ def _leave(run: Run, progress: Progress, saved: int, stop: StopRequest) -> None:
 
 def _finish(run: Run, progress: Progress, log: RunLog | None) -> dict[str, Any]:
     """Write `result.json`, after everything else is on the disk."""
-    result = _result(run.config, progress)
+    result = _result(run.config, progress) | {"left_out": run.task.dropped}
     if log:
         try:
             log.sync()

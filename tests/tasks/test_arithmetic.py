@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ustat.tasks.answers import final_integer
+from grpo_ustat.tasks.answers import final_number
 from grpo_ustat.tasks.arithmetic import KINDS, Arithmetic, Exercise, Ranges, draw, worked
 from grpo_ustat.tasks.base import NumberJudge, Task
 from grpo_ustat.tasks.prompts import Prompting
@@ -95,21 +95,6 @@ def test_too_narrow_ranges_are_refused():
         draw("study", 500, Ranges(1, 3, 11, 13, 2, 3), 0)
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("70", 70), (" 70\n", 70), ("-7", -7), ("+7", 7), ("1,234", 1234), ("70.", 70),
-        ("82-12=70 #### 70", 70), ("####70", 70), ("#### $1,070", 1070),
-        ("37+45-12", None), ("37+45-12=70", None), ("1 2 3", None), ("x=3", None), ("3=3", None),
-        ("#### 3 #### 3", None), ("#### 3 or 4", None), ("####", None), ("", None), ("3.5", None),
-        ("three", None), ("1,23", None), ("٣", None), ("#### 70 #", None), ("7" * 31, None),
-        ("70 #### 37+33", None), ("the answer is 70", None), ("--7", None),
-    ],
-)  # fmt: skip
-def test_extraction_is_strict(text, expected):
-    assert final_integer(text) == expected
-
-
 def test_an_echoed_question_scores_nothing(questions):
     source = Arithmetic(Ranges(), {"study": 500}, 0)
     task = Task(source, Prompting("{question}="), NumberJudge())
@@ -151,7 +136,7 @@ def test_worked_solutions_are_right_in_every_step(questions):
     writer = Writer(0, chatty=True)
     for question in questions["train"]:
         text = writer.solution(question)
-        assert final_integer(text) == question.answer == int(direct(question))
+        assert final_number(text) == question.answer == int(direct(question))
         assert len(text) <= 90
         for left, right in re.findall(r"(-?\d+ ?[-+*/] ?-?\d+) ?=(-?\d+)", text):
             assert value(left.replace(" ", "")) == int(right)

@@ -1,0 +1,39 @@
+"""GSM8K: grade-school word problems (Cobbe et al. 2021)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from grpo_ustat.data_config import Gsm8kConfig
+from grpo_ustat.records import Question
+from grpo_ustat.tasks.answers import MARK, number, plain
+from grpo_ustat.tasks.rows import Row, train_and_test
+from grpo_ustat.tasks.splits import Splits, question_id
+
+_ANNOTATION = re.compile(r"<<[^<>]*>>")  # a calculator's, as in 48/2 = <<48/2=24>>24
+
+
+def gsm8k(dataset: Gsm8kConfig, sizes: Mapping[str, int | None], examples_seed: int) -> Splits:
+    """Questions of each split.
+
+    Raises:
+        ConfigError: see `train_and_test`, `question_of` and `Splits`.
+    """
+    train, test = ([question_of(row) for row in rows] for rows in train_and_test(dataset))
+    return Splits(train, test, sizes, dataset.seed, examples_seed)
+
+
+def question_of(row: Row) -> Question:
+    """The question of a row, its solution without the calculator's annotations.
+
+    Raises:
+        ConfigError: a field is missing, or the answer does not end in #### and a number.
+    """
+    text, worked = row.text("question"), row.text("answer")
+    _, mark, end = worked.rpartition(MARK)
+    gold = number(end) if mark else None
+    if gold is None:
+        raise row.refused("answer", worked[-40:], f"a solution that ends in {MARK} and a number")
+    solution = _ANNOTATION.sub("", worked)
+    return Question(question_id("gsm8k", text), text, plain(gold), "gsm8k", solution)

@@ -1,0 +1,108 @@
+"""MATH: competition problems with worked solutions (Hendrycks et al. 2021)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.data_config import MathConfig
+from grpo_ustat.records import Question
+from grpo_ustat.tasks.answers import last_boxed
+from grpo_ustat.tasks.rows import Row, train_and_test
+from grpo_ustat.tasks.splits import Splits, question_id
+
+
+def math(dataset: MathConfig, sizes: Mapping[str, int | None], examples_seed: int) -> Splits:
+    """Questions of each split.
+
+    Raises:
+        ConfigError: see `train_and_test`, `Splits`; a field is missing or wrong, or a filter names
+            what is not there.
+    """
+    train_rows, test_rows = train_and_test(dataset)
+    counts: Counter[str] = Counter()
+    every_test = {question_id("math", row.text("problem")) for row in test_rows}
+    train_rows = _filtered(train_rows, dataset, "train", counts)
+    if dataset.filter_test:
+        test_rows = _filtered(test_rows, dataset, "test", counts)
+    if dataset.test_ids is not None:
+        test_rows = _listed(test_rows, dataset.test_ids, counts)
+    train, test = _answered(train_rows, "train", counts), _answered(test_rows, "test", counts)
+    return Splits(train, test, sizes, dataset.seed, examples_seed, every_test, counts)
+
+
+def question_of(row: Row) -> Question:
+    """The question of a row, whose answer, where the row has none, is the last box of its solution;
+    empty where that has none either.
+    """
+    text, solution = row.text("problem"), row.text("solution")
+    given = row.value("answer") if row.has("answer") else ""
+    if not isinstance(given, str):
+        raise row.refused("answer", given, "a text")
+    answer = given.strip() or boxed(solution).strip()
+    return Question(question_id("math", text), text, answer, subject_of(row), solution)
+
+
+def boxed(solution: str) -> str:
+    r"""What the last box of a solution holds, also of a box without braces, `$\boxed 5$`; else "".
+
+    >>> boxed(r"so $\boxed{\frac{1}{2}}$"), boxed(r"so $x = \boxed 5$."), boxed("so 5")
+    ('\\frac{1}{2}', '5', '')
+    """
+    found = last_boxed(solution, len(solution))
+    bare = re.findall(r"\\boxed ([^{}$]+)\$", solution)
+    return found if found is not None else (bare or [""])[-1]
+
+
+def subject_of(row: Row) -> str:
+    """`subject`, in some copies called `type`."""
+    return row.text("subject", "type")
+
+
+def level_of(row: Row) -> int | None:
+    """1 to 5, written as a number or as `Level 3`; None for the few rows that say `Level ?`."""
+    value = row.value("level")
+    found = re.fullmatch(r"(?:Level )?([1-5?])", str(value).strip())
+    if not found:
+        raise row.refused("level", value, "1 to 5, or Level 1 to Level 5")
+    return None if found[1] == "?" else int(found[1])
+
+
+def _filtered(rows: list[Row], dataset: MathConfig, name: str, counts: Counter[str]) -> list[Row]:
+    subjects, levels = dataset.subjects, dataset.levels
+    if subjects is not None:
+        there = {subject_of(row) for row in rows}
+        for subject in set(subjects) - there:
+            raise ConfigError(
+                f"dataset.subjects names {subject!r}, which no {name} row has: there are "
+                f"{', '.join(sorted(there))}"
+            )
+    kept = [row for row in rows if subjects is None or subject_of(row) in subjects]
+    counts[f"{name} questions of other subjects"] += len(rows) - len(kept)
+    fitting = [row for row in kept if levels is None or level_of(row) in levels]
+    counts[f"{name} questions of other levels"] += len(kept) - len(fitting)
+    return fitting
+
+
+def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
+    """The rows whose `unique_id` stands on a line of the file."""
+    wanted = set(Path(file).expanduser().read_text().split("\n")) - {""}
+    kept = [row for row in rows if row.text("unique_id") in wanted]
+    missing = wanted - {row.text("unique_id") for row in kept}
+    if missing or not wanted:
+        raise ConfigError(
+            f"dataset.test_ids={file} names {len(wanted)} rows, of which {len(missing)} are no "
+            f"test rows, such as {min(missing, default='')!r}: use unique_id of test rows"
+        )
+    counts["test questions that test_ids does not name"] += len(rows) - len(kept)
+    return kept
+
+
+def _answered(rows: list[Row], name: str, counts: Counter[str]) -> list[Question]:
+    questions = [question_of(row) for row in rows]
+    kept = [question for question in questions if question.answer]
+    counts[f"{name} questions without an answer"] += len(questions) - len(kept)
+    return kept

@@ -1,0 +1,151 @@
+"""Tasks and rewards of the user's own, from entry points of installed packages.
+
+A task (group `grpo_ustat.tasks`) is called with `dataset.options` and returns an object with
+`questions(split)`, `reward(prompt, completion)` and perhaps `extract(completion)`. A reward (group
+`grpo_ustat.rewards`) is a function of prompt and completion in place of a data set's judge.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.data_config import TASKS
+from grpo_ustat.records import Prompt, Question
+
+APART = {  # what a split must not share questions with
+    "train": ("test", "examples"),
+    "test": ("examples",),
+    "study": ("examples",),
+    "examples": (),
+}
+
+
+class OwnSource:
+    """The questions of a user's task, as many of each split as are asked for.
+
+    Args:
+        name: of the entry point.
+        options: what it is called with.
+        sizes: how many of `train`, `test`, `study` and `examples`; None: all that there are.
+
+    Attributes:
+        task: what the entry point returned.
+
+    Raises:
+        ConfigError: it cannot be loaded or called.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any], sizes: Mapping[str, int | None]):
+        self._told, self._sizes = told(TASKS, name), sizes
+        with blamed(self._told):
+            self.task = entry_point(TASKS, name)(**options)
+
+    def questions(self, split: str) -> list[Question]:
+        """The first so many of the task's.
+
+        Raises:
+            ConfigError: there are fewer, one of them is no question, or an id comes twice here or
+                also in a split that this one must not share questions with.
+        """
+        found = self._cut(split)
+        others = [q for other in APART[split] if self._sizes[other] != 0 for q in self._cut(other)]
+        counts = Counter(question.id for question in found)
+        counts.update({question.id for question in others})
+        twice = next((name for name, count in counts.items() if count > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"{self._told} has two {split} questions of id {twice!r}, or one that is also in "
+                f"{' or '.join(APART[split])}: every id must be another, and no question in two"
+            )
+        return found
+
+    def _cut(self, split: str) -> list[Question]:
+        with blamed(f"{self._told}, questions({split!r})"):
+            found = list(self.task.questions(split))
+        for question in found:
+            if not isinstance(question, Question):
+                raise ConfigError(
+                    f"{self._told}: questions({split!r}) holds {question!r:.60}, it must hold "
+                    "grpo_ustat.records.Question"
+                )
+        count = self._sizes[split]
+        if count is not None and count > len(found):
+            key = "prompt.shots" if split == "examples" else f"dataset.{split}_size"
+            raise ConfigError(
+                f"{key}={count}, but {self._told} has {len(found)} {split} questions: "
+                f"use {key}={len(found)} or less"
+            )
+        return found[:count]
+
+
+class OwnJudge:
+    """A user's own function of prompt and completion, one completion at a time.
+
+    Args:
+        reward: takes a `Prompt` and a completion, returns a number in [0, 1].
+        extract: takes a completion; None: a completion is its own answer.
+        name: what to call them in errors.
+    """
+
+    def __init__(
+        self,
+        reward: Callable[[Prompt, str], float],
+        extract: Callable[[str], str | None] | None = None,
+        name: str = "the reward",
+    ):
+        self.counts: Counter[str] = Counter()
+        self._reward, self._extract, self._told = reward, extract, name
+
+    def extract(self, completion: str) -> str | None:
+        """See `Judge.extract`."""
+        if self._extract is None:
+            return completion.strip() or None
+        with blamed(f"{self._told}, extract"):
+            return self._extract(completion)
+
+    def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
+        """See `Judge.rewards`.
+
+        Raises:
+            ConfigError: the function failed or returned no number in [0, 1]; names its prompt.
+        """
+        return [self._one(p, text) for p, text in zip(prompts, completions, strict=True)]
+
+    def _one(self, prompt: Prompt, completion: str) -> float:
+        with blamed(f"{self._told}, prompt {prompt.id}"):
+            found = self._reward(prompt, completion)
+        if not isinstance(found, Real) or not 0 <= found <= 1:
+            raise ConfigError(
+                f"{self._told}, prompt {prompt.id}: the reward is {found!r:.60}, it must be a "
+                "number from 0 to 1"
+            )
+        return float(found)
+
+
+def told(group: str, name: str) -> str:
+    """What to call an entry point in errors."""
+    return f"{group} entry point {name!r}"
+
+
+def entry_point(group: str, name: str) -> Any:
+    """What an installed package offers under this name; `data_config` has checked that one does."""
+    return importlib.metadata.entry_points(group=group)[name].load()
+
+
+@contextmanager
+def blamed(told: str) -> Iterator[None]:
+    """Whatever a user's code raises, as one line with its place."""
+    try:
+        yield
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{told}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        ) from error

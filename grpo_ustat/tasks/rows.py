@@ -1,0 +1,235 @@
+"""Rows of a data set: a file, a folder or a hub id, read through the `datasets` library.
+
+Files are json lines, json or Parquet, plain or compressed. What cannot be used is refused by file,
+row (from 1) and field.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.data_config import Gsm8kConfig
+
+KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datasets` calls them
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        fields: values by name.
+        where: file, or hub id and split, and the number of the row.
+    """
+
+    fields: dict[str, Any]
+    where: str
+
+    def has(self, name: str) -> bool:
+        """Whether it has a value of this name."""
+        return self.fields.get(name) is not None
+
+    def value(self, *names: str) -> Any:
+        """The field of the first of these names that it has.
+
+        Raises:
+            ConfigError: it has none; names the fields it has.
+        """
+        for name in names:
+            if self.has(name):
+                return self.fields[name]
+        there = ", ".join(name for name in self.fields if self.has(name)) or "none"
+        raise ConfigError(
+            f"{self.where}: field {' or '.join(names)} is missing, the fields there are: {there}"
+        )
+
+    def text(self, *names: str) -> str:
+        """The field as a text that is not blank.
+
+        Raises:
+            ConfigError: see `value`, or it is something else.
+        """
+        value = self.value(*names)
+        if not isinstance(value, str) or not value.strip():
+            raise self.refused(" or ".join(names), value, "a text that is not empty")
+        return value.strip()
+
+    def refused(self, name: str, value: Any, wanted: str) -> ConfigError:
+        """What to raise of a field's value."""
+        return ConfigError(f"{self.where}: field {name} is {_short(value)}, it must be {wanted}")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where rows come from.
+
+    Attributes:
+        key: the configuration key that names the path, for errors.
+        path: of a file or folder, or a hub id.
+        subset: of a folder or hub id that has several, as their cards name them.
+        revision: branch, tag or commit of a hub id.
+    """
+
+    key: str
+    path: str
+    subset: str | None = None
+    revision: str | None = None
+
+    def rows(self, split: str) -> list[Row]:
+        """All rows of a split; a single file is the split that it is asked for.
+
+        Raises:
+            ConfigError: nothing can be read there, or there is no such split; names file and row,
+                or the splits that exist.
+        """
+        place = Path(self.path).expanduser()
+        if place.is_file():
+            return _of_file(place)
+        if place.is_dir():
+            return [row for file in self._files(place, split) for row in _of_file(file)]
+        return self._of_hub(split)
+
+    def _files(self, folder: Path, split: str) -> list[Path]:
+        """The files of a split, told by their names or by the folder's card."""
+        from datasets import get_dataset_config_names, load_dataset_builder
+
+        try:
+            with _quiet() as cache:
+                subsets = get_dataset_config_names(str(folder))
+                subset = self.subset if self.subset in subsets else None
+                builder = load_dataset_builder(str(folder), subset, cache_dir=cache)
+        except Exception as error:
+            raise ConfigError(
+                f"{self.key}={self.path} holds no rows that can be read ({_reason(error)}): use "
+                "jsonl, json or Parquet files with train and test in their names"
+            ) from error
+        if builder.name not in KINDS.values():
+            raise ConfigError(
+                f"{self.key}={self.path} holds no jsonl, json or Parquet file: put train.jsonl and "
+                "test.jsonl there, or use another folder"
+            )
+        files = {str(name): paths for name, paths in builder.config.data_files.items()}
+        return [Path(file) for file in self._chosen(split, files)]
+
+    def _of_hub(self, split: str) -> list[Row]:
+        from datasets import load_dataset
+
+        try:
+            with _quiet():
+                found = load_dataset(self.path, self.subset, revision=self.revision)
+        except Exception as error:
+            raise ConfigError(
+                f"{self.key}={self.path} is no file or folder here, and as a hub id it could not "
+                f"be loaded ({_reason(error)}): use {self.key}=FILE_OR_FOLDER"
+            ) from error
+        return _numbered(self._chosen(split, found), f"{self.path} split {split}")
+
+    def _chosen(self, split: str, there: dict[str, Iterable]) -> Iterable:
+        if split not in there:
+            raise ConfigError(
+                f"{self.key}={self.path} has no split {split!r}, only {', '.join(there)}: set "
+                "dataset.train_split and dataset.test_split, or dataset.test_path"
+            )
+        return there[split]
+
+
+def train_and_test(dataset: Gsm8kConfig) -> tuple[list[Row], list[Row]]:
+    """All train rows and all test rows of a data set.
+
+    Raises:
+        ConfigError: see `Origin.rows`, or one file is named for both.
+    """
+    train = Origin("dataset.path", dataset.path, dataset.subset, dataset.revision)
+    test = train
+    if dataset.test_path is not None:
+        test = Origin("dataset.test_path", dataset.test_path, None, dataset.test_revision)
+    elif Path(dataset.path).expanduser().is_file():
+        raise ConfigError(
+            f"dataset.path={dataset.path} is one file, which cannot be train and test: add "
+            "dataset.test_path=FILE, or use a folder with both"
+        )
+    return train.rows(dataset.train_split), test.rows(dataset.test_split)
+
+
+def kind_of(file: Path) -> str | None:
+    """What `datasets` calls a file of this name, perhaps compressed; None where it knows none."""
+    return next((KINDS[suffix] for suffix in reversed(file.suffixes) if suffix in KINDS), None)
+
+
+def _of_file(file: Path) -> list[Row]:
+    from datasets import load_dataset
+
+    kind = kind_of(file)
+    if kind is None:
+        known = ", ".join(KINDS)
+        raise ConfigError(f"{file} cannot be read: its name must end in one of {known}")
+    try:
+        with _quiet() as cache:  # streamed: nothing is left in a cache that could grow stale
+            options = {"split": "train", "streaming": True, "cache_dir": cache}
+            rows = list(load_dataset(kind, data_files=str(file), **options))
+    except Exception as error:
+        told = _reason(error)
+        if "zstd" in told:
+            told += ": pip install zstandard, or use .gz"
+        elif kind == "json":
+            told = _broken(file) or told
+        raise ConfigError(f"{file} cannot be read: {told}") from error
+    return _numbered(rows, str(file))
+
+
+def _numbered(rows: Iterable[dict[str, Any]], place: str) -> list[Row]:
+    return [Row(fields, f"{place} row {number}") for number, fields in enumerate(rows, start=1)]
+
+
+def _broken(file: Path) -> str | None:
+    """The first row of a json file that is none, None where every one is."""
+    import fsspec
+
+    try:
+        with fsspec.open(str(file), "rt", encoding="utf-8", compression="infer") as opened:
+            text = opened.read()
+    except (OSError, ValueError, EOFError) as error:
+        return _reason(error)
+    if not text.strip():
+        return "it is empty"
+    rows = [text] if text.lstrip().startswith("[") else filter(str.strip, text.splitlines())
+    for number, row in enumerate(rows, start=1):
+        try:
+            found = json.loads(row)
+        except ValueError as error:
+            return f"row {number} is no json ({error})" if row is not text else f"no json ({error})"
+        if row is not text and not isinstance(found, dict):
+            return f"row {number} is {_short(found)}, it must be an object with named fields"
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[str]:
+    """The library without its bars and logs, and a folder for what it would leave in its cache."""
+    import datasets
+    import huggingface_hub
+
+    datasets.disable_progress_bars()
+    huggingface_hub.utils.disable_progress_bars()
+    for library in (datasets, huggingface_hub):
+        library.utils.logging.set_verbosity(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
+def _reason(error: Exception) -> str:
+    root = error.__cause__ or error
+    return " ".join(str(root).split())[:200] or "no row was found"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,98 @@
+"""Train, test, study and examples of a data set that comes as train rows and test rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.records import Question
+
+
+def question_id(prefix: str, text: str) -> str:
+    """A stable name: questions have the same one if they differ only in case and white space.
+
+    >>> question_id("x", "How  many?") == question_id("x", "how many? ") != question_id("x", "?")
+    True
+    """
+    plain = " ".join(text.split()).casefold()
+    return f"{prefix}-{_digest(plain, 6)}"
+
+
+class Splits:
+    """Questions of each split, none in two of them.
+
+    Test questions are test rows. The train rows, shuffled by seed, are first the study's, then come
+    the examples, and what is left is for training. Where a question stands in the shuffle depends
+    on itself and the seed alone.
+
+    Args:
+        train, test: the questions of the rows.
+        sizes: how many of `train`, `test`, `study` and `examples`; None: all that are left.
+        seed: of the questions, not of the run.
+        examples_seed: of the examples.
+        barred: ids that must not be trained on, beside those of the test questions.
+        counts: of the rows that were left out before, by reason.
+
+    Attributes:
+        counts: of the rows that were left out in all, by reason.
+
+    Raises:
+        ConfigError: more are asked for than there are.
+    """
+
+    def __init__(
+        self,
+        train: list[Question],
+        test: list[Question],
+        sizes: Mapping[str, int | None],
+        seed: int,
+        examples_seed: int = 0,
+        barred: Iterable[str] = (),
+        counts: Mapping[str, int] = {},
+    ):
+        self.counts = Counter(counts)
+        held_out = {question.id for question in test} | set(barred)
+        clean = [question for question in train if question.id not in held_out]
+        self.counts["train questions that are also test questions"] += len(train) - len(clean)
+        tests = _shuffled(self._once(test, "test"), f"test/{seed}")
+        rest = _shuffled(self._once(clean, "train"), f"train/{seed}")
+        study = _first(rest, sizes["study"], "dataset.study_size")
+        rest = rest[len(study) :]
+        shown = _shuffled(rest, f"examples/{examples_seed}")
+        examples = _first(shown, sizes["examples"], "prompt.shots")
+        solved = {question.id for question in examples}
+        left = [question for question in rest if question.id not in solved]
+        self._splits = {
+            "train": _first(left, sizes["train"], "dataset.train_size"),
+            "test": _first(tests, sizes["test"], "dataset.test_size"),
+            "study": study,
+            "examples": examples,
+        }
+
+    def questions(self, split: str) -> list[Question]:
+        """The split's questions, in a fixed order."""
+        return list(self._splits[split])
+
+    def _once(self, questions: list[Question], rows: str) -> list[Question]:
+        """Each question where it comes first."""
+        found: dict[str, Question] = {}
+        for question in questions:
+            found.setdefault(question.id, question)
+        self.counts[f"repeated {rows} questions"] += len(questions) - len(found)
+        return list(found.values())
+
+
+def _shuffled(questions: list[Question], seed: str) -> list[Question]:
+    return sorted(questions, key=lambda question: _digest(f"{seed}/{question.id}", 8))
+
+
+def _first(questions: list[Question], count: int | None, key: str) -> list[Question]:
+    if count is not None and count > len(questions):
+        raise ConfigError(f"{key}={count}, but only {len(questions)} questions are left: use fewer")
+    return questions[:count]
+
+
+def _digest(text: str, size: int) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()

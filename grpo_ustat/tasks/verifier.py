@@ -1,0 +1,255 @@
+r"""math-verify (Hugging Face) in worker processes that can be killed.
+
+A policy writes the answers, so one may hang or eat memory: `\boxed{9^{9^{9^9}}}` does. The limits
+of math-verify itself are alarms of the main thread and are silent; here every answer has a hard
+deadline and a memory limit, and what ran into one is told from a wrong answer.
+
+The processes are started by `subprocess` and spoken to in JSON rather than through a pool of
+`multiprocessing` (pebble 5.2.3 was tried): so the daemonic workers of a study may start them,
+nothing of the parent's main module is imported again, and none outlives a killed parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("verify_worker.py")
+START_SECONDS = 120.0  # for a worker's imports on a busy machine
+LOOK_SECONDS = 0.02  # between two looks whether a starting worker is still needed
+GRACE = 1.0  # seconds past the deadline that a worker has to end by itself
+MAX_TASKS = 1000  # pairs after which a worker begins afresh, for the libraries keep what they read
+CACHED = 20_000  # pairs whose verdict is remembered
+
+Pair = tuple[str, str]  # gold and answer, texts as math-verify reads them: \boxed{...}
+
+
+class Verdict(Enum):
+    """What became of an answer; `TIMEOUT` and `FAILURE` say that it was not judged."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    TIMEOUT = "timeout"  # past the deadline
+    FAILURE = "failure"  # the worker died, ran out of memory or raised
+
+
+JUDGED = (Verdict.RIGHT, Verdict.WRONG)
+CANARIES: Mapping[Pair, Verdict] = {
+    (r"\boxed{\frac{\sqrt{3}}{2}}", r"\boxed{\sqrt{3}/2}"): Verdict.RIGHT,
+    (r"\boxed{2x+2}", r"\boxed{2(x+1)}"): Verdict.RIGHT,
+    (r"\boxed{\frac{\pi}{2}}", r"\boxed{\frac{\pi}{3}}"): Verdict.WRONG,
+    (r"\boxed{2\sqrt{3}}", r"\boxed{\sqrt{13}}"): Verdict.WRONG,
+}
+
+
+class JudgeError(RuntimeError):
+    """The judge itself is broken; going on would score everything wrong."""
+
+
+class Verifier:
+    """Judges pairs of texts with math-verify; from any thread and process, several at once.
+
+    Workers start at the first call. In every batch each of them judges the canaries before its
+    first pair. They end with this object or with its process, in whatever way that ends.
+
+    Args:
+        workers: number of processes.
+        deadline: seconds that one answer may take before its process is killed.
+        memory_gb: address space of one process, GiB.
+        canaries: pairs and the verdict that each must get.
+        max_tasks: pairs after which a worker begins afresh.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        deadline: float,
+        memory_gb: float,
+        canaries: Mapping[Pair, Verdict] = CANARIES,
+        max_tasks: int = MAX_TASKS,
+    ) -> None:
+        self._limits = (deadline, int(memory_gb * 2**30), max_tasks)
+        self._places, self._canaries = workers, canaries
+        self._cache: OrderedDict[Pair, Verdict] = OrderedDict()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._workers: dict[int, _Worker] = {}
+        self._lock, self._process = threading.Lock(), os.getpid()
+        weakref.finalize(self, _end, self._workers, self._process)
+
+    def judge(self, pairs: Sequence[Pair]) -> list[Verdict]:
+        """The verdict on each pair of gold and answer; equal pairs are judged once.
+
+        Raises:
+            JudgeError: a worker does not start or judges a canary wrongly, and so does the fresh
+                one that takes its place.
+        """
+        if self._process != os.getpid():  # after a fork: workers and lock are the parent's
+            self._begin()
+        with self._lock:
+            known = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
+            new = [pair for pair in dict.fromkeys(pairs) if pair not in known]
+            known |= self._judged(new) if new else {}
+            self._remember(known)
+        return [known[pair] for pair in pairs]
+
+    def close(self) -> None:
+        """End the workers; a later call starts others."""
+        with self._lock:
+            _end(self._workers, self._process)
+
+    def _remember(self, verdicts: dict[Pair, Verdict]) -> None:
+        for pair, verdict in verdicts.items():
+            if verdict in JUDGED:  # the others may fare better another time
+                self._cache[pair] = verdict
+                self._cache.move_to_end(pair)
+        while len(self._cache) > CACHED:
+            self._cache.popitem(last=False)
+
+    def _judged(self, pairs: list[Pair]) -> dict[Pair, Verdict]:
+        """Verdicts of pairs that differ; a thread waits for each worker."""
+        waiting, found = deque(pairs), {}
+        with ThreadPoolExecutor(self._places) as threads:
+            try:
+                serve = partial(self._serve, waiting=waiting, found=found)
+                deque(threads.map(serve, range(self._places)), maxlen=0)
+            except BaseException:  # also Ctrl-C: what the other threads wait for ends at once
+                waiting.clear()
+                for worker in list(self._workers.values()):
+                    worker.kill()
+                raise
+        return found
+
+    def _serve(self, place: int, waiting: deque[Pair], found: dict[Pair, Verdict]) -> None:
+        """Have the worker of one place judge pairs until none is left."""
+        worker = None
+        while worker or (worker := self._proved(place, waiting)):
+            try:
+                pair = waiting.popleft()
+            except IndexError:
+                return
+            found[pair] = worker.ask(pair)
+            worker = None if worker.lost else worker
+
+    def _proved(self, place: int, waiting: deque[Pair]) -> _Worker | None:
+        """The worker of a place once it has judged the canaries; None if nothing is waiting."""
+        for last in (False, True):
+            worker = self._workers.get(place)
+            if worker is None or worker.lost or worker.process.poll() is not None:
+                worker = self._replaced(place)
+            try:
+                return worker if worker.ready(waiting) and worker.prove(self._canaries) else None
+            except JudgeError:
+                self._replaced(place)
+                if last:
+                    raise
+        return None
+
+    def _replaced(self, place: int) -> _Worker:
+        """A fresh worker for a place, starting."""
+        if place in self._workers:
+            self._workers[place].end()
+        self._workers[place] = _Worker(*self._limits)
+        return self._workers[place]
+
+
+class _Worker:
+    """A process of `verify_worker.py`, which leads a session of its own and so sees no Ctrl-C."""
+
+    def __init__(self, deadline: float, memory_bytes: int, max_tasks: int) -> None:
+        self.pipe, there = Pipe()
+        self.patience, self.started, self.lost = deadline + GRACE, False, False
+        own = (there.fileno(), os.getpid(), deadline, memory_bytes, max_tasks)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(SCRIPT), *map(str, own)],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        there.close()  # so that the pipe ends with the worker
+
+    def ready(self, waiting: Sequence[Pair]) -> bool:
+        """Wait for the imports, False as soon as nothing is left to judge.
+
+        Raises:
+            JudgeError: it does not start.
+        """
+        until = time.monotonic() + START_SECONDS
+        while not self.started and waiting:
+            if self.pipe.poll(LOOK_SECONDS):
+                self.started = self._heard_of_start()
+            elif time.monotonic() > until:
+                raise JudgeError(f"the judge of answers did not start in {START_SECONDS:g} s")
+        return self.started
+
+    def _heard_of_start(self) -> bool:
+        try:
+            word = json.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            word = f"its process ended with exit code {self.process.wait()}"
+        if word != "ready":
+            raise JudgeError(f"the judge of answers does not start: {word}")
+        return True
+
+    def prove(self, canaries: Mapping[Pair, Verdict]) -> bool:
+        """True if it judges every canary as it must.
+
+        Raises:
+            JudgeError: it does not.
+        """
+        for pair, expected in canaries.items():
+            if (verdict := self.ask(pair)) is not expected:
+                raise JudgeError(
+                    f"the judge of answers is broken: gold {pair[0]} and answer {pair[1]} are "
+                    f"{expected.value}, judged {verdict.value}; see that math-verify, sympy and "
+                    "latex2sympy2_extended are of the versions in constraints.txt"
+                )
+        return True
+
+    def ask(self, pair: Pair) -> Verdict:
+        """The verdict on one pair; a worker that gives none is `lost`."""
+        try:
+            self.pipe.send_bytes(json.dumps(pair).encode())
+            if self.pipe.poll(self.patience):
+                return Verdict(json.loads(self.pipe.recv_bytes()))
+        except (EOFError, OSError):
+            self.lost = True
+            return Verdict.FAILURE
+        self.lost = True
+        return Verdict.TIMEOUT
+
+    def kill(self) -> None:
+        """End its processes, whatever they do; whoever waits for it hears of it."""
+        self.lost = True
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill and forget it."""
+        self.kill()
+        self.process.wait()
+        self.pipe.close()
+
+
+def _end(workers: dict[int, _Worker], process: int) -> None:
+    """End all workers if this is the process that started them, not a fork of it."""
+    while workers and process == os.getpid():
+        workers.popitem()[1].end()

@@ -1,0 +1,155 @@
+r"""The process behind `grpo_ustat.tasks.verifier`: judges pairs of LaTeX texts with math-verify.
+
+Started by path, so that neither grpo_ustat nor torch nor the main module of a run is imported.
+What is imported here stays clean: a fork of it judges, and when that one dies of a pair, or has
+judged enough, the next fork takes over within milliseconds. The deadline is an alarm of the system,
+which ends a fork whatever it computes, also when nobody is left to ask for the verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from itertools import product
+from multiprocessing.connection import Connection
+
+READY = "ready"
+LOOK = 2.0  # seconds between two looks whether the run that asks still lives
+NEARLY = 0.9  # of the memory limit: what is found this close to it is not trusted
+AGAIN = 1  # exit code of a fork that asks for the next one
+WARM_UP = (
+    (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("x^2-1", "(x-1)(x+1)"),
+    ("[0,1)", r"(0,\infty)"), (r"\{1,2\}", r"2,1"), ("y=2x+1", "2x+1=y"), ("x<3", "3>x"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
+)  # fmt: skip
+
+Judge = Callable[[str, str], bool]
+
+
+def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) -> None:
+    """Answer pairs until the run closes the pipe or is gone."""
+    _ignore_signals()
+    pipe = Connection(handle)
+    try:
+        judge = _judge()
+    except ImportError as error:
+        return _say(pipe, str(error))
+    for gold, answer in WARM_UP:  # builds the parser's tables, which forks share
+        judge(rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}")
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _say(pipe, READY)
+    busy = mmap.mmap(-1, 1)  # shared with the forks: whether a pair awaits its verdict
+    while (ended := _forked(lambda: _serve(pipe, run, judge, busy, deadline, tasks))) != 0:
+        if busy[0]:
+            _say(pipe, "timeout" if ended == -signal.SIGALRM else "failure")
+            busy[0] = 0
+
+
+def _ignore_signals() -> None:
+    """A request to stop is for the run to answer; the alarm takes its course without Python."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _say(pipe: Connection, word: str) -> None:
+    pipe.send_bytes(json.dumps(word).encode())
+
+
+def _forked(work: Callable[[], int]) -> int:
+    """Exit code of a fork that does the work, minus the signal where one ended it."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        code = work()
+    except BaseException:
+        code = AGAIN
+    os._exit(code)
+
+
+def _serve(
+    pipe: Connection, run: int, judge: Judge, busy: mmap.mmap, deadline: float, tasks: int
+) -> int:
+    """Judge up to `tasks` pairs; the exit code."""
+    memory_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    for _ in range(tasks):
+        if (pair := _received(pipe, run)) is None:
+            return 0
+        busy[0] = 1
+        signal.setitimer(signal.ITIMER_REAL, deadline)
+        verdict = _verdict(judge, *pair, memory_bytes)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        busy[0] = 0
+        _say(pipe, verdict)
+        if verdict == "failure":
+            break
+    return AGAIN
+
+
+def _received(pipe: Connection, run: int) -> list[str] | None:
+    """The next pair; None where the run has closed the pipe or is gone."""
+    try:
+        while not pipe.poll(LOOK):
+            os.kill(run, 0)
+        return json.loads(pipe.recv_bytes())
+    except (EOFError, ProcessLookupError):
+        return None
+
+
+def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
+    try:
+        right = judge(gold, answer)
+    except Exception:
+        return "failure"
+    if not right and _peak_bytes() > NEARLY * memory_bytes:
+        return "failure"  # the libraries swallow a MemoryError here and there
+    return "right" if right else "wrong"
+
+
+def _peak_bytes() -> int:
+    """The most address space that this process has had."""
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmPeak:"))
+
+
+def _judge() -> Judge:
+    """`judge(gold, answer)` by math-verify, whose own time limits are off.
+
+    Only LaTeX is read: plain expressions would go through sympy's `parse_expr`.
+    """
+    logging.disable(logging.CRITICAL)
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    config = [LatexExtractionConfig(boxed_match_priority=0)]
+
+    def read(text: str) -> list:
+        return parse(text, config, "no_fallback", parsing_timeout=None, raise_on_error=True)
+
+    def judge(gold: str, answer: str) -> bool:
+        failure = None
+        for pair in product(read(gold), read(answer)):
+            try:
+                if verify(*pair, timeout_seconds=None, raise_on_error=True):
+                    return True
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return False
+
+    return judge
+
+
+if __name__ == "__main__":
+    main(
+        *(kind(word) for kind, word in zip((int, int, float, int, int), sys.argv[1:], strict=True))
+    )

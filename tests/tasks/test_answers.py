@@ -1,0 +1,81 @@
+"""Reading final answers: what counts, what does not, and how long a text may take."""
+
+from __future__ import annotations
+
+import time
+from decimal import Decimal
+
+import pytest
+
+from grpo_ustat.tasks.answers import final_number, last_boxed, plain, stated
+
+SAME = {
+    "70": ["70", " 70\n", "+70", "70.", "070", "$70", "$70$", "70.0", "70.00.", r"\$70",
+           "so it is 70 #### 70", "####70", "#### $70.", "#### 70\n", r"\boxed{70}", r"\fbox{70}",
+           r"It is $\boxed{70}$.", r"\boxed{ 70. } as asked", r"#### \boxed{70}",
+           r"#### \boxed{70}.", r"thus \boxed{70.0}. #### 70", r"\boxed{\$70}"],
+    "-1234.5": ["-1,234.5", "-1234.50", "-$1,234.5", "$-1,234.5", r"\boxed{-1,234.5}"],
+    "0": ["0", "-0", "0.0", "+0.00"],
+    "0.5": [".5", "0.50", "#### .5"],
+    "1000000": ["1,000,000", "1000000.000"],
+    "123456789012345678901234567890": ["123456789012345678901234567890"],
+}  # fmt: skip
+NONE = [
+    "", " ", ".", "####", "$", "-", "three", "the answer is 70", "37+45-12", "37+45-12=70", "3=3",
+    "1 2 3", "x=3", "6/2", "3%", r"3\%", "3 or 4", "1,23", "1,2345", ",123", "12,34,567", "--7",
+    "+-7", "-$-7", "$$7", "- 7", "1e3", "0x1", "1_000", "٣", "７０", "7\x00", "7" * 31, "1.5.2",
+    "1..", "inf", "NaN", "½", "#### 3 #### 3", "#### 70 #", "70 #### 37+33", "#### 3 or 4",
+    r"\boxed{3} or \boxed{4}", r"\boxed{3}\boxed{3}", r"\boxed{3}\fbox{3}", r"\boxed{\boxed{3}}",
+    r"\boxed{3", r"\boxed{}", r"\boxed{x=3}", r"\boxed{4=3}", r"\boxed{6/2}", r"\boxed{37+45-12}",
+    r"\boxed{1 2 3}", r"\boxed{3\%}", r"\boxed{\frac{6}{2}}", r"\boxed{70} #### 71", r"\boxed 70",
+    r"\boxed{x} #### 70", r"#### \boxed{70} or so", r"#### 70 \boxed{70}", r"#### \fbox{70",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", SAME)
+def test_one_number_in_many_writings(number):
+    for text in SAME[number]:
+        assert final_number(text) == Decimal(number), text
+        assert stated(text) == number, text
+
+
+@pytest.mark.parametrize("text", NONE)
+def test_what_states_no_number(text):
+    assert final_number(text) is None and stated(text) is None
+
+
+def test_writing_a_number_loses_no_digit():
+    digits = "123456789.123456789012345678901"  # 30 digits: more than a Decimal context keeps
+    assert plain(final_number(digits)) == digits
+    for value in range(-120, 121):
+        assert final_number(plain(Decimal(value) / 8)) == Decimal(value) / 8
+
+
+@pytest.mark.parametrize(
+    "text, content",
+    [
+        (r"\boxed{1} and \boxed{2}", "2"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\left\{1,2\right\}}", r"\left\{1,2\right\}"), (r"\boxed{a\}b}", r"a\}b"),
+        (r"\boxed{\boxed{3}}", "3"), (r"\fbox{x} then", "x"), (r"\boxed{}", ""),
+        (r"\boxed{1} then \boxed{2", None), (r"\boxed{{1}", None), ("1", None), ("", None),
+        (r"\boxed{" + "7" * 300 + "}", "7" * 300), (r"\boxed{" + "7" * 301 + "}", None),
+        (r"\boxed{\\}", r"\\"), ("\\boxed{\\", None),
+    ],
+)  # fmt: skip
+def test_the_last_box(text, content):
+    assert last_boxed(text, 300) == content
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "7" * 100_000, "1,000" * 20_000, "$" * 100_000, " " * 100_000, "\\" * 100_000,
+        r"\boxed{" * 14_000, r"\boxed{" + "{" * 100_000, "#### " * 20_000,
+        "9" * 50_000 + "." * 50_000,
+        r"\boxed{" + " " * 100_000 + "7}", "####" + " " * 100_000 + "x", "1 " * 50_000,
+    ],
+)  # fmt: skip
+def test_long_texts_are_read_at_once(text):
+    began = time.process_time()
+    assert final_number(text) is None and last_boxed(text, 300) is None
+    assert time.process_time() - began < 0.5  # it takes 0.01 s; quadratic ways take minutes

@@ -1,0 +1,84 @@
+"""Runs and pools of other data are other runs and pools; what was left out is told and recorded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_own_readme import only, run
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.cli import composed
+from grpo_ustat.config import MseConfig, TrainConfig
+from grpo_ustat.identity import data_fingerprint, folder_name, identity
+from grpo_ustat.study.store import PoolStore, draws_of
+
+
+def rows(first, count):
+    for n in range(first, first + count):
+        yield {"question": f"{n}+{n % 7}", "answer": f"{n}+{n % 7}={n + n % 7}\n#### {n + n % 7}"}
+
+
+def kept(folder, train, test):
+    folder.mkdir(exist_ok=True)
+    for name, found in (("train", train), ("test", test)):
+        lines = "".join(json.dumps(row) + "\n" for row in found)
+        (folder / f"{name}.jsonl").write_text(lines)
+    return folder
+
+
+def train_config(*overrides):
+    return composed("train", TrainConfig, ["dataset=gsm8k", *overrides])
+
+
+def test_a_file_counts_by_its_content_and_a_hub_id_by_its_revision(tmp_path):
+    folder = kept(tmp_path / "data", rows(0, 20), rows(50, 5))
+    before = train_config(f"dataset.path={folder}")
+    (folder / "README.md").write_text("# other words")
+    assert folder_name(before) == folder_name(before)
+    first, draws = identity(before), draws_of(composed_study(folder))
+    kept(folder, rows(1, 20), rows(50, 5))
+    assert {k for k, v in identity(before).items() if first[k] != v} == {"data"}
+    assert draws_of(composed_study(folder)) != draws
+    hub = [train_config(f"dataset.revision={revision}") for revision in ("null", "abc")]
+    assert len({folder_name(config) for config in hub}) == 2
+    assert data_fingerprint(hub[0].dataset) is None and "data" not in identity(hub[0])
+
+
+def composed_study(folder):
+    return composed("mse", MseConfig, ["dataset=gsm8k", f"dataset.path={folder}"])
+
+
+def test_a_list_of_ids_and_a_test_file_count_too(tmp_path):
+    listed = tmp_path / "ids.txt"
+    listed.write_text("a\n")
+    overrides = ["dataset=math", "dataset.path=org/name", f"dataset.test_ids={listed}"]
+    config = composed("train", TrainConfig, overrides)
+    before = folder_name(config)
+    listed.write_text("b\n")
+    assert folder_name(config) != before
+
+
+def test_a_pool_of_other_data_is_refused(tmp_path):
+    folder = kept(tmp_path / "data", rows(0, 20), rows(50, 5))
+    PoolStore(tmp_path / "pool", draws_of(composed_study(folder))).open()
+    PoolStore(tmp_path / "pool", draws_of(composed_study(folder))).open()
+    kept(folder, rows(1, 20), rows(50, 5))
+    with pytest.raises(ConfigError, match="holds completions of data="):
+        PoolStore(tmp_path / "pool", draws_of(composed_study(folder))).open()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["train", "mse"])
+def test_what_was_left_out_is_told_and_recorded(entry, tmp_path):
+    train = [*rows(0, 40), *rows(50, 2), *rows(3, 1)]
+    folder = kept(tmp_path / "data", train, rows(50, 20))
+    command = f"x {entry} dataset=gsm8k dataset.path={folder} dataset.study_size=8 debug={entry}"
+    code, told = run(command, tmp_path, tmp_path)
+    assert code == 0, told
+    left_out = {
+        "train questions that are also test questions": 2,
+        "repeated train questions": 1,
+    }
+    assert json.loads(only(tmp_path, "result.json").read_text())["left_out"] == left_out
+    assert told.count("note: questions left out: 2 train questions that are also test quest") == 1

@@ -1,0 +1,120 @@
+"""Tasks and rewards of the user's own: read, cut to size, and blamed by name for what they do."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.records import Prompt, Question
+from grpo_ustat.tasks import own
+from grpo_ustat.tasks.own import OwnJudge, OwnSource
+
+PROMPT = Prompt("p7", "3 1 2 =", "3 1 2", "1 2 3", "sorting")
+
+
+def question(name):
+    return Question(name, name, "1", "letters", "1")
+
+
+class Letters:
+    """Splits by their first letter, of a length that is an option."""
+
+    def __init__(self, many=4, **splits):
+        self.many, self.splits = many, splits
+
+    def questions(self, split):
+        if split in self.splits:
+            return self.splits[split]
+        if split == "examples":
+            raise KeyError("no examples here")
+        return (question(f"{split}{n}") for n in range(self.many))
+
+
+def source(monkeypatch, task=Letters, options=None, **sizes):
+    monkeypatch.setattr(own, "entry_point", lambda group, name: task)
+    asked = {"train": None, "test": None, "study": 2, "examples": 0} | sizes
+    return OwnSource("letters", options or {}, asked)
+
+
+def test_a_source_gives_the_first_questions_of_a_split(monkeypatch):
+    found = source(monkeypatch, options={"many": 5}, train=3)
+    assert [q.id for q in found.questions("train")] == ["train0", "train1", "train2"]
+    assert len(found.questions("test")) == 5 and len(found.questions("study")) == 2
+
+
+def test_only_what_is_asked_for_must_be_there(monkeypatch):
+    few = source(monkeypatch, options={"many": 4, "study": []})
+    assert len(few.questions("train")) == 4
+    with pytest.raises(ConfigError, match="dataset.study_size=2, but .*'letters' has 0 study"):
+        few.questions("study")
+    with pytest.raises(
+        ConfigError, match="dataset.train_size=5, but .* has 4 train .*train_size=4"
+    ):
+        source(monkeypatch, train=5).questions("train")
+
+
+@pytest.mark.parametrize(
+    "options, split, match",
+    [
+        ({"train": [question("a"), question("a")]}, "train", "two train questions of id 'a'"),
+        ({"train": [question("test1")]}, "train", "id 'test1', or one that is also in test or exa"),
+        (
+            {"examples": [question("study1")]},
+            "study",
+            "id 'study1', or one that is also in examples",
+        ),
+        (
+            {"train": ["1+1"]},
+            "train",
+            r"questions\('train'\) holds '1\+1', it must hold grpo_ustat",
+        ),
+        ({"train": 3}, "train", r"questions\('train'\): TypeError: .*own.py, line \d+\)"),
+        (
+            {"many": 1, "lots": 2},
+            "examples",
+            r"questions\('examples'\): KeyError: .*test_own.py, li",
+        ),
+    ],
+)
+def test_wrong_questions_are_refused(monkeypatch, options, split, match):
+    shots = 1 if "examples" in options or split == "examples" else 0
+    with pytest.raises(ConfigError, match=match) as caught:
+        source(monkeypatch, options=options, examples=shots).questions(split)
+    assert "grpo_ustat.tasks entry point 'letters'" in str(caught.value)
+
+
+def test_a_task_that_cannot_be_made_is_named(monkeypatch):
+    def refuse(**options):
+        raise ValueError("many must be even")
+
+    with pytest.raises(
+        ConfigError, match="tasks entry point 'letters': ValueError: many must be even"
+    ):
+        source(monkeypatch, task=refuse)
+    with pytest.raises(ConfigError, match="TypeError: .*unexpected keyword argument 'size'"):
+        source(monkeypatch, task=lambda many: None, options={"size": 3})
+
+
+def test_rewards_are_the_functions(monkeypatch):
+    judge = OwnJudge(lambda prompt, text: len(text) / len(prompt.answer))
+    assert judge.rewards([PROMPT, PROMPT], ["1", "12345"]) == [0.2, 1.0]
+    for value in (True, 1, np.float32(1), np.int64(1)):
+        assert OwnJudge(lambda *_, value=value: value).rewards([PROMPT], [""]) == [1.0]
+    assert judge.extract(" 3 ") == "3" and judge.extract(" ") is None
+    assert OwnJudge(None, lambda text: text[:1]).extract("321") == "3"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.5, None, "1", [1.0], 1j])
+def test_what_is_no_reward_is_refused_by_prompt(value):
+    judge = OwnJudge(lambda *_: value, name="grpo_ustat.rewards entry point 'near'")
+    with pytest.raises(ConfigError, match="'near', prompt p7: the reward is .*number from 0 to 1"):
+        judge.rewards([PROMPT], ["1"])
+
+
+def test_a_reward_that_fails_is_named_with_its_prompt_and_place():
+    judge = OwnJudge(lambda prompt, text: 1 / len(text), name="grpo_ustat.rewards entry point 'x'")
+    with pytest.raises(ConfigError, match="'x', prompt p7: ZeroDivisionError: .*test_own.py, line"):
+        judge.rewards([PROMPT], [""])

@@ -1,0 +1,259 @@
+"""Judging in processes that can be killed: what they survive, and that they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_ustat.tasks.verifier import CANARIES, JudgeError, Verdict, Verifier
+
+HERE = Path(__file__).parent
+RIGHT, WRONG, TIMEOUT, FAILURE = Verdict
+BOX = r"\boxed{%s}"
+
+
+@pytest.fixture(scope="module")
+def math_verify():
+    """The real one."""
+    verifier = Verifier(2, 20.0, 2.0)
+    yield verifier
+    verifier.close()
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """What the stub was asked, as (process, answer), once it stands in for math-verify."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE / "stub"), prepend=os.pathsep)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+
+    def read():
+        lines = (tmp_path / "calls").read_text().splitlines()
+        return [(pid, answer) for pid, _, answer in (line.partition(" ") for line in lines)][8:]
+
+    return read
+
+
+@pytest.fixture
+def stub(calls):
+    """Verifiers of the stub, whose warm-up is the first eight calls of a worker."""
+    made, before = [], set(descendants())
+
+    def make(workers=1, deadline=20.0, memory_gb=1.0, canaries=None, **settings):
+        made.append(Verifier(workers, deadline, memory_gb, canaries or {}, **settings))
+        return made[-1]
+
+    make.processes = lambda: [p for p in descendants() if p not in before]
+    yield make
+    for verifier in made:
+        verifier.close()
+
+
+def descendants():
+    return psutil.Process().children(recursive=True)
+
+
+def gone(processes, seconds=10):
+    return not psutil.wait_procs(processes, seconds)[1]
+
+
+def test_math_verify_judges(math_verify):
+    pairs = [
+        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", RIGHT), ("x^2-1", "(x+1)(x-1)", RIGHT),
+        ("(2,3)", "(2, 3)", RIGHT), ("1,2,3", r"\{3,1,2\}", RIGHT), ("x^2-1", "x^2+1", WRONG),
+        (r"\frac{\pi}{2}", r"\frac{\pi}{3}", WRONG), ("(2,3)", "(3,2)", WRONG), ("x", "", WRONG),
+        (r"\sqrt{2}", r"\frac{1}{0}", WRONG), (r"\sqrt{2}", "}{\ud800\x00", WRONG),
+    ]  # fmt: skip
+    asked = [(BOX % gold, BOX % answer) for gold, answer, _ in pairs]
+    assert math_verify.judge(asked) == [verdict for *_, verdict in pairs]
+    assert math_verify.judge([]) == []
+
+
+def test_several_threads_judge_at_once(math_verify):
+    found = {}
+
+    def ask(n):
+        pairs = [(BOX % rf"{n}\pi", BOX % rf"\pi \cdot {m}") for m in range(4)]
+        found[n] = math_verify.judge(pairs)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: [RIGHT if m == n else WRONG for m in range(4)] for n in range(4)}
+
+
+def test_workers_import_neither_torch_nor_this_package(math_verify):
+    assert "torch" in sys.modules
+    math_verify.judge([(BOX % "a", BOX % "b")])
+    for process in descendants():
+        files = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libpython" in files or "python" in files
+        assert "torch" not in files and "numpy" not in files
+
+
+def test_hostile_answers_end_at_the_deadline(stub, calls):
+    """Each costs its deadline and nothing else: the next pair meets a worker that works."""
+    verifier = stub(deadline=0.5)
+    acts = ["sleep 60", "3", "compute", "4", "die", "3", "raise", "3"]
+    expected = [TIMEOUT, RIGHT, TIMEOUT, WRONG, FAILURE, RIGHT, FAILURE, RIGHT]
+    assert [verifier.judge([("3", act)])[0] for act in acts] == expected
+    assert len(stub.processes()) == 2  # the clean one and its fork
+    assert verifier.judge([("3", "unreadable"), ("unreadable", "3")]) == [WRONG, WRONG]
+    assert verifier.judge([("3", "raises while read"), ("3", "3")]) == [FAILURE, RIGHT]
+
+
+def test_memory_is_limited_even_where_the_library_hides_it(stub):
+    verifier = stub(memory_gb=0.5)
+    assert verifier.judge([("3", "eat"), ("3", "3")]) == [FAILURE, RIGHT]
+
+
+def test_a_stopped_worker_is_replaced(stub):
+    verifier = stub(deadline=0.3)
+    assert verifier.judge([("3", "3")]) == [RIGHT]
+    before = stub.processes()
+    for process in before:
+        process.send_signal(signal.SIGSTOP)
+    assert verifier.judge([("4", "4")]) == [TIMEOUT]
+    assert verifier.judge([("4", "4")]) == [RIGHT]
+    assert gone(before)
+
+
+def test_a_worker_killed_between_batches_is_replaced(stub):
+    verifier = stub(canaries={("7", "7"): RIGHT})
+    assert verifier.judge([("3", "3")]) == [RIGHT]
+    for process in stub.processes():
+        process.kill()
+    assert verifier.judge([("4", "4"), ("4", "5")]) == [RIGHT, WRONG]
+
+
+def test_equal_pairs_are_judged_once_and_remembered(stub, calls):
+    verifier = stub(deadline=0.3)
+    verdicts = [RIGHT, WRONG, RIGHT, TIMEOUT]
+    pairs = [("3", "3"), ("3", "4"), ("3", "3"), ("3", "sleep 60")]
+    assert verifier.judge(pairs) == verdicts == verifier.judge(pairs)
+    assert [answer for _, answer in calls()] == ["3", "4", "sleep 60", "sleep 60"]
+
+
+def test_only_so_many_verdicts_are_remembered(stub, calls, monkeypatch):
+    monkeypatch.setattr("grpo_ustat.tasks.verifier.CACHED", 2)
+    verifier = stub()
+    for answer in ("1", "2", "1", "3", "1", "2"):  # 2 is the oldest when 3 comes
+        verifier.judge([("3", answer)])
+    assert [answer for _, answer in calls()] == ["1", "2", "3", "2"]
+
+
+def test_workers_share_a_batch_and_begin_afresh(stub, calls):
+    verifier = stub(workers=2, max_tasks=2)
+    assert verifier.judge([("3", f"sleep 0.1{i}") for i in range(8)]) == [RIGHT] * 8
+    by_process = [pid for pid, answer in calls() if answer.startswith("sleep")]
+    assert len(by_process) == 8 and len(set(by_process)) >= 4
+    assert max(map(by_process.count, by_process)) == 2
+
+
+def test_canaries_are_judged_in_every_batch_by_every_worker(stub, calls):
+    verifier = stub(workers=2, canaries={("7", "7"): RIGHT, ("7", "8"): WRONG})
+    for batch in range(3):
+        verifier.judge([("3", f"sleep 0.{batch}{i}") for i in range(1, 4)])
+    answers = [answer for _, answer in calls()]
+    assert answers.count("7") == answers.count("8") >= 4
+    assert answers.index("8") < answers.index("sleep 0.01")
+
+
+@pytest.mark.parametrize(
+    "pair, expected, judged",
+    [(("3", "never"), RIGHT, "wrong"), (("3", "always"), WRONG, "right"),
+     (("3", "raise"), WRONG, "failure"), (("3", "sleep 60"), RIGHT, "timeout")],
+)  # fmt: skip
+def test_a_broken_judge_stops_the_run(pair, expected, judged, stub, calls):
+    verifier = stub(deadline=0.5, canaries={("7", "7"): RIGHT, pair: expected})
+    with pytest.raises(JudgeError, match=f"answer {pair[1]} are {expected.value}, judged {judged}"):
+        verifier.judge([("3", "3")])
+    asked = [(pid, answer) for pid, answer in calls() if answer == pair[1]]
+    assert len({pid for pid, _ in asked}) == 2  # a fresh worker was asked, too
+    assert "3" not in [answer for _, answer in calls()]
+
+
+def test_the_canaries_catch_a_judge_of_one_opinion():
+    assert {RIGHT, WRONG} == set(CANARIES.values())
+
+
+def test_a_judge_that_does_not_start(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no module sympy')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(JudgeError, match="does not start: no module sympy"):
+        Verifier(1, 1.0, 1.0).judge([("3", "3")])
+    (tmp_path / "math_verify.py").write_text("raise SystemExit(3)")
+    with pytest.raises(JudgeError, match="ended with exit code 3"):
+        Verifier(2, 1.0, 1.0).judge([("3", "3")])
+
+
+def test_ctrl_c_ends_a_batch_and_leaves_no_verdict_behind(stub):
+    verifier = stub(deadline=60.0)
+    verifier.judge([("3", "3")])
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        verifier.judge([("3", "sleep 30"), ("3", "sleep 31")])
+    assert verifier.judge([("3", "4"), ("4", "4")]) == [WRONG, RIGHT]
+
+
+def test_close_and_begin_again(stub):
+    verifier = stub()
+    verifier.judge([("3", "3")])
+    before = stub.processes()
+    verifier.close()
+    assert before and gone(before)
+    assert verifier.judge([("4", "4")]) == [RIGHT]
+
+
+def start(how):
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "judging.py"), how],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def workers_of(process):
+    found = psutil.Process(process.pid).children(recursive=True)
+    return [p for p in found if "verify_worker.py" in " ".join(p.cmdline())]
+
+
+def test_nothing_outlives_the_run(calls):
+    """Killed, terminated, interrupted or its daemon ended, each with a worker busy in C."""
+    runs = [(start("hang"), number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)]
+    runs.append((start("in_daemon"), signal.SIGKILL))
+    for process, _ in runs:
+        assert process.stdout.readline() == "busy\n", process.stderr.read()
+    workers = [workers_of(process) for process, _ in runs]
+    assert [len(found) for found in workers] == [2] * 4
+    for process, number in runs:
+        os.killpg(process.pid, number)  # a terminal and some schedulers signal the whole group
+    for (process, _), found in zip(runs, workers, strict=True):
+        _, err = process.communicate(timeout=30)
+        assert err.count("Traceback") <= 1, err  # the run's own, for Ctrl-C
+        assert gone(found)
+
+
+def test_workers_ignore_the_signals_of_a_run(stub):
+    verifier = stub()
+    verifier.judge([("3", "3")])
+    before = {process.pid for process in stub.processes()}
+    for pid in before:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+    assert verifier.judge([("3", "4")]) == [WRONG]
+    assert {process.pid for process in stub.processes()} == before
+
+
+@pytest.mark.parametrize("how", ["end", "fork"])
+def test_a_run_that_ends_and_one_that_forks(how, calls):
+    process = start(how)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "", "")
