@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -23,9 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import typed
+from grpo_ustat.data_config import DATASETS
 from grpo_ustat.identity import folder_name
-from grpo_ustat.ranks import RefusedByRank, barrier, is_main
+from grpo_ustat.ranks import RefusedByRank, barrier, is_main, world
 from grpo_ustat.runs.folder import NotSaved, RunFolder
+from grpo_ustat.runs.points import Point
 
 PACKAGE = Path(__file__).resolve().parent
 CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
@@ -46,17 +50,18 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
     """Compose `conf/<entry>.yaml`, check it, and hand it to `work` with its run folder.
 
     Everything that can be refused is refused before the first job starts, in one line and with
-    exit code 2; in a sweep, for all of its points.
+    exit code 2; in a sweep, for all of its points. A point that fails later does not end its sweep.
     """
     _register(entry, schema)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     given = get_args_parser().parse_args(sys.argv[1:]).overrides
     try:
-        configs = _check(entry, schema, sys.argv[1:])
-        if _shown(entry, configs):
+        points = _points(entry, schema, sys.argv[1:])
+        if _shown(entry, points):
             return
     except ConfigError as error:
         _refuse(error)
+    failures: list[str] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
     def job(node: DictConfig) -> float | None:
@@ -69,9 +74,11 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
         except ConfigError as error:
             _refuse(error)
         except (FloatingPointError, NotSaved) as error:
-            if HydraConfig.get().mode is RunMode.MULTIRUN:
-                raise  # a run that diverges or finds no room does not end its sweep
-            _refuse(error)
+            if HydraConfig.get().mode is not RunMode.MULTIRUN:
+                _refuse(error)
+            failures.append(f"{folder.path}: {error}")
+            print(f"error: {failures[-1]}", file=sys.stderr)
+        return None
 
     try:
         job()
@@ -79,6 +86,25 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
         if is_main():
             print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except SystemExit as end:
+        if end.code != 1 or not (points and points[0].sweep):
+            raise  # a refusal or a signal; Hydra ends with 1 after a sweep with a failed point
+        failures.append("see above")
+    if points and points[0].sweep:
+        _end_sweep(entry, points, failures)
+
+
+def _end_sweep(entry: str, points: list[Point], failures: list[str]) -> None:
+    """Draw what the sweep found together, name the points that did not finish."""
+    if points[0].config.report.name:
+        from grpo_ustat.runs.joint import report
+
+        report(entry, points)
+    unfinished = [point for point in points if point.folder and point.result() is None]
+    for point in unfinished:
+        print(f"error: did not finish: {point.name} ({point.folder.path})", file=sys.stderr)
+    if unfinished or failures:
+        raise SystemExit(1)
 
 
 def composed(entry: str, schema: type, overrides: list[str]) -> Any:
@@ -141,23 +167,26 @@ def _job_part(node: DictConfig) -> dict[str, Any]:
     }
 
 
-def _check(entry: str, schema: type, arguments: list[str]) -> list[Any]:
-    """Compose every job the command line asks for and refuse what cannot run."""
+def _points(entry: str, schema: type, arguments: list[str]) -> list[Point]:
+    """Compose every run the command line asks for and refuse what cannot run."""
     asked = get_args_parser().parse_args(arguments)
     if asked.help or asked.hydra_help or asked.cfg or asked.info or asked.shell_completion:
         return []
-    extra, configs = [], []
+    name, overrides = asked.config_name or entry, list(asked.overrides)
     if asked.config_dir:
-        extra = [f"hydra.searchpath=[file://{Path(asked.config_dir).resolve()}]"]
+        overrides.append(f"hydra.searchpath=[file://{Path(asked.config_dir).resolve()}]")
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
-        for overrides in _points(asked.overrides, asked.multirun):
-            config, hydra_node = _composed(asked.config_name or entry, schema, [*overrides, *extra])
-            _check_trust(config, asked.overrides)
-            path = _output_folder(hydra_node, asked.multirun)
-            if path is not None and not config.show_prompts:
-                RunFolder(path, config).check()
-            configs.append(config)
-    return configs
+        try:
+            node = _hydra_node(name, overrides)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(_one_line(error, schema)) from error
+        sweep = asked.multirun or node.mode is RunMode.MULTIRUN
+        _refuse_ranks(sweep)
+        lists = _swept(node.sweeper.get("params") or {}, overrides) if sweep else [overrides]
+        points = [_point(name, schema, words, point, sweep) for words, point in _named(lists)]
+    for point in points:
+        _check_trust(point.config, asked.overrides)
+    return points
 
 
 def _check_trust(config: Any, given: list[str]) -> None:
@@ -170,37 +199,75 @@ def _check_trust(config: Any, given: list[str]) -> None:
         )
 
 
-def _shown(entry: str, configs: list[Any]) -> bool:
-    """Whether prompts were asked for instead of runs; prints them."""
-    asked = [config for config in configs if config.show_prompts]
+def _shown(entry: str, points: list[Point]) -> bool:
+    """Whether prompts or costs were asked for instead of runs; prints them."""
+    asked = [point.config for point in points if point.config.show_prompts]
+    costs = any(point.config.dry_run for point in points)
     if asked and is_main():
         from grpo_ustat.runs.prompts import show_prompts
 
         for config in asked:
             show_prompts(config, {"train": "train", "mse": "study"}[entry])
-    return bool(asked)
+    elif costs and is_main():
+        from grpo_ustat.runs.cost import show_costs
+
+        show_costs(points)
+    return bool(asked) or costs
 
 
-def _output_folder(hydra_node: DictConfig, multirun: bool) -> Path | None:
+def _hydra_node(name: str, overrides: list[str]) -> DictConfig:
+    """Hydra's own node as a sweep has it, before any point is chosen."""
+    return (
+        GlobalHydra.instance()
+        .hydra.compose_config(
+            name, overrides, RunMode.MULTIRUN, from_shell=False, validate_sweep_overrides=False
+        )
+        .hydra
+    )
+
+
+def _refuse_ranks(sweep: bool) -> None:
+    if sweep and world() > 1:
+        raise RefusedByRank(
+            f"a sweep on {world()} processes: run one point at a time with hydra.mode=RUN and its "
+            "values, such as group_size=8 seed=0"
+        )
+
+
+def _swept(params: dict[str, str], overrides: list[str]) -> list[list[str]]:
+    """The override lists of a sweep's jobs: the overlay's values, unless the command line's."""
+    texts = [f"{key}={value}" for key, value in params.items()] + overrides
+    try:
+        parsed = OverridesParser.create().parse_overrides(texts)
+    except HydraException as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return [list(point) for batch in batches for point in batch]
+
+
+def _named(lists: list[list[str]]) -> list[tuple[str, list[str]]]:
+    """Each point's overrides with its name: those that not all points share."""
+    shared = set(lists[0]).intersection(*lists)
+    return [(" ".join(x for x in point if x not in shared), point) for point in lists]
+
+
+def _point(name: str, schema: type, words: str, overrides: list[str], sweep: bool) -> Point:
+    config, node = _composed(name, schema, overrides)
+    path = _output_folder(node, sweep)
+    folder = RunFolder(path, config) if path else None
+    if folder and not config.show_prompts:
+        folder.check()
+    return Point(words, config, folder, Path(node.sweep.dir) if sweep else None)
+
+
+def _output_folder(hydra_node: DictConfig, sweep: bool) -> Path | None:
     """Where Hydra will put the job; None where it depends on what only a running job knows."""
     try:
-        if multirun:
+        if sweep:
             return Path(hydra_node.sweep.dir) / hydra_node.sweep.subdir
         return Path(hydra_node.run.dir)
     except OmegaConfBaseException:
         return None
-
-
-def _points(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
-    """The override lists of a sweep's jobs; one list without a sweep."""
-    if not multirun:
-        return iter([overrides])
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise ConfigError(" ".join(str(error).split())) from error
-    batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    return iter([list(point) for batch in batches for point in batch])
 
 
 def _one_line(error: Exception, schema: type) -> str:
@@ -223,11 +290,15 @@ def _one_line(error: Exception, schema: type) -> str:
         return f"unknown key {key}: here it is {ELSEWHERE[key]}"
     if key.startswith("dataset.options"):
         return f"unknown key {key}: options of a task of your own are added, +{key}=..."
-    near = difflib.get_close_matches(
-        key, list(_keys(OmegaConf.structured(schema))), n=1, cutoff=0.5
-    )
+    known = [*_keys(OmegaConf.structured(schema)), *_dataset_keys()]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
     return f"unknown key {key}: {hint}"
+
+
+def _dataset_keys() -> list[str]:
+    """Of all kinds of data sets."""
+    return [f"dataset.{field.name}" for kind in DATASETS.values() for field in fields(kind)]
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -6,6 +6,7 @@ configuration is refused before anything slow happens.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -220,9 +221,11 @@ class Common:
                 f"top_p={self.top_p} top_k={self.top_k} would sample from another distribution "
                 "than the one whose gradient is taken: use top_p=1.0 top_k=0"
             )
+        if self.report.name is not None and not re.fullmatch(r"[\w.-]+", self.report.name):
+            raise ConfigError(f"report.name={self.report.name!r}: use letters, digits, . _ -")
         self.dataset.check()
         self.prompt.check()
-        self.model.check()
+        self.model.check(cached=not self.dry_run)
 
 
 @dataclass

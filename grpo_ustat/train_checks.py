@@ -51,6 +51,7 @@ def check_train(config: TrainConfig) -> None:
     _check_lora(config)
     _check_rollout(config)
     _check_eval(config)
+    _check_report(config)
 
 
 def _check_counts(config: TrainConfig) -> None:
@@ -272,6 +273,16 @@ def _check_rollout(config: TrainConfig) -> None:
         for name in ("gpu_memory_utilization", "max_model_len", "enforce_eager"):
             if getattr(rollout, name) is not None:
                 raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")
+
+
+def _check_report(config: TrainConfig) -> None:
+    every, last = config.eval_steps, config.max_steps
+    for step in config.report.steps or ():
+        if step < last and step % every:
+            raise ConfigError(
+                f"report.steps names {step}, but eval_steps={every} never evaluates there: use "
+                "multiples of eval_steps"
+            )
 
 
 def _check_eval(config: TrainConfig) -> None:

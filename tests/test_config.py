@@ -32,15 +32,19 @@ def run(entry, *arguments, cwd):
 TRAINING = ("baseline", "optimizer", "objective", "schedule", "lora", "rollout")
 
 
+STUDY_ONLY = ("study", "policy")
+STUDIES = ("monte_carlo_check", "smollm2")  # experiments of mse
+
+
 def group_files():
     for file in sorted(CONF.glob("*/*.yaml")):
         group, name = file.parent.name, file.stem
         for entry in SCHEMAS:
             if group == "budget" and name.startswith("study") != (entry == "mse"):
                 continue
-            if group in TRAINING and entry == "mse":
+            if group in TRAINING and entry == "mse" or group in STUDY_ONLY and entry == "train":
                 continue
-            if group == "experiment" and (name == "algorithm2") != (entry == "train"):
+            if group == "experiment" and (name in STUDIES) == (entry == "train"):
                 continue
             if group == "debug" and name not in (entry, "prompts"):
                 continue
@@ -57,7 +61,7 @@ def test_every_shipped_file_composes(entry, group, name):
 
 def extra(entry, group, name):
     """What a file needs beside it to make a whole configuration."""
-    if name in ("hub", "smollm2", "smollm2_135m"):
+    if name == "hub" or name.startswith("smollm2"):
         return ["model.model_name_or_path=org/name"]
     needs = {"few_shot": "dataset=plus_one"} | dict.fromkeys(FEW_SHOT, "prompt=few_shot")
     if name not in needs:

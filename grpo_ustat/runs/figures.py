@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen first)
 
 from grpo_ustat.config import MseConfig  # noqa: E402
 from grpo_ustat.estimators.baselines import BASELINES  # noqa: E402
+from grpo_ustat.runs.points import Point  # noqa: E402
 
 STYLE = {  # Okabe-Ito colours, and markers that differ in grey too
     "none": ("#D55E00", "s", "vanilla (none)"),
@@ -83,6 +84,99 @@ def scaling_figure(folder: Path, result: dict[str, Any]) -> None:
         axes.grid(alpha=0.3, which="both", linewidth=0.5)
         axes.set_title(_title(result), fontsize=9, loc="left")
         _save(figure, folder, "scaling")
+
+
+def joint_mse_figure(folder: Path, found: list[tuple[Point, dict]], missing: list[str]) -> None:
+    """A panel per study of a sweep, a row per data set; `figure.{pdf,svg,png}`.
+
+    Of each study the first setting, against the expected reward.
+    """
+    datasets = list(dict.fromkeys(point.config.dataset.name for point, _ in found))
+    grid = [[x for x in found if x[0].config.dataset.name == name] for name in datasets]
+    wide, high = max(map(len, grid)), len(grid)
+    with plt.rc_context(FONTS):
+        figure, panels = plt.subplots(
+            high, wide, figsize=(0.6 + 3.6 * wide, 0.8 + 3.6 * high), squeeze=False,
+            layout="constrained",
+        )  # fmt: skip
+        for line, studies in zip(panels, grid, strict=True):
+            for axes, study in zip(line, studies, strict=False):
+                _study_panel(axes, *study)
+            for axes in line[len(studies) :]:
+                axes.set_visible(False)
+            line[0].set_ylabel(f"MSE of the gradient\n{studies[0][0].config.dataset.name}")
+        panels[0, 0].legend(frameon=False, fontsize=8)
+        words = ["Bands: 95 % intervals."] + [f"Missing: {name}." for name in missing]
+        figure.supxlabel("  ".join(words), fontsize=7, x=0.02, ha="left")
+        _save(figure, folder, "figure")
+
+
+def _study_panel(axes, point: Point, result: dict[str, Any]) -> None:
+    rows = [row for row in result["curves"] if row["target"].endswith("expected reward")]
+    first = (rows[0]["setting"], rows[0]["num_prompts"])
+    _panel(axes, [r for r in rows if (r["setting"], r["num_prompts"]) == first], point.config)
+    config, policy = point.config, result["policy"]
+    axes.set_title(
+        f"{config.model.name}, {config.prompt.name}\naccuracy {policy['accuracy']:.3f} "
+        f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}]\n"
+        f"{result['questions']} questions x {result['pool_completions']} completions",
+        fontsize=8, loc="left",
+    )  # fmt: skip
+
+
+def joint_accuracy_figure(folder: Path, cells: list[dict[str, Any]], notes: list[str]) -> None:
+    """Held-out accuracy against G, a panel per step, a line per series; `figure.{pdf,svg,png}`.
+
+    Args:
+        folder: where to.
+        cells: see `joint.accuracy_cells`.
+        notes: lines under the figure.
+    """
+    steps = sorted({cell["step"] for cell in cells})
+    wide = min(4, len(steps))
+    high = -(-len(steps) // wide)
+    with plt.rc_context(FONTS):
+        figure, panels = plt.subplots(
+            high, wide, figsize=(0.8 + 3.0 * wide, 1.0 + 2.8 * high), squeeze=False, sharey=True,
+            layout="constrained",
+        )  # fmt: skip
+        for axes, step in zip(panels.flat, steps, strict=False):
+            _accuracy_panel(axes, [cell for cell in cells if cell["step"] == step])
+            axes.set_title(f"step {step}", fontsize=9)
+        for axes in list(panels.flat)[len(steps) :]:
+            axes.set_visible(False)
+        for line in panels:
+            line[0].set_ylabel("held-out accuracy")
+        panels[0, 0].legend(frameon=False, fontsize=7)
+        words = "\n".join(textwrap.fill(note, int(38 * wide)) for note in notes)
+        figure.supxlabel(words, fontsize=7, x=0.02, ha="left")
+        _save(figure, folder, "figure")
+
+
+def _accuracy_panel(axes, cells: list[dict[str, Any]]) -> None:
+    """One step: means with intervals, the largest ringed, those surely below it hollow."""
+    for i, series in enumerate(dict.fromkeys(cell["series"] for cell in cells)):
+        mine = sorted((c for c in cells if c["series"] == series), key=lambda c: c["group_size"])
+        colour, marker, _ = list(STYLE.values())[(i + 1) % len(STYLE)]
+        sizes = [cell["group_size"] * 1.04**i for cell in mine]  # apart, so that bars show
+        heights = [cell["accuracy"] for cell in mine]
+        below = [cell["accuracy"] - cell["low"] for cell in mine]
+        above = [cell["high"] - cell["accuracy"] for cell in mine]
+        axes.errorbar(
+            sizes, heights, (below, above), color=colour, marker=marker, markersize=4,
+            linewidth=1, capsize=2, label=series,
+        )  # fmt: skip
+        for x, y, cell in zip(sizes, heights, mine, strict=True):
+            if cell["best"]:
+                axes.plot(x, y, "o", color="black", fillstyle="none", markersize=11)
+            if cell["distinct"]:
+                axes.plot(x, y, marker, color=colour, markerfacecolor="white", markersize=4)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({cell["group_size"] for cell in cells})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("group size G")
+    axes.grid(alpha=0.3, linewidth=0.5)
 
 
 def _panel(axes, rows: list[dict[str, Any]], config: MseConfig) -> None:

@@ -108,7 +108,15 @@ class RunFolder:
             ConfigError: see `check`.
         """
         self.check()
-        if self.config.on_existing == "overwrite" or not (self.path / "result.json").is_file():
+        return None if self.config.on_existing == "overwrite" else self.kept()
+
+    def kept(self) -> dict[str, Any] | None:
+        """What the folder's run found, None where it has not finished.
+
+        Raises:
+            ConfigError: the file is damaged, or another configuration's.
+        """
+        if not (self.path / "result.json").is_file():
             return None
         result = self._read("result.json", json.loads)
         if result.get("config_hash") != self.config_hash:

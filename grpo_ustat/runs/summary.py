@@ -15,11 +15,16 @@ from grpo_ustat.runs.folder import RunFolder
 
 def write_csv(folder: RunFolder, name: str, rows: list[dict[str, Any]]) -> None:
     """Write rows of equal keys; None becomes an empty field."""
+    folder.write(name, csv_text(rows))
+
+
+def csv_text(rows: list[dict[str, Any]]) -> str:
+    """Rows of equal keys; None becomes an empty field."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    folder.write(name, text.getvalue())
+    return text.getvalue()
 
 
 COLUMNS = 4  # baselines side by side on a terminal of 80 characters
@@ -62,7 +67,7 @@ def _mse_table(result: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
     for name in names:
         label = name if BASELINES[name].unbiased else f"{name} (biased)"
         table.add_column(label, justify="right")
-    cells = {(row["group_size"], row["baseline"]): _cell(row) for row in rows}
+    cells = {(row["group_size"], row["baseline"]): mse_cell(row) for row in rows}
     for size in sorted({row["group_size"] for row in rows}):
         table.add_row(str(size), *(cells.get((size, name), "-") for name in names))
     return table
@@ -78,7 +83,8 @@ def _setting(row: dict[str, Any], questions: int) -> str:
     }[row["setting"]]
 
 
-def _cell(row: dict[str, Any]) -> str:
+def mse_cell(row: dict[str, Any]) -> str:
+    """An error with its interval below it."""
     if row["mse"] is None:
         return "-"
     if row["low"] is None or row["high"] is None:

@@ -82,15 +82,16 @@ class MathJudge:
 
     Args:
         verifier: judges what this module cannot.
+        longest: characters of a box; longer ones earn nothing.
     """
 
-    def __init__(self, verifier: Verifier) -> None:
+    def __init__(self, verifier: Verifier, longest: int = LONGEST) -> None:
         self.counts: Counter[str] = Counter(timeouts=0, failures=0)
-        self._verifier = verifier
+        self._verifier, self._longest = verifier, longest
 
     def extract(self, completion: str) -> str | None:
         """The content of the last box."""
-        return last_boxed(completion, LONGEST)
+        return last_boxed(completion, self._longest)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
         """1 or 0 for each completion of its prompt; what was not judged is 0 and counted.

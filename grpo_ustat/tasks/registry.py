@@ -10,9 +10,11 @@ from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges
 from grpo_ustat.tasks.base import Judge, NumberJudge, Source, Task
 from grpo_ustat.tasks.gsm8k import gsm8k
 from grpo_ustat.tasks.math import math
+from grpo_ustat.tasks.math_answers import MathJudge
 from grpo_ustat.tasks.one_step import OneStep
 from grpo_ustat.tasks.own import OwnJudge, OwnSource, blamed, entry_point, told
 from grpo_ustat.tasks.prompts import Prompting, Turn
+from grpo_ustat.tasks.verifier import Verifier
 
 
 def make_task(config: Common, chat: Callable[[list[Turn]], str] | None = None) -> Task:
@@ -58,6 +60,9 @@ def make_judge(config: Common, source: Source) -> Judge:
     if dataset.kind == "own":
         own = source.task
         judge = OwnJudge(own.reward, getattr(own, "extract", None), told(TASKS, dataset.name))
+    elif dataset.kind == "math":
+        limits = (config.launch.judge_workers, dataset.judge_seconds, dataset.judge_memory_gb)
+        judge = MathJudge(Verifier(*limits), dataset.max_answer_length)
     else:
         judge = NumberJudge()
     if dataset.reward is None:

@@ -1,0 +1,334 @@
+"""The paper's experiments: every point composes, overrides win, costs agree with real runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_config import SCHEMAS, run  # noqa: E402
+
+from grpo_ustat import cli
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.runs.cost import cost, model_size, show_costs
+from grpo_ustat.runs.joint import accuracy_cells, difference, notes
+
+SIZES = [4, 8, 16, 32, 64, 128]
+SEEDS = [0, 1, 2, 3, 4]
+OVERLAYS = {  # points
+    "figure4": ("mse", "study=figure4", 3),
+    "figure4_offline": ("mse", "study=figure4_offline", 5),
+    "figure5_gsm8k": ("train", "experiment=figure5_gsm8k", 30),
+    "table2_math": ("train", "experiment=table2_math", 18),
+    "figure5_offline": ("train", "experiment=figure5_offline", 30),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_cached_smollm2(tmp_path_factory):
+    """Its configuration alone, which is all that is read before a run."""
+    home = tmp_path_factory.mktemp("cache")
+    (home / "smollm2-135m").mkdir()
+    (home / "smollm2-135m" / "config.json").write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_USTAT_CACHE", str(home))
+        yield
+
+
+@cache
+def points(entry, *arguments):
+    cli._register(entry, SCHEMAS[entry])
+    return cli._points(entry, SCHEMAS[entry], list(arguments))
+
+
+def test_figure_5_on_gsm8k_has_the_papers_values():
+    found = [point.config for point in points("train", "experiment=figure5_gsm8k")]
+    assert [(c.group_size, c.seed) for c in found] == [(g, s) for g in SIZES for s in SEEDS]
+    for c in found:
+        assert c.model.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+        assert (c.dataset.name, c.budget.rollouts) == ("gsm8k", 1024)
+        assert (c.objective.name, c.baseline.name) == ("algorithm1", "leave_one_out")
+        assert c.report.steps == [200, 300, 400, 600, 800, c.max_steps]
+        assert all(step % c.eval_steps == 0 for step in c.report.steps)
+
+
+def test_table_2_has_the_papers_values():
+    found = [point.config for point in points("train", "experiment=table2_math")]
+    assert {(c.budget.rollouts, c.group_size) for c in found} == {
+        (n, g) for n in (1024, 2048, 4096) for g in SIZES
+    }
+    assert len(found) == 18
+    for c in found:
+        assert c.model.model_name_or_path == "Qwen/Qwen2.5-Math-7B"
+        assert (c.dataset.name, c.prompt.name) == ("math", "qwen_math_cot")
+        assert c.report.steps == [c.max_steps]
+
+
+def test_figure_5_offline_is_figure_5_on_arithmetic():
+    found = [point.config for point in points("train", "experiment=figure5_offline")]
+    assert [(c.group_size, c.seed) for c in found] == [(g, s) for g in SIZES for s in SEEDS]
+    assert {(c.model.name, c.dataset.name) for c in found} == {("tiny_base", "arithmetic")}
+
+
+def test_figure_4_asks_three_policies_the_same_questions_with_the_same_plain_template():
+    found = [point.config for point in points("mse", "study=figure4")]
+    plain, icl = "plain", "plain_icl"
+    assert [(c.model.model_name_or_path, c.prompt.name) for c in found] == [
+        ("Qwen/Qwen2.5-0.5B", plain),
+        ("Qwen/Qwen2.5-0.5B-Instruct", plain),
+        ("Qwen/Qwen2.5-0.5B-Instruct", icl),
+    ]
+    assert len({c.prompt.template for c in found}) == 1 and not any(c.prompt.chat for c in found)
+    for c in found:
+        assert c.baselines == ["none", "leave_one_out", "oracle"] and c.group_sizes == SIZES
+        assert (c.dataset.name, c.study.questions or c.dataset.study_size) == ("arithmetic", 500)
+
+
+def test_figure_4_offline_has_its_five_policies():
+    found = [point.config for point in points("mse", "study=figure4_offline")]
+    asked = [(c.model.name, c.prompt.name, c.dataset.name, c.dataset.study_size) for c in found]
+    assert asked == [
+        *((name, "bare", "arithmetic", 500) for name in ("tiny_base", "tiny", "tiny_direct")),
+        ("smollm2_135m", "one_line", "arithmetic_easy", 40),
+        ("smollm2_135m", "one_line", "arithmetic_easy", 40),
+    ]
+    assert [c.prompt.shots for c in found] == [0, 0, 0, 0, 4]
+    assert len({c.baselines[0] for c in found}) == 1 and found[0].group_sizes == SIZES
+
+
+WINS = {
+    "one policy": ("mse", ["study=figure4_offline", "policy=tiny"], 1),
+    "fields of the node": ("mse", ["study=figure4", "study.questions=8"], 3),
+    "one size, one seed": ("train", ["experiment=figure5_offline", "group_size=8", "seed=0"], 1),
+    "other seeds": ("train", ["experiment=figure5_offline", "group_size=8", "seed=5,6"], 2),
+    "more keys": (
+        "train",
+        ["experiment=figure5_offline", "seed=0", "group_size=8", "learning_rate=1,2"],
+        2,
+    ),
+    "no sweep": ("train", ["experiment=table2_math", "hydra.mode=RUN", "group_size=16"], 1),
+    "-m as well": ("train", ["-m", "experiment=figure5_offline", "group_size=4"], 5),
+}
+
+
+@pytest.mark.parametrize("entry, arguments, count", WINS.values(), ids=WINS)
+def test_the_command_line_wins_over_the_sweep(entry, arguments, count):
+    found = points(entry, *arguments)
+    assert len(found) == count
+    for argument in arguments[1:]:
+        key, _, value = argument.partition("=")
+        if key in ("group_size", "seed") and "," not in value:
+            assert all(getattr(point.config, key) == int(value) for point in found)
+    if "study.questions=8" in arguments:
+        assert {point.config.study.questions for point in found} == {8}
+    if "policy=tiny" in arguments:
+        assert found[0].config.model.name == "tiny"
+
+
+def test_a_sweep_under_ranks_is_refused_with_the_way_out(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    fresh = points.__wrapped__
+    with pytest.raises(ConfigError, match="hydra.mode=RUN"):
+        fresh("train", "experiment=figure5_offline")
+    assert len(fresh("train", "experiment=figure5_offline", "hydra.mode=RUN")) == 1
+
+
+def test_any_bad_point_refuses_the_sweep_of_an_overlay(tmp_path):
+    arguments = ("experiment=figure5_offline", "group_size=4,7")
+    code, out, err = run("train", *arguments, cwd=tmp_path)
+    assert code == 2 and "is not a multiple of group_size=7" in err
+    assert len(err.splitlines()) == 1 and not out and not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", ""])
+def test_a_report_has_a_plain_name(name):
+    with pytest.raises(ConfigError, match="report.name"):
+        points("train", f"report.name='{name}'")
+
+
+def test_steps_of_a_report_must_be_evaluated():
+    with pytest.raises(ConfigError, match=r"report.steps names 30, but eval_steps=20"):
+        points("train", "report.steps=[20,30]")
+
+
+@pytest.mark.parametrize("entry, overlay, count", OVERLAYS.values(), ids=OVERLAYS)
+def test_costs_of_every_overlay_are_shown(entry, overlay, count, capsys):
+    found = points(entry, overlay)
+    assert len(found) == count
+    show_costs(found)
+    said = capsys.readouterr().out
+    assert f"{count} runs" in said and "all" in said
+
+
+def test_a_dry_run_on_the_command_line(tmp_path):
+    code, out, err = run("train", "experiment=table2_math", "dry_run=true", cwd=tmp_path)
+    assert code == 0, err
+    assert "learning_rate 1e-06" in out and "102 400" in out and "FSDP2" in out
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_what_is_known_of_a_model_comes_from_its_folder():
+    """Against the model itself; other sizes by hand."""
+    from grpo_ustat.policy.loading import load_policy
+
+    (point,) = points("train", "model=tiny")
+    size, model = model_size(point.config.model), load_policy("embedded:tiny").model
+    assert size.parameters == model.num_parameters() == 204_032
+    assert (size.layers, size.kv_width, size.vocabulary) == (4, 32, 99)
+    (point,) = points("train", "model=hub", "model.model_name_or_path=org/name", "prompt=plain")
+    assert cost(point.config).memory is None and cost(point.config).rollouts == 80 * 256
+
+
+def test_costs_by_hand():
+    """Qwen2.5-Math-7B, n = 1024, 100 steps."""
+    arguments = (
+        "experiment=table2_math",
+        "hydra.mode=RUN",
+        "group_size=8",
+        "dataset.test_size=500",
+    )
+    (point,) = points("train", *arguments)
+    found, parameters = cost(point.config), 7_615_616_512
+    assert (found.rollouts, found.values, found.evaluation) == (102_400, 0, 6 * 500)
+    assert found.tokens == 105_400 * 3000
+    assert found.weights + found.training == 16 * parameters
+    assert found.cache == 64 * 3000 * 28 * 512 * (4 + 2)
+    assert found.disk == 2 * 12 * parameters
+    (point,) = points("train", *arguments, "baseline=oracle", "lora=r16", "objective.beta=0")
+    found = cost(point.config)
+    assert found.values == 100 * 128 * 64 and found.training == 0
+
+
+def row(size, seed, accuracy, series="n=256", step=25):
+    of = {"series": series, "step": step, "group_size": size, "seed": seed, "n": 500}
+    return of | {"accuracy": accuracy, "low": accuracy - 0.04, "high": accuracy + 0.04}
+
+
+def test_the_interval_over_seeds_is_the_t_interval_worked_by_hand():
+    """0.50 0.52 0.54 0.56 0.58: mean 0.54, s = sqrt(0.001), t_4 = 2.776445."""
+    rows = [row(8, seed, 0.50 + 0.02 * seed) for seed in range(5)]
+    (cell,) = accuracy_cells(rows)
+    half = 2.776445 * np.sqrt(0.001 / 5)
+    assert cell["accuracy"] == pytest.approx(0.54)
+    assert (cell["low"], cell["high"]) == pytest.approx((0.54 - half, 0.54 + half), abs=1e-6)
+    assert cell["best"] and cell["seeds"] == 5 and cell["difference"] is None
+
+
+def test_the_best_is_compared_on_shared_seeds():
+    """Seeds that move all G alike leave the paired difference sharp; means alone would not tell."""
+    shift = [0.0, 0.1, 0.2, 0.3, 0.4]
+    rows = [row(4, s, 0.30 + x) for s, x in enumerate(shift)]
+    rows += [row(8, s, 0.33 + x + 0.001 * (-1) ** s) for s, x in enumerate(shift)]
+    rows += [row(16, s, 0.33 + x - 0.01 * (-1) ** s) for s, x in enumerate(shift)]
+    four, eight, sixteen = accuracy_cells(rows)
+    assert eight["best"] and not four["best"]
+    assert four["distinct"] and four["difference"] == pytest.approx(-0.0302)
+    assert four["low"] < eight["accuracy"] < four["high"]
+    assert sixteen["distinct"] is False and sixteen["difference_high"] > 0
+
+
+def test_missing_seeds_are_counted_and_only_shared_ones_compared():
+    rows = [row(4, s, 0.4) for s in (0, 1, 2)] + [row(8, s, 0.5 + 0.01 * s) for s in (1, 2, 3)]
+    four, eight = accuracy_cells(rows)
+    assert (four["seeds"], four["shared_seeds"]) == (3, 2)
+    assert four["difference"] == pytest.approx(0.4 - 0.515)
+    assert any("Missing: G=4 seed=3" in x for x in notes([four, eight], ("*", "~"), ["G=4 seed=3"]))
+    few = accuracy_cells([row(4, 0, 0.4), row(8, 1, 0.5), row(8, 2, 0.5)])[0]
+    assert few["distinct"] is None and few["difference"] is None
+
+
+def test_one_seed_is_compared_over_questions():
+    """Two independent samples: half-widths 0.04 add to 0.04 sqrt(2)."""
+    found = difference({0: row(4, 0, 0.4)}, {0: row(8, 0, 0.5)})
+    assert found.estimate == pytest.approx(-0.1)
+    assert found.high == pytest.approx(-0.1 + 0.04 * np.sqrt(2), abs=1e-4)
+
+
+def csv_rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_a_training_sweep_leaves_its_table_and_its_costs_were_right(tmp_path):
+    arguments = (
+        "experiment=figure5_offline", "group_size=4,8", "seed=0,1", "max_steps=2", "eval_steps=2",
+        "save_steps=1", "budget.rollouts=16", "dataset.test_size=20", "report.steps=null",
+        "baseline=oracle", "budget.value_completions=3",
+    )  # fmt: skip
+    expected = [cost(point.config) for point in points("train", *arguments)]
+    code, out, err = run("train", *arguments, cwd=tmp_path)
+    assert code == 0, err
+    home = tmp_path / "outputs/train/figure5_offline"
+    assert {p.name for p in home.iterdir()} == {
+        "accuracy.csv", "runs.csv", "figure.pdf", "figure.svg", "figure.png"
+    }  # fmt: skip
+    results = {}
+    for file, one in zip(
+        sorted(tmp_path.glob("outputs/train/*/seed=*/result.json")), expected, strict=True
+    ):
+        found = json.loads(file.read_text())
+        config = (file.parent / ".hydra/config.yaml").read_text()
+        size = int(config.split("group_size: ")[1].split()[0])
+        results[size, int(file.parent.name[-1])] = {
+            e["step"]: e["accuracy"] for e in found["evals"]
+        }
+        assert found["rollouts"] == one.rollouts == 32
+        assert found["tokens"] <= one.tokens
+        kept = sum(f.stat().st_size for f in file.parent.glob("checkpoint-2/*.safetensors"))
+        assert kept * 2 == pytest.approx(one.disk, rel=0.1)
+    for cell in csv_rows(home / "accuracy.csv"):
+        runs = [results[int(cell["group_size"]), seed][int(cell["step"])] for seed in (0, 1)]
+        assert float(cell["accuracy"]) == pytest.approx(np.mean(runs))
+    (home / "accuracy.csv").unlink()
+    code, out, _ = run("train", *arguments, cwd=tmp_path)
+    assert code == 0 and out.count("is complete") == 4 and "Held-out accuracy" in out
+    assert (home / "accuracy.csv").is_file()
+
+
+@pytest.mark.slow
+def test_a_sweep_of_studies_leaves_its_table_and_its_costs_were_right(tmp_path):
+    arguments = (
+        "study=figure4_offline", "policy=tiny,tiny_direct", "study.questions=6",
+        "budget.pool_completions=8", "launch.workers=1", "study.methods=[closed_form,monte_carlo]",
+        "group_sizes=[4,8]", "budget.replicates=3", "budget.reference_completions=16",
+        "budget.reference_blocks=4", "budget.value_completions=4",
+    )  # fmt: skip
+    one = cost(points("mse", *arguments)[0].config)
+    code, out, err = run("mse", *arguments, cwd=tmp_path)
+    assert code == 0, err
+    home = tmp_path / "outputs/mse/figure4_offline"
+    assert (home / "figure.svg").is_file()
+    table = csv_rows(home / "curves.csv")
+    for file in tmp_path.glob("outputs/mse/tiny*/seed=0/result.json"):
+        found = json.loads(file.read_text())
+        mine = [x for x in table if x["policy"].split(",")[0] == found["policy"]["name"]]
+        assert [float(x["mse"]) for x in mine] == [x["mse"] for x in found["curves"]]
+        assert {float(x["accuracy"]) for x in mine} == {found["policy"]["accuracy"]}
+        assert found["cost"]["rollouts"] == one.rollouts + one.values
+        assert found["cost"]["tokens"] <= one.tokens
+        files = sum(f.stat().st_size for f in file.parent.glob("pool/*.safetensors"))
+        assert files <= one.disk < 1.3 * files
+    code, out, _ = run("mse", *arguments, cwd=tmp_path)
+    assert code == 0 and out.count("is complete") == 2 and out.count("MSE of the gradient") > 2
+
+
+@pytest.mark.slow
+def test_a_point_that_diverges_is_named_and_the_others_are_reported(tmp_path):
+    arguments = (
+        "experiment=figure5_offline", "group_size=4", "seed=0", "learning_rate=1e-4,1e30",
+        "max_steps=2", "eval_steps=2", "budget.rollouts=16", "dataset.test_size=20",
+        "report.steps=null", "optimizer=sgd",
+    )  # fmt: skip
+    code, out, err = run("train", *arguments, cwd=tmp_path)
+    assert code == 1 and "Traceback" not in err
+    assert "error: did not finish: learning_rate=1e30" in err.replace("1e+30", "1e30")
+    assert "missing: learning_rate=1e30" in out.replace("1e+30", "1e30")
+    assert (tmp_path / "outputs/train/figure5_offline/figure.png").is_file()
