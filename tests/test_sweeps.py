@@ -95,7 +95,7 @@ def test_figure_4_offline_has_its_five_policies():
     asked = [(c.model.name, c.prompt.name, c.dataset.name, c.dataset.study_size) for c in found]
     assert asked == [
         *((name, "bare", "arithmetic", 500) for name in ("tiny_base", "tiny", "tiny_direct")),
-        ("smollm2_135m", "chat_short", "arithmetic_easy", 40),
+        ("smollm2_135m", "one_line", "arithmetic_easy", 40),
         ("smollm2_135m", "few_shot", "arithmetic_easy", 40),
     ]
     assert len({c.baselines[0] for c in found}) == 1 and found[0].group_sizes == SIZES
