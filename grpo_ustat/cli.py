@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import typed
+from grpo_ustat.data_config import DATASETS
 from grpo_ustat.identity import folder_name
 from grpo_ustat.ranks import RefusedByRank, barrier, is_main, world
 from grpo_ustat.runs.folder import NotSaved, RunFolder
@@ -288,11 +290,15 @@ def _one_line(error: Exception, schema: type) -> str:
         return f"unknown key {key}: here it is {ELSEWHERE[key]}"
     if key.startswith("dataset.options"):
         return f"unknown key {key}: options of a task of your own are added, +{key}=..."
-    near = difflib.get_close_matches(
-        key, list(_keys(OmegaConf.structured(schema))), n=1, cutoff=0.5
-    )
+    known = [*_keys(OmegaConf.structured(schema)), *_dataset_keys()]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
     return f"unknown key {key}: {hint}"
+
+
+def _dataset_keys() -> list[str]:
+    """Of all kinds of data sets."""
+    return [f"dataset.{field.name}" for kind in DATASETS.values() for field in fields(kind)]
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:

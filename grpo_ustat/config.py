@@ -225,7 +225,7 @@ class Common:
             raise ConfigError(f"report.name={self.report.name!r}: use letters, digits, . _ -")
         self.dataset.check()
         self.prompt.check()
-        self.model.check()
+        self.model.check(cached=not self.dry_run)
 
 
 @dataclass

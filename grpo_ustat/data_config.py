@@ -53,7 +53,7 @@ class ModelConfig:
     trust_remote_code: bool = MISSING
     size: ModelSize = field(default_factory=ModelSize)
 
-    def check(self) -> None:
+    def check(self, *, cached: bool = True) -> None:
         """Refuse what cannot be loaded.
 
         Raises:
@@ -65,7 +65,7 @@ class ModelConfig:
         for name, value in vars(self.size).items():
             if value is not None:
                 positive(self.size, name, prefix="model.size.")
-        check_model(self.model_name_or_path)
+        check_model(self.model_name_or_path, cached=cached)
 
 
 @dataclass

@@ -96,8 +96,9 @@ def test_figure_4_offline_has_its_five_policies():
     assert asked == [
         *((name, "bare", "arithmetic", 500) for name in ("tiny_base", "tiny", "tiny_direct")),
         ("smollm2_135m", "one_line", "arithmetic_easy", 40),
-        ("smollm2_135m", "few_shot", "arithmetic_easy", 40),
+        ("smollm2_135m", "one_line", "arithmetic_easy", 40),
     ]
+    assert [c.prompt.shots for c in found] == [0, 0, 0, 0, 4]
     assert len({c.baselines[0] for c in found}) == 1 and found[0].group_sizes == SIZES
 
 

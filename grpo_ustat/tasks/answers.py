@@ -1,8 +1,9 @@
 r"""Reading the final answer out of a completion, strictly.
 
-A completion counts only if it states one final answer: after a single `####` (the mark of GSM8K,
-Cobbe et al. 2021), in a single `\boxed{}`, or as the whole completion. An echoed question, an
-equation, several numbers, several marks or several boxes state none.
+A completion counts only if it states one final answer: on the line after a single `####` (the mark
+of GSM8K, Cobbe et al. 2021; base models often write on below), in a single `\boxed{}`, or as the
+whole completion. An echoed question, an equation, several numbers, several marks or several boxes
+state none.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def final_number(text: str) -> Decimal | None:
     boxed = number(last_boxed(text, MAX_NUMBER) or "") if boxes else None
     if not marks:
         return boxed if boxes else number(text)
-    marked = number(_unboxed(text.rpartition(MARK)[2].strip()))
+    line = text.rpartition(MARK)[2].strip().partition("\n")[0]
+    marked = number(_unboxed(line.strip()))
     return marked if not boxes or marked == boxed else None
 
 

@@ -121,17 +121,6 @@ class MathJudge:
         found = dict(zip(undecided, late, strict=True))
         return [found.get(i, verdict) for i, verdict in enumerate(early)]
 
-    def readable(self, golds: Sequence[str]) -> list[bool]:
-        """Whether each gold can be met in another writing than its own.
-
-        That is: it is a number, or math-verify reads it and finds it equal to itself.
-        """
-        numeric = [read_number(gold) is not None for gold in golds]
-        asked = [gold for gold, known in zip(golds, numeric, strict=True) if not known]
-        verdicts = self._verifier.judge([(_boxed(gold), _boxed(gold)) for gold in asked])
-        read = dict(zip(asked, verdicts, strict=True))
-        return [read.get(gold, Verdict.RIGHT) is Verdict.RIGHT for gold in golds]
-
 
 def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | None:
     r"""The verdict where steps 1 to 4 find one, else None.

@@ -118,7 +118,9 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
 
 
 def _peak_bytes() -> int:
-    """The most address space that this process has had."""
+    """The most address space that this process has had; where that is not told, of its memory."""
+    if not os.path.exists("/proc/self/status"):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmPeak:"))
 

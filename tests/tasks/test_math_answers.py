@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 
 import pytest
 
@@ -52,9 +51,9 @@ def test_right_without_sympy(gold, answers):
     [
         ("70", ["37 + 45 - 12", "37+45-12", "140/2", r"\frac{140}{2}", "x=70", "4=70", "70=70",
                 r"70\%", "7 0", "70^2", r"70\text{ or }71", r"70\text{, 71}", "70, 71", "-70", "",
-                r"70\text{ millions}", r"70\text{ tenths}", r"70\text{ quorks}", r"7 \cdot 10", "7e1", "71", "70!",
+                r"70\text{ millions}", r"70\text{ tenths}", r"7 \cdot 10", "7e1", "71", "70!",
                 r"\sqrt{4900}", "70x", r"70\pi", r"\{70\}", r"\frac{70}{1}"]),
-        ("3", ["1 2 3", "6/2", r"\frac{6}{2}", r"3\%", "4=3", "x=3", "3,4", r"\text{three}"]),
+        ("3", [r"3\text{ quorks}", "1 2 3", "6/2", r"\frac{6}{2}", r"3\%", "4=3", "x=3", "3,4"]),
         ("123", ["1 2 3", "1,2,3", "1,23", r"1\,2\,3"]), ("0.5", [r"\frac{2}{4}", "2/4", "0.51"]),
         (r"\frac{3}{4}", [r"\frac{6}{8}", r"\frac{1}{2} + \frac{1}{4}", r"\frac{3}{0}", "3", "34"]),
         (r"\frac{19}{20}", [r"\frac{6}{8} + \frac{1}{5}"]), (r"\frac{1}{3}", ["0.333333"]),
@@ -113,14 +112,11 @@ def test_with_math_verify():
     ]  # fmt: skip
     asked = [("What?", gold, rf"It is \boxed{{{answer}}}.") for gold, answer, _ in cases]
     assert judge.verdicts(asked) == [verdict for *_, verdict in cases]
-    golds = ["70", r"\frac{1}{2}", "x^2+1", r"\begin{array}{c", r"\sqrt{", r"\left( 1, 2 \right)"]
-    assert judge.readable(golds) == [True, True, True, False, False, True]
 
 
+@pytest.mark.timeout(60)  # it takes 0.05 s, and ages where a pattern tries every way back
 def test_reading_a_hostile_box_takes_no_time():
-    began = time.process_time()
     for piece in (" ", "1", ",", "1,", "$", "\\", "{", r"\frac", r"\text{", "~", r"\,", "1 ", "^"):
         text = (piece * 300)[:300]
         read_number(text), bare(text), without_sympy(text * 10, "7", text)
         without_sympy(text * 10, "x", text)
-    assert time.process_time() - began < 2  # it takes 0.05 s
