@@ -190,6 +190,9 @@ def _panel(axes, rows: list[dict[str, Any]], config: MseConfig) -> None:
         axes.set_yscale("log")
         highest = max(row["high"] or row["mse"] or 0 for row in rows)
         axes.set_ylim(min(positive) / 2, 2 * highest)
+    else:
+        axes.set_ylim(-1, 1)
+        axes.text(0.5, 0.6, "no error above 0", transform=axes.transAxes, ha="center")
     axes.set_xticks(config.group_sizes, [str(size) for size in config.group_sizes])
     axes.set_xlabel("group size G")
     axes.grid(alpha=0.3, which="both", linewidth=0.5)
