@@ -54,31 +54,26 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
     """
     _register(entry, schema)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    given = get_args_parser().parse_args(sys.argv[1:]).overrides
     try:
         points = _points(entry, schema, sys.argv[1:])
         if _shown(entry, points):
             return
     except ConfigError as error:
         _refuse(error)
+    sweep = bool(points and points[0].sweep)
+    failures = _run(entry, schema, work, sweep)
+    if sweep:
+        _end_sweep(entry, points, failures)
+
+
+def _run(entry: str, schema: type, work: Callable, sweep: bool) -> list[str]:
+    """Let Hydra run the job or the sweep's jobs; what failed of a sweep."""
     failures: list[str] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
     def job(node: DictConfig) -> float | None:
-        """One point's work in its run folder."""
-        config = typed(node, schema)
-        folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), config)
-        try:
-            _check_trust(config, given)
-            return work(config, folder)
-        except ConfigError as error:
-            _refuse(error)
-        except (FloatingPointError, NotSaved) as error:
-            if HydraConfig.get().mode is not RunMode.MULTIRUN:
-                _refuse(error)
-            failures.append(f"{folder.path}: {error}")
-            print(f"error: {failures[-1]}", file=sys.stderr)
-        return None
+        """One point."""
+        return _job(typed(node, schema), work, failures)
 
     try:
         job()
@@ -87,11 +82,26 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
             print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except SystemExit as end:
-        if end.code != 1 or not (points and points[0].sweep):
+        if end.code != 1 or not sweep:
             raise  # a refusal or a signal; Hydra ends with 1 after a sweep with a failed point
         failures.append("see above")
-    if points and points[0].sweep:
-        _end_sweep(entry, points, failures)
+    return failures
+
+
+def _job(config: Any, work: Callable, failures: list[str]) -> float | None:
+    """One point's work in its run folder; in a sweep a failure is told and noted."""
+    folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), config)
+    try:
+        _check_trust(config, get_args_parser().parse_args(sys.argv[1:]).overrides)
+        return work(config, folder)
+    except ConfigError as error:
+        _refuse(error)
+    except (FloatingPointError, NotSaved) as error:
+        if HydraConfig.get().mode is not RunMode.MULTIRUN:
+            _refuse(error)
+        failures.append(f"{folder.path}: {error}")
+        print(f"error: {failures[-1]}", file=sys.stderr)
+    return None
 
 
 def _end_sweep(entry: str, points: list[Point], failures: list[str]) -> None:
