@@ -13,6 +13,7 @@ from grpo_ustat.checks import adapter_base, model_folder
 from grpo_ustat.data_config import FILES, REWARDS, TASKS, module_file
 from grpo_ustat.train_checks import ENDING
 
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 OPERATIONAL = (
     "on_existing",
     "dry_run",
@@ -44,13 +45,26 @@ def operational(keys: dict[str, Any]) -> set[str]:
 
 def identity(config: Any) -> dict[str, Any]:
     """What makes the run this run: the configuration without operational keys, weights, data."""
-    keys = named(asdict(config))
+    keys = named(choices(config))
     keys = {key: value for key, value in keys.items() if key not in operational(keys)}
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
     keys |= {"weights": weights_fingerprint(config.model.model_name_or_path)}
     data = data_fingerprint(config.dataset)
     return keys if data is None else keys | {"data": data}
+
+
+def choices(config: Any) -> dict[str, Any]:
+    """The configuration's keys but those that change no result: the model's size, which costs are
+    estimated from, and where local data are, which count by content.
+    """
+    keys = asdict(config)
+    del keys["model"]["size"]
+    for name in ("path", "test_path", "test_ids"):
+        place = keys["dataset"].get(name)
+        if place is not None and Path(place).expanduser().exists():
+            keys["dataset"][name] = "local"
+    return keys
 
 
 def named(keys: dict[str, Any]) -> dict[str, Any]:
@@ -66,20 +80,20 @@ def named(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights_fingerprint(model_name_or_path: str) -> str | None:
-    """A hash of the weight files of a folder, embedded or cached; None for a hub id.
+    """A hash of a model's files in a folder, embedded or cached: weights, configuration, tokenizer,
+    chat format, code; None for a hub id.
 
     Adapters count with how they are added and with the model that they are added to.
 
     Small files count by their content, files above 64 MiB by size and time of change.
     """
     folder = model_folder(model_name_or_path)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    files = sorted(file for kind in MODEL_FILES for file in folder.glob(kind))
+    if not any(folder.glob("*.safetensors")):
         return None
     total = _content(files)
     adapters = adapter_base(folder)
     if adapters is not None:
-        total.update((folder / "adapter_config.json").read_bytes())
         total.update(str(weights_fingerprint(adapters[0])).encode())
     return total.hexdigest()[:12]
 
@@ -101,7 +115,8 @@ def _data_files(path: str) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
-    return sorted(file for file in place.rglob("*") if file.name.endswith(FILES))
+    named = (file for file in place.rglob("*") if file.name.endswith(FILES))
+    return sorted([*named, *place.glob("README.md")])  # whose card may say what is train and test
 
 
 def _content(files: list[Path]) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,8 +16,9 @@ from test_config import CONF, compose, run
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_ustat.checks import ConfigError, cache_folder, model_folder
-from grpo_ustat.identity import weights_fingerprint
+from grpo_ustat.identity import folder_name, weights_fingerprint
 from grpo_ustat.policy.loading import load_policy, resolve
+from grpo_ustat.study.store import draws_of
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -209,3 +212,31 @@ def test_interrupted_fetching_leaves_no_half_made_model(fetch, cache, monkeypatc
     assert not list(cache.iterdir())
     fetch.main([])
     assert (cache / "smollm2-135m" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "file, key",
+    [
+        ("config.json", "rope_theta"),
+        ("generation_config.json", "eos_token_id"),
+        ("tokenizer_config.json", "chat_template"),
+    ],
+)
+def test_whatever_changes_prompts_or_draws_is_another_run(tmp_path, file, key):
+    shutil.copytree(model_folder("embedded:tiny_base"), tmp_path / "model")
+    path = tmp_path / "model" / file
+    names = [folder_name(local(tmp_path / "model"))]
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {key: "other"}))
+    names.append(folder_name(local(tmp_path / "model")))
+    assert len(set(names)) == 2
+
+
+def test_a_size_that_only_costs_are_estimated_from_is_the_same_run_and_pool(tmp_path):
+    given = ("model=tiny_base", "model.size.parameters=7")
+    assert folder_name(compose("train", *given)) == folder_name(compose("train", given[0]))
+    assert draws_of(compose("mse", *given)) == draws_of(compose("mse", given[0]))
+
+
+def local(folder):
+    return compose("train", "model=hub", f"model.model_name_or_path={folder}")

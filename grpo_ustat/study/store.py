@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import MseConfig
-from grpo_ustat.identity import data_fingerprint, weights_fingerprint
+from grpo_ustat.identity import choices, data_fingerprint, weights_fingerprint
 from grpo_ustat.records import Prompt
 from grpo_ustat.study.workers import Done
 
@@ -58,7 +58,7 @@ class Part:
 
 def draws_of(config: MseConfig) -> dict[str, Any]:
     """What decides a pool's completions and scores: a pool serves every study that agrees."""
-    keys = asdict(config)
+    keys = choices(config)
     chosen = ("model", "dataset", "prompt", "seed", "temperature", "max_completion_length")
     budget = ("feature_sketch", "gradient_sketch")
     found = {key: keys[key] for key in chosen} | {key: keys["budget"][key] for key in budget}

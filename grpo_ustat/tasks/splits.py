@@ -11,12 +11,17 @@ from grpo_ustat.records import Question
 
 
 def question_id(prefix: str, text: str) -> str:
-    """A stable name: questions have the same one if they differ only in case and white space.
+    """A stable name: questions have the same one if they differ only in white space and, outside
+    of formulas, in case.
 
     >>> question_id("x", "How  many?") == question_id("x", "how many? ") != question_id("x", "?")
     True
+    >>> question_id("x", "Solve $X=1$") == question_id("x", "solve $x=1$")
+    False
     """
-    plain = " ".join(text.split()).casefold()
+    parts = " ".join(text.split()).split("$")
+    parts[::2] = [part.casefold() for part in parts[::2]]
+    plain = "$".join(parts)
     return f"{prefix}-{_digest(plain, 6)}"
 
 

@@ -34,8 +34,9 @@ def train_config(*overrides):
 def test_a_file_counts_by_its_content_and_a_hub_id_by_its_revision(tmp_path):
     folder = kept(tmp_path / "data", rows(0, 20), rows(50, 5))
     before = train_config(f"dataset.path={folder}")
-    (folder / "README.md").write_text("# other words")
-    assert folder_name(before) == folder_name(before)
+    (folder / "notes.md").write_text("other words")
+    same = train_config(f"dataset.path={folder}/../{folder.name}")
+    assert folder_name(same) == folder_name(before)
     first, draws = identity(before), draws_of(composed_study(folder))
     kept(folder, rows(1, 20), rows(50, 5))
     assert {k for k, v in identity(before).items() if first[k] != v} == {"data"}
@@ -43,6 +44,13 @@ def test_a_file_counts_by_its_content_and_a_hub_id_by_its_revision(tmp_path):
     hub = [train_config(f"dataset.revision={revision}") for revision in ("null", "abc")]
     assert len({folder_name(config) for config in hub}) == 2
     assert data_fingerprint(hub[0].dataset) is None and "data" not in identity(hub[0])
+
+
+def test_a_card_says_what_is_train_and_test_and_counts(tmp_path):
+    folder = kept(tmp_path / "data", rows(0, 20), rows(50, 5))
+    before = folder_name(train_config(f"dataset.path={folder}"))
+    (folder / "README.md").write_text("---\nconfigs: []\n---\n")
+    assert folder_name(train_config(f"dataset.path={folder}")) != before
 
 
 def composed_study(folder):
