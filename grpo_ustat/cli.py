@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.config import typed
+from grpo_ustat.config import TrainConfig, typed
 from grpo_ustat.data_config import DATASETS
 from grpo_ustat.identity import folder_name
 from grpo_ustat.ranks import RefusedByRank, barrier, is_main, world
@@ -46,6 +46,12 @@ ELSEWHERE = {  # what other trainers call it
 }
 
 
+OF_ENTRY = {  # what only one entry knows and is easily asked of the other
+    "mse": ("study", "policy", "baselines", "group_sizes", "rules", "pool", "target_halfwidth"),
+    "train": ("baseline", "group_size", "objective", "learning_rate", "max_steps", "lora"),
+}
+
+
 def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None]) -> None:
     """Compose `conf/<entry>.yaml`, check it, and hand it to `work` with its run folder.
 
@@ -54,6 +60,7 @@ def main(entry: str, schema: type, work: Callable[[Any, RunFolder], float | None
     """
     _register(entry, schema)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     try:
         points = _points(entry, schema, sys.argv[1:])
         if _shown(entry, points):
@@ -79,7 +86,7 @@ def _run(entry: str, schema: type, work: Callable, sweep: bool) -> list[str]:
         job()
     except KeyboardInterrupt:
         if is_main():
-            print("interrupted", file=sys.stderr)
+            print("interrupted; the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
     except SystemExit as end:
         if end.code != 1 or not sweep:
@@ -95,6 +102,7 @@ def _job(config: Any, work: Callable, failures: list[str]) -> float | None:
         _check_trust(config, get_args_parser().parse_args(sys.argv[1:]).overrides)
         return work(config, folder)
     except ConfigError as error:
+        folder.leave()
         _refuse(error)
     except (FloatingPointError, NotSaved) as error:
         if HydraConfig.get().mode is not RunMode.MULTIRUN:
@@ -289,6 +297,9 @@ def _one_line(error: Exception, schema: type) -> str:
     if choice:
         group, asked, known = choice.groups()
         return f"unknown {group} {asked!r}: choose from {', '.join(known.split())}"
+    if re.search("ConfigKeyError raised while composing config: Key .* not in", text):
+        other = "mse" if schema is TrainConfig else "train"
+        return f"an overlay of the other entry? Try python -m grpo_ustat.{other} ({text})"
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing:
         return f"{missing.group(1)} has no value: set {missing.group(1)}=..."
@@ -298,6 +309,9 @@ def _one_line(error: Exception, schema: type) -> str:
     key = unknown.group(1)
     if key in ELSEWHERE:
         return f"unknown key {key}: here it is {ELSEWHERE[key]}"
+    other = "mse" if schema is TrainConfig else "train"
+    if key.split(".")[0] in OF_ENTRY[other]:
+        return f"unknown key {key}: it is one of {other}'s, python -m grpo_ustat.{other}"
     if key.startswith("dataset.options"):
         return f"unknown key {key}: options of a task of your own are added, +{key}=..."
     known = [*_keys(OmegaConf.structured(schema)), *_dataset_keys()]

@@ -225,7 +225,20 @@ class Common:
             raise ConfigError(f"report.name={self.report.name!r}: use letters, digits, . _ -")
         self.dataset.check()
         self.prompt.check()
+        self._check_box()
         self.model.check(cached=not self.dry_run)
+
+    def _check_box(self) -> None:
+        """MATH's judge reads boxes; where the prompt asks for none, all obedient replies lose."""
+        prompt = self.prompt
+        if self.dataset.kind != "math" or self.dataset.reward is not None or prompt.shots:
+            return
+        if "boxed" not in f"{prompt.system} {prompt.template}":
+            raise ConfigError(
+                f"dataset={self.dataset.name} reads answers in \\boxed{{}}, for which "
+                f"prompt={prompt.name} does not ask: use prompt=qwen_math_cot, prompt=chat_boxed, "
+                "or a template that asks for it"
+            )
 
 
 @dataclass

@@ -171,6 +171,11 @@ class Gsm8kConfig(DatasetConfig):
     def check(self) -> None:
         """See `DatasetConfig.check`."""
         super().check()
+        if self.test_path == self.path:
+            raise ConfigError(
+                f"dataset.path={self.path} is also dataset.test_path: train on one file and test "
+                "on another"
+            )
         for name in ("path", "test_path"):
             value = getattr(self, name)
             if value is None or Path(value).expanduser().exists():

@@ -45,7 +45,7 @@ def operational(keys: dict[str, Any]) -> set[str]:
 
 def identity(config: Any) -> dict[str, Any]:
     """What makes the run this run: the configuration without operational keys, weights, data."""
-    keys = named(choices(config))
+    keys = named(choices(asdict(config)))
     keys = {key: value for key, value in keys.items() if key not in operational(keys)}
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
@@ -54,17 +54,21 @@ def identity(config: Any) -> dict[str, Any]:
     return keys if data is None else keys | {"data": data}
 
 
-def choices(config: Any) -> dict[str, Any]:
-    """The configuration's keys but those that change no result: the model's size, which costs are
+def choices(keys: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's keys but those that change no result: the model's size, which costs are
     estimated from, and where local data are, which count by content.
+
+    >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
+    >>> choices(keys)
+    {'model': {'name': 'x'}, 'dataset': {'path': 'local'}}
     """
-    keys = asdict(config)
-    del keys["model"]["size"]
+    model = {key: value for key, value in keys.get("model", {}).items() if key != "size"}
+    dataset = dict(keys.get("dataset", {}))
     for name in ("path", "test_path", "test_ids"):
-        place = keys["dataset"].get(name)
+        place = dataset.get(name)
         if place is not None and Path(place).expanduser().exists():
-            keys["dataset"][name] = "local"
-    return keys
+            dataset[name] = "local"
+    return keys | {"model": model, "dataset": dataset}
 
 
 def named(keys: dict[str, Any]) -> dict[str, Any]:

@@ -278,6 +278,11 @@ def _check_rollout(config: TrainConfig) -> None:
 def _check_report(config: TrainConfig) -> None:
     every, last = config.eval_steps, config.max_steps
     for step in config.report.steps or ():
+        if step > last:
+            raise ConfigError(
+                f"report.steps names {step}, beyond max_steps={last}: use steps up to {last}, or "
+                "report.steps=null for every evaluation"
+            )
         if step < last and step % every:
             raise ConfigError(
                 f"report.steps names {step}, but eval_steps={every} never evaluates there: use "

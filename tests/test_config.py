@@ -63,7 +63,9 @@ def extra(entry, group, name):
     """What a file needs beside it to make a whole configuration."""
     if name == "hub" or name.startswith("smollm2"):
         return ["model.model_name_or_path=org/name"]
-    needs = {"few_shot": "dataset=plus_one"} | dict.fromkeys(FEW_SHOT, "prompt=few_shot")
+    needs = {"few_shot": "dataset=plus_one", "math": "prompt=chat_boxed"} | dict.fromkeys(
+        FEW_SHOT, "prompt=few_shot"
+    )
     if name not in needs:
         return []
     return [needs[name], "group_size=16"] if entry == "train" else [needs[name]]
@@ -133,6 +135,17 @@ WRONG = {
     "hidden reply": ("mse", ["prompt.shots=2"], "prompt.shots=2 with prompt.reply=None: examples"),
     "system": ("mse", ["prompt.system=hi"], "a turn of a chat: use prompt.chat=true"),
     "own task": ("mse", ["dataset.reward=x"], "unknown dataset.reward 'x': entry points of"),
+    "no box": (
+        "train", ["dataset=math", "prompt=gsm8k"], "which prompt=gsm8k does not ask: use prompt="
+    ),
+    "other entry": ("train", ["study.questions=3"], "it is one of mse's, python -m grpo_ustat.mse"),
+    "other overlay": (
+        "mse", ["experiment=figure5_offline"], "Try python -m grpo_ustat.train"
+    ),
+    "one file": (
+        "train", ["dataset=gsm8k", "dataset.test_path=openai/gsm8k"], "is also dataset.test_path"
+    ),
+    "late report": ("train", ["report.steps=[99]"], "names 99, beyond max_steps=80: use steps up"),
     "empty stop": ("mse", ["prompt.stop=''"], "prompt.stop='' is in every token"),
     "ranges": ("mse", ["dataset.min_term=9", "dataset.max_term=3"], "min <= max"),
 }  # fmt: skip

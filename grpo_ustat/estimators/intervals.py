@@ -76,6 +76,25 @@ def paired_difference(after_P: np.ndarray, before_P: np.ndarray, level: float = 
     return clustered_mean((after_P - before_P)[:, None], level)
 
 
+def matched_difference(after_P: np.ndarray, before_P: np.ndarray, level: float = LEVEL) -> Interval:
+    """Mean of after - before, values in [0, 1] of the same P prompts.
+
+    The interval is that of Agresti & Min (2005) for matched pairs, half a pair added to each of the
+    four outcomes, with Student's t: where no prompt changed it still has a width.
+
+    >>> found = matched_difference(np.zeros(4), np.zeros(4))
+    >>> [round(float(x), 3) for x in found]
+    [0.0, -0.53, 0.53]
+    """
+    change_P = after_P - before_P
+    count = len(change_P) + 2
+    centre = change_P.sum() / count
+    variance = (np.square(change_P).sum() + 1) / count - centre**2
+    half = stats.t.ppf((1 + level) / 2, len(change_P) - 1) * math.sqrt(variance / count)
+    low, high = max(-1.0, centre - half), min(1.0, centre + half)
+    return Interval(float(change_P.mean()), float(low), float(high))
+
+
 def wilson(successes: float, trials: float, level: float = LEVEL) -> Interval:
     """Wilson (1927) score interval of a proportion of independent trials.
 

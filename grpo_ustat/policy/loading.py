@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import is_offline_mode
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -150,6 +151,11 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
+        if is_offline_mode() and not Path(resolve(model_name_or_path)).exists():
+            reason = (
+                "it is not in the hub's local cache, and HF_HUB_OFFLINE keeps it from being "
+                "fetched: unset that, or name a folder"
+            )
         if "trust_remote_code" in str(error):
             reason = (
                 "it needs code that comes with it; read that code, and if you trust it add "

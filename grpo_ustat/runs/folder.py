@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.identity import fingerprint, identity, named, operational
+from grpo_ustat.identity import choices, fingerprint, identity, named, operational
 from grpo_ustat.ranks import is_main
 
 ARTEFACTS = (
@@ -81,7 +82,8 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} exists and on_existing=error: use on_existing=resume or overwrite"
             )
-        difference = _first_difference(named(stored), named(asdict(self.config)))
+        asked = asdict(self.config)
+        difference = _first_difference(*(named(choices(keys)) for keys in (stored, asked)))
         difference = difference or self._other_weights()
         if difference:
             raise ConfigError(
@@ -100,6 +102,12 @@ class RunFolder:
         self.write("code.json", json.dumps(code_state() | {"weights": self.weights}, indent=1))
         (self.path / ".hydra").mkdir(exist_ok=True)
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
+
+    def leave(self) -> None:
+        """Remove the folder if nothing is in it, as when a run was refused before it began."""
+        with suppress(OSError):
+            for folder in (self.path, self.path.parent):
+                folder.rmdir()
 
     def result(self) -> dict[str, Any] | None:
         """The finished run's result, None while it is unfinished or to be overwritten.

@@ -92,12 +92,12 @@ def mse_cell(row: dict[str, Any]) -> str:
     return f"{_short(row['mse'])}\n[{_short(row['low'])}, {_short(row['high'])}]"
 
 
-def clipped_warning(clipped_ratio: float, max_completion_length: int) -> str:
-    """A sentence where many completions were cut: they rarely hold an answer."""
+def clipped_warning(of: str, clipped_ratio: float, max_completion_length: int) -> str:
+    """A sentence where many completions `of` something were cut: they rarely hold an answer."""
     if clipped_ratio <= 0.05:
         return ""
     return (
-        f" WARNING: {clipped_ratio:.0%} of the completions were cut at max_completion_length="
+        f" WARNING: {clipped_ratio:.0%} of the {of} completions were cut at max_completion_length="
         f"{max_completion_length}: raise it, unless that is the point."
     )
 

@@ -96,7 +96,9 @@ def study_result(
         "pool_completions": pool.rewards_PN.shape[1],
         "summary": verdict(found, config.baselines, pool.rewards_PN)
         + heavy_warning(metric["top_percent_share"])
-        + clipped_warning(of_pool.clipped / of_pool.rollouts, config.max_completion_length)
+        + clipped_warning(
+            "pool's", of_pool.clipped / of_pool.rollouts, config.max_completion_length
+        )
         + unjudged_warning(spent.timeouts, spent.failures, spent.rollouts),
         "cost": {
             "rollouts": spent.rollouts,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -58,7 +58,7 @@ class Part:
 
 def draws_of(config: MseConfig) -> dict[str, Any]:
     """What decides a pool's completions and scores: a pool serves every study that agrees."""
-    keys = choices(config)
+    keys = choices(asdict(config))
     chosen = ("model", "dataset", "prompt", "seed", "temperature", "max_completion_length")
     budget = ("feature_sketch", "gradient_sketch")
     found = {key: keys[key] for key in chosen} | {key: keys["budget"][key] for key in budget}

@@ -14,7 +14,7 @@ from rich.console import Console
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
-from grpo_ustat.estimators.intervals import Interval, paired_difference
+from grpo_ustat.estimators.intervals import Interval, matched_difference
 from grpo_ustat.ranks import lost_ranks_named
 from grpo_ustat.records import BaselineContext, Prompt
 from grpo_ustat.rollout.draws import generator
@@ -264,7 +264,8 @@ def _summary(config: TrainConfig, progress: Progress, gain: Interval) -> str:
     )
     if progress.alarms:
         text += f" Alarms (steps): {', '.join(f'{k} ({n})' for k, n in progress.alarms.items())}."
-    return text + clipped_warning(progress.clipped_ratio, config.max_completion_length)
+    most = config.max_completion_length
+    return text + clipped_warning("last step's", progress.clipped_ratio, most)
 
 
 def _of_first_decoding(config: TrainConfig, progress: Progress) -> tuple[dict, dict]:
@@ -275,7 +276,7 @@ def _of_first_decoding(config: TrainConfig, progress: Progress) -> tuple[dict, d
 
 def _result(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     _, last = _of_first_decoding(config, progress)
-    gain = paired_difference(np.array(progress.rewards_last), np.array(progress.rewards_first))
+    gain = matched_difference(np.array(progress.rewards_last), np.array(progress.rewards_first))
     return {
         "final_accuracy": last["accuracy"],
         "accuracy_low": last["low"],

@@ -60,7 +60,12 @@ def composed_study(folder):
 def test_a_list_of_ids_and_a_test_file_count_too(tmp_path):
     listed = tmp_path / "ids.txt"
     listed.write_text("a\n")
-    overrides = ["dataset=math", "dataset.path=org/name", f"dataset.test_ids={listed}"]
+    overrides = [
+        "dataset=math",
+        "prompt=chat_boxed",
+        "dataset.path=org/name",
+        f"dataset.test_ids={listed}",
+    ]
     config = composed("train", TrainConfig, overrides)
     before = folder_name(config)
     listed.write_text("b\n")
