@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_mse.py"
 SMALL = (
     "budget.pool_completions=8", "budget.reference_completions=16",

@@ -180,6 +180,7 @@ def test_wrong_commands_get_one_line_and_leave_nothing(arguments, message, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_unreachable_hub_id_is_one_line(tmp_path):
     arguments = ("model=hub", "model.model_name_or_path=no-org/no-model")
     code, _, err = run("train", *arguments, cwd=tmp_path)
@@ -188,6 +189,7 @@ def test_an_unreachable_hub_id_is_one_line(tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["mse", "train"])
 def test_a_device_that_is_not_there_is_one_line(entry, tmp_path):
     device = "launch.device=" + {"mse": "cuda:7", "train": "cuda"}[entry]
@@ -197,6 +199,7 @@ def test_a_device_that_is_not_there_is_one_line(entry, tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_model_refused_by_a_worker_is_one_line(tmp_path):
     arguments = ("model=hub", "model.model_name_or_path=no-org/no-model", "launch.workers=2")
     code, _, err = run("mse", *arguments, cwd=tmp_path)

@@ -131,6 +131,7 @@ hydra:
 """
 
 
+@pytest.mark.slow
 def test_trust_is_not_taken_from_a_file(tmp_path):
     """Neither from an experiment nor from a sweep's own parameters in one."""
     (tmp_path / "conf" / "experiment").mkdir(parents=True)

@@ -72,6 +72,7 @@ def test_a_prompt_that_fits_is_no_warning(monkeypatch, capsys):
     assert "96 100, of the model's 512" in out
 
 
+@pytest.mark.slow
 def test_the_command_shows_three_and_leaves_nothing(tmp_path):
     code, out, err = run("mse", "debug=prompts", cwd=tmp_path)
     assert code == 0, err

@@ -246,6 +246,7 @@ def test_plain_arrays_give_the_same_constants(rng):
         scaling_from_arrays(pool.rewards_PN[:3], pool.sq_norm_PN[:3], gram[:3, :3])
 
 
+@pytest.mark.slow
 def test_the_running_mean_is_that_of_all_questions_and_unbiased():
     """Over 3000 pools of four completions of three questions, within four standard errors."""
     policy, rng = tabular(3), np.random.default_rng(0)

@@ -56,6 +56,7 @@ def test_an_imported_pool_is_the_one_that_was_logged(tmp_path):
     np.testing.assert_allclose(theirs.gram_PNN, ours.gram_PNN, atol=1e-3 * ours.gram_PNN.max())
 
 
+@pytest.mark.slow
 def test_a_study_of_it_has_a_folder_of_its_own(tmp_path):
     path = tmp_path / "completions.parquet"
     logged(path)

@@ -43,6 +43,7 @@ def assert_close(one, two):
         np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(a).max(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_pools_do_not_depend_on_workers_or_batch_size(tmp_path):
     """One worker or two, and other sampling batches: the same pool to float32 rounding."""
     one, spent = build(tmp_path / "one")
@@ -63,6 +64,7 @@ def test_sketched_sums_are_those_of_the_gram_matrices(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_goes_on_and_ends_byte_identical(tmp_path, monkeypatch):
     whole = study(tmp_path / "whole")
     writes, original = [], PoolStore.write

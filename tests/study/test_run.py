@@ -92,6 +92,7 @@ def test_rows_obey_their_identities(finished):
         assert gap == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_columns_free_of_scale_belong_to_their_setting(tmp_path):
     """Of unbiased rules best = mse t / (mse + t) and relative = mse / t, t = ||tau||^2."""
     result = study(
@@ -125,6 +126,7 @@ def test_a_finished_study_is_shown_again(finished, capsys):
     assert value == result["curves"][0]["mse"]
 
 
+@pytest.mark.slow
 def test_a_study_of_the_whole_zoo(tmp_path):
     """Every rule that needs no training run, against fresh rollouts of a few questions."""
     names = [name for name, rule in BASELINES.items() if not rule.only_trains]
@@ -138,6 +140,7 @@ def test_a_study_of_the_whole_zoo(tmp_path):
     assert rows["optimal", 4]["mse"] != rows["oracle", 4]["mse"] != rows["remax", 4]["mse"]
 
 
+@pytest.mark.slow
 def test_the_command_runs_from_anywhere(tmp_path):
     code, out, err = run("mse", *SMALL, "study.questions=3", cwd=tmp_path)
     assert code == 0, err

@@ -73,6 +73,7 @@ def only(folder, pattern):
     return found
 
 
+@pytest.mark.slow
 def test_training_by_the_readme_uses_the_tasks_questions_and_reward(package, tmp_path):
     site, sorting = package
     code, told = run(commands()[0], site, tmp_path)

@@ -141,6 +141,7 @@ def test_a_complete_folder_is_shown_not_run_again(tmp_path, capsys):
     assert (path / "result.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_another_configuration_in_the_folder_is_refused(tmp_path):
     path = fit(tmp_path / "run")
     with pytest.raises(ConfigError, match="learning_rate: 0.001 there, 0.002 asked"):
