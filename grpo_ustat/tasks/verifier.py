@@ -64,14 +64,6 @@ class JudgeError(ConfigError):
     """
 
 
-def broken(told: str, expected: Verdict, judged: Verdict) -> JudgeError:
-    """What a judge is told that gives a known answer another verdict."""
-    return JudgeError(
-        f"the judge of answers is broken: {told} are {expected.value}, judged {judged.value}; see "
-        "that math-verify, sympy and latex2sympy2_extended are of the versions in constraints.txt"
-    )
-
-
 class Verifier:
     """Judges pairs of texts with math-verify; from any thread and process, several at once.
 
@@ -232,19 +224,21 @@ class _Worker:
         """
         for pair, expected in canaries.items():
             if (verdict := self.ask(pair)) is not expected:
-                told = f"gold {pair[0]} and answer {pair[1]}"
-                raise (
-                    self._late(told)
-                    if verdict is Verdict.TIMEOUT
-                    else broken(told, expected, verdict)
-                )
+                raise JudgeError(self._unproved(pair, expected, verdict))
         return True
 
-    def _late(self, told: str) -> JudgeError:
-        return JudgeError(
-            f"the judge of answers is too slow: {told}, which take milliseconds, were not judged "
-            f"within the deadline of {self.deadline:g} s: raise dataset.judge_seconds or free the "
-            "processors of this machine"
+    def _unproved(self, pair: Pair, expected: Verdict, judged: Verdict) -> str:
+        gold, answer = pair
+        if judged is Verdict.TIMEOUT:
+            return (
+                f"the judge of answers is too slow: gold {gold} and answer {answer}, a matter of "
+                f"milliseconds, were not judged within the deadline of {self.deadline:g} s: raise "
+                "dataset.judge_seconds or free the processors of this machine"
+            )
+        return (
+            f"the judge of answers is broken: gold {gold} and answer {answer} are "
+            f"{expected.value}, judged {judged.value}; see that math-verify, sympy and "
+            "latex2sympy2_extended are of the versions in constraints.txt"
         )
 
     def ask(self, pair: Pair) -> Verdict:

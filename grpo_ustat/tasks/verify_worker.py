@@ -152,6 +152,7 @@ def _judge() -> Judge:
     from math_verify import LatexExtractionConfig, parse, verify
 
     config = [LatexExtractionConfig(boxed_match_priority=0)]
+    settings = {"allow_set_relation_comp": True, "timeout_seconds": None, "raise_on_error": True}
 
     def read(text: str) -> list:
         return parse(text, config, "no_fallback", parsing_timeout=None, raise_on_error=True)
@@ -160,7 +161,7 @@ def _judge() -> Judge:
         failure = None
         for pair in product(read(gold), read(answer)):
             try:
-                if verify(*pair, timeout_seconds=None, raise_on_error=True):
+                if verify(*pair, **settings):
                     return True
             except Exception as error:
                 failure = error

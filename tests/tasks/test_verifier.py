@@ -14,13 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.tasks.answers import final_number
 from grpo_ustat.tasks.math_answers import MathJudge
 from grpo_ustat.tasks.verifier import CANARIES, JudgeError, Verdict, Verifier
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "scripts"))
+sys.path.insert(0, str(HERE.parent / "training"))
 import hostile_answers  # noqa: E402
+from test_trainer import fit  # noqa: E402
 
 RIGHT, WRONG, TIMEOUT, FAILURE = Verdict
 BOX = r"\boxed{%s}"
@@ -267,6 +270,20 @@ def test_a_judge_that_does_not_start(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise SystemExit(3)")
     with pytest.raises(JudgeError, match="ended with exit code 3"):
         Verifier(2, 1.0, 1.0).judge([("3", "3")])
+
+
+def test_training_ends_in_one_line_where_the_judge_does_not_start(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no module sympy')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    judge = MathJudge.verdicts
+    undecided = lambda self, asked: judge(self, [("", "x+1", BOX % "1+x")] * len(asked))  # noqa: E731
+    monkeypatch.setattr(MathJudge, "verdicts", undecided)
+    data = ("dataset=math", f"dataset.path={HERE.parent / 'data/math'}", "dataset.study_size=1",
+            "dataset.test_path=null", "dataset.levels=null")  # fmt: skip
+    with pytest.raises(ConfigError) as told:  # which the command line answers with exit code 2
+        fit(tmp_path / "run", *data, "prompt=bare", "dataset.train_size=4", "dataset.test_size=2")
+    assert "does not start: ImportError: no module sympy" in str(told.value)
+    assert len(str(told.value).splitlines()) == 1
 
 
 def test_ctrl_c_ends_a_batch_and_leaves_no_verdict_behind(stub):
