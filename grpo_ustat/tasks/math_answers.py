@@ -7,15 +7,18 @@ copied into the box, `37 + 45 - 12`. It is therefore asked last. In this order, 
 2. right, if it is the gold but for spaces and harmless LaTeX (`\left`, `\!`, `\text{}`, `\dfrac`);
 3. where the gold is a number, judged as one: right if it is one number of the same value, possibly
    with a dollar or degree sign, `{,}` between thousands, or a unit in `\text{}` that the question,
-   the gold or the list here names. A decimal gold may also be met by a reduced fraction, a gold
-   fraction by any fraction or decimal; never by a sum, a product, an equation or several numbers.
-   A percent sign needs one in the gold or the question;
-4. wrong, if it is copied out of the question;
+   the gold or the list here names. A decimal gold may also be met in scientific notation or by a
+   reduced fraction, a gold fraction by any fraction or decimal; never by a sum, a product, an
+   equation or several numbers. A percent sign needs one in the gold or the question. A gold that
+   names its base (`204_5`) needs its digits, and its base unless the question names that;
+4. wrong, if its form cannot answer for the gold's, see `misshapen`, or if it is copied out of the
+   question;
 5. otherwise what math-verify says of gold and answer, both in `\boxed{}`.
 
 The price: right answers refused are numbers not worked out (`2^3` for 8, `6/2` or `x=3` for 3) or
 rounded (`0.333333` for a third), with a unit outside `\text{}`, an unknown one or a scale
-(`5\text{ million}`), and right forms that stand in the question as they are. What is left of the
+(`5\text{ million}`), a tuple without its parentheses or a list with them, a time or a ratio in
+another writing, and right forms that stand in the question as they are. What is left of the
 leniency: for a gold that is no number, a form that is not worked out earns, unless it is a copy.
 """
 
