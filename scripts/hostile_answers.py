@@ -91,7 +91,7 @@ LENIENT = (  # question, gold, text
     (r"Simplify $\sqrt{50}$.", r"5\sqrt{2}", r"\boxed{\sqrt{50}}"),
     ("Find it.", "1101_2", r"\boxed{1101_3}"),
     ("Find it.", "204_5", r"\boxed{204_{10}}"),
-    ("Find it.", "3_5", r"\boxed{3}"),
+    ("Find it.", "4_5", r"\boxed{4}"),
     ("Which point?", "(1,2)", r"\boxed{\{1,2\}}"),
     ("Which point?", "(1,2)", r"\boxed{1,2}"),
     ("Which values?", "1,2", r"\boxed{(2,1)}"),

@@ -249,6 +249,7 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
     gold, answer = (bare(_UNEQUAL.sub("<", _IN.sub("", latex))) for latex in (gold, answer))
     if re.search(r"\d:\d|\d_", gold) or (re.search(r"[\d})]_", answer) and "_" not in gold):
         return True
+    gold, answer = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))  # of sums: k=1
     wanted, given = _shape(gold), _shape(answer)
     if _RELATION.search(answer) and not _RELATION.search(gold):
         if not all(map(_says_of_one_name, _parts(answer))):
