@@ -89,6 +89,14 @@ LENIENT = (  # question, gold, text
     (r"Simplify $\frac{1}{2}+\frac{1}{4}$.", r"\frac{3}{4}", r"\boxed{\frac12 + \frac14}"),
     ("Expand $(x-1)(x+1)$.", "x^2-1", r"\boxed{(x-1)(x+1)}"),
     (r"Simplify $\sqrt{50}$.", r"5\sqrt{2}", r"\boxed{\sqrt{50}}"),
+    ("Find it.", "1101_2", r"\boxed{1101_3}"),
+    ("Find it.", "204_5", r"\boxed{204_{10}}"),
+    ("Find it.", "4_5", r"\boxed{4}"),
+    ("Which point?", "(1,2)", r"\boxed{\{1,2\}}"),
+    ("Which point?", "(1,2)", r"\boxed{1,2}"),
+    ("Which values?", "1,2", r"\boxed{(2,1)}"),
+    ("Find it.", r"\frac{\pi}{2}", r"\boxed{\frac{\pi}{3} = \frac{\pi}{2}}"),
+    ("Which ratio?", "1:2", r"\boxed{\frac{1}{2}}"),
 )
 
 

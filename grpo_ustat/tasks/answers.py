@@ -1,9 +1,16 @@
 r"""Reading the final answer out of a completion, strictly.
 
-A completion counts only if it states one final answer: on the line after a single `####` (the mark
-of GSM8K, Cobbe et al. 2021; base models often write on below), in a single `\boxed{}`, or as the
-whole completion. An echoed question, an equation, several numbers, several marks or several boxes
-state none.
+A completion counts only if it states one final answer, in the first of these places that it has:
+
+- on a line marked by `####` (the mark of GSM8K, Cobbe et al. 2021). The first marked line that
+  states a number counts, as in lm-evaluation-harness (Gao et al.), whose filter takes the first
+  match, and what comes after that line is not read: models write on below, base models with
+  further questions and answers of their own. Headings (`#### Step 1`) and echoed instructions
+  (`write #### and the answer`) state none and are passed over; five `#` are no mark;
+- in a single `\boxed{}`;
+- as the whole completion.
+
+An echoed question, an equation, several numbers, several boxes or two marks in a line state none.
 """
 
 from __future__ import annotations
@@ -15,6 +22,10 @@ MARK = "####"
 BOXES = ("\\boxed{", "\\fbox{")
 MAX_DIGITS = 30
 MAX_NUMBER = 60  # characters of a number with its sign, commas and spaces
+MAX_MARKED = 120  # of a marked line behind the mark
+WRAPS = (("**", "**"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), *((box, "}") for box in BOXES))
+_MARK = re.compile(rf"(?<!#){MARK}(?!#)")
+_MARKED = re.compile(rf"{_MARK.pattern}\s*+(?P<said>[^\n#]*+)(?:\n|\Z)")  # possessive: linear
 _DOLLAR = r"(?:\\?\$)?"
 _NUMBER = re.compile(
     rf"(?P<before>[+-]?){_DOLLAR}(?P<after>[+-]?)"
@@ -25,41 +36,60 @@ _NUMBER = re.compile(
 def final_number(text: str) -> Decimal | None:
     r"""The number that `text` states as its final answer, or None; linear in the text's length.
 
-    Where both a mark and a box stand, they must state the same number.
+    On a marked line `**`, `$...$`, `\(...\)`, `\[...\]`, a box around the number and spaces are
+    read over. A box on that line or before it must state the same number.
 
     >>> [str(final_number(t)) for t in ("37+45=82, 82-12=70 #### 70", r"so \boxed{-1,070.50}.")]
     ['70', '-1070.50']
-    >>> final_number(" $18.00. ") == final_number(r"#### \boxed{18}") == 18
+    >>> final_number(" $18.00. ") == final_number(r"**#### $\boxed{18}$**") == 18
     True
-    >>> echoes = ("37+45-12", "1 2 3", "x=3", "6/2", r"3\%", r"\boxed{4=3}")
+    >>> final_number("#### Step 1\n9+9\n#### 18\n\nQuestion: 3+4?\n#### 7") == 18
+    True
+    >>> echoes = ("37+45-12", "1 2 3", "x=3", "6/2", r"3\%", r"\boxed{4=3}", "#### 12 apples")
     >>> [final_number(t) for t in (*echoes, "#### 3 #### 3", r"\boxed{3} or \boxed{3}", "####")]
-    [None, None, None, None, None, None, None, None, None]
+    [None, None, None, None, None, None, None, None, None, None]
     """
-    marks, boxes = text.count(MARK), sum(map(text.count, BOXES))
-    if max(marks, boxes) > 1:
+    marked, end = _marked(text)
+    read = text[:end]
+    boxes = sum(map(read.count, BOXES))
+    if boxes > 1:
         return None
-    boxed = number(last_boxed(text, MAX_NUMBER) or "") if boxes else None
-    if not marks:
-        return boxed if boxes else number(text)
-    line = text.rpartition(MARK)[2].strip().partition("\n")[0]
-    marked = number(_unboxed(line.strip()))
-    return marked if not boxes or marked == boxed else None
+    boxed = number(last_boxed(read, MAX_NUMBER) or "") if boxes else None
+    if marked is not None:
+        return marked if not boxes or marked == boxed else None
+    return boxed if boxes else _wrapped_number(text)
 
 
-def _unboxed(text: str) -> str:
-    """The content of a text that is one box, or a box and a full stop; else the text."""
-    content = last_boxed(text, MAX_NUMBER)
-    boxes = {start + f"{content}}}" + stop for start in BOXES for stop in ("", ".")}
-    return content if content is not None and text in boxes else text
+def _marked(text: str) -> tuple[Decimal | None, int]:
+    """The number on the first marked line that states one, and where that line ends."""
+    for found in _MARKED.finditer(text):  # one in a line, by its last mark
+        before = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
+        said = ("**" if before.count("**") % 2 else "") + found["said"]  # **#### 12** is one bold
+        value = None if _MARK.search(before) else _wrapped_number(said)
+        if value is not None:
+            return value, found.end()
+    return None, len(text)
+
+
+def _wrapped_number(text: str) -> Decimal | None:
+    """The number that a short text is but for formatting around the whole of it, or None."""
+    text = text.strip()
+    if len(text) > MAX_MARKED:
+        return None
+    inner = text.removesuffix(".").rstrip()
+    for left, right in WRAPS:
+        if inner.startswith(left) and inner.endswith(right) and len(inner) > len(left):
+            return _wrapped_number(inner[len(left) : -len(right)])
+    return number(text)
 
 
 def number(text: str) -> Decimal | None:
     """The number that `text` is and nothing else, or None.
 
-    A sign, a dollar sign, commas between thousands, spaces around and one full stop behind are
-    read over; at most 30 ASCII digits.
+    A sign (also the minus U+2212), a dollar sign, commas between thousands, spaces around and one
+    full stop behind are read over; at most 30 ASCII digits.
     """
-    text = text.strip()
+    text = text.strip().replace("\u2212", "-")
     found = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_NUMBER else None
     if found is None or (found["before"] and found["after"]):
         return None

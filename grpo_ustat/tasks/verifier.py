@@ -21,12 +21,14 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
+
+from grpo_ustat.checks import ConfigError
 
 SCRIPT = Path(__file__).with_name("verify_worker.py")
 START_SECONDS = 120.0  # for a worker's imports on a busy machine
@@ -56,15 +58,18 @@ CANARIES: Mapping[Pair, Verdict] = {
 }
 
 
-class JudgeError(RuntimeError):
-    """The judge itself is broken; going on would score everything wrong."""
+class JudgeError(ConfigError):
+    """The judge itself is broken; going on would score everything wrong. One line, as a mistake in
+    the configuration.
+    """
 
 
 class Verifier:
     """Judges pairs of texts with math-verify; from any thread and process, several at once.
 
-    Workers start at the first call. In every batch each of them judges the canaries before its
-    first pair. They end with this object or with its process, in whatever way that ends.
+    Workers start at the first call. In every batch with a pair that was not judged before, each of
+    them judges the canaries before its first pair; verdicts that are remembered came from a worker
+    proved in this way. They end with this object or with its process, in whatever way that ends.
 
     Args:
         workers: number of processes.
@@ -127,7 +132,9 @@ class Verifier:
         with ThreadPoolExecutor(self._places) as threads:
             try:
                 serve = partial(self._serve, waiting=waiting, found=found)
-                deque(threads.map(serve, range(self._places)), maxlen=0)
+                places = [threads.submit(serve, place) for place in range(self._places)]
+                for served in as_completed(places):  # the first to fail is heard at once
+                    served.result()
             except BaseException:  # also Ctrl-C: what the other threads wait for ends at once
                 waiting.clear()
                 for worker in list(self._workers.values()):
@@ -173,7 +180,7 @@ class _Worker:
 
     def __init__(self, deadline: float, memory_bytes: int, max_tasks: int) -> None:
         self.pipe, there = Pipe()
-        self.patience, self.started, self.lost = deadline + GRACE, False, False
+        self.deadline, self.started, self.lost = deadline, False, False
         own = (there.fileno(), os.getpid(), deadline, memory_bytes, max_tasks)
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(SCRIPT), *map(str, own)],
@@ -217,18 +224,28 @@ class _Worker:
         """
         for pair, expected in canaries.items():
             if (verdict := self.ask(pair)) is not expected:
-                raise JudgeError(
-                    f"the judge of answers is broken: gold {pair[0]} and answer {pair[1]} are "
-                    f"{expected.value}, judged {verdict.value}; see that math-verify, sympy and "
-                    "latex2sympy2_extended are of the versions in constraints.txt"
-                )
+                raise JudgeError(self._unproved(pair, expected, verdict))
         return True
+
+    def _unproved(self, pair: Pair, expected: Verdict, judged: Verdict) -> str:
+        gold, answer = pair
+        if judged is Verdict.TIMEOUT:
+            return (
+                f"the judge of answers is too slow: gold {gold} and answer {answer}, a matter of "
+                f"milliseconds, were not judged within the deadline of {self.deadline:g} s: raise "
+                "dataset.judge_seconds or free the processors of this machine"
+            )
+        return (
+            f"the judge of answers is broken: gold {gold} and answer {answer} are "
+            f"{expected.value}, judged {judged.value}; see that math-verify, sympy and "
+            "latex2sympy2_extended are of the versions in constraints.txt"
+        )
 
     def ask(self, pair: Pair) -> Verdict:
         """The verdict on one pair; a worker that gives none is `lost`."""
         try:
             self.pipe.send_bytes(json.dumps(pair).encode())
-            if self.pipe.poll(self.patience):
+            if self.pipe.poll(self.deadline + GRACE):
                 return Verdict(json.loads(self.pipe.recv_bytes()))
         except (EOFError, OSError):
             self.lost = True
@@ -239,7 +256,7 @@ class _Worker:
     def kill(self) -> None:
         """End its processes, whatever they do; whoever waits for it hears of it."""
         self.lost = True
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):  # the latter for zombies on macOS
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:

@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from multiprocessing.connection import Connection
 
@@ -38,12 +39,12 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
     pipe = Connection(handle)
     try:
         judge = _judge()
-    except ImportError as error:
-        return _say(pipe, str(error))
-    for gold, answer in WARM_UP:  # builds the parser's tables, which forks share
-        judge(rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}")
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for gold, answer in WARM_UP:  # builds the parser's tables, which forks share
+            judge(rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}")
+    except Exception as error:
+        return _say(pipe, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    memory_bytes = _limited(resource.RLIMIT_AS, memory_bytes)
+    _limited(resource.RLIMIT_CORE, 0)
     _say(pipe, READY)
     busy = mmap.mmap(-1, 1)  # shared with the forks: whether a pair awaits its verdict
     ended = AGAIN
@@ -51,7 +52,18 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
         if busy[0]:
             _say(pipe, "timeout" if ended == -signal.SIGALRM else "failure")
             busy[0] = 0
-        ended = _forked(lambda: _serve(pipe, run, judge, busy, deadline, tasks))
+        ended = _forked(lambda: _serve(pipe, run, judge, busy, deadline, memory_bytes, tasks))
+
+
+def _limited(what: int, most: int) -> int:
+    """The limit of this process on a resource, `most` or where it is lower the one that it has; a
+    system that knows no such limit, as macOS of address space, goes without.
+    """
+    hard = resource.getrlimit(what)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(what, (most, most))
+    return most
 
 
 def _ignore_signals() -> None:
@@ -79,10 +91,15 @@ def _forked(work: Callable[[], int]) -> int:
 
 
 def _serve(
-    pipe: Connection, run: int, judge: Judge, busy: mmap.mmap, deadline: float, tasks: int
+    pipe: Connection,
+    run: int,
+    judge: Judge,
+    busy: mmap.mmap,
+    deadline: float,
+    memory_bytes: int,
+    tasks: int,
 ) -> int:
     """Judge up to `tasks` pairs; the exit code."""
-    memory_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     for _ in range(tasks):
         if (pair := _received(pipe, run)) is None:
             return DONE
@@ -120,7 +137,8 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
 def _peak_bytes() -> int:
     """The most address space that this process has had; where that is not told, of its memory."""
     if not os.path.exists("/proc/self/status"):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, bytes
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmPeak:"))
 
@@ -134,6 +152,7 @@ def _judge() -> Judge:
     from math_verify import LatexExtractionConfig, parse, verify
 
     config = [LatexExtractionConfig(boxed_match_priority=0)]
+    settings = {"allow_set_relation_comp": True, "timeout_seconds": None, "raise_on_error": True}
 
     def read(text: str) -> list:
         return parse(text, config, "no_fallback", parsing_timeout=None, raise_on_error=True)
@@ -142,7 +161,7 @@ def _judge() -> Judge:
         failure = None
         for pair in product(read(gold), read(answer)):
             try:
-                if verify(*pair, timeout_seconds=None, raise_on_error=True):
+                if verify(*pair, **settings):
                     return True
             except Exception as error:
                 failure = error

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from grpo_ustat.records import Prompt
+from grpo_ustat.tasks import math_answers
 from grpo_ustat.tasks.math_answers import MathJudge, bare, read_number, without_sympy
-from grpo_ustat.tasks.verifier import Verdict, Verifier
+from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
 RIGHT, WRONG, _, _ = Verdict
 QUESTION = r"Simplify $\frac{6}{8} + \frac15$ of 12 marbles, or what $37 + 45 - 12$ is."
@@ -28,13 +29,23 @@ class Asked:
     [
         ("70", ["70", "70.0", "70.", r"70^\circ", r"70^{\circ}", r"\$70", "$70$", r"70\text{ cm}",
                 r"70 \text{ cm}^2", r"70\mbox{ inches}", r"70\text{ square units}", "+70",
-                r"70\text{ marbles}", r"70\,\text{cm}", r" 7\!0 "]),
+                r"70\text{ marbles}", r"70\,\text{cm}", r" 7\!0 ", "{70}", r"\mathbf{70}",
+                r"\underline{70}", "\\ 70\\ ", r"70\\", r"\text{70 marbles}", r"7\times 10^1"]),
+        ("150000", [r"1.5\times 10^5", r"1.5 \cdot 10^{5}", r"\text{150,000 marbles}"]),
+        ("0.0025", [r"2.5 \times 10^{-3}"]), (r"1.5 \times 10^5", ["150000", r"15\times 10^4"]),
+        ("3.5", [r"3\frac12", r"3\frac{1}{2}", r"\frac72"]), ("-7", ["-(7)"]),
         ("1000", ["1000", "1,000", "1{,}000", r"1,\!000", r"1\,000", r"\$1,000.00"]),
         (r"\$1{,}000", ["1000", r"\$1000"]), (r"60^\circ", ["60", "60.0", r"60\text{ degrees}"]),
         (r"12\text{ cm}", ["12", r"12\text{ inches}"]), ("-3", ["-3", "- 3", "-3.0"]),
         ("0.5", [".5", "0.50", r"\frac{1}{2}", r"\frac12", "1/2", r"\dfrac{1}{2}"]),
         (r"\frac{3}{4}", ["3/4", r"\tfrac34", "0.75", r"\frac{9}{12}"]),
-        (r"\frac{7}{4}", [r"1\frac{3}{4}", "1.75"]), (r"-\frac{1}{2}", [r"\frac{-1}{2}", "-0.5"]),
+        (r"\frac{7}{4}", [r"1\frac{3}{4}", "1.75"]),
+        (r"-\frac{1}{2}", [r"\frac{-1}{2}", "-0.5", r"\frac{1}{-2}", "-(1/2)", r"-(\frac12)"]),
+        (r"\frac{7}{10}", [r"\frac7{10}", r"\dfrac7{10}"]), (r"\frac{1}{13}", [r"\frac1{13}"]),
+        (r"\frac{\pi}{2}", [r"\frac\pi2", r"\frac\pi{2}", r"\tfrac{\pi}2"]),
+        (r"\frac\pi3", [r"\frac{\pi}{3}"]), (r"\frac{\sqrt3}2", [r"\frac{\sqrt{3}}{2}"]),
+        ("204_5", ["204_5", "204_{5}", r"204_{\text{five}}", "0204_5", r"204_{\text{base }5}"]),
+        ("1AE_{16}", [r"\text{1AE}_{16}"]), ("3:2", ["3 : 2"]), ("6:00", [r"\text{6:00}"]),
         (r"25\%", ["25", r"25\%", "25%", r"25\text{ percent}"]),
         (r"\text{Evelyn}", ["Evelyn", r"\textbf{Evelyn}"]), (r"\text{(C)}", ["C", "(C)"]),
         (r"\left(3, \frac{\pi}{2}\right)", [r"(3,\dfrac{\pi}{2})", r"( 3,\ \frac {\pi}{2} )"]),
@@ -57,11 +68,65 @@ def test_right_without_sympy(gold, answers):
         (r"\frac{3}{4}", [r"\frac{6}{8}", r"\frac{1}{2} + \frac{1}{4}", r"\frac{3}{0}", "3", "34"]),
         (r"\frac{19}{20}", [r"\frac{6}{8} + \frac{1}{5}"]), (r"\frac{1}{3}", ["0.333333"]),
         (r"5\sqrt{2}", [r"\frac{6}{8} + \frac{1}{5}", None]),
+        ("70", [r"70\times 10^0", r"0.7\times 10^2", r"\text{70 or }", r"\text{70 quorks}",
+                "-(-70)", r"\text{70 million}", "{7}{0}", "70_8", "70_{10}"]),
+        ("3.5", [r"3\frac{2}{4}", r"2\frac{3}{2}", r"3\frac{-1}{-2}", r"35\times 10^{-1}"]),
+        ("1101_2", ["1101_3", "1101_{10}", "1101_{three}", "1101", "1100_2", "13", "1101_{22}"]),
+        ("204_5", ["204_6", "204", "54", "204_", "x_5"]), ("3_5", ["3"]), ("x+10", ["x+10_2"]),
+        ("6:00", ["6", "5:60", "6.00"]), ("3:2", [r"\frac{3}{2}", "1.5", "2:3", "6:4"]),
+        ("(1,2)", [r"\{1,2\}", "1,2", "2,1"]), ("1,2", ["(2,1)", "(1,2)", "[1,2]"]),
+        (r"\{1,2\}", ["(1,2)"]), ("(3,4)", ["y=3, x=4", "x=3, x=4", "2<x<3"]),
+        (r"\frac{\pi}{2}", [r"\frac{\pi}{3} = \frac{\pi}{2}", r"x=\pi/3=\frac{\pi}{2}", r"2x=\pi"]),
+        (r"\{-2,2\}", ["x^2=4", r"x=\frac{4}{x}", "|x|=2"]), ("(-2,2)", ["x^2<4"]),
+        ("[0,2)", [r"x^2 \le 2x", "0<x<x+2", "0<1<x<2"]),
     ],
 )  # fmt: skip
 def test_wrong_without_sympy(gold, answers):
     for answer in answers:
         assert without_sympy(QUESTION, gold, answer) is WRONG, answer
+
+
+def test_a_base_may_be_left_to_the_question():
+    for named in ("in base 5?", "in base $5$?", "in base five?", "Base-5?"):
+        assert without_sympy(f"What is it {named}", "204_5", "204") is RIGHT, named
+    for named in ("in base 50?", "in base 6?", "from 5 base 10", "in base $b$?", "5"):
+        assert without_sympy(f"What is it {named}", "204_5", "204") is WRONG, named
+    assert without_sympy("In base 5?", "204_5", "204_6") is WRONG
+
+
+@pytest.mark.parametrize(
+    "gold, answers",
+    [
+        ("1,2", ["2,1", r"\{2,1\}", r"1 \text{ and } 2", "x=1, x=2", "x=2, 1"]),
+        (r"\{1,2\}", ["2, 1", r"\{2,1\}"]), ("(3,4)", ["(3,4.0)", "x=3, y=4", "(x,y)=(3,4)"]),
+        (r"1+\sqrt{2}", [r"x=1+\sqrt{2}", r"f(x)=1+\sqrt{2}", r"x = \sqrt2+\max(1,0)"]),
+        ("x=5y", ["5y=x", "x-5y=0"]),
+        ("[0,2)", [r"0\le x<2", r"x \in [0,\frac42)", r"2 > t \geq 0"]),
+        (r"(5,\infty)", ["x>5", "5<x"]), (r"(-\infty,3)\cup(3,\infty)", [r"x\neq 3"]),
+        (r"\frac{n(n+1)}{2}", [r"\sum_{k=1}^n k"]),
+        (r"\log_2 3+x", [r"x+\log_{2} 3"]), (r"\pm 3\pi", [r"3\pi,-3\pi"]),
+    ],
+)  # fmt: skip
+def test_fitting_shapes_are_left_to_math_verify(gold, answers):
+    for answer in answers:
+        assert without_sympy("", gold, answer) is None, answer
+
+
+def test_a_range_answers_for_a_pair_only_where_that_is_an_interval():
+    assert without_sympy("Which point?", "(2,3)", "2<x<3") is WRONG
+    assert without_sympy("In interval notation?", "(2,3)", "2<x<3") is None
+
+
+def test_canaries_go_through_the_own_steps_in_every_batch(monkeypatch):
+    judge = MathJudge(Asked())
+    assert judge.verdicts([("", "70", r"\boxed{70}")]) == [RIGHT]
+    monkeypatch.setattr(math_answers, "read_based", lambda latex: None)
+    with pytest.raises(JudgeError, match=r"gold 1101_2 and answer .* are right, judged"):
+        judge.verdicts([("", "70", r"\boxed{70}")])
+    for opinion in (RIGHT, WRONG):
+        monkeypatch.setattr(math_answers, "without_sympy", lambda *asked, said=opinion: said)
+        with pytest.raises(JudgeError, match="broken"):
+            judge.verdicts([("", "70", r"\boxed{70}")])
 
 
 def test_a_percent_sign_needs_a_question_about_percent():
@@ -108,6 +173,9 @@ def test_with_math_verify():
         (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2", RIGHT), (r"2\sqrt{3}", r"\sqrt{12}", RIGHT),
         ("[0,1)", r"\left[0, 1\right)", RIGHT), (r"\frac{\pi}{2}", r"\frac{\pi}{3}", WRONG),
         ("x^2+2x+1", "(x+1)^2", RIGHT), ("x^2+2x+1", "(x+1)^3", WRONG), ("70", "71", WRONG),
+        ("[0,1)", r"0\le x<1", RIGHT), (r"(5,\infty)", "x>5", RIGHT), ("[0,1)", "0<x<1", WRONG),
+        (r"(-\infty,0]", r"x\le 0", RIGHT), (r"(-\infty,0]", "x<0", WRONG), ("1,2", "2,1", RIGHT),
+        (r"\frac\pi3", r"\pi/3", RIGHT), ("(3,4)", "x=3, y=4", RIGHT), (r"\pi", r"x=\pi", RIGHT),
     ]  # fmt: skip
     asked = [("What?", gold, rf"It is \boxed{{{answer}}}.") for gold, answer, _ in cases]
     assert judge.verdicts(asked) == [verdict for *_, verdict in cases]
@@ -115,7 +183,11 @@ def test_with_math_verify():
 
 @pytest.mark.timeout(60)  # it takes 0.05 s, and ages where a pattern tries every way back
 def test_reading_a_hostile_box_takes_no_time():
-    for piece in (" ", "1", ",", "1,", "$", "\\", "{", r"\frac", r"\text{", "~", r"\,", "1 ", "^"):
+    pieces = (
+        " ", "1", ",", "1,", "$", "\\", "{", r"\frac", r"\text{", "~", r"\,", "1 ", "^", "(", "1_",
+        "x=", "{1", "-(", r"\frac{", r"\frac1", "{}", r"\le ", "A", r"\text{1 a", "{{", "x<", "(a,",
+    )  # fmt: skip
+    for piece in pieces:
         text = (piece * 300)[:300]
         read_number(text), bare(text), without_sympy(text * 10, "7", text)
-        without_sympy(text * 10, "x", text)
+        without_sympy(text * 10, "x", text), without_sympy(text * 10, "12_5", text)

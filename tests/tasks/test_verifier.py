@@ -14,13 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.tasks.answers import final_number
 from grpo_ustat.tasks.math_answers import MathJudge
 from grpo_ustat.tasks.verifier import CANARIES, JudgeError, Verdict, Verifier
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "scripts"))
+sys.path.insert(0, str(HERE.parent / "training"))
 import hostile_answers  # noqa: E402
+from test_trainer import fit  # noqa: E402
 
 RIGHT, WRONG, TIMEOUT, FAILURE = Verdict
 BOX = r"\boxed{%s}"
@@ -185,15 +188,71 @@ def test_canaries_are_judged_in_every_batch_by_every_worker(stub, calls):
 @pytest.mark.parametrize(
     "pair, expected, judged",
     [(("3", "never"), RIGHT, "wrong"), (("3", "always"), WRONG, "right"),
-     (("3", "raise"), WRONG, "failure"), (("3", "sleep 60"), RIGHT, "timeout")],
+     (("3", "raise"), WRONG, "failure")],
 )  # fmt: skip
 def test_a_broken_judge_stops_the_run(pair, expected, judged, stub, calls):
     verifier = stub(deadline=0.5, canaries={("7", "7"): RIGHT, pair: expected})
     with pytest.raises(JudgeError, match=f"answer {pair[1]} are {expected.value}, judged {judged}"):
         verifier.judge([("3", "3")])
-    asked = [(pid, answer) for pid, answer in calls() if answer == pair[1]]
-    assert len({pid for pid, _ in asked}) == 2  # a fresh worker was asked, too
-    assert "3" not in [answer for _, answer in calls()]
+    assert asked_of(calls, pair[1]) == 2 and asked_of(calls, "3") == 0
+
+
+def asked_of(calls, answer):
+    """How many workers were asked about an answer; a fresh one takes a broken one's place."""
+    return len({pid for pid, found in calls() if found == answer})
+
+
+def test_a_judge_that_is_only_slow_is_told_apart(stub, calls):
+    verifier = stub(deadline=0.5, canaries={("7", "sleep 60"): RIGHT})
+    with pytest.raises(JudgeError, match=r"answer sleep 60, .* deadline of 0.5 s: raise") as told:
+        verifier.judge([("3", "3")])
+    assert "versions" not in str(told.value) and "\n" not in str(told.value)
+    assert asked_of(calls, "sleep 60") == 2 and asked_of(calls, "3") == 0
+
+
+def test_one_broken_place_stops_the_others_at_once(stub, calls, monkeypatch):
+    proved = Verifier._proved
+
+    def broken_at_1(self, place, waiting):
+        if place == 1:
+            raise JudgeError("broken")
+        return proved(self, place, waiting)
+
+    monkeypatch.setattr(Verifier, "_proved", broken_at_1)
+    verifier = stub(workers=2)
+    verifier.judge([])
+    with pytest.raises(JudgeError, match="^broken$"):
+        verifier.judge([("3", f"sleep 0.5{i}") for i in range(20)])
+    assert len(calls_so_far(calls)) <= 2  # of 20
+
+
+def calls_so_far(calls):
+    """None where no worker had begun to judge."""
+    try:
+        return [answer for _, answer in calls() if answer.startswith("sleep")]
+    except FileNotFoundError:
+        return []
+
+
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, ({0}, {0}))
+from grpo_ustat.tasks.verifier import Verifier
+try:
+    print(Verifier(1, 20.0, 2.0, {{}}).judge([("3", "eat"), ("3", "3")]))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_lower_limit_of_the_machine_holds(calls):
+    """With 2 GiB asked for, as a shell's `ulimit -v` or a scheduler may set it."""
+
+    def told(limit):
+        command = [sys.executable, "-c", LIMITED.format(limit)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+
+    assert "FAILURE" in told(2**30) and "RIGHT" in told(2**30)
 
 
 def test_the_canaries_catch_a_judge_of_one_opinion():
@@ -203,11 +262,28 @@ def test_the_canaries_catch_a_judge_of_one_opinion():
 def test_a_judge_that_does_not_start(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no module sympy')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(JudgeError, match="does not start: no module sympy"):
+    with pytest.raises(JudgeError, match="does not start: ImportError: no module sympy$"):
+        Verifier(1, 1.0, 1.0).judge([("3", "3")])
+    (tmp_path / "math_verify.py").write_text("raise MemoryError('no\\nmore')")
+    with pytest.raises(JudgeError, match="does not start: MemoryError: no more$"):
         Verifier(1, 1.0, 1.0).judge([("3", "3")])
     (tmp_path / "math_verify.py").write_text("raise SystemExit(3)")
     with pytest.raises(JudgeError, match="ended with exit code 3"):
         Verifier(2, 1.0, 1.0).judge([("3", "3")])
+
+
+def test_training_ends_in_one_line_where_the_judge_does_not_start(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no module sympy')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    judge = MathJudge.verdicts
+    undecided = lambda self, asked: judge(self, [("", "x+1", BOX % "1+x")] * len(asked))  # noqa: E731
+    monkeypatch.setattr(MathJudge, "verdicts", undecided)
+    data = ("dataset=math", f"dataset.path={HERE.parent / 'data/math'}", "dataset.study_size=1",
+            "dataset.test_path=null", "dataset.levels=null")  # fmt: skip
+    with pytest.raises(ConfigError) as told:  # which the command line answers with exit code 2
+        fit(tmp_path / "run", *data, "prompt=bare", "dataset.train_size=4", "dataset.test_size=2")
+    assert "does not start: ImportError: no module sympy" in str(told.value)
+    assert len(str(told.value).splitlines()) == 1
 
 
 def test_ctrl_c_ends_a_batch_and_leaves_no_verdict_behind(stub):
