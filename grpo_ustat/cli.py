@@ -94,9 +94,7 @@ def _job(config: Any, work: Callable, failures: list[str]) -> float | None:
     try:
         _check_trust(config, get_args_parser().parse_args(sys.argv[1:]).overrides)
         return work(config, folder)
-    except ConfigError as error:
-        _refuse(error)
-    except (FloatingPointError, NotSaved) as error:
+    except (ConfigError, FloatingPointError, NotSaved) as error:
         if HydraConfig.get().mode is not RunMode.MULTIRUN:
             _refuse(error)
         failures.append(f"{folder.path}: {error}")
