@@ -251,6 +251,50 @@ def test_one_seed_is_compared_over_questions():
     assert found.high == pytest.approx(-0.1 + 0.04 * np.sqrt(2), abs=1e-4)
 
 
+def test_the_differences_of_a_row_are_simultaneous():
+    """Three G: two differences at 97.5 %, t_4 = 3.495406; two G: one at 95 %, t_4 = 2.776445."""
+    wave = [0.0, 0.01, 0.02, 0.03, 0.04]  # s = sqrt(0.00025)
+    rows = [row(4, s, 0.5) for s in range(5)] + [row(8, s, 0.4 + x) for s, x in enumerate(wave)]
+    third = [row(16, s, 0.3) for s in range(5)]
+    for found, t in (
+        (accuracy_cells(rows)[1], 2.776445),
+        (accuracy_cells(rows + third)[1], 3.495406),
+    ):
+        half = t * np.sqrt(0.00025 / 5)
+        assert found["difference_high"] == pytest.approx(-0.08 + half, abs=1e-6)
+
+
+def told_apart(rng, draws, seeds):
+    """Share of rows, of six equal G, in which any is told from the best."""
+    found = 0
+    for _ in range(draws):
+        rows = [row(g, s, 0.75 + 0.02 * rng.standard_normal()) for g in SIZES for s in range(seeds)]
+        found += any(cell["distinct"] for cell in accuracy_cells(rows))
+    return found / draws
+
+
+@pytest.mark.parametrize("seeds", [5, 1])
+def test_equal_sizes_are_seldom_told_apart(seeds, rng):
+    """400 rows; 95 % intervals of each difference alone told some apart in a third of them.
+
+    With one seed 0.02 is the standard error that a half-width of 0.04 stands for.
+    """
+    assert 0 < told_apart(rng, 400, seeds) < 0.12
+
+
+def test_captions_say_what_intervals_are_over():
+    def said(rows):
+        return " ".join(notes(accuracy_cells(rows), ("*", "~"), []))
+
+    five = [row(8, s, 0.4 + 0.01 * s) for s in range(5)] + [row(4, s, 0.3) for s in range(5)]
+    one = [row(16, 0, 0.2), row(32, 0, 0.1)]
+    of_seeds, without = "over seeds (5), given the questions", "without the variation of training"
+    assert of_seeds in said(five) and "paired on shared seeds)" in said(five)
+    assert without not in said(five) and "simultaneous over the G of a row" in said(five)
+    assert without in said(one) and "seeds (" not in said(one) and "(not paired)" in said(one)
+    assert f"{of_seeds}; over questions, {without} (one seed: G = 16, 32)" in said(five + one)
+
+
 def csv_rows(path):
     with path.open() as file:
         return list(csv.DictReader(file))
