@@ -217,7 +217,7 @@ def _shown(entry: str, points: list[Point]) -> bool:
         for config in asked:
             show_prompts(config, {"train": "train", "mse": "study"}[entry])
     elif costs and is_main():
-        from grpo_ustat.runs.cost import show_costs
+        from grpo_ustat.runs.cost_table import show_costs
 
         show_costs(points)
     return bool(asked) or costs
