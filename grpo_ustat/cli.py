@@ -101,10 +101,8 @@ def _job(config: Any, work: Callable, failures: list[str]) -> float | None:
     try:
         _check_trust(config, get_args_parser().parse_args(sys.argv[1:]).overrides)
         return work(config, folder)
-    except ConfigError as error:
+    except (ConfigError, FloatingPointError, NotSaved) as error:
         folder.leave()
-        _refuse(error)
-    except (FloatingPointError, NotSaved) as error:
         if HydraConfig.get().mode is not RunMode.MULTIRUN:
             _refuse(error)
         failures.append(f"{folder.path}: {error}")
@@ -227,7 +225,7 @@ def _shown(entry: str, points: list[Point]) -> bool:
         for config in asked:
             show_prompts(config, {"train": "train", "mse": "study"}[entry])
     elif costs and is_main():
-        from grpo_ustat.runs.cost import show_costs
+        from grpo_ustat.runs.cost_table import show_costs
 
         show_costs(points)
     return bool(asked) or costs

@@ -255,7 +255,8 @@ class PromptConfig:
     questions, drawn by seed from outside train, test and study; each is the template and the reply,
     with {answer} or {solution}. chat: whether to write turns in the model's own chat format;
     system: the system turn, null: the format's own. stop: every token that contains it ends a
-    completion, as its last.
+    completion, as its last. max_length: tokens of a prompt, examples included; questions with a
+    longer one are left out of train, test and study, null: no limit.
     """
 
     name: str = MISSING
@@ -266,6 +267,7 @@ class PromptConfig:
     chat: bool = MISSING
     system: str | None = MISSING
     stop: str | None = MISSING
+    max_length: int | None = MISSING
 
     def check(self) -> None:
         """Refuse what shows no question or no answer.
@@ -291,6 +293,8 @@ class PromptConfig:
             )
         if self.stop == "":
             raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens")
+        if self.max_length is not None:
+            positive(self, "max_length", prefix="prompt.")
 
 
 def check_entry_point(group: str, name: str, key: str) -> None:

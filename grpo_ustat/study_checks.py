@@ -111,13 +111,16 @@ def _check_settings(config: MseConfig) -> None:
         raise ConfigError(f"target_halfwidth={config.target_halfwidth} must be in (0, 1)")
 
 
-def _check_counts(config: MseConfig) -> None:
-    questions, size = config.study.questions, config.dataset.study_size
-    if questions is not None and not 1 <= questions <= size:
-        raise ConfigError(
-            f"study.questions={questions} of dataset.study_size={size}: choose 1 to {size}"
-        )
-    asked = size if questions is None else questions
+def check_questions(config: MseConfig, asked: int) -> None:
+    """There are enough questions for baselines, interval and settings.
+
+    Args:
+        config: the study's.
+        asked: how many questions there are.
+
+    Raises:
+        ConfigError: naming the values and the fix.
+    """
     for name in config.baselines:
         check_shape(name, asked, min(config.group_sizes), "study.questions")
     if config.study.interval == "questions" and asked < 4:
@@ -130,6 +133,15 @@ def _check_counts(config: MseConfig) -> None:
             f"study.num_prompts={largest} of {asked} questions without replacement: use at "
             f"most {asked}, or raise study.questions"
         )
+
+
+def _check_counts(config: MseConfig) -> None:
+    questions, size = config.study.questions, config.dataset.study_size
+    if questions is not None and not 1 <= questions <= size:
+        raise ConfigError(
+            f"study.questions={questions} of dataset.study_size={size}: choose 1 to {size}"
+        )
+    check_questions(config, size if questions is None else questions)
     budget = config.budget
     positive(budget, "replay_draws", "feature_sketch", "gradient_sketch", prefix="budget.")
     if config.target_halfwidth is not None and (

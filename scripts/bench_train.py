@@ -143,7 +143,7 @@ def our_turn(folder: Path) -> None:
         rows.append({"generate": now() - start, "tokens": int(batch.lengths_PG.sum())})
         return batch
 
-    setup.configured_task, trainer.draw_batch = lambda _: Questions(job), draw_batch
+    setup.configured_task, trainer.draw_batch = lambda *_: Questions(job), draw_batch
     config = our_configuration(job)
     run, progress = setup.set_up(config, RunFolder(folder, config)), trainer.Progress()
     for _ in range(job["warm"] + job["steps"]):

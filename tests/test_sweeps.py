@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -16,17 +17,18 @@ from test_config import SCHEMAS, run  # noqa: E402
 
 from grpo_ustat import cli
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.runs.cost import cost, model_size, show_costs
+from grpo_ustat.runs.cost import cost, model_size, total
+from grpo_ustat.runs.cost_table import show_costs
 from grpo_ustat.runs.joint import accuracy_cells, difference, notes
 
 SIZES = [4, 8, 16, 32, 64, 128]
 SEEDS = [0, 1, 2, 3, 4]
-OVERLAYS = {  # points
-    "figure4": ("mse", "study=figure4", 3),
-    "figure4_offline": ("mse", "study=figure4_offline", 5),
-    "figure5_gsm8k": ("train", "experiment=figure5_gsm8k", 30),
-    "table2_math": ("train", "experiment=table2_math", 18),
-    "figure5_offline": ("train", "experiment=figure5_offline", 30),
+OVERLAYS = {  # points, rollouts
+    "figure4": ("mse", "study=figure4", 3, 3 * 500 * 32),
+    "figure4_offline": ("mse", "study=figure4_offline", 5, (3 * 500 + 2 * 40) * 32),
+    "figure5_gsm8k": ("train", "experiment=figure5_gsm8k", 30, 30 * 1000 * 1024),
+    "table2_math": ("train", "experiment=table2_math", 18, 6 * 100 * (1024 + 2048 + 4096)),
+    "figure5_offline": ("train", "experiment=figure5_offline", 30, 30 * 150 * 256),
 }
 
 
@@ -158,13 +160,93 @@ def test_steps_of_a_report_must_be_evaluated():
         points("train", "report.steps=[20,30]")
 
 
-@pytest.mark.parametrize("entry, overlay, count", OVERLAYS.values(), ids=OVERLAYS)
-def test_costs_of_every_overlay_are_shown(entry, overlay, count, capsys):
+def shown(found, capsys):
+    """The lines printed, the cells of a table's line apart."""
+    show_costs(found)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    return [re.split(r" {2,}", line.strip()) for line in lines]
+
+
+@pytest.mark.parametrize("entry, overlay, count, rollouts", OVERLAYS.values(), ids=OVERLAYS)
+def test_costs_of_every_overlay_are_shown(entry, overlay, count, rollouts, capsys):
     found = points(entry, overlay)
     assert len(found) == count
-    show_costs(found)
-    said = capsys.readouterr().out
-    assert f"{count} runs" in said and "all" in said
+    lines = shown(found, capsys)
+    assert [f"{count} runs"] in lines
+    (last,) = (line for line in lines if line[0] == "all")
+    assert last[1] == f"{rollouts:,}".replace(",", " ")
+
+
+def test_the_costs_shown_of_table_2_are_those_worked_by_hand(capsys):
+    """P = 7.6156e9 parameters: 16 P = 121.85 GB, keys and values 16.52, logits 1.07; a checkpoint
+    12 P = 91.39 GB, two while one is written; of 18 runs one stays of each, and one beside them.
+    Six evaluations of 500 questions; (102 400 + 3000) x 3000 tokens.
+    """
+    lines = shown(points("train", "experiment=table2_math"), capsys)
+    tables = {line[0]: line[1:] for line in lines if len(line) > 3}
+    one = ["102 400", "3 000", "316.2 M", "139.4 GB", "182.8 GB"]
+    assert tables["G 8, n 1024, P 128"] == one
+    assert tables["G 128, n 4096, P 32"] == ["409 600", "3 000", "1 237.8 M", *one[3:]]
+    assert tables["all"] == ["4 300 800", "54 000", "13 064.4 M", "139.4 GB", "1.7 TB"]
+    text = " ".join(" ".join(line) for line in lines)
+    assert "weights 30.5 GB, gradients and optimizer 91.4 GB, keys and values 16.5 GB" in text
+    assert "FSDP2 on 8 processes: 15.2 GB of" in text and "30.5 GB of whole weights while" in text
+    assert "dataset.test_size=null, published size 500 taken" in text
+    for setting in (
+        "objective algorithm1", "bf16 true", "temperature 1.0", "eval_steps 20", "decoding greedy",
+        "rollout local", "save_steps 20", "device cuda", "prompt.max_length 1024",
+    ):  # fmt: skip
+        assert setting in text
+    assert "lora" not in text
+
+
+def test_a_reference_is_whole_beside_the_shards(capsys):
+    """4 P = 30.46 GB each for weights and reference, 16 P / 8 = 15.23 GB in shards."""
+    arguments = ("experiment=table2_math", "hydra.mode=RUN", "group_size=8", "objective=grpo")
+    found = points("train", *arguments)
+    one = cost(found[0].config)
+    assert (one.weights, one.reference) == (4 * 7_615_616_512, 4 * 7_615_616_512)
+    text = " ".join(" ".join(line) for line in shown(found, capsys))
+    assert "15.2 GB of weights, gradients" in text and "60.9 GB of whole weights and ref" in text
+    (point,) = points("train", *arguments, "lora=r16")
+    assert cost(point.config).reference == 0
+    assert "lora r=16" in " ".join(" ".join(line) for line in shown([point], capsys))
+
+
+SIZES_OF_TESTS = {
+    "gsm8k": (["dataset=gsm8k"], 1319),
+    "math": (["dataset=math"], 500),
+    "asked for": (["dataset=gsm8k", "dataset.test_size=7"], 7),
+    "another copy": (["dataset=gsm8k", "dataset.path=org/name"], None),
+    "filtered": (["dataset=math", "dataset.filter_test=true"], None),
+    "all MATH test rows": (["dataset=math", "dataset.test_path=null"], None),
+}
+
+
+@pytest.mark.parametrize("overrides, size", SIZES_OF_TESTS.values(), ids=SIZES_OF_TESTS)
+def test_published_sizes_stand_in_for_unknown_ones(overrides, size):
+    arguments = ("prompt=gsm8k", "max_steps=2", "eval_steps=2", "eval.decoding=[greedy]")
+    (point,) = points("train", *arguments, *overrides)
+    assert cost(point.config).evaluation == (None if size is None else 2 * size)
+
+
+def test_a_sweep_goes_on_after_a_point_that_is_refused_while_it_runs(monkeypatch, tmp_path, capsys):
+    done = []
+
+    def work(config, folder):
+        if config.seed == 1:
+            raise ConfigError("a prompt of 500 tokens")
+        done.append(config.seed)
+
+    monkeypatch.chdir(tmp_path)
+    for arguments, code in ((["-m", "seed=0,1,2"], 1), (["seed=1"], 2)):
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main("train", SCHEMAS["train"], work)
+        assert ended.value.code == code
+        assert "a prompt of 500 tokens" in capsys.readouterr().err
+    assert done == [0, 2]
 
 
 def test_a_dry_run_on_the_command_line(tmp_path):
@@ -200,7 +282,8 @@ def test_costs_by_hand():
     assert found.tokens == 105_400 * 3000
     assert found.weights + found.training == 16 * parameters
     assert found.cache == 64 * 3000 * 28 * 512 * (4 + 2)
-    assert found.disk == 2 * 12 * parameters
+    assert (found.disk, found.kept) == (2 * 12 * parameters, 12 * parameters)
+    assert total([found] * 3).disk == (3 + 1) * 12 * parameters
     (point,) = points("train", *arguments, "baseline=oracle", "lora=r16", "objective.beta=0")
     found = cost(point.config)
     assert found.values == 100 * 128 * 64 and found.training == 0
@@ -249,6 +332,50 @@ def test_one_seed_is_compared_over_questions():
     found = difference({0: row(4, 0, 0.4)}, {0: row(8, 0, 0.5)})
     assert found.estimate == pytest.approx(-0.1)
     assert found.high == pytest.approx(-0.1 + 0.04 * np.sqrt(2), abs=1e-4)
+
+
+def test_the_differences_of_a_row_are_simultaneous():
+    """Three G: two differences at 97.5 %, t_4 = 3.495406; two G: one at 95 %, t_4 = 2.776445."""
+    wave = [0.0, 0.01, 0.02, 0.03, 0.04]  # s = sqrt(0.00025)
+    rows = [row(4, s, 0.5) for s in range(5)] + [row(8, s, 0.4 + x) for s, x in enumerate(wave)]
+    third = [row(16, s, 0.3) for s in range(5)]
+    for found, t in (
+        (accuracy_cells(rows)[1], 2.776445),
+        (accuracy_cells(rows + third)[1], 3.495406),
+    ):
+        half = t * np.sqrt(0.00025 / 5)
+        assert found["difference_high"] == pytest.approx(-0.08 + half, abs=1e-6)
+
+
+def told_apart(rng, draws, seeds):
+    """Share of rows, of six equal G, in which any is told from the best."""
+    found = 0
+    for _ in range(draws):
+        rows = [row(g, s, 0.75 + 0.02 * rng.standard_normal()) for g in SIZES for s in range(seeds)]
+        found += any(cell["distinct"] for cell in accuracy_cells(rows))
+    return found / draws
+
+
+@pytest.mark.parametrize("seeds", [5, 1])
+def test_equal_sizes_are_seldom_told_apart(seeds, rng):
+    """400 rows; 95 % intervals of each difference alone told some apart in a third of them.
+
+    With one seed 0.02 is the standard error that a half-width of 0.04 stands for.
+    """
+    assert 0 < told_apart(rng, 400, seeds) < 0.12
+
+
+def test_captions_say_what_intervals_are_over():
+    def said(rows):
+        return " ".join(notes(accuracy_cells(rows), ("*", "~"), []))
+
+    five = [row(8, s, 0.4 + 0.01 * s) for s in range(5)] + [row(4, s, 0.3) for s in range(5)]
+    one = [row(16, 0, 0.2), row(32, 0, 0.1)]
+    of_seeds, without = "over seeds (5), given the questions", "without the variation of training"
+    assert of_seeds in said(five) and "paired on shared seeds)" in said(five)
+    assert without not in said(five) and "simultaneous over the G of a row" in said(five)
+    assert without in said(one) and "seeds (" not in said(one) and "(not paired)" in said(one)
+    assert f"{of_seeds}; over questions, {without} (one seed: G = 16, 32)" in said(five + one)
 
 
 def csv_rows(path):

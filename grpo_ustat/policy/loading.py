@@ -81,6 +81,7 @@ def load_policy(
     device: str = "cpu",
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Policy:
     """Load a policy in evaluation mode, all parameters trainable.
 
@@ -92,13 +93,14 @@ def load_policy(
         device: torch device.
         attn_implementation: of transformers, None: its own choice.
         trust_remote_code: whether to run code that comes with the model.
+        tokenizer: the model's, None: it is loaded.
 
     Raises:
         ConfigError: no model or tokenizer can be loaded from there.
     """
     transformers_logging.disable_progress_bar()
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
-    tokenizer = load_tokenizer(model_name_or_path, **common)
+    tokenizer = tokenizer or load_tokenizer(model_name_or_path, **common)
     with _one_line(model_name_or_path):
         options = dict(attn_implementation=attn_implementation, **common)
         model = _model(resolve(model_name_or_path), dtype=getattr(torch, dtype), **options)
@@ -166,9 +168,13 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
         ) from error
 
 
-def configured_policy(config: Common, device: str | None = None) -> Policy:
+def configured_policy(
+    config: Common,
+    device: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Policy:
     """The configured policy on the given or this rank's device, ending completions at
-    `prompt.stop` too; sets this process's threads.
+    `prompt.stop` too; sets this process's threads. The tokenizer is loaded unless it is given.
     """
     device = device or own_device(config.launch.device)
     check_device(device)
@@ -177,6 +183,7 @@ def configured_policy(config: Common, device: str | None = None) -> Policy:
     policy = load_policy(
         model.model_name_or_path, revision=model.revision, dtype=model.dtype, device=device,
         attn_implementation=model.attn_implementation, trust_remote_code=model.trust_remote_code,
+        tokenizer=tokenizer,
     )  # fmt: skip
     policy = replace(policy, special_tokens=not config.prompt.chat)
     if config.prompt.stop is None:
@@ -214,25 +221,34 @@ def context_length(config: Common) -> int | None:
     return getattr(found.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def chat_format(config: Common) -> ChatFormat | None:
+def chat_format(
+    config: Common, tokenizer: PreTrainedTokenizerBase | None = None
+) -> ChatFormat | None:
     """What writes turns in the configured model's chat format, up to where its answer begins; None
-    unless `prompt.chat` asks for it.
+    unless `prompt.chat` asks for it. The tokenizer is loaded unless it is given.
 
     Raises:
         ConfigError: the model has no chat format, as base models have none.
     """
     if not config.prompt.chat:
         return None
-    return ChatFormat(configured_tokenizer(config), config.model.model_name_or_path)
+    return ChatFormat(tokenizer or configured_tokenizer(config), config.model.model_name_or_path)
 
 
-def configured_task(config: Common) -> Task:
-    """The configured task, its prompts in the model's chat format where `prompt.chat` asks for it.
+def configured_task(config: Common, tokenizer: PreTrainedTokenizerBase | None = None) -> Task:
+    """The configured task, its prompts in the model's chat format where `prompt.chat` asks for it,
+    without those longer than `prompt.max_length`. The tokenizer is loaded where it is needed and
+    not given.
 
     Raises:
         ConfigError: see `make_task` and `chat_format`.
     """
-    return make_task(config, chat_format(config))
+
+    def lengths(texts: list[str]) -> list[int]:
+        found = tokenizer or configured_tokenizer(config)
+        return list(map(len, encode(found, texts, special_tokens=not config.prompt.chat)))
+
+    return make_task(config, chat_format(config, tokenizer), lengths)
 
 
 def stop_tokens(tokenizer: object, stop: str) -> frozenset[int]:

@@ -1,7 +1,7 @@
-"""`dry_run=true`: what runs would do and cost, from their configurations alone.
+"""What runs would cost, from their configurations alone.
 
-Nothing is loaded and nothing is written. Prompts' tokens are not known without a tokenizer and are
-in none of the figures. A figure that is not known is None.
+Nothing is loaded. Prompts' tokens are not known without a tokenizer and are in none of the figures.
+A figure that is not known is None.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.filesize import decimal
-from rich.markup import escape
-from rich.table import Table
-
 from grpo_ustat.checks import model_folder
 from grpo_ustat.config import MseConfig, TrainConfig
 from grpo_ustat.data_config import ModelConfig, ModelSize
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.runs.points import Point
 
 ENTRY = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer keeps of a parameter
+PUBLISHED = {  # test questions by hub id and subset, as their cards and papers give them
+    ("openai/gsm8k", "main"): 1319,  # Cobbe et al. 2021
+    ("HuggingFaceH4/MATH-500", None): 500,  # Lightman et al. 2023
+}
 HEADER = 1000  # bytes of a safetensors file beside its arrays, about
 
 
@@ -38,11 +35,13 @@ class Cost:
         values: fresh ones behind V, b* or a tracker, and greedy ones of remax; at most.
         evaluation: completions of test questions; None where all of an unknown number are asked.
         tokens: of all these completions, at most.
-        weights: bytes of the model, and of a frozen reference.
+        weights: bytes of the model.
+        reference: bytes of its frozen copy, 0 without one.
         training: bytes of gradients and optimizer.
         cache: bytes of keys and values of the completions written side by side.
         logits: bytes of the most logits at a time.
-        disk: bytes that stay, at most: checkpoints, or the study's pool.
+        disk: bytes at most, while it runs: checkpoints, or the study's pool.
+        kept: those of them that stay when it has finished.
     """
 
     rollouts: int
@@ -50,15 +49,17 @@ class Cost:
     evaluation: int | None
     tokens: int
     weights: int | None
+    reference: int | None
     training: int | None
     cache: int | None
     logits: int | None
     disk: int | None
+    kept: int | None
 
     @property
     def memory(self) -> int | None:
         """Weights and training, beside the larger of what sampling and log-probabilities need."""
-        parts = (self.weights, self.training, self.cache, self.logits)
+        parts = (self.weights, self.reference, self.training, self.cache, self.logits)
         return None if None in parts else sum(parts)
 
 
@@ -70,26 +71,30 @@ def cost(config: TrainConfig | MseConfig) -> Cost:
 def train_cost(config: TrainConfig) -> Cost:
     """n completions a step; evaluations at step 0, every eval_steps and the last.
 
-    Bytes, for P parameters of E bytes: weights E P, twice with a penalty (a frozen reference);
-    training E P (1 + 2) with AdamW, so 16 P in all in float32, 0 with adapters, whose few
-    parameters are not counted. A checkpoint has E P (1 + 2); save_total_limit + 1 are kept at most.
+    Bytes, for P parameters of E bytes: weights E P; a reference E P with a penalty, none with
+    adapters; training E P (1 + 2) with AdamW, so 16 P in all in float32, 0 with adapters, whose few
+    parameters are not counted. A checkpoint has E P (1 + 2); while one is written there are
+    save_total_limit + 1, afterwards save_total_limit.
     """
     rollouts, values, tests = config.budget.rollouts * config.max_steps, *_extra(config)
     tokens = (rollouts + values + (tests or 0)) * config.max_completion_length
     size, entry, lora = model_size(config.model), ENTRY[config.model.dtype], config.lora.r > 0
     weights = _times(size.parameters, entry)
-    moments = MOMENTS[config.optimizer.name]
+    trained = 0 if lora else 1 + MOMENTS[config.optimizer.name]  # gradient, moments
+    most, kept = _checkpoints(config)
     side = max(config.budget.rollouts, (tests or 0) // _evaluations(config))
     return Cost(
         rollouts=rollouts,
         values=values,
         evaluation=tests,
         tokens=tokens,
-        weights=_times(weights, 1 if lora or not config.objective.beta else 2),
-        training=0 if lora else _times(weights, 1 + moments),
+        weights=weights,
+        reference=_times(weights, bool(config.objective.beta and not lora)),
+        training=_times(weights, trained),
         cache=_cache(config, size, side, 2 if config.bf16 else entry),
         logits=_logits(config, size, side),
-        disk=0 if lora else _times(weights, (1 + moments) * _checkpoints(config)),
+        disk=_times(weights, trained * most),
+        kept=_times(weights, trained * kept),
     )
 
 
@@ -106,18 +111,61 @@ def _extra(config: TrainConfig) -> tuple[int, int | None]:
         values += each * min(visits, config.dataset.train_size or visits)
     asked = config.eval
     count = asked.num_generations * ("sampled" in asked.decoding) + ("greedy" in asked.decoding)
-    tests = _times(config.dataset.test_size, count * _evaluations(config))
-    return values, tests
+    return values, _times(tests_asked(config), count * _evaluations(config))
+
+
+def tests_asked(config: TrainConfig) -> int | None:
+    """`dataset.test_size`, or where it is null the published size; None where that is unknown."""
+    size = config.dataset.test_size
+    return published_size(config) if size is None else size
+
+
+def published_size(config: TrainConfig) -> int | None:
+    """Of all test questions, where `dataset` names a hub id of PUBLISHED and filters nothing."""
+    dataset = config.dataset
+    if dataset.kind not in ("gsm8k", "math") or dataset.test_split != "test":
+        return None
+    if dataset.kind == "math" and (dataset.filter_test or dataset.test_ids is not None):
+        return None
+    source = (dataset.path, dataset.subset) if dataset.test_path is None else None
+    return PUBLISHED.get(source or (dataset.test_path, None))
 
 
 def _evaluations(config: TrainConfig) -> int:
     return 1 + math.ceil(config.max_steps / config.eval_steps)
 
 
-def _checkpoints(config: TrainConfig) -> int:
+def _checkpoints(config: TrainConfig) -> tuple[int, int]:
+    """At most at a time, and in the end."""
     written = math.ceil(config.max_steps / config.save_steps)
     limit = config.save_total_limit
-    return written if limit is None else min(written, limit + 1)
+    return (written, written) if limit is None else (min(written, limit + 1), min(written, limit))
+
+
+def sharded_memory(found: Cost, processes: int) -> tuple[int, int]:
+    """Under FSDP2 on each process: bytes of shards, and of what stays whole while it samples.
+
+    Weights, gradients and optimizer are sharded; weights are gathered to sample; a reference is
+    whole throughout.
+    """
+    return (found.weights + found.training) // processes, found.weights + found.reference
+
+
+def total(costs: list[Cost]) -> Cost:
+    """Of runs that take turns: sums; of memory the largest; of the disk what stays of all and what
+    one needs beside that while it runs.
+    """
+
+    def all_of(values: list[int | None], function) -> int | None:
+        return None if None in values else function(values)
+
+    sums = {
+        name: all_of([getattr(x, name) for x in costs], sum)
+        for name in ("rollouts", "values", "evaluation", "tokens", "kept")
+    }
+    extra = [None if x.disk is None else x.disk - x.kept for x in costs]
+    disk = None if None in extra else sums["kept"] + max(extra)
+    return replace(max(costs, key=lambda x: x.memory or 0), disk=disk, **sums)
 
 
 def study_cost(config: MseConfig) -> Cost:
@@ -130,28 +178,39 @@ def study_cost(config: MseConfig) -> Cost:
     where that is smaller), 4 N tokens, 17 N for rewards, lengths and ends. Scores take more memory
     than is counted here: about one backward pass of N completions.
     """
-    budget, size = config.budget, model_size(config.model)
+    size, count = model_size(config.model), _pool_completions(config)
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
-    count = budget.pool_completions
-    if config.target_halfwidth is not None:
-        count = budget.max_pool_completions
-    rollouts, values = questions * count, questions * _greedy(config)
-    if "monte_carlo" in config.study.methods:
-        fresh = budget.replicates * max(config.group_sizes) + budget.reference_completions
-        rollouts, values = rollouts + questions * fresh, values + questions * _values(config)
-    weights = _times(size.parameters, ENTRY[config.model.dtype])
-    side = questions * max(count, 1)
+    rollouts, values = (questions * each for each in _of_a_question(config, count))
+    disk = _times(questions, _pool_file(config, size, count))
     return Cost(
         rollouts=rollouts,
         values=values,
         evaluation=0,
         tokens=(rollouts + values) * config.max_completion_length,
-        weights=weights,
+        weights=_times(size.parameters, ENTRY[config.model.dtype]),
+        reference=0,
         training=0,
-        cache=_cache(config, size, side, ENTRY[config.model.dtype]),
-        logits=_logits(config, size, side),
-        disk=_times(questions, _pool_file(config, size, count)),
+        cache=_cache(config, size, questions * count, ENTRY[config.model.dtype]),
+        logits=_logits(config, size, questions * count),
+        disk=disk,
+        kept=disk,
     )
+
+
+def _pool_completions(config: MseConfig) -> int:
+    budget = config.budget
+    return (
+        budget.pool_completions if config.target_halfwidth is None else budget.max_pool_completions
+    )
+
+
+def _of_a_question(config: MseConfig, count: int) -> tuple[int, int]:
+    """Completions that errors are made of, and those behind baselines."""
+    if "monte_carlo" not in config.study.methods:
+        return count, _greedy(config)
+    budget = config.budget
+    fresh = budget.replicates * max(config.group_sizes) + budget.reference_completions
+    return count + fresh, _greedy(config) + _values(config)
 
 
 def _greedy(config: MseConfig) -> int:
@@ -236,110 +295,3 @@ def _parameters(folder: Path) -> int | None:
         with safe_open(file, "numpy") as tensors:
             total += sum(math.prod(tensors.get_slice(k).get_shape()) for k in tensors.keys())  # noqa: SIM118
     return total or None
-
-
-def settings(config: TrainConfig | MseConfig) -> dict[str, str]:
-    """What decides the cost, and the learning rate.
-
-    length: max_completion_length, P: prompts a step, N: completions a question.
-    """
-    found = {"model": config.model.name, "dataset": config.dataset.name}
-    found |= {"prompt": config.prompt.name, "length": config.max_completion_length}
-    if isinstance(config, TrainConfig):
-        found |= {"G": config.group_size, "n": config.budget.rollouts}
-        found |= {"P": config.prompts_per_step, "steps": config.max_steps}
-        found |= {"learning_rate": f"{config.learning_rate:g}", "baseline": config.baseline.name}
-        found |= {"seed": config.seed}
-    else:
-        asked = config.study
-        found |= {"questions": asked.questions or config.dataset.study_size}
-        found |= {"N": config.budget.pool_completions}
-        found |= {"G": ",".join(map(str, config.group_sizes))}
-        found |= {"baselines": ",".join(config.baselines), "methods": ",".join(asked.methods)}
-    return {key: str(value) for key, value in found.items()}
-
-
-def show_costs(points: list[Point]) -> None:
-    """Print a line for each run and their totals."""
-    console = Console(highlight=False)
-    costs, rows = [cost(p.config) for p in points], [settings(p.config) for p in points]
-    shared = {k: v for k, v in rows[0].items() if all(row.get(k) == v for row in rows)}
-    console.print(", ".join(f"{k} {v}" for k, v in shared.items()), markup=False)
-    table = Table(title=f"{len(points)} run{'s' * (len(points) > 1)}", box=SIMPLE, pad_edge=False)
-    table.add_column("")
-    cells = [_cells(found) for found in (*costs, _total(costs))]
-    columns = [key for key in cells[-1] if cells[-1][key] != "0"]
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row, found in zip(rows, cells, strict=False):
-        own = ", ".join(f"{key} {value}" for key, value in row.items() if key not in shared)
-        table.add_row(escape(own), *(found[key] for key in columns))
-    if len(points) > 1:
-        table.add_section()
-        table.add_row("all", *(cells[-1][key] for key in columns))
-    console.print(table)
-    for note in _notes(points, costs):
-        console.print(note, markup=False)
-
-
-def _cells(found: Cost) -> dict[str, str]:
-    return {
-        "rollouts": _count(found.rollouts),
-        "values": _count(found.values),
-        "tests": _count(found.evaluation),
-        "tokens <=": f"{found.tokens / 1e6:,.1f} M".replace(",", " "),
-        "memory": _bytes(found.memory),
-        "disk <=": _bytes(found.disk),
-    }
-
-
-def _bytes(number: int | None) -> str:
-    return "unknown" if number is None else decimal(number)
-
-
-def _count(number: int | None) -> str:
-    return "unknown" if number is None else f"{number:,}".replace(",", " ")
-
-
-def _total(costs: list[Cost]) -> Cost:
-    """Sums; of memory the largest, since the runs take turns."""
-
-    def all_of(name: str, function) -> int | None:
-        values = [getattr(x, name) for x in costs]
-        return None if None in values else function(values)
-
-    sums = ("rollouts", "values", "evaluation", "tokens", "disk")
-    return replace(
-        max(costs, key=lambda x: x.memory or 0), **{name: all_of(name, sum) for name in sums}
-    )
-
-
-def _notes(points: list[Point], costs: list[Cost]) -> list[str]:
-    """What the largest run's memory consists of, and what is left out."""
-    point, most = max(zip(points, costs, strict=True), key=lambda pair: pair[1].memory or 0)
-    config = point.config
-    notes = [
-        "values: fresh completions behind a baseline; tests: of evaluations. Prompts' tokens are "
-        "not counted: they are not known without a tokenizer."
-    ]
-    if most.memory is None:
-        notes.append("Memory and disk unknown: set model.size.parameters and its neighbours.")
-    else:
-        notes.append(
-            f"Memory of the largest: weights {decimal(most.weights)}, gradients and optimizer "
-            f"{decimal(most.training)}, keys and values {decimal(most.cache)}, logits "
-            f"{decimal(most.logits)}; without activations and prompts."
-        )
-    if isinstance(config, TrainConfig) and config.launch.device == "cuda" and most.training:
-        held = most.weights + most.training
-        notes.append(
-            f"FSDP2 on 8 processes: {decimal(held // 8)} of weights, gradients and optimizer in "
-            f"each, and {decimal(most.weights)} of whole weights while it samples."
-        )
-    elif isinstance(config, MseConfig):
-        notes.append(f"Each of launch.workers={config.launch.workers} has this memory.")
-    if any(found.evaluation is None for found in costs):
-        notes.append(
-            "Tests unknown: dataset.test_size=null asks all test questions; tokens leave them out."
-        )
-    return notes

@@ -15,7 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_ustat.estimators.intervals import Interval, clustered_mean, paired_difference, t_interval
+from grpo_ustat.estimators.intervals import (
+    LEVEL,
+    Interval,
+    clustered_mean,
+    paired_difference,
+    t_interval,
+)
 from grpo_ustat.runs.points import Point
 from grpo_ustat.runs.summary import csv_text, mse_cell
 
@@ -124,8 +130,11 @@ def accuracy_cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     The interval is over seeds, given the questions (t, seeds - 1 degrees of freedom); with one
     seed it is the run's own, over questions. `best` marks the largest mean of a series and step.
     The difference from it is paired on the seeds that both have; with one seed it is of two
-    independent samples of questions, wider than a paired one. `distinct` says whether its
-    interval lies below 0; each is at 95 %, and the best is chosen on the same seeds.
+    independent samples of questions, wider than a paired one and without the variation of training.
+    `distinct` says whether its interval lies below 0: the k - 1 differences of a row are each at
+    1 - 0.05 / (k - 1) (Bonferroni), so that a truly best G is told from the largest mean, whichever
+    that is, in at most 2.5 % of rows (Hsu 1984, of comparisons with the best). The best is chosen
+    on the same seeds.
     """
     cells = []
     for series, step in dict.fromkeys((row["series"], row["step"]) for row in rows):
@@ -135,8 +144,9 @@ def accuracy_cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             by_size.setdefault(row["group_size"], {})[row["seed"]] = row
         means = {size: over_seeds(runs) for size, runs in by_size.items()}
         best = max(means, key=lambda size: means[size].estimate)
+        level = 1 - (1 - LEVEL) / max(len(means) - 1, 1)
         for size, runs in by_size.items():
-            gap = None if size == best else difference(runs, by_size[best])
+            gap = None if size == best else difference(runs, by_size[best], level)
             cells.append(
                 {"series": series, "step": step, "group_size": size}
                 | dict(zip(("accuracy", "low", "high"), means[size], strict=True))
@@ -164,17 +174,19 @@ def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
     return clustered_mean(np.array([[run["accuracy"]] for run in runs.values()]))
 
 
-def difference(runs: dict[int, dict[str, Any]], best: dict[int, dict[str, Any]]) -> Interval | None:
+def difference(
+    runs: dict[int, dict[str, Any]], best: dict[int, dict[str, Any]], level: float = LEVEL
+) -> Interval | None:
     """Accuracy less the best one, see `accuracy_cells`; None where too few seeds are shared."""
     shared = sorted(runs.keys() & best.keys())
     if len(shared) > 1:
         mine, its = (np.array([x[seed]["accuracy"] for seed in shared]) for x in (runs, best))
-        return paired_difference(mine, its)
+        return paired_difference(mine, its, level)
     if len(runs) > 1 or len(best) > 1:
         return None
     (mine,), (its,) = runs.values(), best.values()
     variance = sum(((x["high"] - x["low"]) / 2 / 1.96) ** 2 for x in (mine, its))
-    return t_interval(mine["accuracy"] - its["accuracy"], variance, math.inf)
+    return t_interval(mine["accuracy"] - its["accuracy"], variance, math.inf, level)
 
 
 def accuracy_table(cells: list[dict[str, Any]]) -> Table:
@@ -200,16 +212,33 @@ def _accuracy_cell(cell: dict[str, Any]) -> str:
 
 def notes(cells: list[dict[str, Any]], marks: tuple[str, str], missing: list[str]) -> list[str]:
     """What the numbers are of, for captions; `marks` of the best and of those not told from it."""
-    counts = sorted({cell["seeds"] for cell in cells})
-    seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    over = f"seeds ({seeds}), given the questions" if counts[-1] > 1 else "questions (one seed)"
-    paired = "paired on shared seeds" if counts[-1] > 1 else "not paired"
     best, alike = marks
     found = [
-        f"{cells[0]['questions']} test questions; 95 % intervals over {over}.",
-        f"{best}: largest mean; {alike}: not told from it, the 95 % interval of the difference "
-        f"({paired}) reaches 0.",
+        f"{cells[0]['questions']} test questions; 95 % intervals {_over(cells)}.",
+        f"{best}: largest mean; {alike}: not told from it, the interval of the difference "
+        f"({_pairing(cells)}) reaches 0; these intervals are 95 % simultaneous over the G of a row "
+        "(Bonferroni), the best chosen on the same data.",
     ]
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
         found.append("Where fewer than two seeds are shared nothing is compared (?).")
     return found + ([f"Missing: {'; '.join(missing)}."] if missing else [])
+
+
+def _over(cells: list[dict[str, Any]]) -> str:
+    """What the intervals of the means are over; of both kinds, which is which."""
+    counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
+    one = sorted({cell["group_size"] for cell in cells if cell["seeds"] == 1})
+    alone = "over questions, without the variation of training (one seed"
+    if not counts:
+        return f"{alone})"
+    several = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    seeds = f"over seeds ({several}), given the questions"
+    return f"{seeds}; {alone}: G = {', '.join(map(str, one))})" if one else seeds
+
+
+def _pairing(cells: list[dict[str, Any]]) -> str:
+    """How the differences from the best were taken."""
+    compared = [cell for cell in cells if cell["distinct"] is not None]
+    kinds = {cell["shared_seeds"] > 1 for cell in compared}
+    paired, alone = "paired on shared seeds", "of one seed not paired"
+    return {(True,): paired, (False,): "not paired"}.get(tuple(kinds), f"{paired}; {alone}")

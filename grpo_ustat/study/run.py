@@ -13,7 +13,8 @@ from rich.console import Console
 
 from grpo_ustat.config import MseConfig
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.policy.loading import configured_task
+from grpo_ustat.policy.lengths import check_lengths
+from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.ranks import is_main, on_main
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.figures import mse_figure, scaling_figure
@@ -33,6 +34,7 @@ from grpo_ustat.study.result import (
     study_result,
 )
 from grpo_ustat.study.workers import Done, share
+from grpo_ustat.study_checks import check_questions
 from grpo_ustat.tasks.base import tell_dropped
 
 
@@ -74,9 +76,7 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         asked = asked_of(config, pool, facts, of_pool)
         found = closed_form(pool, asked, config.study.interval)
     else:
-        task = configured_task(config)
-        tell_dropped(task)
-        prompts, left_out = task.prompts("study")[: config.study.questions], task.dropped
+        prompts, left_out = _prompts(config)
         facts = model_facts(config, prompts)
         pool, found, of_pool = _pool(config, prompts, folder, facts)
     curves, of_replicates = [], Done()
@@ -91,6 +91,17 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         curves += monte_carlo_rows(config, estimated, found, len(prompts))
     result = study_result(config, pool, found, curves, facts.parameters, of_pool, of_replicates)
     return result | {"left_out": left_out, "not_measured": missing}
+
+
+def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
+    """The questions to ask, and what was left out; refuses what cannot be asked of them."""
+    tokenizer = configured_tokenizer(config)
+    task = configured_task(config, tokenizer)
+    prompts = task.prompts("study")[: config.study.questions]
+    tell_dropped(task)
+    check_questions(config, len(prompts))
+    check_lengths(config, tokenizer, prompts)
+    return prompts, task.dropped
 
 
 def replay_rows(config: MseConfig, pool: ScorePool, found: ClosedForm) -> tuple[list, list]:

@@ -8,6 +8,7 @@ from grpo_ustat.config import Common
 from grpo_ustat.data_config import REWARDS, TASKS
 from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges
 from grpo_ustat.tasks.base import Judge, NumberJudge, Source, Task
+from grpo_ustat.tasks.fitting import Fitting
 from grpo_ustat.tasks.gsm8k import gsm8k
 from grpo_ustat.tasks.math import math
 from grpo_ustat.tasks.math_answers import MathJudge
@@ -17,13 +18,18 @@ from grpo_ustat.tasks.prompts import Prompting, Turn
 from grpo_ustat.tasks.verifier import Verifier
 
 
-def make_task(config: Common, chat: Callable[[list[Turn]], str] | None = None) -> Task:
+def make_task(
+    config: Common,
+    chat: Callable[[list[Turn]], str] | None = None,
+    lengths: Callable[[list[str]], list[int]] | None = None,
+) -> Task:
     """The configured task.
 
     Args:
         config: the run's.
         chat: writes turns in the model's chat format, see `policy.loading.chat_format`; read where
             `prompt.chat` asks for it.
+        lengths: tokens of each text; read where `prompt.max_length` asks for it.
 
     Raises:
         ConfigError: the data set cannot be read, or holds too few questions.
@@ -31,7 +37,10 @@ def make_task(config: Common, chat: Callable[[list[Turn]], str] | None = None) -
     source, prompt = make_source(config), config.prompt
     examples = tuple(source.questions("examples")) if prompt.shots else ()
     prompting = Prompting(prompt.template, prompt.reply, examples, prompt.system, chat)
-    return Task(source, prompting, make_judge(config, source))
+    judge = make_judge(config, source)
+    if prompt.max_length is not None:
+        source = Fitting(source, prompting, lengths, prompt.max_length)
+    return Task(source, prompting, judge)
 
 
 def make_source(config: Common) -> Source:

@@ -11,12 +11,18 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
-from transformers import get_scheduler
+from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.policy.adapters import with_adapters
 from grpo_ustat.policy.devices import check_device
-from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
+from grpo_ustat.policy.lengths import check_lengths
+from grpo_ustat.policy.loading import (
+    Policy,
+    configured_policy,
+    configured_task,
+    configured_tokenizer,
+)
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.reading import can_share
 from grpo_ustat.policy.recomputing import checkpoint_layers
@@ -79,7 +85,7 @@ class Run:
 
 
 def set_up(config: TrainConfig, folder: RunFolder) -> Run:
-    """Load the policy and everything around it.
+    """Load the policy and everything around it; what can be refused without its weights, before.
 
     Raises:
         ConfigError: what only the model or the machine can show to be impossible.
@@ -87,14 +93,11 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
     check_device(config.launch.device)
     accelerator = _accelerator(config)
     device = str(accelerator.device)
-    policy = _trained(config, configured_policy(config, device=device))
+    tokenizer = configured_tokenizer(config)
+    task, train, test = _task_and_prompts(config, tokenizer, accelerator.num_processes)
+    policy = _trained(config, configured_policy(config, device, tokenizer))
     shards = sharded.shard(policy, accelerator.device) if sharded.asked(accelerator) else None
     optimizer = _optimizer(config, shards or policy)
-    task = configured_task(config)
-    tell_dropped(task)
-    prompts = {split: task.prompts(split) for split in ("train", "test")}
-    check_sizes(config, *map(len, prompts.values()), accelerator.num_processes)
-    check_lengths(config, policy, prompts["train"] + prompts["test"])
     return Run(
         config=config,
         folder=folder,
@@ -102,16 +105,28 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
         policy=policy,
         sharded=shards,
         engine=make_engine(config, policy),
-        reference=_reference(config, device),
+        reference=_reference(config, device, tokenizer),
         optimizer=optimizer,
         scheduler=_scheduler(config, optimizer),
         task=task,
-        train_prompts=prompts["train"],
-        test_prompts=prompts["test"],
+        train_prompts=train,
+        test_prompts=test,
         memory=make_memory(config.baseline),
         passes=Limit(config.micro_batch_tokens),
         shares=_shares(config, policy),
     )
+
+
+def _task_and_prompts(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, world: int
+) -> tuple[Task, list[Prompt], list[Prompt]]:
+    """The task with train and test prompts, as many and as long as they may be."""
+    task = configured_task(config, tokenizer)
+    train, test = task.prompts("train"), task.prompts("test")
+    tell_dropped(task)
+    check_sizes(config, len(train), len(test), world)
+    check_lengths(config, tokenizer, train + test)
+    return task, train, test
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:
@@ -161,33 +176,6 @@ def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
             f"{test} test questions for {world} processes and a paired interval: "
             f"use dataset.test_size={max(world, 2)} or more"
         )
-
-
-def check_lengths(config: TrainConfig, policy: Policy, prompts: list[Prompt]) -> None:
-    """Prompts and completions fit into the positions that the model, and vLLM, know.
-
-    Raises:
-        ConfigError: naming the longest prompt and the limit.
-    """
-    lengths = [len(ids) for ids in policy.encode([p.text for p in prompts])]
-    longest = max(lengths)
-    if not min(lengths):
-        empty = prompts[lengths.index(0)].text
-        raise RefusedByRank(
-            f"the tokenizer of {config.model.model_name_or_path} makes no token of {empty!r}: "
-            "does it have its tokenizer files?"
-        )
-    needed = longest + config.max_completion_length
-    for limit, name in (
-        (getattr(causal(policy.model).config, "max_position_embeddings", None), "the model's"),
-        (config.rollout.max_model_len, "rollout.max_model_len, vLLM's"),
-    ):
-        if limit is not None and needed > limit:
-            raise RefusedByRank(
-                f"a prompt of {longest} tokens and max_completion_length="
-                f"{config.max_completion_length} exceed {name} {limit} tokens: use "
-                f"max_completion_length={max(limit - longest, 1)} or less"
-            )
 
 
 def _shares(config: TrainConfig, policy: Policy) -> bool:
@@ -242,10 +230,12 @@ def _trained(config: TrainConfig, policy: Policy) -> Policy:
     return replace(policy, bf16=config.bf16)
 
 
-def _reference(config: TrainConfig, device: str) -> Policy | None:
+def _reference(
+    config: TrainConfig, device: str, tokenizer: PreTrainedTokenizerBase
+) -> Policy | None:
     if not config.objective.beta or config.lora.r:
         return None
-    policy = configured_policy(config, device=device)
+    policy = configured_policy(config, device, tokenizer)
     policy.model.requires_grad_(False)
     return replace(policy, bf16=config.bf16)
 

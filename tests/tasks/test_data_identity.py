@@ -85,13 +85,16 @@ def test_a_pool_of_other_data_is_refused(tmp_path):
 @pytest.mark.parametrize("entry", ["train", "mse"])
 def test_what_was_left_out_is_told_and_recorded(entry, tmp_path):
     train = [*rows(0, 40), *rows(50, 2), *rows(3, 1)]
-    folder = kept(tmp_path / "data", train, rows(50, 20))
+    folder = kept(tmp_path / "data", train, [*rows(50, 20), *rows(1000, 1)])
     command = f"x {entry} dataset=gsm8k dataset.path={folder} dataset.study_size=8 debug={entry}"
+    command += " prompt.max_length=6"  # characters: all but the last test question's
     code, told = run(command, tmp_path, tmp_path)
     assert code == 0, told
     left_out = {
         "train questions that are also test questions": 2,
         "repeated train questions": 1,
     }
+    if entry == "train":
+        left_out["test questions whose prompts exceed prompt.max_length=6 tokens"] = 1
     assert json.loads(only(tmp_path, "result.json").read_text())["left_out"] == left_out
     assert told.count("note: questions left out: 2 train questions that are also test quest") == 1
