@@ -80,6 +80,9 @@ def scaling_figure(folder: Path, result: dict[str, Any]) -> None:
         axes.set_yscale("log")
         ticks = [2**k for k in range(1, 9)]
         axes.set_xticks(ticks, [str(t) for t in ticks])
+        lowest, highest = (end(p["n_mse"] for p in curve) for end in (min, max))
+        if lowest > 0:  # a band that reaches 0 is cut by the frame
+            axes.set_ylim(lowest / 3, 3 * highest)
         axes.set_ylabel("n x MSE at n = B G rollouts, any n (leave_one_out)")
         axes.grid(alpha=0.3, which="both", linewidth=0.5)
         axes.set_title(_title(result), fontsize=9, loc="left")
@@ -115,9 +118,9 @@ def _study_panel(axes, point: Point, result: dict[str, Any]) -> None:
     rows = [row for row in result["curves"] if row["target"].endswith("expected reward")]
     first = (rows[0]["setting"], rows[0]["num_prompts"])
     _panel(axes, [r for r in rows if (r["setting"], r["num_prompts"]) == first], point.config)
-    config, policy = point.config, result["policy"]
+    policy = result["policy"]
     axes.set_title(
-        f"{config.model.name}, {config.prompt.name}\naccuracy {policy['accuracy']:.3f} "
+        f"{point.policy}\naccuracy {policy['accuracy']:.3f} "
         f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}]\n"
         f"{result['questions']} questions x {result['pool_completions']} completions",
         fontsize=8, loc="left",
@@ -147,7 +150,11 @@ def joint_accuracy_figure(folder: Path, cells: list[dict[str, Any]], notes: list
             axes.set_visible(False)
         for line in panels:
             line[0].set_ylabel("held-out accuracy")
-        panels[0, 0].legend(frameon=False, fontsize=7)
+        series = list(dict.fromkeys(cell["series"] for cell in cells))
+        if len(series) > 1:
+            panels[0, 0].legend(fontsize=7)
+        else:
+            notes = [f"{series[0]}; {notes[0]}", *notes[1:]]
         words = "\n".join(textwrap.fill(note, int(38 * wide)) for note in notes)
         figure.supxlabel(words, fontsize=7, x=0.02, ha="left")
         _save(figure, folder, "figure")
@@ -170,7 +177,8 @@ def _accuracy_panel(axes, cells: list[dict[str, Any]]) -> None:
             if cell["best"]:
                 axes.plot(x, y, "o", color="black", fillstyle="none", markersize=11)
             if cell["distinct"]:
-                axes.plot(x, y, marker, color=colour, markerfacecolor="white", markersize=4)
+                hollow = dict(markerfacecolor="white", markersize=5, zorder=4)
+                axes.plot(x, y, marker, color=colour, **hollow)
     axes.set_xscale("log", base=2)
     ticks = sorted({cell["group_size"] for cell in cells})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])

@@ -58,15 +58,10 @@ def _mse(folder: Path, found: list, missing: list[str], console: Console) -> Non
     console.print(mse_table(rows))
 
 
-def policy_name(config: Any) -> str:
-    """Model and prompt: one model asked in two ways is two policies."""
-    return f"{config.model.name}, {config.prompt.name}"
-
-
 def mse_rows(point: Point, result: dict[str, Any]) -> list[dict[str, Any]]:
     """A study's curves beside what they are of."""
     config, policy = point.config, result["policy"]
-    of = {"point": point.name, "policy": policy_name(config), "dataset": config.dataset.name}
+    of = {"point": point.name, "policy": point.policy, "dataset": config.dataset.name}
     of |= {"seed": config.seed, "questions": result["questions"]}
     of |= {"pool_completions": result["pool_completions"]}
     of |= {key: policy[key] for key in ("accuracy", "accuracy_low", "accuracy_high")}

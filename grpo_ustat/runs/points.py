@@ -26,6 +26,13 @@ class Point:
     folder: RunFolder | None
     sweep: Path | None
 
+    @property
+    def policy(self) -> str:
+        """Model and prompt: one model asked in two ways is two policies."""
+        prompt = self.config.prompt
+        shots = f" x {prompt.shots}" if prompt.shots else ""
+        return f"{self.config.model.name}, {prompt.name}{shots}"
+
     def result(self) -> dict[str, Any] | None:
         """What the finished run found; None where it has not finished, or not all of its steps."""
         try:
