@@ -60,6 +60,7 @@ def test_training_counts_them_by_step_and_evaluation(tmp_path):
     assert len({row["judge/timeouts"] for row in evaluated} - {"0"}) >= 1
 
 
+@pytest.mark.slow
 def test_a_study_counts_them_also_when_it_goes_on(tmp_path):
     found = []
     for name in ("one", "two"):

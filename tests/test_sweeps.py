@@ -49,6 +49,7 @@ def points(entry, *arguments):
     return cli._points(entry, SCHEMAS[entry], list(arguments))
 
 
+@pytest.mark.slow
 def test_figure_5_on_gsm8k_has_the_papers_values():
     found = [point.config for point in points("train", "experiment=figure5_gsm8k")]
     assert [(c.group_size, c.seed) for c in found] == [(g, s) for g in SIZES for s in SEEDS]
@@ -60,6 +61,7 @@ def test_figure_5_on_gsm8k_has_the_papers_values():
         assert all(step % c.eval_steps == 0 for step in c.report.steps)
 
 
+@pytest.mark.slow
 def test_table_2_has_the_papers_values():
     found = [point.config for point in points("train", "experiment=table2_math")]
     assert {(c.budget.rollouts, c.group_size) for c in found} == {
@@ -72,6 +74,7 @@ def test_table_2_has_the_papers_values():
         assert c.report.steps == [c.max_steps]
 
 
+@pytest.mark.slow
 def test_figure_5_offline_is_figure_5_on_arithmetic():
     found = [point.config for point in points("train", "experiment=figure5_offline")]
     assert [(c.group_size, c.seed) for c in found] == [(g, s) for g in SIZES for s in SEEDS]
@@ -226,7 +229,7 @@ SIZES_OF_TESTS = {
 
 @pytest.mark.parametrize("overrides, size", SIZES_OF_TESTS.values(), ids=SIZES_OF_TESTS)
 def test_published_sizes_stand_in_for_unknown_ones(overrides, size):
-    arguments = ("prompt=gsm8k", "max_steps=2", "eval_steps=2", "eval.decoding=[greedy]")
+    arguments = ("prompt=qwen_math_cot", "max_steps=2", "eval_steps=2", "eval.decoding=[greedy]")
     (point,) = points("train", *arguments, *overrides)
     assert cost(point.config).evaluation == (None if size is None else 2 * size)
 
@@ -249,6 +252,7 @@ def test_a_sweep_goes_on_after_a_point_that_is_refused_while_it_runs(monkeypatch
     assert done == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_the_command_line(tmp_path):
     code, out, err = run("train", "experiment=table2_math", "dry_run=true", cwd=tmp_path)
     assert code == 0, err

@@ -130,6 +130,7 @@ def test_log_probabilities_are_those_of_the_policy_at_its_temperature(policy):
     assert gaps(policy, moved).mean() > 0.05
 
 
+@pytest.mark.slow
 def test_draws_depend_on_no_company_order_or_split(policy):
     engine = engine_of(policy)
     whole = engine.sample(PROMPTS, 8, SAMPLING, step=3)
@@ -140,6 +141,7 @@ def test_draws_depend_on_no_company_order_or_split(policy):
     assert later.texts_PG == [texts[5:] for texts in whole.texts_PG]
 
 
+@pytest.mark.slow
 def test_seed_stream_step_prompt_and_completion_change_the_draws(policy):
     engine, seen = engine_of(policy), []
     for change in ({}, {"seed": 1}, {"stream": "value"}):

@@ -44,6 +44,7 @@ def logged(path, **changes):
     return rollouts
 
 
+@pytest.mark.slow
 def test_an_imported_pool_is_the_one_that_was_logged(tmp_path):
     rollouts = logged(tmp_path / "completions.parquet")
     assert rollouts.ended_PG.all()

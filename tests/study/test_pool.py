@@ -87,6 +87,7 @@ def test_an_interrupted_study_goes_on_and_ends_byte_identical(tmp_path, monkeypa
     assert len(scored) == 6 - 3
 
 
+@pytest.mark.slow
 def test_another_study_reuses_the_pool_without_the_model(tmp_path, monkeypatch):
     first = study(tmp_path / "a", f"pool={tmp_path / 'pool'}")
     monkeypatch.setattr(pool_module, "sample", None)  # sampling now would fail
@@ -94,6 +95,7 @@ def test_another_study_reuses_the_pool_without_the_model(tmp_path, monkeypatch):
     assert second.splitlines()[1] == first.splitlines()[1]
 
 
+@pytest.mark.slow
 def test_a_pool_is_extended_by_the_completions_that_are_missing(tmp_path):
     small, _ = build(tmp_path / "grown")
     grown, spent = build(tmp_path / "grown", size=12)
@@ -147,6 +149,7 @@ def test_what_a_pool_is_of_leaves_out_what_does_not_matter(tmp_path):
     assert one == two and json.dumps(one)
 
 
+@pytest.mark.slow
 def test_a_target_halfwidth_extends_the_pool_until_it_is_met(tmp_path):
     path = tmp_path / "study"
     study(path, "target_halfwidth=0.45", "baselines=[oracle]", "group_sizes=[4]",

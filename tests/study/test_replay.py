@@ -180,6 +180,7 @@ def is_sharp(key):
     return key[0] != "optimal" and key[2] == "expected_reward"
 
 
+@pytest.mark.slow
 def test_rules_apart_meet_enumeration():
     found = replays(APART, [2, 3], pool_size=12, pools=80, draws=60)
     rows = 2 * (len(APART) + 2) * len(SETTINGS)  # two rules have a target of their own

@@ -166,7 +166,7 @@ def test_a_row_of_a_parquet_file_is_named(tmp_path):
 def test_other_fields_are_named(tmp_path):
     other = written(tmp_path / "other.jsonl", '{"problem": "x", "solution": "y"}\n')
     told = "row 1: field question is missing, the fields there are: problem, solution"
-    refused(told, other, test_path=str(other))
+    refused(told, other, test_path=str(written(tmp_path / "good.jsonl", LINES)))
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,8 @@ def test_hostile_answers_end_at_the_deadline(stub, calls):
     acts = ["sleep 60", "3", "compute", "4", "die", "3", "raise", "3"]
     expected = [TIMEOUT, RIGHT, TIMEOUT, WRONG, FAILURE, RIGHT, FAILURE, RIGHT]
     assert [verifier.judge([("3", act)])[0] for act in acts] == expected
-    assert len(stub.processes()) == 2  # the clean one and its fork
+    assert verifier.judge([("5", "5")]) == [RIGHT]
+    assert len(stub.processes()) == 2  # the clean one and the fork that has just judged
     assert verifier.judge([("3", "unreadable"), ("unreadable", "3")]) == [WRONG, WRONG]
     assert verifier.judge([("3", "raises while read"), ("3", "3")]) == [FAILURE, RIGHT]
 
@@ -279,7 +280,8 @@ def test_training_ends_in_one_line_where_the_judge_does_not_start(tmp_path, monk
     undecided = lambda self, asked: judge(self, [("", "x+1", BOX % "1+x")] * len(asked))  # noqa: E731
     monkeypatch.setattr(MathJudge, "verdicts", undecided)
     data = ("dataset=math", f"dataset.path={HERE.parent / 'data/math'}", "dataset.study_size=1",
-            "dataset.test_path=null", "dataset.levels=null")  # fmt: skip
+            "dataset.test_path=null", "dataset.levels=null",
+            r"prompt.template='{question}=\boxed'")  # fmt: skip
     with pytest.raises(ConfigError) as told:  # which the command line answers with exit code 2
         fit(tmp_path / "run", *data, "prompt=bare", "dataset.train_size=4", "dataset.test_size=2")
     assert "does not start: ImportError: no module sympy" in str(told.value)

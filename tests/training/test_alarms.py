@@ -74,6 +74,7 @@ def test_a_gap_is_judged_by_the_type_computed_in():
     assert heard([{k: v for k, v in HEALTHY.items() if k != key}]) == ([], {})
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_quiet_and_a_sick_one_is_not(tmp_path, capsys, monkeypatch):
     quiet = fit(tmp_path / "quiet", "max_completion_length=96")
     assert "ALARM" not in capsys.readouterr().err

@@ -65,6 +65,7 @@ def slow_updates(run, rollouts, advantage_N):
         run.optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer, tokens", [("sgd", 1), ("adamw", 400)])
 def test_algorithm_2_in_full_equals_the_slow_trainer(tmp_path, optimizer, tokens):
     """Two iterations over minibatches of half a batch; parameters after four updates."""
@@ -158,6 +159,7 @@ def test_silent_completions_are_skipped_only_where_that_is_exact(tmp_path, monke
     assert gradient_of(penalised, batch.rollouts, advantages, constants)[1].sums["skipped"] == 0
 
 
+@pytest.mark.slow
 def test_out_of_memory_gives_the_same_gradient_from_smaller_passes(tmp_path, monkeypatch, capsys):
     run, batch = first_batch(tmp_path, *EXACT)
     expected, _ = gradient_of(run, batch.rollouts, ADVANTAGES)
