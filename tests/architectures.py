@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -186,12 +187,18 @@ ARCHITECTURES = {
 # Their recurrent state passes through padding: prompts of one length only.
 UNPADDED = {"recurrent_gemma", "rwkv"}
 
-# Every architecture with shared and with separate embedding and output weights.
-CASES = {
-    f"{name}-{'tied' if tied else 'untied'}": (name, tied)
+# Every architecture with shared and with separate embedding and output weights; the latter are slow
+# tests but for the most usual ones.
+USUAL = {"llama", "qwen2", "qwen3", "gpt2", "gemma2"}
+CASES = [
+    pytest.param(
+        name, tied, id=f"{name}-{'tied' if tied else 'untied'}",
+        marks=() if tied or name in USUAL else pytest.mark.slow,
+    )
     for name in ARCHITECTURES
     for tied in (True, False)
-}
+]  # fmt: skip
+every_architecture = pytest.mark.parametrize("name, tied", CASES)
 
 
 def build(name, tied, dtype=torch.float64, seed=0):

@@ -7,15 +7,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from architectures import CASES, UNPADDED, VOCAB, build
+from architectures import UNPADDED, VOCAB, build, every_architecture
 from fakes import random_rollouts
 from peft import LoraConfig, get_peft_model
 from reference import one_score
 
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
 from grpo_ustat.policy.scores import completion_scores, covered_parameters
-
-every_architecture = pytest.mark.parametrize("name, tied", CASES.values(), ids=CASES)
 
 
 def letters(name="llama"):

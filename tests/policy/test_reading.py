@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from architectures import CASES, UNPADDED, VOCAB, build
+from architectures import UNPADDED, VOCAB, build, every_architecture
 from fakes import LetterTokenizer, random_rollouts
 from peft import LoraConfig, get_peft_model
 
@@ -14,7 +14,6 @@ from grpo_ustat.policy.head import Head
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.reading import Prompts, Whole, can_share
 
-every_architecture = pytest.mark.parametrize("name, tied", CASES.values(), ids=CASES)
 PARTS = ([0, 1, 2, 3, 4], [5, 8], [6, 7, 9, 10, 11])  # of prompts 0; 1; 1 and 2, with gaps
 
 
