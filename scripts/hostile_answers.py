@@ -30,7 +30,7 @@ from grpo_ustat.tasks.verifier import Verdict, Verifier
 DEADLINE, MEMORY_GB = 2.0, 2.0
 
 
-def _nested(left: str, right: str, depth: int, core: str = "42") -> str:
+def _nested(left: str, right: str, depth: int, core: str = "7") -> str:
     """A box of a text between many others."""
     return r"\boxed{" + left * depth + core + right * depth + "}"
 
