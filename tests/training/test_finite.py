@@ -58,18 +58,20 @@ def test_a_reward(tmp_path, monkeypatch, through, bad):
     prompts = configured_task(config).prompts("train")
     victim = trainer.choose_prompts(config, prompts, 2)[1].id
     kind = type(configured_task(config))
-    reward, step = kind.reward, trainer._step
+    rewards, step = kind.rewards, trainer._step
     now = []
 
     def stepping(run, progress):
         now[:] = [progress.step]
         return step(run, progress)
 
-    def unfinite(self, prompt, completion):
-        return bad if now == [2] and prompt.id == victim else reward(self, prompt, completion)
+    def unfinite(self, prompts, completions):
+        found = rewards(self, prompts, completions)
+        hit = [now == [2] and prompt.id == victim for prompt in prompts]
+        return [bad if h else r for h, r in zip(hit, found, strict=True)]
 
     monkeypatch.setattr(trainer, "_step", stepping)
-    monkeypatch.setattr(kind, "reward", unfinite)
+    monkeypatch.setattr(kind, "rewards", unfinite)
     stopped_in(
         tmp_path / "run", 3, rf"the reward of completion 0 of prompt {re.escape(victim)} is {bad}"
     )
@@ -121,6 +123,6 @@ def test_a_moment_of_the_optimizer(tmp_path, monkeypatch, through, bad):
 
 def test_a_reward_of_the_evaluation(tmp_path, monkeypatch):
     kind = type(configured_task(config_of()))
-    monkeypatch.setattr(kind, "reward", lambda self, prompt, completion: math.nan)
+    monkeypatch.setattr(kind, "rewards", lambda self, prompts, texts: [math.nan] * len(texts))
     with pytest.raises(FloatingPointError, match="run stopped in step 0: the reward of completion"):
         fit(tmp_path / "run")
