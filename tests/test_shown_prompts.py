@@ -31,7 +31,7 @@ def preview(monkeypatch, capsys, questions, overrides=(), entry="train", split="
     config = compose(entry, "debug=prompts", *overrides)
     prompt = config.prompt
     task = Task(Listed(questions), Prompting(prompt.template, prompt.reply), NumberJudge())
-    monkeypatch.setattr(shown, "configured_task", lambda _: task)
+    monkeypatch.setattr(shown, "configured_task", lambda *_: task)
     shown.show_prompts(config, split)
     return capsys.readouterr()
 

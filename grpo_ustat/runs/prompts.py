@@ -25,7 +25,8 @@ def show_prompts(config: Common, split: str) -> None:
     Raises:
         ConfigError: data set or tokenizer cannot be loaded, or no token holds `prompt.stop`.
     """
-    task, tokenizer = configured_task(config), configured_tokenizer(config)
+    tokenizer = configured_tokenizer(config)
+    task = configured_task(config, tokenizer)
     limit = config.study.questions if split == "study" else None
     questions, prompts = (found(split)[:limit] for found in (task.questions, task.prompts))
     texts = [prompt.text for prompt in prompts]

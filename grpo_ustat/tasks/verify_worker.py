@@ -155,9 +155,11 @@ def _judge() -> Judge:
     settings = {"allow_set_relation_comp": True, "timeout_seconds": None, "raise_on_error": True}
 
     def read(text: str) -> list:
+        """What math-verify makes of a text."""
         return parse(text, config, "no_fallback", parsing_timeout=None, raise_on_error=True)
 
     def judge(gold: str, answer: str) -> bool:
+        """Whether any reading of the answer equals one of the gold."""
         failure = None
         for pair in product(read(gold), read(answer)):
             try:

@@ -6,7 +6,8 @@ import pytest
 
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks import math_answers
-from grpo_ustat.tasks.math_answers import MathJudge, bare, read_number, without_sympy
+from grpo_ustat.tasks.math_answers import MathJudge, without_sympy
+from grpo_ustat.tasks.math_latex import bare, read_number
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
 RIGHT, WRONG, _, _ = Verdict
