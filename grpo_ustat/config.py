@@ -148,7 +148,8 @@ class StudyConfig:
     """methods: any of closed_form, replay, monte_carlo. interval: `completions` (conditional on
     the questions) or `questions` (as a sample of questions). questions: the first so many, null:
     all. settings: how questions are drawn, any of all_questions_once, with_replacement,
-    without_replacement, one_question; num_prompts: B of the two middle ones.
+    without_replacement, one_question; num_prompts: B of the two middle ones. part: null, or `k/n`:
+    fill the k-th of n parts of the pool and end.
     """
 
     methods: list[str] = MISSING
@@ -156,17 +157,37 @@ class StudyConfig:
     num_prompts: list[int] = MISSING
     interval: str = MISSING
     questions: int | None = MISSING
+    part: str | None = MISSING
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(k, n) of `part`, (1, 1) without; (0, 0) where it is not of the form k/n."""
+        found = re.fullmatch(r"(\d+)/(\d+)", "1/1" if self.part is None else self.part)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 @dataclass
 class LaunchConfig:
     """num_threads: OpenMP threads of a process. device: `cpu`, `cuda`, `cuda:1` ...
     judge_workers: processes beside each that judge answers which need it.
+    num_processes: ranks that this command starts by torchrun on this machine; 1: it is the run.
+    grace_seconds: that ranks have to save after a signal, before they are killed.
     """
 
     num_threads: int = MISSING
     device: str = MISSING
     judge_workers: int = MISSING
+    num_processes: int = MISSING
+    grace_seconds: int = MISSING
+
+
+@dataclass
+class TrainLaunch(LaunchConfig):
+    """accelerate: how ranks share a policy, a file of grpo_ustat/launch/accelerate/ by name; null:
+    what `accelerate launch` was told, else ddp.
+    """
+
+    accelerate: str | None = MISSING
 
 
 @dataclass
@@ -214,7 +235,11 @@ class Common:
             ConfigError: naming the values and the fix.
         """
         positive(self, "temperature", "max_completion_length", "rollout_batch_size")
-        positive(self.launch, "num_threads", "judge_workers", prefix="launch.")
+        positive(
+            self.launch,
+            *("num_threads", "judge_workers", "num_processes", "grace_seconds"),
+            prefix="launch.",
+        )
         one_of("on_existing", self.on_existing, ("resume", "error", "overwrite"))
         if (self.top_p, self.top_k) != (1.0, 0):
             raise ConfigError(
@@ -261,6 +286,11 @@ class MseConfig(Common):
         return f"{self.model.name}-{data}-{'-'.join(self.study.methods)}"
 
     @property
+    def fills_part(self) -> bool:
+        """Whether only a part of the pool is asked for, which several jobs may fill at once."""
+        return self.study.part is not None
+
+    @property
     def imports_pool(self) -> bool:
         """Whether `pool` is a file of rollouts made elsewhere rather than a folder of our own."""
         return self.pool is not None and self.pool.endswith(".parquet")
@@ -275,6 +305,7 @@ class MseConfig(Common):
 class TrainConfig(Common):
     """What `python -m grpo_ustat.train` runs."""
 
+    launch: TrainLaunch = field(default_factory=TrainLaunch)
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -312,6 +343,9 @@ class TrainConfig(Common):
         """See `Common.check`."""
         super().check()
         check_train(self)
+
+
+SCHEMAS = {"mse": MseConfig, "train": TrainConfig}
 
 
 def typed(config: Any, schema: type) -> Any:

@@ -56,7 +56,7 @@ def identity(config: Any) -> dict[str, Any]:
 
 def choices(keys: dict[str, Any]) -> dict[str, Any]:
     """A configuration's keys but those that change no result: the model's size, which costs are
-    estimated from, and where local data are, which count by content.
+    estimated from, where local data are, which count by content, and which part of a pool to fill.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> choices(keys)
@@ -68,7 +68,8 @@ def choices(keys: dict[str, Any]) -> dict[str, Any]:
         place = dataset.get(name)
         if place is not None and Path(place).expanduser().exists():
             dataset[name] = "local"
-    return keys | {"model": model, "dataset": dataset}
+    study = {key: value for key, value in keys.get("study", {}).items() if key != "part"}
+    return keys | {"model": model, "dataset": dataset} | ({"study": study} if study else {})
 
 
 def named(keys: dict[str, Any]) -> dict[str, Any]:

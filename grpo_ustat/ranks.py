@@ -11,7 +11,9 @@ from functools import cache
 from typing import Any
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.signals import Stopped
 
+PARENT = "GRPO_USTAT_PARENT"  # environment: process id of the command that started the ranks
 LONGEST = timedelta(days=20)  # that a rank waits for the others; gloo's own 30 minutes are short
 
 
@@ -39,10 +41,21 @@ def is_main() -> bool:
 
 
 def own_device(device: str) -> str:
-    """The configured device, `cuda` as this rank's own one."""
-    if world() > 1 and device == "cuda":
-        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    return device
+    """The configured device, `cuda` as this rank's own one.
+
+    Raises:
+        ConfigError: there are fewer than ranks on this machine.
+    """
+    if world() == 1 or device != "cuda":
+        return device
+    import torch
+
+    # A task of SLURM may see its own device alone, as the first.
+    own, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if here > visible > 1:
+        raise RefusedByRank(f"{here} processes on a machine with {visible} GPUs: use {visible}")
+    return f"cuda:{own % visible if visible else own}"
 
 
 def barrier() -> None:
@@ -64,6 +77,7 @@ def together(function: Callable[..., Any], *arguments: Any) -> list[Any]:
 
     Raises:
         ConfigError: a rank refused the configuration; on all ranks.
+        Stopped: a rank was asked to stop; on all ranks.
         RuntimeError: a rank failed; its own error there, a line that names it on the others.
         SystemExit: a rank is gone, and the run with it.
     """
@@ -102,6 +116,8 @@ def _told(error: Exception) -> tuple[str, str]:
         return "stopped", ""
     if isinstance(error, ConfigError):
         return "refused", str(error)
+    if isinstance(error, Stopped):
+        return "asked", str(error)
     return "failed", f"{type(error).__name__}: {error}"
 
 
@@ -109,6 +125,9 @@ def _raise_first(outcomes: list[tuple[str, Any]], own: Exception | None) -> None
     for kind, text in outcomes:
         if kind == "refused":
             raise RefusedByRank(text)
+    for kind, text in outcomes:
+        if kind == "asked":
+            raise Stopped(text)
     for number, (kind, text) in enumerate(outcomes):
         if kind == "failed":
             raise own if number == rank() else RuntimeError(f"rank {number} failed: {text}")

@@ -55,6 +55,7 @@ def check_study(config: MseConfig) -> None:
     one_of("study.interval", config.study.interval, ("completions", "questions"))
     _check_settings(config)
     _check_pool(config)
+    _check_part(config)
     _check_counts(config)
 
 
@@ -91,6 +92,31 @@ def _check_pool(config: MseConfig) -> None:
     ):
         if asked:
             raise ConfigError(f"{key} samples completions, which an imported pool cannot")
+
+
+def _check_part(config: MseConfig) -> None:
+    if config.study.part is None:
+        return
+    asked, size = f"study.part={config.study.part}", config.target_halfwidth
+    k, n = config.study.share
+    for refused, why in (
+        (not 1 <= k <= n, ": use k/n with k from 1 to n, such as 3/8"),
+        (
+            config.pool is None,
+            " with pool=null: the parts meet in one folder, give all of them the same pool=DIR",
+        ),
+        (
+            config.imports_pool,
+            f" with pool={config.pool}: an imported pool is scored as a whole, use study.part=null",
+        ),
+        (
+            size is not None,
+            f" with target_halfwidth={size}: only the whole pool says how many completions it "
+            "takes, use target_halfwidth=null and budget.pool_completions",
+        ),
+    ):
+        if refused:
+            raise ConfigError(asked + why)
 
 
 def _check_settings(config: MseConfig) -> None:

@@ -34,8 +34,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from scipy import stats
 
-from grpo_ustat.cli import composed
-from grpo_ustat.config import MseConfig
+from grpo_ustat.composing import composed
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.study import monte_carlo, pool
 from grpo_ustat.study.closed_form import closed_form
@@ -106,7 +105,7 @@ def configured(asked):
         f"group_sizes={asked.group_sizes}", "launch.workers=1", "launch.num_threads=1",
         "study.methods=[closed_form,monte_carlo]", "budget.max_pool_completions=8192",
     ]  # fmt: skip
-    return composed("mse", MseConfig, [*overrides, *asked.overrides])
+    return composed("mse", [*overrides, *asked.overrides])
 
 
 def methods(asked, config):

@@ -41,7 +41,7 @@ from both_sides import DrawnRewards, clock, peak_memory
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from trl_environment import add_environment_argument, environment, run_worker
 
-from grpo_ustat.cli import composed
+from grpo_ustat.composing import composed
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
@@ -120,7 +120,7 @@ class Questions:
 
 def our_configuration(job: dict) -> TrainConfig:
     """The project's own configuration of a job."""
-    return composed("train", TrainConfig, [
+    return composed("train", [
         "model=hub", f"model.model_name_or_path={job['model']}", f"model.dtype={job['dtype']}",
         f"launch.device={job['device']}", f"launch.num_threads={job['threads']}",
         "baseline=leave_one_out", f"group_size={job['group_size']}",

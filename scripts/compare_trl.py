@@ -45,7 +45,7 @@ from both_sides import InDouble, put
 from safetensors.torch import load_file, save_file
 from trl_environment import add_environment_argument, environment, run_worker
 
-from grpo_ustat.cli import composed
+from grpo_ustat.composing import composed
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.policy.loading import configured_task, load_policy, resolve
@@ -196,7 +196,7 @@ def configured(dtype: str, overrides: tuple[str, ...]) -> TrainConfig:
     """The project's own configuration of one setting."""
     fixed = ("model=tiny_base", f"model.dtype={dtype}", f"group_size={GROUP}")
     rest = (f"max_completion_length={LENGTH}", "budget.rollouts=64", "micro_batch_tokens=1024")
-    return composed("train", TrainConfig, [*fixed, *rest, *overrides])
+    return composed("train", [*fixed, *rest, *overrides])
 
 
 def our_gradient(setting: Setting, found: Given, dtype: str):

@@ -32,6 +32,15 @@ def rng():
     return np.random.default_rng(20260301)
 
 
+@pytest.fixture
+def environment_as_before():
+    """Also where the code under test has changed it, as a process that becomes a rank does."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(autouse=True)
-def float64_models_are_float64_throughout(monkeypatch):
+def float64_models_are_float64_throughout(environment_as_before, monkeypatch):
     compute_in_double(monkeypatch)

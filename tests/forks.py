@@ -22,9 +22,7 @@ def in_ranks(count, work, environment=()):
 
     Tensors do not travel: return numpy arrays.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank in range(count):
@@ -44,6 +42,12 @@ def in_ranks(count, work, environment=()):
         process.join(60)
         assert not process.is_alive(), "a rank never ended"
     return found
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _received(pipe):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.cli import composed
+from grpo_ustat.composing import composed
 from grpo_ustat.config import MseConfig, TrainConfig
 from grpo_ustat.identity import fingerprint, folder_name, identity
 from grpo_ustat.policy.loading import load_policy
@@ -72,7 +72,7 @@ def extra(entry, group, name):
 
 
 def compose(entry, *overrides):
-    return composed(entry, SCHEMAS[entry], list(overrides))
+    return composed(entry, list(overrides))
 
 
 CARLO = "study.methods=[monte_carlo]"

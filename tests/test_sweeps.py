@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_config import SCHEMAS, run  # noqa: E402
+from test_config import run  # noqa: E402
 
 from grpo_ustat import cli
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.composing import asked_for
+from grpo_ustat.launch import job
 from grpo_ustat.runs.cost import cost, model_size, total
 from grpo_ustat.runs.cost_table import show_costs
 from grpo_ustat.runs.joint import accuracy_cells, difference, notes
@@ -45,8 +47,7 @@ def a_cached_smollm2(tmp_path_factory):
 
 @cache
 def points(entry, *arguments):
-    cli._register(entry, SCHEMAS[entry])
-    return cli._points(entry, SCHEMAS[entry], list(arguments))
+    return asked_for(entry, list(arguments)).points
 
 
 @pytest.mark.slow
@@ -171,7 +172,13 @@ def shown(found, capsys):
     return [re.split(r" {2,}", line.strip()) for line in lines]
 
 
-@pytest.mark.parametrize("entry, overlay, count, rollouts", OVERLAYS.values(), ids=OVERLAYS)
+@pytest.mark.parametrize(
+    "entry, overlay, count, rollouts",
+    [
+        pytest.param(*of, id=name, marks=pytest.mark.slow if of[2] > 20 else ())
+        for name, of in OVERLAYS.items()
+    ],
+)
 def test_costs_of_every_overlay_are_shown(entry, overlay, count, rollouts, capsys):
     found = points(entry, overlay)
     assert len(found) == count
@@ -237,16 +244,17 @@ def test_published_sizes_stand_in_for_unknown_ones(overrides, size):
 def test_a_sweep_goes_on_after_a_point_that_is_refused_while_it_runs(monkeypatch, tmp_path, capsys):
     done = []
 
-    def work(config, folder):
+    def work(_, config, folder):
         if config.seed == 1:
             raise ConfigError("a prompt of 500 tokens")
         done.append(config.seed)
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job, "work", work)
     for arguments, code in ((["-m", "seed=0,1,2"], 1), (["seed=1"], 2)):
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
         with pytest.raises(SystemExit) as ended:
-            cli.main("train", SCHEMAS["train"], work)
+            cli.main("train")
         assert ended.value.code == code
         assert "a prompt of 500 tokens" in capsys.readouterr().err
     assert done == [0, 2]
@@ -420,7 +428,7 @@ def test_a_training_sweep_leaves_its_table_and_its_costs_were_right(tmp_path):
         assert float(cell["accuracy"]) == pytest.approx(np.mean(runs))
     (home / "accuracy.csv").unlink()
     code, out, _ = run("train", *arguments, cwd=tmp_path)
-    assert code == 0 and out.count("is complete") == 4 and "Held-out accuracy" in out
+    assert code == 0 and out.count("done already") == 4 and "Held-out accuracy" in out
     assert (home / "accuracy.csv").is_file()
 
 
@@ -448,7 +456,7 @@ def test_a_sweep_of_studies_leaves_its_table_and_its_costs_were_right(tmp_path):
         files = sum(f.stat().st_size for f in file.parent.glob("pool/*.safetensors"))
         assert files <= one.disk < 1.3 * files
     code, out, _ = run("mse", *arguments, cwd=tmp_path)
-    assert code == 0 and out.count("is complete") == 2 and out.count("MSE of the gradient") > 2
+    assert code == 0 and out.count("done already") == 2 and out.count("MSE of the gradient") > 2
 
 
 @pytest.mark.slow

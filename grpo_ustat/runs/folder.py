@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,13 +15,16 @@ from typing import Any
 
 import yaml
 
+from grpo_ustat import slurm
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.identity import choices, fingerprint, identity, named, operational
-from grpo_ustat.ranks import is_main
+from grpo_ustat.ranks import is_main, on_main
+from grpo_ustat.runs import history, lock
 
 ARTEFACTS = (
     ".hydra",
     "code.json",
+    "launches.jsonl",
     "result.json",
     "metrics.jsonl",
     "eval.csv",
@@ -53,6 +56,17 @@ class RunFolder:
         self.config = config
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
+        self._open, self._lock = False, None
+
+    @property
+    def mode(self) -> str:
+        """`on_existing`; but a job that SLURM has started again goes on with what it had begun."""
+        begun = any(
+            row.get("slurm_job_id") == slurm.address()
+            and row["slurm_restart_count"] < slurm.restart_count()
+            for row in (history.launches(self.path) if slurm.restart_count() else ())
+        )
+        return "resume" if begun else self.config.on_existing
 
     def check(self) -> None:
         """Refuse a folder that cannot be written or that belongs to another configuration.
@@ -75,10 +89,10 @@ class RunFolder:
                 f"{self.path} holds files of another program ({self._artefacts()[0].name} without "
                 "code.json): choose another folder with hydra.run.dir=DIR"
             )
-        if self.config.on_existing == "overwrite":
+        if self.mode == "overwrite":
             return
         stored = self._read(".hydra/config.yaml", yaml.safe_load)
-        if self.config.on_existing == "error":
+        if self.mode == "error":
             raise ConfigError(
                 f"{self.path} exists and on_existing=error: use on_existing=resume or overwrite"
             )
@@ -91,17 +105,60 @@ class RunFolder:
                 "use another hydra.run.dir, or on_existing=overwrite to replace it"
             )
 
+    def check_free(self) -> None:
+        """Refuse a folder in which another process is certainly at work.
+
+        Raises:
+            Held: a ConfigError that names the process.
+        """
+        holder = lock.peek(self.path) if is_main() else None
+        if holder and holder.certain:
+            raise lock.Held(lock.in_use(self.path, str(holder)))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep all other processes out of the folder; rank 0 does, for all of them.
+
+        Raises:
+            Held: another process is at work there; on all ranks.
+            ConfigError: the folder cannot be locked.
+        """
+        on_main(self._take)
+        try:
+            yield
+        except BaseException as error:
+            self._leave_held(history.ending(error))
+            raise
+        self._leave_held(history.ending(None))
+
+    def check_held(self) -> None:
+        """Before anything is written: what `held` gave is still ours.
+
+        Raises:
+            Held: another process took the folder over.
+        """
+        if self._lock:
+            self._lock.check()
+
     def open(self) -> None:
         """Create the folder and write what identifies the run; with overwrite, empty it first."""
         if not is_main():
             return
+        self.check_held()
         self.check()
-        if self.config.on_existing == "overwrite":
+        if self.mode == "overwrite":
             self._empty()
         self.path.mkdir(parents=True, exist_ok=True)
         self.write("code.json", json.dumps(code_state() | {"weights": self.weights}, indent=1))
         (self.path / ".hydra").mkdir(exist_ok=True)
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
+        self.note(**history.started())
+        self._open = True
+
+    def note(self, **row: Any) -> None:
+        """Add a row to the folder's history; on rank 0."""
+        if is_main():
+            history.append(self.path, row)
 
     def leave(self) -> None:
         """Remove the folder if nothing is in it, as when a run was refused before it began."""
@@ -116,7 +173,7 @@ class RunFolder:
             ConfigError: see `check`.
         """
         self.check()
-        return None if self.config.on_existing == "overwrite" else self.kept()
+        return None if self.mode == "overwrite" else self.kept()
 
     def kept(self) -> dict[str, Any] | None:
         """What the folder's run found, None where it has not finished.
@@ -139,15 +196,34 @@ class RunFolder:
         target = self.path / name
         if not is_main():
             return target
-        staged = target.with_name(f".{target.name}.tmp")
-        staged.write_text(text)
-        os.replace(staged, target)
+        self.check_held()
+        write_whole(target, text)
         return target
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write `result.json`, last of all: the run is complete."""
         text = json.dumps(result | {"config_hash": self.config_hash}, indent=1, allow_nan=False)
         self.write("result.json", text)
+
+    def _leave_held(self, end: dict[str, Any]) -> None:
+        """Say in the history how work ended here, where it had begun, and let others in."""
+        own, self._lock = self._lock, None
+        if own and self._open and own.is_own():
+            self.note(**end)
+        self._open = False
+        if own:
+            own.release()
+
+    def _take(self) -> None:
+        taken = lock.Lock(self.path)
+        try:
+            taken.take()
+        except OSError as error:
+            raise ConfigError(
+                f"the output folder {self.path} cannot be locked ({error}): choose another with "
+                "hydra.run.dir=DIR"
+            ) from error
+        self._lock = taken
 
     def _other_weights(self) -> str | None:
         there = self._read("code.json", json.loads).get("weights")
@@ -159,7 +235,8 @@ class RunFolder:
         """Whether no run has begun here; one killed before it had written both files has not."""
         names = {path.name for path in self._artefacts()}
         configured = (self.path / ".hydra" / "config.yaml").is_file()
-        began = "code.json" in names and names <= {"code.json", ".hydra"}
+        ours = names & {"code.json", history.NAME}
+        began = ours and names <= {"code.json", history.NAME, ".hydra"}
         return not names or (began and not configured)
 
     def _empty(self) -> None:
@@ -186,6 +263,13 @@ class RunFolder:
                 f"{self.path / name} is missing or damaged: on_existing=overwrite runs it again"
             )
         return content
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file so that it is either absent, as before, or whole."""
+    staged = file.with_name(f".{file.name}.tmp")
+    staged.write_text(text)
+    os.replace(staged, file)
 
 
 def _first_difference(

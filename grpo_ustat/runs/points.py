@@ -19,12 +19,14 @@ class Point:
         config: its checked configuration.
         folder: None where only the running job knows it.
         sweep: the sweep's folder, None for a run alone.
+        overrides: that compose it.
     """
 
     name: str
     config: Any
     folder: RunFolder | None
     sweep: Path | None
+    overrides: tuple[str, ...] = ()
 
     @property
     def policy(self) -> str:

@@ -21,6 +21,7 @@ from grpo_ustat.policy.sketch import Sketch
 from grpo_ustat.ranks import on_main
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.signals import Stopped
 from grpo_ustat.study.store import Part, PoolStore, draws_of
 from grpo_ustat.study.workers import Done, share
 from grpo_ustat.tasks.base import Task, rewards
@@ -32,7 +33,9 @@ def build_pool(
     """Completions of every prompt, sampled, scored and kept; only what is missing is made.
 
     Questions are sampled in chunks that depend on the configuration alone and scored one by one, so
-    the pool depends neither on the number of processes nor on where it was interrupted.
+    the pool depends neither on the number of processes nor on where it was interrupted. Several
+    studies may fill one pool at once; what is missing where one kept a shorter part of a question
+    is made in another round.
 
     Args:
         config: the study's configuration.
@@ -47,17 +50,47 @@ def build_pool(
         ConfigError: the folder holds other draws, or the model does not fit.
     """
     size = completions or config.budget.pool_completions
+    return read_pool(_fill(config, prompts, folder, size), prompts, size)
+
+
+def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
+    """As `build_pool`, of this job's part of the chunks alone; jobs may share a folder at once.
+
+    Returns:
+        How many of the prompts have all their completions now, in this part and the others.
+    """
+    size = config.budget.pool_completions
+    store = _fill(config, prompts, folder, size)
+    return on_main(_whole, store, prompts, size)
+
+
+def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> PoolStore:
+    """The folder, with what was missing of its own part."""
     store = PoolStore(folder, draws_of(config))
     on_main(store.open)
-    chunks = on_main(_missing, config, prompts, store, size)
-    if chunks:
-        total = sum((size - first) * len(chunk) for first, chunk in chunks)
-        work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]
-        share(
-            _score_chunks, chunks, config.launch.workers, "score pool", total,
-            config, prompts, store, size, weights=work,
-        )  # fmt: skip
-    return read_pool(store, prompts, size)
+    while chunks := on_main(_missing, config, prompts, store, size):
+        try:
+            _score(config, prompts, store, size, chunks)
+        except Stopped as stopped:
+            there = _whole(store, prompts, size)
+            raise Stopped(
+                f"{stopped}; {there} of {len(prompts)} questions are in the pool"
+            ) from None
+    return store
+
+
+def _score(config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int, chunks) -> None:
+    total = sum((size - first) * len(chunk) for first, chunk in chunks)
+    work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]
+    share(
+        _score_chunks, chunks, config.launch.workers, "score pool", total,
+        config, prompts, store, size, weights=work,
+    )  # fmt: skip
+
+
+def _whole(store: PoolStore, prompts: list[Prompt], size: int) -> int:
+    """How many of the prompts have all their completions."""
+    return sum(_reached(store, prompt, size) == size for prompt in prompts)
 
 
 @dataclass(frozen=True)
@@ -121,14 +154,20 @@ def judged_rewards(task: Task, rollouts: Rollouts) -> tuple[np.ndarray, Done]:
 def _missing(
     config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int
 ) -> list[tuple[int, list[int]]]:
-    """(first missing completion, questions) of every chunk that has any to make."""
+    """(first missing completion, questions) of every chunk that has any to make.
+
+    Parts of a pool share out whole chunks, the same whatever is there already: what others have
+    made in the meantime moves none of theirs here.
+    """
+    part, parts = config.study.share
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
     found = []
     firsts = [_reached(store, prompts[p], size) for p in range(len(prompts))]
     for first in sorted(set(firsts) - {size}):
         per_chunk = max(1, config.rollout_batch_size // (size - first))
         chunks = [order[i : i + per_chunk] for i in range(0, len(order), per_chunk)]
-        found += [(first, c) for c in chunks if any(firsts[p] == first for p in c)]
+        mine = chunks[part - 1 :: parts]
+        found += [(first, c) for c in mine if any(firsts[p] == first for p in c)]
     return found
 
 

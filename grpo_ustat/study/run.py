@@ -23,7 +23,13 @@ from grpo_ustat.runs.summary import mse_tables, write_csv
 from grpo_ustat.study.closed_form import ClosedForm, closed_form
 from grpo_ustat.study.imported import import_pool
 from grpo_ustat.study.monte_carlo import monte_carlo
-from grpo_ustat.study.pool import ModelFacts, build_pool, greedy_rewards, model_facts
+from grpo_ustat.study.pool import (
+    ModelFacts,
+    build_part,
+    build_pool,
+    greedy_rewards,
+    model_facts,
+)
 from grpo_ustat.study.replay import replay, unmeasured
 from grpo_ustat.study.result import (
     asked_of,
@@ -42,18 +48,18 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     """Run the study, or show the one that the folder already holds.
 
     Returns:
-        The first curve's mean squared error at the first group size.
+        The first curve's mean squared error at the first group size; None where `study.part` asked
+        for a part of the pool alone, which leaves no run folder.
     """
     console = Console(quiet=not is_main())
+    if config.study.part is not None:
+        console.print(fill_part(config), soft_wrap=True, highlight=False, markup=False)
+        on_main(folder.leave)
+        return None
     result = on_main(folder.result)
     if result is None:
-        on_main(folder.open)
-        result = study(config, folder.path)
-        write_csv(folder, "curves.csv", result["curves"])
-        if is_main():
-            mse_figure(folder.path, result, config)
-            scaling_figure(folder.path, result)
-        folder.finish(result)
+        with folder.held():  # which another process may have finished just now
+            result = on_main(folder.result) or _made(config, folder)
     else:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
@@ -65,6 +71,30 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     console.print(result["summary"], highlight=False, markup=False)
     console.print(f"Wrote {folder.path}", soft_wrap=True, highlight=False, markup=False)
     return result["curves"][0]["mse"]
+
+
+def _made(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
+    on_main(folder.open)
+    result = study(config, folder.path)
+    write_csv(folder, "curves.csv", result["curves"])
+    if is_main():
+        mse_figure(folder.path, result, config)
+        scaling_figure(folder.path, result)
+    folder.finish(result)
+    return result
+
+
+def fill_part(config: MseConfig) -> str:
+    """Fill one part of the pool, `study.part`; says what is there and what remains."""
+    prompts, _ = _prompts(config)
+    there, size = build_part(config, prompts, Path(config.pool)), config.budget.pool_completions
+    text = (
+        f"part {config.study.part} of {config.pool} is done: {there} of {len(prompts)} questions "
+        f"have {size} completions"
+    )
+    if there < len(prompts):
+        return f"{text}, {len(prompts) - there} remain for other parts"
+    return f"{text}; the same command without study.part runs the study"
 
 
 def study(config: MseConfig, folder: Path) -> dict[str, Any]:

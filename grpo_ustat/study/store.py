@@ -89,7 +89,7 @@ class PoolStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not note.is_file():
-                _replace(note, lambda path: path.write_text(json.dumps(self.draws, indent=1)))
+                _create(note, json.dumps(self.draws, indent=1))
             there = json.loads(note.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"the pool folder {self.folder} cannot be used: {error}") from error
@@ -140,6 +140,27 @@ def _stem(prompt: Prompt) -> str:
 
 
 def _replace(path: Path, write) -> None:
-    staged = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    staged = _staged(path)
     write(staged)
     os.replace(staged, path)
+
+
+def _create(path: Path, text: str) -> None:
+    """Write a file whole unless it is there: of all that begin a pool at once, one says of what.
+
+    Raises:
+        OSError: the file system refuses it.
+    """
+    staged = _staged(path)
+    staged.write_text(text)
+    try:
+        os.link(staged, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        os.replace(staged, path)
+    staged.unlink(missing_ok=True)
+
+
+def _staged(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid4().hex}.tmp")

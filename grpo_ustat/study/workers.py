@@ -18,7 +18,9 @@ from typing import Any
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.ranks import is_main, rank, tally, together, world
+from grpo_ustat.runs.lock import check_own
 from grpo_ustat.runs.log import progress_bar
+from grpo_ustat.signals import STOPPING, stop_if_asked
 
 Work = Callable[..., Iterator[Any]]
 
@@ -69,7 +71,8 @@ def share(
         weights: expected work of each item; equal unless given.
 
     Raises:
-        ConfigError: a worker refused the configuration.
+        ConfigError: a worker refused the configuration, or another process took the folder over.
+        Stopped: a signal asked for it; whatever the work has kept on disk is kept.
         RuntimeError: a worker failed; its traceback is the message.
     """
     among = min(world() if world() > 1 else workers, len(items))
@@ -101,6 +104,8 @@ def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list
 def _collect(events: Iterator[tuple[int, Any]], show: Callable) -> tuple[list[Any], Done]:
     results, spent = defaultdict(list), Done()
     for worker, event in events:
+        check_own()
+        stop_if_asked()
         if isinstance(event, Done):
             spent += event
             show(completed=tally(event.rollouts) if world() > 1 else spent.rollouts)
@@ -116,24 +121,26 @@ def _events(work: Work, shares: list[list[Any]], arguments: tuple) -> Iterator[t
         return
     workers: list[tuple[mp.Process, Connection]] = []
     try:
-        with _interrupts_held():
+        with _signals_held():
             for own in shares:
                 workers.append(_start(work, own, arguments))
         yield from _listen(workers)
     finally:
         for process, _ in workers:
-            process.terminate()
+            process.kill()
         for process, _ in workers:
             process.join()
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Processes started in here never see Ctrl-C, which a terminal sends to all; this one after."""
+def _signals_held() -> Iterator[None]:
+    """Processes started in here never see Ctrl-C, which a terminal sends to all, and no request to
+    stop before they ignore it; this process sees both afterwards.
+    """
     resource_tracker.ensure_running()  # starting it later would lift the mask
     held: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which children inherit
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPPING})  # children inherit
     try:
         yield
     finally:
@@ -178,6 +185,9 @@ def _received(number: int, process: mp.Process, pipe: Connection) -> tuple[str, 
 
 def _worker(pipe: Connection, work: Work, items: list[Any], arguments: tuple) -> None:
     threading.Thread(target=_follow_parent, daemon=True).start()
+    for number in STOPPING:  # which a scheduler sends to all; the parent answers
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # what it starts may listen
     try:
         for event in work(items, *arguments):
             pipe.send(("event", event))

@@ -68,8 +68,8 @@ def _limited(what: int, most: int) -> int:
 
 def _ignore_signals() -> None:
     """A request to stop is for the run to answer; the alarm takes its course without Python."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("INT", "TERM", "USR1", "USR2", "HUP"):
+        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.runs.snapshots import publish
+from grpo_ustat.training.deepspeed import ZeroOptimizer
 from grpo_ustat.training.sharded import load_moments
 
 STATE = "grpo_ustat_state.json"
@@ -52,7 +53,9 @@ def save(
     return publish(folder, step, write)
 
 
-def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load(
+    checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer | ZeroOptimizer
+) -> dict[str, Any]:
     """Restore model and optimizer in place and return the stored state.
 
     Raises:
@@ -103,7 +106,9 @@ def _load_weights(checkpoint: Path, model: torch.nn.Module) -> None:
     model.load_state_dict(loaded.state_dict())
 
 
-def _load_moments(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+def _load_moments(
+    checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer | ZeroOptimizer
+) -> None:
     stored = load_file(checkpoint / OPTIMIZER)
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     moments = {key: value for key, value in stored.items() if value.ndim}  # others count updates

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
+from accelerate.utils import InitProcessGroupKwargs, gather_object
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from grpo_ustat.config import TrainConfig
@@ -32,7 +32,7 @@ from grpo_ustat.rollout.engine import Engine, make_engine
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import Task, tell_dropped
 from grpo_ustat.train_checks import ENDING
-from grpo_ustat.training import sharded
+from grpo_ustat.training import deepspeed, sharded
 from grpo_ustat.training.memory import Memory, make_memory
 from grpo_ustat.training.plan import Limit
 
@@ -49,6 +49,7 @@ class Run:
         engine: what writes completions; `refresh` it after every change of the policy's weights.
         reference: a frozen copy of the policy before training; None without a penalty or with
             adapters, which are switched off instead.
+        optimizer: moves the parameters; under DeepSpeed it holds a part of its state.
         memory: what the baseline remembers.
         passes: how many tokens a backward pass may take.
         shares: whether updates read a prompt once for its group.
@@ -61,7 +62,7 @@ class Run:
     sharded: Policy | None
     engine: Engine
     reference: Policy | None
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | deepspeed.ZeroOptimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     task: Task
     train_prompts: list[Prompt]
@@ -90,14 +91,16 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
     Raises:
         ConfigError: what only the model or the machine can show to be impossible.
     """
-    check_device(config.launch.device)
-    accelerator = _accelerator(config)
+    accelerator = joined(config)
     device = str(accelerator.device)
     tokenizer = configured_tokenizer(config)
     task, train, test = _task_and_prompts(config, tokenizer, accelerator.num_processes)
     policy = _trained(config, configured_policy(config, device, tokenizer))
     shards = sharded.shard(policy, accelerator.device) if sharded.asked(accelerator) else None
     optimizer = _optimizer(config, shards or policy)
+    scheduler = _scheduler(config, optimizer)
+    if deepspeed.asked():
+        optimizer = deepspeed.ZeroOptimizer(policy, optimizer)
     return Run(
         config=config,
         folder=folder,
@@ -107,7 +110,7 @@ def set_up(config: TrainConfig, folder: RunFolder) -> Run:
         engine=make_engine(config, policy),
         reference=_reference(config, device, tokenizer),
         optimizer=optimizer,
-        scheduler=_scheduler(config, optimizer),
+        scheduler=scheduler,
         task=task,
         train_prompts=train,
         test_prompts=test,
@@ -129,16 +132,14 @@ def _task_and_prompts(
     return task, train, test
 
 
-def _accelerator(config: TrainConfig) -> Accelerator:
-    """The ranks, each with at least one prompt of every step and of the evaluation.
+def joined(config: TrainConfig) -> Accelerator:
+    """The ranks, the same at every call; each has a prompt of every step and of the evaluation.
 
     Raises:
         ConfigError: there are too many of them, or accelerate was configured for what is ours.
     """
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise RefusedByRank(
-            "DeepSpeed is not supported: use scripts/accelerate/fsdp2.yaml, or ddp.yaml"
-        )
+    check_device(config.launch.device)
+    deepspeed.check_options()
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     accelerator = Accelerator(cpu=config.launch.device == "cpu", kwargs_handlers=[patience])
     world = accelerator.num_processes

@@ -34,6 +34,7 @@ from grpo_ustat.policy.logprobs import pack, positions
 from grpo_ustat.policy.output_layer import Window, body, causal
 from grpo_ustat.ranks import RefusedByRank, is_main
 from grpo_ustat.records import Rollouts
+from grpo_ustat.training.deepspeed import ZeroOptimizer
 from grpo_ustat.training.plan import Result, plan
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def asked(accelerator: Accelerator) -> bool:
-    """Whether this run was launched with FSDP2 (scripts/accelerate/fsdp2.yaml).
+    """Whether this run was launched with FSDP2 (grpo_ustat/launch/accelerate/fsdp2.yaml).
 
     Raises:
         ConfigError: with options of it that would have no effect here.
@@ -58,7 +59,7 @@ def asked(accelerator: Accelerator) -> bool:
         if value != wanted:
             raise RefusedByRank(
                 f"accelerate's {name}={value} is not supported: use {wanted}, as "
-                "scripts/accelerate/fsdp2.yaml does (gradient_checkpointing=true is ours)"
+                "grpo_ustat/launch/accelerate/fsdp2.yaml does (gradient_checkpointing=true is ours)"
             )
     return True
 
@@ -78,7 +79,7 @@ def shard(policy: Policy, device: torch.device) -> Policy:
     if not layers:
         raise RefusedByRank(
             f"FSDP2 finds no layers in {type(policy.model).__name__} to gather one at a time: "
-            "use scripts/accelerate/ddp.yaml"
+            "use grpo_ustat/launch/accelerate/ddp.yaml"
         )
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*layers, model):
@@ -224,8 +225,12 @@ class _WithoutHooks:
         return getattr(self._model, name)
 
 
-def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def moments(
+    policy: Policy, optimizer: torch.optim.Optimizer | ZeroOptimizer
+) -> dict[str, torch.Tensor]:
     """The optimizer's whole state as `parameter/field`, on rank 0's CPU; on all ranks at once."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.moments(_names(policy))
     result = {}
     for name, parameter in _named(policy, optimizer).items():
         for field, value in optimizer.state.get(parameter, {}).items():
@@ -236,9 +241,14 @@ def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch
 
 
 def load_moments(
-    policy: Policy, optimizer: torch.optim.Optimizer, stored: dict[str, torch.Tensor]
+    policy: Policy,
+    optimizer: torch.optim.Optimizer | ZeroOptimizer,
+    stored: dict[str, torch.Tensor],
 ) -> None:
     """Put back what `moments` gave, whatever the number of ranks was and is."""
+    if isinstance(optimizer, ZeroOptimizer):
+        optimizer.load_moments(_names(policy), stored)
+        return
     parameters = _named(policy, optimizer)
     for key, value in stored.items():
         name, _, field = key.rpartition("/")
@@ -251,9 +261,12 @@ def load_moments(
 
 def _named(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
     """The optimizer's parameters, shards or not, under the names of the whole copy's."""
-    names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     (group,) = optimizer.param_groups
-    return dict(zip(names, group["params"], strict=True))
+    return dict(zip(_names(policy), group["params"], strict=True))
+
+
+def _names(policy: Policy) -> list[str]:
+    return [name for name, p in policy.model.named_parameters() if p.requires_grad]
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from typing import Any
@@ -15,22 +14,23 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.intervals import Interval, matched_difference
-from grpo_ustat.ranks import lost_ranks_named
+from grpo_ustat.ranks import is_main, lost_ranks_named, on_main
 from grpo_ustat.records import BaselineContext, Prompt
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
 from grpo_ustat.runs.log import RunLog, TrainingBar, attempt
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
+from grpo_ustat.signals import Stopped, StopRequest
 from grpo_ustat.training.alarms import ring
 from grpo_ustat.training.batch import Batch, Extra, baseline_context, draw_batch
 from grpo_ustat.training.checkpoint import check_finite
 from grpo_ustat.training.evaluate import eval_row, held_out, right
+from grpo_ustat.training.grace import tell_grace
 from grpo_ustat.training.metrics import batch_metrics, judging, tokens_seen, update_metrics
 from grpo_ustat.training.monitor import gradient_mse
 from grpo_ustat.training.progress import Progress, drop_old, named, resume, save
 from grpo_ustat.training.samples import completion_rows
-from grpo_ustat.training.setup import Run, check_same_start, set_up
-from grpo_ustat.training.signals import EXIT_CODE, StopRequest
+from grpo_ustat.training.setup import Run, check_same_start, joined, set_up
 from grpo_ustat.training.update import Constants, fixed_logprobs, judged_rewards, update
 
 Stepped = tuple[dict[str, Any], list[dict[str, Any]]]  # a metrics row, completions to keep
@@ -42,39 +42,43 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     Returns:
         The final held-out accuracy.
     """
-    console = Console()
+    console = Console(quiet=not is_main())
+    with lost_ranks_named():
+        joined(config)  # before they agree on anything
+        result = on_main(_finished, config, folder)
+        if result is not None:
+            text = f"{folder.path} is complete; on_existing=overwrite runs it again."
+            console.print(text, markup=False, soft_wrap=True)
+        else:
+            with folder.held(), lost_ranks_named():
+                # Another process may have finished it just now.
+                result = on_main(_finished, config, folder) or _train(config, folder)
+    console.print(train_table(result))
+    console.print(result["summary"], highlight=False, markup=False)
+    wrote = f"Wrote {folder.path} (checkpoint in {result['seconds_save']:.1f} s)"
+    console.print(wrote, soft_wrap=True, highlight=False, markup=False)
+    return result["final_accuracy"]
+
+
+def _finished(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | None:
+    """What the folder holds, if that has all steps."""
     result = folder.result()
     if result is not None:
         _refuse_fewer_steps(config, folder, result["steps"])
-    if result is None or result["steps"] < config.max_steps:
-        with lost_ranks_named():
-            result = _train(config, folder)
-    else:
-        console.print(
-            f"{folder.path} is complete; on_existing=overwrite runs it again.",
-            markup=False,
-            soft_wrap=True,
-        )
-    if int(os.environ.get("RANK", 0)) == 0:
-        console.print(train_table(result))
-        console.print(result["summary"], highlight=False, markup=False)
-        wrote = f"Wrote {folder.path} (checkpoint in {result['seconds_save']:.1f} s)"
-        console.print(wrote, soft_wrap=True, highlight=False, markup=False)
-    return result["final_accuracy"]
+    return result if result and result["steps"] == config.max_steps else None
 
 
 def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
     with StopRequest() as stop:
         run = set_up(config, folder)
         main = run.accelerator.is_main_process
-        if main:
-            folder.open()
-        run.accelerator.wait_for_everyone()
+        on_main(folder.open)
         progress = resume(run)
         check_same_start(run, progress.step)
         _refuse_fewer_steps(config, folder, progress.step)
         if main and progress.step:
             print(f"going on from checkpoint-{progress.step} of {folder.path}", file=sys.stderr)
+            folder.note(event="resumed", step=progress.step)
         log = RunLog(folder.path, keep_up_to=progress.step) if main else None
         with TrainingBar(config.max_steps, progress.step, shown=main) as bar:
             _loop(run, progress, log, bar, stop)
@@ -89,10 +93,10 @@ def _loop(
     What is due depends on the step alone, so a resumed run does what an uninterrupted one does.
 
     Raises:
-        SystemExit: with code 75, after a checkpoint, because of a signal to any rank.
+        Stopped: after a checkpoint, because of a signal to any rank.
         NotSaved: the last checkpoint could not be written.
     """
-    config, saved = run.config, progress.step
+    config, saved, told, row = run.config, progress.step, False, {}
     while True:
         last = progress.step == config.max_steps
         if (last or progress.step % config.eval_steps == 0) and not _asked(run, stop):
@@ -100,15 +104,18 @@ def _loop(
         stopping = _asked(run, stop)
         due = last or progress.step % config.save_steps == 0
         if progress.step > saved and (stopping or due) and save(run, progress, log):
-            saved = progress.step
+            if log and not (told or stopping):
+                tell_grace(row["step_time"], progress.seconds_save, config.launch.grace_seconds)
+            saved, told = progress.step, True
         if log and saved == progress.step > 0:
             drop_old(run, saved)
         if stopping:
-            _leave(run, progress, saved, stop)
+            _leave(progress, saved, stop)
         if last:
             break
         row, completions = _finite_step(run, progress)
         if log:
+            run.folder.check_held()
             log.write(row | {"seconds_save": progress.seconds_save}, completions)
         bar.step(row["reward"])
         for line in ring(config, row, progress.streaks, progress.alarms):
@@ -121,19 +128,21 @@ def _loop(
 
 
 def _asked(run: Run, stop: StopRequest) -> bool:
-    """Whether any rank was told to stop; the same answer on all."""
+    """Whether any rank was told to stop; the same answer on all.
+
+    Raises:
+        Held: another process took the run folder over.
+    """
+    on_main(run.folder.check_held)
     return bool(run.all_ranks_sum(np.array([stop.received])).any())
 
 
-def _leave(run: Run, progress: Progress, saved: int, stop: StopRequest) -> None:
-    if run.accelerator.is_main_process:
-        kept = f"checkpoint-{saved} took {progress.seconds_save:.1f} s to write"
-        if saved < progress.step:
-            kept = "a checkpoint could not be written"
-        text = f"stopped by {stop.name} after step {progress.step}; "
-        text += kept if progress.step else "nothing to save"
-        print(f"{text}; the same command goes on from there", file=sys.stderr)
-    raise SystemExit(EXIT_CODE)
+def _leave(progress: Progress, saved: int, stop: StopRequest) -> None:
+    kept = f"checkpoint-{saved} took {progress.seconds_save:.1f} s to write"
+    if saved < progress.step:
+        kept = "a checkpoint could not be written"
+    text = f"stopped by {stop.name} after step {progress.step}; "
+    raise Stopped(text + kept if progress.step else text + "nothing to save")
 
 
 def _finish(run: Run, progress: Progress, log: RunLog | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.cli import main
-from grpo_ustat.config import MseConfig
+from grpo_ustat.launch import job
 from grpo_ustat.ranks import barrier, is_main, on_main
 from grpo_ustat.study.workers import Done, share
 
@@ -55,7 +55,7 @@ def sleep(items):
         yield Done()
 
 
-def work(config, folder):
+def work(_, config, folder):
     on_main(folder.open)
     barrier()
     found, spent = share(
@@ -72,4 +72,5 @@ def work(config, folder):
 
 if __name__ == "__main__":
     sys.argv[0] = "mse"
-    main("mse", MseConfig, work)
+    job.work = work
+    main("mse")

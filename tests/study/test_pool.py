@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 import sys
 from pathlib import Path
@@ -120,6 +121,48 @@ def test_a_pool_of_other_draws_is_refused_by_name(tmp_path):
         build(tmp_path, "temperature=0.7")
     with pytest.raises(ValueError, match="holds 8 completions a question in parts"):
         build(tmp_path, size=6)
+
+
+def test_studies_that_fill_one_pool_at_once_get_what_each_would_alone(tmp_path):
+    """Two processes, each of which waits before its first question until both are there."""
+    context, alone = multiprocessing.get_context("fork"), build(tmp_path / "alone")[0]
+    gun, found = context.Barrier(2), context.SimpleQueue()
+
+    def fill():
+        gun.wait(60)
+        found.put(build(tmp_path / "shared")[0])
+
+    processes = [context.Process(target=fill, daemon=True) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for pool in (found.get(), found.get()):
+        assert_close(pool, alone)
+    assert len(list((tmp_path / "shared").iterdir())) == 1 + 6
+
+
+def test_a_smaller_study_in_the_same_pool_takes_nothing_from_a_larger_one(tmp_path, monkeypatch):
+    """It runs as a whole while the larger one scores its first question."""
+    score, other = pool_module.score_part, []
+
+    def meanwhile(*arguments):
+        if not other:
+            other.append(1)
+            build(tmp_path / "shared", size=4)
+        return score(*arguments)
+
+    alone, _ = build(tmp_path / "alone", size=6)
+    monkeypatch.setattr(pool_module, "score_part", meanwhile)
+    shared, _ = build(tmp_path / "shared", size=6)
+    np.testing.assert_array_equal(shared.rewards_PN, alone.rewards_PN)
+
+
+def test_of_two_that_begin_a_pool_at_once_one_says_what_it_holds(tmp_path, monkeypatch):
+    """The second has looked before the first has written."""
+    PoolStore(tmp_path, {"seed": 0}).open()
+    monkeypatch.setattr(Path, "is_file", lambda _: False)
+    with pytest.raises(ValueError, match="holds completions of seed=0, asked is 1"):
+        PoolStore(tmp_path, {"seed": 1}).open()
+    assert [path.name for path in tmp_path.iterdir()] == ["pool.json"]
 
 
 def test_a_damaged_part_is_named(tmp_path):

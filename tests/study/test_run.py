@@ -49,7 +49,8 @@ def test_the_folder_holds_what_it_promises(finished):
     pictures = {
         f"{name}.{kind}" for name in ("figure", "scaling") for kind in ("pdf", "svg", "png")
     }
-    assert names == {".hydra", "code.json", "result.json", "curves.csv", "pool", *pictures}
+    always = {".hydra", "code.json", "launches.jsonl", "result.json"}
+    assert names == {*always, "curves.csv", "pool", *pictures}
     assert all(set(row) == CURVE_KEYS for row in result["curves"])
     assert len(result["curves"]) == 2 * 4 * 2
     for name in ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.ranks import own_device
@@ -196,4 +197,7 @@ def test_cuda_is_the_ranks_own(monkeypatch):
     assert own_device("cuda") == "cuda"
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert [own_device(name) for name in ("cuda", "cuda:3", "cpu")] == ["cuda:1", "cuda:3", "cpu"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a task of SLURM with its own GPU
+    assert own_device("cuda") == "cuda:0"

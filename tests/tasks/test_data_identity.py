@@ -8,8 +8,7 @@ import pytest
 from test_own_readme import only, run
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.cli import composed
-from grpo_ustat.config import MseConfig, TrainConfig
+from grpo_ustat.composing import composed
 from grpo_ustat.identity import data_fingerprint, folder_name, identity
 from grpo_ustat.study.store import PoolStore, draws_of
 
@@ -28,7 +27,7 @@ def kept(folder, train, test):
 
 
 def train_config(*overrides):
-    return composed("train", TrainConfig, ["dataset=gsm8k", *overrides])
+    return composed("train", ["dataset=gsm8k", *overrides])
 
 
 def test_a_file_counts_by_its_content_and_a_hub_id_by_its_revision(tmp_path):
@@ -54,7 +53,7 @@ def test_a_card_says_what_is_train_and_test_and_counts(tmp_path):
 
 
 def composed_study(folder):
-    return composed("mse", MseConfig, ["dataset=gsm8k", f"dataset.path={folder}"])
+    return composed("mse", ["dataset=gsm8k", f"dataset.path={folder}"])
 
 
 def test_a_list_of_ids_and_a_test_file_count_too(tmp_path):
@@ -66,7 +65,7 @@ def test_a_list_of_ids_and_a_test_file_count_too(tmp_path):
         "dataset.path=org/name",
         f"dataset.test_ids={listed}",
     ]
-    config = composed("train", TrainConfig, overrides)
+    config = composed("train", overrides)
     before = folder_name(config)
     listed.write_text("b\n")
     assert folder_name(config) != before

@@ -60,7 +60,7 @@ def stopped(through, tmp_path):
 
 
 def contents(path):
-    own = ("code.json", "config.yaml")  # written anew by every start
+    own = ("code.json", "config.yaml", "launches.jsonl")  # of every start
     return {f: f.read_bytes() for f in path.rglob("*") if f.is_file() and f.name not in own}
 
 

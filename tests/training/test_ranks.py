@@ -275,11 +275,11 @@ def test_memory_that_runs_out_on_one_replica_changes_no_gradient(tmp_path):
         assert_same_gradient(found, one)
 
 
-def failing(path, prepare):
+def failing(path, prepare, *overrides):
     def work(rank):
         prepare(rank)
         try:
-            return str(fit(path, *SMALL))
+            return str(fit(path, *SMALL, *overrides))
         except RefusedByRank:
             barrier()  # as the command line does
             raise
@@ -354,7 +354,8 @@ def launched(name, folder, *overrides):
     root = Path(__file__).parents[2]
     command = [
         sys.executable, "-m", "accelerate.commands.launch",
-        "--config_file", str(root / f"scripts/accelerate/{name}.yaml"), "--num_processes=2",
+        "--config_file", str(root / f"grpo_ustat/launch/accelerate/{name}.yaml"),
+        "--num_processes=2",
         "-m", "grpo_ustat.train", *BASE, *SMALL, *overrides, f"hydra.run.dir={folder / name}",
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(root)}
@@ -379,4 +380,7 @@ def test_the_shipped_configurations_launch(tmp_path, name):
 def test_a_launched_refusal_is_one_line(tmp_path):
     done = launched("ddp", tmp_path, "budget.rollouts=4")
     assert done.returncode != 0
-    assert done.stderr.count("error: 1 prompts a step for 2 processes") == 1
+    assert (
+        done.stderr.count("error: 1 prompts a step (budget.rollouts / group_size) for 2 processes")
+        == 1
+    )

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: a checkpoint between steps, code 75, and the same command goes on."""
+"""SIGTERM, SIGUSR1, SIGUSR2: a checkpoint between steps, code 75, and the same command goes on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from resuming import SHORT, differences, fit, rows
 
 from grpo_ustat.ranks import RefusedByRank
 from grpo_ustat.runs.snapshots import newest_whole
+from grpo_ustat.signals import STOPPING, Stopped
 from grpo_ustat.training import trainer
 from grpo_ustat.training.checkpoint import STATE
 
@@ -45,20 +46,17 @@ MOMENTS = [  # (part of the loop, its which call, steps done when the run stops)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", STOPPING)
 @pytest.mark.parametrize("part, at, done", MOMENTS)
-def test_a_signal_stops_between_steps(
-    tmp_path, monkeypatch, capsys, through, part, at, done, number
-):
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)]
+def test_a_signal_stops_between_steps(tmp_path, monkeypatch, through, part, at, done, number):
+    before = [signal.getsignal(n) for n in STOPPING]
     signalling(monkeypatch, part, number, at)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(Stopped) as stopped:
         fit(tmp_path / "run", "save_steps=4")
     monkeypatch.undo()
-    assert stopped.value.code == 75
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)] == before
-    said = capsys.readouterr().err
-    assert f"stopped by {signal.Signals(number).name} after step {done}; " in said
+    assert [signal.getsignal(n) for n in STOPPING] == before
+    said = f"stopped by {signal.Signals(number).name} after step {done}; "
+    assert str(stopped.value).startswith(said)
     found = newest_whole(tmp_path / "run")
     assert (found.name if found else None) == (f"checkpoint-{done}" if done else None)
     fit(tmp_path / "run", "save_steps=4")
@@ -73,9 +71,9 @@ def test_a_signal_in_the_last_save_is_too_late_to_stop_anything(tmp_path, monkey
 
 
 def test_handlers_are_as_before_after_a_run(tmp_path):
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    before = [signal.getsignal(n) for n in (*STOPPING, signal.SIGINT)]
     fit(tmp_path / "run", "max_steps=1", "schedule=constant", "schedule.warmup_steps=0")
-    now = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    now = [signal.getsignal(n) for n in (*STOPPING, signal.SIGINT)]
     assert now == before
 
 
@@ -83,7 +81,7 @@ COMMAND = (sys.executable, "-m", "grpo_ustat.train", *SHORT, "save_steps=4")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 @pytest.mark.parametrize("lines", [0, 1, 2, 3])
 def test_the_command_ends_with_code_75_and_goes_on(tmp_path, through, number, lines):
     """A real process, signalled once so many rows are written."""
@@ -128,11 +126,11 @@ def test_a_signal_to_one_rank_stops_both_and_one_process_goes_on(tmp_path):
     def told(rank):
         if rank == 1:
             signalling(pytest.MonkeyPatch(), "draw_batch", signal.SIGUSR1, 2)
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(Stopped):
             fit(tmp_path / "run", *overrides)
-        return stopped.value.code
+        return "stopped"
 
-    assert in_ranks(2, told) == [75, 75]
+    assert in_ranks(2, told) == ["stopped"] * 2
     assert newest_whole(tmp_path / "run").name == "checkpoint-2"
     fit(tmp_path / "run", *overrides)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]

@@ -1,6 +1,6 @@
-"""Requests to stop: SIGTERM and SIGUSR1, as schedulers send them before they take a machine away.
+"""Requests to stop: signals that schedulers send before they take a machine away.
 
-A handler only notes the signal. The loop asks between steps, on all ranks together, saves and ends
+A handler only notes the signal. Work asks between its steps, on all ranks together, saves and ends
 with code 75; a step under way is finished first, so a scheduler must grant a step and a save.
 """
 
@@ -9,35 +9,63 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
+from typing import ClassVar
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on from here
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Stopped(Exception):
+    """Work that ended early because it was asked to, with all of it saved that can be."""
 
 
 class StopRequest:
     """Notes a stopping signal while it is open; afterwards the handlers are as before.
 
+    One inside another knows what the outer one has noted before.
+
     Attributes:
         received: number of the last such signal, 0 without one.
     """
+
+    _inner: ClassVar[StopRequest | None] = None
 
     def __init__(self) -> None:
         self.received = 0
 
     def __enter__(self) -> StopRequest:
-        self._before = {}
+        self._outer, self._before = StopRequest._inner, {}
+        StopRequest._inner = self
         if threading.current_thread() is threading.main_thread():  # others may set no handlers
             self._before = {number: signal.signal(number, self._note) for number in STOPPING}
+        if self._outer is not None:
+            self.received = self._outer.received
         return self
 
     def __exit__(self, *failure: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        StopRequest._inner = self._outer
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
+        self.noted(number)
+
+    def noted(self, number: int) -> None:
+        """What else to do at once; nothing here."""
 
     @property
     def name(self) -> str:
         """Which signal this process received, in words."""
         return signal.Signals(self.received).name if self.received else "a signal to another rank"
+
+
+def stop_if_asked() -> None:
+    """End work of which everything that is done is saved.
+
+    Raises:
+        Stopped: a signal came to this process since the innermost StopRequest was opened.
+    """
+    asked = StopRequest._inner
+    if asked is not None and asked.received:
+        raise Stopped(f"stopped by {asked.name}")

@@ -1,0 +1,328 @@
+"""From a command line to the runs that it asks for: composed, checked, each with its folder."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.config import SCHEMAS, TrainConfig, typed
+from grpo_ustat.data_config import DATASETS
+from grpo_ustat.identity import folder_name
+from grpo_ustat.launch.job import check_ranks
+from grpo_ustat.ranks import RefusedByRank, world
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.points import Point
+
+PACKAGE = Path(__file__).resolve().parent
+CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
+
+ELSEWHERE = {  # what other trainers call it
+    "num_generations": "group_size",
+    "lr": "learning_rate",
+    "gradient_accumulation_steps": "micro_batch_tokens, the padded tokens of a backward pass",
+    "per_device_train_batch_size": "budget.rollouts, completions a step on all devices",
+    "num_train_epochs": "max_steps",
+    "loss_type": "objective=dapo and the like, or objective.loss_type",
+    "beta": "objective.beta",
+    "use_vllm": "rollout=vllm",
+}
+
+
+OF_ENTRY = {  # what only one entry knows and is easily asked of the other
+    "mse": ("study", "policy", "baselines", "group_sizes", "rules", "pool", "target_halfwidth"),
+    "train": ("baseline", "group_size", "objective", "learning_rate", "max_steps", "lora"),
+}
+
+
+def composed(entry: str, overrides: list[str]) -> Any:
+    """The checked configuration that a command line would run with.
+
+    Args:
+        entry: `train` or `mse`.
+        overrides: as on the command line.
+
+    Raises:
+        ConfigError: it cannot be run.
+    """
+    register(entry)
+    with initialized(entry):
+        config, _ = _composed(entry, SCHEMAS[entry], overrides)
+    check_trust(config, overrides)
+    return config
+
+
+def register(entry: str) -> None:
+    """What `conf/` refers to: the schema and the run folder's name."""
+    schema = SCHEMAS[entry]
+    ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
+    OmegaConf.register_new_resolver("folder_name", _resolver(schema), replace=True)
+
+
+def initialized(entry: str) -> AbstractContextManager:
+    """Hydra at work on `conf/`."""
+    return hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry)
+
+
+def _composed(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictConfig]:
+    """The checked configuration, and Hydra's own node."""
+    try:
+        node = hydra.compose(name, overrides, return_hydra_config=True)
+        return typed(_job_part(node), schema), node.hydra
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error, schema)) from error
+
+
+def _resolver(schema: type) -> Callable[..., str]:
+    """`${folder_name:}`: the run folder's name, a function of the whole configuration."""
+
+    def resolve(*, _root_: DictConfig) -> str:
+        return folder_name(typed(_job_part(_root_), schema))
+
+    return resolve
+
+
+def _job_part(node: DictConfig) -> dict[str, Any]:
+    """The configuration without Hydra's own node."""
+    return {
+        key: OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
+        for key, part in node.items()
+        if key != "hydra"
+    }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks for.
+
+    Attributes:
+        name: of the configuration, the entry's unless `--config-name` was given.
+        overrides: with the search path of `--config-dir`.
+        sweep: whether it is a sweep, whose runs Hydra's launcher starts.
+        points: its runs; none where only help or a configuration is to be shown.
+    """
+
+    name: str
+    overrides: list[str]
+    sweep: bool
+    points: list[Point]
+
+
+def asked_for(entry: str, arguments: list[str]) -> Asked:
+    """Compose every run the command line asks for and refuse what cannot run.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    register(entry)
+    words = get_args_parser().parse_args(arguments)
+    name, overrides = words.config_name or entry, list(words.overrides)
+    if words.help or words.hydra_help or words.cfg or words.info or words.shell_completion:
+        return Asked(name, overrides, False, [])
+    if words.config_dir:
+        overrides.append(f"hydra.searchpath=[file://{Path(words.config_dir).resolve()}]")
+    schema = SCHEMAS[entry]
+    with initialized(entry):
+        try:
+            node = hydra_node(name, overrides).hydra
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(_one_line(error, schema)) from error
+        sweep = words.multirun or node.mode is RunMode.MULTIRUN
+        _check_way(node, sweep)
+        lists = _swept(node.sweeper.get("params") or {}, overrides) if sweep else [overrides]
+        points = [_point(name, schema, words, point, sweep) for words, point in _named(lists)]
+    for point in points:
+        check_trust(point.config, words.overrides)
+        _check_tasks(node, point.config)
+    if sweep:
+        _check_folders(points)
+    return Asked(name, overrides, sweep, points)
+
+
+def _check_way(node: DictConfig, sweep: bool) -> None:
+    launcher = node.runtime.choices["hydra/launcher"]
+    if not sweep and launcher != "basic":
+        raise ConfigError(f"hydra/launcher={launcher} starts the runs of sweeps: add -m")
+    sweeper, batch = node.runtime.choices["hydra/sweeper"], node.sweeper.get("max_batch_size")
+    if sweep and (sweeper != "basic" or batch is not None):
+        raise ConfigError(
+            f"hydra/sweeper={sweeper} hydra.sweeper.max_batch_size={batch}: a sweep here is the "
+            "product of its values, all submitted at once; leave both out"
+        )
+    if sweep and world() > 1:
+        raise RefusedByRank(
+            f"a sweep on {world()} processes: run one point at a time with hydra.mode=RUN and its "
+            "values, such as group_size=8 seed=0; or let the sweep start the processes of each run "
+            "with launch.num_processes"
+        )
+
+
+def _check_tasks(node: DictConfig, config: Any) -> None:
+    """As many ranks as there can be, as tasks of a scheduler or processes of our own."""
+    asked = node.launcher
+    check_ranks(config, (asked.get("nodes") or 1) * (asked.get("tasks_per_node") or 1))
+    if "SlurmLauncher" in asked["_target_"] and not (config.dry_run or config.show_prompts):
+        _check_slurm(asked.signal_delay_s, config.launch.grace_seconds)
+
+
+def _check_slurm(warned: int, grace: int) -> None:
+    if warned < grace:
+        raise ConfigError(
+            f"a job warned {warned} s before its time limit (hydra.launcher.signal_delay_s) has "
+            f"less than launch.grace_seconds={grace} to save: use "
+            f"hydra.launcher.signal_delay_s={grace + 60}, or a shorter grace"
+        )
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "this machine has no sbatch: submit where SLURM is, or leave out hydra/launcher"
+        )
+
+
+def _check_folders(points: list[Point]) -> None:
+    """Every run has a folder, and a folder of its own: by it a sweep knows what is done."""
+    known: dict[Path, Point] = {}
+    for point in points:
+        _check_place(point)
+        other = known.setdefault(point.folder.path, point)
+        if other is not point:
+            named = f"{other.name} and {point.name} differ" if point.name else "they differ"
+            raise ConfigError(
+                f"two runs of the sweep share the folder {point.folder.path}: {named} in nothing "
+                "that makes a run another run; sweep over other keys or values"
+            )
+
+
+def _check_place(point: Point) -> None:
+    if point.folder is None:
+        raise ConfigError(
+            "hydra.sweep.subdir depends on what only a running job knows, so the same sweep could "
+            "not go on: leave hydra.sweep.subdir out"
+        )
+    path = Path(os.path.normpath(point.folder.path))
+    if not path.is_relative_to(os.path.normpath(point.sweep)):
+        raise ConfigError(
+            f"hydra.sweep.subdir leads to {point.folder.path}, out of hydra.sweep.dir="
+            f"{point.sweep}: choose another hydra.sweep.dir"
+        )
+
+
+def check_trust(config: Any, given: list[str]) -> None:
+    """A model's own code runs only where the command line itself says so, no file for it."""
+    named = any(re.match(r"\+{0,2}model\.trust_remote_code=", override) for override in given)
+    if config.model.trust_remote_code and not named:
+        raise ConfigError(
+            "model.trust_remote_code=true in a configuration file: it runs code that comes with "
+            "the model, so give it on the command line, or set it to false"
+        )
+
+
+def hydra_node(name: str, overrides: list[str]) -> DictConfig:
+    """The configuration with Hydra's own node as a sweep has it, before any point is chosen."""
+    return GlobalHydra.instance().hydra.compose_config(
+        name, overrides, RunMode.MULTIRUN, from_shell=False, validate_sweep_overrides=False
+    )
+
+
+def _swept(params: dict[str, str], overrides: list[str]) -> list[list[str]]:
+    """The override lists of a sweep's jobs: the overlay's values, unless the command line's."""
+    texts = [f"{key}={value}" for key, value in params.items()] + overrides
+    try:
+        parsed = OverridesParser.create().parse_overrides(texts)
+    except HydraException as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return [list(point) for batch in batches for point in batch]
+
+
+def _named(lists: list[list[str]]) -> list[tuple[str, list[str]]]:
+    """Each point's overrides with its name: those that not all points share."""
+    shared = set(lists[0]).intersection(*lists)
+    return [(" ".join(x for x in point if x not in shared), point) for point in lists]
+
+
+def _point(name: str, schema: type, words: str, overrides: list[str], sweep: bool) -> Point:
+    config, node = _composed(name, schema, overrides)
+    path = _output_folder(node, sweep)
+    folder = RunFolder(path, config) if path else None
+    if folder and not config.show_prompts:
+        folder.check()
+    looks = config.show_prompts or config.dry_run or getattr(config, "fills_part", False)
+    if folder and world() == 1 and not (sweep or looks):
+        folder.check_free()
+    of_sweep = Path(node.sweep.dir) if sweep else None
+    return Point(words, config, folder, of_sweep, tuple(overrides))
+
+
+def _output_folder(hydra_node: DictConfig, sweep: bool) -> Path | None:
+    """Where Hydra will put the job; None where it depends on what only a running job knows."""
+    try:
+        if sweep:
+            return Path(hydra_node.sweep.dir) / hydra_node.sweep.subdir
+        return Path(hydra_node.run.dir)
+    except OmegaConfBaseException:
+        return None
+
+
+def _one_line(error: Exception, schema: type) -> str:
+    """Hydra's message in one line, with what is known where something is unknown."""
+    text = " ".join(f"{error} {error.__cause__ or ''}".split())
+    choice = re.search(
+        r"Could not find '([^']+)/([^'/]+)' Available options in '[^']+': (.*?) Conf", text
+    )
+    if choice:
+        group, asked, known = choice.groups()
+        return f"unknown {group} {asked!r}: choose from {', '.join(known.split())}"
+    if "hydra/launcher/submitit" in text:
+        return "SLURM needs hydra-submitit-launcher: pip install 'grpo-ustat[slurm]'"
+    if re.search("ConfigKeyError raised while composing config: Key .* not in", text):
+        other = "mse" if schema is TrainConfig else "train"
+        return f"an overlay of the other entry? Try python -m grpo_ustat.{other} ({text})"
+    missing = re.search(r"Missing mandatory value: (\S+)", text)
+    if missing:
+        return f"{missing.group(1)} has no value: set {missing.group(1)}=..."
+    unknown = re.match(r"Could not override '([^']+)'", text)
+    if not unknown:
+        return text.removesuffix(" None")
+    key = unknown.group(1)
+    if key in ELSEWHERE:
+        return f"unknown key {key}: here it is {ELSEWHERE[key]}"
+    other = "mse" if schema is TrainConfig else "train"
+    if key.split(".")[0] in OF_ENTRY[other]:
+        return f"unknown key {key}: it is one of {other}'s, python -m grpo_ustat.{other}"
+    if key.startswith("dataset.options"):
+        return f"unknown key {key}: options of a task of your own are added, +{key}=..."
+    known = [*_keys(OmegaConf.structured(schema)), *_dataset_keys()]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
+    return f"unknown key {key}: {hint}"
+
+
+def _dataset_keys() -> list[str]:
+    """Of all kinds of data sets."""
+    return [f"dataset.{field.name}" for kind in DATASETS.values() for field in fields(kind)]
+
+
+def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in node:
+        yield prefix + key
+        child = node._get_node(key)
+        if isinstance(child, DictConfig):
+            yield from _keys(child, f"{prefix}{key}.")

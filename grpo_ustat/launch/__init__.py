@@ -1,0 +1,1 @@
+"""How processes start, stop and go on: the ways in, ranks of our own, sweeps."""

@@ -1,0 +1,67 @@
+"""How a run that was asked to stop leaves: with code 75, and under submitit back into the queue."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import NoReturn
+
+from grpo_ustat import slurm
+from grpo_ustat.ranks import is_main
+from grpo_ustat.signals import EXIT_CODE, Stopped
+
+
+class EndedForGood(RuntimeError):
+    """A job of a sweep that nobody will start again, such as one that was cancelled."""
+
+
+def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
+    """Say that the work can go on, and end this process.
+
+    Under submitit the handler that it had set for its own signal puts the job back into the queue,
+    if SLURM is not about to do so itself and has not ended the job for good; then there must be a
+    result, for which the submitting process waits.
+
+    Args:
+        stopped: why.
+        on_existing: of the run; only `resume` goes on outside SLURM.
+
+    Raises:
+        SystemExit: with code 75; of submitit's handler, once it has requeued the job.
+        EndedForGood, UncompletedJobError: under submitit, where nobody starts the job again.
+    """
+    if is_main():
+        again = on_existing == "resume" or slurm.job_id() is not None
+        how = "" if again else " with on_existing=resume"
+        print(f"{stopped}; the same command{how} goes on from there", file=sys.stderr)
+    if "SUBMITIT_EXECUTOR" in os.environ:
+        _leave_submitit(stopped)
+    raise SystemExit(EXIT_CODE)
+
+
+def _leave_submitit(stopped: Stopped) -> None:
+    from submitit.core.job_environment import JobEnvironment, SignalHandler
+
+    number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
+    handler = signal.getsignal(number)
+    if not isinstance(getattr(handler, "__self__", None), SignalHandler):
+        return  # a command that such a job started knows of submitit from its environment only
+    of_slurm = os.environ["SUBMITIT_EXECUTOR"] == "slurm"
+    ends = slurm.ends() if of_slurm else "requeue"
+    if ends == "for_good":
+        raise EndedForGood(f"{stopped}; the job was cancelled or cannot be requeued")
+    if ends == "requeue" and is_main():
+        handler(number, None)
+    if ends == "requeue" and of_slurm:
+        _await_requeue(stopped)
+
+
+def _await_requeue(stopped: Stopped, seconds: float = 60, interval: float = 5) -> None:
+    """Wait until the first rank has requeued the job; it may have reasons not to."""
+    until = time.monotonic() + seconds
+    while slurm.ends() == "requeue":
+        if time.monotonic() > until:
+            raise EndedForGood(f"{stopped}; the job was not requeued")
+        time.sleep(interval)

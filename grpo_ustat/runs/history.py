@@ -1,0 +1,94 @@
+"""`launches.jsonl` of a run folder: a row for every start of the run, and for every end.
+
+It is what a status table and the story of a preempted run are read from; nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from grpo_ustat import slurm
+from grpo_ustat.ranks import world
+from grpo_ustat.signals import Stopped
+
+NAME = "launches.jsonl"
+
+
+def started() -> dict[str, Any]:
+    """Who begins to work here."""
+    row = {"event": "start", "host": socket.gethostname(), "pid": os.getpid(), "processes": world()}
+    if slurm.job_id() is not None:
+        row |= {"slurm_job_id": slurm.address(), "slurm_restart_count": slurm.restart_count()}
+    return row
+
+
+def append(folder: Path, row: dict[str, Any]) -> None:
+    """Add a row with the time; a disk that takes none is said, and stops nothing."""
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    line = json.dumps({"time": time, **row}) + "\n"
+    try:
+        with (folder / NAME).open("a") as file:
+            file.write(line)
+    except OSError as error:
+        print(f"warning: no row in {folder / NAME}: {error}", file=sys.stderr)
+
+
+def ending(error: BaseException | None) -> dict[str, Any]:
+    """The row of a launch that ends with this error, or with its work done."""
+    if error is None:
+        return {"event": "end", "outcome": "done"}
+    if isinstance(error, Stopped):
+        return {"event": "end", "outcome": "stopped", "reason": str(error)}
+    lost = isinstance(error, SystemExit) and isinstance(error.code, str)
+    if isinstance(error, Exception) or lost:
+        return {"event": "end", "outcome": "failed", "error": last_line(error)}
+    return {"event": "end", "outcome": "interrupted", "reason": last_line(error)}
+
+
+def last_line(error: BaseException) -> str:
+    """What to say of an error in a table; of those that are not ours, their name too."""
+    name, lines = type(error).__name__, str(error).strip().splitlines()
+    ours = type(error).__module__.startswith("grpo_ustat.")
+    if lines and (ours or isinstance(error, FloatingPointError | SystemExit)):
+        return lines[-1]
+    return f"{name}: {lines[-1]}" if lines else name
+
+
+def note_failure(folder: Path, error: BaseException, config_hash: str, before: list[dict]) -> None:
+    """Add how a launch failed that could not say so itself.
+
+    Args:
+        folder: of the run.
+        error: what ended it.
+        config_hash: of the configuration that was asked for, which may not be the folder's.
+        before: the last row, if any, before it began.
+    """
+    now = launches(folder)[-1:]
+    if not now or now == before or "outcome" not in now[0]:
+        append(folder, ending(error) | {"config_hash": config_hash})
+
+
+def note_done(folder: Path) -> None:
+    """Add that a finished run is one again, after a launch that failed to replace it."""
+    if any(row.get("outcome") == "failed" for row in launches(folder)[-1:]):
+        append(folder, ending(None))
+
+
+def launches(folder: Path) -> list[dict[str, Any]]:
+    """All rows, in their order; without a line that a killed run left half written."""
+    try:
+        lines = (folder / NAME).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]

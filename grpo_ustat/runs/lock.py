@@ -1,0 +1,393 @@
+"""One process at a time on a folder, by a lock that ends with its owner, however that ends.
+
+`.lock` is held with flock(2) while its owner lives and says who that is; the kernel lets go of it
+when the owner dies. Across machines that is not enough: there are file systems whose flock reaches
+no further than one of them (BeeGFS and Lustre by default), or that have none. So the owner also
+touches the file every `BEAT` seconds, and a lock left by another machine is taken over only after
+it was seen untouched for `PATIENCE`. What is compared is whether the file changed, never its time
+with a clock, so clocks may differ by any amount.
+
+An owner that was suspended for longer and lost its lock learns it from the file, which names
+another: it asks before it writes (`check`), and ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from uuid import uuid4
+
+from grpo_ustat import slurm
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.signals import stop_if_asked
+
+NAME = ".lock"
+BEAT = 10.0  # seconds between two signs of life
+PATIENCE = 60.0  # seconds without one after which an owner on another machine is dead
+LOOK = 1.0  # seconds between two looks for one
+SETTLE = 2.0  # seconds in which others that took over at the same moment show
+BUSY = 1.0  # seconds that flock may be denied; who only looks holds it for microseconds
+NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class Held(ConfigError):
+    """The folder is another process's; the message is one line that says whose."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What a process writes into its lock.
+
+    Attributes:
+        token: random, of this one lock.
+        pid: as the process itself knows it; in a container another than outside.
+        boot_id: of its kernel since that started; None where there is none (not Linux).
+        started: when it took the lock, by its own clock: for people only.
+        slurm_job, slurm_restart: see `grpo_ustat.slurm`.
+    """
+
+    token: str
+    host: str
+    pid: int
+    boot_id: str | None
+    started: str
+    slurm_job: str | None
+    slurm_restart: int
+
+    def __str__(self) -> str:
+        job = f" (SLURM job {self.slurm_job})" if self.slurm_job else ""
+        return f"process {self.pid} on {self.host}{job}, started {self.started}"
+
+
+@dataclass(frozen=True)
+class Holder(Owner):
+    """An owner that others see.
+
+    Attributes:
+        silent: seconds since its last sign of life.
+        certain: flock shows that it lives; otherwise only that it was not silent for `PATIENCE`.
+    """
+
+    silent: float
+    certain: bool
+
+
+class Lock:
+    """A folder's lock, for one process and not its forks; to be taken once.
+
+    Args:
+        folder: made where it does not exist.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / NAME
+        self.owner = _this_process()
+        self._content = _rendered(self.owner)
+        self._released = threading.Event()
+
+    def take(self) -> None:
+        """Take the lock, also that of an owner that is dead; that is said on standard error.
+
+        Raises:
+            Held: its owner lives; seen at once or, on another machine, within `PATIENCE`.
+            OSError: the file system allows no such file.
+        """
+        watched = None
+        while True:
+            descriptor, new, flocked = _opened(self.path)
+            try:
+                there = _read(descriptor)
+                certain = new or (flocked and _outlived(_parsed(there)))
+                if certain or (flocked and not there) or there == watched:
+                    return self._own(descriptor, there, settle=not certain)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+            watched = _seen_dead(self.path)
+
+    def _own(self, descriptor: int, there: bytes, settle: bool) -> None:
+        if there:
+            _say(f"{self.path.parent}: {_named(there)} is gone, this process takes over")
+        _write(descriptor, self._content)
+        if settle:
+            time.sleep(SETTLE)
+            self.check()
+        self._descriptor = descriptor
+        _OWN.add(self)
+        threading.Thread(target=self._live, name="lock", daemon=True).start()
+
+    def check(self) -> None:
+        """See that the lock is still this process's; a disk that does not answer says nothing.
+
+        Raises:
+            Held: it was taken over, or removed.
+        """
+        try:
+            there = self.path.read_bytes()
+        except FileNotFoundError:
+            there = b""
+        except OSError:
+            return
+        if there != self._content:
+            raise Held(
+                f"{self.path.parent} was taken over by {_named(there)}, for this process had shown "
+                f"no sign of life for {PATIENCE:g} s (suspended?): it ends here and writes nothing"
+            )
+
+    def is_own(self) -> bool:
+        """Whether it is this process's still."""
+        try:
+            self.check()
+        except Held:
+            return False
+        return self in _OWN
+
+    def release(self) -> bool:
+        """Remove the lock; returns whether it was still this process's, of which a fork is none."""
+        if self not in _OWN:
+            return False
+        _OWN.discard(self)
+        self._released.set()
+        try:
+            self.check()
+            self.path.unlink()
+        except Held:
+            return False
+        except OSError:  # it ends with the descriptor all the same
+            pass
+        finally:
+            os.close(self._descriptor)
+        return True
+
+    def _live(self) -> None:
+        with suppress(Held):
+            while not self._released.wait(BEAT):
+                self.check()
+                with suppress(OSError):
+                    os.utime(self.path)
+
+
+_OWN: set[Lock] = set()  # what this process holds
+
+
+def check_own() -> None:
+    """`Lock.check` of all that this process holds, which may be none.
+
+    Raises:
+        Held: see there.
+    """
+    for lock in tuple(_OWN):
+        lock.check()
+
+
+def _forget() -> None:
+    """In a fork: without its copy of the descriptor the lock ends with the process that took it."""
+    while _OWN:
+        os.close(_OWN.pop()._descriptor)
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def peek(folder: Path) -> Holder | None:
+    """Who holds the folder, None if nobody does or a dead process; leaves the lock as it is.
+
+    The time is taken from a file made there for a moment. In a folder that cannot be written it is
+    this machine's: then an owner on another one, whose flock does not show here, counts as dead or
+    alive by how far the two clocks agree. Only `Lock.take` decides, and it compares no clocks.
+    """
+    try:
+        descriptor = os.open(folder / NAME, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        owner, flocked = _parsed(_read(descriptor)), _is_flocked(descriptor)
+        silent = max(0.0, _now(folder) - os.fstat(descriptor).st_mtime)
+    finally:
+        os.close(descriptor)
+    dead = silent > PATIENCE or (flocked is False and _outlived(owner))
+    if owner is None or (dead and not flocked):
+        return None
+    return Holder(**asdict(owner), silent=silent, certain=flocked is True)
+
+
+def in_use(folder: Path, who: str) -> str:
+    """The line that refuses a folder."""
+    return (
+        f"{folder} is in use by {who}: wait for it, stop it, or choose another folder with "
+        "hydra.run.dir=DIR"
+    )
+
+
+def _opened(path: Path) -> tuple[int, bool, bool]:
+    """The open file, whether it is new, and whether it is flocked: some file systems have none.
+
+    Raises:
+        Held: another process holds it.
+    """
+    until = time.monotonic() + BUSY
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # the folder went, with a process that was refused
+            descriptor, new = _made(path)
+            flocked = _flock(descriptor)
+            if flocked is not False and _is_at(path, descriptor):
+                return descriptor, new, flocked is True
+            os.close(descriptor)
+            if time.monotonic() > until:
+                raise Held(in_use(path.parent, _named(_look(path)[0])))
+            time.sleep(0.02)
+
+
+def _made(path: Path) -> tuple[int, bool]:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
+    except FileExistsError:
+        return os.open(path, os.O_RDWR), False
+
+
+def _flock(descriptor: int) -> bool | None:
+    """Flock a file; False if another holds it, None where that is not supported."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in NO_FLOCK:
+            return None
+        os.close(descriptor)
+        raise
+    return True
+
+
+def _is_flocked(descriptor: int) -> bool | None:
+    """Whether another holds a file; None where that cannot be known."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the path still leads to the open file, which its owner may just have removed."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _outlived(owner: Owner | None) -> bool:
+    """Whether an owner whose flock is gone is dead for certain: it lived under this kernel, or
+    SLURM has started its job again.
+    """
+    if owner is None:
+        return False
+    here = _this_process()
+    again = owner.slurm_job is not None and owner.slurm_job == here.slurm_job
+    return (owner.boot_id is not None and owner.boot_id == here.boot_id) or (
+        again and owner.slurm_restart < here.slurm_restart
+    )
+
+
+def _seen_dead(path: Path) -> bytes | None:
+    """Watch a lock; what an owner wrote who gave no sign of life, None if the file went.
+
+    Looks are counted, not time: while a file system hangs its owner can show no life either.
+
+    Raises:
+        Held: as soon as it shows life.
+        Stopped: a signal asked this process to stop.
+    """
+    first = _look(path)
+    _say(
+        f"{path.parent} is locked by {_named(first[0])}: looking for {PATIENCE:g} s whether that "
+        "is alive"
+    )
+    for _ in range(round(PATIENCE / LOOK)):
+        time.sleep(LOOK)
+        stop_if_asked()
+        now = _look(path)
+        if now[1] is None:
+            return None
+        if now != first:
+            raise Held(in_use(path.parent, _named(now[0])))
+    return first[0]
+
+
+def _look(path: Path) -> tuple[bytes, int | None]:
+    """A lock's content and when it was touched, ns; opened anew, for NFS asks its server then."""
+    try:
+        with path.open("rb") as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return b"", None
+
+
+def _read(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    """Never leaves the file empty, which would be nobody's."""
+    os.pwrite(descriptor, content, 0)
+    os.ftruncate(descriptor, len(content))
+    os.fsync(descriptor)
+
+
+def _rendered(owner: Owner) -> bytes:
+    return json.dumps(asdict(owner)).encode() + b"\n"
+
+
+def _parsed(content: bytes) -> Owner | None:
+    try:
+        return Owner(**json.loads(content))
+    except (ValueError, TypeError):
+        return None
+
+
+def _named(content: bytes) -> str:
+    return str(_parsed(content) or "a process that left no name")
+
+
+def _this_process() -> Owner:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    job = (slurm.job_id(), slurm.restart_count())
+    return Owner(uuid4().hex, socket.gethostname(), os.getpid(), _boot_id(), now, *job)
+
+
+def _boot_id() -> str | None:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _now(folder: Path) -> float:
+    """The time by the clock that stamps the folder's files, seconds; by this machine's where the
+    folder cannot be written.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            return os.fstat(probe.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

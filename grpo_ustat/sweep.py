@@ -1,0 +1,35 @@
+"""`python -m grpo_ustat.sweep status DIR`: how far the sweeps in a folder are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.runs.sweeps import details, status_table, sweeps_in
+
+
+def main() -> None:
+    """Console entry; the exit code is 0 whatever the runs' states are."""
+    parser = argparse.ArgumentParser(prog="python -m grpo_ustat.sweep", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    status = commands.add_parser("status", help="a table of every run of the sweeps in a folder")
+    status.add_argument(
+        "place", type=Path, metavar="DIR", help="outputs/train, or one sweep-*.json"
+    )
+    place = parser.parse_args().place
+    try:
+        for sweep in sweeps_in(place):
+            states = [one.state() for one in sweep.entries]
+            Console().print(status_table(sweep, states))
+            print(*details(sweep, states), sep="\n", end="\n\n")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""A pool filled in parts, by jobs that may run at once, is the pool of one job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.identity import folder_name
+from grpo_ustat.policy.loading import configured_task
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.study import pool as pool_module
+from grpo_ustat.study import run as study_run
+from grpo_ustat.study.pool import _missing, build_part, build_pool
+from grpo_ustat.study.workers import Done
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_config import compose  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+SMALL = (  # 4 completions each: chunks of 2, 2 and 1 questions
+    "debug=mse", "model=tiny_direct", "study.questions=5", "rollout_batch_size=8",
+    "budget.pool_completions=4", "budget.feature_sketch=64", "budget.gradient_sketch=64",
+)  # fmt: skip
+SECONDS = [field.name.startswith("seconds") for field in fields(Done)]
+
+
+def asked(*overrides):
+    config = compose("mse", *SMALL, *overrides)
+    return config, configured_task(config).prompts("study")[: config.study.questions]
+
+
+def part(folder, which, *overrides):
+    """Fill the part; how many questions are whole then."""
+    config, prompts = asked(f"pool={folder}", f"study.part={which}", *overrides)
+    return build_part(config, prompts, folder)
+
+
+def undivided(folder, *overrides):
+    build_pool(*asked(*overrides), folder)
+    return contents(folder)
+
+
+def contents(folder):
+    """Every file's arrays as bytes, the clock left out."""
+    found = {"pool.json": (folder / "pool.json").read_bytes()}
+    for file in folder.glob("*.safetensors"):
+        arrays = load_file(file)
+        arrays["cost"] = arrays["cost"][~np.array(SECONDS)]
+        found[file.name] = {name: value.tobytes() for name, value in arrays.items()}
+    return found
+
+
+def test_parts_are_whole_chunks_and_end_as_one_job(tmp_path):
+    one = undivided(tmp_path / "one")
+    assert [part(tmp_path / "parts", f"{k}/2") for k in (2, 1)] == [2, 5]
+    assert contents(tmp_path / "parts") == one
+    assert len(one) == 1 + 5
+
+
+class Shelf:
+    """A store that only says how many completions of each question are there."""
+
+    def __init__(self, reached):
+        self.reached = reached
+
+    def parts(self, prompt):
+        return [(0, self.reached[prompt.id])] if self.reached[prompt.id] else []
+
+
+def test_parts_share_out_every_chunk_whatever_is_there(rng):
+    """None twice, none left out; and what others make in the meantime moves none."""
+    config, prompts = asked("pool=x", "study.questions=8")
+    owner = {}
+    for _ in range(30):
+        shelf = Shelf({prompt.id: int(rng.choice([0, 4, 6])) for prompt in prompts})
+        whole = _missing(config, prompts, shelf, 6)
+        for k in (1, 2, 3):
+            study = replace(config.study, part=f"{k}/3")
+            for first, chunk in _missing(replace(config, study=study), prompts, shelf, 6):
+                assert owner.setdefault((first, tuple(chunk)), k) == k
+                whole.remove((first, chunk))
+        assert whole == []
+    assert set(owner.values()) == {1, 2, 3}
+
+
+@pytest.mark.slow
+def test_parts_extend_a_pool(tmp_path):
+    grown = tmp_path / "grown"
+    undivided(grown)
+    more = "budget.pool_completions=6"
+    assert [part(grown, f"{k}/2", more) for k in (1, 2)] == [4, 5]  # chunks of 4 and 1
+    undivided(tmp_path / "one")
+    assert contents(grown) == undivided(tmp_path / "one", more)
+
+
+def test_pools_of_several_folders_merge_by_copying(tmp_path, monkeypatch):
+    """As `cp -n` does; the study then finds all of it and runs no model for the pool."""
+    for k in (1, 2):
+        part(tmp_path / str(k), f"{k}/2")
+    assert (tmp_path / "1/pool.json").read_bytes() == (tmp_path / "2/pool.json").read_bytes()
+    for file in (tmp_path / "1").glob("*"):
+        if not (tmp_path / "2" / file.name).exists():
+            shutil.copy(file, tmp_path / "2")
+    monkeypatch.setattr(pool_module, "sample", None)  # sampling now would fail
+    config, _ = asked(f"pool={tmp_path / '2'}")
+    study_run.run(config, RunFolder(tmp_path / "run", config))
+    assert (tmp_path / "run" / "curves.csv").is_file()
+
+
+def test_the_part_is_not_what_the_run_is(tmp_path):
+    one, other = (compose("mse", *SMALL, f"pool={tmp_path}", *x) for x in ((), ("study.part=1/2",)))
+    assert folder_name(one) == folder_name(other)
+    assert folder_name(one) != folder_name(compose("mse", *SMALL, "study.questions=6"))
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        (("study.part=9/8", "pool=x"), "study.part=9/8: use k/n with k from 1 to n"),
+        (("study.part=0/8", "pool=x"), "study.part=0/8: use k/n with k from 1 to n"),
+        (("study.part=half", "pool=x"), "study.part=half: use k/n with k from 1 to n"),
+        (("study.part=''", "pool=x"), "study.part=: use k/n with k from 1 to n"),
+        (("study.part=1/2/3", "pool=x"), "study.part=1/2/3: use k/n with k from 1 to n"),
+        (("study.part=1/2",), "study.part=1/2 with pool=null"),
+        (("study.part=1/2", "pool=x", "target_halfwidth=0.1"), "with target_halfwidth=0.1"),
+    ],
+)
+def test_what_has_no_parts_is_refused(overrides, told):
+    with pytest.raises(ConfigError, match=told):
+        compose("mse", *SMALL, *overrides)
+
+
+def test_an_imported_pool_has_no_parts(tmp_path):
+    (tmp_path / "rollouts.parquet").touch()
+    with pytest.raises(ConfigError, match="study.part=1/2 with pool=.*parquet: an imported pool"):
+        compose("mse", *SMALL, f"pool={tmp_path / 'rollouts.parquet'}", "study.part=1/2")
+
+
+@pytest.mark.slow
+def test_jobs_at_once_leave_a_pool_and_no_run_folder(tmp_path):
+    words = [sys.executable, "-m", "grpo_ustat.mse", *SMALL, "pool=pool"]
+    jobs = [
+        subprocess.Popen(
+            [*words, f"study.part={k}/2"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            text=True, stdout=subprocess.PIPE,
+        )
+        for k in (1, 2)
+    ]  # fmt: skip
+    said = [job.communicate(timeout=300)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert any(text.endswith("without study.part runs the study\n") for text in said)
+    assert not list(tmp_path.glob("outputs/mse/*"))
+    assert contents(tmp_path / "pool") == undivided(tmp_path / "one")

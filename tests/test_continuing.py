@@ -1,0 +1,227 @@
+"""A sweep that is typed again does what is left of it, and refuses what could not go on.
+
+The work of a run is a stand-in that takes no time; tests/test_sweep_kill.py trains.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from grpo_ustat import cli  # noqa: E402
+from grpo_ustat import sweep as status  # noqa: E402
+from grpo_ustat.checks import ConfigError  # noqa: E402
+from grpo_ustat.composing import asked_for  # noqa: E402
+from grpo_ustat.launch import job  # noqa: E402
+from grpo_ustat.runs import history  # noqa: E402
+from grpo_ustat.runs.lock import Lock  # noqa: E402
+
+SWEEP = ("-m", "model=tiny_direct", "max_steps=4", "eval_steps=2")
+
+
+def work(entry, config, folder):
+    """What a run leaves that matters here."""
+    result = folder.result()
+    if result is None or result["steps"] < config.max_steps:
+        with folder.held():
+            folder.open()
+            folder.finish({"steps": config.max_steps, "seconds": 1.0, "final_accuracy": 0.5}
+                          | {"accuracy_low": 0.25, "accuracy_high": 0.75})  # fmt: skip
+    return 0.5
+
+
+@pytest.fixture
+def typed(tmp_path, monkeypatch, capsys):
+    """Type a sweep: exit code, what it printed to the output and to the error stream."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job, "work", work)
+
+    def command(*words):
+        monkeypatch.setattr(sys, "argv", ["train", *SWEEP, *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main("train")
+        return ended.value.code, *capsys.readouterr()
+
+    return command
+
+
+def starts(place):
+    """How often each run was started, by its seed."""
+    return {
+        int(file.parent.name.partition("=")[2]): sum(
+            row["event"] == "start" for row in history.launches(file.parent)
+        )
+        for file in sorted(place.glob(f"outputs/train/*/seed=*/{history.NAME}"))
+    }
+
+
+def run_of(place, seed):
+    (found,) = place.glob(f"outputs/train/*/seed={seed}")
+    return found
+
+
+REFUSED = {
+    "a key that is not in the name": (["save_steps=1,2"], "two runs of the sweep share the folder"),
+    "launch": (["launch.num_processes=1,2"], "share the folder .*launch.num_processes=1 and"),
+    "max_steps": (["max_steps=4,6"], "share the folder .*max_steps=4 and max_steps=6"),
+    "the same twice": (["seed=0,0"], "share the folder .*: they differ in nothing"),
+    "job.num": (["seed=0,1", "hydra.sweep.subdir=${hydra.job.num}"],
+                "hydra.sweep.subdir depends on what only a running job knows"),
+    "job.id": (["seed=0,1", "hydra.sweep.subdir=${hydra.job.id}"],
+               "hydra.sweep.subdir depends on what only a running job knows"),
+    "one folder for all": (["seed=0,1", "hydra.sweep.subdir=x"], "share the folder .*/x"),
+    "a folder elsewhere": (["seed=0,1", "hydra.sweep.subdir=/elsewhere/${seed}"],
+                           "leads to /elsewhere/0, out of hydra.sweep.dir=outputs/train"),
+    "a folder above": (["seed=0,1", "hydra.sweep.subdir=../${seed}"],
+                       "leads to outputs/train/../0, out of hydra.sweep.dir=outputs/train"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words, match", REFUSED.values(), ids=REFUSED)
+def test_what_could_not_go_on_is_refused_in_one_line(typed, tmp_path, words, match):
+    code, out, err = typed(*words)
+    assert (code, out, len(err.splitlines())) == (2, "", 1), err
+    assert err.startswith("error: ") and re.search(match, err)
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_schedule_that_ends_makes_the_number_of_steps_part_of_the_run():
+    found = asked_for("train", [*SWEEP, "schedule=linear", "max_steps=4,6"]).points
+    assert len({point.folder.path for point in found}) == 2
+
+
+def test_a_launcher_without_a_sweep_is_refused():
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    with pytest.raises(ConfigError, match="hydra/launcher=submitit_local .* add -m"):
+        asked_for("train", ["hydra/launcher=submitit_local"])
+
+
+@pytest.mark.slow
+def test_typing_it_again_runs_nothing_and_touches_no_run(typed, tmp_path):
+    code, _, err = typed("seed=0,1,2")
+    assert code == 0 and not err and starts(tmp_path) == {0: 1, 1: 1, 2: 1}
+    files = [file for file in tmp_path.glob("outputs/train/*/**/*") if file.is_file()]
+    before = {file: file.stat().st_mtime_ns for file in files}
+    code, out, err = typed("seed=0,1,2")
+    assert code == 0 and not err and out.count("done already") == 3 and "3 done of 3" in out
+    assert {file: file.stat().st_mtime_ns for file in files} == before
+    assert files == [f for f in tmp_path.glob("outputs/train/*/**/*") if f.is_file()]
+    code, _, _ = typed("seed=0,1,2,3")
+    assert code == 0 and starts(tmp_path) == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+@pytest.mark.slow
+def test_more_steps_continue_every_point(typed, tmp_path):
+    assert typed("seed=0,1")[0] == 0
+    code, out, _ = typed("seed=0,1", "max_steps=6")
+    assert code == 0 and "done already" not in out and starts(tmp_path) == {0: 2, 1: 2}
+    assert out.count("6 steps are asked now") == 2
+    results = [json.loads((run_of(tmp_path, seed) / "result.json").read_text()) for seed in (0, 1)]
+    assert [result["steps"] for result in results] == [6, 6]
+    assert typed("seed=0,1", "max_steps=6")[0] == 0 and starts(tmp_path) == {0: 2, 1: 2}
+
+
+@pytest.mark.slow
+def test_overwriting_runs_every_point_once_a_command(typed, tmp_path):
+    for _ in range(2):
+        assert typed("seed=0,1", "on_existing=overwrite")[0] == 0
+        assert starts(tmp_path) == {0: 1, 1: 1}  # the history too begins again
+        for seed in (0, 1):
+            (run_of(tmp_path, seed) / "figure.old").touch()
+    assert typed("seed=0,1", "on_existing=overwrite")[0] == 0
+    assert not list(tmp_path.glob("outputs/train/*/seed=*/figure.old"))
+
+
+@pytest.mark.slow
+def test_a_point_that_another_process_runs_is_left_to_it(typed, tmp_path):
+    assert typed("seed=0,1,2")[0] == 0
+    path = run_of(tmp_path, 1)
+    (path / "result.json").unlink()
+    (run_of(tmp_path, 2) / "result.json").unlink()
+    lock = Lock(path)
+    lock.take()
+    code, out, err = typed("seed=0,1,2")
+    lock.release()
+    assert code == 1 and starts(tmp_path) == {0: 1, 1: 1, 2: 2}
+    assert f"left to the process that runs it: seed=1, {lock.owner.host}, process" in out
+    assert len(err.splitlines()) == 1 and "did not finish: seed=1" in err
+    assert typed("seed=0,1,2")[0] == 0 and starts(tmp_path) == {0: 1, 1: 2, 2: 2}
+
+
+@pytest.mark.slow
+def test_a_point_that_is_taken_meanwhile_is_not_noted_as_a_failure(typed, tmp_path, monkeypatch):
+    assert typed("seed=0,1")[0] == 0
+    path = run_of(tmp_path, 1)
+    for seed in (0, 1):
+        (run_of(tmp_path, seed) / "result.json").unlink()
+    locks = []
+
+    def taken(entry, config, folder):
+        if config.seed == 0:  # while the first runs, another process begins the second
+            locks.append(Lock(path))
+            locks[0].take()
+        return work(entry, config, folder)
+
+    monkeypatch.setattr(job, "work", taken)
+    before = (path / history.NAME).read_text()
+    code, _, err = typed("seed=0,1")
+    locks[0].release()
+    assert code == 1 and f"{path} is in use by" in err.replace(str(tmp_path) + "/", "", 0)
+    assert (path / history.NAME).read_text() == before
+
+
+def test_a_point_that_failed_is_named_and_tried_again(typed, tmp_path, monkeypatch, capsys):
+    def failing(entry, config, folder):
+        if config.seed == 1:
+            with folder.held():
+                folder.open()
+                raise RuntimeError("CUDA error: an illegal memory access\nwas encountered [1/2]")
+        return work(entry, config, folder)
+
+    monkeypatch.setattr(job, "work", failing)
+    code, out, err = typed("seed=0,1,2")
+    assert code == 1 and starts(tmp_path) == {0: 1, 1: 1, 2: 1}
+    assert "2 done, 1 failed of 3 runs" in out and err.count("RuntimeError: CUDA error") == 1
+    last = "RuntimeError: was encountered [1/2]"
+    assert f"error: did not finish: seed=1 ({run_of(Path(), 1)}): {last}" in err
+    monkeypatch.setattr(sys, "argv", ["sweep", "status", "outputs/train"])
+    status.main()
+    assert f"failed: seed=1: {last}" in capsys.readouterr().out
+    monkeypatch.setattr(job, "work", work)
+    code, out, err = typed("seed=0,1,2")
+    assert code == 0 and not err and starts(tmp_path) == {0: 1, 1: 2, 2: 1}
+    assert f"failed before, again now: seed=1: {last}" in out
+
+
+@pytest.mark.slow
+def test_a_point_that_fails_before_its_folder_is_open_is_noted_once(typed, tmp_path, monkeypatch):
+    def failing(entry, config, folder):
+        raise ValueError("no such device")
+
+    monkeypatch.setattr(job, "work", failing)
+    for count in (1, 2):
+        assert typed("seed=0")[0] == 1
+        rows = history.launches(run_of(tmp_path, 0))
+        assert [row.get("error") for row in rows] == ["ValueError: no such device"] * count
+    monkeypatch.setattr(job, "work", work)
+    assert typed("seed=0")[0] == 0
+
+
+@pytest.mark.slow
+def test_a_done_point_that_fails_in_being_overwritten_fails_the_sweep(typed, monkeypatch):
+    assert typed("seed=0,1")[0] == 0
+
+    def failing(entry, config, folder):
+        if config.seed == 1:
+            raise ValueError("no such device")
+        return work(entry, config, folder)
+
+    monkeypatch.setattr(job, "work", failing)
+    code, _, err = typed("seed=0,1", "on_existing=overwrite")
+    assert code == 1 and "no such device" in err

@@ -1,0 +1,243 @@
+"""How far the runs of a sweep are, read from their folders alone, and the table of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from grpo_ustat import sweep as command  # noqa: E402
+from grpo_ustat.runs import history  # noqa: E402
+from grpo_ustat.runs.lock import Lock  # noqa: E402
+from grpo_ustat.runs.points import Point  # noqa: E402
+from grpo_ustat.runs.sweeps import Entry, note_sweep, sweeps_in  # noqa: E402
+
+RESULT = {
+    "config_hash": "abc", "steps": 4, "seconds": 83.4, "final_accuracy": 0.625,
+    "accuracy_low": 0.5, "accuracy_high": 0.75,
+}  # fmt: skip
+OF_STUDY = {
+    "config_hash": "abc", "cost": {"seconds_generate": 3000.0, "seconds_score": 723.0},
+    "policy": {"accuracy": 0.25, "accuracy_low": 0.125, "accuracy_high": 0.5},
+}  # fmt: skip
+START, END = {"event": "start"}, {"event": "end", "outcome": "done"}
+FAILED = END | {"outcome": "failed", "error": "OutOfMemoryError: tried to allocate 2 GiB"}
+STOPPED = END | {"outcome": "stopped", "reason": "stopped by SIGTERM after step 2; saved"}
+
+
+def folder(path, *rows, result=None, steps=0):
+    path.mkdir(parents=True)
+    for row in rows:
+        history.append(path, row)
+    if result is not None:
+        (path / "result.json").write_text(json.dumps(result))
+    if steps:
+        metrics = "".join(json.dumps({"step": step + 1}) + "\n" for step in range(steps))
+        (path / "metrics.jsonl").write_text(metrics + '{"step": 9')  # a kill tore the last one
+    return path
+
+
+def state(path, config_hash="abc", max_steps=4):
+    return Entry("a=1", path, config_hash, max_steps).state()
+
+
+CASES = {  # name, detail, starts, step
+    "missing": ([], None, 0, ("missing", "", 0, 0)),
+    "done": ([START, END], RESULT, 4, ("done", "", 1, 4)),
+    "done, and started again for nothing": ([START, END, START], RESULT, 4, ("done", "", 2, 4)),
+    "failed": ([START, FAILED], None, 2, ("failed", FAILED["error"], 1, 2)),
+    "failed before it began": ([FAILED], None, 0, ("failed", FAILED["error"], 0, 0)),
+    "failed, then killed": ([START, FAILED, START], None, 2, ("stopped", "killed", 2, 2)),
+    "failed, then done": ([START, FAILED, START, END], RESULT, 4, ("done", "", 2, 4)),
+    "stopped": ([START, STOPPED], None, 2, ("stopped", STOPPED["reason"], 1, 2)),
+    "killed": ([START], None, 3, ("stopped", "killed", 1, 3)),
+    "killed after it went on": (
+        [START, STOPPED, START, {"event": "resumed", "step": 2}], None, 3,
+        ("stopped", "killed", 2, 3),
+    ),
+    "more steps asked": (
+        [START, END], RESULT | {"steps": 2}, 2, ("stopped", "4 steps are asked now", 1, 2)
+    ),
+    "failed to overwrite": ([START, END, FAILED], RESULT, 4, ("failed", FAILED["error"], 1, 4)),
+    "failed to overwrite, then shown": ([START, END, FAILED, END], RESULT, 4, ("done", "", 1, 4)),
+    "refused what another asked": (
+        [START, END, FAILED | {"config_hash": "xyz"}], RESULT, 4, ("done", "", 1, 4)
+    ),
+    "failed without a word": (
+        [START, END, {"event": "end", "outcome": "failed"}], RESULT, 4, ("failed", "", 1, 4)
+    ),
+    "fewer steps asked": (
+        [START, END], RESULT | {"steps": 6}, 6,
+        ("beyond", "6 steps are done, 4 asked: use max_steps=6 or more", 1, 6),
+    ),
+    "another configuration": (
+        [START, END], RESULT | {"config_hash": "xyz"}, 4,
+        ("stopped", "its result is another configuration's", 1, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, result, steps, expected", CASES.values(), ids=CASES)
+def test_every_state_is_read_from_the_folder(tmp_path, rows, result, steps, expected):
+    found = state(folder(tmp_path / "run", *rows, result=result, steps=steps))
+    assert (found.name, found.detail, found.launches, found.step) == expected
+    known = found.name in ("done", "beyond")
+    assert found.steps == 4 and (found.accuracy is not None) is known
+
+
+def test_a_run_is_running_while_a_process_holds_its_folder(tmp_path):
+    path = folder(tmp_path / "run", START, FAILED, START, steps=2)
+    lock = Lock(path)
+    lock.take()
+    found = state(path)
+    assert (found.name, found.step) == ("running", 2)
+    assert str(lock.owner.pid) in found.detail and lock.owner.host in found.detail
+    lock.release()
+    assert state(path).name == "stopped"
+
+
+def test_times_and_accuracies_are_those_of_the_results(tmp_path):
+    found = state(folder(tmp_path / "train", START, END, result=RESULT))
+    assert (found.accuracy, found.low, found.high, found.seconds) == (0.625, 0.5, 0.75, 83.4)
+    found = state(folder(tmp_path / "mse", START, END, result=OF_STUDY), max_steps=None)
+    assert (found.accuracy, found.low, found.high, found.seconds) == (0.25, 0.125, 0.5, 3723.0)
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[]", "3", '{"config_hash": "abc"}',
+                                     '{"config_hash": "abc", "steps": null}',
+                                     '{"config_hash": "abc", "steps": 4}', "\0\0\0\0"])  # fmt: skip
+@pytest.mark.parametrize("config_hash", ["abc", None])
+def test_a_damaged_result_is_none(tmp_path, content, config_hash):
+    path = folder(tmp_path / "run", START, END, steps=4)
+    (path / "result.json").write_text(content)
+    assert state(path, config_hash).name == "stopped"
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\0\0\0", b'{"event": "sta', b"\xff\xfe", b"7\n", b"null", b"{}\n"]
+)
+@pytest.mark.parametrize("result", [None, RESULT])
+def test_a_damaged_history_is_read_as_far_as_it_can_be(tmp_path, damage, result):
+    path = folder(tmp_path / "run", START, FAILED, result=result)
+    with (path / history.NAME).open("ab") as file:
+        file.write(damage)
+    assert state(path).name == "failed" and state(path).launches == 1
+
+
+def shown(capsys, monkeypatch, place):
+    """Exit code, lines printed on 80 columns, lines of errors."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["sweep", "status", str(place)])
+    code = 0
+    try:
+        command.main()
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err.splitlines()
+
+
+def noted(place, entry="train"):
+    """A sweep of six runs, one in each state."""
+    rows = {
+        "done": [START, END], "running": [START], "failed": [START, FAILED],
+        "stopped": [START, STOPPED], "killed": [START], "missing": [],
+    }  # fmt: skip
+    points = []
+    for seed, (name, history_of) in enumerate(rows.items()):
+        path = place / f"tiny-{name}" / f"seed={seed}"
+        if history_of:
+            folder(path, *history_of, result=RESULT if name == "done" else None, steps=2)
+        of = SimpleNamespace(path=path, config_hash="abc")
+        config = SimpleNamespace(max_steps=4)
+        points.append(Point(f"group_size={2**seed} seed={seed}", config, of, place))
+    return note_sweep(entry, points)
+
+
+def test_the_table_of_a_sweep(tmp_path, capsys, monkeypatch):
+    """Looked at: one line a run, the numbers aligned right, nothing cut at 80 columns."""
+    place = tmp_path / "outputs"
+    noted(place)
+    lock = Lock(place / "tiny-running" / "seed=1")
+    lock.take()
+    code, out, err = shown(capsys, monkeypatch, place)
+    lock.release()
+    assert code == 0 and not err and all(len(line) <= 80 for line in out)
+    rows = {line.split()[0]: line.split()[1:] for line in out if line.startswith(" group_size=")}
+    assert {key: words[:4] for key, words in rows.items()} == {
+        "group_size=1": ["seed=0", "done", "4/4", "1"],
+        "group_size=2": ["seed=1", "running", "2/4", "1"],
+        "group_size=4": ["seed=2", "failed", "2/4", "1"],
+        "group_size=8": ["seed=3", "stopped", "2/4", "1"],
+        "group_size=16": ["seed=4", "stopped", "2/4", "1"],
+        "group_size=32": ["seed=5", "missing", "0/4"],
+    }
+    assert rows["group_size=1"][4:] == ["1:23", "0.625", "[0.500,", "0.750]"]
+    text = " ".join(" ".join(out).split())
+    assert "1 done, 1 running, 1 failed, 2 stopped, 1 missing of 6 runs" in text
+    assert f"failed: group_size=4 seed=2: {FAILED['error']}" in text
+    assert f"running: group_size=2 seed=1: {lock.owner.host}, process {lock.owner.pid}" in text
+
+
+def test_runs_that_no_sweep_names_are_shown_too(tmp_path, capsys, monkeypatch):
+    folder(tmp_path / "x" / "seed=0", START, END, result=RESULT)
+    folder(tmp_path / "x" / "seed=1", START, FAILED)
+    code, out, err = shown(capsys, monkeypatch, tmp_path)
+    assert code == 0 and not err
+    states = [line.split()[:2] for line in out if "x/seed=" in line and ":" not in line[:10]]
+    assert states == [["x/seed=0", "done"], ["x/seed=1", "failed"]]
+
+
+def test_runs_that_no_sweep_names_have_a_table_of_their_own_after_the_sweeps(
+    tmp_path, capsys, monkeypatch
+):
+    sweep = noted(tmp_path)
+    names = [str(one.folder) for one in sweep.entries]
+    folder(tmp_path / "by_hand" / "seed=7", START, FAILED)
+    found = sweeps_in(tmp_path)
+    assert [[str(one.folder) for one in each.entries] for each in found] == [
+        names,
+        [str(tmp_path / "by_hand" / "seed=7")],
+    ]
+    assert [one.label for one in found[1].entries] == ["by_hand/seed=7"]
+    assert len(sweeps_in(sweep.file)) == 1
+    code, out, err = shown(capsys, monkeypatch, tmp_path)
+    text = " ".join(" ".join(out).split())
+    assert code == 0 and not err and text.index("of 6 runs") < text.index("by_hand/seed=7 failed")
+    assert "(named by no sweep)" in text and "1 failed of 1 runs" in text
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"entry": "train", "runs": [3]}',
+                                    '{"entry": "train", "runs": [{"folder": "x"}]}'])  # fmt: skip
+def test_a_damaged_sweep_file_is_one_line(tmp_path, capsys, monkeypatch, damage):
+    sweep = noted(tmp_path)
+    sweep.file.write_text(damage)
+    code, out, err = shown(capsys, monkeypatch, tmp_path)
+    assert code == 2 and len(err) == 1
+    assert f"{sweep.file} is not a sweep's file, or damaged" in err[0]
+
+
+@pytest.mark.parametrize("name", ["empty", "nowhere"])
+def test_a_folder_with_nothing_of_ours_is_one_line(tmp_path, capsys, monkeypatch, name):
+    (tmp_path / "empty").mkdir()
+    code, out, err = shown(capsys, monkeypatch, tmp_path / name)
+    assert code == 2 and not out and len(err) == 1 and "holds no sweep and no run" in err[0]
+
+
+def test_the_command_needs_neither_torch_nor_hydra(tmp_path):
+    noted(tmp_path)
+    script = (
+        "import sys\n"
+        f"sys.argv = ['sweep', 'status', {str(tmp_path)!r}]\n"
+        "from grpo_ustat.sweep import main\n"
+        "main()\n"
+        "print({'torch', 'hydra', 'transformers', 'datasets'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "set()", done.stderr

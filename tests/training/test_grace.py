@@ -1,0 +1,58 @@
+"""What is said of the time that a stop takes, and when that is a warning."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_ustat import slurm
+from grpo_ustat.ranks import PARENT
+from grpo_ustat.training.grace import tell_grace
+
+PARENTS, PREEMPTED = "s to ranks (launch.grace_seconds)", "s after a preemption (GraceTime)"
+CANCELLED = "s after scancel (KillWait)"
+# Under a parent that grants 20 s; GraceTime; KillWait; what is said; beyond which steps are lost
+CASES = {
+    "nobody sets a limit": (False, None, None, None, None),
+    "no preemption, and SLURM's default": (False, 0.0, None, None, None),
+    "a parent": (True, None, None, f"20 {PARENTS}", 20),
+    "a parent, SLURM's default": (True, 0.0, None, f"20 {PARENTS}", 20),
+    "preemption": (False, 15.0, None, f"15 {PREEMPTED}", 15),
+    "a parent, shorter preemption": (True, 15.0, None, f"20 {PARENTS}, 15 {PREEMPTED}", 15),
+    "a parent, longer preemption": (True, 60.0, None, f"20 {PARENTS}, 60 {PREEMPTED}", 20),
+    "cancelled": (False, None, 5.0, f"5 {CANCELLED}", None),
+    "cancelled, SLURM's default": (False, 0.0, 30.0, f"30 {CANCELLED}", None),
+    "cancelled at once": (False, None, 0.0, f"0 {CANCELLED}", None),
+    "a parent, cancelled": (True, None, 5.0, f"20 {PARENTS}, 5 {CANCELLED}", 20),
+    "a parent, cancelled, SLURM's default": (True, 0.0, 5.0, f"20 {PARENTS}, 5 {CANCELLED}", 20),
+    "preempted, cancelled": (False, 15.0, 5.0, f"15 {PREEMPTED}, 5 {CANCELLED}", 15),
+    "all": (True, 15.0, 5.5, f"20 {PARENTS}, 15 {PREEMPTED}, 5.5 {CANCELLED}", 15),
+}
+
+
+@pytest.mark.parametrize("parent, preempted, killed, said, limit", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("step, save", [(4.0, 2.0), (11.5, 3.5), (11.5, 3.6), (9.0, 90.0)])
+def test_what_is_granted_is_said_and_warned_of_where_steps_would_be_lost(
+    monkeypatch, capsys, parent, preempted, killed, said, limit, step, save
+):
+    """Up to 15.0 s fit into 15 s, 15.1 s do not."""
+    monkeypatch.delenv(PARENT, raising=False)
+    if parent:
+        monkeypatch.setenv(PARENT, "1")
+    monkeypatch.setattr(slurm, "grace", lambda: slurm.Grace(preempted, killed))
+    tell_grace(step, save, 20)
+    out, err = capsys.readouterr()
+    if said is None:
+        assert (out, err) == ("", "")
+        return
+    text = f"a stop takes up to a step ({step:.1f} s) and a save ({save:.1f} s); granted are {said}"
+    lost = limit is not None and step + save > limit
+    loss = ": a kill loses the steps since the last checkpoint, so lower save_steps"
+    assert (out, err) == ("", f"warning: {text}{loss}\n" if lost else f"{text}\n")
+
+
+def test_slurm_is_not_asked_outside_of_it(monkeypatch, capsys):
+    for name in (PARENT, "SLURM_JOB_PARTITION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(slurm, "_asked", lambda *words: pytest.fail(f"asked {words}"))
+    tell_grace(1000.0, 1000.0, 1)
+    assert capsys.readouterr() == ("", "")
