@@ -148,7 +148,7 @@ def asked_for(entry: str, arguments: list[str]) -> Asked:
         sweep = words.multirun or node.mode is RunMode.MULTIRUN
         _check_way(node, sweep)
         lists = _swept(node.sweeper.get("params") or {}, overrides) if sweep else [overrides]
-        points = [_point(name, schema, words, point, sweep) for words, point in _named(lists)]
+        points = [_point(name, schema, label, one, sweep) for label, one in _named(lists)]
     for point in points:
         check_trust(point.config, words.overrides)
         _check_tasks(node, point.config)
@@ -258,7 +258,7 @@ def _named(lists: list[list[str]]) -> list[tuple[str, list[str]]]:
     return [(" ".join(x for x in point if x not in shared), point) for point in lists]
 
 
-def _point(name: str, schema: type, words: str, overrides: list[str], sweep: bool) -> Point:
+def _point(name: str, schema: type, label: str, overrides: list[str], sweep: bool) -> Point:
     config, node = _composed(name, schema, overrides)
     path = _output_folder(node, sweep)
     folder = RunFolder(path, config) if path else None
@@ -268,7 +268,7 @@ def _point(name: str, schema: type, words: str, overrides: list[str], sweep: boo
     if folder and world() == 1 and not (sweep or looks):
         folder.check_free()
     of_sweep = Path(node.sweep.dir) if sweep else None
-    return Point(words, config, folder, of_sweep, tuple(overrides))
+    return Point(label, config, folder, of_sweep, tuple(overrides))
 
 
 def _output_folder(hydra_node: DictConfig, sweep: bool) -> Path | None:

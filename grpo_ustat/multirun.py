@@ -105,7 +105,8 @@ def _tell_failure(folder: RunFolder, error: BaseException, before: list[dict]) -
     """Print it on the rank that it is of, and note it once."""
     if isinstance(error, (*REFUSALS, SystemExit)):
         if is_main() or not isinstance(error, RefusedByRank):
-            print(f"error: {folder.path}: {error}", file=sys.stderr)
+            text = str(error).removeprefix("error: ")
+            print(f"error: {folder.path}: {text}", file=sys.stderr)
     else:
         traceback.print_exc()
     if is_main() and peek(folder.path) is None:
@@ -116,13 +117,20 @@ def _launch(entry: str, asked: Asked, todo: list[Point]) -> None:
     """Start the runs, here one after the other or where the launcher brings them."""
     with initialized(entry):
         node = hydra_node(asked.name, asked.overrides)
-        launcher = _launcher(node, Job(entry, tuple(asked.overrides)))
-        if "SlurmLauncher" in node.hydra.launcher._target_:
-            _submit(launcher, todo, node.hydra.launcher.submitit_folder)
-            return
-        here = node.hydra.runtime.choices["hydra/launcher"] == "basic"
-        with StopRequest() if here else nullcontext():  # who only waits ends at once
-            _start(launcher, todo)
+        callbacks = Callbacks(node)
+        launcher = _launcher(node, Job(entry, tuple(asked.overrides)), callbacks)
+        callbacks.on_multirun_start(config=node, config_name=asked.name)
+        _through(launcher, node, todo)
+        callbacks.on_multirun_end(config=node, config_name=asked.name)
+
+
+def _through(launcher: Launcher, node: DictConfig, todo: list[Point]) -> None:
+    if "SlurmLauncher" in node.hydra.launcher._target_:
+        _submit(launcher, todo, node.hydra.launcher.submitit_folder)
+        return
+    here = node.hydra.runtime.choices["hydra/launcher"] == "basic"
+    with StopRequest() if here else nullcontext():  # who only waits ends at once
+        _start(launcher, todo)
 
 
 def _submit(launcher: Launcher, todo: list[Point], files: str) -> None:
@@ -156,10 +164,10 @@ def _start(launcher: Launcher, todo: list[Point]) -> bool:
     return True
 
 
-def _launcher(node: DictConfig, job: Job) -> Launcher:
+def _launcher(node: DictConfig, job: Job, callbacks: Callbacks) -> Launcher:
     loader = GlobalHydra.instance().config_loader()
     return Plugins.instance().instantiate_launcher(
-        hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks(node)),
+        hydra_context=HydraContext(config_loader=loader, callbacks=callbacks),
         task_function=job,
         config=node,
     )

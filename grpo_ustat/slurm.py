@@ -108,11 +108,6 @@ def is_task_of_several() -> bool:
     return int(of_step) > 1 and of_step == os.environ.get("SLURM_NTASKS")
 
 
-def state() -> str | None:
-    """JobState of this job; None, said in one line, where SLURM does not tell."""
-    return _job().get("JobState")
-
-
 def ends() -> Ending:
     """What becomes of this job when this process ends now, after a signal to stop.
 

@@ -225,3 +225,32 @@ def test_a_done_point_that_fails_in_being_overwritten_fails_the_sweep(typed, mon
     monkeypatch.setattr(job, "work", failing)
     code, _, err = typed("seed=0,1", "on_existing=overwrite")
     assert code == 1 and "no such device" in err
+
+
+def test_a_rank_that_lost_another_is_told_and_noted_as_an_error_once(typed, tmp_path, monkeypatch):
+    def losing(entry, config, folder):
+        with folder.held():
+            folder.open()
+            raise SystemExit("error: rank 0 of 2 lost another rank")
+
+    monkeypatch.setattr(job, "work", losing)
+    code, _, err = typed("seed=0,1")
+    assert code == 1 and f"error: {run_of(tmp_path, 1)}: rank 0 of 2 lost another rank" in err
+    assert history.launches(run_of(tmp_path, 1))[-1]["error"] == "rank 0 of 2 lost another rank"
+
+
+class Told:
+    """A Hydra callback."""
+
+    events = []
+
+    def __getattr__(self, name):
+        return lambda config, **_: self.events.append(name)
+
+
+def test_callbacks_of_hydra_are_told_of_the_sweep_and_of_its_runs(typed, monkeypatch):
+    monkeypatch.setattr(Told, "events", [])
+    monkeypatch.setitem(sys.modules, "told", sys.modules[__name__])
+    assert typed("seed=0,1", "+hydra.callbacks.told._target_=told.Told")[0] == 0
+    job = ["on_job_start", "on_job_end"]
+    assert Told.events == ["on_multirun_start", *job, *job, "on_multirun_end"]

@@ -54,7 +54,8 @@ def ending(error: BaseException | None) -> dict[str, Any]:
 
 def last_line(error: BaseException) -> str:
     """What to say of an error in a table; of those that are not ours, their name too."""
-    name, lines = type(error).__name__, str(error).strip().splitlines()
+    name = type(error).__name__
+    lines = str(error).removeprefix("error: ").strip().splitlines()
     ours = type(error).__module__.startswith("grpo_ustat.")
     if lines and (ours or isinstance(error, FloatingPointError | SystemExit)):
         return lines[-1]

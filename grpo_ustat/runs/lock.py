@@ -154,22 +154,18 @@ class Lock:
             return False
         return self in _OWN
 
-    def release(self) -> bool:
-        """Remove the lock; returns whether it was still this process's, of which a fork is none."""
+    def release(self) -> None:
+        """Remove the lock if it is still this process's, of which a fork is none."""
         if self not in _OWN:
-            return False
+            return
         _OWN.discard(self)
         self._released.set()
         try:
-            self.check()
-            self.path.unlink()
-        except Held:
-            return False
-        except OSError:  # it ends with the descriptor all the same
-            pass
+            with suppress(Held, OSError):  # it ends with the descriptor all the same
+                self.check()
+                self.path.unlink()
         finally:
             os.close(self._descriptor)
-        return True
 
     def _live(self) -> None:
         with suppress(Held):

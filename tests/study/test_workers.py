@@ -153,7 +153,8 @@ def test_ranks_do_what_local_workers_do(launcher, tmp_path):
     assert [tuple(pair) for pair in json.loads(out)] == two
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["spent"]["rollouts"], result["spent"]["tokens"]) == (7, 21)
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {".hydra", "code.json", "result.json"}
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {".hydra", "code.json", "launches.jsonl", "result.json"}
 
 
 @pytest.mark.slow
