@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.baselines import BASELINES, own_rules
 from grpo_ustat.estimators.baselines import check_options as options_of
 from grpo_ustat.estimators.baselines import check_shape as shape_of
 
@@ -53,6 +53,16 @@ def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
     """The value is one of those known."""
     if value not in known:
         raise ConfigError(f"unknown {key} {value!r}: choose from {', '.join(known)}")
+
+
+def check_rule(key: str, name: str) -> None:
+    """The baseline is one of ours, or one that an installed package offers and that loads."""
+    one_of(key, name, tuple(dict.fromkeys([*BASELINES, *sorted(own_rules())])))
+    try:
+        BASELINES[name]
+    except Exception as error:  # the package's own
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{key}={name} cannot be loaded: {said}") from error
 
 
 def check_group_size(baseline: str, group_size: int) -> None:

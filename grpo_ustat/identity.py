@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_ustat.checks import adapter_base, model_folder
 from grpo_ustat.data_config import FILES, REWARDS, TASKS, module_file
+from grpo_ustat.estimators.baselines import OWN, own_rules
 from grpo_ustat.train_checks import ENDING
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
@@ -50,8 +51,9 @@ def identity(config: Any) -> dict[str, Any]:
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
     keys |= {"weights": weights_fingerprint(config.model.model_name_or_path)}
-    data = data_fingerprint(config.dataset)
-    return keys if data is None else keys | {"data": data}
+    data, rules = data_fingerprint(config.dataset), rules_fingerprint(config)
+    keys |= {} if data is None else {"data": data}
+    return keys | ({} if rules is None else {"own_rules": rules})
 
 
 def choices(keys: dict[str, Any]) -> dict[str, Any]:
@@ -113,6 +115,13 @@ def data_fingerprint(dataset: Any) -> str | None:
     for group, name in ((TASKS, dataset.kind == "own" and dataset.name), (REWARDS, dataset.reward)):
         if name:
             files.append(module_file(group, name))
+    return _content(files).hexdigest()[:12] if files else None
+
+
+def rules_fingerprint(config: Any) -> str | None:
+    """A hash of the modules of baselines that installed packages offer; None where none is used."""
+    used = getattr(config, "baselines", None) or [config.baseline.name]
+    files = [module_file(OWN, name) for name in sorted(own_rules() & set(used))]
     return _content(files).hexdigest()[:12] if files else None
 
 

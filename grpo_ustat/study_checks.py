@@ -9,6 +9,7 @@ from grpo_ustat.checks import (
     ConfigError,
     check_group_size,
     check_options,
+    check_rule,
     check_shape,
     distinct,
     one_of,
@@ -44,7 +45,7 @@ def check_study(config: MseConfig) -> None:
     distinct("group_sizes", config.group_sizes)
     distinct("study.methods", config.study.methods)
     for name in config.baselines:
-        one_of("baselines", name, tuple(BASELINES))
+        check_rule("baselines", name)
         _check_rule(config, name)
         for size in config.group_sizes:
             check_group_size(name, size)

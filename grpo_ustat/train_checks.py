@@ -9,6 +9,7 @@ from grpo_ustat.checks import (
     ConfigError,
     check_group_size,
     check_options,
+    check_rule,
     check_shape,
     distinct,
     one_of,
@@ -35,7 +36,7 @@ def check_train(config: TrainConfig) -> None:
     Raises:
         ConfigError: naming the values and the fix.
     """
-    one_of("baseline.name", config.baseline.name, tuple(BASELINES))
+    check_rule("baseline.name", config.baseline.name)
     check_options(config.baseline, "baseline.options")
     positive(config, "group_size", "learning_rate", "max_steps", "eval_steps", "save_steps")
     positive(config, "micro_batch_tokens")

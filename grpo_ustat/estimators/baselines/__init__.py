@@ -43,13 +43,16 @@ from grpo_ustat.estimators.baselines.prompt_only import (
 )
 from grpo_ustat.estimators.baselines.registry import (
     BASELINES,
+    OWN,
     advantages,
     check_options,
     check_shape,
+    own_rules,
 )
 
 __all__ = [
     "BASELINES",
+    "OWN",
     "Baseline",
     "advantages",
     "batch_std",
@@ -69,6 +72,7 @@ __all__ = [
     "opo_self",
     "optimal",
     "oracle",
+    "own_rules",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",

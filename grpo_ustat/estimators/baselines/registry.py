@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 
 import numpy as np
 
@@ -15,8 +16,19 @@ _WHOLE_BATCH = {"unbiased": False, "couples_prompts": True}
 _LENGTHS = frozenset({"lengths_PG"})
 _EPSILON = ("epsilon",)
 
-BASELINES = {
-    rule.name: rule
+OWN = "grpo_ustat.baselines"  # the group of entry points, each a `Baseline` of the same name
+
+
+class _Rules(dict[str, Baseline]):
+    """Rules by name; one of an installed package joins when it is first asked for."""
+
+    def __missing__(self, name: str) -> Baseline:
+        self[name] = _own(name)
+        return self[name]
+
+
+BASELINES = _Rules(
+    (rule.name, rule)
     for rule in (
         Baseline("none", prompt_only.none, **_PROMPT_ONLY),
         Baseline("leave_one_out", group.leave_one_out, unbiased=True, min_group_size=2),
@@ -66,7 +78,30 @@ BASELINES = {
             of_memory=("rho_min", "rho_max", "half_distance"),
         ),
     )
-}  # fmt: skip
+)  # fmt: skip
+
+
+_OURS = frozenset(BASELINES)
+
+
+def own_rules() -> set[str]:
+    """Names of the rules that installed packages offer; ours cannot be replaced."""
+    return entry_points(group=OWN).names - _OURS
+
+
+def _own(name: str) -> Baseline:
+    """A rule of an installed package.
+
+    Raises:
+        KeyError: none is called so.
+        TypeError: it is no `Baseline` of that name.
+    """
+    rule = entry_points(group=OWN)[name].load()
+    if not isinstance(rule, Baseline) or rule.name != name:
+        raise TypeError(
+            f"entry point {name} of {OWN} is {rule!r:.80}: it must be a Baseline of name {name!r}"
+        )
+    return rule
 
 
 def advantages(
