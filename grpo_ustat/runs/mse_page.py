@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_ustat.runs.contents import Contents
 from grpo_ustat.runs.page import Cell, Table, as_cell
-from grpo_ustat.runs.train_page import rows_table
+from grpo_ustat.runs.train_page import rows_table, with_interval
 
 QUANTITIES = {  # of the scaling law and of Assumption 2
     "c1": "C1", "c2": "C2", "c3": "C3",
@@ -104,9 +104,10 @@ def mse_tables(run: Contents) -> list[Table]:
 
 def _curves(rows: list[dict[str, Any]]) -> Table:
     """A row for every point; what is the same of all rows is said once, below them."""
+    rows = [row | {"mse": with_interval(row, "mse"), "low": None, "high": None} for row in rows]
     keep = {"baseline", "group_size", "mse"}
     same = [key for key in rows[0] if key not in keep and len({row[key] for row in rows}) == 1]
     said = [f"{key.replace('_', ' ')}: {rows[0][key]}" for key in same if rows[0][key] is not None]
     shown = [{key: value for key, value in row.items() if key not in same} for row in rows]
-    note = f"Of all rows: {'; '.join(said)}. low, high: 95 % intervals."
+    note = f"Of all rows: {'; '.join(said)}. In brackets: 95 % intervals."
     return rows_table("Mean squared error of the gradient", shown, note)

@@ -221,11 +221,12 @@ def sort_value(cell: Cell) -> float | None:
     >>> sort_value("2024-11-22"), sort_value("tiny"), sort_value(None)
     (None, None, None)
     """
+    if cell is None or isinstance(cell, bool):
+        return None
     if isinstance(cell, str):
         found = NUMBER.match(cell.strip())
         return float(found[0]) if found else None
-    value = math.nan if cell is None else float(cell)
-    return value if math.isfinite(value) else None
+    return float(cell) if math.isfinite(cell) else None
 
 
 # Control characters, and those that turn the direction of the text around them.
