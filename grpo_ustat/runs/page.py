@@ -149,7 +149,7 @@ def render(page: Page) -> str:
     style = _asset("page.css").replace("/* dark colours of figures */", dark)
     script = _asset("page.js")
     difference = [difference_table(page.difference)] if page.difference else []
-    return _template().render(
+    text = _template().render(
         page=page,
         policy=_policy(style, script),
         style=Markup(style),
@@ -160,6 +160,7 @@ def render(page: Page) -> str:
         completions=Markup(completions_json(page.completions)) if page.completions else None,
         configuration=_yaml(page.configuration) if page.configuration else None,
     )
+    return text.encode("ascii", "xmlcharrefreplace").decode()  # the same in every encoding
 
 
 def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
