@@ -36,9 +36,10 @@ def mse_answer(run: Contents) -> str:
 
 
 def _best_size(scaling: dict[str, Any]) -> str:
-    if scaling["gstar_low"] is None:
+    best = [scaling[f"gstar{end}"] for end in ("", "_low", "_high")]
+    if None in best:
         return "The best group size G* has no finite interval"
-    numbers = "{gstar:.1f} [{gstar_low:.1f}, {gstar_high:.1f}]".format(**scaling)
+    numbers = "{:.1f} [{:.1f}, {:.1f}]".format(*best)
     return f"At a fixed number of rollouts GRPO's best group size is G* = {numbers}"
 
 
@@ -62,12 +63,13 @@ def _questions_scored(run: Contents) -> int:
 
 def mse_facts(run: Contents) -> list[tuple[str, Cell]]:
     """Settings and cost."""
-    result, value = run.result or {}, run.value
+    if run.result is None:
+        return []
+    result, value = run.result, run.value
     policy, metric, cost = (result.get(key) or {} for key in ("policy", "metric", "cost"))
-    accuracy = "{accuracy:.3f} [{accuracy_low:.3f}, {accuracy_high:.3f}]".format(**policy)
     unjudged = sum(cost.get(key, 0) for key in ("judge_timeouts", "judge_failures"))
     return [
-        ("Accuracy of the policy", accuracy),
+        ("Accuracy of the policy", with_interval(policy, "accuracy", "accuracy_")),
         ("Mean length", f"{policy['mean_length']:.1f} tokens"),
         ("Questions", as_cell(result.get("questions"))),
         ("Completions a question", as_cell(result.get("pool_completions"))),
@@ -79,7 +81,7 @@ def mse_facts(run: Contents) -> list[tuple[str, Cell]]:
         ("Rollouts in all", as_cell(cost.get("rollouts"))),
         ("Tokens sampled", as_cell(cost.get("tokens"))),
         ("Answers not judged", unjudged),
-    ] if result else []  # fmt: skip
+    ]  # fmt: skip
 
 
 def mse_tables(run: Contents) -> list[Table]:

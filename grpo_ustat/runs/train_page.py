@@ -104,9 +104,9 @@ def _evaluated(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_interval(row: dict[str, Any], key: str) -> str | None:
-    """A number with the interval in `low` and `high` after it."""
-    value, *ends = (row.get(name) for name in (key, "low", "high"))
+def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None:
+    """A number with its interval after it, in `<prefix>low` and `<prefix>high`."""
+    value, *ends = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
     if not isinstance(value, int | float):
         return None
     if None in ends:

@@ -21,6 +21,7 @@ from grpo_ustat.runs.figures import mse_figure, scaling_figure
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.run_page import leave_page
 from grpo_ustat.runs.summary import mse_tables, write_csv
+from grpo_ustat.signals import Stopped
 from grpo_ustat.study.closed_form import ClosedForm, closed_form
 from grpo_ustat.study.imported import import_pool
 from grpo_ustat.study.monte_carlo import monte_carlo
@@ -77,7 +78,12 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
 
 def _made(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
     on_main(folder.open)
-    result = study(config, folder.path)
+    try:
+        result = study(config, folder.path)
+    except Stopped:
+        if is_main():
+            leave_page(folder)
+        raise
     write_csv(folder, "curves.csv", result["curves"])
     if is_main():
         mse_figure(folder.path, result, config)
