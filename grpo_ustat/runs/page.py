@@ -164,10 +164,17 @@ def render(page: Page) -> str:
 
 
 def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row for every run, a column for every key whose values differ."""
-    runs = dict.fromkeys(run for values in difference.values() for run in values)
-    rows = [[run, *(as_cell(values.get(run)) for values in difference.values())] for run in runs]
-    return Table("What differs between the runs", ["run", *difference], rows)
+    """A row for every run and a column for every key whose values differ; or the other way round,
+    where there are more keys than runs.
+    """
+    runs = list(dict.fromkeys(run for values in difference.values() for run in values))
+    rows = [
+        [key, *(as_cell(values.get(run)) for run in runs)] for key, values in difference.items()
+    ]
+    columns = ["key", *runs]
+    if len(rows) <= len(runs):
+        columns, *rows = map(list, zip(["run", *runs], *rows, strict=True))
+    return Table("What differs between the runs", columns, rows)
 
 
 def as_cell(value: Any) -> Cell:
@@ -204,7 +211,7 @@ def cell_text(cell: Cell) -> str:
     >>> cell_text(0.123456), cell_text(12), cell_text(True), cell_text(None)
     ('0.1235', '12', 'yes', '–')
     """
-    if cell is None or cell == "":
+    if cell in (None, "", "-"):
         return MISSING
     if isinstance(cell, bool):
         return "yes" if cell else "no"

@@ -240,8 +240,8 @@ def test_columns_of_numbers_stand_right():
 
 
 def test_missing_is_said_and_numbers_are_short():
-    assert [cell_text(x) for x in (None, "", 1 / 3, 10**6, False)] == [
-        "–", "–", "0.3333", "1000000", "no",
+    assert [cell_text(x) for x in (None, "", "-", 1 / 3, 10**6, False)] == [
+        "–", "–", "–", "0.3333", "1000000", "no",
     ]  # fmt: skip
 
 
@@ -258,6 +258,9 @@ def test_only_what_differs_is_shown_and_every_run_is():
     assert table.rows == [
         ["a", "x", "[1, 2]", None], ["b", "y", "[1]", None], ["c", "y", "[1, 2]", "n"],
     ]  # fmt: skip
+    few = difference_table({key: {"a": 1, "b": key} for key in "xyz"})
+    assert list(few.columns) == ["key", "a", "b"]
+    assert few.rows == [["x", 1, "x"], ["y", 1, "y"], ["z", 1, "z"]]
 
 
 def test_the_configuration_can_be_read_back():
