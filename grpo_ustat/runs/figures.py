@@ -29,7 +29,11 @@ OTHER_COLOURS = (  # Tol's muted scheme
 )  # fmt: skip
 OTHER_MARKERS = "^PX<>*pd"
 LINES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
-FONTS = {"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 10}
+FONTS = {
+    "pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 10,
+    "svg.hashsalt": "grpo_ustat",  # the same numbers make the same file
+}  # fmt: skip
+UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
 
 
 def mse_figure(folder: Path, result: dict[str, Any], config: MseConfig) -> None:
@@ -207,8 +211,8 @@ def _panel(axes, rows: list[dict[str, Any]], config: MseConfig) -> None:
 
 
 def _save(figure, folder: Path, name: str) -> None:
-    for suffix in ("pdf", "svg", "png"):
-        figure.savefig(folder / f"{name}.{suffix}", dpi=150)
+    for suffix, metadata in UNDATED.items():
+        figure.savefig(folder / f"{name}.{suffix}", dpi=150, metadata=metadata)
     plt.close(figure)
 
 
