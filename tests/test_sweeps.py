@@ -19,9 +19,9 @@ from grpo_ustat import cli
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.composing import asked_for
 from grpo_ustat.launch import job
+from grpo_ustat.reports.accuracy import accuracy_cells, difference, notes
 from grpo_ustat.runs.cost import cost, model_size, total
 from grpo_ustat.runs.cost_table import show_costs
-from grpo_ustat.runs.joint import accuracy_cells, difference, notes
 
 SIZES = [4, 8, 16, 32, 64, 128]
 SEEDS = [0, 1, 2, 3, 4]

@@ -78,7 +78,7 @@ def _made(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
     result = study(config, folder.path)
     write_csv(folder, "curves.csv", result["curves"])
     if is_main():
-        mse_figure(folder.path, result, config)
+        mse_figure(folder.path, result)
         scaling_figure(folder.path, result)
     folder.finish(result)
     return result
