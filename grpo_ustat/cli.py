@@ -57,11 +57,27 @@ def main(entry: str) -> None:
 
 def report() -> None:
     """Compose `conf/report.yaml`, check it, and report the runs that it names."""
+    sys.argv[1:] = map(quoted, sys.argv[1:])
     try:
         composed_alone("report", sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="report")(_report)()
     except ConfigError as error:
         _refuse(error)
+
+
+def quoted(word: str) -> str:
+    """`runs=` with its folders in quotes, which Hydra needs where their names hold `=`.
+
+    >>> quoted("runs=a/seed=0"), quoted("runs=[a/seed=0,b]"), quoted("name=x")
+    ("runs='a/seed=0'", "runs=['a/seed=0','b']", 'name=x')
+    """
+    key, _, value = word.partition("=")
+    if key != "runs" or not value or "'" in value or '"' in value:
+        return word
+    if value[0] == "[" and value[-1] == "]":
+        inside = [f"'{x.strip()}'" for x in value[1:-1].split(",") if x.strip()]
+        return f"runs=[{','.join(inside)}]"
+    return f"runs='{value}'"
 
 
 def _report(node: DictConfig) -> None:

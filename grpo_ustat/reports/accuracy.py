@@ -15,8 +15,6 @@ import numpy as np
 from grpo_ustat.estimators.intervals import (
     LEVEL,
     Interval,
-    clustered_mean,
-    paired_difference,
     t_interval,
 )
 from grpo_ustat.reports.found import Run
@@ -107,14 +105,15 @@ def _mean(runs: dict[int, dict[str, Any]], key: str) -> float:
 def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
     """Mean accuracy of runs by seed, with its interval.
 
-    >>> runs = {seed: {"accuracy": x} for seed, x in enumerate((0.5, 0.6, 0.7))}
+    >>> runs = {seed: {"accuracy": x, "n": 500} for seed, x in enumerate((0.5, 0.6, 0.7))}
     >>> [round(x, 3) for x in over_seeds(runs)]  # t_2 = 4.303 times 0.1 / sqrt(3)
     [0.6, 0.352, 0.848]
     """
     if len(runs) == 1:
         (run,) = runs.values()
         return Interval(run["accuracy"], run["low"], run["high"])
-    return clustered_mean(np.array([[run["accuracy"]] for run in runs.values()]))
+    found = _of_shares([run["accuracy"] for run in runs.values()], _grain(runs), LEVEL)
+    return Interval(*(min(max(x, 0.0), 1.0) for x in found))
 
 
 def difference(
@@ -123,13 +122,29 @@ def difference(
     """Accuracy less the best one, see `accuracy_cells`; None where too few seeds are shared."""
     shared = sorted(runs.keys() & best.keys())
     if len(shared) > 1:
-        mine, its = (np.array([x[seed]["accuracy"] for seed in shared]) for x in (runs, best))
-        return paired_difference(mine, its, level)
+        changes = [runs[seed]["accuracy"] - best[seed]["accuracy"] for seed in shared]
+        return _of_shares(changes, _grain(runs) + _grain(best), level)
     if len(runs) > 1 or len(best) > 1:
         return None
     (mine,), (its,) = runs.values(), best.values()
     variance = sum(((x["high"] - x["low"]) / 2 / 1.96) ** 2 for x in (mine, its))
     return t_interval(mine["accuracy"] - its["accuracy"], variance, math.inf, level)
+
+
+def _grain(runs: dict[int, dict[str, Any]]) -> float:
+    """Variance of what lies between the multiples of 1/n that accuracies are: 1 / (12 n^2)."""
+    return 1 / (12 * min(run["n"] for run in runs.values()) ** 2)
+
+
+def _of_shares(values: Sequence[float], grain: float, level: float) -> Interval:
+    """Mean and t interval. Few values of few questions are often all alike, which no variance of 0
+    explains: it is never taken to be less than that of their rounding.
+
+    >>> [round(x, 3) for x in _of_shares([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
+    [0.3, 0.288, 0.312]
+    """
+    variance = max(np.var(values, ddof=1), grain) / len(values)
+    return t_interval(float(np.mean(values)), float(variance), len(values) - 1, level)
 
 
 def accuracy_sheet(cells: Sequence[Cell], data: Sequence[Cell]) -> Sheet:
@@ -146,7 +161,7 @@ def accuracy_sheet(cells: Sequence[Cell], data: Sequence[Cell]) -> Sheet:
         title="Held-out accuracy",
         columns=["", *_sizes(cells)],
         rows=_grid(cells, lambda c: heads[c["series"], c["rollouts"], c["step"]]),
-        notes=notes(cells, ("*", "~"), "the G of a row"),
+        notes=[*notes(cells, ("*", "~"), "the G of a row"), OVER],
         data=data,
         figure=True,
     )
@@ -163,7 +178,7 @@ def budget_sheet(cells: Sequence[Cell]) -> Sheet:
         title="Held-out accuracy by rollouts a step (n) and group size (G)",
         columns=["", *_sizes(cells)],
         rows=_grid(cells, lambda c: f"{_series(c['series'], c['rollouts'])}\nstep {c['step']}"),
-        notes=notes(cells, ("*", "~"), "the (n, G) of a series"),
+        notes=[*notes(cells, ("*", "~"), "the (n, G) of a series"), OVER],
         data=cells,
     )
 
@@ -174,6 +189,12 @@ def _series(series: str, rollouts: int, *_: Any) -> str:
 
 def _sizes(cells: Sequence[Cell]) -> list[str]:
     return [f"G = {size}" for size in sorted({cell["group_size"] for cell in cells})]
+
+
+OVER = (
+    "s: over seeds, given the questions; q: over questions, given the seeds, the mean of the runs' "
+    "own, which is not too short."
+)
 
 
 def _grid(cells: Sequence[Cell], head) -> list[list[str]]:
@@ -222,9 +243,7 @@ def _over(cells: Sequence[Cell]) -> str:
         return f"{alone})"
     several = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     seeds = f"over seeds ({several}), given the questions"
-    both = "; q: over questions, given the seeds, the mean of the runs' own (not too short)"
-    told = f"{seeds}; {alone}: G = {', '.join(map(str, one))})" if one else seeds
-    return f"{told}{both}"
+    return f"{seeds}; {alone}: G = {', '.join(map(str, one))})" if one else seeds
 
 
 def _pairing(cells: Sequence[Cell]) -> str:

@@ -100,14 +100,15 @@ def scaling_sheet(studies: Sequence[Run], asked: Sequence[str]) -> Sheet:
         studies: finished ones.
         asked: keys that tell them apart.
     """
-    columns = ["policy", "accuracy", "corr(q, Z)", "A_V - A_0", "GRPO passes vanilla at G", "G*"]
+    columns = ["policy", "accuracy", "corr(q, Z)", "A_V - A_0", "crossover G", "G*"]
     return Sheet(
         name="fixed_n",
         title="At a fixed number n = B G of rollouts: n MSE = G C1 + C2 + C3/(G - 1)",
-        columns=[*columns, "best G dividing 1024"],
+        columns=columns,
         rows=[_law(run) for run in studies],
         notes=[
-            "G* = 1 + sqrt(C3/C1), whatever n; leave_one_out, questions drawn independently. "
+            "G* = 1 + sqrt(C3/C1), whatever n; leave_one_out, questions drawn independently; "
+            "above the crossover G it beats none. "
             + _given([row for run in studies for row in run.result["curves"]])
             + " -: no finite number."
         ],
@@ -118,7 +119,6 @@ def scaling_sheet(studies: Sequence[Run], asked: Sequence[str]) -> Sheet:
 
 def _law(run: Run) -> list[str]:
     scaling, assumption, policy = (run.result[k] for k in ("scaling", "assumption2", "policy"))
-    divisor = scaling.get("best_divisor", {}).get("1024")
     return [
         f"{run.policy}\n{run.config['dataset']['name']}",
         _interval(policy, "accuracy", 2),
@@ -126,7 +126,6 @@ def _law(run: Run) -> list[str]:
         _interval(assumption, "av_minus_a0", 0),
         _interval(assumption, "crossover_group_size", 1),
         _interval(scaling, "gstar", 1),
-        "-" if divisor is None else str(divisor),
     ]
 
 

@@ -11,6 +11,7 @@ import glob
 import io
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,12 +119,18 @@ def entries_in(patterns: list[str]) -> list[Entry]:
         if not mine:
             raise ConfigError(f"runs={pattern} holds no run: name folders such as outputs/train")
         found |= {folder.resolve(): folder for folder in mine}
-    folders = [found[place] for place in sorted(found)]
+    folders = [found[place] for place in sorted(found, key=_natural)]
     shared = os.path.commonpath([folder.absolute().parent for folder in folders])
     return [
         Entry(os.path.relpath(folder.absolute(), shared), folder, None, _asked_steps(folder))
         for folder in folders
     ]
+
+
+def _natural(place: Path) -> list[tuple[int, str]]:
+    """Sorts G=4 before G=16."""
+    parts = re.split(r"(\d+)", str(place))
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _places(pattern: str) -> list[Path]:
@@ -167,7 +174,7 @@ def _run(one: Entry) -> Run:
     state, evals, metrics = one.state(), [], []
     result = _result(one.folder) if state.name in (DONE, BEYOND) else None
     if (one.folder / "result.json").is_file() and state.name in (STOPPED, FAILED):
-        notes.append(f"its result is not read: {state.detail}")
+        notes.append("result.json is damaged, or of another configuration")
     if entry == "train":
         evals, lost = _evals(one.folder, config, result)
         metrics, torn = metrics_rows(one.folder)

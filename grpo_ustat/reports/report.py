@@ -137,8 +137,8 @@ def _report_accuracy(made: Report, rows: list[dict[str, Any]]) -> None:
     sheet = accuracy.accuracy_sheet(shown, cells)
     under = accuracy.notes(shown, ("ring", "filled"), "the G of a line")
     figures.accuracy_figure(made.folder, sheet.name, shown, [*under, *_missing(made)])
-    last = [row for row in rows if row["step"] == full_step(rows, steps)]
-    budget = accuracy.budget_sheet(accuracy.accuracy_cells(last, accuracy.BY_BUDGET))
+    last = accuracy.accuracy_cells(at_last(rows, steps), accuracy.BY_BUDGET)
+    budget = accuracy.budget_sheet(last)
     made.sheets += [sheet, budget]
 
 
@@ -220,10 +220,16 @@ def _steps(made: Report, rows: Sequence[dict[str, Any]]) -> list[int]:
     return [there[round(i * (len(there) - 1) / (PANELS - 1))] for i in range(PANELS)]
 
 
-def full_step(rows: Sequence[dict[str, Any]], steps: Sequence[int]) -> int:
-    """The last of the steps at which the most runs were evaluated."""
-    counts = Counter(row["step"] for row in rows if row["step"] in steps)
-    return max(counts, key=lambda step: (counts[step], step))
+def at_last(rows: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Of each series the rows at the last of the steps that the most (n, G) have reached."""
+    found = []
+    for series in dict.fromkeys(row["series"] for row in rows):
+        mine = [row for row in rows if row["series"] == series and row["step"] in steps]
+        cells = {(row["step"], row["rollouts"], row["group_size"]) for row in mine}
+        reached = Counter(step for step, *_ in cells)
+        last = max(reached, key=lambda step: (reached[step], step), default=None)
+        found += [row for row in mine if row["step"] == last]
+    return found
 
 
 def missing_cells(runs: Sequence[Run], asked: Sequence[str]) -> list[str]:

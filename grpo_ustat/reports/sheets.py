@@ -60,7 +60,13 @@ class Sheet:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return " & ".join(tex(" ".join(cell.split("\n"))) for cell in cells) + r" \\"
+    return " & ".join(map(_stacked, cells)) + r" \\"
+
+
+def _stacked(cell: str) -> str:
+    lines = [tex(line) for line in cell.split("\n")]
+    stacked = r" \\ ".join(lines)
+    return stacked if len(lines) == 1 else f"\\shortstack[r]{{{stacked}}}"
 
 
 SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}

@@ -125,7 +125,9 @@ def mse_panel(axes, rows: list[dict[str, Any]]) -> None:
 
 
 def save(figure, folder: Path, name: str) -> None:
-    """As PDF, SVG and PNG, and close it."""
+    """As PDF, SVG and PNG, and close it; laid out once for all three."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine(None)
     for suffix in ("pdf", "svg", "png"):
         figure.savefig(folder / f"{name}.{suffix}", dpi=150)
     plt.close(figure)
@@ -149,8 +151,8 @@ def _curve(axes, rows: list[dict[str, Any]], method: str, name: str, several: bo
 
 def line_style(place: int) -> tuple[str, str]:
     """Colour and marker of the i-th of lines that have no names of their own."""
-    known = [style[:2] for style in STYLE.values()]
-    known = [*known[1:], known[0], *zip(OTHER_COLOURS, OTHER_MARKERS, strict=True)]
+    named = [STYLE[name][:2] for name in ("leave_one_out", "none", "oracle", "group_mean")]
+    known = [*named, *zip(OTHER_COLOURS, OTHER_MARKERS, strict=True)]
     return known[place % len(known)]
 
 

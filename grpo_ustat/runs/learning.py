@@ -129,7 +129,7 @@ def _panel(axes, rows: list[dict[str, Any]], names: list[str]) -> None:
         ends = ([row[end] for row in known] for end in ("low", "high"))
         axes.fill_between(
             [row["step"] for row in known], *(_inside(end, share) for end in ends),
-            color=colour, alpha=0.15, linewidth=0,
+            color=colour, alpha=0.12, linewidth=0,
         )  # fmt: skip
     axes.set_xlabel("step")
     axes.grid(alpha=0.3, linewidth=0.5)
