@@ -1,0 +1,147 @@
+"""The page of a run folder, `report.html`: what the folder holds, finished or not.
+
+It is made from files alone, so the same folder makes the same page wherever it is read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from grpo_ustat.runs.contents import Contents
+from grpo_ustat.runs.folder import write_whole
+from grpo_ustat.runs.log import warn
+from grpo_ustat.runs.mse_page import mse_answer, mse_facts, mse_tables, mse_title
+from grpo_ustat.runs.page import NAME, Cell, Completions, Figure, Page, Table, render
+from grpo_ustat.runs.svg import inlined
+from grpo_ustat.runs.train_page import (
+    rows_table,
+    train_answer,
+    train_facts,
+    train_tables,
+    train_title,
+)
+
+FIGURES = {  # that our runs draw: title, caption, data
+    "learning": ("How training went", "Numbers:", "metrics.jsonl"),
+    "figure": ("Mean squared error of the gradient against group size", "Numbers:", "curves.csv"),
+    "scaling": ("Error at a fixed number of rollouts against group size", "", None),
+}
+
+
+def leave_page(folder: Path, result: dict[str, Any] | None = None) -> bool:
+    """Write a run's `report.html`; whatever goes wrong is said, and never costs the run.
+
+    Args:
+        folder: of the run.
+        result: what it found, where `result.json` is not written yet.
+
+    Returns:
+        Whether the page is there.
+    """
+    try:
+        write_whole(folder / NAME, render(run_page(folder, result)))
+    except Exception as error:  # a page is a view of the run, whose numbers are worth more
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        warn(f"{folder / NAME} could not be made, the run goes on without it: {reason}")
+        return False
+    return True
+
+
+def run_page(folder: Path, result: dict[str, Any] | None = None) -> Page:
+    """The page of a run folder of `train` or `mse`.
+
+    Args:
+        folder: of the run.
+        result: what it found, where `result.json` is not written yet.
+    """
+    run = Contents(folder, result)
+    train = "max_steps" in run.config
+    facts, tables = (train_facts, train_tables) if train else (mse_facts, mse_tables)
+    figures, (rows, which) = _figures(run), run.completions()
+    return Page(
+        title=train_title(run) if train else mse_title(run),
+        answer=train_answer(run) if train else mse_answer(run),
+        notes=[*_summary(run, train), *run.notes],
+        facts=[*_asked(run), *facts(run), *_provenance(run)],
+        figures=figures,
+        tables=[*tables(run), *_launches(run)],
+        completions=Completions(rows, which) if rows else None,
+        configuration=run.config,
+    )
+
+
+def _summary(run: Contents, train: bool) -> list[str]:
+    """The run's own words, but for what the answer says; warnings apart."""
+    text = (run.result or {}).get("summary", "")
+    first, *warnings = text.split(" WARNING: ")
+    left_out = (run.result or {}).get("left_out") or {}
+    dropped = [f"WARNING: {count} questions left out: {why}" for why, count in left_out.items()]
+    own = [first] if first and not train else []
+    return own + [f"WARNING: {warning}" for warning in warnings] + dropped
+
+
+def _figures(run: Contents) -> list[Figure]:
+    """Every SVG of the folder, ours first."""
+    files = {file.stem: file for file in sorted(run.path.glob("*.svg"))}
+    found = []
+    for name in [name for name in FIGURES if name in files] + sorted(set(files) - set(FIGURES)):
+        title, caption, data = FIGURES.get(name, (name, "", None))
+        try:
+            svg = files[name].read_text()
+            inlined(svg, "figure")
+        except (OSError, ValueError) as error:
+            run.notes.append(f"{name}.svg is not shown: {' '.join(str(error).split())[:200]}")
+            continue
+        there = data if data and (run.path / data).is_file() else None
+        found.append(Figure(title, svg, caption if there else "", there))
+    return found
+
+
+def _asked(run: Contents) -> list[tuple[str, Cell]]:
+    """Model and questions."""
+    value = run.value
+    model = f"{value('model.name')} ({value('model.model_name_or_path')})"
+    precision = f"{value('model.dtype')} on {value('launch.device')}"
+    return [
+        ("Model", f"{model}, {precision}"),
+        ("Questions of", str(value("dataset.name"))),
+        ("Prompt", str(value("prompt.name"))),
+        ("Seed", str(value("seed"))),
+    ]
+
+
+def _provenance(run: Contents) -> list[tuple[str, Cell]]:
+    """Time, commit, versions and identity."""
+    diff = run.code.get("diff") or ""
+    commit = run.code.get("commit") or "not from a git repository"
+    changed = f", with {len(diff.splitlines())} lines of uncommitted changes" if diff else ""
+    versions = run.code.get("versions") or {}
+    starts = sum(row.get("event") == "start" for row in run.launches)
+    resumed = [str(row.get("step")) for row in run.launches if row.get("event") == "resumed"]
+    again = f"; went on from step {', '.join(resumed)}" if resumed else ""
+    return [
+        ("Time", _duration(run)),
+        ("Starts", f"{starts}{again}"),
+        ("Commit", f"{commit}{changed}" if diff else commit),
+        ("Versions", "\n".join(f"{name} {number}" for name, number in versions.items())),
+        ("Fingerprint", (run.result or {}).get("config_hash")),
+        ("Folder", run.path.name),
+    ]
+
+
+def _duration(run: Contents) -> str | None:
+    result = run.result or {}
+    cost = result.get("cost") or {}
+    if "seconds" in result:
+        return f"{result['seconds']:.1f} s of steps"
+    if cost:
+        return "{seconds_generate:.1f} s generating, {seconds_score:.1f} s scoring".format(**cost)
+    return None
+
+
+def _launches(run: Contents) -> list[Table]:
+    """The story of a run that was started more than once."""
+    if sum(row.get("event") == "start" for row in run.launches) < 2:
+        return []
+    return [rows_table("Starts and ends", run.launches)]
