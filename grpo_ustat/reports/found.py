@@ -6,9 +6,7 @@ local data were; operational keys differ freely (see `identity.OPERATIONAL`).
 
 from __future__ import annotations
 
-import csv
 import glob
-import io
 import json
 import os
 import re
@@ -19,12 +17,13 @@ from typing import Any
 import yaml
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.reports.series import flat, identity_keys
+from grpo_ustat.reports.series import identity_keys
 from grpo_ustat.runs import history
-from grpo_ustat.runs.sweeps import BEYOND, DONE, FAILED, STOPPED, Entry, State
+from grpo_ustat.runs.contents import Contents
+from grpo_ustat.runs.sweeps import BEYOND, DONE, Entry, State
 
 CONFIG = ".hydra/config.yaml"
-NUMBERS = (("step", int), ("accuracy", float), ("low", float), ("high", float), ("n", int))
+NUMBERS = ("step", "accuracy", "low", "high", "n")
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,8 @@ def read(entries: list[Entry]) -> Found:
     for one in begun:
         try:
             runs.append(_run(one))
-        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
-            damaged.append(f"{one.label}: {_reason(error)}")
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            damaged.append(f"{one.label}: {' '.join(str(error).split())}")
     runs, twins = _once(runs)
     return Found(runs, damaged, absent, twins)
 
@@ -166,101 +165,51 @@ def _run(one: Entry) -> Run:
     """A run from its folder.
 
     Raises:
-        OSError, ValueError, LookupError, TypeError, yaml.YAMLError: it is damaged or none of ours.
+        ValueError: its configuration is lost, damaged, or of another program.
     """
-    config = _config(one.folder)
+    held = Contents(one.folder)
+    config = _checked(held)
     entry = "mse" if "group_sizes" in config else "train"
-    code, notes = _code(one.folder)
-    state, evals, metrics = one.state(), [], []
-    result = _result(one.folder) if state.name in (DONE, BEYOND) else None
-    if (one.folder / "result.json").is_file() and state.name in (STOPPED, FAILED):
-        notes.append("result.json is damaged, or of another configuration")
-    if entry == "train":
-        evals, lost = _evals(one.folder, config, result)
-        metrics, torn = metrics_rows(one.folder)
-        notes += [lost] * bool(lost) + [f"{torn} damaged lines in metrics.jsonl"] * bool(torn)
+    state, notes = one.state(), list(held.notes)
+    result = held.result if state.name in (DONE, BEYOND) else None
+    evals = _evals(held, result, notes) if entry == "train" else []
+    if not held.code:
+        notes.append("code.json is lost or damaged: its commit and weights are not known")
     return Run(
         entry=entry,
         label=one.label,
         folder=one.folder,
         config=config,
-        keys=identity_keys(config) | {key: code.get(key) for key in ("weights", "data")},
+        keys=identity_keys(config) | {key: held.code.get(key) for key in ("weights", "data")},
         state=state,
         result=result,
         evals=evals,
-        metrics=metrics,
-        commit=code.get("commit"),
-        notes=tuple(f"{one.label}: {note}" for note in notes),
+        metrics=[row for row in held.metrics if isinstance(row.get("step"), int)],
+        commit=held.code.get("commit"),
+        notes=tuple(f"{one.label}: {note}" for note in dict.fromkeys(notes)),
     )
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """A run's configuration, if it is one of `train` or `mse`.
-
-    Raises:
-        ValueError, OSError: it is lost, damaged, or of another program.
-    """
-    config = yaml.safe_load((folder / CONFIG).read_text())
-    if not isinstance(config, dict):
-        raise ValueError(f"{CONFIG} is damaged")
-    either = [("group_sizes",), ("group_size", "budget.rollouts", "eval.decoding", "max_steps")]
-    keys = flat(config).keys()
+def _checked(held: Contents) -> dict[str, Any]:
+    """A run's configuration, if it is one of `train` or `mse`."""
+    if not held.config:
+        raise ValueError("; ".join(held.notes) or f"{CONFIG} is missing")
+    either = ("group_sizes",), ("group_size", "budget.rollouts", "eval.decoding", "max_steps")
     known = ("seed", "model.name", "prompt.name", "dataset.name")
-    if not all(key in keys for key in known) or not any(
-        all(key in keys for key in one) for one in either
-    ):
+    if not any(all(held.value(key) is not None for key in (*known, *one)) for one in either):
         raise ValueError(f"{CONFIG} is of neither train nor mse")
-    return config
+    return held.config
 
 
-def _code(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """What code.json says, and what is wrong with it."""
-    try:
-        return dict(json.loads((folder / "code.json").read_text())), []
-    except (OSError, ValueError, TypeError):
-        return {}, ["code.json is lost or damaged: its commit and weights are not known"]
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "result.json").read_text())
-
-
-def _evals(folder: Path, config: dict, result: dict | None) -> tuple[list[dict[str, Any]], str]:
-    """Held-out accuracies by the first decoding, of an unfinished run those of its eval.csv; and
-    what is wrong with that.
-    """
-    first = config["eval"]["decoding"][0]
-    if result is not None:
-        return [row for row in result["evals"] if row["decoding"] == first], ""
-    try:
-        text = (folder / "eval.csv").read_text()
-    except OSError:
-        return [], ""
-    try:
-        rows = [row for row in csv.DictReader(io.StringIO(text)) if row["decoding"] == first]
-        return [
-            {"decoding": first} | {key: kind(row[key]) for key, kind in NUMBERS} for row in rows
-        ], ""
-    except (ValueError, TypeError, LookupError):
-        return [], "eval.csv is damaged"
-
-
-def metrics_rows(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of metrics.jsonl, each step once, and the number of damaged lines; of a run at work
-    the last line may be half written, which is none.
-    """
-    try:
-        lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
-    except OSError:
-        return [], 0
-    rows, torn = {}, 0
-    for line in filter(None, lines[:-1]):
-        try:
-            row = json.loads(line)
-            rows[int(row["step"])] = row
-        except (ValueError, LookupError, TypeError):
-            torn += 1
-    return [rows[step] for step in sorted(rows)], torn
+def _evals(held: Contents, result: dict | None, notes: list[str]) -> list[dict[str, Any]]:
+    """Held-out accuracies by the first decoding; of an unfinished run, so far."""
+    first = held.config["eval"]["decoding"][0]
+    every = held.evals if result is None else result["evals"]
+    rows = [row for row in every if row.get("decoding") == first]
+    whole = [row for row in rows if all(isinstance(row.get(x), int | float) for x in NUMBERS)]
+    if len(whole) < len(rows) or bool(every) > bool(rows):
+        notes.append("eval.csv is damaged in part")
+    return whole
 
 
 def _once(runs: list[Run]) -> tuple[list[Run], list[str]]:
@@ -278,12 +227,3 @@ def _once(runs: list[Run]) -> tuple[list[Run], list[str]]:
 
 def _further(run: Run) -> tuple[bool, int]:
     return run.result is not None, run.state.step or 0
-
-
-def _reason(error: Exception) -> str:
-    """In one line."""
-    if isinstance(error, FileNotFoundError):
-        return f"{Path(error.filename).name} is missing"
-    if isinstance(error, yaml.YAMLError):
-        return f"{CONFIG} is damaged"
-    return " ".join(str(error).split()) or type(error).__name__

@@ -20,9 +20,12 @@ from rich.console import Console
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.reports import accuracy, errors, figures
 from grpo_ustat.reports.found import CONFIG, Found, Run, entries_in, read
+from grpo_ustat.reports.html import best_sentence, page, scaling_sentence
 from grpo_ustat.reports.series import label, telling
 from grpo_ustat.reports.sheets import Sheet, shorter
+from grpo_ustat.runs.folder import write_whole
 from grpo_ustat.runs.learning import Learning, learning_figure, notes
+from grpo_ustat.runs.page import NAME, render
 from grpo_ustat.runs.sweeps import Entry
 
 FILES = re.compile(
@@ -42,6 +45,7 @@ class Report:
         steps: at which accuracy is shown, None: at every evaluation.
         sheets: its tables, in the order of the page.
         said: lines on what is missing, left out or apart.
+        answers: what was found, a sentence each.
     """
 
     folder: Path
@@ -49,6 +53,7 @@ class Report:
     steps: Sequence[int] | None
     sheets: list[Sheet] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
 
     @property
     def studies(self) -> list[Run]:
@@ -101,6 +106,7 @@ def write(made: Report) -> None:
     made.sheets.append(_runs_sheet(made))
     for sheet in made.sheets:
         sheet.write(made.folder)
+    write_whole(made.folder / NAME, render(page(made)))
     _show(made)
 
 
@@ -112,6 +118,7 @@ def _report_studies(made: Report) -> None:
     for sheet, figure in zip(found, draw, strict=True):
         figure(made.folder, sheet.name, studies, [*sheet.notes, *_missing(made)])
     made.sheets += found
+    made.answers.append(scaling_sentence(studies))
 
 
 def _report_training(made: Report) -> None:
@@ -140,6 +147,7 @@ def _report_accuracy(made: Report, rows: list[dict[str, Any]]) -> None:
     last = accuracy.accuracy_cells(at_last(rows, steps), accuracy.BY_BUDGET)
     budget = accuracy.budget_sheet(last)
     made.sheets += [sheet, budget]
+    made.answers.append(best_sentence(last))
 
 
 def _report_learning(made: Report, runs: list[Run], asked: Sequence[str]) -> None:
@@ -279,6 +287,6 @@ def _show(made: Report) -> None:
             sheet.name == "budget" and len(budgets) > 1
         ):
             console.print(sheet.table())
-    for line in shorter(made.said, LINES, "runs.tex"):
+    for line in [*made.answers, *shorter(made.said, LINES, "runs.tex")]:
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"Wrote {made.folder}", soft_wrap=True, markup=False)
