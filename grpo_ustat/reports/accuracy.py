@@ -163,7 +163,7 @@ def accuracy_sheet(cells: Sequence[Cell], data: Sequence[Cell]) -> Sheet:
         rows=_grid(cells, lambda c: heads[c["series"], c["rollouts"], c["step"]]),
         notes=[*notes(cells, ("*", "~"), "the G of a row"), OVER],
         data=data,
-        figure=True,
+        drawn=notes(cells, ("ring", "filled"), "the G of a line"),
     )
 
 

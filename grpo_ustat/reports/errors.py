@@ -24,14 +24,15 @@ def mse_sheet(studies: Sequence[Run], asked: Sequence[str]) -> Sheet:
     data = [row for run in studies for row in mse_rows(run, asked)]
     names = list(dict.fromkeys(row["baseline"] for row in data))
     rows = [line for kind in _kinds(data) for line in _lines(kind, names)]
+    notes = [_given(data), *_lacking(studies)]
     return Sheet(
         name="mse",
         title="MSE of the gradient",
         columns=["policy", "G", *names],
         rows=rows,
-        notes=[_given(data), *_lacking(studies)],
+        notes=notes,
         data=data,
-        figure=True,
+        drawn=notes,
     )
 
 
@@ -44,14 +45,11 @@ def _kinds(data: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _lines(kind: list[dict[str, Any]], names: list[str]) -> list[list[str]]:
-    """A line per group size; the first says what all are of."""
+    """A line per group size."""
     cells = {(row["group_size"], row["baseline"]): mse_cell(row) for row in kind}
     sizes = sorted({row["group_size"] for row in kind})
-    heads = [_head(kind[0])] + [""] * (len(sizes) - 1)
-    return [
-        [head, str(size), *(cells.get((size, name), "-") for name in names)]
-        for head, size in zip(heads, sizes, strict=True)
-    ]
+    head = _head(kind[0])
+    return [[head, str(size), *(cells.get((size, name), "-") for name in names)] for size in sizes]
 
 
 def mse_rows(run: Run, asked: Sequence[str]) -> list[dict[str, Any]]:
@@ -101,19 +99,17 @@ def scaling_sheet(studies: Sequence[Run], asked: Sequence[str]) -> Sheet:
         asked: keys that tell them apart.
     """
     columns = ["policy", "accuracy", "corr(q, Z)", "A_V - A_0", "crossover G", "G*"]
+    given = _given([row for run in studies for row in run.result["curves"]])
+    law = "G* = 1 + sqrt(C3/C1), whatever n; leave_one_out, questions drawn independently."
+    crossover = "Above the crossover G leave_one_out beats none. -: no finite number."
     return Sheet(
         name="fixed_n",
         title="At a fixed number n = B G of rollouts: n MSE = G C1 + C2 + C3/(G - 1)",
         columns=columns,
         rows=[_law(run) for run in studies],
-        notes=[
-            "G* = 1 + sqrt(C3/C1), whatever n; leave_one_out, questions drawn independently; "
-            "above the crossover G it beats none. "
-            + _given([row for run in studies for row in run.result["curves"]])
-            + " -: no finite number."
-        ],
+        notes=[law, crossover, given],
         data=[row for run in studies for row in _scaling_rows(run, asked)],
-        figure=True,
+        drawn=[law, given],
     )
 
 

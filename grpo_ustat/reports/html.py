@@ -30,7 +30,7 @@ def page(made: Report) -> Page:
         made: a report whose files are written.
     """
     runs = made.found.runs
-    figures = [_figure(made.folder, sheet) for sheet in made.sheets if sheet.figure]
+    figures = [_figure(made.folder, sheet) for sheet in made.sheets if sheet.drawn is not None]
     rows, which = _completions(made.trained)
     return Page(
         title=f"Report {made.folder.name}: {len(runs)} runs",
@@ -50,7 +50,7 @@ def page(made: Report) -> Page:
 
 def _figure(folder: Path, sheet: Any) -> Figure:
     svg = (folder / f"{sheet.name}.svg").read_text()
-    return Figure(sheet.title, svg, " ".join(sheet.notes), f"{sheet.name}.csv")
+    return Figure(sheet.title, svg, " ".join(sheet.drawn), f"{sheet.name}.csv")
 
 
 def _facts(made: Report) -> list[tuple[str, str | int | float | None]]:

@@ -95,9 +95,10 @@ def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | 
 def write(made: Report) -> None:
     """Make the report: files first, then the terminal."""
     made.folder.mkdir(parents=True, exist_ok=True)
-    for file in made.folder.iterdir():
-        if FILES.fullmatch(file.name):
-            file.unlink()  # of an earlier report, of which this one may have no part
+    if (made.folder / NAME).is_file():  # an earlier report, parts of which this one may not have
+        for file in made.folder.iterdir():
+            if FILES.fullmatch(file.name):
+                file.unlink()
     made.said += _said(made.found)
     if made.studies:
         _report_studies(made)
@@ -116,7 +117,7 @@ def _report_studies(made: Report) -> None:
     found = errors.mse_sheet(studies, asked), errors.scaling_sheet(studies, asked)
     draw = figures.mse_figure, figures.fixed_n_figure
     for sheet, figure in zip(found, draw, strict=True):
-        figure(made.folder, sheet.name, studies, [*sheet.notes, *_missing(made)])
+        figure(made.folder, sheet.name, studies, [*sheet.drawn, *_missing(made)])
     made.sheets += found
     made.answers.append(scaling_sentence(studies))
 
@@ -142,8 +143,7 @@ def _report_accuracy(made: Report, rows: list[dict[str, Any]]) -> None:
         there = sorted({row["step"] for row in rows})
         raise ConfigError(f"steps={list(made.steps)}: evaluated are {there}")
     sheet = accuracy.accuracy_sheet(shown, cells)
-    under = accuracy.notes(shown, ("ring", "filled"), "the G of a line")
-    figures.accuracy_figure(made.folder, sheet.name, shown, [*under, *_missing(made)])
+    figures.accuracy_figure(made.folder, sheet.name, shown, [*sheet.drawn, *_missing(made)])
     last = accuracy.accuracy_cells(at_last(rows, steps), accuracy.BY_BUDGET)
     budget = accuracy.budget_sheet(last)
     made.sheets += [sheet, budget]
@@ -178,14 +178,15 @@ def _learning_sheet(name: str, series: str, rows: list[dict[str, Any]]) -> Sheet
         lines.append(
             [one, *(f"{x[0]['mean']:.3g} -> {x[-1]['mean']:.3g}" if x else "-" for x in ends)]
         )
+    said = notes(any(row["seeds"] > 1 for row in rows))
     return Sheet(
         name=name,
-        title=f"Learning, {series}: first -> last step",
-        columns=["", *quantities],
+        title=f"Learning, {series}",
+        columns=["first -> last step", *quantities],
         rows=lines,
-        notes=notes(any(row["seeds"] > 1 for row in rows)),
+        notes=said,
         data=rows,
-        figure=True,
+        drawn=said,
     )
 
 

@@ -26,7 +26,7 @@ class Sheet:
         rows: a text for every column; its lines belong together, the first is the number.
         notes: below it: what intervals are over, what marks mean.
         data: its numbers as they are, rows of equal keys.
-        figure: whether a figure of the same name shows it.
+        drawn: what the figure of the same name needs said below it, None where there is none.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Sheet:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str]
     data: Sequence[dict[str, Any]]
-    figure: bool = False
+    drawn: Sequence[str] | None = None
 
     def table(self) -> Table:
         """For a terminal."""
         table = Table(title=escape(self.title), caption=escape("\n".join(self.notes)))
         for i, column in enumerate(self.columns):
             table.add_column(escape(column), justify="right" if i else "left")
-        for row in self.rows:
+        for row in _headed(self.rows):
             table.add_row(*map(escape, row))
         return table
 
@@ -55,8 +55,16 @@ class Sheet:
         """A `tabular` for the package booktabs, a line per row."""
         lines = [f"% {line}" for line in (self.title, *self.notes)]
         lines += [f"\\begin{{tabular}}{{l{'r' * (len(self.columns) - 1)}}}", "\\toprule"]
-        lines += [_line(self.columns), "\\midrule", *map(_line, self.rows), "\\bottomrule"]
+        lines += [_line(self.columns), "\\midrule", *map(_line, _headed(self.rows)), "\\bottomrule"]
         return "\n".join([*lines, "\\end{tabular}", ""])
+
+
+def _headed(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows whose first text is blank where it is that of the row above."""
+    above = [None, *(row[0] for row in rows)]
+    return [
+        ["" if row[0] == head else row[0], *row[1:]] for row, head in zip(rows, above, strict=False)
+    ]
 
 
 def _line(cells: Sequence[str]) -> str:
