@@ -223,12 +223,13 @@ def notes(cells: Sequence[Cell], marks: tuple[str, str], among: str) -> list[str
     best, alike = marks
     counts = sorted({cell["questions"] for cell in cells})
     questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    found = [
-        f"{questions} test questions; 95 % intervals {_over(cells)}.",
-        f"{best}: largest mean; {alike}: not told from it, the interval of the difference "
-        f"({_pairing(cells)}) reaches 0; these intervals are 95 % simultaneous over {among} "
-        "(Bonferroni), the best chosen on the same data.",
-    ]
+    found = [f"{questions} test questions; 95 % intervals {_over(cells)}."]
+    if not all(cell["best"] for cell in cells):
+        found.append(
+            f"{best}: largest mean; {alike}: not told from it, the interval of the difference "
+            f"({_pairing(cells)}) reaches 0; these intervals are 95 % simultaneous over {among} "
+            "(Bonferroni), the best chosen on the same data."
+        )
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
         found.append("Where fewer than two seeds are shared nothing is compared (?).")
     return found

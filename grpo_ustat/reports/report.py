@@ -261,7 +261,7 @@ def missing_cells(runs: Sequence[Run], asked: Sequence[str]) -> list[str]:
 
 def _said(found: Found) -> list[str]:
     """What is not whole, and what is left out, a line each."""
-    lines = [f"missing: {run.lacking}" for run in found.runs if run.lacking]
+    lines = [f"unfinished: {run.lacking}" for run in found.runs if run.lacking]
     lines += [f"missing: {line}" for line in found.absent]
     lines += [f"damaged: {line}" for line in found.damaged]
     lines += [f"damaged: {note}" for run in found.runs for note in run.notes]
@@ -275,7 +275,7 @@ def _said(found: Found) -> list[str]:
 
 def _missing(made: Report) -> list[str]:
     """What figures say of it."""
-    lines = [line for line in made.said if line.startswith(("missing", "damaged"))]
+    lines = [line for line in made.said if line.startswith(("unfinished", "missing", "damaged"))]
     return shorter(lines, 3, "runs.tex")
 
 

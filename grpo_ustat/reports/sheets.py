@@ -40,6 +40,7 @@ class Sheet:
     def table(self) -> Table:
         """For a terminal."""
         table = Table(title=escape(self.title), caption=escape("\n".join(self.notes)))
+        table.min_width = 64
         for i, column in enumerate(self.columns):
             table.add_column(escape(column), justify="right" if i else "left")
         for row in _headed(self.rows):
