@@ -50,7 +50,7 @@ class CompletionLog:
             found = self._read()
             self._kept = found.filter(pyarrow.compute.field("step") <= keep_up_to)
             if len(self._kept) < len(found):
-                self._write(self._kept)
+                _replace(self._file, self._kept)
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Rows with the keys of `COLUMNS`."""
@@ -66,7 +66,7 @@ class CompletionLog:
             return
         added = pyarrow.Table.from_pylist(self._waiting, schema=COLUMNS)
         whole = pyarrow.concat_tables([self._kept, added]).combine_chunks()
-        self._write(whole)
+        _replace(self._file, whole)
         self._kept, self._waiting = whole, []
 
     def _read(self) -> pyarrow.Table:
@@ -76,7 +76,13 @@ class CompletionLog:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"{self._file} is damaged ({reason}): move it away") from error
 
-    def _write(self, table: pyarrow.Table) -> None:
-        staged = self._file.with_name(f".{NAME}.tmp")
-        parquet.write_table(table, staged, compression="zstd")
-        os.replace(staged, self._file)
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows with keys of `COLUMNS`, in place of what the file held."""
+    _replace(folder / NAME, pyarrow.Table.from_pylist(rows, schema=COLUMNS))
+
+
+def _replace(file: Path, table: pyarrow.Table) -> None:
+    staged = file.with_name(f".{NAME}.tmp")
+    parquet.write_table(table, staged, compression="zstd")
+    os.replace(staged, file)

@@ -32,6 +32,8 @@ ARTEFACTS = (
     "curves.csv",
     "figure.*",
     "scaling.*",
+    "learning.*",
+    "report.html",
     "pool",
     "checkpoint-*",
     ".checkpoint-*.tmp",

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_ustat.runs.contents import Contents
 from grpo_ustat.runs.page import Cell, Table, as_cell
-from grpo_ustat.runs.train_page import rows_table
+from grpo_ustat.runs.train_page import rows_table, with_interval
 
 QUANTITIES = {  # of the scaling law and of Assumption 2
     "c1": "C1", "c2": "C2", "c3": "C3",
@@ -36,9 +36,10 @@ def mse_answer(run: Contents) -> str:
 
 
 def _best_size(scaling: dict[str, Any]) -> str:
-    if scaling["gstar_low"] is None:
+    best = [scaling[f"gstar{end}"] for end in ("", "_low", "_high")]
+    if None in best:
         return "The best group size G* has no finite interval"
-    numbers = "{gstar:.1f} [{gstar_low:.1f}, {gstar_high:.1f}]".format(**scaling)
+    numbers = "{:.1f} [{:.1f}, {:.1f}]".format(*best)
     return f"At a fixed number of rollouts GRPO's best group size is G* = {numbers}"
 
 
@@ -62,12 +63,13 @@ def _questions_scored(run: Contents) -> int:
 
 def mse_facts(run: Contents) -> list[tuple[str, Cell]]:
     """Settings and cost."""
-    result, value = run.result or {}, run.value
+    if run.result is None:
+        return []
+    result, value = run.result, run.value
     policy, metric, cost = (result.get(key) or {} for key in ("policy", "metric", "cost"))
-    accuracy = "{accuracy:.3f} [{accuracy_low:.3f}, {accuracy_high:.3f}]".format(**policy)
     unjudged = sum(cost.get(key, 0) for key in ("judge_timeouts", "judge_failures"))
     return [
-        ("Accuracy of the policy", accuracy),
+        ("Accuracy of the policy", with_interval(policy, "accuracy", "accuracy_")),
         ("Mean length", f"{policy['mean_length']:.1f} tokens"),
         ("Questions", as_cell(result.get("questions"))),
         ("Completions a question", as_cell(result.get("pool_completions"))),
@@ -79,7 +81,7 @@ def mse_facts(run: Contents) -> list[tuple[str, Cell]]:
         ("Rollouts in all", as_cell(cost.get("rollouts"))),
         ("Tokens sampled", as_cell(cost.get("tokens"))),
         ("Answers not judged", unjudged),
-    ] if result else []  # fmt: skip
+    ]  # fmt: skip
 
 
 def mse_tables(run: Contents) -> list[Table]:
@@ -104,9 +106,10 @@ def mse_tables(run: Contents) -> list[Table]:
 
 def _curves(rows: list[dict[str, Any]]) -> Table:
     """A row for every point; what is the same of all rows is said once, below them."""
+    rows = [row | {"mse": with_interval(row, "mse"), "low": None, "high": None} for row in rows]
     keep = {"baseline", "group_size", "mse"}
     same = [key for key in rows[0] if key not in keep and len({row[key] for row in rows}) == 1]
     said = [f"{key.replace('_', ' ')}: {rows[0][key]}" for key in same if rows[0][key] is not None]
     shown = [{key: value for key, value in row.items() if key not in same} for row in rows]
-    note = f"Of all rows: {'; '.join(said)}. low, high: 95 % intervals."
+    note = f"Of all rows: {'; '.join(said)}. In brackets: 95 % intervals."
     return rows_table("Mean squared error of the gradient", shown, note)

@@ -149,7 +149,7 @@ def render(page: Page) -> str:
     style = _asset("page.css").replace("/* dark colours of figures */", dark)
     script = _asset("page.js")
     difference = [difference_table(page.difference)] if page.difference else []
-    return _template().render(
+    text = _template().render(
         page=page,
         policy=_policy(style, script),
         style=Markup(style),
@@ -160,6 +160,7 @@ def render(page: Page) -> str:
         completions=Markup(completions_json(page.completions)) if page.completions else None,
         configuration=_yaml(page.configuration) if page.configuration else None,
     )
+    return text.encode("ascii", "xmlcharrefreplace").decode()  # the same in every encoding
 
 
 def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -221,11 +222,12 @@ def sort_value(cell: Cell) -> float | None:
     >>> sort_value("2024-11-22"), sort_value("tiny"), sort_value(None)
     (None, None, None)
     """
+    if cell is None or isinstance(cell, bool):
+        return None
     if isinstance(cell, str):
         found = NUMBER.match(cell.strip())
         return float(found[0]) if found else None
-    value = math.nan if cell is None else float(cell)
-    return value if math.isfinite(value) else None
+    return float(cell) if math.isfinite(cell) else None
 
 
 # Control characters, and those that turn the direction of the text around them.

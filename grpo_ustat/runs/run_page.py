@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.runs.contents import Contents
-from grpo_ustat.runs.folder import write_whole
+from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.mse_page import mse_answer, mse_facts, mse_tables, mse_title
 from grpo_ustat.runs.page import NAME, Cell, Completions, Figure, Page, Table, render
@@ -29,23 +29,19 @@ FIGURES = {  # that our runs draw: title, caption, data
 }
 
 
-def leave_page(folder: Path, result: dict[str, Any] | None = None) -> bool:
-    """Write a run's `report.html`; whatever goes wrong is said, and never costs the run.
+def leave_page(folder: RunFolder, result: dict[str, Any] | None = None) -> None:
+    """Write the run's `report.html`; whatever goes wrong is said, and never costs the run.
 
     Args:
         folder: of the run.
-        result: what it found, where `result.json` is not written yet.
-
-    Returns:
-        Whether the page is there.
+        result: what it found, as `result.json` will say last of all; None while it is unfinished.
     """
     try:
-        write_whole(folder / NAME, render(run_page(folder, result)))
-    except Exception as error:  # a page is a view of the run, whose numbers are worth more
+        found = result and result | {"config_hash": folder.config_hash}
+        folder.write(NAME, render(run_page(folder.path, found)))
+    except Exception as error:  # of any kind: the page is a view of what the run is
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        warn(f"{folder / NAME} could not be made, the run goes on without it: {reason}")
-        return False
-    return True
+        warn(f"{folder.path / NAME} could not be made, the run goes on without it: {reason}")
 
 
 def run_page(folder: Path, result: dict[str, Any] | None = None) -> Page:
@@ -59,6 +55,7 @@ def run_page(folder: Path, result: dict[str, Any] | None = None) -> Page:
     train = "max_steps" in run.config
     facts, tables = (train_facts, train_tables) if train else (mse_facts, mse_tables)
     figures, (rows, which) = _figures(run), run.completions()
+    which += "" if train else _of_pool(run)
     return Page(
         title=train_title(run) if train else mse_title(run),
         answer=train_answer(run) if train else mse_answer(run),
@@ -96,6 +93,12 @@ def _figures(run: Contents) -> list[Figure]:
         there = data if data and (run.path / data).is_file() else None
         found.append(Figure(title, svg, caption if there else "", there))
     return found
+
+
+def _of_pool(run: Contents) -> str:
+    result = run.result or {}
+    size, questions = result.get("pool_completions"), result.get("questions")
+    return f" The pool holds {size} of each of {questions} questions." if size else ""
 
 
 def _asked(run: Contents) -> list[tuple[str, Cell]]:

@@ -81,14 +81,37 @@ def train_tables(run: Contents) -> list[Table]:
     """Evaluations and steps."""
     tables = []
     if run.evals:
-        note = f"{run.evals[0].get('n')} questions; 95 % intervals over questions."
-        tables.append(rows_table("Held-out accuracy", run.evals, note))
+        note = "95 % intervals over questions; cut: at max_completion_length."
+        tables.append(rows_table("Held-out accuracy", list(map(_evaluated, run.evals)), note))
     if run.metrics:
         shown = _spaced(run.metrics, MOST_STEPS)
         rows = [{METRICS[k]: row.get(k) for k in METRICS if k in row} for row in shown]
         note = f"{len(shown)} of {len(run.metrics)} steps; metrics.jsonl holds all of them."
         tables.append(rows_table("Steps", rows, note))
     return tables
+
+
+def _evaluated(row: dict[str, Any]) -> dict[str, Any]:
+    passed = {key: value for key, value in row.items() if key.startswith("pass@")}
+    return {
+        "step": row.get("step"),
+        "decoding": row.get("decoding"),
+        "accuracy": with_interval(row, "accuracy"),
+        **passed,
+        "questions": row.get("n"),
+        "cut": row.get("clipped_ratio"),
+        "no answer": row.get("extraction_failure_ratio"),
+    }
+
+
+def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None:
+    """A number with its interval after it, in `<prefix>low` and `<prefix>high`."""
+    value, *ends = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
+    if not isinstance(value, int | float):
+        return None
+    if None in ends:
+        return f"{value:#.3g} (no interval)"
+    return "{:#.3g} [{:#.3g}, {:#.3g}]".format(value, *ends)
 
 
 def rows_table(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> Table:
@@ -122,7 +145,7 @@ def _spaced(rows: Sequence[Any], most: int) -> list[Any]:
 
 
 def _accuracy(row: dict[str, Any]) -> str:
-    return f"{row['accuracy']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+    return "{accuracy:.3f} [{low:.3f}, {high:.3f}]".format(**row)
 
 
 def _signed(result: dict[str, Any], key: str) -> str:

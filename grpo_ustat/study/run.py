@@ -19,7 +19,9 @@ from grpo_ustat.ranks import is_main, on_main
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.figures import mse_figure, scaling_figure
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.run_page import leave_page
 from grpo_ustat.runs.summary import mse_tables, write_csv
+from grpo_ustat.signals import Stopped
 from grpo_ustat.study.closed_form import ClosedForm, closed_form
 from grpo_ustat.study.imported import import_pool
 from grpo_ustat.study.monte_carlo import monte_carlo
@@ -39,6 +41,7 @@ from grpo_ustat.study.result import (
     replayed_rows,
     study_result,
 )
+from grpo_ustat.study.samples import leave_sample
 from grpo_ustat.study.workers import Done, share
 from grpo_ustat.study_checks import check_questions
 from grpo_ustat.tasks.base import tell_dropped
@@ -75,11 +78,17 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
 
 def _made(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
     on_main(folder.open)
-    result = study(config, folder.path)
+    try:
+        result = study(config, folder.path)
+    except Stopped:
+        if is_main():
+            leave_page(folder)
+        raise
     write_csv(folder, "curves.csv", result["curves"])
     if is_main():
         mse_figure(folder.path, result)
         scaling_figure(folder.path, result)
+        leave_page(folder, result)
     folder.finish(result)
     return result
 
@@ -101,14 +110,17 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     """Build the pool, run the methods, and say what they found."""
     left_out = {}
     if config.imports_pool:
-        pool, of_pool, prompts = import_pool(config, folder / "pool")
+        place = folder / "pool"
+        pool, of_pool, prompts = import_pool(config, place)
         facts = model_facts(config, prompts)
         asked = asked_of(config, pool, facts, of_pool)
         found = closed_form(pool, asked, config.study.interval)
     else:
         prompts, left_out = _prompts(config)
         facts = model_facts(config, prompts)
-        pool, found, of_pool = _pool(config, prompts, folder, facts)
+        place = Path(config.pool) if config.pool else folder / "pool"
+        pool, found, of_pool = _pool(config, prompts, place, facts)
+    on_main(leave_sample, config, prompts, place, folder)
     curves, of_replicates = [], Done()
     if "closed_form" in config.study.methods:
         curves += closed_form_rows(config, found)
@@ -162,10 +174,9 @@ def _replay(items: list[tuple[str, int]], config: MseConfig, pool: ScorePool, se
 
 
 def _pool(
-    config: MseConfig, prompts: list[Prompt], folder: Path, facts: ModelFacts
+    config: MseConfig, prompts: list[Prompt], place: Path, facts: ModelFacts
 ) -> tuple[ScorePool, ClosedForm, Done]:
     """The pool and its closed forms; with target_halfwidth, extended until it is reached."""
-    place = Path(config.pool) if config.pool else folder / "pool"
     size, largest = config.budget.pool_completions, config.budget.max_pool_completions
     greedy_P = None
     if any("greedy_P" in BASELINES[name].needs for name in config.baselines):

@@ -19,6 +19,7 @@ from grpo_ustat.records import BaselineContext, Prompt
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
 from grpo_ustat.runs.log import RunLog, TrainingBar, attempt
+from grpo_ustat.runs.run_page import leave_page
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
 from grpo_ustat.signals import Stopped, StopRequest
 from grpo_ustat.training.alarms import ring
@@ -110,6 +111,8 @@ def _loop(
         if log and saved == progress.step > 0:
             drop_old(run, saved)
         if stopping:
+            if log:
+                leave_page(run.folder)
             _leave(progress, saved, stop)
         if last:
             break
@@ -152,6 +155,7 @@ def _finish(run: Run, progress: Progress, log: RunLog | None) -> dict[str, Any]:
         try:
             log.sync()
             write_csv(run.folder, "eval.csv", progress.evals)
+            leave_page(run.folder, result)
             run.folder.finish(result)
         except OSError as error:
             raise NotSaved(

@@ -1,0 +1,248 @@
+"""The page of a run folder: finished, unfinished, damaged, hostile, large."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+
+import hostile
+import pytest
+import yaml
+from test_page import SVG, Skeleton
+
+from grpo_ustat.runs import run_page as pages
+from grpo_ustat.runs.completions import write_rows
+from grpo_ustat.runs.page import render, visible
+from grpo_ustat.runs.run_page import leave_page, run_page
+
+CONFIG = {
+    "model": {"name": "small", "model_name_or_path": "here", "dtype": "float32"},
+    "dataset": {"name": "sums"}, "prompt": {"name": "bare"}, "launch": {"device": "cpu"},
+    "baseline": {"name": "leave_one_out"}, "objective": {"name": "algorithm1"},
+    "optimizer": {"name": "adamw"}, "budget": {"rollouts": 64}, "group_size": 8,
+    "learning_rate": 1e-4, "temperature": 1.0, "max_completion_length": 32, "seed": 3,
+}  # fmt: skip
+TRAIN = CONFIG | {"max_steps": 4}
+MSE = CONFIG | {"study": {"methods": ["closed_form"], "questions": 10}}
+RESULT = {
+    "final_accuracy": 0.5, "gain": 0.25, "gain_low": 0.125, "gain_high": 0.375, "steps": 4,
+    "rollouts": 256, "tokens": 4096, "seconds": 8.0, "alarms": {"no_signal": 2},
+    "failed_saves": 0, "left_out": {"too long": 7}, "config_hash": "0123456789ab",
+    "summary": "Accuracy rose. WARNING: 10% of the completions were cut.",
+}  # fmt: skip
+EVAL = """step,split,decoding,accuracy,low,high,n,clipped_ratio
+0,test,sampled,0.25,0.2,0.3,100,0.0
+0,test,greedy,0.35,0.2,0.3,100,0.0
+4,test,sampled,0.5,0.45,0.55,100,0.1
+4,test,greedy,0.6,0.45,0.55,100,0.1
+"""
+STUDIED = {
+    "curves": [
+        {"method": "closed_form", "baseline": "none", "group_size": g, "mse": 8.0 / g,
+         "low": 7.0 / g, "high": None if g == 4 else 9.0 / g, "cosine": None}
+        for g in (2, 4)
+    ],
+    "scaling": {"c1": 1.0, "c1_low": 0.5, "c1_high": 2.0, "gstar": 4.25, "gstar_low": 4.0,
+                "gstar_high": 4.5},
+    "assumption2": {"corr": -0.5, "av_minus_a0": -2.0, "av_minus_a0_low": -3.0,
+                    "av_minus_a0_high": -1.0, "crossover_group_size": 3.0,
+                    "crossover_group_size_low": 2.5, "crossover_group_size_high": None},
+    "grad_sq": {"reason": "not above 0"},
+    "metric": {"parameters": 12, "norm": "Euclidean", "between_questions": "exact"},
+    "policy": {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "mean_length": 9.0},
+    "questions": 10, "pool_completions": 8, "summary": "corr(q, Z) = -0.5.", "not_measured": [],
+    "cost": {"rollouts": 80, "tokens": 720, "judge_timeouts": 1, "judge_failures": 2,
+             "seconds_generate": 1.0, "seconds_score": 2.0},
+    "config_hash": "0123456789ab",
+}  # fmt: skip
+
+
+def completion(step, reward=1.0, text="42"):
+    return {"step": step, "prompt": "6*7=", "completion": text, "reward": reward}
+
+
+def folder_of(path, config, result=None, steps=4, rows=None):
+    (path / ".hydra").mkdir(parents=True)
+    (path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+    code = {"commit": "f" * 40, "diff": "+one\n-two\n", "versions": {"torch": "2"}}
+    (path / "code.json").write_text(json.dumps(code))
+    launches = [{"event": "start"}, {"event": "start"}, {"event": "resumed", "step": 2}]
+    (path / "launches.jsonl").write_text("".join(json.dumps(row) + "\n" for row in launches))
+    if "max_steps" in config:
+        metrics = [{"step": s, "reward": s / 8, "tokens": 10} for s in range(1, steps + 1)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+        (path / "eval.csv").write_text(EVAL)
+        write_rows(path, rows or [completion(step) for step in range(1, steps + 1)])
+    if result:
+        (path / "result.json").write_text(json.dumps(result))
+    return path
+
+
+def test_a_finished_training_run_says_what_it_found(tmp_path):
+    page = run_page(folder_of(tmp_path, TRAIN, RESULT))
+    assert page.answer == (
+        "Held-out accuracy went from 0.250 [0.200, 0.300] to 0.500 [0.450, 0.550] in 4 steps of "
+        "64 rollouts, G = 8 (paired difference +0.250 [+0.125, +0.375]; the same 100 questions, "
+        "sampled)."
+    )
+    assert page.notes == [
+        "WARNING: 10% of the completions were cut.", "WARNING: 7 questions left out: too long",
+    ]  # fmt: skip
+    facts = dict(page.facts)
+    assert facts["Rollouts a step"] == "64 = 8 prompts x G = 8"
+    assert facts["Starts"] == "2; went on from step 2" and facts["Alarms"] == "no_signal in 2 steps"
+    assert facts["Commit"] == "f" * 40 + ", with 2 lines of uncommitted changes"
+    assert (facts["Steps"], facts["Time"]) == ("4 of 4", "8.0 s of steps")
+    accuracy = page.tables[0]
+    assert list(accuracy.columns) == ["step", "decoding", "accuracy", "questions", "cut"]
+    assert accuracy.rows[2] == [4, "sampled", "0.500 [0.450, 0.550]", 100, 0.1]
+    assert [row["step"] for row in page.completions.rows] == [1, 2, 3, 4]
+    assert set(page.completions.rows[0]) == {"step", "prompt", "completion", "reward"}
+
+
+def test_a_page_before_its_result_is_that_after_it(tmp_path):
+    """As a run leaves it, the result being written last."""
+    folder = folder_of(tmp_path, TRAIN)
+    early = render(run_page(folder, RESULT))
+    (folder / "result.json").write_text(json.dumps(RESULT))
+    assert render(run_page(folder)) == early
+
+
+@pytest.mark.parametrize(
+    "evals, answer",
+    [
+        (0, "Unfinished, 2 of 4 steps are done; nothing was evaluated yet."),
+        (1, "Unfinished, 2 of 4 steps are done: held-out accuracy was 0.250 [0.200, 0.300] after "
+            "0 steps of 64 rollouts, G = 8."),
+        (3, "Unfinished, 2 of 4 steps are done: held-out accuracy went from 0.250 [0.200, 0.300] "
+            "to 0.500 [0.450, 0.550] after 4 steps of 64 rollouts, G = 8."),
+    ],
+)  # fmt: skip
+def test_an_unfinished_training_run_says_so(tmp_path, evals, answer):
+    folder = folder_of(tmp_path, TRAIN, steps=2)
+    (folder / "eval.csv").write_text("".join(EVAL.splitlines(keepends=True)[: evals + 1]))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')  # as a killed run leaves it
+    page = run_page(folder)
+    assert (page.answer, page.notes) == (answer, [])
+    assert dict(page.facts)["Tokens sampled"] == 20
+    assert page.title in render(page)
+
+
+def test_a_study_says_its_best_size_and_its_winner(tmp_path):
+    folder = folder_of(tmp_path, MSE, STUDIED)
+    (folder / "figure.svg").write_text(SVG)
+    (folder / "own.svg").write_text(SVG)
+    (folder / "curves.csv").write_text("mse\n")
+    page = run_page(folder)
+    assert page.answer == (
+        "At a fixed number of rollouts GRPO's best group size is G* = 4.2 [4.0, 4.5]; the oracle "
+        "beats vanilla at every G, and GRPO beats vanilla from G > 3.0 [2.5, infinity] on."
+    )
+    assert [(f.title, f.data) for f in page.figures] == [
+        ("Mean squared error of the gradient against group size", "curves.csv"), ("own", None),
+    ]  # fmt: skip
+    curves, law = page.tables[:2]
+    assert curves.rows == [["none", 2, "4.00 [3.50, 4.50]"], ["none", 4, "2.00 (no interval)"]]
+    assert "method: closed_form" in curves.note and law.note == "not above 0"
+    assert law.rows[0] == ["C1", 1.0, 0.5, 2.0]
+    assert dict(page.facts)["Answers not judged"] == 3
+
+
+@pytest.mark.parametrize(
+    "scaling, found, answer",
+    [
+        ({"gstar_low": None}, {"av_minus_a0_low": 1.0, "av_minus_a0_high": 2.0},
+         "The best group size G* has no finite interval; vanilla beats the oracle and GRPO at "
+         "every G."),
+        ({}, {"av_minus_a0_low": -1.0, "av_minus_a0_high": 1.0},
+         "At a fixed number of rollouts GRPO's best group size is G* = 4.2 [4.0, 4.5]; which of "
+         "vanilla and the oracle is better is not decided."),
+        ({}, {"corr": None}, "corr(q, Z) = -0.5."),
+    ],
+)  # fmt: skip
+def test_what_a_study_cannot_decide_it_does_not_say(tmp_path, scaling, found, answer):
+    changed = {
+        "scaling": STUDIED["scaling"] | scaling,
+        "assumption2": STUDIED["assumption2"] | found,
+    }
+    assert run_page(folder_of(tmp_path, MSE, STUDIED | changed)).answer == answer
+
+
+def test_an_unfinished_study_counts_its_questions(tmp_path):
+    folder = folder_of(tmp_path, MSE)
+    (folder / "pool").mkdir()
+    for name in ("aa-0-4", "aa-4-4", "bb-0-4"):
+        (folder / "pool" / f"{name}.safetensors").touch()
+    page = run_page(folder)
+    assert page.answer.startswith("Unfinished: completions of 2 of 10 questions are scored")
+    render(page)
+
+
+def test_damaged_files_are_named_and_cost_nothing_else(tmp_path):
+    folder = folder_of(tmp_path, TRAIN, RESULT)
+    for name, text in {
+        "code.json": "{", "eval.csv": "\x00\udcff", "completions.parquet": "PAR1",
+        "own.svg": "<svg><script/></svg>", "result.json": "[]", "metrics.jsonl": "{}\n{\n",
+    }.items():  # fmt: skip
+        (folder / name).write_text(text, errors="surrogateescape")
+    page = run_page(folder)
+    named = [note.split()[0] for note in page.notes]
+    assert sorted(named) == [
+        "code.json", "completions.parquet", "metrics.jsonl", "own.svg", "result.json",
+    ]  # fmt: skip
+    assert "small" in render(page)
+
+
+def test_hostile_folders_show_their_texts(tmp_path):
+    """Names of models and data sets, completions, and what the history says."""
+    rows = [completion(1, text=text.replace("\ud800", "")) for text in hostile.TEXTS]
+    name = hostile.MARKUP[0]
+    config = TRAIN | {"model": {"name": name, "model_name_or_path": hostile.MARKUP[5]}}
+    folder = folder_of(tmp_path, config, RESULT | {"alarms": {hostile.MARKUP[1]: 1}}, rows=rows)
+    (folder / "own.svg").write_text(SVG.replace("a title", "&lt;script&gt;HIT&lt;/script&gt;"))
+    found = Skeleton(render(run_page(folder)))
+    assert sum(tag[0] == "script" for tag in found.tags) == 2
+    assert not {"img", "iframe", "object", "base", "link"} & {tag[0] for tag in found.tags}
+    assert any(visible(name) in text for text in found.texts)
+    assert "<script>HIT</script>" in found.texts  # of the picture
+
+
+def test_a_page_that_cannot_be_made_costs_only_the_page(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise KeyError("whatever")
+
+    folder = SimpleNamespace(path=tmp_path, config_hash="x", write=None)
+    monkeypatch.setattr(pages, "run_page", fail)
+    leave_page(folder, RESULT)
+    said = capsys.readouterr().err
+    assert "report.html could not be made, the run goes on without it: KeyError" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_long_run_has_a_page_of_some_thousand_completions_within_a_second(tmp_path):
+    """Whole steps of it, evenly spaced, the first and the last among them, and the page says so."""
+    rows = [completion(s, i % 2, f"{s} {i} " * 60) for s in range(1, 1001) for i in range(8)]
+    folder = folder_of(tmp_path, TRAIN | {"max_steps": 1000}, RESULT, steps=1000, rows=rows)
+    start = time.perf_counter()
+    page = run_page(folder)
+    text = render(page)
+    assert time.perf_counter() - start < 1
+    shown = [row["step"] for row in page.completions.rows]
+    assert shown == [step for step in dict.fromkeys(shown) for _ in range(8)]
+    assert 2500 < len(shown) <= 3000 and {1, 1000} <= set(shown)
+    gaps = {
+        b - a for a, b in zip(dict.fromkeys(shown), list(dict.fromkeys(shown))[1:], strict=False)
+    }
+    assert gaps <= {2, 3}
+    assert f"holds 8000 completions; here are {len(shown)}, those of evenly spaced steps" in text
+    steps = next(table for table in page.tables if table.title == "Steps")
+    assert len(steps.rows) == 200 and steps.note.startswith("200 of 1000 steps")
+
+
+def test_few_large_steps_are_cut_to_what_a_page_holds(tmp_path):
+    rows = [completion(None, text="x" * 10_000) for _ in range(2000)]
+    page = run_page(folder_of(tmp_path, TRAIN, RESULT, rows=rows))
+    assert 700 <= len(page.completions.rows) <= 800
+    assert "holds 2000 completions; here are 7" in page.completions.note
