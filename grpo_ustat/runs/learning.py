@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.estimators.intervals import clustered_mean
+from grpo_ustat.runs.contents import Contents
 from grpo_ustat.runs.figures import FONTS, line_style, note, plt, save
+from grpo_ustat.runs.log import warn
+from grpo_ustat.runs.train_page import first_decoding
 
 CURVES = {  # of metrics.jsonl, under TRL's names
     "reward": "reward",
@@ -35,6 +38,18 @@ class Learning:
     series: str
     metrics: Sequence[dict[str, Any]]
     evals: Sequence[dict[str, Any]]
+
+
+def draw_learning(folder: Path) -> None:
+    """Draw how training went in a run folder, as its files tell, as `learning.{pdf,svg,png}`;
+    whatever goes wrong is said, and never costs the run.
+    """
+    try:
+        run = Contents(folder)
+        learning_figure(folder, "learning", [Learning("", run.metrics, first_decoding(run))])
+    except Exception as error:  # of any kind: a picture is a view of what the run is
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        warn(f"{folder}/learning.* could not be drawn, the run goes on without it: {reason}")
 
 
 def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[dict[str, Any]]:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-from folders import eval_row, metrics_row
+import json
 
-from grpo_ustat.runs.learning import ACCURACY, Learning, learning_rows
+import pytest
+
+from grpo_ustat.runs.learning import ACCURACY, Learning, draw_learning, learning_rows
+
+
+def eval_row(step, accuracy):
+    return {"step": step, "accuracy": accuracy, "low": accuracy - 0.1, "high": accuracy + 0.1}
+
+
+def metrics_row(step, reward):
+    row = {"step": step, "reward": reward, "frac_reward_zero_std": 0.25}
+    return row | {"completions/mean_length": 20.0, "completions/clipped_ratio": 0.0}
 
 
 def of(rows, quantity):
@@ -38,3 +48,20 @@ def test_series_are_never_mixed_and_a_run_without_rows_hides_none():
         ("G=4", 0.2, 1),
         ("G=8", 0.6, 1),
     ]
+
+
+@pytest.mark.slow
+def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, capsys):
+    """Without evaluations, with them, and where nothing can be written."""
+    rows = [json.dumps(metrics_row(step, 0.1 * step)) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n" + '{"step": 4, "rew')
+    draw_learning(tmp_path)
+    before = (tmp_path / "learning.svg").read_text()
+    assert "silent groups, share" in before
+    assert b"/Type3" not in (tmp_path / "learning.pdf").read_bytes()
+    columns = "step,split,decoding,accuracy,low,high,n"
+    (tmp_path / "eval.csv").write_text(f"{columns}\n0,test,sampled,0.2,0.1,0.3,40\n")
+    draw_learning(tmp_path)
+    assert (tmp_path / "learning.svg").read_text() != before and not capsys.readouterr().err
+    draw_learning(tmp_path / "gone")
+    assert "could not be drawn" in capsys.readouterr().err
