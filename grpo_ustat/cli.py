@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -14,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.composing import CONF, asked_for, check_trust
+from grpo_ustat.composing import CONF, asked_for, check_trust, composed_alone
 from grpo_ustat.config import SCHEMAS, typed
 from grpo_ustat.launch.job import REFUSALS, run
 from grpo_ustat.launch.parent import RanksFailed
@@ -52,6 +53,43 @@ def main(entry: str) -> None:
         if is_main():
             print("interrupted; the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def report() -> None:
+    """Compose `conf/report.yaml`, check it, and report the runs that it names."""
+    sys.argv[1:] = map(quoted, sys.argv[1:])
+    try:
+        composed_alone("report", sys.argv[1:])
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="report")(_report)()
+    except ConfigError as error:
+        _refuse(error)
+
+
+def quoted(word: str) -> str:
+    """`runs=` with its folders in quotes, which Hydra needs where their names hold `=`.
+
+    >>> quoted("runs=a/seed=0"), quoted("runs=[a/seed=0,b]"), quoted("name=x")
+    ("runs='a/seed=0'", "runs=['a/seed=0','b']", 'name=x')
+    """
+    key, _, value = word.partition("=")
+    if key != "runs" or not value or "'" in value or '"' in value:
+        return word
+    if value[0] == "[" and value[-1] == "]":
+        inside = [f"'{x.strip()}'" for x in value[1:-1].split(",") if x.strip()]
+        return f"runs=[{','.join(inside)}]"
+    return f"runs='{value}'"
+
+
+def _report(node: DictConfig) -> None:
+    from grpo_ustat.reports.report import report_runs
+
+    config, folder = typed(node, SCHEMAS["report"]), Path(HydraConfig.get().runtime.output_dir)
+    try:
+        report_runs(config.patterns, folder, config.steps)
+    except ConfigError as error:
+        with suppress(OSError):
+            folder.rmdir()  # Hydra has made it
+        _refuse(error)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.config import SCHEMAS, TrainConfig, typed
+from grpo_ustat.config import SCHEMAS, MseConfig, TrainConfig, typed
 from grpo_ustat.data_config import DATASETS
 from grpo_ustat.identity import folder_name
 from grpo_ustat.launch.job import check_ranks
@@ -68,6 +68,22 @@ def composed(entry: str, overrides: list[str]) -> Any:
         config, _ = _composed(entry, SCHEMAS[entry], overrides)
     check_trust(config, overrides)
     return config
+
+
+def composed_alone(entry: str, arguments: list[str]) -> Any | None:
+    """The checked configuration of an entry that has no sweeps; None where help is asked for.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    register(entry)
+    words = get_args_parser().parse_args(arguments)
+    if words.help or words.hydra_help or words.cfg or words.info or words.shell_completion:
+        return None
+    if words.multirun:
+        raise ConfigError(f"-m: {entry} is no sweep, leave it out")
+    with initialized(entry):
+        return _composed(words.config_name or entry, SCHEMAS[entry], list(words.overrides))[0]
 
 
 def register(entry: str) -> None:
@@ -292,8 +308,8 @@ def _one_line(error: Exception, schema: type) -> str:
         return f"unknown {group} {asked!r}: choose from {', '.join(known.split())}"
     if "hydra/launcher/submitit" in text:
         return "SLURM needs hydra-submitit-launcher: pip install 'grpo-ustat[slurm]'"
-    if re.search("ConfigKeyError raised while composing config: Key .* not in", text):
-        other = "mse" if schema is TrainConfig else "train"
+    other = {TrainConfig: "mse", MseConfig: "train"}.get(schema)
+    if other and re.search("ConfigKeyError raised while composing config: Key .* not in", text):
         return f"an overlay of the other entry? Try python -m grpo_ustat.{other} ({text})"
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing:
@@ -302,14 +318,13 @@ def _one_line(error: Exception, schema: type) -> str:
     if not unknown:
         return text.removesuffix(" None")
     key = unknown.group(1)
-    if key in ELSEWHERE:
+    if other and key in ELSEWHERE:
         return f"unknown key {key}: here it is {ELSEWHERE[key]}"
-    other = "mse" if schema is TrainConfig else "train"
-    if key.split(".")[0] in OF_ENTRY[other]:
+    if other and key.split(".")[0] in OF_ENTRY[other]:
         return f"unknown key {key}: it is one of {other}'s, python -m grpo_ustat.{other}"
     if key.startswith("dataset.options"):
         return f"unknown key {key}: options of a task of your own are added, +{key}=..."
-    known = [*_keys(OmegaConf.structured(schema)), *_dataset_keys()]
+    known = [*_keys(OmegaConf.structured(schema)), *(_dataset_keys() if other else [])]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
     return f"unknown key {key}: {hint}"

@@ -246,8 +246,8 @@ class Common:
                 f"top_p={self.top_p} top_k={self.top_k} would sample from another distribution "
                 "than the one whose gradient is taken: use top_p=1.0 top_k=0"
             )
-        if self.report.name is not None and not re.fullmatch(r"[\w.-]+", self.report.name):
-            raise ConfigError(f"report.name={self.report.name!r}: use letters, digits, . _ -")
+        if self.report.name is not None:
+            check_report_name("report.name", self.report.name)
         self.dataset.check()
         self.prompt.check()
         self._check_box()
@@ -345,7 +345,39 @@ class TrainConfig(Common):
         check_train(self)
 
 
-SCHEMAS = {"mse": MseConfig, "train": TrainConfig}
+@dataclass
+class ReportEntry:
+    """What `python -m grpo_ustat.report` shows. runs: a folder, a pattern of folders, or a list of
+    them; name: of the report's folder; steps: see `ReportConfig`.
+    """
+
+    runs: Any = MISSING
+    name: str = MISSING
+    steps: list[int] | None = MISSING
+
+    @property
+    def patterns(self) -> list[str]:
+        """`runs` as a list."""
+        return self.runs if isinstance(self.runs, list) else [self.runs]
+
+    def check(self) -> None:
+        """Refuse what is no list of folders.
+
+        Raises:
+            ConfigError: naming the value.
+        """
+        if not self.patterns or not all(x and isinstance(x, str) for x in self.patterns):
+            raise ConfigError(f"runs={self.runs}: name folders, such as runs=outputs/train")
+        check_report_name("name", self.name)
+
+
+def check_report_name(key: str, name: str) -> None:
+    """The name is one of a folder."""
+    if not re.fullmatch(r"[\w.-]+", name) or not name.strip("."):
+        raise ConfigError(f"{key}={name!r}: use letters, digits, . _ -")
+
+
+SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "report": ReportEntry}
 
 
 def typed(config: Any, schema: type) -> Any:
@@ -353,14 +385,15 @@ def typed(config: Any, schema: type) -> Any:
 
     Args:
         config: an OmegaConf node or a plain dictionary, without the `hydra` node.
-        schema: `MseConfig` or `TrainConfig`.
+        schema: one of `SCHEMAS`.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or a combination that cannot be run.
     """
     try:
         base = OmegaConf.structured(schema)
-        base.dataset = _dataset_schema(config)
+        if issubclass(schema, Common):
+            base.dataset = _dataset_schema(config)
         result = OmegaConf.to_object(OmegaConf.merge(base, config))
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} has no value: set {error.full_key}=...") from error

@@ -55,10 +55,12 @@ def run_sweep(entry: str, asked: Asked) -> int:
     _tell(sweep.entries, found, anew)
     if todo:
         _launch(entry, asked, todo)
-    if asked.points[0].config.report.name:
-        from grpo_ustat.runs.joint import report
+    asked_report = asked.points[0].config.report
+    if asked_report.name:
+        from grpo_ustat.reports.report import report_sweep
 
-        report(entry, asked.points)
+        folder = asked.points[0].sweep / asked_report.name
+        report_sweep(sweep.entries, folder, asked_report.steps)
     return _end(sweep)
 
 

@@ -10,6 +10,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from precision import compute_in_double  # noqa: E402
 
+from grpo_ustat.runs import learning  # noqa: E402
+
 torch.set_num_threads(1)
 
 
@@ -44,3 +46,9 @@ def environment_as_before():
 @pytest.fixture(autouse=True)
 def float64_models_are_float64_throughout(environment_as_before, monkeypatch):
     compute_in_double(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def without_a_figure_of_each_training_run(monkeypatch):
+    """It takes longer than most runs here; tests/runs/test_learning.py draws it."""
+    monkeypatch.setattr(learning, "draw_learning", lambda folder: None)

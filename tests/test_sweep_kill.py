@@ -23,8 +23,10 @@ from launching import Command, finished  # noqa: E402
 from resuming import differences  # noqa: E402
 
 from grpo_ustat import multirun  # noqa: E402
-from grpo_ustat.runs import figures, history  # noqa: E402
+from grpo_ustat.reports import figures, report  # noqa: E402
+from grpo_ustat.runs import history  # noqa: E402
 from grpo_ustat.runs.folder import RunFolder  # noqa: E402
+from grpo_ustat.runs.learning import learning_rows  # noqa: E402
 from grpo_ustat.runs.sweeps import MISSING, Entry, State  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -35,7 +37,7 @@ SWEEP = (
     "dataset.train_size=8", "max_completion_length=6", "learning_rate=1e-3", "report.name=joint",
     "baseline=running_mean", "hydra.sweep.dir=sweep",
 )  # fmt: skip
-REPORT = ("accuracy.csv", "runs.csv")
+REPORT = ("accuracy.csv", "learning.csv", "runs.csv")
 
 
 def runs(place):
@@ -75,8 +77,10 @@ def killed(place, seconds):
 
 
 def undrawn():
-    """The joint report without its figure, which takes longer than the runs."""
-    figures.joint_accuracy_figure = lambda *_: None
+    """The joint report without its figures, which take longer than the runs."""
+    figures.accuracy_figure = lambda *_: None
+    report.learning_figure = lambda folder, name, runs: learning_rows(runs)
+    report.page = report.render = lambda _: ""
 
 
 def typed(place, before=undrawn):

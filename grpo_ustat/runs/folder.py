@@ -58,6 +58,7 @@ class RunFolder:
         self.config = config
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
+        self.data = keys.get("data")
         self._open, self._lock = False, None
 
     @property
@@ -151,7 +152,8 @@ class RunFolder:
         if self.mode == "overwrite":
             self._empty()
         self.path.mkdir(parents=True, exist_ok=True)
-        self.write("code.json", json.dumps(code_state() | {"weights": self.weights}, indent=1))
+        used = {"weights": self.weights, "data": self.data}
+        self.write("code.json", json.dumps(code_state() | used, indent=1))
         (self.path / ".hydra").mkdir(exist_ok=True)
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
         self.note(**history.started())

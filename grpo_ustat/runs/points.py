@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.checks import ConfigError
 from grpo_ustat.runs.folder import RunFolder
 
 
@@ -27,19 +26,3 @@ class Point:
     folder: RunFolder | None
     sweep: Path | None
     overrides: tuple[str, ...] = ()
-
-    @property
-    def policy(self) -> str:
-        """Model and prompt: one model asked in two ways is two policies."""
-        prompt = self.config.prompt
-        shots = f" x {prompt.shots}" if prompt.shots else ""
-        return f"{self.config.model.name}, {prompt.name}{shots}"
-
-    def result(self) -> dict[str, Any] | None:
-        """What the finished run found; None where it has not finished, or not all of its steps."""
-        try:
-            found = self.folder.kept() if self.folder else None
-        except ConfigError:
-            return None
-        steps = getattr(self.config, "max_steps", 0)
-        return found if found and found.get("steps", 0) >= steps else None

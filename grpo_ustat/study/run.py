@@ -86,7 +86,7 @@ def _made(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
         raise
     write_csv(folder, "curves.csv", result["curves"])
     if is_main():
-        mse_figure(folder.path, result, config)
+        mse_figure(folder.path, result)
         scaling_figure(folder.path, result)
         leave_page(folder, result)
     folder.finish(result)

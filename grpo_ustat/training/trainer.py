@@ -155,7 +155,7 @@ def _finish(run: Run, progress: Progress, log: RunLog | None) -> dict[str, Any]:
         try:
             log.sync()
             write_csv(run.folder, "eval.csv", progress.evals)
-            leave_page(run.folder, result)
+            _leave_views(run.folder, result)
             run.folder.finish(result)
         except OSError as error:
             raise NotSaved(
@@ -163,6 +163,14 @@ def _finish(run: Run, progress: Progress, log: RunLog | None) -> dict[str, Any]:
                 f"({error}): the same command writes them from the last checkpoint"
             ) from error
     return result
+
+
+def _leave_views(folder: RunFolder, result: dict[str, Any]) -> None:
+    """The figure of how training went, and the page that shows it."""
+    from grpo_ustat.runs.learning import draw_learning  # and matplotlib, which no step needs
+
+    draw_learning(folder.path)
+    leave_page(folder, result)
 
 
 def _refuse_fewer_steps(config: TrainConfig, folder: RunFolder, done: int) -> None:

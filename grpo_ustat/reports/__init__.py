@@ -1,0 +1,1 @@
+"""What any set of run folders found, together: tables, figures and their data, a page."""

@@ -1,0 +1,100 @@
+"""A table with its data: on the console, as CSV, as LaTeX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_ustat.runs.folder import write_whole
+from grpo_ustat.runs.summary import csv_text
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of a report.
+
+    Attributes:
+        name: of its files, `<name>.csv` and `<name>.tex`.
+        title: above it.
+        columns: their names.
+        rows: a text for every column; its lines belong together, the first is the number.
+        notes: below it: what intervals are over, what marks mean.
+        data: its numbers as they are, rows of equal keys.
+        drawn: what the figure of the same name needs said below it, None where there is none.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+    data: Sequence[dict[str, Any]]
+    drawn: Sequence[str] | None = None
+
+    def table(self) -> Table:
+        """For a terminal."""
+        table = Table(title=escape(self.title), caption=escape("\n".join(self.notes)))
+        table.min_width = 64
+        for i, column in enumerate(self.columns):
+            table.add_column(escape(column), justify="right" if i else "left")
+        for row in _headed(self.rows):
+            table.add_row(*map(escape, row))
+        return table
+
+    def write(self, folder: Path) -> None:
+        """Its numbers as CSV, itself as LaTeX."""
+        write_whole(folder / f"{self.name}.csv", csv_text(list(self.data)))
+        write_whole(folder / f"{self.name}.tex", self.latex())
+
+    def latex(self) -> str:
+        """A `tabular` for the package booktabs, a line per row."""
+        lines = [f"% {line}" for line in (self.title, *self.notes)]
+        lines += [f"\\begin{{tabular}}{{l{'r' * (len(self.columns) - 1)}}}", "\\toprule"]
+        lines += [_line(self.columns), "\\midrule", *map(_line, _headed(self.rows)), "\\bottomrule"]
+        return "\n".join([*lines, "\\end{tabular}", ""])
+
+
+def _headed(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows whose first text is blank where it is that of the row above."""
+    above = [None, *(row[0] for row in rows)]
+    return [
+        ["" if row[0] == head else row[0], *row[1:]] for row, head in zip(rows, above, strict=False)
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return " & ".join(map(_stacked, cells)) + r" \\"
+
+
+def _stacked(cell: str) -> str:
+    lines = [tex(line) for line in cell.split("\n")]
+    stacked = r" \\ ".join(lines)
+    return stacked if len(lines) == 1 else f"\\shortstack[r]{{{stacked}}}"
+
+
+SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+
+
+def tex(text: str) -> str:
+    r"""Text as LaTeX shows it.
+
+    >>> tex("n_0 = 5 %, ~")
+    'n\\_0 = 5 \\%, \\textasciitilde{}'
+    """
+    return re.sub(r"[\\~^&%$#_{}]", lambda m: SPECIAL.get(m[0], f"\\{m[0]}"), text)
+
+
+def shorter(lines: Sequence[str], most: int, where: str) -> list[str]:
+    """The first so many lines, and how many more there are.
+
+    >>> shorter(["a", "b", "c"], 1, "runs.csv")
+    ['a', 'and 2 more, see runs.csv']
+    """
+    rest = len(lines) - most
+    return [*lines[:most], f"and {rest} more, see {where}"] if rest > 0 else list(lines)

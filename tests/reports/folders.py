@@ -1,0 +1,98 @@
+"""Run folders as runs leave them, written by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import cache
+
+import yaml
+
+from grpo_ustat.composing import composed
+from grpo_ustat.runs.summary import csv_text
+
+DONE = ({"event": "start", "host": "h", "pid": 1}, {"event": "end", "outcome": "done"})
+KILLED = DONE[:1]
+HALF = 0.1  # of every interval
+
+
+@cache
+def composed_once(entry):
+    return json.dumps(asdict(composed(entry, [])))
+
+
+def configured(entry, changes):
+    """A configuration with other values, by dotted key."""
+    config = json.loads(composed_once(entry))
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        part = config
+        for name in path:
+            part = part[name]
+        part[last] = value
+    return config
+
+
+def eval_row(step, accuracy, n=40):
+    row = {"step": step, "split": "test", "decoding": "sampled", "accuracy": accuracy}
+    row |= {"low": accuracy - HALF, "high": accuracy + HALF, "n": n, "num_generations": 1}
+    return row | {"clipped_ratio": 0.0, "extraction_failure_ratio": 0.0}
+
+
+def metrics_row(step, reward):
+    row = {"step": step, "reward": reward, "frac_reward_zero_std": 0.25}
+    return row | {"completions/mean_length": 20.0 + step, "completions/clipped_ratio": 0.0}
+
+
+def trained(folder, size, seed, accuracies, *, rollouts=32, done=True, changes=(), commit="a" * 40):
+    """A training run that was evaluated at some steps, `{step: accuracy}`; unless `done` killed."""
+    keys = {"group_size": size, "budget.rollouts": rollouts, "seed": seed, "max_steps": 8}
+    config = configured("train", keys | dict(changes))
+    evals = [eval_row(step, accuracy) for step, accuracy in accuracies.items()]
+    begin(folder, config, DONE if done else KILLED, commit)
+    (folder / "eval.csv").write_text(csv_text(evals))
+    rows = [metrics_row(s, 0.1 * seed + 0.01 * s) for s in range(1, max(accuracies) + 1)]
+    lines = [json.dumps(row) for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    last = evals[-1]
+    result = {"final_accuracy": last["accuracy"], "steps": 8, "seconds": 1.0, "evals": evals}
+    result |= {"accuracy_low": last["low"], "accuracy_high": last["high"], "rollouts": 8 * rollouts}
+    if done:
+        (folder / "result.json").write_text(json.dumps(result | {"tokens": 1000}))
+    return folder
+
+
+def studied(folder, model, errors, *, changes=()):
+    """A finished study, `{(baseline, G): mse}`."""
+    config = configured("mse", {"model.name": model} | dict(changes))
+    begin(folder, config, DONE)
+    kind = {"method": "closed_form", "target": "gradient of the expected reward"}
+    kind |= {"setting": "all_questions_once", "num_prompts": 8, "interval": "completions"}
+    curves = [
+        kind | {"baseline": name, "group_size": size, "unbiased": True}
+        | {"mse": x, "low": x / 2, "high": 2 * x, "replicates": None}
+        for (name, size), x in errors.items()
+    ]  # fmt: skip
+    scaling = {
+        f"{x}{end}": 4.0 for x in ("c1", "c2", "c3", "gstar") for end in ("", "_low", "_high")
+    }
+    scaling["curve"] = [
+        {"group_size": g, "n_mse": g + 4 / g, "low": g, "high": 2.0 * g} for g in (2, 4)
+    ]
+    assumption = {
+        f"{x}{end}": 0.5 for x in ("corr", "av_minus_a0") for end in ("", "_low", "_high")
+    }
+    policy = {"name": model, "accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6}
+    result = {"curves": curves, "scaling": scaling, "assumption2": assumption, "policy": policy}
+    result |= {"questions": 8, "pool_completions": 16}
+    result["cost"] = {"rollouts": 128, "tokens": 900, "seconds_generate": 1, "seconds_score": 1}
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def begin(folder, config, launches, commit="a" * 40):
+    """What identifies a run."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "code.json").write_text(json.dumps({"commit": commit, "weights": "w", "data": None}))
+    (folder / "launches.jsonl").write_text("".join(json.dumps(row) + "\n" for row in launches))

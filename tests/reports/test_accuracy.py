@@ -1,0 +1,159 @@
+"""Held-out accuracy over seeds: intervals by hand, the best and those not told from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grpo_ustat.reports.accuracy import (
+    BY_BUDGET,
+    accuracy_cells,
+    accuracy_sheet,
+    budget_sheet,
+    difference,
+    notes,
+)
+
+SIZES = [4, 8, 16, 32, 64, 128]
+
+
+def row(size, seed, accuracy, rollouts=256, n=500):
+    of = {"series": "", "rollouts": rollouts, "step": 25, "group_size": size, "seed": seed, "n": n}
+    return of | {"accuracy": accuracy, "low": accuracy - 0.04, "high": accuracy + 0.04}
+
+
+def test_the_interval_over_seeds_is_the_t_interval_worked_by_hand():
+    """0.50 0.52 0.54 0.56 0.58: mean 0.54, s = sqrt(0.001), t_4 = 2.776445."""
+    rows = [row(8, seed, 0.50 + 0.02 * seed) for seed in range(5)]
+    (cell,) = accuracy_cells(rows)
+    half = 2.776445 * np.sqrt(0.001 / 5)
+    assert cell["accuracy"] == pytest.approx(0.54)
+    assert (cell["low"], cell["high"]) == pytest.approx((0.54 - half, 0.54 + half), abs=1e-6)
+    assert cell["best"] and cell["seeds"] == 5 and cell["difference"] is None
+
+
+def test_the_best_is_compared_on_shared_seeds():
+    """Seeds that move all G alike leave the paired difference sharp; means alone would not tell."""
+    shift = [0.0, 0.1, 0.2, 0.3, 0.4]
+    rows = [row(4, s, 0.30 + x) for s, x in enumerate(shift)]
+    rows += [row(8, s, 0.33 + x + 0.001 * (-1) ** s) for s, x in enumerate(shift)]
+    rows += [row(16, s, 0.33 + x - 0.01 * (-1) ** s) for s, x in enumerate(shift)]
+    four, eight, sixteen = accuracy_cells(rows)
+    assert eight["best"] and not four["best"]
+    assert four["distinct"] and four["difference"] == pytest.approx(-0.0302)
+    assert four["low"] < eight["accuracy"] < four["high"]
+    assert sixteen["distinct"] is False and sixteen["difference_high"] > 0
+
+
+def test_missing_seeds_are_counted_and_only_shared_ones_compared():
+    rows = [row(4, s, 0.4) for s in (0, 1, 2)] + [row(8, s, 0.5 + 0.01 * s) for s in (1, 2, 3)]
+    four, eight = accuracy_cells(rows)
+    assert (four["seeds"], four["shared_seeds"]) == (3, 2)
+    assert four["difference"] == pytest.approx(0.4 - 0.515)
+    assert "2 of 3 seeds" not in accuracy_sheet([four, eight], []).rows[0][1]
+    few = accuracy_cells([row(4, 0, 0.4), row(8, 1, 0.5), row(8, 2, 0.5)])[0]
+    assert few["distinct"] is None and few["difference"] is None
+
+
+def test_one_seed_is_compared_over_questions():
+    """Two independent samples: half-widths 0.04 add to 0.04 sqrt(2)."""
+    found = difference({0: row(4, 0, 0.4)}, {0: row(8, 0, 0.5)})
+    assert found.estimate == pytest.approx(-0.1)
+    assert found.high == pytest.approx(-0.1 + 0.04 * np.sqrt(2), abs=1e-4)
+
+
+def test_the_differences_of_a_row_are_simultaneous():
+    """Three G: two differences at 97.5 %, t_4 = 3.495406; two G: one at 95 %, t_4 = 2.776445."""
+    wave = [0.0, 0.01, 0.02, 0.03, 0.04]  # s = sqrt(0.00025)
+    rows = [row(4, s, 0.5) for s in range(5)] + [row(8, s, 0.4 + x) for s, x in enumerate(wave)]
+    third = [row(16, s, 0.3) for s in range(5)]
+    for found, t in (
+        (accuracy_cells(rows)[1], 2.776445),
+        (accuracy_cells(rows + third)[1], 3.495406),
+    ):
+        half = t * np.sqrt(0.00025 / 5)
+        assert found["difference_high"] == pytest.approx(-0.08 + half, abs=1e-6)
+
+
+def told_apart(rng, draws, seeds):
+    """Share of rows, of six equal G, in which any is told from the best."""
+    found = 0
+    for _ in range(draws):
+        rows = [row(g, s, 0.75 + 0.02 * rng.standard_normal()) for g in SIZES for s in range(seeds)]
+        found += any(cell["distinct"] for cell in accuracy_cells(rows))
+    return found / draws
+
+
+@pytest.mark.parametrize("seeds", [5, 1])
+def test_equal_sizes_are_seldom_told_apart(seeds, rng):
+    """400 rows; 95 % intervals of each difference alone told some apart in a third of them.
+
+    With one seed 0.02 is the standard error that a half-width of 0.04 stands for.
+    """
+    assert 0 < told_apart(rng, 400, seeds) < 0.12
+
+
+def test_captions_say_what_intervals_are_over():
+    def said(rows):
+        return " ".join(notes(accuracy_cells(rows), ("*", "~"), "the G of a row"))
+
+    five = [row(8, s, 0.4 + 0.01 * s) for s in range(5)] + [row(4, s, 0.3) for s in range(5)]
+    one = [row(16, 0, 0.2), row(32, 0, 0.1)]
+    of_seeds, without = "over seeds (5), given the questions", "without the variation of training"
+    assert of_seeds in said(five) and "paired on shared seeds)" in said(five)
+    assert without not in said(five) and "simultaneous over the G of a row" in said(five)
+    assert without in said(one) and "seeds (" not in said(one) and "(not paired)" in said(one)
+    assert f"{of_seeds}; over questions, {without} (one seed: G = 16, 32)" in said(five + one)
+
+
+def test_seeds_that_are_all_alike_keep_the_width_of_their_rounding():
+    """60 questions: an accuracy is rounded to 1/60, with variance 1 / (12 60^2); of a difference
+    twice that. t_2 = 4.302653, over two differences 6.205347.
+    """
+    rows = [row(g, s, x, n=60) for g, x in ((4, 0.30), (8, 17 / 60), (16, 0.1)) for s in range(3)]
+    four, eight, sixteen = accuracy_cells(rows)
+    assert four["high"] - 0.30 == pytest.approx(4.302653 / 60 / 6, abs=1e-6)
+    half = 6.205347 / 60 * np.sqrt(1 / 6 / 3)
+    assert eight["difference_high"] == pytest.approx(-1 / 60 + half, abs=1e-6)
+    assert eight["distinct"] is False and sixteen["distinct"]
+
+
+def test_intervals_over_questions_are_the_mean_of_the_runs_own():
+    (cell,) = accuracy_cells([row(4, 0, 0.2), row(4, 1, 0.4)])
+    found = [cell[f"questions_{end}"] for end in ("low", "high")]
+    assert found == pytest.approx([0.26, 0.34]) and cell["over"] == "seeds"
+    assert (cell["low"], cell["high"]) == (0.0, 1.0)  # t_1 reaches further than an accuracy can
+
+
+def test_the_best_of_a_table_of_budgets_is_one_and_all_others_are_compared_with_it():
+    """Paired on seeds that move all cells alike: 0.5 is told from 0.6, 0.599 +- 0.002 is not."""
+    means = {(256, 4): 0.5, (256, 8): 0.599, (512, 4): 0.6, (512, 8): 0.4}
+    rows = [
+        row(g, s, mean + 0.05 * s + (0.002 * (-1) ** s if (n, g) == (256, 8) else 0), n)
+        for (n, g), mean in means.items()
+        for s in range(4)
+    ]
+    cells = {(c["rollouts"], c["group_size"]): c for c in accuracy_cells(rows, BY_BUDGET)}
+    assert [key for key, cell in cells.items() if cell["best"]] == [(512, 4)]
+    assert {key: cell["distinct"] for key, cell in cells.items()} == {
+        (256, 4): True, (256, 8): False, (512, 4): None, (512, 8): True
+    }  # fmt: skip
+    by_step = accuracy_cells(rows)
+    assert sum(cell["best"] for cell in by_step) == 2  # one for each budget
+    sheet = budget_sheet(list(cells.values()))
+    marks = [[text.split("\n")[0][5:] for text in line[1:]] for line in sheet.rows]
+    assert sheet.columns == ["", "G = 4", "G = 8"] and marks == [["", "~"], ["*", ""]]
+
+
+def test_a_cell_says_when_it_has_fewer_seeds_or_none():
+    rows = [
+        row(4, 0, 0.4),
+        row(4, 1, 0.5),
+        row(8, 0, 0.4),
+        row(8, 0, 0.4, 512),
+        row(4, 0, 0.1, 512),
+    ]
+    sheet = budget_sheet(accuracy_cells(rows[:4], BY_BUDGET))
+    (_, four, eight), (_, none, other) = sheet.rows
+    assert "seeds" not in four and "1 of 2 seeds" in eight and "1 of 2 seeds" in other
+    assert none == "-"

@@ -1,0 +1,132 @@
+"""The report entry: refusals in one line, and one report of everything from real pictures."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from folders import begin, configured, studied, trained
+
+from grpo_ustat import cli
+from grpo_ustat.reports.report import at_last, report_runs, report_sweep
+from grpo_ustat.runs.sweeps import Entry
+
+REFUSED = {
+    "nothing named": ([], "runs has no value"),
+    "nothing there": (["runs=outputs/nothing"], "matches nothing in"),
+    "a seed's folder by name": (["runs=a/seed=7"], "runs=a/seed=7 matches nothing in"),
+    "a list with one that is not there": (["runs=[a,b/seed=0]"], "runs=b/seed=0 matches nothing"),
+    "no folders": (["runs=[]"], "name folders"),
+    "a name that leads elsewhere": (["runs=a", "name=../x"], "use letters, digits"),
+    "an unknown key": (["runs=a", "nme=x"], "did you mean name?"),
+    "another entry's key": (["runs=a", "group_size=4"], "unknown key group_size"),
+    "a sweep": (["-m", "runs=a"], "report is no sweep"),
+    "a step that is not evaluated": (["runs=a", "steps=[3]"], "evaluated are [0, 4, 8]"),
+    "a run's own folder": (["runs=a", "'hydra.run.dir=a/seed=0'"], "is a run's folder"),
+    "runs that have not come to anything": (["runs=begun"], "nothing to show yet"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_reported_is_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    trained(tmp_path / "a/seed=0", 4, 0, {0: 0.2, 4: 0.3, 8: 0.4})
+    begin(tmp_path / "begun", configured("train", {}), ())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report", *(x.strip("'") for x in arguments)])
+    if "hydra.run.dir" in str(arguments):
+        monkeypatch.setattr(sys, "argv", ["report", arguments[0], "hydra.run.dir='a/seed=0'"])
+    with pytest.raises(SystemExit) as refused:
+        cli.report()
+    said = capsys.readouterr().err
+    assert refused.value.code == 2 and message in said and len(said.splitlines()) == 1
+    assert not (tmp_path / "outputs/report/all").exists()
+    assert (tmp_path / "a/seed=0/result.json").is_file()
+
+
+def test_a_sweep_of_which_nothing_has_begun_says_so(tmp_path, capsys):
+    report_sweep([Entry("seed=0", tmp_path / "seed=0", "hash", 8)], tmp_path / "joint", None)
+    assert "nothing" not in capsys.readouterr().err and not (tmp_path / "joint").exists()
+
+
+def test_the_table_of_budgets_is_of_the_last_step_that_the_most_cells_have_reached():
+    def row(series, step, size):
+        return {"series": series, "step": step, "rollouts": 32, "group_size": size}
+
+    rows = [row("a", step, size) for step in (4, 8) for size in (4, 8)]
+    rows += [row("a", 12, 4), row("b", 4, 4), row("b", 12, 4)]
+    last = at_last(rows, [4, 8, 12])
+    assert {(x["series"], x["step"], x["group_size"]) for x in last} == {
+        ("a", 8, 4), ("a", 8, 8), ("b", 12, 4)
+    }  # fmt: skip
+
+
+def csv_rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_a_report_of_everything(tmp_path):
+    """Eight training runs of two series, one killed, two studies; in a process without torch."""
+    accuracies = {}
+    other = {"changes": {"learning_rate": 1.0}, "commit": "b" * 40}
+    trained(tmp_path / "runs/other", 4, 0, {0: 0.9}, **other)
+    for size, seed in ((4, 0), (4, 1), (8, 0), (8, 1)):
+        for rollouts in (32, 64):
+            done = (size, seed, rollouts) != (8, 1, 64)
+            final = 0.3 + 0.01 * size + 0.02 * seed + 0.001 * rollouts
+            folder = tmp_path / f"runs/G={size}/n={rollouts}/seed={seed}"
+            reached = {0: 0.2, 4: 0.25, 8: final} if done else {0: 0.2, 4: 0.25}
+            trained(folder, size, seed, reached, rollouts=rollouts, done=done)
+            if done:
+                accuracies.setdefault((rollouts, size), []).append(final)
+    errors = {(name, size): 8.0 / size for name in ("none", "oracle") for size in (2, 4)}
+    studied(tmp_path / "studies/a", "tiny", errors)
+    studied(tmp_path / "studies/b", "tiny_direct", {**errors, ("optimal", 2): 3.0})
+    code = "import sys; from grpo_ustat.report import main; main(); "
+    code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "runs=[runs,studies]", "name=both"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "unfinished: runs/G=8/n=64/seed=1: stopped, step 4 of 8 (killed)",
+        "the runs are of several commits: aaaaaaaa (10 runs), bbbbbbbb (1 runs)",
+        "2 series, apart and never averaged, by learning_rate",
+    ):
+        assert line in done.stdout
+    home = tmp_path / "outputs/report/both"
+    for name in ("accuracy", "mse", "fixed_n", "learning-n=32_learning_rate=0.0001"):
+        pdf = (home / f"{name}.pdf").read_bytes()
+        assert b"/FontFile2" in pdf and b"/Type3" not in pdf
+        assert ElementTree.parse(home / f"{name}.svg").getroot().tag.endswith("svg")
+        assert (home / f"{name}.png").stat().st_size > 5000
+        assert "\\bottomrule" in (home / f"{name}.tex").read_text()
+        assert csv_rows(home / f"{name}.csv")
+    for cell in csv_rows(home / "budget.csv"):
+        if cell["series"] == "learning_rate=0.0001":
+            mine = accuracies[int(cell["rollouts"]), int(cell["group_size"])]
+            assert float(cell["accuracy"]) == pytest.approx(sum(mine) / len(mine))
+            assert int(cell["seeds"]) == len(mine)
+    page = (home / "report.html").read_text()
+    assert "Missing in studies/a: optimal at G = 2." in page and "runs/G=8/n=64/seed=1" in page
+    assert "learning_rate" in page and "G* = 4.0 [4.0, 4.0]" in page
+
+
+@pytest.mark.slow
+def test_a_report_made_again_keeps_nothing_of_the_one_before(tmp_path):
+    for seed in (0, 1):
+        trained(tmp_path / f"a/seed={seed}", 4, seed, {0: 0.2, 8: 0.3 + seed / 10})
+    studied(tmp_path / "b", "tiny", {("none", 2): 1.0, ("none", 4): 0.5})
+    home = tmp_path / "report"
+    report_runs([str(tmp_path / "b")], home, None)
+    (home / "notes.csv").write_text("mine")
+    assert (home / "mse.csv").is_file()
+    report_runs([str(tmp_path / "a")], home, [8])
+    assert (home / "notes.csv").is_file() and not list(home.glob("mse.*"))
+    assert {row["step"] for row in csv_rows(home / "budget.csv")} == {"8"}
+    assert {row["step"] for row in csv_rows(home / "accuracy.csv")} == {"0", "8"}

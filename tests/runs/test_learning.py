@@ -1,0 +1,67 @@
+"""Curves over steps: means over seeds, only where all of them are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_ustat.runs.learning import ACCURACY, Learning, draw_learning, learning_rows
+
+
+def eval_row(step, accuracy):
+    return {"step": step, "accuracy": accuracy, "low": accuracy - 0.1, "high": accuracy + 0.1}
+
+
+def metrics_row(step, reward):
+    row = {"step": step, "reward": reward, "frac_reward_zero_std": 0.25}
+    return row | {"completions/mean_length": 20.0, "completions/clipped_ratio": 0.0}
+
+
+def of(rows, quantity):
+    return [row for row in rows if row["quantity"] == quantity]
+
+
+def test_means_over_seeds_stop_where_one_of_them_does():
+    """Rewards 0.2 and 0.4 at step 1: mean 0.3, its standard error 0.1, t_1 = 12.7062."""
+    first = Learning("G=4", [metrics_row(1, 0.2), metrics_row(2, 0.5)], [eval_row(0, 0.2)])
+    second = Learning("G=4", [metrics_row(1, 0.4)], [eval_row(0, 0.3), eval_row(4, 0.9)])
+    rows = learning_rows([first, second])
+    (reward,), (accuracy,) = of(rows, "reward"), of(rows, ACCURACY)
+    assert (reward["step"], reward["mean"], reward["seeds"]) == (1, pytest.approx(0.3), 2)
+    assert reward["high"] == pytest.approx(0.3 + 12.7062 * 0.1, abs=1e-4)
+    assert (accuracy["step"], accuracy["mean"]) == (0, pytest.approx(0.25))
+
+
+def test_one_seed_has_its_own_interval_of_accuracy_and_no_other():
+    run = Learning("", [metrics_row(step, 0.1 * step) for step in (1, 2)], [eval_row(2, 0.5)])
+    rows = learning_rows([run])
+    assert [(x["mean"], x["low"]) for x in of(rows, "reward")] == [(0.1, None), (0.2, None)]
+    (accuracy,) = of(rows, ACCURACY)
+    assert (accuracy["low"], accuracy["high"]) == (0.4, 0.6)
+
+
+def test_series_are_never_mixed_and_a_run_without_rows_hides_none():
+    runs = [Learning("G=4", [metrics_row(1, 0.2)], []), Learning("G=8", [metrics_row(1, 0.6)], [])]
+    rows = of(learning_rows([*runs, Learning("G=4", [], [])]), "reward")
+    assert [(row["series"], row["mean"], row["seeds"]) for row in rows] == [
+        ("G=4", 0.2, 1),
+        ("G=8", 0.6, 1),
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, capsys):
+    """Without evaluations, with them, and where nothing can be written."""
+    rows = [json.dumps(metrics_row(step, 0.1 * step)) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n" + '{"step": 4, "rew')
+    draw_learning(tmp_path)
+    before = (tmp_path / "learning.svg").read_text()
+    assert "silent groups, share" in before
+    assert b"/Type3" not in (tmp_path / "learning.pdf").read_bytes()
+    columns = "step,split,decoding,accuracy,low,high,n"
+    (tmp_path / "eval.csv").write_text(f"{columns}\n0,test,sampled,0.2,0.1,0.3,40\n")
+    draw_learning(tmp_path)
+    assert (tmp_path / "learning.svg").read_text() != before and not capsys.readouterr().err
+    draw_learning(tmp_path / "gone")
+    assert "could not be drawn" in capsys.readouterr().err
