@@ -36,6 +36,8 @@ def main(entry: str) -> None:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     try:
         join_tasks()
+        if _told(entry):
+            return
         asked = asked_for(entry, sys.argv[1:])
         if _shown(entry, asked.points):
             return
@@ -80,6 +82,16 @@ def _refuse(error: Exception, code: int = 2) -> NoReturn:
     if everywhere:
         barrier()  # a rank that ends earlier makes the launcher end rank 0 before it has printed
     raise SystemExit(code)
+
+
+def _told(entry: str) -> bool:
+    """Whether help was asked for; prints it."""
+    words = get_args_parser().parse_args(sys.argv[1:])
+    if words.help and is_main():
+        from grpo_ustat.help import show_help
+
+        show_help(entry, words)
+    return words.help
 
 
 def _shown(entry: str, points: list[Point]) -> bool:

@@ -49,13 +49,13 @@ class BaselineConfig:
 class LaunchConfig:
     """Processes and devices; none of it changes results."""
 
-    num_threads: int = key("OpenMP's, of each process", "threads")
+    num_threads: int = key("of OpenMP, in each process", "threads")
     device: str = key("cpu, cuda, cuda:1 ...")
     judge_workers: int = key(
-        "beside each process, to judge answers which need it, such as MATH's", "processes"
+        "beside each one, which judge answers that need it, such as MATH's", "processes"
     )
     num_processes: int = key(
-        "ranks that this command starts on this machine by torchrun; 1: none, it is the run itself",
+        "that this command starts on this machine as ranks, by torchrun; 1: none, it is the run",
         "processes",
     )
     grace_seconds: int = key(
@@ -89,7 +89,7 @@ class ReportConfig:
     """What a sweep leaves beside its runs."""
 
     name: str | None = key("of the folder of its table and figure; null: none")
-    steps: list[int] | None = key("at which accuracy is drawn; null: at every evaluation")
+    steps: list[int] | None = key("at which accuracy is drawn; null: at every evaluation", "steps")
 
 
 @dataclass
@@ -100,11 +100,11 @@ class Common:
     dataset: Any = key("the questions; fields of other kinds of data sets: dataset=NAME --help")
     prompt: PromptConfig = part(PromptConfig, "how a question is put to the model")
     launch: LaunchConfig = part(LaunchConfig, "processes and devices; none of it changes results")
-    seed: int = key("of every random choice of the run")
+    seed: int = key("what every random choice of the run depends on")
     temperature: float = key("divides the logits, in sampling and in scoring alike")
     top_p: float = key("must stay 1: what is sampled is what is scored")
     top_k: int = key("must stay 0: what is sampled is what is scored")
-    max_completion_length: int = key("longer completions are cut and counted", "tokens")
+    max_completion_length: int = key("of a completion; longer ones are cut and counted", "tokens")
     rollout_batch_size: int = key("written side by side: memory and speed only", "completions")
     on_existing: str = key(
         "what to do with a folder that this run has already; resume: go on, or show the result",
@@ -112,7 +112,7 @@ class Common:
     )
     dry_run: bool = key("print what would run and what it costs, and end")
     show_prompts: int = key(
-        "print so many and how their answers are read, and end; 0: run", "prompts"
+        "to print, with how their answers are read, instead of a run; 0: run", "prompts"
     )
     report: ReportConfig = part(ReportConfig, "what a sweep leaves beside its runs")
 
@@ -165,7 +165,7 @@ class MseConfig(Common):
     baselines: list[str] = key(
         "the rules to compare, with their options under rules", choices=STUDIED
     )
-    group_sizes: list[int] = key("every G of the curves", "completions")
+    group_sizes: list[int] = key("in a group, every G of the curves", "completions")
     target_halfwidth: float | None = key(
         "such as 0.05: add completions until every curve's 95 % interval is +-5 %; null: do not"
     )
@@ -212,10 +212,10 @@ class TrainConfig(Common):
     eval: EvalConfig = part(EvalConfig, "how held-out questions are answered")
     monitor: MonitorConfig = part(MonitorConfig, "how good the gradients of training are")
     budget: TrainBudget = part(TrainBudget, "what a step may sample")
-    group_size: int = key("G, of each prompt: TRL's num_generations", "completions")
-    learning_rate: float = key("of the optimizer, where the schedule is at its highest")
+    group_size: int = key("in a group, G: TRL's num_generations", "completions")
+    learning_rate: float = key("of the optimizer, at the schedule's highest")
     max_grad_norm: float | None = key("longer gradients are shortened to this norm; null: never")
-    max_steps: int = key("of training; a larger one goes on", "steps")
+    max_steps: int = key("of training; a larger number goes on", "steps")
     eval_steps: int = key("between evaluations", "steps")
     save_steps: int = key("between checkpoints", "steps")
     save_total_limit: int | None = key("kept, the newest; null: all", "checkpoints")
@@ -223,7 +223,7 @@ class TrainConfig(Common):
     bf16: bool = key("compute in bfloat16 over float32 weights, in sampling and updates alike")
     gradient_checkpointing: bool = key("compute layers again in place of keeping them: memory only")
     share_prompts: bool = key("read a prompt once per group in updates too (not with FSDP2)")
-    micro_batch_tokens: int = key("padded ones of a backward pass: memory only", "tokens")
+    micro_batch_tokens: int = key("of a backward pass, padding included: memory only", "tokens")
 
     @property
     def run_name(self) -> str:

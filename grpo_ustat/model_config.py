@@ -15,13 +15,13 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 class ModelSize:
     """What costs depend on; read from config.json where the model is a folder."""
 
-    parameters: int | None = key("of the model; null: unknown", "numbers")
-    layers: int | None = key("of the model; null: unknown")
+    parameters: int | None = key("how many it has; null: unknown")
+    layers: int | None = key("how many it has; null: unknown")
     kv_width: int | None = key(
-        "what a token leaves in one layer's keys: key-value heads x their width; null: unknown",
+        "that a token leaves in one layer's keys: key-value heads x their width; null: unknown",
         "numbers",
     )
-    vocabulary: int | None = key("of the model; null: unknown", "tokens")
+    vocabulary: int | None = key("that it knows; null: unknown", "tokens")
 
 
 @dataclass
@@ -70,7 +70,8 @@ class PromptConfig:
         "how an example goes on after its question, with {answer} or {solution}; null: no examples"
     )
     shots: int = key(
-        "solved examples before the question, the same for all, from outside train, test and study",
+        "with their solutions before the question, the same for all questions, from outside train, "
+        "test and study",
         "examples",
     )
     seed: int = key("which examples are drawn")

@@ -14,12 +14,12 @@ class StudyBudget:
     """How many completions stand behind each number."""
 
     pool_completions: int = key(
-        "N, of each question, scored: behind closed_form and replay", "completions"
+        "of each question, N, scored: behind closed_form and replay", "completions"
     )
     max_pool_completions: int = key(
         "of each question, where target_halfwidth stops asking for more", "completions"
     )
-    replay_draws: int = key("replay: drawn from each question's pool", "groups")
+    replay_draws: int = key("that replay draws from each question's pool", "groups")
     feature_sketch: int = key(
         "kept of each completion's score; models with no more parameters are kept in full",
         "numbers",
@@ -28,13 +28,13 @@ class StudyBudget:
         "kept of each question's gradient; models with no more parameters are kept in full",
         "numbers",
     )
-    replicates: int = key("monte_carlo: of the largest size, of each question", "groups")
+    replicates: int = key("of the largest size that monte_carlo draws of each question", "groups")
     reference_completions: int = key(
-        "monte_carlo: of each question, behind the reference gradient", "completions"
+        "of each question behind monte_carlo's reference gradient", "completions"
     )
-    reference_blocks: int = key("monte_carlo: independent ones of those", "blocks")
+    reference_blocks: int = key("that are independent, into which those are cut", "blocks")
     value_completions: int = key(
-        "monte_carlo: K, of each question, behind V (oracle), b* (optimal) and the running mean",
+        "of each question, K, behind monte_carlo's V (oracle), b* (optimal) and running mean",
         "completions",
     )
 
@@ -50,12 +50,12 @@ class StudyConfig:
     )
     settings: list[str] = key("how a batch's questions are drawn", choices=SETTINGS)
     num_prompts: list[int] = key(
-        "B, of a batch in with_replacement and without_replacement", "questions"
+        "of a batch, B, in with_replacement and without_replacement", "questions"
     )
     interval: str = key(
         "completions: given the questions; questions: as a sample of questions", choices=INTERVALS
     )
-    questions: int | None = key("only the first so many; null: all", "questions")
+    questions: int | None = key("of the study, the first so many; null: all", "questions")
     part: str | None = key(
         "such as 3/8: fill the 3rd of 8 parts of pool=DIR and end; null: the study"
     )

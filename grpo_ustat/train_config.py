@@ -51,8 +51,8 @@ class ObjectiveConfig:
         choices=LEVELS,
     )
     loss_type: str = key(
-        "what divides the sum over tokens: sum, a constant; dr_grpo, a constant and "
-        "max_completion_length; dapo, all tokens of the update; grpo, each completion's own",
+        "what divides the sum over tokens: sum, the n completions of the update; dr_grpo, n x "
+        "max_completion_length; dapo, all tokens of the update; grpo, n x each completion's own",
         choices=LOSS_TYPES,
     )
     num_iterations: int = key("over each batch", "passes")
@@ -112,7 +112,7 @@ class TrainBudget:
 
     rollouts: int = key("of a step: n = prompts x group_size", "completions")
     value_completions: int = key(
-        "fresh ones of each prompt behind V (oracle), b* (optimal) or the start of a tracker "
+        "of each prompt, fresh ones, behind V (oracle), b* (optimal) or the start of a tracker "
         "(spo); outside rollouts but counted as cost",
         "completions",
     )
