@@ -99,7 +99,7 @@ def catalogue(entry: str, words: Namespace) -> Catalogue:
         purpose=node.hydra.help.header.strip(),
         commands=tuple((line[0].strip(), line[-1].strip()) for line in lines),
         groups=tuple(_groups(schema, node.hydra.runtime.choices, homes)),
-        nodes={key.path: key.meaning for key in known if key.schema and "." not in key.path},
+        nodes={key.path: key.meaning for key in known if "." not in key.path},
         fields=tuple(_fields(known, node)),
     )
 

@@ -85,13 +85,17 @@ def _refuse(error: Exception, code: int = 2) -> NoReturn:
 
 
 def _told(entry: str) -> bool:
-    """Whether help was asked for; prints it."""
+    """Whether help or shell completion was asked for instead of a run; prints it."""
     words = get_args_parser().parse_args(sys.argv[1:])
     if words.help and is_main():
         from grpo_ustat.help import show_help
 
         show_help(entry, words)
-    return words.help
+    elif words.shell_completion and is_main():
+        from grpo_ustat.completion import complete
+
+        complete(entry, words)
+    return words.help or words.shell_completion
 
 
 def _shown(entry: str, points: list[Point]) -> bool:
