@@ -115,7 +115,7 @@ class Gsm8kConfig(DatasetConfig):
     subset: str | None = key("of a hub id that has several; null: it has none")
     revision: str | None = key("branch, tag or commit of the hub id; null: its main branch")
     test_path: str | None = key("as path, of the test rows; null: they are in path")
-    test_revision: str | None = key("as revision, of test_path")
+    test_revision: str | None = key("as revision, of test_path; null: its main branch")
     train_split: str = key("name of the train rows there, of which the first are the study's")
     test_split: str = key("name of the test rows there")
 

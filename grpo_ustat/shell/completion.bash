@@ -19,7 +19,8 @@ _grpo_ustat() {
     while IFS= read -r one; do
         COMPREPLY+=("${one#"$cut"}")
     done < <(COMP_LINE=$COMP_LINE COMP_POINT=$COMP_POINT "${run[@]}" -sc query=bash 2>/dev/null)
-    if [[ ${#COMPREPLY[@]} -ne 1 || ${COMPREPLY[0]} != *[=./\[,] ]]; then
+    one=${COMPREPLY[0]}
+    if [[ $one != *[=./,] && ($one != *\[* || $one == *\]) ]]; then  # else more must follow
         compopt +o nospace 2>/dev/null
     fi
 }
