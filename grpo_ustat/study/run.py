@@ -139,7 +139,10 @@ def replay_rows(config: MseConfig, pool: ScorePool, found: ClosedForm) -> tuple[
     settings = points(config, len(pool.rewards_PN))
     items = [(name, size) for name in config.baselines for size in config.group_sizes]
     total = len(items) * config.budget.replay_draws
-    parts, _ = share(_replay, items, config.launch.workers, "replay", total, config, pool, settings)
+    parts, _ = share(
+        _replay, items, config.launch.workers, "replay", total, config, pool, settings,
+        unit="groups",
+    )  # fmt: skip
     parts.sort(key=lambda part: items.index(part[0]))
     missing = [
         {"method": "replay", "baseline": name, "setting": setting, "num_prompts": count}
