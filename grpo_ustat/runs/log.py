@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from grpo_ustat.runs.completions import CompletionLog
 
 
 def warn(text: str) -> None:
-    """A line in red on standard error."""
+    """A line in red on standard error, above bars that are drawn there."""
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    console.print(f"warning: {text}", style="bold red")
+    with console.capture() as capture:
+        console.print(f"warning: {text}", style="bold red")
+    print(capture.get(), end="", file=sys.stderr)  # which a console of its own would go round
 
 
 def attempt(what: str, write: Callable[[], object]) -> bool:

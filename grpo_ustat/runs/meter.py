@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.spinner import Spinner
 from rich.text import Text
 
 from grpo_ustat.pace import State
@@ -16,6 +19,7 @@ from grpo_ustat.pace import State
 LINE_SECONDS, LINE_SHARE = 30.0, 0.1  # at least, between two lines without a terminal
 NARROW = 60  # columns below which bars and rates are left out
 REFRESH = 2  # times a second
+TITLE = 9  # characters of an activity, about
 STALE = 5.0  # seconds after which what was told of an activity is not shown any more
 
 
@@ -82,7 +86,7 @@ class Meter:
         self._heard[source] = (self._clock(), state)
         doing, done, total, text = self.activity()
         if self._live:
-            options = dict(description=f"  {doing}", completed=done, total=total or None)
+            options = dict(description=f"  {doing:<{TITLE}}", completed=done, total=total or None)
             self._live.update(self._activity, visible=bool(doing), **options)
         elif self.done == self.first and total:
             self._say(done / total, f"{self.title}: {doing} {text}")
@@ -105,14 +109,14 @@ class Meter:
         return doing, done, total, joined(f"{done:,}/{total:,} completions", *rates)
 
     def figures(self, ended: bool = False) -> str:
-        """Counts, rates, the time left or taken, and the note."""
+        """Counts, the time left or taken, the note, and rates."""
         seconds, made = self._clock() - self._begun, self.done - self.first
         count = f"{self.done:,}/{self.total:,} {self.unit}"
         rates = [self.rates]
         if not self.rates and made and seconds > 0:
             rates = [rate(made / seconds, ""), rate(self.tokens / seconds, " tokens")]
         left = f"{clock_text(seconds / made * (self.total - self.done))} left" if made else ""
-        return joined(count, *rates, f"in {clock_text(seconds)}" if ended else left, self.note)
+        return joined(count, f"in {clock_text(seconds)}" if ended else left, self.note, *rates)
 
     def short(self) -> str:
         """Counts and the time left, for narrow terminals."""
@@ -127,7 +131,7 @@ class Meter:
 
     def _say(self, share: float, line: str) -> None:
         now = self._clock()
-        due = self._share is None or share >= self._share + LINE_SHARE
+        due = self._share is None or share - self._share > LINE_SHARE - 1e-9
         if self._shown and due and now - self._line >= LINE_SECONDS and share < 1:
             self._line, self._share = now, share
             self.print(line)
@@ -136,16 +140,35 @@ class Meter:
         wide = self._console.width >= NARROW
         columns = [TextColumn("{task.description}", markup=False), _Figures(self, wide)]
         if wide:
-            columns.insert(1, BarColumn(bar_width=min(30, self._console.width // 4)))
+            columns.insert(1, BarColumn(bar_width=min(30, self._console.width // 5)))
         bars = Progress(
             *columns,
             console=self._console,
             refresh_per_second=REFRESH,
             redirect_stdout=sys.stdout.isatty(),  # else results would go to standard error
         )
-        self._task = bars.add_task(self.title, total=self.total, completed=self.done)
+        self._task = bars.add_task(
+            f"{self.title:<{TITLE + 2}}", total=self.total, completed=self.done
+        )
         self._activity = bars.add_task("", total=None, visible=False)
         return bars
+
+
+@contextmanager
+def waiting(text: str, shown: bool = True) -> Iterator[None]:
+    """While something loads: a line that moves on a terminal and goes away; elsewhere a line
+    afterwards if it took long.
+    """
+    console, begun = Console(stderr=True, highlight=False, markup=False), time.monotonic()
+    if shown and console.is_terminal and not console.is_dumb_terminal:
+        line = Spinner("line", Text(text, no_wrap=True, overflow="ellipsis"))
+        apart = dict(transient=True, redirect_stdout=sys.stdout.isatty())
+        with Live(line, console=console, refresh_per_second=2 * REFRESH, **apart):
+            yield
+        return
+    yield
+    if shown and time.monotonic() - begun >= LINE_SECONDS:
+        console.print(f"{text}: {clock_text(time.monotonic() - begun)}", soft_wrap=True)
 
 
 class _Figures(ProgressColumn):

@@ -19,6 +19,7 @@ from grpo_ustat.ranks import is_main, on_main
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.figures import mse_figure, scaling_figure
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.meter import waiting
 from grpo_ustat.runs.summary import mse_tables, write_csv
 from grpo_ustat.study.closed_form import ClosedForm, closed_form
 from grpo_ustat.study.imported import import_pool
@@ -102,12 +103,13 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     left_out = {}
     if config.imports_pool:
         pool, of_pool, prompts = import_pool(config, folder / "pool")
-        facts = model_facts(config, prompts)
+        facts = _facts(config, prompts)
         asked = asked_of(config, pool, facts, of_pool)
         found = closed_form(pool, asked, config.study.interval)
     else:
-        prompts, left_out = _prompts(config)
-        facts = model_facts(config, prompts)
+        with waiting(f"loading {config.dataset.name}", shown=is_main()):
+            prompts, left_out = _prompts(config)
+        facts = _facts(config, prompts)
         pool, found, of_pool = _pool(config, prompts, folder, facts)
     curves, of_replicates = [], Done()
     if "closed_form" in config.study.methods:
@@ -121,6 +123,11 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         curves += monte_carlo_rows(config, estimated, found, len(prompts))
     result = study_result(config, pool, found, curves, facts.parameters, of_pool, of_replicates)
     return result | {"left_out": left_out, "not_measured": missing}
+
+
+def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
+    with waiting(f"loading {config.model.name}", shown=is_main()):
+        return model_facts(config, prompts)
 
 
 def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:

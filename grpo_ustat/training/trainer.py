@@ -20,7 +20,7 @@ from grpo_ustat.records import BaselineContext, Prompt
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
 from grpo_ustat.runs.log import RunLog, attempt
-from grpo_ustat.runs.meter import TrainingBar
+from grpo_ustat.runs.meter import TrainingBar, waiting
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
 from grpo_ustat.signals import Stopped, StopRequest
 from grpo_ustat.training.alarms import ring
@@ -72,7 +72,8 @@ def _finished(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | None:
 
 def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
     with StopRequest() as stop:
-        run = set_up(config, folder)
+        with waiting(f"loading {config.model.name} and {config.dataset.name}", shown=is_main()):
+            run = set_up(config, folder)
         main = run.accelerator.is_main_process
         on_main(folder.open)
         progress = resume(run)
