@@ -19,7 +19,19 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).resolve().parent / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
 FETCHED = {"smollm2-135m": "python scripts/fetch_smollm2.py"}  # cached models, what makes them
-RANGES = {  # of baseline options
+OPTIONS = {  # of baselines, and what they mean
+    "value": "the number that is subtracted",
+    "epsilon": "added to what divides, so that it is never 0",
+    "decay": "how much of the past stays with each step, of a running mean or a critic's fit",
+    "ridge": "penalty on the weights of the critic's head",
+    "minimum": "smallest reward there is",
+    "maximum": "largest reward there is",
+    "ceiling": "largest 1/density",
+    "rho_min": "smallest discount of the past; 1/(1 - rho_min) draws are worth the start",
+    "rho_max": "largest discount of the past",
+    "half_distance": "mean |change of a token's log-probability| that halves the past",
+}
+RANGES = {  # of those that have one
     "epsilon": (0.0, math.inf),
     "decay": (0.0, 1.0),
     "ridge": (1e-12, math.inf),

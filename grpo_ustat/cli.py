@@ -37,6 +37,8 @@ def main(entry: str) -> None:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     try:
         join_tasks()
+        if _told(entry):
+            return
         asked = asked_for(entry, sys.argv[1:])
         if _shown(entry, asked.points):
             return
@@ -59,6 +61,8 @@ def report() -> None:
     """Compose `conf/report.yaml`, check it, and report the runs that it names."""
     sys.argv[1:] = map(quoted, sys.argv[1:])
     try:
+        if _told("report"):
+            return
         composed_alone("report", sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="report")(_report)()
     except ConfigError as error:
@@ -118,6 +122,20 @@ def _refuse(error: Exception, code: int = 2) -> NoReturn:
     if everywhere:
         barrier()  # a rank that ends earlier makes the launcher end rank 0 before it has printed
     raise SystemExit(code)
+
+
+def _told(entry: str) -> bool:
+    """Whether help or shell completion was asked for instead of a run; prints it."""
+    words = get_args_parser().parse_args(sys.argv[1:])
+    if words.help and is_main():
+        from grpo_ustat.help import show_help
+
+        show_help(entry, words)
+    elif words.shell_completion and is_main():
+        from grpo_ustat.completion import complete
+
+        complete(entry, words)
+    return words.help or words.shell_completion
 
 
 def _shown(entry: str, points: list[Point]) -> bool:

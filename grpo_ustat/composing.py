@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
@@ -71,14 +72,14 @@ def composed(entry: str, overrides: list[str]) -> Any:
 
 
 def composed_alone(entry: str, arguments: list[str]) -> Any | None:
-    """The checked configuration of an entry that has no sweeps; None where help is asked for.
+    """The checked configuration of an entry that has no sweeps; None where it is to be shown.
 
     Raises:
         ConfigError: in one line.
     """
     register(entry)
     words = get_args_parser().parse_args(arguments)
-    if words.help or words.hydra_help or words.cfg or words.info or words.shell_completion:
+    if words.hydra_help or words.cfg or words.info:
         return None
     if words.multirun:
         raise ConfigError(f"-m: {entry} is no sweep, leave it out")
@@ -150,12 +151,9 @@ def asked_for(entry: str, arguments: list[str]) -> Asked:
     """
     register(entry)
     words = get_args_parser().parse_args(arguments)
-    name, overrides = words.config_name or entry, list(words.overrides)
-    if words.help or words.hydra_help or words.cfg or words.info or words.shell_completion:
+    name, overrides, schema = words.config_name or entry, _overrides(words), SCHEMAS[entry]
+    if words.hydra_help or words.cfg or words.info:
         return Asked(name, overrides, False, [])
-    if words.config_dir:
-        overrides.append(f"hydra.searchpath=[file://{Path(words.config_dir).resolve()}]")
-    schema = SCHEMAS[entry]
     with initialized(entry):
         try:
             node = hydra_node(name, overrides).hydra
@@ -171,6 +169,27 @@ def asked_for(entry: str, arguments: list[str]) -> Asked:
     if sweep:
         _check_folders(points)
     return Asked(name, overrides, sweep, points)
+
+
+def whole_node(entry: str, words: Namespace) -> DictConfig:
+    """What a command line stands for, unchecked and with Hydra's own node, where nothing is run.
+
+    Raises:
+        ConfigError: it names what is not there.
+    """
+    register(entry)
+    name, overrides = words.config_name or entry, _overrides(words)
+    with initialized(entry):
+        try:
+            return hydra_node(name, overrides)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(_one_line(error, SCHEMAS[entry])) from error
+
+
+def _overrides(words: Namespace) -> list[str]:
+    """With the search path of `--config-dir`."""
+    place = words.config_dir and f"hydra.searchpath=[file://{Path(words.config_dir).resolve()}]"
+    return [*words.overrides, *([place] if place else [])]
 
 
 def _check_way(node: DictConfig, sweep: bool) -> None:

@@ -7,226 +7,114 @@ configuration is refused before anything slow happens.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from grpo_ustat.checks import ConfigError, one_of, positive
-from grpo_ustat.data_config import DATASETS, DatasetConfig, ModelConfig, PromptConfig
+from grpo_ustat.checks import OPTIONS, ConfigError, one_of, positive
+from grpo_ustat.data_config import DATASETS, DatasetConfig
+from grpo_ustat.estimators.baselines import BASELINES, own_rules
+from grpo_ustat.meanings import key, part
+from grpo_ustat.model_config import ModelConfig, PromptConfig
 from grpo_ustat.study_checks import check_study
-from grpo_ustat.train_checks import check_train
+from grpo_ustat.study_config import StudyBudget, StudyConfig
+from grpo_ustat.train_checks import DEVICES, check_train
+from grpo_ustat.train_config import (
+    EvalConfig,
+    LoraConfig,
+    MonitorConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    ScheduleConfig,
+    TrainBudget,
+)
+
+ON_EXISTING = ("resume", "error", "overwrite")
+SHARINGS = ("ddp", "deepspeed", "fsdp2")  # the files of launch/accelerate/
+STUDIED = tuple(name for name, rule in BASELINES.items() if not rule.only_trains)
 
 
 @dataclass
 class BaselineConfig:
     """The rule that turns rewards into advantages, and the values of exactly its options."""
 
-    name: str = MISSING
-    options: dict[str, float] = MISSING
-
-
-@dataclass
-class OptimizerConfig:
-    """adamw (Loshchilov & Hutter 2019) or sgd, plain."""
-
-    name: str = MISSING
-    weight_decay: float = MISSING
-    beta1: float = MISSING
-    beta2: float = MISSING
-
-
-@dataclass
-class ScheduleConfig:
-    """lr_scheduler_type: a name of `transformers.get_scheduler`; warmup_steps: of a linear rise.
-    Those that fall towards an end take it from max_steps.
-    """
-
-    lr_scheduler_type: str = MISSING
-    warmup_steps: int = MISSING
-
-
-@dataclass
-class ObjectiveConfig:
-    """How advantages and log-probabilities become a gradient; formulas in training/objective.py.
-
-    importance_sampling_level: none, token, sequence (geometric mean of its tokens' ratios) or
-    whole_sequence (their product). loss_type: what divides the sum over tokens: sum, dr_grpo, dapo
-    or grpo. num_iterations: passes over a batch; minibatch_size: rollouts per update, null: all.
-    epsilon, epsilon_high: clip ratios to [1 - epsilon, 1 + epsilon_high], null: not.
-    beta: coefficient of the penalty kl_estimator (k1, k2, k3), kl_in: loss or reward.
-    """
-
-    name: str = MISSING
-    importance_sampling_level: str = MISSING
-    loss_type: str = MISSING
-    num_iterations: int = MISSING
-    minibatch_size: int | None = MISSING
-    epsilon: float | None = MISSING
-    epsilon_high: float | None = MISSING
-    beta: float = MISSING
-    kl_estimator: str | None = MISSING
-    kl_in: str | None = MISSING
-    entropy_coef: float = MISSING
-
-
-@dataclass
-class LoraConfig:
-    """Adapters of rank r on target_modules (PEFT); r = 0: all parameters are trained."""
-
-    r: int = MISSING
-    lora_alpha: float | None = MISSING
-    target_modules: str | None = MISSING
-
-
-@dataclass
-class RolloutConfig:
-    """What writes completions: `local` (in process) or `vllm`, whose fields are null for local."""
-
-    name: str = MISSING
-    gpu_memory_utilization: float | None = MISSING
-    max_model_len: int | None = MISSING
-    enforce_eager: bool | None = MISSING
-
-
-@dataclass
-class EvalConfig:
-    """decoding: any of sampled, greedy. num_generations: sampled completions of each test question;
-    pass@k for k = 1, 2, 4 ... up to it.
-    """
-
-    decoding: list[str] = MISSING
-    num_generations: int = MISSING
-
-
-@dataclass
-class MonitorConfig:
-    """gradient_mse_every: steps between estimates of C1, C2, C3 and G* from the step's own
-    rollouts; 0: never. gradient_sketch: numbers kept of every prompt's gradient for them.
-    """
-
-    gradient_mse_every: int = MISSING
-    gradient_sketch: int = MISSING
-
-
-@dataclass
-class TrainBudget:
-    """rollouts: completions per step, n = prompts x group_size. value_completions: fresh ones per
-    prompt behind V (oracle), b* (optimal) or the start of a tracker (spo), outside `rollouts` but
-    counted as cost.
-    """
-
-    rollouts: int = MISSING
-    value_completions: int = MISSING
-
-
-@dataclass
-class StudyBudget:
-    """Completions per question: `pool_completions` for closed_form and replay, at most
-    `max_pool_completions` where target_halfwidth asks for more; for monte_carlo `replicates`
-    groups of the largest size, `reference_completions` in `reference_blocks` independent blocks
-    behind the reference gradient, `value_completions` behind V (oracle), b* (optimal) and the
-    running mean. replay_draws: groups drawn from each pool for replay. feature_sketch,
-    gradient_sketch: numbers kept of every completion's score and of every question's gradient;
-    models with no more parameters are kept in full.
-    """
-
-    pool_completions: int = MISSING
-    max_pool_completions: int = MISSING
-    replay_draws: int = MISSING
-    feature_sketch: int = MISSING
-    gradient_sketch: int = MISSING
-    replicates: int = MISSING
-    reference_completions: int = MISSING
-    reference_blocks: int = MISSING
-    value_completions: int = MISSING
-
-
-@dataclass
-class StudyConfig:
-    """methods: any of closed_form, replay, monte_carlo. interval: `completions` (conditional on
-    the questions) or `questions` (as a sample of questions). questions: the first so many, null:
-    all. settings: how questions are drawn, any of all_questions_once, with_replacement,
-    without_replacement, one_question; num_prompts: B of the two middle ones. part: null, or `k/n`:
-    fill the k-th of n parts of the pool and end.
-    """
-
-    methods: list[str] = MISSING
-    settings: list[str] = MISSING
-    num_prompts: list[int] = MISSING
-    interval: str = MISSING
-    questions: int | None = MISSING
-    part: str | None = MISSING
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """(k, n) of `part`, (1, 1) without; (0, 0) where it is not of the form k/n."""
-        found = re.fullmatch(r"(\d+)/(\d+)", "1/1" if self.part is None else self.part)
-        return (int(found[1]), int(found[2])) if found else (0, 0)
+    name: str = key("of the rule; choose by baseline=NAME", choices=tuple(BASELINES))
+    options: dict[str, float] = key("of the rule, exactly those that it takes", entries=OPTIONS)
 
 
 @dataclass
 class LaunchConfig:
-    """num_threads: OpenMP threads of a process. device: `cpu`, `cuda`, `cuda:1` ...
-    judge_workers: processes beside each that judge answers which need it.
-    num_processes: ranks that this command starts by torchrun on this machine; 1: it is the run.
-    grace_seconds: that ranks have to save after a signal, before they are killed.
-    """
+    """Processes and devices; none of it changes results."""
 
-    num_threads: int = MISSING
-    device: str = MISSING
-    judge_workers: int = MISSING
-    num_processes: int = MISSING
-    grace_seconds: int = MISSING
+    num_threads: int = key("of OpenMP, in each process", "threads")
+    device: str = key("cpu, cuda, cuda:1 ...")
+    judge_workers: int = key(
+        "beside each one, which judge answers that need it, such as MATH's", "processes"
+    )
+    num_processes: int = key(
+        "that this command starts on this machine as ranks, by torchrun; 1: none, it is the run",
+        "processes",
+    )
+    grace_seconds: int = key(
+        "that ranks have to save after a signal, before they are killed", "seconds"
+    )
 
 
 @dataclass
 class TrainLaunch(LaunchConfig):
-    """accelerate: how ranks share a policy, a file of grpo_ustat/launch/accelerate/ by name; null:
-    what `accelerate launch` was told, else ddp.
-    """
+    """As `LaunchConfig`, of training."""
 
-    accelerate: str | None = MISSING
+    device: str = key("which processor; ranks on cuda take a GPU each", choices=DEVICES)
+    accelerate: str | None = key(
+        "how ranks share a policy, a file of grpo_ustat/launch/accelerate/; null: what accelerate "
+        "launch was told, else ddp",
+        choices=SHARINGS,
+    )
 
 
 @dataclass
 class StudyLaunch(LaunchConfig):
-    """workers: processes that share a study's questions."""
+    """As `LaunchConfig`, of studies."""
 
-    workers: int = MISSING
+    workers: int = key(
+        "that share the questions, with the same results; under torchrun its ranks do", "processes"
+    )
 
 
 @dataclass
 class ReportConfig:
-    """What a sweep leaves beside its runs: table and figure in outputs/<entry>/<name>, name null:
-    nothing. steps: at which accuracy is drawn, null: at every evaluation.
-    """
+    """What a sweep leaves beside its runs."""
 
-    name: str | None = MISSING
-    steps: list[int] | None = MISSING
+    name: str | None = key("of the folder of its table and figure; null: none")
+    steps: list[int] | None = key("at which accuracy is drawn; null: at every evaluation", "steps")
 
 
 @dataclass
 class Common:
-    """Fields of both entrypoints. dry_run: print what would run and what it costs, and end.
-    show_prompts: print so many prompts and how their answers are read, and end; 0: run.
-    """
+    """Fields of both entrypoints."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    dataset: Any = MISSING  # a DatasetConfig, of the class that its kind names
-    prompt: PromptConfig = field(default_factory=PromptConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    seed: int = MISSING
-    temperature: float = MISSING
-    top_p: float = MISSING
-    top_k: int = MISSING
-    max_completion_length: int = MISSING
-    rollout_batch_size: int = MISSING
-    on_existing: str = MISSING
-    dry_run: bool = MISSING
-    show_prompts: int = MISSING
-    report: ReportConfig = field(default_factory=ReportConfig)
+    model: ModelConfig = part(ModelConfig, "the policy")
+    dataset: Any = key("the questions; fields of other kinds of data sets: dataset=NAME --help")
+    prompt: PromptConfig = part(PromptConfig, "how a question is put to the model")
+    launch: LaunchConfig = part(LaunchConfig, "processes and devices; none of it changes results")
+    seed: int = key("what every random choice of the run depends on")
+    temperature: float = key("divides the logits, in sampling and in scoring alike")
+    top_p: float = key("must stay 1: what is sampled is what is scored")
+    top_k: int = key("must stay 0: what is sampled is what is scored")
+    max_completion_length: int = key("of a completion; longer ones are cut and counted", "tokens")
+    rollout_batch_size: int = key("written side by side: memory and speed only", "completions")
+    on_existing: str = key(
+        "what to do with a folder that this run has already; resume: go on, or show the result",
+        choices=ON_EXISTING,
+    )
+    dry_run: bool = key("print what would run and what it costs, and end")
+    show_prompts: int = key(
+        "to print, with how their answers are read, instead of a run; 0: run", "prompts"
+    )
+    report: ReportConfig = part(ReportConfig, "what a sweep leaves beside its runs")
 
     def check(self) -> None:
         """Refuse what cannot be run.
@@ -240,7 +128,7 @@ class Common:
             *("num_threads", "judge_workers", "num_processes", "grace_seconds"),
             prefix="launch.",
         )
-        one_of("on_existing", self.on_existing, ("resume", "error", "overwrite"))
+        one_of("on_existing", self.on_existing, ON_EXISTING)
         if (self.top_p, self.top_k) != (1.0, 0):
             raise ConfigError(
                 f"top_p={self.top_p} top_k={self.top_k} would sample from another distribution "
@@ -270,14 +158,21 @@ class Common:
 class MseConfig(Common):
     """What `python -m grpo_ustat.mse` runs."""
 
-    launch: StudyLaunch = field(default_factory=StudyLaunch)
-    study: StudyConfig = field(default_factory=StudyConfig)
-    budget: StudyBudget = field(default_factory=StudyBudget)
-    rules: dict[str, BaselineConfig] = field(default_factory=dict)
-    baselines: list[str] = MISSING
-    group_sizes: list[int] = MISSING
-    target_halfwidth: float | None = MISSING
-    pool: str | None = MISSING
+    launch: StudyLaunch = part(StudyLaunch, "processes and devices; none of it changes results")
+    study: StudyConfig = part(StudyConfig, "what is measured, and how")
+    budget: StudyBudget = part(StudyBudget, "how many completions stand behind each number")
+    rules: dict[str, BaselineConfig] = key("the options of each baseline", factory=dict)
+    baselines: list[str] = key(
+        "the rules to compare, with their options under rules", choices=STUDIED
+    )
+    group_sizes: list[int] = key("in a group, every G of the curves", "completions")
+    target_halfwidth: float | None = key(
+        "such as 0.05: add completions until every curve's 95 % interval is +-5 %; null: do not"
+    )
+    pool: str | None = key(
+        "a folder of scored completions to reuse and extend, or a Parquet file of rollouts made "
+        "elsewhere; null: in the run folder"
+    )
 
     @property
     def run_name(self) -> str:
@@ -305,28 +200,30 @@ class MseConfig(Common):
 class TrainConfig(Common):
     """What `python -m grpo_ustat.train` runs."""
 
-    launch: TrainLaunch = field(default_factory=TrainLaunch)
-    baseline: BaselineConfig = field(default_factory=BaselineConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    budget: TrainBudget = field(default_factory=TrainBudget)
-    group_size: int = MISSING
-    learning_rate: float = MISSING
-    max_grad_norm: float | None = MISSING
-    max_steps: int = MISSING
-    eval_steps: int = MISSING
-    save_steps: int = MISSING
-    save_total_limit: int | None = MISSING
-    log_completions: int = MISSING
-    bf16: bool = MISSING
-    gradient_checkpointing: bool = MISSING
-    share_prompts: bool = MISSING
-    micro_batch_tokens: int = MISSING
+    launch: TrainLaunch = part(TrainLaunch, "processes and devices; none of it changes results")
+    baseline: BaselineConfig = part(BaselineConfig, "the rule that turns rewards into advantages")
+    objective: ObjectiveConfig = part(
+        ObjectiveConfig, "how advantages and log-probabilities become a gradient"
+    )
+    optimizer: OptimizerConfig = part(OptimizerConfig, "what turns gradients into steps")
+    schedule: ScheduleConfig = part(ScheduleConfig, "how the learning rate changes")
+    lora: LoraConfig = part(LoraConfig, "adapters (PEFT) in place of training all parameters")
+    rollout: RolloutConfig = part(RolloutConfig, "what writes completions")
+    eval: EvalConfig = part(EvalConfig, "how held-out questions are answered")
+    monitor: MonitorConfig = part(MonitorConfig, "how good the gradients of training are")
+    budget: TrainBudget = part(TrainBudget, "what a step may sample")
+    group_size: int = key("in a group, G: TRL's num_generations", "completions")
+    learning_rate: float = key("of the optimizer, at the schedule's highest")
+    max_grad_norm: float | None = key("longer gradients are shortened to this norm; null: never")
+    max_steps: int = key("of training; a larger number goes on", "steps")
+    eval_steps: int = key("between evaluations", "steps")
+    save_steps: int = key("between checkpoints", "steps")
+    save_total_limit: int | None = key("kept, the newest; null: all", "checkpoints")
+    log_completions: int = key("of each step kept in completions.parquet", "completions")
+    bf16: bool = key("compute in bfloat16 over float32 weights, in sampling and updates alike")
+    gradient_checkpointing: bool = key("compute layers again in place of keeping them: memory only")
+    share_prompts: bool = key("read a prompt once per group in updates too (not with FSDP2)")
+    micro_batch_tokens: int = key("of a backward pass, padding included: memory only", "tokens")
 
     @property
     def run_name(self) -> str:
@@ -347,13 +244,11 @@ class TrainConfig(Common):
 
 @dataclass
 class ReportEntry:
-    """What `python -m grpo_ustat.report` shows. runs: a folder, a pattern of folders, or a list of
-    them; name: of the report's folder; steps: see `ReportConfig`.
-    """
+    """What `python -m grpo_ustat.report` shows."""
 
-    runs: Any = MISSING
-    name: str = MISSING
-    steps: list[int] | None = MISSING
+    runs: Any = key("folders of runs, or patterns of them: one, or a list")
+    name: str = key("of the report's folder")
+    steps: list[int] | None = key("at which accuracy is shown; null: at every evaluation", "steps")
 
     @property
     def patterns(self) -> list[str]:
@@ -395,6 +290,8 @@ def typed(config: Any, schema: type) -> Any:
         if issubclass(schema, Common):
             base.dataset = _dataset_schema(config)
         result = OmegaConf.to_object(OmegaConf.merge(base, config))
+        if isinstance(result, MseConfig):
+            _add_own_rules(result)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} has no value: set {error.full_key}=...") from error
     except OmegaConfBaseException as error:
@@ -402,6 +299,12 @@ def typed(config: Any, schema: type) -> Any:
         raise ConfigError("; ".join(lines[:2])) from error
     result.check()
     return result
+
+
+def _add_own_rules(config: MseConfig) -> None:
+    """Baselines of installed packages need no entry in `conf/`, unless they have options."""
+    for name in own_rules() & set(config.baselines):
+        config.rules.setdefault(name, BaselineConfig(name=name, options={}))
 
 
 def _dataset_schema(config: Any) -> type[DatasetConfig]:

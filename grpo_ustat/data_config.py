@@ -1,4 +1,4 @@
-"""Typed schemas of models, data sets (one per kind) and prompts, with what can be checked of them.
+"""Typed schemas of data sets, one per kind, with what can be checked of them.
 
 A data set's node is typed by its `kind`, see `DATASETS`. Values live in `conf/`.
 """
@@ -8,79 +8,32 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
+from grpo_ustat.checks import ConfigError, one_of, positive
+from grpo_ustat.meanings import key
 
-from grpo_ustat.checks import ConfigError, check_model, one_of, positive
-
-DTYPES = ("float32", "float64", "bfloat16", "float16")
-ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+KINDS = ("arithmetic", "one_step", "gsm8k", "math", "own")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one")
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry points
 FILES = (".jsonl", ".json", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
 @dataclass
-class ModelSize:
-    """What costs depend on; read from config.json where the model is a folder, else null: unknown.
-
-    parameters; layers; kv_width: numbers that a token leaves in one layer's keys, key-value heads x
-    their width; vocabulary.
-    """
-
-    parameters: int | None = MISSING
-    layers: int | None = MISSING
-    kv_width: int | None = MISSING
-    vocabulary: int | None = MISSING
-
-
-@dataclass
-class ModelConfig:
-    """Which policy: `embedded:NAME`, `cached:NAME` (made by a script), a folder, or `org/name`.
-
-    attn_implementation: a name of transformers, null: its own choice. trust_remote_code: run code
-    that comes with the model; only ever on the command line.
-    """
-
-    name: str = MISSING
-    model_name_or_path: str = MISSING
-    revision: str | None = MISSING
-    dtype: str = MISSING
-    attn_implementation: str | None = MISSING
-    trust_remote_code: bool = MISSING
-    size: ModelSize = field(default_factory=ModelSize)
-
-    def check(self, *, cached: bool = True) -> None:
-        """Refuse what cannot be loaded.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
-        one_of("model.dtype", self.dtype, DTYPES)
-        if self.attn_implementation is not None:
-            one_of("model.attn_implementation", self.attn_implementation, ATTENTION)
-        for name, value in vars(self.size).items():
-            if value is not None:
-                positive(self.size, name, prefix="model.size.")
-        check_model(self.model_name_or_path, cached=cached)
-
-
-@dataclass
 class DatasetConfig:
-    """Fields of all kinds. seed: of the questions, not of the run. Sizes count questions; null: all
-    that there are. reward: a reward of your own, by its entry-point name; null: the data set's.
-    """
+    """Fields of all kinds."""
 
-    name: str = MISSING
-    kind: str = MISSING
-    seed: int = MISSING
-    train_size: int | None = MISSING
-    test_size: int | None = MISSING
-    study_size: int = MISSING
-    reward: str | None = MISSING
+    name: str = key("in the run folder's name; of dataset=own, the entry point of the task")
+    kind: str = key("what makes or reads it; choose by dataset=NAME", choices=KINDS)
+    seed: int = key("which questions go where, whatever the run's own seed")
+    train_size: int | None = key("to train on; null: all that are left", "questions")
+    test_size: int | None = key("held out for evaluation; null: all", "questions")
+    study_size: int = key("of studies, never trained on", "questions")
+    reward: str | None = key(
+        "a reward of your own, by its entry point's name; null: the data set's"
+    )
 
     def check(self) -> None:
         """Refuse what cannot be made.
@@ -112,12 +65,14 @@ class GeneratedConfig(DatasetConfig):
 class ArithmeticConfig(GeneratedConfig):
     """Several steps; operand ranges include both ends."""
 
-    min_term: int = MISSING
-    max_term: int = MISSING
-    min_factor: int = MISSING
-    max_factor: int = MISSING
-    min_digit: int = MISSING
-    max_digit: int = MISSING
+    min_term: int = key("smallest term of sums and differences")
+    max_term: int = key("largest of them")
+    min_factor: int = key(
+        "smallest of the larger factors of products and of quotients; no multiples of ten"
+    )
+    max_factor: int = key("largest of them")
+    min_digit: int = key("smallest of the smaller factors and of divisors")
+    max_digit: int = key("largest of them")
 
     def check(self) -> None:
         """See `DatasetConfig.check`."""
@@ -137,9 +92,9 @@ class ArithmeticConfig(GeneratedConfig):
 
 @dataclass
 class OneStepConfig(GeneratedConfig):
-    """One step. tables: any of one_digit_product, one_digit_sum, plus_one."""
+    """One step."""
 
-    tables: list[str] = MISSING
+    tables: list[str] = key("kinds of questions", choices=TABLES)
 
     def check(self) -> None:
         """See `DatasetConfig.check`."""
@@ -152,21 +107,17 @@ class OneStepConfig(GeneratedConfig):
 
 @dataclass
 class Gsm8kConfig(DatasetConfig):
-    """Rows with question and answer, the answer ending in `#### number` (Cobbe et al. 2021).
+    """Rows with question and answer, the answer ending in `#### number` (Cobbe et al. 2021)."""
 
-    path: a file or folder (jsonl, json, Parquet, perhaps compressed) or a hub id; subset: of a hub
-    id that has several; revision: its branch, tag or commit. test_path, test_revision: the same for
-    test rows, test_path null: they are in path. train_split, test_split: their names there. Of the
-    train rows study_size are kept for studies and never trained on.
-    """
-
-    path: str = MISSING
-    subset: str | None = MISSING
-    revision: str | None = MISSING
-    test_path: str | None = MISSING
-    test_revision: str | None = MISSING
-    train_split: str = MISSING
-    test_split: str = MISSING
+    path: str = key(
+        "a file or folder (jsonl, json, Parquet, perhaps compressed) of your own, or a hub id"
+    )
+    subset: str | None = key("of a hub id that has several; null: it has none")
+    revision: str | None = key("branch, tag or commit of the hub id; null: its main branch")
+    test_path: str | None = key("as path, of the test rows; null: they are in path")
+    test_revision: str | None = key("as revision, of test_path; null: its main branch")
+    train_split: str = key("name of the train rows there, of which the first are the study's")
+    test_split: str = key("name of the test rows there")
 
     def check(self) -> None:
         """See `DatasetConfig.check`."""
@@ -191,21 +142,24 @@ class Gsm8kConfig(DatasetConfig):
 
 @dataclass
 class MathConfig(Gsm8kConfig):
-    """Rows with problem, solution, answer, level, subject (Hendrycks et al. 2021).
+    """Rows with problem, solution, answer, level, subject (Hendrycks et al. 2021)."""
 
-    subjects, levels: which train rows to keep, null: all; filter_test: test rows too. test_ids: a
-    file with the `unique_id` of a test row on each line, null: all rows. max_answer_length:
-    characters of an answer, longer ones earn nothing. judge_seconds, judge_memory_gb: limits of
-    judging one answer, past which it is counted as a time-out or failure and earns nothing.
-    """
-
-    subjects: list[str] | None = MISSING
-    levels: list[int] | None = MISSING
-    filter_test: bool = MISSING
-    test_ids: str | None = MISSING
-    max_answer_length: int = MISSING
-    judge_seconds: float = MISSING
-    judge_memory_gb: float = MISSING
+    subjects: list[str] | None = key(
+        "of train rows to keep, such as [Algebra,Number Theory]; null: all seven"
+    )
+    levels: list[int] | None = key("of train rows to keep, 1 to 5; null: all")
+    filter_test: bool = key("keep only those subjects and levels of the test rows too")
+    test_ids: str | None = key(
+        "a file with the unique_id of a test row on each line; null: all test rows"
+    )
+    max_answer_length: int = key("of an answer; longer ones earn nothing", "characters")
+    judge_seconds: float = key(
+        "for judging one answer, past which it is counted as a time-out and earns nothing",
+        "seconds",
+    )
+    judge_memory_gb: float = key(
+        "for judging one answer, past which it is counted as a failure and earns nothing", "GiB"
+    )
 
     def check(self) -> None:
         """See `DatasetConfig.check`."""
@@ -228,9 +182,9 @@ class MathConfig(Gsm8kConfig):
 
 @dataclass
 class OwnConfig(DatasetConfig):
-    """A task of your own: name is that of its entry point; options are passed on to it."""
+    """A task of your own."""
 
-    options: dict[str, Any] = MISSING
+    options: dict[str, Any] = key("handed to the task, each by +dataset.options.NAME=VALUE")
 
     def check(self) -> None:
         """See `DatasetConfig.check`."""
@@ -238,63 +192,8 @@ class OwnConfig(DatasetConfig):
         check_entry_point(TASKS, self.name, "dataset.name")
 
 
-DATASETS = {
-    "arithmetic": ArithmeticConfig,
-    "one_step": OneStepConfig,
-    "gsm8k": Gsm8kConfig,
-    "math": MathConfig,
-    "own": OwnConfig,
-}
-
-
-@dataclass
-class PromptConfig:
-    """How a question is put to the model.
-
-    template: of a question, with {question}. shots: solved examples before it, the same for all
-    questions, drawn by seed from outside train, test and study; each is the template and the reply,
-    with {answer} or {solution}. chat: whether to write turns in the model's own chat format;
-    system: the system turn, null: the format's own. stop: every token that contains it ends a
-    completion, as its last. max_length: tokens of a prompt, examples included; questions with a
-    longer one are left out of train, test and study, null: no limit.
-    """
-
-    name: str = MISSING
-    template: str = MISSING
-    reply: str | None = MISSING
-    shots: int = MISSING
-    seed: int = MISSING
-    chat: bool = MISSING
-    system: str | None = MISSING
-    stop: str | None = MISSING
-    max_length: int | None = MISSING
-
-    def check(self) -> None:
-        """Refuse what shows no question or no answer.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
-        if "{question}" not in self.template:
-            raise ConfigError(
-                f"prompt.template={self.template!r} never shows the question: "
-                "put {question} into it"
-            )
-        if self.shots < 0:
-            raise ConfigError(f"prompt.shots={self.shots}: use 0 or more")
-        if self.shots and not any(f in (self.reply or "") for f in ("{answer}", "{solution}")):
-            raise ConfigError(
-                f"prompt.shots={self.shots} with prompt.reply={self.reply!r}: examples need a "
-                "reply that shows {answer} or {solution}"
-            )
-        if self.system is not None and not self.chat:
-            raise ConfigError(
-                f"prompt.system={self.system!r} is a turn of a chat: use prompt.chat=true, or null"
-            )
-        if self.stop == "":
-            raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens")
-        if self.max_length is not None:
-            positive(self, "max_length", prefix="prompt.")
+_SCHEMAS = (ArithmeticConfig, OneStepConfig, Gsm8kConfig, MathConfig, OwnConfig)
+DATASETS = dict(zip(KINDS, _SCHEMAS, strict=True))
 
 
 def check_entry_point(group: str, name: str, key: str) -> None:

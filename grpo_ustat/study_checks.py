@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from grpo_ustat.config import MseConfig
 
 METHODS = ("closed_form", "replay", "monte_carlo")
+INTERVALS = ("completions", "questions")
 SETTINGS = ("all_questions_once", "with_replacement", "without_replacement", "one_question")
 CLOSED_FORMS = (
     "none",
@@ -53,7 +54,7 @@ def check_study(config: MseConfig) -> None:
         raise ConfigError("baselines, group_sizes, study.methods: name at least one")
     for method in config.study.methods:
         one_of("study.methods", method, METHODS)
-    one_of("study.interval", config.study.interval, ("completions", "questions"))
+    one_of("study.interval", config.study.interval, INTERVALS)
     _check_settings(config)
     _check_pool(config)
     _check_part(config)

@@ -28,6 +28,11 @@ LEVELS = ("none", "token", "sequence", "whole_sequence")
 LOSS_TYPES = ("sum", "dr_grpo", "dapo", "grpo")
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")  # schedules that need no end
 ENDING = ("linear", "cosine")
+OPTIMIZERS = ("adamw", "sgd")
+KL_ESTIMATORS, KL_PLACES = ("k1", "k2", "k3"), ("loss", "reward")
+ROLLOUTS = ("local", "vllm")
+DECODINGS = ("sampled", "greedy")
+DEVICES = ("cpu", "cuda")
 
 
 def check_train(config: TrainConfig) -> None:
@@ -85,7 +90,7 @@ def _check_monitor(config: TrainConfig) -> None:
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
     """A known optimizer; momenta in [0, 1), weight decay finite and not negative."""
-    one_of("optimizer.name", optimizer.name, ("adamw", "sgd"))
+    one_of("optimizer.name", optimizer.name, OPTIMIZERS)
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(optimizer, name) < 1:
             raise ConfigError(f"optimizer.{name}={getattr(optimizer, name)} must be in [0, 1)")
@@ -221,8 +226,8 @@ def _check_penalty(objective: ObjectiveConfig) -> None:
                 f"objective.beta={objective.beta} without a penalty: set kl_estimator=k3 kl_in=loss"
             )
         return
-    one_of("objective.kl_estimator", str(kind), ("k1", "k2", "k3"))
-    one_of("objective.kl_in", str(where), ("loss", "reward"))
+    one_of("objective.kl_estimator", str(kind), KL_ESTIMATORS)
+    one_of("objective.kl_in", str(where), KL_PLACES)
     if (kind, where) == ("k1", "loss"):
         raise ConfigError(
             "objective.kl_estimator=k1 in the loss has a gradient of mean zero on-policy "
@@ -241,7 +246,7 @@ def _check_device(config: TrainConfig) -> None:
             f"launch.device={config.launch.device}: training takes its GPU from the launcher; "
             "use launch.device=cuda and choose with CUDA_VISIBLE_DEVICES"
         )
-    one_of("launch.device", config.launch.device, ("cpu", "cuda"))
+    one_of("launch.device", config.launch.device, DEVICES)
     if config.model.dtype == "float16":
         raise ConfigError(
             "model.dtype=float16 in training: AdamW's steps underflow in it; use bf16=true, or "
@@ -269,7 +274,7 @@ def _check_lora(config: TrainConfig) -> None:
 
 def _check_rollout(config: TrainConfig) -> None:
     rollout = config.rollout
-    one_of("rollout.name", rollout.name, ("local", "vllm"))
+    one_of("rollout.name", rollout.name, ROLLOUTS)
     if rollout.name == "local":
         for name in ("gpu_memory_utilization", "max_model_len", "enforce_eager"):
             if getattr(rollout, name) is not None:
@@ -300,7 +305,7 @@ def _check_eval(config: TrainConfig) -> None:
     if not config.eval.decoding:
         raise ConfigError("eval.decoding=[] evaluates nothing: use [sampled], [greedy] or both")
     for name in config.eval.decoding:
-        one_of("eval.decoding", name, ("sampled", "greedy"))
+        one_of("eval.decoding", name, DECODINGS)
     distinct("eval.decoding", config.eval.decoding)
     if config.eval.num_generations > 1 and "sampled" not in config.eval.decoding:
         raise ConfigError(

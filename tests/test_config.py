@@ -218,11 +218,6 @@ def test_configuration_is_shown_quickly_from_anywhere_without_torch(tmp_path):
     assert subprocess.run([sys.executable, "-c", check], cwd=tmp_path).returncode == 0
 
 
-def test_help_is_in_our_own_words(tmp_path):
-    code, out, _ = run("train", "--help", cwd=tmp_path)
-    assert code == 0 and "python -m grpo_ustat.train" in out
-
-
 def test_a_folder_is_a_function_of_the_identity_keys():
     base = compose("train")
     same = compose("train", "max_steps=7", "micro_batch_tokens=3", "on_existing=overwrite")

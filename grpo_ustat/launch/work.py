@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from grpo_ustat.ranks import is_main
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.meter import waiting
 
 
 def work(entry: str, config: Any, folder: RunFolder) -> float | None:
@@ -13,10 +15,9 @@ def work(entry: str, config: Any, folder: RunFolder) -> float | None:
     Returns:
         The final held-out accuracy, or the study's first mean squared error.
     """
-    if entry == "train":
-        from grpo_ustat.training.trainer import fit
-
-        return fit(config, folder)
-    from grpo_ustat.study.run import run
-
-    return run(config, folder)
+    with waiting("starting", shown=is_main()):
+        if entry == "train":
+            from grpo_ustat.training.trainer import fit as do
+        else:
+            from grpo_ustat.study.run import run as do
+    return do(config, folder)

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_ustat.checks import ConfigError, adapter_base, model_folder
 from grpo_ustat.config import Common
+from grpo_ustat.pace import Pace
 from grpo_ustat.policy.adapters import merged
 from grpo_ustat.policy.chat import ChatFormat
 from grpo_ustat.policy.devices import check_device
@@ -180,6 +181,7 @@ def configured_policy(
     check_device(device)
     torch.set_num_threads(config.launch.num_threads)
     model = config.model
+    Pace(f"loading {model.name}")
     policy = load_policy(
         model.model_name_or_path, revision=model.revision, dtype=model.dtype, device=device,
         attn_implementation=model.attn_implementation, trust_remote_code=model.trust_remote_code,

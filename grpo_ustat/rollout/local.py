@@ -15,6 +15,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from grpo_ustat.config import Common
+from grpo_ustat.pace import Pace
 from grpo_ustat.policy.devices import out_of_memory
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import left_padded, positions
@@ -89,7 +90,7 @@ def sample(
     encoded = policy.encode([prompt.text for prompt in prompts])
     order = sorted(range(len(prompts) * group_size), key=lambda r: len(encoded[r // group_size]))
     written = _Written.empty(len(order), sampling.max_completion_length, policy.model.dtype, "cpu")
-    side = min(sampling.rows, len(order))
+    side, pace = min(sampling.rows, len(order)), Pace("writing", len(order))
     with policy.computing(), packed_linears(policy.model, side):
         while order:
             rows, reading, draws = order[:side], [], []
@@ -97,7 +98,7 @@ def sample(
                 completions = [first + r % group_size for r in own]
                 reading.append((encoded[p], len(completions)))
                 draws.append(_draws(prompts[p].id, completions, step, sampling))
-            part = _write_if_it_fits(policy, reading, np.concatenate(draws), sampling)
+            part = _write_if_it_fits(policy, reading, np.concatenate(draws), sampling, pace)
             if part is None:
                 side = len(rows) // 2
             else:
@@ -141,15 +142,18 @@ class _Written:
         self.lengths_R[rows_R] += writing_R
 
 
-def _write_if_it_fits(policy: Policy, prompts, draws_RT: np.ndarray, sampling: Sampling):
+def _write_if_it_fits(
+    policy: Policy, prompts, draws_RT: np.ndarray, sampling: Sampling, pace: Pace
+):
     """`_write`, or None and a warning where memory runs out on more than one row."""
-    rows = len(draws_RT)
+    rows, before = len(draws_RT), (pace.done, pace.tokens)
     try:
-        return _write(policy, prompts, draws_RT, sampling)
+        return _write(policy, prompts, draws_RT, sampling, pace)
     except RuntimeError as error:
         if rows == 1 or not out_of_memory(error):
             raise
     clear_device_cache(garbage_collection=True)
+    pace.done, pace.tokens = before
     warnings.warn(
         f"no memory to write {rows} completions side by side, trying {rows // 2}: "
         f"rollout_batch_size={rows // 2} spares the failed attempt",
@@ -160,7 +164,11 @@ def _write_if_it_fits(policy: Policy, prompts, draws_RT: np.ndarray, sampling: S
 
 @torch.inference_mode()
 def _write(
-    policy: Policy, prompts: list[tuple[list[int], int]], draws_RT: np.ndarray, sampling: Sampling
+    policy: Policy,
+    prompts: list[tuple[list[int], int]],
+    draws_RT: np.ndarray,
+    sampling: Sampling,
+    pace: Pace,
 ) -> _Written:
     """So many completions of each prompt, side by side."""
     device, width = policy.model.device, draws_RT.shape[1]
@@ -173,8 +181,11 @@ def _write(
         chosen = choose(batch.logits_RV, uniform_R, sampling.temperature, sampling.greedy)
         written.append(t, batch.rows_R, batch.writing_R, chosen)
         batch.writing_R &= ~torch.isin(chosen[0], end_tokens)
+        before, tokens = batch.left, batch.left
         if t + 1 == width or not batch.advance(chosen[0]):
+            pace.add(before, tokens)
             break
+        pace.add(before - batch.left, tokens)
     return written
 
 
@@ -184,6 +195,7 @@ class _Batch:
     Attributes:
         rows_R: which of the rows at the start these are.
         writing_R: False on finished rows that have not left yet.
+        left: how many were writing when the last token was read.
         logits_RV: of the next token.
     """
 
@@ -200,10 +212,11 @@ class _Batch:
         self._select(torch.arange(len(prompts), device=device).repeat_interleave(counts))
         self.rows_R = torch.arange(len(self.mask_RT), device=device)
         self.writing_R = torch.ones_like(self.rows_R, dtype=torch.bool)
+        self.left = len(self.rows_R)
 
     def advance(self, token_R: torch.Tensor) -> bool:
         """Read each row's new token; False where none is left writing."""
-        count = int(self.writing_R.sum())
+        self.left = count = int(self.writing_R.sum())
         if count and count < COMPACT_BELOW * len(self.writing_R):
             keep = self.writing_R.nonzero().squeeze(1)
             self._select(keep)

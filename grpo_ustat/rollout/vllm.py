@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from grpo_ustat import ranks
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import RolloutConfig
+from grpo_ustat.pace import Pace
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.assemble import assemble
@@ -112,8 +113,10 @@ class VllmEngine:
             for seed in request_seeds(sampling.seed, sampling.stream, step, prompt.id, keyed):
                 requests.append({"prompt_token_ids": ids})
                 options.append(self._options(sampling, seed))
+        pace = Pace("writing", len(requests))
         with _apart(self._policy.model.device):
             outputs = self._llm.generate(requests, options, use_tqdm=False)
+        pace.add(len(requests), sum(len(answer.outputs[0].token_ids) for answer in outputs))
         return self._collect(prompts, encoded, [answer.outputs[0] for answer in outputs], sampling)
 
     def _check(self, encoded: list[list[int]], sampling: Sampling) -> None:

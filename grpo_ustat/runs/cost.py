@@ -14,8 +14,8 @@ from typing import Any
 
 from grpo_ustat.checks import model_folder
 from grpo_ustat.config import MseConfig, TrainConfig
-from grpo_ustat.data_config import ModelConfig, ModelSize
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.model_config import ModelConfig, ModelSize
 
 ENTRY = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer keeps of a parameter

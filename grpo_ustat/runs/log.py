@@ -1,4 +1,4 @@
-"""What a run writes while it runs: metrics.jsonl, and progress on the terminal."""
+"""What a run writes while it runs: metrics.jsonl, and warnings."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_ustat.runs.completions import CompletionLog
 
 
 def warn(text: str) -> None:
-    """A line in red on standard error."""
+    """A line in red on standard error, above bars that are drawn there."""
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    console.print(f"warning: {text}", style="bold red")
+    with console.capture() as capture:
+        console.print(f"warning: {text}", style="bold red")
+    print(capture.get(), end="", file=sys.stderr)  # which a console of its own would go round
 
 
 def attempt(what: str, write: Callable[[], object]) -> bool:
@@ -117,50 +119,3 @@ class RunLog:
         """
         self._metrics.sync()
         self._completions.sync()
-
-
-def progress_bar(text: str, shown: bool = True) -> Progress:
-    """A bar on standard error with counts and the time left; without a terminal it stays quiet."""
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not shown)
-
-
-class TrainingBar:
-    """Steps done, mean reward, time left; a plain line for each evaluation.
-
-    Args:
-        max_steps: where training ends.
-        done: steps done before.
-        shown: False on ranks other than 0.
-    """
-
-    def __init__(self, max_steps: int, done: int, shown: bool):
-        self._bar = progress_bar("reward {task.fields[reward]:.3f}  step", shown)
-        self._task = self._bar.add_task("train", total=max_steps, completed=done, reward=0.0)
-
-    def __enter__(self) -> TrainingBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._bar.stop()
-
-    def step(self, reward: float) -> None:
-        """One step more."""
-        self._bar.update(self._task, advance=1, reward=reward)
-
-    def evaluated(self, row: dict[str, Any]) -> None:
-        """Show an evaluation."""
-        self._print(
-            f"step {row['step']}: held-out accuracy {row['accuracy']:.3f} "
-            f"[{row['low']:.3f}, {row['high']:.3f}], n = {row['n']}, {row['decoding']}"
-        )
-
-    def alarm(self, line: str) -> None:
-        """Show what goes wrong, in red."""
-        self._print(f"ALARM {line}", style="bold red")
-
-    def _print(self, line: str, **options: Any) -> None:
-        if not self._bar.disable:
-            plain = dict(highlight=False, markup=False, soft_wrap=True)
-            self._bar.console.print(line, **plain, **options)

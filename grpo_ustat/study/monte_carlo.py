@@ -25,6 +25,7 @@ from grpo_ustat.estimators.baselines import BASELINES, advantages, best_constant
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positive_interval
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.estimators.settings import scale_free
+from grpo_ustat.pace import Pace
 from grpo_ustat.policy.batches import score_rollouts
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.scores import parameter_sizes
@@ -179,6 +180,7 @@ def _gradients(
     sketch = Sketch(parameter_sizes(policy.model), NUMBERS)
     tokens = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
     per_call = max(1, min(ROWS, rows_that_fit(policy, tokens) // 4) // size)
+    pace = Pace("scoring", count * size)
     for start in range(0, count, per_call):
         prompts = np.arange(start, min(start + per_call, count))
         index = (prompts[:, None] * size + np.arange(size)).ravel()
@@ -188,6 +190,7 @@ def _gradients(
         )
         total = total + scores.pooled_KR.cpu().numpy()
         squared.append(scores.sq_norm_B.cpu().numpy().reshape(-1, size))
+        pace.add(len(index))
     return total, np.concatenate(squared)
 
 

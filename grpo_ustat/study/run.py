@@ -19,6 +19,7 @@ from grpo_ustat.ranks import is_main, on_main
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.figures import mse_figure, scaling_figure
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.meter import waiting
 from grpo_ustat.runs.run_page import leave_page
 from grpo_ustat.runs.summary import mse_tables, write_csv
 from grpo_ustat.signals import Stopped
@@ -112,12 +113,13 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     if config.imports_pool:
         place = folder / "pool"
         pool, of_pool, prompts = import_pool(config, place)
-        facts = model_facts(config, prompts)
+        facts = _facts(config, prompts)
         asked = asked_of(config, pool, facts, of_pool)
         found = closed_form(pool, asked, config.study.interval)
     else:
-        prompts, left_out = _prompts(config)
-        facts = model_facts(config, prompts)
+        with waiting(f"loading {config.dataset.name}", shown=is_main()):
+            prompts, left_out = _prompts(config)
+        facts = _facts(config, prompts)
         place = Path(config.pool) if config.pool else folder / "pool"
         pool, found, of_pool = _pool(config, prompts, place, facts)
     on_main(leave_sample, config, prompts, place, folder)
@@ -133,6 +135,11 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         curves += monte_carlo_rows(config, estimated, found, len(prompts))
     result = study_result(config, pool, found, curves, facts.parameters, of_pool, of_replicates)
     return result | {"left_out": left_out, "not_measured": missing}
+
+
+def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
+    with waiting(f"loading {config.model.name}", shown=is_main()):
+        return model_facts(config, prompts)
 
 
 def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
@@ -151,7 +158,10 @@ def replay_rows(config: MseConfig, pool: ScorePool, found: ClosedForm) -> tuple[
     settings = points(config, len(pool.rewards_PN))
     items = [(name, size) for name in config.baselines for size in config.group_sizes]
     total = len(items) * config.budget.replay_draws
-    parts, _ = share(_replay, items, config.launch.workers, "replay", total, config, pool, settings)
+    parts, _ = share(
+        _replay, items, config.launch.workers, "replay", total, config, pool, settings,
+        unit="groups",
+    )  # fmt: skip
     parts.sort(key=lambda part: items.index(part[0]))
     missing = [
         {"method": "replay", "baseline": name, "setting": setting, "num_prompts": count}

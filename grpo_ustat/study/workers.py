@@ -17,9 +17,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.pace import State, heard_by
 from grpo_ustat.ranks import is_main, rank, tally, together, world
 from grpo_ustat.runs.lock import check_own
-from grpo_ustat.runs.log import progress_bar
+from grpo_ustat.runs.meter import Meter
 from grpo_ustat.signals import STOPPING, stop_if_asked
 
 Work = Callable[..., Iterator[Any]]
@@ -55,6 +56,7 @@ def share(
     total: int,
     *arguments: Any,
     weights: list[float] | None = None,
+    unit: str = "completions",
 ) -> tuple[list[Any], Done]:
     """Run `work(items, *arguments)`, a generator, over the items shared out among processes.
 
@@ -66,7 +68,7 @@ def share(
         work: a module-level generator function.
         items: what to share out, the same on every rank.
         workers: number of local processes; 1 runs in this one.
-        title, total: of the progress bar, in completions.
+        title, total, unit: of the progress bar; what `Done.rollouts` counts.
         arguments: passed on to every worker.
         weights: expected work of each item; equal unless given.
 
@@ -77,12 +79,12 @@ def share(
     """
     among = min(world() if world() > 1 else workers, len(items))
     shares = shares_of(items, [1.0] * len(items) if weights is None else weights, among)
-    bar = progress_bar("{task.description}  completions", shown=is_main())
-    with bar, closing(_events(work, shares, arguments)) as events:
-        show = partial(bar.update, bar.add_task(title, total=total))
-        parts = together(_collect, events, show)
+    meter = Meter(title, total, unit, shown=is_main())
+    heard = heard_by(meter.hear if is_main() else None)
+    with meter, heard, closing(_events(work, shares, arguments)) as events:
+        parts = together(_collect, events, meter)
         spent = sum((done for _, done in parts), Done())
-        show(completed=spent.rollouts)
+        meter.update(spent.rollouts, spent.tokens)
     return [result for found, _ in parts for result in found], spent
 
 
@@ -101,14 +103,19 @@ def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list
     return [[items[i] for i in sorted(share)] for share in shares]
 
 
-def _collect(events: Iterator[tuple[int, Any]], show: Callable) -> tuple[list[Any], Done]:
+def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any], Done]:
     results, spent = defaultdict(list), Done()
     for worker, event in events:
         check_own()
         stop_if_asked()
         if isinstance(event, Done):
             spent += event
-            show(completed=tally(event.rollouts) if world() > 1 else spent.rollouts)
+            if world() > 1:
+                meter.update(tally(event.rollouts))
+            else:
+                meter.update(spent.rollouts, spent.tokens)
+        elif isinstance(event, State):
+            meter.hear(event, worker)
         else:
             results[worker].append(event)
     return [result for worker in sorted(results) for result in results[worker]], spent
@@ -188,10 +195,17 @@ def _worker(pipe: Connection, work: Work, items: list[Any], arguments: tuple) ->
     for number in STOPPING:  # which a scheduler sends to all; the parent answers
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # what it starts may listen
+    sending = threading.Lock()  # judges tell from threads of their own
+
+    def send(kind: str, event: Any) -> None:
+        with sending:
+            pipe.send((kind, event))
+
     try:
-        for event in work(items, *arguments):
-            pipe.send(("event", event))
-        pipe.send(("end", None))
+        with heard_by(partial(send, "event")):
+            for event in work(items, *arguments):
+                send("event", event)
+        send("end", None)
     except ConfigError as error:
         pipe.send(("refused", str(error)))
     except Exception:

@@ -29,6 +29,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.pace import Pace
 
 SCRIPT = Path(__file__).with_name("verify_worker.py")
 START_SECONDS = 120.0  # for a worker's imports on a busy machine
@@ -128,10 +129,10 @@ class Verifier:
 
     def _judged(self, pairs: list[Pair]) -> dict[Pair, Verdict]:
         """Verdicts of pairs that differ; a thread waits for each worker."""
-        waiting, found = deque(pairs), {}
+        waiting, found, pace = deque(pairs), {}, Pace("judging", len(pairs))
         with ThreadPoolExecutor(self._places) as threads:
             try:
-                serve = partial(self._serve, waiting=waiting, found=found)
+                serve = partial(self._serve, waiting=waiting, found=found, pace=pace)
                 places = [threads.submit(serve, place) for place in range(self._places)]
                 for served in as_completed(places):  # the first to fail is heard at once
                     served.result()
@@ -142,7 +143,9 @@ class Verifier:
                 raise
         return found
 
-    def _serve(self, place: int, waiting: deque[Pair], found: dict[Pair, Verdict]) -> None:
+    def _serve(
+        self, place: int, waiting: deque[Pair], found: dict[Pair, Verdict], pace: Pace
+    ) -> None:
         """Have the worker of one place judge pairs until none is left."""
         worker = None
         while waiting and (worker := worker or self._proved(place, waiting)):
@@ -151,6 +154,7 @@ class Verifier:
             except IndexError:
                 return
             found[pair] = worker.ask(pair)
+            pace.add(1)
             worker = None if worker.lost else worker
 
     def _proved(self, place: int, waiting: deque[Pair]) -> _Worker | None:

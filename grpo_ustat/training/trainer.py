@@ -14,11 +14,13 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.intervals import Interval, matched_difference
+from grpo_ustat.pace import heard_by
 from grpo_ustat.ranks import is_main, lost_ranks_named, on_main
 from grpo_ustat.records import BaselineContext, Prompt
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
-from grpo_ustat.runs.log import RunLog, TrainingBar, attempt
+from grpo_ustat.runs.log import RunLog, attempt
+from grpo_ustat.runs.meter import TrainingBar, waiting
 from grpo_ustat.runs.run_page import leave_page
 from grpo_ustat.runs.summary import clipped_warning, train_table, write_csv
 from grpo_ustat.signals import Stopped, StopRequest
@@ -71,7 +73,8 @@ def _finished(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | None:
 
 def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
     with StopRequest() as stop:
-        run = set_up(config, folder)
+        with waiting(f"loading {config.model.name} and {config.dataset.name}", shown=is_main()):
+            run = set_up(config, folder)
         main = run.accelerator.is_main_process
         on_main(folder.open)
         progress = resume(run)
@@ -81,7 +84,8 @@ def _train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
             print(f"going on from checkpoint-{progress.step} of {folder.path}", file=sys.stderr)
             folder.note(event="resumed", step=progress.step)
         log = RunLog(folder.path, keep_up_to=progress.step) if main else None
-        with TrainingBar(config.max_steps, progress.step, shown=main) as bar:
+        bar = TrainingBar(config.max_steps, progress.step, shown=main)
+        with bar, heard_by(bar.meter.hear if main else None):
             _loop(run, progress, log, bar, stop)
     return _finish(run, progress, log)
 
@@ -120,7 +124,7 @@ def _loop(
         if log:
             run.folder.check_held()
             log.write(row | {"seconds_save": progress.seconds_save}, completions)
-        bar.step(row["reward"])
+        bar.step(row, config.budget.rollouts)
         for line in ring(config, row, progress.streaks, progress.alarms):
             bar.alarm(line)
     if saved < progress.step:

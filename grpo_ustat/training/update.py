@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from grpo_ustat.pace import Pace
 from grpo_ustat.policy.head import Head
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.reading import Prompts, Whole
@@ -216,6 +217,7 @@ def accumulate_gradient(
 
 
 def _accumulate(run: Run, rollouts, weight_N, index, minibatch, constants, found: Found) -> None:
+    pace = Pace("updating", len(index))
     for reader, parts in _read(run, run.trained, rollouts, index):
         for index_B in parts:
             window = reader.window(index_B)
@@ -224,6 +226,7 @@ def _accumulate(run: Run, rollouts, weight_N, index, minibatch, constants, found
                 head = Head(reader.policy, reader.output, run.config.temperature)
                 _carry_back(run, rollouts, index_B, part, window, head, found)
             del window
+            pace.add(len(index_B))
         reader.backward()
         del reader  # with the prompts' graph, before the next ones are read
 
@@ -292,13 +295,14 @@ def token_logprobs(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarr
 @torch.no_grad()
 def _token_logprobs(run: Run, policy: Policy, rollouts: Rollouts, index: np.ndarray):
     shape = (rollouts.lengths_PG.size, rollouts.mask_PGT.shape[-1])
-    result = None
+    result, pace = None, Pace("reading", len(index))
     for reader, parts in _read(run, policy, rollouts, index):
         for index_B in parts:
             window = reader.window(index_B)
             found_BT = Head(policy, reader.output, run.config.temperature).logprobs(window)
             result = found_BT.new_zeros(shape) if result is None else result
             result[index_B, : found_BT.shape[1]] = found_BT
+            pace.add(len(index_B))
         del reader, window
     return torch.zeros(shape, device=policy.model.device) if result is None else result
 

@@ -11,6 +11,7 @@ from fakes import LetterTokenizer, letter_prompts, random_policy
 from test_config import compose
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.pace import heard_by
 from grpo_ustat.policy.loading import configured_policy, load_policy, stop_tokens
 from grpo_ustat.policy.logprobs import completion_logprobs, pack, token_logprobs
 from grpo_ustat.records import Prompt
@@ -182,16 +183,20 @@ def test_where_memory_runs_out_fewer_rows_are_written_with_the_same_draws(monkey
     policy, write, tried = random_policy(), local._write, []
     whole = sample(policy, PROMPTS, 6, SAMPLING)
 
-    def small(policy, prompts, draws_RT, sampling):
+    def small(policy, prompts, draws_RT, sampling, pace):
         tried.append(len(draws_RT))
         if len(draws_RT) > 4:
+            pace.add(len(draws_RT), tokens=7)
             raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried")
-        return write(policy, prompts, draws_RT, sampling)
+        return write(policy, prompts, draws_RT, sampling, pace)
 
     monkeypatch.setattr(local, "_write", small)
-    with pytest.warns(UserWarning, match="completions side by side"):
+    told = []
+    with pytest.warns(UserWarning, match="completions side by side"), heard_by(told.append):
         assert same(whole, sample(policy, PROMPTS, 6, SAMPLING))
     assert tried == [30, 15, 7] + [3] * 10
+    assert (told[-1].done, told[-1].total) == (30, 30)
+    assert told[-1].tokens == whole.lengths_PG.sum()
 
 
 @pytest.mark.parametrize(

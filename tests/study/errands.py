@@ -15,6 +15,7 @@ from pathlib import Path
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.cli import main
 from grpo_ustat.launch import job
+from grpo_ustat.pace import Pace
 from grpo_ustat.ranks import barrier, is_main, on_main
 from grpo_ustat.study.workers import Done, share
 
@@ -22,7 +23,9 @@ ITEMS, WEIGHTS = list(range(7)), [1, 1, 9, 1, 4, 1, 3]
 
 
 def square(items):
+    pace = Pace("squaring", len(items))
     for item in items:
+        pace.add(1, tokens=item)
         yield Done(rollouts=1, tokens=item)
         yield item, item**2
 

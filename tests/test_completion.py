@@ -1,0 +1,101 @@
+"""Shell completion: what bash's own function offers, and what the program answers it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from test_help import page
+
+from grpo_ustat import completion
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.completion import candidates, complete
+from grpo_ustat.config import SCHEMAS
+
+CASES = {
+    "model=ti": ["model=tiny", "model=tiny_base", "model=tiny_direct"],
+    "mo": ["model.", "model=", "monitor."],
+    "on_existing=": ["on_existing=resume", "on_existing=error", "on_existing=overwrite"],
+    "bf16=": ["bf16=true", "bf16=false"],
+    "+bf16=t": ["+bf16=true"],
+    "eval.decoding=[sampled,g": ["eval.decoding=[sampled,greedy"],
+    "model=tiny,smo": ["model=tiny,smollm2_135m"],
+    "-m seed=0,1 group_s": ["group_size="],
+    "model=tiny_direct model.name=": ["model.name=tiny_direct"],
+    "dataset=math dataset.le": ["dataset.levels="],
+    "dataset=nope dataset.min_t": ["dataset.min_term="],
+    "hydra/launcher=sl": ["hydra/launcher=slurm", "hydra/launcher=slurm_multinode"],
+    "study.": [],
+    "model.model_name_or_path=./": [],
+    "--mul": ["--multirun"],
+}
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch):
+    monkeypatch.setattr(completion, "catalogue", lambda entry, w: page(entry, *w.overrides))
+
+
+@pytest.mark.parametrize("line", CASES)
+def test_candidates(line):
+    for command in ("grpo-ustat-train", "python -m grpo_ustat.train"):
+        assert [text for text, _ in candidates("train", f"{command} {line}")] == CASES[line]
+
+
+def test_every_group_and_node_is_offered_with_what_it_means():
+    offered = dict(candidates("mse", "python -m grpo_ustat.mse "))
+    assert {"model=", "model.", "baselines=", "study=", "study.", "rules."} <= set(offered)
+    assert all(offered.values())
+
+
+def test_what_cannot_be_asked_is_refused():
+    for asked, text in (
+        ("install=csh", "choose from bash, zsh, fish"),
+        ("now", "choose from inst"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            complete("train", SimpleNamespace(overrides=[asked]))
+
+
+PROGRAM = """
+eval "$(python -m grpo_ustat.train -sc install=bash)"
+ask() {  # what bash takes for the word, then the line; the cursor is at its end
+    COMP_LINE=$2 COMP_POINT=${#2} COMPREPLY=()
+    _grpo_ustat "${2%% *}" "$1"
+    printf '%s;' "${COMPREPLY[@]}"; echo
+}
+ask mod 'python -m grpo_ustat.train mod'
+COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
+ask model=hu 'grpo-ustat-mse model=hu'
+ask grpo 'python -m grpo'
+complete -p grpo-ustat-mse python
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_the_function_of_bash_offers_them(tmp_path):
+    for name, words in (("python", ""), ("grpo-ustat-mse", "-m grpo_ustat.mse")):
+        command = tmp_path / name
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        command.chmod(0o755)
+    program = f"PATH={tmp_path}:$PATH\n{PROGRAM}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    assert done.stderr == ""
+    first, second, none, *registered = done.stdout.splitlines()
+    assert (first, second, none) == ("model.;model=;", "model=hub;", ";")
+    assert registered == [
+        f"complete -o default -o nospace -F _grpo_ustat {name}" for name in
+        ("grpo-ustat-mse", "python")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_scripts_can_be_read_by_their_shells_and_know_every_entry(shell, capsys):
+    complete("mse", SimpleNamespace(overrides=[f"install={shell}"]))
+    text = capsys.readouterr().out
+    assert all(f"grpo-ustat-{entry}" in text and entry in text for entry in SCHEMAS)
+    if shutil.which(shell):
+        assert subprocess.run([shell, "-n"], input=text, text=True).returncode == 0

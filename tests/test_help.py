@@ -1,0 +1,190 @@
+"""`--help`: every field has a meaning, choices are those that checks accept, it reads well."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from test_config import group_files
+
+import grpo_ustat.help
+from grpo_ustat.catalogue import catalogue, shown, words_of
+from grpo_ustat.checks import OPTIONS, ConfigError
+from grpo_ustat.composing import CONF, composed
+from grpo_ustat.config import SCHEMAS, SHARINGS
+from grpo_ustat.data_config import DATASETS
+from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.help import show_help
+from grpo_ustat.launch.sharing import FOLDER
+from grpo_ustat.meanings import keys_of
+
+
+def words(*overrides):
+    return SimpleNamespace(overrides=list(overrides), config_name=None, config_dir=None)
+
+
+@cache
+def page(entry, *overrides):
+    return catalogue(entry, words(*overrides))
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch):
+    monkeypatch.setattr(grpo_ustat.help, "catalogue", lambda entry, w: page(entry, *w.overrides))
+
+
+def test_every_field_of_every_schema_says_what_it_means():
+    for schema in SCHEMAS.values():
+        for kind in DATASETS.values():
+            for key in keys_of(schema, schemas={"dataset": kind}):
+                assert key.meaning, f"{key.path} of {schema.__name__} has no meaning"
+                may_be_null = "null" in key.kind
+                assert may_be_null <= ("null" in key.meaning), f"{key.path}: what does null mean?"
+
+
+def test_options_of_baselines_are_those_that_rules_take():
+    assert set(OPTIONS) == {name for rule in BASELINES.values() for name in rule.options}
+
+
+ONLY_TRAINS = {name for name, rule in BASELINES.items() if rule.only_trains}
+CHOSEN_AS_A_WHOLE = {"dataset.kind"}  # another class, which `typed` chooses before any check
+
+
+@pytest.mark.parametrize("entry", SCHEMAS)
+def test_stated_choices_are_those_that_the_checks_accept(entry):
+    """A value that cannot be is refused with exactly the choices stated, or by no list of any."""
+    more = {"train": ["objective=grpo", "group_size=16"], "mse": []}[entry]
+    config = composed(entry, ["dataset=plus_one", "prompt=few_shot", *more])
+    for key in keys_of(SCHEMAS[entry], schemas={"dataset": type(config.dataset)}):
+        if "str" in key.kind and key.path not in CHOSEN_AS_A_WHOLE:
+            assert _accepted(config, key) == set(key.choices), key.path
+
+
+def _accepted(config, key):
+    """What the checks list when the field holds a value that is in no list."""
+    config = copy.deepcopy(config)
+    *nodes, name = key.path.split(".")
+    node = config
+    for one in nodes:
+        node = getattr(node, one)
+    setattr(node, name, ["nonsense"] if "list" in key.kind else "nonsense")
+    if key.path == "launch.accelerate":
+        return {file.stem for file in FOLDER.glob("*.yaml")}  # checked where ranks are counted
+    try:
+        config.check()
+    except ConfigError as error:
+        listed = re.search(r"unknown \S+ 'nonsense': choose from (.*)", str(error))
+        found = set(listed[1].split(", ")) if listed else set()
+        return found - ONLY_TRAINS if key.path == "baselines" else found
+    return set()
+
+
+def test_ways_to_share_are_the_files_that_there_are():
+    assert set(SHARINGS) == {file.stem for file in FOLDER.glob("*.yaml")}
+
+
+@pytest.mark.parametrize("entry", SCHEMAS)
+def test_groups_list_what_the_entry_can_take(entry):
+    """The choices are those with which the tests of configurations compose, and every one."""
+    expected = {case.values[1:] for case in group_files() if case.values[0] == entry}
+    groups = {group.name: group for group in page(entry).groups}
+    found = {(name, one.name) for name, group in groups.items() for one in group.choices}
+    found -= {("hydra/launcher", one.name) for one in groups["hydra/launcher"].choices}
+    assert found - {("dataset", "own"), *_rules(entry)} == expected - {*_rules(entry)}
+    assert all(group.meaning for group in groups.values())
+    assert all(one.words for group in groups.values() for one in group.choices)
+
+
+def _rules(entry):
+    return {("baseline", name) for name in BASELINES} if entry == "mse" else set()
+
+
+@pytest.mark.parametrize("entry", SCHEMAS)
+def test_help_says_every_field_and_its_value_in_80_columns(entry, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    show_help(entry, words("model=tiny_direct"))
+    text = capsys.readouterr().out
+    config = composed(entry, ["model=tiny_direct"])
+    said = dict(re.findall(r"^  ([\w.]+)=(.*)  [a-z ]+$", text, re.MULTILINE))
+    for key in keys_of(SCHEMAS[entry], schemas={"dataset": type(config.dataset)}):
+        if key.schema is None and key.path != "rules":
+            value = config
+            for name in key.path.split("."):
+                value = getattr(value, name)
+            assert said[key.path] == shown(value), key.path
+    assert "\x1b" not in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+    commands = re.findall(r"^  (python -m .*)", text, re.MULTILINE)
+    assert len(commands) == 5
+    assert all(len(line) <= 80 for line in text.splitlines() if line.strip() not in commands)
+
+
+def test_meanings_stand_beside_their_fields_where_there_is_room(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    show_help("train", words())
+    found = re.search(r"^  eval_steps=20 +int +steps between evaluations$",
+                      capsys.readouterr().out, re.MULTILINE)  # fmt: skip
+    assert found
+
+
+def test_help_can_be_searched(capsys):
+    show_help("train", words("clipped", "ratios"))
+    text = capsys.readouterr().out
+    assert "objective.epsilon=null" in text and "objective.epsilon_high=null" in text
+    assert "dr_grpo" in text and "temperature" not in text and "python -m" not in text
+    with pytest.raises(ConfigError, match="--help says nothing about 'qwertz'"):
+        show_help("train", words("qwertz"))
+
+
+def test_help_shows_the_fields_of_the_data_set_that_is_chosen(capsys):
+    show_help("mse", words("dataset=math"))
+    text = capsys.readouterr().out
+    assert "dataset.levels=[3,4,5]" in text and "dataset.min_term" not in text
+    with pytest.raises(ConfigError, match="unknown model 'nope': choose from hub"):
+        show_help("mse", words("model=nope"))
+
+
+@pytest.mark.parametrize("entry", SCHEMAS)
+def test_commands_to_copy_name_what_there_is(entry):
+    found = page(entry)
+    groups = {group.name: {one.name for one in group.choices} for group in found.groups}
+    fields = {field.key.path for field in found.fields}
+    for command, about in found.commands:
+        given = command.removeprefix(f"python -m grpo_ustat.{entry}").removeprefix(" -m").split()
+        assert about and len(command) < 100
+        for name, value in (one.split("=", 1) for one in given):
+            assert value in groups[name] if name in groups else name in fields
+
+
+def test_a_choice_is_told_by_the_first_comment_of_its_file():
+    assert words_of(CONF / "baseline" / "none.yaml") == "REINFORCE: no baseline. Unbiased."
+    assert (
+        words_of(CONF / "dataset" / "math.yaml") == "Competition problems (Hendrycks et al. 2021)."
+    )
+    assert "python" not in words_of(CONF / "hydra" / "launcher" / "slurm.yaml")
+
+
+def test_help_is_in_colour_only_where_it_is_wanted(capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    show_help("train", words())
+    assert "\x1b[36m" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    show_help("train", words())
+    assert "\x1b[3" not in capsys.readouterr().out
+
+
+def test_help_imports_nothing_slow(tmp_path):
+    """Started as a user starts it, from anywhere."""
+    program = (
+        "import sys; sys.argv = ['train', '--help']; from grpo_ustat.train import main; main(); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path,
+                          capture_output=True, text=True)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "") and "learning_rate=" in done.stdout
