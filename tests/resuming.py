@@ -8,7 +8,7 @@ import shutil
 from safetensors.torch import load_file
 from test_config import compose
 
-from grpo_ustat.runs import history, lock
+from grpo_ustat.runs import history, lock, page
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.snapshots import MANIFEST
 from grpo_ustat.training import trainer
@@ -60,8 +60,8 @@ def left(path):
     """Every file of a run folder and its content; the clock, and checksums of it, left out."""
     found = {}
     for file in sorted(path.rglob("*")):
-        if file.name in (history.NAME, lock.NAME):
-            continue  # of the launches, not of the run
+        if file.name in (history.NAME, lock.NAME, page.NAME):
+            continue  # of the launches, or tells of them
         name = file.relative_to(path).as_posix()
         if file.name in (STATE, "result.json"):
             found[name] = timeless(json.loads(file.read_text()))

@@ -40,6 +40,8 @@ def test_a_wheel_finds_its_configurations(tmp_path):
         assert "embedded:tiny" in done.stdout
     assets = clean.glob("lib/*/site-packages/grpo_ustat/assets/*/model.safetensors")
     assert {p.parent.name for p in assets} == {"tiny", "tiny_base", "tiny_direct"}
+    templates = clean.glob("lib/*/site-packages/grpo_ustat/runs/templates/*")
+    assert {p.name for p in templates} == {"page.html.j2", "page.css", "page.js"}
 
 
 def test_embedded_policies_are_small():

@@ -129,7 +129,7 @@ def _provenance(run: Contents) -> list[tuple[str, Cell]]:
         ("Commit", f"{commit}{changed}" if diff else commit),
         ("Versions", "\n".join(f"{name} {number}" for name, number in versions.items())),
         ("Fingerprint", (run.result or {}).get("config_hash")),
-        ("Folder", run.path.name),
+        ("Folder", "/".join(run.path.absolute().parts[-2:])),
     ]
 
 

@@ -50,7 +50,7 @@ def test_the_folder_holds_what_it_promises(finished):
         f"{name}.{kind}" for name in ("figure", "scaling") for kind in ("pdf", "svg", "png")
     }
     always = {".hydra", "code.json", "launches.jsonl", "result.json"}
-    assert names == {*always, "curves.csv", "pool", *pictures}
+    assert names == {*always, "curves.csv", "pool", "completions.parquet", "report.html", *pictures}
     assert all(set(row) == CURVE_KEYS for row in result["curves"])
     assert len(result["curves"]) == 2 * 4 * 2
     for name in ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens"):
