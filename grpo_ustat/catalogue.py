@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.composing import CONF, whole_node
-from grpo_ustat.config import SCHEMAS, BaselineConfig
+from grpo_ustat.config import SCHEMAS, BaselineConfig, Common
 from grpo_ustat.data_config import DATASETS
 from grpo_ustat.meanings import Key, keys_of
 
@@ -91,6 +91,7 @@ def catalogue(entry: str, words: Namespace) -> Catalogue:
         ConfigError: a choice or a field that is not known.
     """
     node, schema = whole_node(entry, words), SCHEMAS[entry]
+    runs = issubclass(schema, Common)
     known = list(keys_of(schema, schemas=_dataset(node)))
     homes = [CONF, *([Path(words.config_dir)] if words.config_dir else [])]
     lines = [line.split("  #") for line in node.hydra.help.template.splitlines()]
@@ -98,7 +99,7 @@ def catalogue(entry: str, words: Namespace) -> Catalogue:
         entry=entry,
         purpose=node.hydra.help.header.strip(),
         commands=tuple((line[0].strip(), line[-1].strip()) for line in lines),
-        groups=tuple(_groups(schema, node.hydra.runtime.choices, homes)),
+        groups=tuple(_groups(schema, node.hydra.runtime.choices, homes)) if runs else (),
         nodes={key.path: key.meaning for key in known if "." not in key.path},
         fields=tuple(_fields(known, node)),
     )

@@ -91,13 +91,16 @@ def _opening(page: Catalogue) -> Iterator[RenderableType]:
         yield Text(f"  # {words}", DIM)
         yield f"  {command}"
     me, table = f"python -m grpo_ustat.{page.entry}", Table.grid(padding=(0, 2))
-    for command, words in (
-        (f"{me} --help WORD", "what this says of a word"),
-        (f"{me} --help model=NAME", "fields as it sets them"),
-        (f"{me} -c job", "all fields as YAML"),
-        (f"{me} -m field=a,b", "a run for each value"),
-        (f'eval "$({me} -sc install=bash)"', "Tab; also zsh, fish"),
-    ):
+    of_runs = {
+        f"{me} --help model=NAME": "fields as it sets them",
+        f"{me} -m field=a,b": "a run for each value",
+    }
+    found = {f"{me} --help WORD": "what this says of a word"} | (of_runs if page.groups else {})
+    found |= {
+        f"{me} -c job": "all fields as YAML",
+        f'eval "$({me} -sc install=bash)"': "Tab; also zsh, fish",
+    }
+    for command, words in found.items():
         table.add_row(Text(command, NAME), Text(words, DIM))
     yield Padding(table, (1, 0, 0, 0))
 

@@ -16,12 +16,14 @@ import grpo_ustat.help
 from grpo_ustat.catalogue import catalogue, shown, words_of
 from grpo_ustat.checks import OPTIONS, ConfigError
 from grpo_ustat.composing import CONF, composed
-from grpo_ustat.config import SCHEMAS, SHARINGS
+from grpo_ustat.config import SCHEMAS, SHARINGS, Common
 from grpo_ustat.data_config import DATASETS
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.help import show_help
 from grpo_ustat.launch.sharing import FOLDER
 from grpo_ustat.meanings import keys_of
+
+RUNS = [entry for entry, schema in SCHEMAS.items() if issubclass(schema, Common)]
 
 
 def words(*overrides):
@@ -55,7 +57,7 @@ ONLY_TRAINS = {name for name, rule in BASELINES.items() if rule.only_trains}
 CHOSEN_AS_A_WHOLE = {"dataset.kind"}  # another class, which `typed` chooses before any check
 
 
-@pytest.mark.parametrize("entry", SCHEMAS)
+@pytest.mark.parametrize("entry", RUNS)
 def test_stated_choices_are_those_that_the_checks_accept(entry):
     """A value that cannot be is refused with exactly the choices stated, or by no list of any."""
     more = {"train": ["objective=grpo", "group_size=16"], "mse": []}[entry]
@@ -88,14 +90,15 @@ def test_ways_to_share_are_the_files_that_there_are():
     assert set(SHARINGS) == {file.stem for file in FOLDER.glob("*.yaml")}
 
 
-@pytest.mark.parametrize("entry", SCHEMAS)
+@pytest.mark.parametrize("entry", RUNS)
 def test_groups_list_what_the_entry_can_take(entry):
     """The choices are those with which the tests of configurations compose, and every one."""
     expected = {case.values[1:] for case in group_files() if case.values[0] == entry}
     groups = {group.name: group for group in page(entry).groups}
     found = {(name, one.name) for name, group in groups.items() for one in group.choices}
     found -= {("hydra/launcher", one.name) for one in groups["hydra/launcher"].choices}
-    assert found - {("dataset", "own"), *_rules(entry)} == expected - {*_rules(entry)}
+    own = {("dataset", "own"), ("baseline", "own")}
+    assert found - {*own, *_rules(entry)} == expected - {*_rules(entry)}
     assert all(group.meaning for group in groups.values())
     assert all(one.words for group in groups.values() for one in group.choices)
 
@@ -104,7 +107,7 @@ def _rules(entry):
     return {("baseline", name) for name in BASELINES} if entry == "mse" else set()
 
 
-@pytest.mark.parametrize("entry", SCHEMAS)
+@pytest.mark.parametrize("entry", RUNS)
 def test_help_says_every_field_and_its_value_in_80_columns(entry, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     show_help(entry, words("model=tiny_direct"))
@@ -149,7 +152,7 @@ def test_help_shows_the_fields_of_the_data_set_that_is_chosen(capsys):
         show_help("mse", words("model=nope"))
 
 
-@pytest.mark.parametrize("entry", SCHEMAS)
+@pytest.mark.parametrize("entry", RUNS)
 def test_commands_to_copy_name_what_there_is(entry):
     found = page(entry)
     groups = {group.name: {one.name for one in group.choices} for group in found.groups}
@@ -188,3 +191,11 @@ def test_help_imports_nothing_slow(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path,
                           capture_output=True, text=True)  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "") and "learning_rate=" in done.stdout
+
+
+def test_help_of_an_entry_without_runs_speaks_of_its_fields_alone(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    show_help("report", words())
+    text = capsys.readouterr().out
+    assert re.findall(r"^  (\w+)=", text, re.MULTILINE) == ["runs", "name", "steps"]
+    assert "GROUPS" not in text and "-m field" not in text and "FIELDS" in text
