@@ -178,7 +178,7 @@ def _learning_sheet(name: str, series: str, rows: list[dict[str, Any]]) -> Sheet
         lines.append(
             [one, *(f"{x[0]['mean']:.3g} -> {x[-1]['mean']:.3g}" if x else "-" for x in ends)]
         )
-    said = notes(any(row["seeds"] > 1 for row in rows))
+    said = notes(rows)
     return Sheet(
         name=name,
         title=f"Learning, {series}",
