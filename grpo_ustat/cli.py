@@ -91,8 +91,9 @@ def _report(node: DictConfig) -> None:
     try:
         report_runs(config.patterns, folder, config.steps)
     except ConfigError as error:
-        with suppress(OSError):
-            folder.rmdir()  # Hydra has made it
+        with suppress(OSError):  # Hydra has made them
+            folder.rmdir()
+            folder.parent.rmdir()
         _refuse(error)
 
 

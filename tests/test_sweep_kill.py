@@ -24,9 +24,8 @@ from resuming import differences  # noqa: E402
 
 from grpo_ustat import multirun  # noqa: E402
 from grpo_ustat.reports import figures, report  # noqa: E402
-from grpo_ustat.runs import history  # noqa: E402
+from grpo_ustat.runs import history, learning  # noqa: E402
 from grpo_ustat.runs.folder import RunFolder  # noqa: E402
-from grpo_ustat.runs.learning import learning_rows  # noqa: E402
 from grpo_ustat.runs.sweeps import MISSING, Entry, State  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -77,9 +76,10 @@ def killed(place, seconds):
 
 
 def undrawn():
-    """The joint report without its figures, which take longer than the runs."""
+    """Runs and the joint report without their figures, which take longer than all the rest."""
+    learning.draw_learning = lambda _: None
     figures.accuracy_figure = lambda *_: None
-    report.learning_figure = lambda folder, name, runs: learning_rows(runs)
+    report.learning_figure = lambda folder, name, runs: learning.learning_rows(runs)
     report.page = report.render = lambda _: ""
 
 

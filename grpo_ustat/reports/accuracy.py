@@ -192,8 +192,9 @@ def _sizes(cells: Sequence[Cell]) -> list[str]:
 
 
 OVER = (
-    "s: over seeds, given the questions; q: over questions, given the seeds, the mean of the runs' "
-    "own, which is not too short."
+    "±: half the interval's width, its ends are in the CSV file; s: over seeds, given the "
+    "questions; q: over questions, given the seeds, the mean of the runs' own, which is not too "
+    "short; 4 of 5: seeds."
 )
 
 
@@ -211,11 +212,15 @@ def _text(cell: Cell, most: int) -> str:
     mark = "*" if cell["best"] else {False: "~", True: "", None: "?"}[cell["distinct"]]
     lines = [f"{cell['accuracy']:.3f}{mark}"]
     if cell["over"] == "seeds":
-        lines.append(f"s [{cell['low']:.3f}, {cell['high']:.3f}]")
-    lines.append(f"q [{cell['questions_low']:.3f}, {cell['questions_high']:.3f}]")
+        lines.append(f"s {_half(cell['low'], cell['high'])}")
+    lines.append(f"q {_half(cell['questions_low'], cell['questions_high'])}")
     if cell["seeds"] < most:
-        lines.append(f"{cell['seeds']} of {most} seeds")
+        lines.append(f"{cell['seeds']} of {most}")
     return "\n".join(lines)
+
+
+def _half(low: float, high: float) -> str:
+    return f"±{(high - low) / 2:.3f}"
 
 
 def notes(cells: Sequence[Cell], marks: tuple[str, str], among: str) -> list[str]:

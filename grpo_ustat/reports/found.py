@@ -23,6 +23,10 @@ from grpo_ustat.runs.contents import Contents
 from grpo_ustat.runs.sweeps import BEYOND, DONE, Entry, State
 
 CONFIG = ".hydra/config.yaml"
+NEEDED = {  # of a result
+    "train": ("evals",),
+    "mse": ("curves", "scaling", "assumption2", "policy", "questions", "pool_completions"),
+}
 NUMBERS = ("step", "accuracy", "low", "high", "n")
 
 
@@ -172,6 +176,11 @@ def _run(one: Entry) -> Run:
     entry = "mse" if "group_sizes" in config else "train"
     state, notes = one.state(), list(held.notes)
     result = held.result if state.name in (DONE, BEYOND) else None
+    lacking = [key for key in NEEDED[entry] if result is not None and key not in result]
+    if lacking:
+        raise ValueError(
+            f"result.json has no {', '.join(lacking)}: of another version, run it again"
+        )
     evals = _evals(held, result, notes) if entry == "train" else []
     if not held.code:
         notes.append("code.json is lost or damaged: its commit and weights are not known")

@@ -22,6 +22,7 @@ CURVES = {  # of metrics.jsonl, under TRL's names
     "completions/clipped_ratio": "completions cut, share",
 }
 ACCURACY = "held-out accuracy"
+POINTS = 40  # of a line at most, but for accuracy
 SHARES = ("reward", "frac_reward_zero_std", "completions/clipped_ratio")  # lie in [0, 1]
 
 
@@ -63,7 +64,6 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
         The numbers drawn, see `learning_rows`.
     """
     rows = learning_rows(runs)
-    several = any(row["seeds"] > 1 for row in rows)
     with plt.rc_context(FONTS):
         size = (11.0, 6.6)
         figure, panels = plt.subplots(2, 3, figsize=size, squeeze=False, layout="constrained")
@@ -72,47 +72,64 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
             _panel(axes, [row for row in rows if row["quantity"] == quantity], names)
             axes.set_ylabel(CURVES.get(quantity, quantity))
         _legend(panels.flat[-1], panels.flat, len(names) > 1)
-        note(figure, notes(several), size[0])
+        note(figure, notes(rows), size[0])
         save(figure, folder, name)
     return rows
 
 
-def notes(several: bool) -> list[str]:
-    """What lines and bands are."""
-    if several:
+def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What lines and bands are.
+
+    Args:
+        rows: see `learning_rows`.
+    """
+    steps = max((row["steps"] for row in rows), default=1)
+    points = f" Points are means of {steps} steps, but for accuracy." if steps > 1 else ""
+    if any(row["seeds"] > 1 for row in rows):
         return [
             "Lines: means over seeds, at the steps that all runs of a series have; bands: 95 % "
             "intervals over seeds, given the questions (t); of one seed, over questions, for "
-            "held-out accuracy alone."
+            f"held-out accuracy alone.{points}"
         ]
-    return ["One seed; band: 95 % interval of held-out accuracy over questions."]
+    return [f"One seed; band: 95 % interval of held-out accuracy over questions.{points}"]
 
 
 def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
     """Mean over seeds of every quantity, series and step, with its interval.
 
     Only steps that every run of the series has: a mean over other seeds at every step would show
-    the seeds, not the steps. A run without any row of a quantity is left out of it.
+    the seeds, not the steps. A run without any row of a quantity is left out of it. Of long runs
+    each point is the mean of several steps, taken in each run first.
 
     Returns:
-        Rows of `series`, `quantity`, `step`, `mean`, `low`, `high` (None with one seed, but for
-        accuracy) and `seeds`.
+        Rows of `series`, `quantity`, `step` (the last averaged), `steps` (how many), `mean`,
+        `low`, `high` (None with one seed, but for accuracy) and `seeds`.
     """
+    longest = max((row["step"] for run in runs for row in run.metrics), default=0)
+    block = max(1, -(-longest // POINTS))
     rows = []
     for series in dict.fromkeys(run.series for run in runs):
         mine = [run for run in runs if run.series == series]
         for quantity in (ACCURACY, *CURVES):
-            found = [_by_step(run, quantity) for run in mine]
+            steps = {"steps": 1 if quantity == ACCURACY else block}
+            found = [_by_step(run, quantity, block) for run in mine]
             for point in _means([one for one in found if one]):
-                rows.append({"series": series, "quantity": quantity} | point)
+                rows.append({"series": series, "quantity": quantity} | point | steps)
     return rows
 
 
-def _by_step(run: Learning, quantity: str) -> dict[int, tuple[float, float | None, float | None]]:
-    """Value and interval at each step."""
+def _by_step(run: Learning, quantity: str, block: int) -> dict[int, tuple]:
+    """Value and interval at each step, or at the last step of each block."""
     if quantity == ACCURACY:
         return {row["step"]: (row["accuracy"], row["low"], row["high"]) for row in run.evals}
-    return {row["step"]: (row[quantity], None, None) for row in run.metrics if quantity in row}
+    blocks: dict[int, list[dict[str, Any]]] = {}
+    for row in run.metrics:
+        if quantity in row:
+            blocks.setdefault((row["step"] - 1) // block, []).append(row)
+    return {
+        rows[-1]["step"]: (float(np.mean([row[quantity] for row in rows])), None, None)
+        for rows in blocks.values()
+    }
 
 
 def _means(found: list[dict[int, tuple]]) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ def test_runs_are_found_below_any_pattern_once_and_in_the_order_of_their_numbers
 
 
 def test_every_folder_is_shown_or_named(tmp_path):
-    """A finished run, one killed at step 4, a study, and six folders that are not whole."""
+    """A finished run, one killed at step 4, a study, and seven folders that are not whole."""
     whole = trained(tmp_path / "whole", 4, 0, ACCURACIES)
     studied(tmp_path / "study", "tiny", {("none", 2): 1.0})
     trained(tmp_path / "killed", 8, 0, {0: 0.2, 4: 0.3}, done=False)
@@ -52,10 +52,12 @@ def test_every_folder_is_shown_or_named(tmp_path):
     (lost / ".hydra/config.yaml").unlink()
     (trained(tmp_path / "garbled", 4, 2, ACCURACIES) / ".hydra/config.yaml").write_text("x: [")
     (trained(tmp_path / "foreign", 4, 3, ACCURACIES) / ".hydra/config.yaml").write_text("lr: 1")
+    old = studied(tmp_path / "old", "tiny", {("none", 4): 1.0}) / "result.json"
+    old.write_text(old.read_text().replace('"scaling"', '"law"'))
     got = found(tmp_path)
     states = {run.label: run.state.name for run in got.runs}
     assert states == {"killed": "stopped", "study": "done", "torn": "stopped", "whole": "done"}
-    assert {line.split(":")[0] for line in got.damaged} == {"lost", "garbled", "foreign"}
+    assert {line.split(":")[0] for line in got.damaged} == {"lost", "garbled", "foreign", "old"}
     assert got.twins == ["whole-again: the same run as whole, left out"]
     by_label = {run.label: run for run in got.runs}
     assert "step 4 of 8 (killed)" in by_label["killed"].lacking

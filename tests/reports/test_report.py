@@ -11,7 +11,9 @@ import pytest
 from folders import begin, configured, studied, trained
 
 from grpo_ustat import cli
+from grpo_ustat.reports import report
 from grpo_ustat.reports.report import at_last, report_runs, report_sweep
+from grpo_ustat.runs.learning import learning_rows
 from grpo_ustat.runs.sweeps import Entry
 
 REFUSED = {
@@ -42,13 +44,25 @@ def test_what_cannot_be_reported_is_one_line(arguments, message, tmp_path, monke
         cli.report()
     said = capsys.readouterr().err
     assert refused.value.code == 2 and message in said and len(said.splitlines()) == 1
-    assert not (tmp_path / "outputs/report/all").exists()
+    assert not (tmp_path / "outputs/report").exists()
     assert (tmp_path / "a/seed=0/result.json").is_file()
 
 
 def test_a_sweep_of_which_nothing_has_begun_says_so(tmp_path, capsys):
     report_sweep([Entry("seed=0", tmp_path / "seed=0", "hash", 8)], tmp_path / "joint", None)
-    assert "nothing" not in capsys.readouterr().err and not (tmp_path / "joint").exists()
+    assert "has anything to report" in capsys.readouterr().out
+    assert not (tmp_path / "joint").exists()
+
+
+def test_a_sweep_that_has_not_come_to_a_step_asked_for_says_so(tmp_path, monkeypatch, capsys):
+    trained(tmp_path / "seed=0", 4, 0, {0: 0.2, 4: 0.3}, done=False)
+    monkeypatch.setattr(report, "learning_figure", lambda folder, name, runs: learning_rows(runs))
+    monkeypatch.setattr(report, "page", lambda made: None)
+    monkeypatch.setattr(report, "render", lambda page: "")
+    report_sweep([Entry("seed=0", tmp_path / "seed=0", None, 8)], tmp_path / "joint", [8])
+    said = capsys.readouterr().out
+    assert "no run was evaluated at step 8" in said and "unfinished: seed=0: stopped" in said
+    assert (tmp_path / "joint/learning.csv").is_file()
 
 
 def test_the_table_of_budgets_is_of_the_last_step_that_the_most_cells_have_reached():

@@ -33,6 +33,14 @@ def test_means_over_seeds_stop_where_one_of_them_does():
     assert (accuracy["step"], accuracy["mean"]) == (0, pytest.approx(0.25))
 
 
+def test_of_long_runs_points_are_means_of_as_many_steps_in_every_run():
+    """81 steps in blocks of 3: rewards 1, 2, 3 have mean 2, 4, 5, 6 have 5."""
+    run = Learning("", [metrics_row(step, float(step)) for step in range(1, 82)], [])
+    rows = of(learning_rows([run]), "reward")
+    assert [(x["step"], x["mean"], x["steps"]) for x in rows[:2]] == [(3, 2.0, 3), (6, 5.0, 3)]
+    assert len(rows) == 27
+
+
 def test_one_seed_has_its_own_interval_of_accuracy_and_no_other():
     run = Learning("", [metrics_row(step, 0.1 * step) for step in (1, 2)], [eval_row(2, 0.5)])
     rows = learning_rows([run])
