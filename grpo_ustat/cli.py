@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -128,15 +129,15 @@ def _refuse(error: Exception, code: int = 2) -> NoReturn:
 def _told(entry: str) -> bool:
     """Whether help or shell completion was asked for instead of a run; prints it."""
     words = get_args_parser().parse_args(sys.argv[1:])
-    if words.help and is_main():
-        from grpo_ustat.help import show_help
-
-        show_help(entry, words)
-    elif words.shell_completion and is_main():
-        from grpo_ustat.completion import complete
-
-        complete(entry, words)
-    return words.help or words.shell_completion
+    asked = words.help or words.shell_completion
+    if asked and is_main():
+        gc.disable()  # a quarter of the time, and the process ends before it matters
+        if words.help:
+            from grpo_ustat.help import show_help as tell
+        else:
+            from grpo_ustat.completion import complete as tell
+        tell(entry, words)
+    return asked
 
 
 def _shown(entry: str, points: list[Point]) -> bool:

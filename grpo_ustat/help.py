@@ -6,6 +6,8 @@ It shows the values that the rest of the command line stands for. Words without 
 
 from __future__ import annotations
 
+import os
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -43,7 +45,10 @@ def show_help(entry: str, words: Namespace) -> None:
             console.print(
                 part, soft_wrap=isinstance(part, str), style=NAME if isinstance(part, str) else None
             )
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    try:
+        print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
+    except BrokenPipeError:  # head or less has seen enough; nor may the interpreter's end complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_word(override: str) -> bool:

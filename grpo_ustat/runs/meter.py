@@ -52,7 +52,7 @@ class Meter:
         self.first = self.done = done
         self.tokens, self.rates, self.note = 0, "", ""
         self._shown, self._clock, self._begun = shown, clock, clock()
-        self._line, self._share = self._begun, None
+        self._line, self._share, self._ended = self._begun, None, False
         self._heard: dict[int, tuple[float, State]] = {}
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         live = shown and self._console.is_terminal and not self._console.is_dumb_terminal
@@ -65,11 +65,12 @@ class Meter:
         return self
 
     def __exit__(self, failure: type | None, *_: object) -> None:
+        self._ended = failure is None
         if self._live:
             self._live.update(self._activity, visible=False)
             self._live.stop()
-        elif self._shown and failure is None and self.done > self.first:
-            self.print(f"{self.title}: {self.figures(ended=True)}")
+        elif self._shown and self._ended and self.done > self.first:
+            self.print(f"{self.title}: {self.figures()}")
 
     def update(self, done: int, tokens: int = 0, note: str = "", rates: str = "") -> None:
         """So many units are done; tokens of all of them, a note, and rates where they are known
@@ -100,6 +101,8 @@ class Meter:
         doing = max(self._heard.values(), key=lambda pair: pair[0])[1].doing
         states = [state for state in known if state.doing == doing]
         done, total = sum(s.done for s in states), sum(s.total for s in states)
+        if done == total > 0:  # something else goes on that does not tell
+            return "", 0, 0, ""
         if not total:
             return doing, 0, 0, ""
         rates = [
@@ -108,21 +111,26 @@ class Meter:
         ]
         return doing, done, total, joined(f"{done:,}/{total:,} completions", *rates)
 
-    def figures(self, ended: bool = False) -> str:
+    def figures(self) -> str:
         """Counts, the time left or taken, the note, and rates."""
         seconds, made = self._clock() - self._begun, self.done - self.first
         count = f"{self.done:,}/{self.total:,} {self.unit}"
         rates = [self.rates]
         if not self.rates and made and seconds > 0:
             rates = [rate(made / seconds, ""), rate(self.tokens / seconds, " tokens")]
-        left = f"{clock_text(seconds / made * (self.total - self.done))} left" if made else ""
-        return joined(count, f"in {clock_text(seconds)}" if ended else left, self.note, *rates)
+        return joined(count, self._time(), self.note, *rates)
 
     def short(self) -> str:
         """Counts and the time left, for narrow terminals."""
+        return joined(f"{self.done:,}/{self.total:,}", self._time())
+
+    def _time(self) -> str:
         seconds, made = self._clock() - self._begun, self.done - self.first
-        left = f"{clock_text(seconds / made * (self.total - self.done))} left" if made else ""
-        return joined(f"{self.done:,}/{self.total:,}", left)
+        if self._ended:
+            return f"in {clock_text(seconds)}"
+        if not made:
+            return f"{clock_text(seconds)} so far"
+        return f"{clock_text(seconds / made * (self.total - self.done))} left"
 
     def print(self, line: str, **options: Any) -> None:
         """A line of its own, above the bars."""
