@@ -7,14 +7,15 @@ configuration is refused before anything slow happens.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from grpo_ustat.checks import ConfigError, one_of, positive
+from grpo_ustat.checks import ConfigError, check_logger, one_of, positive
 from grpo_ustat.data_config import DATASETS, DatasetConfig, ModelConfig, PromptConfig
+from grpo_ustat.secrecy import check_no_secrets
 from grpo_ustat.study_checks import check_study
 from grpo_ustat.train_checks import check_train
 
@@ -198,6 +199,18 @@ class StudyLaunch(LaunchConfig):
 
 
 @dataclass
+class LoggerConfig:
+    """A tracker that mirrors the run folder, from a process of its own: none, wandb, tensorboard or
+    trackio. project: of the run there. finish_seconds: that a run which ends waits for it at most.
+    Keys and addresses come from the tracker's own environment variables.
+    """
+
+    name: str = MISSING
+    project: str | None = MISSING
+    finish_seconds: float = MISSING
+
+
+@dataclass
 class ReportConfig:
     """What a sweep leaves beside its runs: table and figure in outputs/<entry>/<name>, name null:
     nothing. steps: at which accuracy is drawn, null: at every evaluation.
@@ -227,6 +240,7 @@ class Common:
     dry_run: bool = MISSING
     show_prompts: int = MISSING
     report: ReportConfig = field(default_factory=ReportConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
 
     def check(self) -> None:
         """Refuse what cannot be run.
@@ -248,6 +262,8 @@ class Common:
             )
         if self.report.name is not None and not re.fullmatch(r"[\w.-]+", self.report.name):
             raise ConfigError(f"report.name={self.report.name!r}: use letters, digits, . _ -")
+        check_no_secrets(asdict(self))
+        check_logger(self.logger, needed=not (self.dry_run or self.show_prompts))
         self.dataset.check()
         self.prompt.check()
         self._check_box()

@@ -19,6 +19,7 @@ OPERATIONAL = (
     "dry_run",
     "show_prompts",
     "report",
+    "logger",
     "launch",
     "pool",
     "max_steps",
