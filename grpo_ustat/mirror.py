@@ -74,13 +74,13 @@ def _sent(folder: Path, logger: LoggerConfig) -> bool:
     told = {"name": logger.name, "project": logger.project}
     task = Task(str(folder), told, outcome=outcome)
     try:
-        count = follow(task, End(task), print)
+        count, refused = follow(task, End(task), print)
     except (Exception, SystemExit) as error:
         reason = str(error) if isinstance(error, InUse) else describe(error)
         print(f"error: {folder}: {' '.join(reason.split())}", file=sys.stderr)
         return False
-    print(f"{folder}: {count} items")
-    return True
+    print(f"{folder}: {count} items" + (f", {refused} were refused" if refused else ""))
+    return not refused
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Journal:
         self._load()
 
     def take(self) -> None:
-        """Become its only writer, until this process ends.
+        """Become its only writer, until `release` or the end of this process.
 
         Raises:
             InUse: there is another one.
@@ -53,7 +53,7 @@ class Journal:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(self._descriptor)
+            self.release()
             raise InUse(f"another mirror is at work on {self.file.parent}") from error
         self._load()
         if self._half_written():
@@ -62,10 +62,21 @@ class Journal:
             self.run_id = uuid4().hex[:8]
             self._append({"run_id": self.run_id})
 
+    def release(self) -> None:
+        """Let others write."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     def pending(self, items: list[Item]) -> list[Item]:
         """Those not given yet, or given with another content."""
         given = dict(self.entries)
         return [item for item in items if given.get(item.key) != item.digest]
+
+    def unsure(self, items: list[Item]) -> list[Item]:
+        """Those of which it is not known that they arrived."""
+        arrived = dict(self.entries[: self.settled])
+        return [item for item in items if arrived.get(item.key) != item.digest]
 
     def note(self, items: list[Item]) -> None:
         """They were handed over, in this order."""

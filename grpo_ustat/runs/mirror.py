@@ -34,6 +34,7 @@ RETRY, LONGEST = 10.0, 600.0  # seconds before a tracker that failed is tried ag
 HUNG = 60.0  # seconds of CPU time in which a tracker lets no other thread run
 LAST_WORDS = 10.0  # seconds in which it finishes after its run was killed
 MEMORY = 3 * 2**30  # bytes of data that a tracker may fill
+LARGE = ("completions", "figure", "table")  # what a tracker may refuse and get all else
 GATHERED = 200  # completions of so many steps at most go into one table
 
 
@@ -100,33 +101,41 @@ class End:
         self._told.set()
 
 
-def follow(task: Task, end: End, say: Callable[[str], None]) -> int:
+def follow(task: Task, end: End, say: Callable[[str], None]) -> tuple[int, int]:
     """Send what comes until the run has ended and all of it is sent.
 
     Returns:
-        How many items there are.
+        How many items there were, and how many of them the tracker refused.
 
     Raises:
         InUse: another mirror does it.
         Exception: of the tracker.
     """
-    folder = Path(task.folder)
-    journal, source = Journal(folder, task.logger["name"]), Source(folder)
-    _taken(journal)
-    tracker = OPENERS[task.logger["name"]](_about(folder, source, journal, task.logger))
+    journal = Journal(Path(task.folder), task.logger["name"])
+    _take(journal)
+    try:
+        return _follow(task, end, journal, say)
+    finally:
+        journal.release()
+
+
+def _follow(task: Task, end: End, journal: Journal, say: Callable[[str], None]) -> tuple[int, int]:
+    source = Source(Path(task.folder))
+    tracker = OPENERS[task.logger["name"]](_about(task, source, journal))
     journal.forget(journal.settled if tracker.arrived is None else tracker.arrived)
+    refused: set[str] = set()
     while True:
         ended = end.outcome  # before the look: then all files are there
-        _send(tracker, journal, source.items())
+        refused |= _send(tracker, journal, source.items())
         task.failures = 0
         if ended is not None:
             say(f"logger={task.logger['name']}: {tracker.close(ended)}")
             journal.settle()
-            return len(journal.entries)
+            return len(journal.entries), len(refused)
         end.wait(LOOK)
 
 
-def _taken(journal: Journal) -> None:
+def _take(journal: Journal) -> None:
     """The mirror of a launch before, whose run was killed, may have its last words."""
     until = time.monotonic() + 2 * LAST_WORDS
     while True:
@@ -138,21 +147,39 @@ def _taken(journal: Journal) -> None:
             time.sleep(0.5)
 
 
-def _about(folder: Path, source: Source, journal: Journal, logger: dict[str, Any]) -> About:
-    place = folder.resolve()
-    name = f"{place.parent.name}/{place.name}"
-    of_tracker = folder.absolute() / FOLDER
-    config = source.config()
-    return About(of_tracker, journal.run_id, name, place.parent.name, logger["project"], config)
+def _about(task: Task, source: Source, journal: Journal) -> About:
+    place = Path(task.folder).absolute()
+    return About(
+        folder=place / FOLDER,
+        run_id=journal.run_id,
+        name=f"{place.parent.name}/{place.name}",
+        group=place.parent.name,
+        project=task.logger["project"],
+        config=source.config(),
+    )
 
 
-def _send(tracker: Tracker, journal: Journal, items: list[Item]) -> None:
+def _send(tracker: Tracker, journal: Journal, items: list[Item]) -> set[str]:
+    """Hand over what is new; returns the pictures and tables that the tracker refused.
+
+    Raises:
+        Exception: it refused numbers.
+    """
+    refused = set()
     for group in _groups(journal.pending(items)):
-        tracker.send(len(journal.entries) + len(group) - 1, group)
-        journal.note(group)
+        try:
+            tracker.send(len(journal.entries) + len(group) - 1, group)
+        except Exception:
+            if group[-1].kind not in LARGE:
+                raise
+            traceback.print_exc()
+            refused |= {item.key for item in group}
+        else:
+            journal.note(group)
     tracker.flush()
     if tracker.lasting:
         journal.settle()
+    return refused
 
 
 def _groups(items: list[Item]) -> list[list[Item]]:
@@ -166,24 +193,27 @@ def _groups(items: list[Item]) -> list[list[Item]]:
 
 def main() -> NoReturn:
     """Do the task of the command line's JSON; the end of this process is its exit code."""
-    task = Task(**json.loads(sys.argv[1]))
+    task, environment = Task(**json.loads(sys.argv[1])), dict(os.environ)
     told = _quiet(task)
     become_humble()
     end = End(task)
     try:
-        follow(task, end, lambda text: _say(told, text, warning=False))
+        _, refused = follow(task, end, lambda text: _say(told, text, warning=False))
     except InUse as error:
         _warn_once(task, told, str(error))
         end_now(3)
     except BaseException as error:  # a tracker may raise SystemExit, or be out of memory
         traceback.print_exc()
         _warn_once(task, told, f"{describe(error)}; the run goes on, it is tried again")
-        _again(task, end, told)
-    end_now(0)
+        _again(task, end, told, environment)
+    end_now(int(refused > 0))
 
 
-def _again(task: Task, end: End, told: int) -> NoReturn:
-    """Begin anew after a while; once the run has ended, at once and only once."""
+def _again(task: Task, end: End, told: int, environment: dict[str, str]) -> NoReturn:
+    """Begin anew after a while; once the run has ended, at once and only once.
+
+    In the environment as it was: trackers leave their own traces there.
+    """
     if task.last_try:
         end_now(1)
     task.failures += 1
@@ -191,9 +221,8 @@ def _again(task: Task, end: End, told: int) -> NoReturn:
     task.last_try = task.outcome is not None
     kill_children()
     os.set_inheritable(told, True)
-    os.environ[TOLD] = str(told)
     command = [sys.executable, "-m", "grpo_ustat.runs.mirror", json.dumps(asdict(task))]
-    os.execv(sys.executable, command)
+    os.execve(sys.executable, command, environment | {TOLD: str(told)})
 
 
 def _warn_once(task: Task, told: int, text: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from grpo_ustat.runs.journal import FOLDER as TRACKER
 from grpo_ustat.runs.journal import Journal
 from grpo_ustat.runs.sources import Source
 from grpo_ustat.signals import STOPPING, seconds_since_asked
@@ -64,7 +65,8 @@ class Mirroring:
         finally:  # also where someone is tired of waiting
             _kill(self._process)
         if code != 0:
-            self._warn(self._unsent("no answer" if code is None else "reason above"))
+            log = self._folder / TRACKER / f"{self._logger.name}.log"
+            self._warn(self._unsent("no answer in time" if code is None else f"see {log}"))
 
     def _patience(self, outcome: str, grace_seconds: float) -> float:
         asked = self._logger.finish_seconds
@@ -88,7 +90,7 @@ class Mirroring:
     def _unsent(self, why: str) -> str:
         try:
             items = Source(self._folder).items()
-            left = len(Journal(self._folder, self._logger.name).pending(items))
+            left = len(Journal(self._folder, self._logger.name).unsure(items))
         except (OSError, ValueError) as error:
             return f"was not told all ({error})"
         how = f"python -m grpo_ustat.mirror {self._folder} logger={self._logger.name}"

@@ -10,18 +10,18 @@ FAULT = os.environ.get("FAULT", "")
 
 
 def at(place):
-    if FAULT == f"raises in {place}":
+    if f"raises in {place}" == FAULT:
         raise RuntimeError(f"\x1b[31mno {place}\nhere")
-    if FAULT == f"exits in {place}":
+    if f"exits in {place}" == FAULT:
         os._exit(5)
-    if FAULT == f"hangs in {place}":
+    if f"hangs in {place}" == FAULT:
         time.sleep(10**6)
-    if FAULT == f"slow in {place}":
+    if f"slow in {place}" == FAULT:
         time.sleep(30)
-    if FAULT == f"fills memory in {place}":
+    if f"fills memory in {place}" == FAULT:
         hoard = [bytearray(2**26) for _ in range(10**6)]
         raise AssertionError(len(hoard))
-    if FAULT == f"prints in {place}":
+    if f"prints in {place}" == FAULT:
         for stream in (sys.stdout, sys.stderr):
             print("rubbish \x1b[2J" * 100, file=stream, flush=True)
             os.write(stream.fileno(), b"\xff\x00rubbish\n")
