@@ -126,10 +126,7 @@ class Wandb:
 
 
 class Tensorboard:
-    """An event file, as TensorBoard itself writes it; numbers in float64, texts as texts.
-
-    A step that comes again, as after a rewind, hides what came before of it and of later steps.
-    """
+    """An event file, as TensorBoard itself writes it; numbers in float64, texts as texts."""
 
     lasting, arrived = True, None
 
@@ -139,7 +136,7 @@ class Tensorboard:
         from tensorboard.util.tensor_util import make_tensor_proto
 
         self._event, self._summary, self._tensor = event_pb2, summary_pb2, make_tensor_proto
-        self._writer, self._last = EventFileWriter(str(about.folder)), None
+        self._writer = EventFileWriter(str(about.folder))
         self._say("config", _text(about.config), 0)
 
     def send(self, index: int, items: list[Item]) -> None:
@@ -157,19 +154,11 @@ class Tensorboard:
             self._numbers(item, step)
 
     def _numbers(self, item: Item, step: int) -> None:
-        if item.kind == "row":
-            self._rewound(step)
         for key, value in flat_values(item).items():
             if is_number(value):
                 self._draw_number(key, value, step)
             elif value is not None:
                 self._say(key, str(value), step)
-
-    def _rewound(self, step: int) -> None:
-        if self._last is not None and step <= self._last:
-            start = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._add(step, session_log=start)
-        self._last = step
 
     def _curves(self, item: Item) -> None:
         """A study's errors, drawn over the group size."""
