@@ -127,6 +127,7 @@ def _train(case: Case, folder: Path, asked: argparse.Namespace) -> None:
         threading.Thread(target=case.during, daemon=True).start()
     config = composed("train", [
         f"logger={case.logger}", f"max_steps={asked.steps}", f"eval_steps={asked.steps}",
+        "model=tiny_direct", "max_completion_length=6", "group_size=4", "log_completions=2",
         f"save_steps={asked.steps}", "dataset.test_size=10", f"budget.rollouts={asked.rollouts}",
         *([] if case.logger == "none" else [f"logger.finish_seconds={asked.finish_seconds}"]),
     ])  # fmt: skip
@@ -201,8 +202,8 @@ def ratios(pairs: list[tuple[Ran, Ran]]) -> str:
 def main() -> None:
     """Take turns and print the table as it grows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--rollouts", type=int, default=32)
     parser.add_argument("--finish-seconds", type=float, default=3)
     parser.add_argument("--only", nargs="*", help="names of rows")
@@ -215,6 +216,8 @@ def main() -> None:
             if asked.only and case.name not in asked.only:
                 continue
             pairs = []
+            if not number:
+                run(Case("none", "none"), Path(place) / "warm", asked)
             for turn in range(asked.rounds):
                 server.fault = case.fault
                 folders = [Path(place) / f"{number}-{turn}-{side}" for side in ("with", "without")]
