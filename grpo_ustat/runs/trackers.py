@@ -229,6 +229,7 @@ class Trackio:
             values = {name: self._trackio.Table(dataframe=pandas.DataFrame(rows))}
         else:
             values = flat_values(item)
+            values.pop("step", None)  # its own name for the step
         self._run.log(values, step=item.step)
 
     def flush(self) -> None:
