@@ -95,9 +95,13 @@ def _path() -> str:
 def _kill_mirror() -> None:
     import psutil
 
-    time.sleep(1)
-    for child in psutil.Process().children():
-        child.send_signal(signal.SIGKILL)
+    mirrors = []
+    while not mirrors:
+        time.sleep(0.2)
+        mirrors = [
+            x for x in psutil.Process().children() if "grpo_ustat.runs.mirror" in x.cmdline()
+        ]
+    mirrors[0].send_signal(signal.SIGKILL)
 
 
 def run(case: Case, folder: Path, asked: argparse.Namespace) -> Ran:

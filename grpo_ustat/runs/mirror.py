@@ -33,7 +33,7 @@ LOOK = 1.0  # seconds between two looks into the folder
 RETRY, LONGEST = 10.0, 600.0  # seconds before a tracker that failed is tried again; they double
 HUNG = 60.0  # seconds of CPU time in which a tracker lets no other thread run
 LAST_WORDS = 10.0  # seconds in which it finishes after its run was killed
-MEMORY = 3 * 2**30  # bytes of data that a tracker may fill
+MEMORY = 2**30  # bytes of data that a tracker may fill
 LARGE = ("completions", "figure", "table")  # what a tracker may refuse and get all else
 GATHERED = 200  # completions of so many steps at most go into one table
 
