@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,12 @@ from grpo_ustat.estimators.baselines import check_options as options_of
 from grpo_ustat.estimators.baselines import check_shape as shape_of
 
 if TYPE_CHECKING:
-    from grpo_ustat.config import BaselineConfig
+    from grpo_ustat.config import BaselineConfig, LoggerConfig
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
 FETCHED = {"smollm2-135m": "python scripts/fetch_smollm2.py"}  # cached models, what makes them
+TRACKERS = ("wandb", "tensorboard", "trackio")  # each a package and an extra of that name
 OPTIONS = {  # of baselines, and what they mean
     "value": "the number that is subtracted",
     "epsilon": "added to what divides, so that it is never 0",
@@ -110,6 +112,25 @@ def check_options(rule: BaselineConfig, key: str) -> None:
             raise ConfigError(
                 f"{key}: {low}={rule.options[low]} {high}={rule.options[high]}: use {low} < {high}"
             )
+
+
+def check_logger(logger: LoggerConfig, *, needed: bool = True) -> None:
+    """The tracker is known and, where it is `needed`, installed; it is not imported."""
+    one_of("logger", logger.name, ("none", *TRACKERS))
+    if not 0 <= logger.finish_seconds < math.inf:
+        raise ConfigError(
+            f"logger.finish_seconds={logger.finish_seconds} must be 0 or more and finite"
+        )
+    if logger.name == "none" or not needed:
+        return
+    if not logger.project and logger.name != "tensorboard":
+        raise ConfigError(f"logger={logger.name} needs logger.project=NAME")
+    found = find_spec(logger.name)
+    if found is None or found.origin is None:  # a folder that the tracker made is no package
+        raise ConfigError(
+            f"logger={logger.name} needs the package {logger.name}: pip install "
+            f"'grpo-ustat[{logger.name}]', or logger=none"
+        )
 
 
 def cache_folder() -> Path:

@@ -7,17 +7,18 @@ configuration is refused before anything slow happens.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from grpo_ustat.checks import OPTIONS, ConfigError, one_of, positive
+from grpo_ustat.checks import OPTIONS, TRACKERS, ConfigError, check_logger, one_of, positive
 from grpo_ustat.data_config import DATASETS, DatasetConfig
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
 from grpo_ustat.meanings import key, part
 from grpo_ustat.model_config import ModelConfig, PromptConfig
+from grpo_ustat.secrecy import check_no_secrets
 from grpo_ustat.study_checks import check_study
 from grpo_ustat.study_config import StudyBudget, StudyConfig
 from grpo_ustat.train_checks import DEVICES, check_train
@@ -85,6 +86,18 @@ class StudyLaunch(LaunchConfig):
 
 
 @dataclass
+class LoggerConfig:
+    """A tracker that mirrors the run folder, from a process of its own.
+
+    Keys and addresses come from the tracker's own environment variables.
+    """
+
+    name: str = key("of the tracker; choose by logger=NAME", choices=("none", *TRACKERS))
+    project: str | None = key("of the runs there; null: the tracker knows none")
+    finish_seconds: float = key("that a run which ends waits for its tracker at most", "seconds")
+
+
+@dataclass
 class ReportConfig:
     """What a sweep leaves beside its runs."""
 
@@ -115,6 +128,7 @@ class Common:
         "to print, with how their answers are read, instead of a run; 0: run", "prompts"
     )
     report: ReportConfig = part(ReportConfig, "what a sweep leaves beside its runs")
+    logger: LoggerConfig = part(LoggerConfig, "a tracker that mirrors the run folder")
 
     def check(self) -> None:
         """Refuse what cannot be run.
@@ -136,6 +150,8 @@ class Common:
             )
         if self.report.name is not None:
             check_report_name("report.name", self.report.name)
+        check_no_secrets(asdict(self))
+        check_logger(self.logger, needed=not (self.dry_run or self.show_prompts))
         self.dataset.check()
         self.prompt.check()
         self._check_box()

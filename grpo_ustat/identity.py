@@ -20,6 +20,7 @@ OPERATIONAL = (
     "dry_run",
     "show_prompts",
     "report",
+    "logger",
     "launch",
     "pool",
     "max_steps",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import ClassVar
 
@@ -29,6 +30,7 @@ class StopRequest:
     """
 
     _inner: ClassVar[StopRequest | None] = None
+    _since: ClassVar[float | None] = None  # when the first signal came
 
     def __init__(self) -> None:
         self.received = 0
@@ -40,6 +42,8 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._note) for number in STOPPING}
         if self._outer is not None:
             self.received = self._outer.received
+        else:
+            StopRequest._since = None
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -49,6 +53,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
+        StopRequest._since = StopRequest._since or time.monotonic()
         self.noted(number)
 
     def noted(self, number: int) -> None:
@@ -69,3 +74,8 @@ def stop_if_asked() -> None:
     asked = StopRequest._inner
     if asked is not None and asked.received:
         raise Stopped(f"stopped by {asked.name}")
+
+
+def seconds_since_asked() -> float:
+    """Since the first such signal to this process; 0 without one."""
+    return time.monotonic() - StopRequest._since if StopRequest._since else 0.0

@@ -66,6 +66,7 @@ def extra(entry, group, name):
     needs = {"few_shot": "dataset=plus_one", "math": "prompt=chat_boxed"} | dict.fromkeys(
         FEW_SHOT, "prompt=few_shot"
     )
+    needs["trackio"] = "dry_run=true"  # the package need not be installed
     if name not in needs:
         return []
     return [needs[name], "group_size=16"] if entry == "train" else [needs[name]]

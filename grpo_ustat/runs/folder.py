@@ -20,6 +20,8 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.identity import choices, fingerprint, identity, named, operational
 from grpo_ustat.ranks import is_main, on_main
 from grpo_ustat.runs import history, lock
+from grpo_ustat.runs.journal import FOLDER as TRACKER
+from grpo_ustat.runs.mirroring import Mirroring
 
 ARTEFACTS = (
     ".hydra",
@@ -35,6 +37,7 @@ ARTEFACTS = (
     "learning.*",
     "report.html",
     "pool",
+    TRACKER,
     "checkpoint-*",
     ".checkpoint-*.tmp",
 )
@@ -59,7 +62,7 @@ class RunFolder:
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
         self.data = keys.get("data")
-        self._open, self._lock = False, None
+        self._open, self._lock, self._mirroring = False, None, None
 
     @property
     def mode(self) -> str:
@@ -158,6 +161,8 @@ class RunFolder:
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
         self.note(**history.started())
         self._open = True
+        if self.config.logger.name != "none":
+            self._mirroring = Mirroring(self.path, self.config.logger)
 
     def note(self, **row: Any) -> None:
         """Add a row to the folder's history; on rank 0."""
@@ -215,6 +220,8 @@ class RunFolder:
         if own and self._open and own.is_own():
             self.note(**end)
         self._open = False
+        if self._mirroring:
+            self._mirroring.finish(end["outcome"], self.config.launch.grace_seconds)
         if own:
             own.release()
 

@@ -1,0 +1,253 @@
+"""A mirror sends every item once, in order, whatever a run or a tracker does to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from launching import alive, until
+from mirrored import STUBS, Folder, row, timeless
+
+from grpo_ustat.runs import mirror
+from grpo_ustat.runs.journal import InUse, Journal
+from grpo_ustat.runs.mirror import End, Task
+from grpo_ustat.runs.mirroring import Mirroring
+from grpo_ustat.runs.sources import Source
+
+WANDB = SimpleNamespace(name="wandb", project="p", finish_seconds=20)
+
+
+class Kept:
+    """A tracker that keeps what it is given; it may know how much it has, and fail."""
+
+    lasting, arrived, fails_after = False, None, None
+
+    def __init__(self, about):
+        self.about, self.given, self.closed = about, [], None
+
+    def send(self, index, items):
+        if self.fails_after is not None and len(self.given) == self.fails_after:
+            raise ConnectionError("gone")
+        self.given.append((index, [item.key for item in items], items[-1].content))
+
+    def flush(self):
+        pass
+
+    def close(self, outcome):
+        self.closed = outcome
+        return "here"
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The trackers that were opened, last one last."""
+    found = []
+
+    def opener(about):
+        found.append(Kept(about))
+        return found[-1]
+
+    monkeypatch.setitem(mirror.OPENERS, "kept", opener)
+    return found
+
+
+def send(path, outcome="done"):
+    task = Task(str(path), {"name": "kept", "project": "p"}, outcome=outcome)
+    return mirror.follow(task, End(task), lambda text: None)
+
+
+def keys(tracker):
+    return [key for _, names, _ in tracker.given for key in names]
+
+
+def test_all_items_in_order_once(tmp_path, opened):
+    folder = Folder(tmp_path / "run")
+    folder.rows(1, 2)
+    folder.evals(0, 2)
+    folder.completions(1, 2)
+    folder.finish(steps=2, curves=[{"mse": 1.0}], scaling={"c1": 2.0}, evals=[{"step": 0}])
+    assert send(folder.path) == (9, 0)
+    given = ["row 1", "row 2", "eval 0/sampled/test", "eval 2/sampled/test", "completions 1"]
+    given += ["completions 2", "figure figure", "table curves", "result result"]
+    assert keys(opened[0]) == given and opened[0].closed == "done"
+    assert [index for index, _, _ in opened[0].given] == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert opened[0].given[-1][2] == {"steps": 2, "scaling/c1": 2.0}
+    send(folder.path)
+    assert keys(opened[1]) == [] and opened[1].about.run_id == opened[0].about.run_id
+
+
+def test_a_rewound_run_sends_no_step_twice_and_misses_none(tmp_path, opened):
+    folder = Folder(tmp_path / "run")
+    folder.rows(1, 2, 3, 4)
+    send(folder.path, "stopped")
+    folder.rewind(2)
+    folder.rows(3, 4, 5)
+    send(folder.path)
+    assert keys(opened[0]) == [f"row {n}" for n in (1, 2, 3, 4)]
+    assert keys(opened[1]) == ["row 5"] and opened[1].given[0][0] == 4
+
+
+def test_a_rewound_step_with_other_numbers_is_sent_again(tmp_path, opened):
+    folder = Folder(tmp_path / "run")
+    folder.rows(1, 2, 3)
+    send(folder.path, "stopped")
+    folder.rewind(1)
+    folder.rows(2, shift=1.0)
+    folder.rows(3)
+    send(folder.path)
+    assert keys(opened[1]) == ["row 2"] and opened[1].given[0][0] == 3
+
+
+def test_a_source_reads_while_it_is_written_and_rewound(tmp_path):
+    folder, source = Folder(tmp_path / "run"), Source(tmp_path / "run")
+    assert source.items() == []
+    folder.rows(1)
+    file = folder.path / "metrics.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b'{"step": 2, "rew')
+    assert [item.key for item in source.items()] == ["row 1"]
+    assert source.items() == []
+    file.write_bytes(whole)
+    folder.rows(2)
+    assert [item.key for item in source.items()] == ["row 2"]
+    folder.rewind(0)
+    folder.rows(1, 2, 3)
+    assert [item.key for item in source.items()] == ["row 1", "row 2", "row 3"]
+
+
+def test_what_a_tracker_that_failed_was_given_is_given_again(tmp_path, opened, monkeypatch):
+    folder = Folder(tmp_path / "run")
+    folder.rows(1, 2, 3)
+    monkeypatch.setattr(Kept, "fails_after", 2)
+    with pytest.raises(ConnectionError):
+        send(folder.path)
+    monkeypatch.setattr(Kept, "fails_after", None)
+    send(folder.path)
+    assert keys(opened[1]) == ["row 1", "row 2", "row 3"]  # nobody knows what arrived
+
+
+def test_a_tracker_that_knows_what_arrived_gets_the_rest(tmp_path, opened, monkeypatch):
+    folder = Folder(tmp_path / "run")
+    folder.rows(1, 2, 3)
+    monkeypatch.setattr(Kept, "fails_after", 2)
+    with pytest.raises(ConnectionError):
+        send(folder.path)
+    monkeypatch.setattr(Kept, "fails_after", None)
+    monkeypatch.setattr(Kept, "arrived", 1)
+    send(folder.path)
+    assert keys(opened[1]) == ["row 2", "row 3"] and opened[1].given[0][0] == 1
+
+
+def test_a_journal_survives_a_half_written_line(tmp_path):
+    (tmp_path / "tracker").mkdir()
+    file = tmp_path / "tracker" / "t.jsonl"
+    file.write_text('{"run_id": "a"}\n{"key": "row 1", "digest": "x"}\n{"key": "ro')
+    journal = Journal(tmp_path, "t")
+    journal.take()
+    journal.settle()
+    again = Journal(tmp_path, "t")
+    assert again.run_id == "a" and again.entries == [("row 1", "x")] and again.settled == 1
+
+
+def test_one_mirror_at_a_time(tmp_path):
+    first, second = Journal(tmp_path, "t"), Journal(tmp_path, "t")
+    first.take()
+    with pytest.raises(InUse, match="another mirror is at work"):
+        second.take()
+
+
+def test_a_tracker_learns_no_secret(tmp_path, opened, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "correct-horse-battery")
+    options = {"url": "https://me:pass@host/x", "note": "correct-horse-battery", "api_key": "k"}
+    folder = Folder(tmp_path / "run", dataset={"options": options}, model={"revision": "8f" * 20})
+    send(folder.path)
+    told = opened[0].about.config
+    assert set(told["dataset"]["options"].values()) == {"(redacted)"}
+    assert told["model"]["revision"] == "8f" * 20 and "diff" not in told["code"]
+
+
+# A mirror in its own process, of a stub of wandb.
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """Sets the stub's fault; returns what it was given."""
+    path = os.pathsep.join([str(STUBS), *filter(None, sys.path)])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+
+    def given():
+        file = tmp_path / "seen"
+        return [json.loads(line) for line in file.open()] if file.is_file() else []
+
+    given.fault = lambda fault: monkeypatch.setenv("FAULT", fault)
+    return given
+
+
+def logged(given):
+    return [seen["values"] for seen in given if "values" in seen]
+
+
+def test_a_mirror_beside_a_run(tmp_path, stub, capfd):
+    """It prints nothing of a tracker's rubbish, keeps no signal from the run, and says where."""
+    stub.fault("prints in log")
+    folder = Folder(tmp_path / "run")
+    one = Mirroring(folder.path, WANDB)
+    folder.rows(1, 2)
+    until(lambda: len(logged(stub())) == 2)
+    process = psutil.Process(one._process.pid)
+    assert process.nice() == 19 and os.getpgid(process.pid) != os.getpgid(0)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
+        process.send_signal(number)
+    folder.rows(3)
+    folder.finish(steps=3)
+    one.finish("stopped", grace_seconds=60)
+    expected = [timeless(row(step)) for step in (1, 2, 3)]
+    assert [timeless(values) for values in logged(stub())][:3] == expected
+    assert stub()[-2:] == [{"preempting": True}, {"exit_code": 75}]
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") <= 2 and "logger=wandb: wandb sync nowhere" in err
+    assert "rubbish" in (folder.path / "tracker" / "wandb.log").read_text(errors="replace")
+
+
+def test_a_mirror_ends_with_its_run(tmp_path, stub):
+    """Also where the run is killed; then it sends what there is."""
+    folder = Folder(tmp_path / "run")
+    folder.rows(1)
+    pid = os.fork()
+    if not pid:
+        one = Mirroring(folder.path, WANDB)
+        (tmp_path / "pid").write_text(str(one._process.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    left = psutil.Process(int((tmp_path / "pid").read_text()))
+    until(lambda: not alive(left))
+    assert [values["step"] for values in logged(stub())] == [1]
+    assert stub()[-1] == {"exit_code": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["hangs in log", "raises in init", "exits in log"])
+def test_what_was_not_sent_can_be_sent_later(tmp_path, stub, fault, capfd):
+    stub.fault(fault)
+    folder = Folder(tmp_path / "run")
+    folder.rows(1, 2)
+    folder.finish(steps=2)
+    start = time.monotonic()
+    one = Mirroring(folder.path, SimpleNamespace(name="wandb", project="p", finish_seconds=6))
+    one.finish("done", grace_seconds=60)
+    assert time.monotonic() - start < 15 and one._process.poll() is not None
+    err = capfd.readouterr().err
+    assert "warning: logger=wandb: was not told 4 of 4" in err and "\x1b" not in err
+    command = err.rsplit("send it: python ", 1)[1].split()
+    stub.fault("")
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [values.get("reward") for values in logged(stub())][:2] == [1 / 7, 2 / 7]
