@@ -30,6 +30,7 @@ ARTEFACTS = (
     "eval.csv",
     "completions.parquet",
     "curves.csv",
+    "curves.parquet",
     "figure.*",
     "scaling.*",
     "pool",
