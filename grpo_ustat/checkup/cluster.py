@@ -31,19 +31,26 @@ def slurm(_: Path) -> Finding:
             f"{where}, without scontrol: a preempted run cannot ask to be started again",
             "put SLURM's commands into PATH of the job (containers: bind them)",
         )
-    try:
-        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=ANSWER)
-    except subprocess.TimeoutExpired:
-        return failed(f"{where}, scontrol gave no answer in {ANSWER:g} s", "ask its administrator")
-    told = " ".join((done.stdout + done.stderr).split())
-    if done.returncode or "UP" not in told:
-        return failed(f"{where}, scontrol ping: {told[:200]}", "ask its administrator")
+    why = _unanswered()
+    if why is not None:
+        broken = failed if inside else warning
+        return broken(f"{where}, scontrol ping: {why}", "ask the cluster's administrator")
     if not _is_there(PLUGIN):
         return warning(
             f"{where}, the controller is up; hydra/launcher=slurm needs hydra-submitit-launcher",
             "pip install -c constraints.txt 'grpo-ustat[slurm]'",
         )
     return ok(f"{where}, the controller is up, hydra/launcher=slurm is there")
+
+
+def _unanswered() -> str | None:
+    """Why the controller gave no good answer; None: it did."""
+    try:
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {ANSWER:g} s"
+    told = " ".join((done.stdout + done.stderr).split())
+    return None if done.returncode == 0 and "UP" in told else told[:200] or "an empty answer"
 
 
 def _is_there(module: str) -> bool:

@@ -23,18 +23,19 @@ def cache(_: Path) -> Finding:
     models, datasets = _named("model", ("model_name_or_path",)), _named("dataset", DATA)
     there = [x for x in models if _has_model(x)] + [x for x in datasets if _has_dataset(x)]
     missing = [x for x in models if x not in there], [x for x in datasets if x not in there]
-    offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
-    said = f"HF_HOME={constants.HF_HOME}, {offline or 'online'}; here: {_list(there)}{_own()}"
+    offline = constants.HF_HUB_OFFLINE
+    said = f"HF_HOME={constants.HF_HOME}, HF_HUB_OFFLINE {'' if offline else 'not '}set; "
+    said += f"here: {_list(there)}{_own()}"
     if not any(missing):
         return ok(said)
     said += f"; not here: {_list([*missing[0], *missing[1]])}"
-    offline = offline or reach(constants.ENDPOINT)
-    if offline is None:
+    why = None if offline else reach(constants.ENDPOINT)
+    if not offline and why is None:
         return ok(f"{said}, fetched when first used")
     return warning(
-        f"{said}, and {offline}: only embedded models and generated arithmetic run",
-        f"where there is a network: {_fetch(*missing)}; then copy HF_HOME, or set model.* and "
-        "dataset.path to folders",
+        f"{said}{f'; {why}' if why else ''}: embedded models and generated arithmetic run",
+        f"where there is a network: {_fetch(*missing)}; then copy HF_HOME, or set "
+        "model.model_name_or_path and dataset.path to folders",
     )
 
 

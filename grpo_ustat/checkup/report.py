@@ -1,4 +1,7 @@
-"""The doctor's lines for people, and its JSON for programs; needs no package that may be missing."""
+"""The doctor's lines for people, and its JSON for programs.
+
+Nothing but the standard library is imported, for any package may be missing.
+"""
 
 from __future__ import annotations
 
