@@ -109,6 +109,7 @@ def duration(point: Point, found: Cost) -> Duration:
 
 def _told(config: TrainConfig | MseConfig, runs: list[Earlier], count: str) -> str:
     like = "of this shape" if runs[0].alike else f"of another shape, so {WIDER:g} times either way"
+    like += "; on a machine as busy as then"
     runs_said = f"{len(runs)} earlier run{'s' * (len(runs) > 1)}"
     return f"measured: {count}{runs_said} of {config.model.name} on {_where(config)} here, {like}"
 
@@ -257,3 +258,7 @@ def _in_unit(seconds: float) -> tuple[str, str]:
 def count_of(span: Span | None) -> str:
     """A range of hours."""
     return "unknown" if span is None else f"{_short(span.low)} to {_short(span.high)}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}" if value < 100 else f"{value:,.0f}".replace(",", " ")

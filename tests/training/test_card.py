@@ -81,14 +81,19 @@ def test_the_hub_reads_its_front_matter(finished):
         (("model=qwen2_5_0_5b", "dataset=math", "prompt=qwen_math_cot", "lora=r16"),
          {"base_model_relation": "adapter", "library_name": "peft",
           "datasets": ["DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"]}),
-        (("model=tiny_base", "dataset=gsm8k", "prompt=gsm8k", "dataset.path=tests/data/gsm8k"),
-         {"base_model": None, "datasets": None}),
     ],
 )  # fmt: skip
 def test_the_front_matter_names_what_the_hub_knows(overrides, expected, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     data = ModelCard(f"---\n{yaml.safe_dump(front_matter(compose('train', *overrides)))}---\n").data
     assert {key: getattr(data, key, None) for key in expected} == expected
+
+
+def test_local_models_and_data_are_not_named():
+    config = config_of()
+    config.model.model_name_or_path = str(Path(__file__).parent)
+    config.dataset.path = str(Path(__file__).parents[1] / "data/gsm8k")
+    assert front_matter(config).keys() == {"library_name", "pipeline_tag", "tags"}
 
 
 def test_a_base_model_in_a_folder_hands_on_its_license(tmp_path):
@@ -135,33 +140,32 @@ def test_a_thousand_steps_stay_a_small_table():
     ]  # fmt: skip
 
 
-def test_adapters_have_ours_in_place_of_pefts(tmp_path):
-    path = fit(tmp_path / "run", "lora=r16", "max_steps=1", "save_steps=1", "schedule=constant",
-               "schedule.warmup_steps=0")  # fmt: skip
-    data = ModelCard(text_of(path, 1)).data
-    assert data.library_name == "peft" and "lora" in data.tags
-    assert "LoRA adapters of rank 16 for embedded:tiny" in text_of(path, 1)
-
-
-def test_hostile_names_and_reasons_stay_text(tmp_path, monkeypatch):
-    """In names, places, counts and the history: nothing but what the card itself is made of."""
+def pretended(folder, lora=False):
+    """A run whose every text is hostile, and its progress."""
     config = config_of()
+    config.lora.r = 16 * lora
     config.model.name = config.dataset.name = config.prompt.name = HOSTILE
     config.model.revision = config.prompt.system = HOSTILE + "````\n</details>"
     told = {"event": "end", "outcome": "failed", "error": HOSTILE, "time": HOSTILE}
-    (tmp_path / "launches.jsonl").write_text(json.dumps(told) + "\n")
+    (folder / "launches.jsonl").write_text(json.dumps(told) + "\n")
     code = {"commit": HOSTILE, "diff": None, "versions": {HOSTILE: HOSTILE}}
-    (tmp_path / "code.json").write_text(json.dumps(code))
+    (folder / "code.json").write_text(json.dumps(code))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     run = SimpleNamespace(
-        config=config, folder=SimpleNamespace(path=tmp_path, config_hash="abc"),
+        config=config, folder=SimpleNamespace(path=folder, config_hash="abc"),
         task=SimpleNamespace(dropped={HOSTILE: 2}), train_prompts=[], test_prompts=[],
     )  # fmt: skip
     row = {"step": 0, "decoding": "sampled", "accuracy": 0.5, "low": 0.1, "high": 0.9, "n": 4}
-    progress = SimpleNamespace(
+    return run, SimpleNamespace(
         step=4, evals=[row | {"clipped_ratio": 0.0}], rewards_first=[0, 1.0], rewards_last=[1, 1.0],
         rollouts=1, value_rollouts=0, tokens=1, seconds=1.0, clipped_ratio=0.5, failed_saves=1,
         alarms={HOSTILE: 3},
     )  # fmt: skip
+
+
+def test_hostile_names_and_reasons_stay_text(tmp_path):
+    """In names, places, counts and the history: nothing but what the card itself is made of."""
+    run, progress = pretended(tmp_path)
     text = cards.card(run, progress, [{"step": 1, "reward": 0.5}])
     body = text.split("---\n", 2)[2]
     tokens = rendered(body)
@@ -182,13 +186,25 @@ def _outside_code(text):
     return re.sub(r"(?s)(`{3,}).*?\n\1\n", "", text)
 
 
+def test_it_takes_the_place_of_pefts(tmp_path):
+    (tmp_path / NAME).write_text("PEFT's own")
+    run, progress = pretended(tmp_path, lora=True)
+    cards.write_card(tmp_path, run, progress)
+    data = ModelCard((tmp_path / NAME).read_text()).data
+    assert data.library_name == "peft" and "lora" in data.tags
+    assert "LoRA adapters of rank 16 for " in (tmp_path / NAME).read_text()
+
+
 def test_a_card_that_cannot_be_made_costs_no_checkpoint(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cards, "curve_svg", lambda curves: 1 / 0)
-    path = fit(tmp_path / "run", "max_steps=1", "schedule=constant", "schedule.warmup_steps=0")
+    """A disk that refuses it is another matter: then the checkpoint is not whole."""
+    run, progress = pretended(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(cards, "curve_svg", lambda curves: 1 / 0)
+        cards.write_card(tmp_path, run, progress)
     assert "no model card: ZeroDivisionError" in capsys.readouterr().err
-    verify(path / "checkpoint-1")
-    assert not (path / "checkpoint-1" / NAME).exists()
-    assert json.loads((path / "result.json").read_text())["failed_saves"] == 0
+    assert not (tmp_path / NAME).exists()
+    with pytest.raises(OSError):
+        cards.write_card(tmp_path / "gone", run, progress)
 
 
 def test_plain_text_is_read_back_as_it_was():
