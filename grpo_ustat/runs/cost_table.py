@@ -44,7 +44,7 @@ def _show_durations(own: list[dict[str, str]], found: list[Duration], console: C
     for basis, runs in Counter(one.basis for one in found).items():
         of = f" ({runs} of {len(found)} runs)" if runs < len(found) else ""
         console.print(f"Time{_alone(found)}: {basis}{of}.", markup=False)
-    console.print("Time leaves out start-up, saving, and waiting for a GPU.", markup=False)
+    console.print("Time leaves out start-up, saving, and waiting in a queue.", markup=False)
 
 
 def _alone(found: list[Duration]) -> str:

@@ -1,6 +1,7 @@
 """How long runs would take: from earlier runs here, else from what a device is assumed to do.
 
-Always a range with what it stands on; without start-up, saving and a study's own arithmetic.
+Always a range with what it stands on; without start-up, and where a study was not measured without
+its closed forms and figures.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from grpo_ustat.runs.earlier import Earlier, earlier_runs
 from grpo_ustat.runs.points import Point
 
 WIDER = 2.0  # runs of another shape: so much faster or slower a token may be written and read
-STUDIES = 1.3  # studies of the same shape: they tell one number each
+AGAIN = 1.3  # runs of the same shape, from one time to another
 SHORTEST = 1 / 4  # of max_completion_length, where nothing is known of lengths
 
 
@@ -77,12 +78,13 @@ class Device:
 
 PEAKS = {  # of the makers' data sheets: TFLOP/s in bfloat16, dense, and in float32; TB/s
     "H200": (989, 67, 4.8), "H100": (989, 67, 3.35), "A100": (312, 19.5, 2.0),
-    "L40S": (362, 92, 0.86), "4090": (165, 83, 1.0), "A10": (125, 31, 0.6), "L4": (121, 30, 0.3),
+    "L40S": (362, 92, 0.86), "4090": (165, 83, 1.0), "A10": (125, 31, 0.6), "L40": (181, 90, 0.86),
+    "L4": (121, 30, 0.3),
 }  # fmt: skip
 USED = Span(0.1, 0.45)  # of its peak in updates of a language model
 READ = Span(0.25, 0.8)  # of its bandwidth while sampling
 CPU = Device(
-    "a thread of a CPU at 5 to 50 GFLOP/s",
+    "CPU at 5 to 50 GFLOP/s a thread",
     {"bf16": Span(2e9, 5e10), "float32": Span(5e9, 5e10)},
     Span(3e9, 2e10),
     Span(3e-4, 2e-5),
@@ -131,7 +133,8 @@ def _of_steps(config: TrainConfig, found: Cost, runs: list[Earlier]) -> Span:
     write = _percentiles([row["seconds_generate"] / row["tokens"] for row in rows])
     tests = write.times((found.evaluation or 0) * length.low, (found.evaluation or 0) * length.high)
     if runs[0].alike:
-        return _percentiles([row["step_time"] for row in rows]).times(config.max_steps) + tests
+        steps = _percentiles([row["step_time"] for row in rows]).times(config.max_steps)
+        return (steps + tests).times(1 / AGAIN, AGAIN)
     length = Span(length.low, min(length.high, config.max_completion_length))
     each = _percentiles([row["step_time"] / row["tokens"] for row in rows])
     completions = found.rollouts + found.values
@@ -140,14 +143,18 @@ def _of_steps(config: TrainConfig, found: Cost, runs: list[Earlier]) -> Span:
 
 
 def _of_studies(config: MseConfig, found: Cost, runs: list[Earlier]) -> Span:
-    """Workers' seconds of a completion, the least and the most of the studies before."""
+    """Seconds of a completion, the least and the most of the studies before: of the whole study, or
+    of what its workers did where several launches made it.
+    """
     each = [
-        (run.cost["seconds_generate"] + run.cost["seconds_score"]) / run.cost["rollouts"]
-        for run in runs
+        (run.wall or _work_of(run) / config.launch.workers) / run.cost["rollouts"] for run in runs
     ]
-    wide = STUDIES if runs[0].alike else WIDER
-    count = (found.rollouts + found.values) / config.launch.workers
-    return Span(min(each) / wide, max(each) * wide).times(count)
+    wide = AGAIN if runs[0].alike else WIDER
+    return Span(min(each) / wide, max(each) * wide).times(found.rollouts + found.values)
+
+
+def _work_of(run: Earlier) -> float:
+    return run.cost["seconds_generate"] + run.cost["seconds_score"]
 
 
 def _percentiles(values: Sequence[float]) -> Span:
@@ -164,7 +171,7 @@ def _assumed(config: TrainConfig | MseConfig, found: Cost, gpus: int) -> Duratio
     device = _gpu() if config.launch.device.startswith("cuda") else CPU
     fast, slow = _work(config, found, device, SHORTEST, 1), _work(config, found, device, 1.0, 0)
     basis = (
-        f"assumed, not measured: {device.name}, completions of {SHORTEST:g} to 1 times "
+        f"assumed, not measured: one idle {device.name}, completions of {SHORTEST:g} to 1 times "
         "max_completion_length, prompts left out"
     )
     return Duration(Span(fast, slow), basis, gpus)
@@ -178,7 +185,8 @@ def _work(config: Any, found: Cost, device: Device, share: float, end: int) -> f
     Writing goes token by token, each reading all weights and passing through all layers.
     """
     size, trains = model_size(config.model), isinstance(config, TrainConfig)
-    processes = config.launch.num_processes if trains else config.launch.workers
+    shared = 1 if config.launch.device.startswith("cuda") else getattr(config.launch, "workers", 1)
+    processes = config.launch.num_processes if trains else shared  # workers share one GPU
     tokens = config.max_completion_length * share
     rows = found.rollouts + found.values + (found.evaluation or 0)
     low = config.model.dtype in ("bfloat16", "float16") or getattr(config, "bf16", False)
@@ -211,10 +219,10 @@ def _gpu() -> Device:
     name = _name_of_gpu()
     known = next((key for key in PEAKS if name and key in name.replace("RTX ", "")), None)
     ends = (known, known) if known else ("A100", "H100")
-    said = known or "a GPU between an A100 and an H100"
     low, high = (PEAKS[end] for end in ends)
+    called = known or "GPU between an A100 and an H100"
     return Device(
-        f"{said} at {USED.low:.0%} to {USED.high:.0%} of its peak",
+        f"{called} at {USED.low:.0%} to {USED.high:.0%} of its peak",
         {
             "bf16": Span(low[0] * USED.low * 1e12, high[0] * USED.high * 1e12),
             "float32": Span(low[1] * USED.low * 1e12, high[1] * USED.high * 1e12),

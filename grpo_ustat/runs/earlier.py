@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,13 @@ class Earlier:
         alike: whether its shape is that of the planned one.
         steps: rows of metrics.jsonl.
         cost: of a study's result.json.
+        wall: seconds from start to end of a run that one launch finished, else None.
     """
 
     alike: bool
     steps: list[dict[str, Any]]
     cost: dict[str, float]
+    wall: float | None
 
 
 def earlier_runs(point: Point) -> list[Earlier]:
@@ -73,11 +76,13 @@ def _read(folder: Path, asked: dict[str, Any]) -> Earlier | None:
     """None where it is of another model, device or machine, damaged, or has measured nothing."""
     with suppress(OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError):
         stored = yaml.safe_load((folder / ".hydra/config.yaml").read_text())
-        hosts = {row.get("host") for row in history.launches(folder) if row["event"] == "start"}
+        launches = history.launches(folder)
+        hosts = {row.get("host") for row in launches if row["event"] == "start"}
         if hosts != {socket.gethostname()} or not _equal(stored, asked, SAME):
             return None
         steps, cost = list(_steps(folder)), _cost(folder)
-        return Earlier(_equal(stored, asked, SHAPE), steps, cost) if steps or cost else None
+        alike = _equal(stored, asked, SHAPE)
+        return Earlier(alike, steps, cost, _wall(launches)) if steps or cost else None
     return None
 
 
@@ -101,6 +106,13 @@ def _steps(folder: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
             if needed <= row.keys() and row["tokens"] > 0:
                 yield row
+
+
+def _wall(launches: list[dict[str, Any]]) -> float | None:
+    if len(launches) != 2 or launches[1].get("outcome") != "done":
+        return None
+    start, end = (datetime.fromisoformat(row["time"]) for row in launches)
+    return (end - start).total_seconds() + 0.5  # times are cut to seconds
 
 
 def _cost(folder: Path) -> dict[str, float]:
