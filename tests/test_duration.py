@@ -68,7 +68,7 @@ def stepped(path, times, tokens=400, generate=0.5, mean=25.0):
     rows = [
         {"step": i, "step_time": t, "tokens": tokens, "seconds_generate": generate,
          "completions/mean_length": mean}
-        for i, t in enumerate(times)
+        for i, t in enumerate(times, start=1)
     ]  # fmt: skip
     (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 9, "tok')
 
@@ -88,6 +88,16 @@ def test_steps_of_the_same_shape_are_read_off(tmp_path):
         "on a machine as busy as then"
     )
     assert found.gpus == 0
+
+
+def test_what_a_run_took_beside_its_steps_counts(tmp_path):
+    """One launch of 59.5 s, 16.5 of them in steps, leaves 43 s for all else."""
+    path = left(tmp_path / "outputs/train/x/seed=3", planned())
+    stepped(path, [1 + i / 10 for i in range(11)])
+    start = {"event": "start", "host": socket.gethostname(), "time": "2026-03-01T00:00:00+00:00"}
+    end = {"event": "end", "outcome": "done", "time": "2026-03-01T00:00:59+00:00"}
+    (path / "launches.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(end)}\n")
+    assert of(planned()).seconds == pytest.approx(((11 + 1.875) / 1.3, (19 + 43) * 1.3))
 
 
 def test_another_shape_is_scaled_by_tokens_and_wider(tmp_path):

@@ -126,7 +126,7 @@ def _gpus(config: TrainConfig | MseConfig) -> int:
 
 def _of_steps(config: TrainConfig, found: Cost, runs: list[Earlier]) -> Span:
     """Steps between the 10th and the 90th percentile of those before, and evaluations by the
-    seconds of writing one token.
+    seconds of writing one token; at most what runs of the same shape took beside their steps.
     """
     rows = [row for run in runs for row in run.steps]
     length = _percentiles([row["completions/mean_length"] for row in rows])
@@ -134,12 +134,19 @@ def _of_steps(config: TrainConfig, found: Cost, runs: list[Earlier]) -> Span:
     tests = write.times((found.evaluation or 0) * length.low, (found.evaluation or 0) * length.high)
     if runs[0].alike:
         steps = _percentiles([row["step_time"] for row in rows]).times(config.max_steps)
-        return (steps + tests).times(1 / AGAIN, AGAIN)
+        beside = Span(tests.low, max(tests.high, *map(_outside_steps, runs)))
+        return (steps + beside).times(1 / AGAIN, AGAIN)
     length = Span(length.low, min(length.high, config.max_completion_length))
     each = _percentiles([row["step_time"] / row["tokens"] for row in rows])
     completions = found.rollouts + found.values
     steps = each.times(completions * length.low, completions * length.high)
     return (steps + tests).times(1 / WIDER, WIDER)
+
+
+def _outside_steps(run: Earlier) -> float:
+    """Seconds of evaluations, saving and all else, of a run that one launch finished; else 0."""
+    whole = run.wall is not None and run.steps[0]["step"] == 1
+    return max(0.0, run.wall - sum(row["step_time"] for row in run.steps)) if whole else 0.0
 
 
 def _of_studies(config: MseConfig, found: Cost, runs: list[Earlier]) -> Span:
