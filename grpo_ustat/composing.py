@@ -8,14 +8,15 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -94,9 +95,17 @@ def register(entry: str) -> None:
     OmegaConf.register_new_resolver("folder_name", _resolver(schema), replace=True)
 
 
-def initialized(entry: str) -> AbstractContextManager:
-    """Hydra at work on `conf/`."""
-    return hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry)
+@contextmanager
+def initialized(entry: str, config_dir: str | None = None) -> Iterator[None]:
+    """Hydra at work on `conf/`, and on `--config-dir`, which may hold the main file too."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
+        if config_dir:
+            path = create_config_search_path(str(CONF))
+            place = f"file://{Path(config_dir).resolve()}"
+            path.prepend("command-line", place, anchor="schema")
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2(task_name=entry, config_search_path=path)
+        yield
 
 
 def _composed(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictConfig]:
@@ -135,12 +144,14 @@ class Asked:
         overrides: with the search path of `--config-dir`.
         sweep: whether it is a sweep, whose runs Hydra's launcher starts.
         points: its runs; none where only help or a configuration is to be shown.
+        config_dir: as given.
     """
 
     name: str
     overrides: list[str]
     sweep: bool
     points: list[Point]
+    config_dir: str | None = None
 
 
 def asked_for(entry: str, arguments: list[str]) -> Asked:
@@ -154,7 +165,7 @@ def asked_for(entry: str, arguments: list[str]) -> Asked:
     name, overrides, schema = words.config_name or entry, _overrides(words), SCHEMAS[entry]
     if words.hydra_help or words.cfg or words.info:
         return Asked(name, overrides, False, [])
-    with initialized(entry):
+    with initialized(entry, words.config_dir):
         try:
             node = hydra_node(name, overrides).hydra
         except (HydraException, OmegaConfBaseException) as error:
@@ -168,7 +179,7 @@ def asked_for(entry: str, arguments: list[str]) -> Asked:
         _check_tasks(node, point.config)
     if sweep:
         _check_folders(points)
-    return Asked(name, overrides, sweep, points)
+    return Asked(name, overrides, sweep, points, words.config_dir)
 
 
 def whole_node(entry: str, words: Namespace) -> DictConfig:
@@ -179,7 +190,7 @@ def whole_node(entry: str, words: Namespace) -> DictConfig:
     """
     register(entry)
     name, overrides = words.config_name or entry, _overrides(words)
-    with initialized(entry):
+    with initialized(entry, words.config_dir):
         try:
             return hydra_node(name, overrides)
         except (HydraException, OmegaConfBaseException) as error:

@@ -117,7 +117,7 @@ def _tell_failure(folder: RunFolder, error: BaseException, before: list[dict]) -
 
 def _launch(entry: str, asked: Asked, todo: list[Point]) -> None:
     """Start the runs, here one after the other or where the launcher brings them."""
-    with initialized(entry):
+    with initialized(entry, asked.config_dir):
         node = hydra_node(asked.name, asked.overrides)
         callbacks = Callbacks(node)
         launcher = _launcher(node, Job(entry, tuple(asked.overrides)), callbacks)

@@ -11,7 +11,7 @@ from test_config import compose
 from grpo_ustat.runs import history, lock, page
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.snapshots import MANIFEST
-from grpo_ustat.training import trainer
+from grpo_ustat.training import card, trainer
 from grpo_ustat.training.checkpoint import STATE
 
 SHORT = (  # answers of three tokens; every item of state matters: moments, schedule, running mean
@@ -60,7 +60,7 @@ def left(path):
     """Every file of a run folder and its content; the clock, and checksums of it, left out."""
     found = {}
     for file in sorted(path.rglob("*")):
-        if file.name in (history.NAME, lock.NAME, page.NAME):
+        if file.name in (history.NAME, lock.NAME, page.NAME, card.NAME, card.PICTURE, card.CONFIG):
             continue  # of the launches, or tells of them
         name = file.relative_to(path).as_posix()
         if file.name in (STATE, "result.json"):

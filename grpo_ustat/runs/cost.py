@@ -82,7 +82,7 @@ def train_cost(config: TrainConfig) -> Cost:
     weights = _times(size.parameters, entry)
     trained = 0 if lora else 1 + MOMENTS[config.optimizer.name]  # gradient, moments
     most, kept = _checkpoints(config)
-    side = max(config.budget.rollouts, (tests or 0) // _evaluations(config))
+    side = max(config.budget.rollouts, (tests or 0) // evaluations(config))
     return Cost(
         rollouts=rollouts,
         values=values,
@@ -111,7 +111,7 @@ def _extra(config: TrainConfig) -> tuple[int, int | None]:
         values += each * min(visits, config.dataset.train_size or visits)
     asked = config.eval
     count = asked.num_generations * ("sampled" in asked.decoding) + ("greedy" in asked.decoding)
-    return values, _times(tests_asked(config), count * _evaluations(config))
+    return values, _times(tests_asked(config), count * evaluations(config))
 
 
 def tests_asked(config: TrainConfig) -> int | None:
@@ -131,7 +131,8 @@ def published_size(config: TrainConfig) -> int | None:
     return PUBLISHED.get(source or (dataset.test_path, None))
 
 
-def _evaluations(config: TrainConfig) -> int:
+def evaluations(config: TrainConfig) -> int:
+    """How often held-out questions are asked."""
     return 1 + math.ceil(config.max_steps / config.eval_steps)
 
 

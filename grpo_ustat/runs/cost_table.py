@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
+from collections import Counter
 from typing import Any
 
 from rich.box import SIMPLE
@@ -13,8 +15,10 @@ from rich.table import Table
 
 from grpo_ustat.config import MseConfig, TrainConfig
 from grpo_ustat.runs.cost import Cost, cost, published_size, sharded_memory, total
+from grpo_ustat.runs.duration import Duration, Span, count_of, duration, said
 from grpo_ustat.runs.points import Point
 
+BATCHES = 6  # different ones that are said in words
 PROCESSES = 8  # of the example of FSDP2
 
 
@@ -25,9 +29,77 @@ def show_costs(points: list[Point]) -> None:
     shared = {k: v for k, v in rows[0].items() if all(row.get(k) == v for row in rows)}
     own = [{k: v for k, v in row.items() if k not in shared} for row in rows]
     console.print(_paragraph(shared, console.width), markup=False)
+    for line in arithmetic(points):
+        console.print(line, markup=False)
     console.print(_table(own, costs))
     for note in _notes(points, costs):
         console.print(note, markup=False)
+    _show_durations(own, [duration(*pair) for pair in zip(points, costs, strict=True)], console)
+
+
+def _show_durations(own: list[dict[str, str]], found: list[Duration], console: Console) -> None:
+    """How long each run and all of them would take one after the other, and what says so."""
+    if len(found) > 1:
+        console.print(_time_table(own, found))
+    for basis, runs in Counter(one.basis for one in found).items():
+        of = f" ({runs} of {len(found)} runs)" if runs < len(found) else ""
+        console.print(f"Time{_alone(found)}: {basis}{of}.", markup=False)
+    console.print("Time leaves out start-up, saving, and waiting in a queue.", markup=False)
+
+
+def _alone(found: list[Duration]) -> str:
+    """The time of a run that has no table."""
+    if len(found) > 1 or found[0].seconds is None:
+        return ""
+    time, hours = _times(found[0])
+    return f" {time}" + (f", {hours} GPU hours" if found[0].gpus else "")
+
+
+def _time_table(own: list[dict[str, str]], found: list[Duration]) -> Table:
+    table = Table(title="time", box=SIMPLE, pad_edge=False)
+    table.add_column("")
+    for name in ("time", *(["GPU hours"] if any(one.gpus for one in found) else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    cells = len(table.columns) - 1
+    for row, one in zip(own, found, strict=True):
+        table.add_row(escape(_pairs(row)), *_times(one)[:cells])
+    table.add_section()
+    both = (said(_sum([x.seconds for x in found])), count_of(_sum([x.gpu_hours for x in found])))
+    table.add_row("one after the other", *both[:cells])
+    return table
+
+
+def _sum(spans: list[Span | None]) -> Span | None:
+    return None if None in spans else sum(spans[1:], spans[0])
+
+
+def _times(one: Duration) -> tuple[str, str]:
+    return said(one.seconds), count_of(one.gpu_hours)
+
+
+def arithmetic(points: list[Point]) -> list[str]:
+    """How each different batch is made up, in words."""
+    asked = [p.config for p in points if isinstance(p.config, TrainConfig)]
+    found = list(dict.fromkeys(_batch(config) for config in asked))
+    more = [f"and {len(found) - BATCHES} other batches"] if len(found) > BATCHES else []
+    return found[:BATCHES] + more
+
+
+def _batch(config: TrainConfig) -> str:
+    """`n = P x G`, what each process has of it, its updates and their backward passes."""
+    rollouts, prompts = config.budget.rollouts, config.prompts_per_step
+    ranks, objective = config.launch.num_processes, config.objective
+    size = objective.minibatch_size or rollouts
+    updates = objective.num_iterations * math.ceil(rollouts / size)
+    share = f"up to {math.ceil(prompts / ranks)} prompts on each of {ranks} processes; "
+    longest = math.ceil(size / ranks) * config.max_completion_length
+    passes = max(1, math.ceil(longest / config.micro_batch_tokens))
+    return (
+        f"Batch: n = {rollouts} completions a step = {prompts} prompts x G = {config.group_size}; "
+        f"{share if ranks > 1 else ''}{updates} update{'s' * (updates > 1)} a step, each of {size} "
+        f"completions in at most about {passes} backward pass{'es' * (passes > 1)} of "
+        f"{config.micro_batch_tokens} padded tokens, prompts left out."
+    )
 
 
 def settings(config: TrainConfig | MseConfig) -> dict[str, str]:

@@ -32,6 +32,7 @@ ARTEFACTS = (
     "eval.csv",
     "completions.parquet",
     "curves.csv",
+    "curves.parquet",
     "figure.*",
     "scaling.*",
     "learning.*",

@@ -17,6 +17,7 @@ from grpo_ustat.policy.lengths import check_lengths
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.ranks import is_main, on_main
 from grpo_ustat.records import Prompt, ScorePool
+from grpo_ustat.runs.curves import write_curves
 from grpo_ustat.runs.figures import mse_figure, scaling_figure
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.meter import waiting
@@ -86,6 +87,7 @@ def _made(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
             leave_page(folder)
         raise
     write_csv(folder, "curves.csv", result["curves"])
+    write_curves(folder, result["curves"])
     if is_main():
         mse_figure(folder.path, result)
         scaling_figure(folder.path, result)

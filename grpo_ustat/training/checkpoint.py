@@ -7,6 +7,7 @@ without pickle, so loading one runs no code of it.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ def save(
     moments: dict[str, torch.Tensor],
     state: dict[str, Any],
     memory: dict[str, np.ndarray],
+    describe: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Publish `checkpoint-<step>/`: model, tokenizer, `moments` (see `sharded`), state, memory.
+    """Publish `checkpoint-<step>/`: model, tokenizer, `moments` (see `sharded`), state, memory,
+    and what `describe` adds to them.
 
     With adapters the model part is PEFT's: the adapters alone, which name their base model.
 
@@ -49,6 +52,8 @@ def save(
         save_file(moments, staged / OPTIMIZER)
         np.savez(staged / MEMORY, **memory)
         (staged / STATE).write_text(json.dumps(state | {"step": step}))
+        if describe is not None:
+            describe(staged)
 
     return publish(folder, step, write)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from grpo_ustat.ranks import on_main
 from grpo_ustat.runs.log import RunLog, attempt
 from grpo_ustat.runs.snapshots import newest_whole, prune
 from grpo_ustat.training import checkpoint, sharded
+from grpo_ustat.training.card import write_card
 from grpo_ustat.training.setup import Run
 
 
@@ -95,9 +97,10 @@ def _write(run: Run, progress: Progress, moments: dict[str, torch.Tensor]) -> No
         "progress": {key: value for key, value in vars(progress).items() if key != "step"},
         "scheduler": run.scheduler.state_dict(),
     }
-    checkpoint.save(
-        run.folder.path, progress.step, run.policy, moments, state, run.memory.state_dict()
-    )
+    last = progress.step == run.config.max_steps
+    describe = partial(write_card, run=run, progress=progress) if last else None
+    memory = run.memory.state_dict()
+    checkpoint.save(run.folder.path, progress.step, run.policy, moments, state, memory, describe)
 
 
 @contextmanager

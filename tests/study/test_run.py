@@ -5,16 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 from scipy import stats
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.runs.curves import COLUMNS, write_curves
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.study import run as study_run
 from grpo_ustat.study.result import verdict
@@ -50,7 +53,8 @@ def test_the_folder_holds_what_it_promises(finished):
         f"{name}.{kind}" for name in ("figure", "scaling") for kind in ("pdf", "svg", "png")
     }
     always = {".hydra", "code.json", "launches.jsonl", "result.json"}
-    assert names == {*always, "curves.csv", "pool", "completions.parquet", "report.html", *pictures}
+    views = {"curves.csv", "curves.parquet", "completions.parquet", "report.html"}
+    assert names == {*always, *views, "pool", *pictures}
     assert all(set(row) == CURVE_KEYS for row in result["curves"])
     assert len(result["curves"]) == 2 * 4 * 2
     for name in ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens"):
@@ -70,6 +74,41 @@ def test_the_table_and_the_json_agree(finished):
     path, result = finished
     rows = list(csv.DictReader((path / "curves.csv").open()))
     assert [float(row["mse"]) for row in rows] == [row["mse"] for row in result["curves"]]
+
+
+def test_the_table_and_its_typed_twin_agree(finished):
+    """Every cell: numbers to the last bit, what is unknown null, booleans and counts as such."""
+    path, result = finished
+    assert parquet.read_table(path / "curves.parquet").to_pylist() == result["curves"]
+    text = csv.DictReader((path / "curves.csv").open())
+    assert text.fieldnames == parquet.read_schema(path / "curves.parquet").names
+    types = {f.name: str(f.type) for f in parquet.read_schema(path / "curves.parquet")}
+    assert types["replicates"] == types["group_size"] == "int64" and types["unbiased"] == "bool"
+
+
+def test_a_column_of_another_name_or_type_is_refused(tmp_path):
+    class Folder:
+        path = tmp_path
+
+        def check_held(self):
+            pass
+
+    row = dict.fromkeys(COLUMNS)
+    for wrong in (row | {"msee": 1.0}, {k: v for k, v in row.items() if k != "cosine"}):
+        with pytest.raises(ValueError, match="is a column of the rows or of curves.parquet"):
+            write_curves(Folder(), [wrong])
+    with pytest.raises((ValueError, TypeError)):
+        write_curves(Folder(), [row | {"group_size": "four"}])
+    assert not (tmp_path / "curves.parquet").exists()
+
+
+def test_the_figure_can_be_redrawn(finished, tmp_path):
+    path, result = finished
+    script = Path(__file__).parents[2] / "scripts" / "redraw_figure4.py"
+    shutil.copy(path / "curves.parquet", tmp_path)
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "figure4.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_pdf_embeds_its_fonts(finished):

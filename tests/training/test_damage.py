@@ -9,6 +9,7 @@ from resuming import differences, fit, rewind
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.runs.snapshots import MANIFEST, newest_whole
+from grpo_ustat.training import card
 from grpo_ustat.training.checkpoint import MEMORY, OPTIMIZER, STATE
 
 
@@ -44,7 +45,7 @@ DAMAGES = {f.__name__: f for f in (truncate, halve, flip, flip_last, empty, dele
 FILES = (
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     "tokenizer_config.json", OPTIMIZER, MEMORY, STATE, MANIFEST,
-)  # fmt: skip
+)  # and in the last one a card with what it shows  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,9 @@ def unwrapped(capsys):
 
 
 def test_these_are_all_files_of_a_checkpoint(through):
-    assert {path.name for path in (through / "checkpoint-4").iterdir()} == set(FILES)
+    assert {path.name for path in (through / "checkpoint-3").iterdir()} == set(FILES)
+    last = {path.name for path in (through / "checkpoint-4").iterdir()}
+    assert last == {*FILES, card.NAME, card.PICTURE, card.CONFIG}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -1,0 +1,51 @@
+#!/usr/bin/env python
+"""Draw the MSE of the gradient against the group size again, from a study's curves.parquet.
+
+    python scripts/redraw_figure4.py outputs/mse/NAME/seed=0     # writes figure4.png there
+
+A starting point for figures of your own: change what is chosen, how it is drawn, or what is shown.
+"""
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws files, needs no screen
+import matplotlib.pyplot as plt
+import pandas
+
+parser = argparse.ArgumentParser(description="Redraw a study's figure.")
+parser.add_argument("folder", type=Path, help="the run folder of a finished study")
+folder = parser.parse_args().folder
+if not (folder / "curves.parquet").is_file():
+    parser.error(f"{folder} has no curves.parquet: name the folder of a finished study")
+
+# One row per method, baseline, target, setting and group size. Choose what to show.
+curves = pandas.read_parquet(folder / "curves.parquet")
+first = curves.iloc[0]
+shown = curves[
+    (curves.method == first.method)
+    & (curves.target == first.target)
+    & (curves.setting == first.setting)
+    & (curves.num_prompts == first.num_prompts)
+]
+
+plt.style.use("tableau-colorblind10")
+figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
+for baseline, rows in shown.groupby("baseline", sort=False):
+    rows = rows.sort_values("group_size")
+    (line,) = axes.plot(rows.group_size, rows.mse, marker="o", markersize=4, label=baseline)
+    axes.fill_between(rows.group_size, rows.low, rows.high, color=line.get_color(), alpha=0.2)
+
+axes.set_xscale("log", base=2)
+axes.set_yscale("log")
+sizes = sorted(shown.group_size.unique())
+axes.set_xticks(sizes, [str(size) for size in sizes])
+axes.set_xlabel("group size G")
+axes.set_ylabel("mean squared error of the gradient")
+axes.set_title(f"{first.method}, {first.setting}; bands: 95 % intervals", fontsize=9)
+axes.grid(alpha=0.3)
+axes.legend(frameon=False)
+figure.savefig(folder / "figure4.png", dpi=150)
+print(f"Wrote {folder / 'figure4.png'}")

@@ -1,0 +1,111 @@
+"""The doctor as a whole: checks that break are lines, and what is shown can be shown to anybody."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_ustat.checkup.catalogue import CHECKS, Check
+from grpo_ustat.checkup.findings import shareable
+from grpo_ustat.checkup.runner import examine
+
+HERE = Path(__file__).parent
+
+
+def doctor(*arguments, path=None, **environment):
+    known = dict(os.environ, **environment)
+    if path:
+        known["PYTHONPATH"] = os.pathsep.join([str(path), known.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "grpo_ustat.doctor", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=known)
+
+
+def test_whatever_a_check_does_it_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    names = ("well", "crash", "segfault", "silence", "nonsense", "missing", "hang", "absent")
+    checks = [Check(name, f"faults:{name}", 1.5 if name == "hang" else 20) for name in names]
+    found = {one.name: one.finding for one in examine(checks, tmp_path)}
+    assert list(found) == list(names)
+    assert [one.status for one in found.values()] == ["ok"] + ["failed"] * 7
+    assert found["well"].said == f"well in {tmp_path}; WANDB_API_KEY=***"
+    assert "exit code 1): RuntimeError: Bearer *** was refused" in found["crash"].said
+    assert "signal 11): it said nothing" in found["segfault"].said
+    assert "exit code 0)" in found["silence"].said
+    assert "TypeError" in found["nonsense"].said
+    assert "No module named 'no_such_package'" in found["missing"].said
+    assert found["missing"].fix.startswith("pip install the missing package")
+    assert found["hang"].said == "no answer within 1.5 s; it was stopped"
+    assert "module 'faults' has no attribute 'absent'" in found["absent"].said
+    assert all(one.fix and "\n" not in one.said + one.fix for one in list(found.values())[1:])
+    left = [
+        p for p in psutil.process_iter(["cmdline"]) if "faults:hang" in (p.info["cmdline"] or [])
+    ]
+    assert left == []
+
+
+def test_exit_codes_lines_and_json(tmp_path):
+    well = doctor("--only", "threads", "python", "--output", tmp_path, OMP_NUM_THREADS="1")
+    assert well.returncode == 0 and well.stderr == ""
+    lines = well.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["ok", "python"], ["ok", "threads"]]
+    assert lines[3].startswith("2 ok, 0 warning, 0 failed in ")
+    ill = doctor("--only", "threads", "--json", OMP_NUM_THREADS="many")
+    told = json.loads(ill.stdout)
+    assert (ill.returncode, told["failed"]) == (1, 1)
+    (row,) = told["checks"]
+    assert (row["check"], row["status"], row["fix"]) == (
+        "threads", "failed", "export OMP_NUM_THREADS=1",
+    )  # fmt: skip
+
+
+def test_a_missing_package_stops_only_what_needs_it(tmp_path):
+    """The doctor itself needs none; rich stands for any."""
+    (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\")")
+    done = doctor("--only", "memory", "threads", path=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    assert "failed  memory     the check itself broke (exit code 1): ModuleNotFoundError" in (
+        done.stdout
+    )
+
+
+def test_nothing_secret_and_no_home_is_shown(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    secrets = ["hf_" + "aB3" * 10, "sk-" + "x1" * 12, "ab12" * 10, "wandb_v1_" + "q" * 20]
+    text = shareable(
+        f"/home/ada/runs /home/adam {' '.join(secrets)} http://ada:pw@proxy:80/x password=pw "
+        "TOKEN=t1 commit 475641f2a8\nsecond"
+    )
+    assert text == (
+        "~/runs /home/adam *** *** *** *** http://***@proxy:80/x password=*** TOKEN=*** "
+        "commit 475641f2a8 second"
+    )
+
+
+def test_every_check_is_a_function_of_the_folder():
+    """Named rightly: a target that cannot be imported would be found only on a user's machine."""
+    import importlib
+
+    for check in CHECKS:
+        module, _, function = check.target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), check.name
+
+
+@pytest.mark.slow
+def test_a_sound_machine(tmp_path):
+    """All checks for real; caches, trackers and SLURM are as they are here."""
+    start = time.monotonic()
+    done = doctor("--json", "--output", tmp_path / "not" / "yet" / "there")
+    told = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
+    own = set(told) - {"cache", "trackers", "slurm", "memory", "disk"}
+    assert {name: told[name] for name in own if told[name]["status"] != "ok"} == {}
+    assert list(told) == [check.name for check in CHECKS]
+    assert all(row["fix"] for row in told.values() if row["status"] != "ok")
+    assert list(tmp_path.iterdir()) == [] and time.monotonic() - start < 60
