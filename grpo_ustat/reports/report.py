@@ -160,12 +160,14 @@ def _report_learning(made: Report, runs: list[Run], asked: Sequence[str]) -> Non
             filter(None, (f"n={run.config['budget']['rollouts']}", label(run.keys, asked)))
         )
         lines.setdefault(series, []).append((f"G={run.config['group_size']}", run))
-    for series, mine in lines.items():
+    for place, (series, mine) in enumerate(lines.items(), 1):
         slug = re.sub(r"[^\w.=-]+", "_", series)
+        slug = slug if len(slug) <= 80 else f"{slug[:76]}-{place}"  # names of files have an end
         name = "learning" if len(lines) == 1 else f"learning-{slug}"
         drawn = [Learning(line, run.metrics, run.evals) for line, run in mine]
         rows = learning_figure(made.folder, name, drawn)
-        made.sheets.append(_learning_sheet(name, series, rows))
+        if rows:
+            made.sheets.append(_learning_sheet(name, series, rows))
 
 
 def _learning_sheet(name: str, series: str, rows: list[dict[str, Any]]) -> Sheet:

@@ -25,7 +25,7 @@ class Sheet:
         columns: their names.
         rows: a text for every column; its lines belong together, the first is the number.
         notes: below it: what intervals are over, what marks mean.
-        data: its numbers as they are, rows of equal keys.
+        data: its numbers as they are; what a row lacks is an empty field.
         drawn: what the figure of the same name needs said below it, None where there is none.
     """
 
@@ -49,7 +49,9 @@ class Sheet:
 
     def write(self, folder: Path) -> None:
         """Its numbers as CSV, itself as LaTeX."""
-        write_whole(folder / f"{self.name}.csv", csv_text(list(self.data)))
+        keys = dict.fromkeys(key for row in self.data for key in row)
+        whole = [dict.fromkeys(keys) | row for row in self.data]  # studies of other versions
+        write_whole(folder / f"{self.name}.csv", csv_text(whole))
         write_whole(folder / f"{self.name}.tex", self.latex())
 
     def latex(self) -> str:
