@@ -24,7 +24,7 @@ TRAIN = (  # steps of a few tenths of a second, in which some group of a few ear
     "eval_steps=15", "save_steps=15", "save_total_limit=1", "budget.rollouts=16",
     "dataset.test_size=10", "max_completion_length=40",
 )  # fmt: skip
-STUDY = ("model=tiny_base", "dataset=arithmetic_easy", "study.questions=160", "launch.workers=1")
+STUDY = ("model=tiny_base", "study.questions=160", "launch.workers=1")
 POINTS = ("group_size=2 seed=0", "group_size=4 seed=0")
 SWEEP = ("-m", "group_size=2,4,8", "seed=0,1", *TRAIN)
 SLURM = (

@@ -137,7 +137,8 @@ def small_disk(tmp_path):
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no file system can be mounted here: {error}")
     yield path
-    subprocess.run(["umount", path], check=True)
+    while path.is_mount():
+        subprocess.run(["umount", path], check=True)
 
 
 def test_a_disk_that_is_really_full(small_disk, through, capsys):
@@ -174,7 +175,8 @@ def test_a_disk_that_turns_read_only(small_disk, monkeypatch, capsys):
     def turned(*arguments):
         calls.append(1)
         if len(calls) == 2:
-            subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+            for options in (["--bind"], ["-o", "remount,bind,ro"]):  # no mount with open files may
+                subprocess.run(["mount", *options, small_disk, small_disk], check=True)
         return judged(*arguments)
 
     monkeypatch.setattr(trainer, "judged_rewards", turned)
