@@ -163,14 +163,14 @@ def test_a_recovery_that_forgets_is_caught(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_200_kills_and_recoveries(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "busy, overrides", [("writing", (*MODEST, *REASONING)), ("saving", MODEST)]
+)
+def test_200_kills_and_recoveries(tmp_path, capsys, busy, overrides):
     """A hundred in runs that mostly write completions, a hundred in runs that mostly save."""
     start = time.perf_counter()
-    for name in ("writing", "saving"):
-        (tmp_path / name).mkdir()
-    hit = sweep(tmp_path / "writing", (*MODEST, *REASONING), 100)
-    hit += sweep(tmp_path / "saving", MODEST, 100)
+    hit = sweep(tmp_path, overrides, 100)
     with capsys.disabled():
-        print(f"\n{dict(hit)} in {time.perf_counter() - start:.0f} s")
-    assert hit["recoveries"] == 200
-    assert hit["during a save"] >= 20 and hit["during a prune"] >= 5
+        print(f"\n{busy}: {dict(hit)} in {time.perf_counter() - start:.0f} s")
+    assert hit["recoveries"] == 100
+    assert busy == "writing" or (hit["during a save"] >= 20 and hit["during a prune"] >= 5)
