@@ -48,7 +48,9 @@ def float64_models_are_float64_throughout(environment_as_before, monkeypatch):
     compute_in_double(monkeypatch)
 
 
-@pytest.fixture(autouse=True)
-def without_a_figure_of_each_training_run(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def without_a_figure_of_each_training_run():
     """It takes longer than most runs here; tests/runs/test_learning.py draws it."""
-    monkeypatch.setattr(learning, "draw_learning", lambda folder: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning, "draw_learning", lambda folder: None)
+        yield

@@ -20,6 +20,7 @@ SHORT = (  # answers of three tokens; every item of state matters: moments, sche
     "max_completion_length=6", "rollout_batch_size=64", "learning_rate=1e-3",
     "baseline=running_mean", "schedule=linear", "schedule.warmup_steps=2",
 )  # fmt: skip
+VIEWS = (history.NAME, lock.NAME, page.NAME, card.NAME, card.PICTURE, card.CONFIG)  # of launches
 CLOCK = ("step_time", "versions")  # and whatever says seconds
 
 
@@ -60,8 +61,8 @@ def left(path):
     """Every file of a run folder and its content; the clock, and checksums of it, left out."""
     found = {}
     for file in sorted(path.rglob("*")):
-        if file.name in (history.NAME, lock.NAME, page.NAME, card.NAME, card.PICTURE, card.CONFIG):
-            continue  # of the launches, or tells of them
+        if file.name in VIEWS or file.stem == "learning":
+            continue
         name = file.relative_to(path).as_posix()
         if file.name in (STATE, "result.json"):
             found[name] = timeless(json.loads(file.read_text()))

@@ -3,63 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
-import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import readme
 from safetensors.numpy import load_file
 
-ROOT = Path(__file__).parents[2]
-
-
-def blocks():
-    """The fenced blocks of the README's section, by language."""
-    text = (ROOT / "README.md").read_text()
-    section = text.split("### A task and a reward of your own")[1].split("\n## ")[0]
-    return dict(re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL))
-
-
-def installed(site):
-    """As pip leaves a package: its module, and its entry points in a dist-info folder."""
-    project = tomllib.loads(blocks()["toml"])["project"]
-    info = site / f"{project['name']}-{project['version']}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
-    lines = [
-        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
-        for group, points in project["entry-points"].items()
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    (site / "sorting.py").write_text(blocks()["python"])
-    return site
-
-
-def run(command, site, cwd):
-    """`./scripts/run ENTRY ...` with this Python; (exit code, standard error)."""
-    _, entry, *arguments = shlex.split(command)
-    paths = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", f"grpo_ustat.{entry}", *arguments],
-        cwd=cwd, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
-    )  # fmt: skip
-    return done.returncode, done.stderr
+SECTION = "A task and a reward of your own"
 
 
 def commands():
-    found = [line for line in blocks()["bash"].splitlines() if line.startswith("./scripts/run")]
-    assert [shlex.split(line)[1] for line in found] == ["train", "mse", "train"]
+    found = readme.commands(f"```bash\n{readme.blocks(SECTION)['bash']}```")
+    found = [words for words in found if words[0] == "./scripts/run"]
+    assert [words[1] for words in found] == ["train", "mse", "train"]
     return found
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    site = installed(tmp_path_factory.mktemp("installed"))
+    site = readme.installed(SECTION, tmp_path_factory.mktemp("installed"))
     sys.path.insert(0, str(site))
     import sorting
 
@@ -76,7 +40,7 @@ def only(folder, pattern):
 @pytest.mark.slow
 def test_training_by_the_readme_uses_the_tasks_questions_and_reward(package, tmp_path):
     site, sorting = package
-    code, told = run(commands()[0], site, tmp_path)
+    code, told = readme.run(commands()[0], tmp_path, site)
     assert code == 0, told
     task = sorting.Sorting(digits=3)
     answers = {q.text + "=": q for q in task.questions("train")}
@@ -91,7 +55,7 @@ def test_training_by_the_readme_uses_the_tasks_questions_and_reward(package, tmp
 @pytest.mark.slow
 def test_a_study_by_the_readme_uses_the_reward(package, tmp_path):
     site, _ = package
-    code, told = run(commands()[1], site, tmp_path)
+    code, told = readme.run(commands()[1], tmp_path, site)
     assert code == 0, told
     pools = only(tmp_path, "pool").glob("*.safetensors")
     rewards = {round(float(r), 6) for pool in pools for r in load_file(pool)["rewards_N"]}
@@ -102,7 +66,7 @@ def test_a_study_by_the_readme_uses_the_reward(package, tmp_path):
 @pytest.mark.slow
 def test_a_reward_by_the_readme_takes_the_place_of_a_judge(package, tmp_path):
     site, sorting = package
-    code, told = run(commands()[2], site, tmp_path)
+    code, told = readme.run(commands()[2], tmp_path, site)
     assert code == 0, told
     rows = pq.read_table(only(tmp_path, "completions.parquet")).to_pylist()
     rewards = {row["reward"] for row in rows}
@@ -124,5 +88,5 @@ def test_a_reward_by_the_readme_takes_the_place_of_a_judge(package, tmp_path):
 )
 def test_a_wrong_name_is_refused_before_anything_starts(package, tmp_path, arguments, match):
     site, _ = package
-    code, told = run(f"x train {arguments}", site, tmp_path)
+    code, told = readme.run(["", "train", *arguments.split()], tmp_path, site)
     assert code == 2 and re.search(f"^error: .*{match}", told) and len(told.splitlines()) == 1
