@@ -291,6 +291,7 @@ def test_of_many_that_take_over_at_once_one_wins_again_and_again(
     test_of_many_that_take_over_at_once_one_wins(tmp_path, hasty, request, left_by, rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_by, rounds", [("this machine", 5), ("another", 1), ("no flock", 1)])
 def test_of_many_that_take_over_at_once_one_wins(tmp_path, hasty, request, left_by, rounds):
     if left_by == "no flock":

@@ -102,6 +102,7 @@ def test_a_job_has_time_to_save_before_its_limit(name):
     assert launcher.max_num_timeout > 0 and launcher.additional_parameters.requeue is True
 
 
+@pytest.mark.slow
 def test_a_warning_shorter_than_the_grace_is_refused(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: name)  # an sbatch
     words = ["-m", "hydra/launcher=slurm", "seed=0,1", "hydra.launcher.signal_delay_s=119"]

@@ -95,6 +95,7 @@ def test_figure_4_asks_three_policies_the_same_questions_with_the_same_plain_tem
         assert (c.dataset.name, c.study.questions or c.dataset.study_size) == ("arithmetic", 500)
 
 
+@pytest.mark.slow
 def test_figure_4_offline_has_its_five_policies():
     found = [point.config for point in points("mse", "study=figure4_offline")]
     asked = [(c.model.name, c.prompt.name, c.dataset.name, c.dataset.study_size) for c in found]
@@ -122,6 +123,7 @@ WINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry, arguments, count", WINS.values(), ids=WINS)
 def test_the_command_line_wins_over_the_sweep(entry, arguments, count):
     found = points(entry, *arguments)
@@ -145,6 +147,7 @@ def test_a_sweep_under_ranks_is_refused_with_the_way_out(monkeypatch):
     assert len(fresh("train", "experiment=figure5_offline", "hydra.mode=RUN")) == 1
 
 
+@pytest.mark.slow
 def test_any_bad_point_refuses_the_sweep_of_an_overlay(tmp_path):
     arguments = ("experiment=figure5_offline", "group_size=4,7")
     code, out, err = run("train", *arguments, cwd=tmp_path)
@@ -171,6 +174,7 @@ def shown(found, capsys):
     return [re.split(r" {2,}", line.strip()) for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "entry, overlay, count, rollouts",
     [
@@ -240,6 +244,7 @@ def test_published_sizes_stand_in_for_unknown_ones(overrides, size):
     assert cost(point.config).evaluation == (None if size is None else 2 * size)
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_point_that_is_refused_while_it_runs(monkeypatch, tmp_path, capsys):
     done = []
 

@@ -81,12 +81,14 @@ def test_the_factors_are_those_of_the_written_losses(compare):
         assert compare.scale(*pair) == pytest.approx(factor, rel=1e-14)
 
 
+@pytest.mark.slow
 def test_every_setting_is_a_configuration_and_has_its_own_name(compare):
     for setting in compare.SETTINGS:
         compare.configured("float64", setting.ours)
     assert len({setting.name for setting in compare.SETTINGS}) == len(compare.SETTINGS)
 
 
+@pytest.mark.slow
 def test_our_side_ends_with_a_gradient_of_every_parameter(compare, monkeypatch):
     """Moved weights, clipping and a reference model each change it; the factor is of one form."""
     monkeypatch.setattr(compare, "LENGTH", 12)
@@ -137,6 +139,7 @@ def test_drawn_rewards_leave_no_advantage_zero():
     assert DrawnRewards(0, []).draw("loud") == loud[0] != DrawnRewards(1, []).draw("loud")
 
 
+@pytest.mark.slow
 def test_peak_memory_is_this_process_own():
     from both_sides import peak_memory
 

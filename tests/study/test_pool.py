@@ -123,6 +123,7 @@ def test_a_pool_of_other_draws_is_refused_by_name(tmp_path):
         build(tmp_path, size=6)
 
 
+@pytest.mark.slow
 def test_studies_that_fill_one_pool_at_once_get_what_each_would_alone(tmp_path):
     """Two processes, each of which waits before its first question until both are there."""
     context, alone = multiprocessing.get_context("fork"), build(tmp_path / "alone")[0]
@@ -140,6 +141,7 @@ def test_studies_that_fill_one_pool_at_once_get_what_each_would_alone(tmp_path):
     assert len(list((tmp_path / "shared").iterdir())) == 1 + 6
 
 
+@pytest.mark.slow
 def test_a_smaller_study_in_the_same_pool_takes_nothing_from_a_larger_one(tmp_path, monkeypatch):
     """It runs as a whole while the larger one scores its first question."""
     score, other = pool_module.score_part, []

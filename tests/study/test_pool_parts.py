@@ -102,6 +102,7 @@ def test_parts_extend_a_pool(tmp_path):
     assert contents(grown) == undivided(tmp_path / "one", more)
 
 
+@pytest.mark.slow
 def test_pools_of_several_folders_merge_by_copying(tmp_path, monkeypatch):
     """As `cp -n` does; the study then finds all of it and runs no model for the pool."""
     for k in (1, 2):

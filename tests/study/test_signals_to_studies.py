@@ -93,6 +93,7 @@ def check_stopped(place, way, number, everyone, undisturbed, begun=None):
 SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("USR1", "USR2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["TERM", *SLOWLY])
 def test_a_study_in_one_process_stops_at_a_question(tmp_path, undisturbed, number):
     check_stopped(tmp_path, "one", number, False, undisturbed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_own_readme import only, run
+import readme
+from test_own_readme import only
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.composing import composed
@@ -87,7 +88,7 @@ def test_what_was_left_out_is_told_and_recorded(entry, tmp_path):
     folder = kept(tmp_path / "data", train, [*rows(50, 20), *rows(1000, 1)])
     command = f"x {entry} dataset=gsm8k dataset.path={folder} dataset.study_size=8 debug={entry}"
     command += " prompt.max_length=6"  # characters: all but the last test question's
-    code, told = run(command, tmp_path, tmp_path)
+    code, told = readme.run(command.split(), tmp_path)
     assert code == 0, told
     left_out = {
         "train questions that are also test questions": 2,

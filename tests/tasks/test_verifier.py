@@ -134,6 +134,7 @@ def test_memory_is_limited_even_where_the_library_hides_it(stub):
     assert verifier.judge([("3", "eat"), ("3", "3")]) == [FAILURE, RIGHT]
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_replaced(stub):
     verifier = stub(deadline=0.3)
     assert verifier.judge([("3", "3")]) == [RIGHT]
@@ -326,6 +327,7 @@ def workers_of(process):
     return [p for p in found if arguments(p)]
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_run(calls):
     """Killed, terminated, interrupted or its daemon ended, each with a worker busy in C."""
     runs = [(start("hang"), number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)]

@@ -111,6 +111,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 def test_adapters_that_cannot_be_loaded_are_refused_in_one_line(tmp_path, monkeypatch):
     _, folder = saved(tmp_path)
     model = ("model=hub", f"model.model_name_or_path={folder}")

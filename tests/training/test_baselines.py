@@ -60,6 +60,7 @@ def test_the_tracker_starts_outside_the_batch_and_follows_its_formula(tmp_path):
     assert extra.rollouts == 0
 
 
+@pytest.mark.slow
 def test_the_tracker_forgets_faster_when_the_policy_moved(tmp_path):
     """D is the mean absolute change of the stored answer's token log-probabilities."""
     run, batch = first_batch(tmp_path, "baseline=spo", "model.dtype=float64")

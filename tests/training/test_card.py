@@ -48,6 +48,7 @@ def rendered(text):
     return [inner for token in tokens for inner in (token, *(token.children or ()))]
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_alone_has_one_and_the_manifest_covers_it(finished):
     assert not (finished / "checkpoint-3" / NAME).exists()
     files = json.loads((finished / "checkpoint-4" / MANIFEST).read_text())["files"]
@@ -55,6 +56,7 @@ def test_the_last_checkpoint_alone_has_one_and_the_manifest_covers_it(finished):
     verify(finished / "checkpoint-4")
 
 
+@pytest.mark.slow
 def test_a_changed_card_is_a_damaged_checkpoint(finished, tmp_path):
     copy = shutil.copytree(finished / "checkpoint-4", tmp_path / "checkpoint-4")
     (copy / NAME).write_text(text_of(finished).replace("0.", "0,", 1))
@@ -62,6 +64,7 @@ def test_a_changed_card_is_a_damaged_checkpoint(finished, tmp_path):
         verify(copy)
 
 
+@pytest.mark.slow
 def test_the_hub_reads_its_front_matter(finished):
     data = ModelCard(text_of(finished)).data
     assert (data.library_name, data.license, data.base_model) == (
@@ -108,6 +111,7 @@ def test_a_base_model_in_a_folder_hands_on_its_license(tmp_path):
         assert front_matter(config).get("license") == known, text
 
 
+@pytest.mark.slow
 def test_it_says_what_the_run_files_say(finished):
     text, result = text_of(finished), json.loads((finished / "result.json").read_text())
     first, last = result["evals"][0], result["evals"][-1]
@@ -124,6 +128,7 @@ def test_it_says_what_the_run_files_say(finished):
     assert "| resumed | from checkpoint-2 |" in text and "| end | done |" in text
 
 
+@pytest.mark.slow
 def test_the_stored_configuration_is_the_same_run(finished):
     arguments = [f"--config-dir={finished / 'checkpoint-4'}", f"--config-name={CONFIG[:-5]}"]
     assert arguments[1] in text_of(finished)

@@ -116,6 +116,7 @@ def test_every_field_of_progress_has_a_control_or_a_reason():
     assert set(vars(trainer.Progress())) <= covered | rewritten | clock | failures
 
 
+@pytest.mark.slow
 def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
     overrides = ("baseline=oracle", "budget.value_completions=3")
     through = fit(tmp_path / "through", *overrides)
@@ -260,6 +261,7 @@ def wider(path):
     return path
 
 
+@pytest.mark.slow
 def test_a_run_says_where_it_goes_on_from(tmp_path, capsys):
     fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=2")
     fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=3")

@@ -85,6 +85,7 @@ def test_a_row_worked_by_hand():
     assert (greedy["low"], greedy["high"]) == wilson(1, 2)[1:]
 
 
+@pytest.mark.slow
 def test_every_decoding_has_its_rows(tmp_path):
     """Of greedy and four sampled completions; the first decoding is the run's accuracy."""
     asked = ("eval.decoding=[greedy,sampled]", "eval.num_generations=4", "max_steps=2")
@@ -118,6 +119,7 @@ def test_evaluations_at_two_steps_share_their_draws(tmp_path):
     assert one.rollouts.texts_PG[0][0] != one.rollouts.texts_PG[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 5])
 def test_any_number_of_ranks_evaluates_the_same(tmp_path, monkeypatch, world):
     """Four questions on three ranks, unequally, and on five, of which one has none."""

@@ -148,6 +148,7 @@ def test_some_kills_and_recoveries(tmp_path):
     assert hit["recoveries"] == 6
 
 
+@pytest.mark.slow
 def test_a_recovery_that_forgets_is_caught(tmp_path, monkeypatch):
     """Negative control of the sweep."""
     reference, run = Reference(tmp_path, MODEST), tmp_path / "run"

@@ -97,6 +97,7 @@ def test_it_is_what_a_study_says_of_the_same_pool(watched):
         assert close(intervals(row, name), expected, 1e-7), name
 
 
+@pytest.mark.slow
 def test_small_parts_and_a_sketch_change_what_they_may(watched):
     """Passes of one completion: rounding. A sketch: only C1, of which it is unbiased."""
     run, batch = watched
@@ -114,6 +115,7 @@ def test_small_parts_and_a_sketch_change_what_they_may(watched):
     assert row["monitor/c1"] == pytest.approx(whole["monitor/c1"], rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 8])
 def test_any_number_of_ranks_finds_the_same(watched, monkeypatch, world):
     """Bit by bit: a prompt's scores depend on nothing else, and all ranks compute with all."""

@@ -155,6 +155,7 @@ def test_another_configuration_in_the_folder_is_refused(tmp_path):
     assert "0.002" in (path / ".hydra" / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_the_stored_configuration_is_the_run(tmp_path):
     import yaml
 
@@ -165,6 +166,7 @@ def test_the_stored_configuration_is_the_run(tmp_path):
     assert typed(stored, TrainConfig) == config_of()
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_are_done_are_refused(tmp_path):
     path = fit(tmp_path / "run")
     (path / "result.json").unlink()
