@@ -76,7 +76,9 @@ def extra(entry, group, name):
 
 def compose(entry, *overrides):
     """The configuration; one that names nothing outside the package is composed once."""
-    if any(place in word for word in overrides for place in ("/", "cached", "smollm2", "hub")):
+    if any(
+        place in word for word in overrides for place in ("/", "cached", "smollm2", "hub", "logger")
+    ):
         return composed(entry, list(overrides))
     return copy.deepcopy(_composed_once(entry, overrides))
 
