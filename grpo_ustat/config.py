@@ -319,7 +319,7 @@ def typed(config: Any, schema: type) -> Any:
 
 def _add_own_rules(config: MseConfig) -> None:
     """Baselines of installed packages need no entry in `conf/`, unless they have options."""
-    for name in own_rules() & set(config.baselines):
+    for name in own_rules(config.baselines):
         config.rules.setdefault(name, BaselineConfig(name=name, options={}))
 
 

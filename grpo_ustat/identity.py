@@ -122,7 +122,7 @@ def data_fingerprint(dataset: Any) -> str | None:
 def rules_fingerprint(config: Any) -> str | None:
     """A hash of the modules of baselines that installed packages offer; None where none is used."""
     used = getattr(config, "baselines", None) or [config.baseline.name]
-    files = [module_file(OWN, name) for name in sorted(own_rules() & set(used))]
+    files = [module_file(OWN, name) for name in sorted(own_rules(used))]
     return _content(files).hexdigest()[:12] if files else None
 
 

@@ -52,7 +52,9 @@ def group_files():
                 continue
             if name == "own":
                 continue  # needs an installed package: tests/tasks/test_own_readme.py
-            yield pytest.param(entry, group, name, id=f"{entry}-{group}-{name}")
+            again = entry == "mse" and group in ("dataset", "model", "prompt")  # as in train
+            marks = [pytest.mark.slow] * again
+            yield pytest.param(entry, group, name, id=f"{entry}-{group}-{name}", marks=marks)
 
 
 @pytest.mark.parametrize("entry, group, name", list(group_files()))

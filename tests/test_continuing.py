@@ -176,6 +176,7 @@ def test_a_point_that_is_taken_meanwhile_is_not_noted_as_a_failure(typed, tmp_pa
     assert (path / history.NAME).read_text() == before
 
 
+@pytest.mark.slow
 def test_a_point_that_failed_is_named_and_tried_again(typed, tmp_path, monkeypatch, capsys):
     def failing(entry, config, folder):
         if config.seed == 1:

@@ -189,6 +189,7 @@ def test_a_fork_that_ends_takes_no_lock_away(tmp_path):
     assert not (tmp_path / lock.NAME).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drift", [-60, 60])
 @pytest.mark.parametrize("kind", ["flock", "no flock"])
 def test_another_machines_owner_is_known_by_its_signs_of_life(
@@ -247,6 +248,7 @@ def test_without_flock_an_owner_of_this_machine_is_watched_too(tmp_path, hasty, 
         assert told(pipe) == "still ours"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job, restart, at_once", [("7", 1, True), ("7", 2, False), ("8", 1, False)]
 )
@@ -262,6 +264,7 @@ def test_slurms_word_that_a_job_started_again_is_taken(
     mine.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "{", '{"pid": 1}\n'])
 def test_a_damaged_lock_of_the_dead_is_taken_over(tmp_path, hasty, content):
     (tmp_path / lock.NAME).write_text(content)

@@ -66,6 +66,7 @@ def test_a_study_by_the_readme_measures_the_rule(site, tmp_path):
     assert json.loads(only(tmp_path, "result.json").read_text())["curves"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, match",
     [

@@ -57,18 +57,14 @@ def of_entry(words):
     return None
 
 
-SWEEPS = re.compile(r"experiment=(?!smollm2|algorithm2)|-m (?!group)")  # many points to compose
 COMPOSED = [
-    pytest.param(
-        *found,
-        id=" ".join(found[1])[:60] or found[0],
-        marks=[pytest.mark.slow] * bool(SWEEPS.search(" ".join(found[1]))),
-    )
+    pytest.param(*found, id=" ".join(found[1])[:60] or found[0])
     for words in commands()
     if (found := of_entry(words)) and not any(name in " ".join(words) for name in OWN)
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry, arguments", COMPOSED)
 def test_the_command_line_takes_it(entry, arguments, tmp_path, monkeypatch):
     for name in ("tests", "grpo_ustat"):

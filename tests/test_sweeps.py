@@ -191,6 +191,7 @@ def test_costs_of_every_overlay_are_shown(entry, overlay, count, rollouts, capsy
     assert last[1] == f"{rollouts:,}".replace(",", " ")
 
 
+@pytest.mark.slow
 def test_the_costs_shown_of_table_2_are_those_worked_by_hand(capsys):
     """P = 7.6156e9 parameters: 16 P = 121.85 GB, keys and values 16.52, logits 1.07; a checkpoint
     12 P = 91.39 GB, two while one is written; of 18 runs one stays of each, and one beside them.

@@ -73,6 +73,7 @@ def test_a_reward_by_the_readme_takes_the_place_of_a_judge(package, tmp_path):
     assert rewards <= {0.0, 0.2, 1.0} and 0.2 in rewards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, match",
     [

@@ -96,6 +96,7 @@ def test_a_healthy_run_is_quiet_and_a_sick_one_is_not(tmp_path, capsys, monkeypa
     assert "Alarms (steps): truncated (4), extraction_failed (4), silent (4)" in result["summary"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", [None, "alarms", "streaks"])
 def test_alarms_survive_a_resume(tmp_path, capsys, monkeypatch, forgotten):
     """Told before the interruption, not again after it, and counted through; a streak goes on.

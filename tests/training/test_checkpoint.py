@@ -16,6 +16,8 @@ from grpo_ustat.training import checkpoint, trainer
 from grpo_ustat.training.memory import make_memory
 from grpo_ustat.training.setup import set_up
 
+MORE = ("optimizer=sgd", "baseline=spo", "baseline=critic", "lora=r16", "model.dtype=float64",
+        "objective=grpo")  # fmt: skip
 NO_SCHEDULE = ("schedule=constant", "schedule.warmup_steps=0")  # so that max_steps may grow
 
 
@@ -34,9 +36,8 @@ def broken(through, tmp_path, *steps):
 
 @pytest.mark.parametrize(
     "override",
-    ["optimizer=adamw", "optimizer=sgd", "baseline=spo", "baseline=critic", "lora=r16",
-     "model.dtype=float64", "objective=grpo"],
-)  # fmt: skip
+    ["optimizer=adamw", *(pytest.param(override, marks=pytest.mark.slow) for override in MORE)],
+)
 def test_resuming_equals_running_through(tmp_path, override):
     """Every file bit by bit: weights, moments, schedule, memory, counters, rows, tables."""
     overrides = (override, "budget.value_completions=3")
@@ -92,6 +93,7 @@ FORGETTING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("item", FORGETTING)
 def test_forgetting_an_item_of_state_is_noticed(through, tmp_path, monkeypatch, item):
     """Negative controls of the comparison above, one for each item of a checkpoint."""
@@ -131,6 +133,7 @@ def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
     assert differences(fit(broken(through, tmp_path), *overrides), through)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("baseline", ["spo", "critic"])
 def test_forgetting_a_memory_is_noticed(tmp_path, monkeypatch, baseline):
     overrides = (f"baseline={baseline}", "budget.value_completions=3")
@@ -178,6 +181,7 @@ def test_a_checkpoint_of_adapters_loads_as_any_adapter(tmp_path):
     assert any("lora_B" in name and value.abs().max() > 0 for name, value in stored.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit, kept", [(1, [4]), (2, [3, 4]), ("null", [1, 2, 3, 4])])
 def test_as_many_checkpoints_stay_as_asked(tmp_path, limit, kept):
     path = fit(tmp_path / "run", f"save_total_limit={limit}")

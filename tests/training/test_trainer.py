@@ -68,7 +68,9 @@ def step(run, rollouts, advantage_PG):
 
 
 @pytest.mark.parametrize("baseline", ["none", "leave_one_out", "group_mean", "oracle"])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 300, 16384])
+@pytest.mark.parametrize(
+    "micro_batch_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 300)), 16384]
+)
 def test_applied_gradient_is_the_formula(tmp_path, baseline, micro_batch_tokens):
     """-grad of the accumulated parameters = 1/(PG) sum_p sum_i A_i s_i, one at a time, float64."""
     run, batch = first_batch(

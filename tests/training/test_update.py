@@ -120,6 +120,7 @@ def assert_same(left, right, rtol=1e-10):
         torch.testing.assert_close(left[name], right[name], rtol=0, atol=rtol * scale + 1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override",
     ["share_prompts=false", "gradient_checkpointing=true", "micro_batch_tokens=1",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 
 import numpy as np
@@ -84,9 +84,12 @@ BASELINES = _Rules(
 _OURS = frozenset(BASELINES)
 
 
-def own_rules() -> set[str]:
-    """Names of the rules that installed packages offer; ours cannot be replaced."""
-    return entry_points(group=OWN).names - _OURS
+def own_rules(names: Iterable[str] | None = None) -> set[str]:
+    """Rules that installed packages offer, of these names or all; ours cannot be replaced."""
+    if names is not None and _OURS.issuperset(names):
+        return set()
+    found = entry_points(group=OWN).names - _OURS
+    return found if names is None else found.intersection(names)
 
 
 def _own(name: str) -> Baseline:
