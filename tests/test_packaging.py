@@ -23,7 +23,7 @@ def test_a_wheel_finds_its_configurations(tmp_path):
     clean = tmp_path / "clean"
     subprocess.run([sys.executable, "-m", "venv", str(clean)], check=True)
     python = clean / "bin" / "python"
-    needed = ["hydra-core", "omegaconf", "numpy", "psutil", "pyyaml"]
+    needed = ["hydra-core", "omegaconf", "numpy", "psutil", "pyyaml", "rich"]
     install = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
     subprocess.run([*install, *needed], check=True)
     subprocess.run([*install, "--no-deps", str(wheel)], check=True)

@@ -317,7 +317,7 @@ def test_a_requeued_batch_script_goes_on(scenario, tmp_path):
 def test_a_batch_script_goes_on_after_its_time_limit(scenario, tmp_path):
     """SLURM warns up to a minute earlier than asked, so there may be several such launches."""
     limited = ("--time=2", "--signal=USR1@60")
-    job, run = submit(scenario, tmp_path, "limited", "max_steps=240", options=limited)
+    job, run = submit(scenario, tmp_path, "limited", "max_steps=600", options=limited)
     try:
         wait_for(lambda: len(run.launches) > 1, "the next launch", PATIENCE)
         scenario.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
