@@ -122,26 +122,25 @@ def test_a_source_reads_while_it_is_written_and_rewound(tmp_path):
     assert [item.key for item in source.items()] == ["row 1", "row 2", "row 3"]
 
 
-def test_what_a_tracker_that_failed_was_given_is_given_again(tmp_path, opened, monkeypatch):
+@pytest.fixture
+def failed(tmp_path, opened, monkeypatch):
+    """A run folder of three rows, of which a tracker took two and then failed."""
     folder = Folder(tmp_path / "run")
     folder.rows(1, 2, 3)
-    monkeypatch.setattr(Kept, "fails_after", 2)
-    with pytest.raises(ConnectionError):
+    with monkeypatch.context() as failing, pytest.raises(ConnectionError):
+        failing.setattr(Kept, "fails_after", 2)
         send(folder.path)
-    monkeypatch.setattr(Kept, "fails_after", None)
-    send(folder.path)
+    return folder
+
+
+def test_what_a_tracker_that_failed_was_given_is_given_again(failed, opened):
+    send(failed.path)
     assert keys(opened[1]) == ["row 1", "row 2", "row 3"]  # nobody knows what arrived
 
 
-def test_a_tracker_that_knows_what_arrived_gets_the_rest(tmp_path, opened, monkeypatch):
-    folder = Folder(tmp_path / "run")
-    folder.rows(1, 2, 3)
-    monkeypatch.setattr(Kept, "fails_after", 2)
-    with pytest.raises(ConnectionError):
-        send(folder.path)
-    monkeypatch.setattr(Kept, "fails_after", None)
+def test_a_tracker_that_knows_what_arrived_gets_the_rest(failed, opened, monkeypatch):
     monkeypatch.setattr(Kept, "arrived", 1)
-    send(folder.path)
+    send(failed.path)
     assert keys(opened[1]) == ["row 2", "row 3"] and opened[1].given[0][0] == 1
 
 
