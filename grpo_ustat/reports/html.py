@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow
 from pyarrow import compute, parquet
 
+from grpo_ustat.nested import flat
 from grpo_ustat.reports.accuracy import Cell
 from grpo_ustat.reports.figures import line_of
 from grpo_ustat.reports.found import Run
-from grpo_ustat.reports.series import flat
 from grpo_ustat.runs import completions
 from grpo_ustat.runs.page import Completions, Figure, Page, Table, differences
 

@@ -11,21 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_ustat.identity import choices, named, operational
+from grpo_ustat.nested import flat
 
 SWEPT = ("group_size", "seed", "budget.rollouts")  # a series holds several values of these
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration by dotted keys.
-
-    >>> flat({"seed": 0, "model": {"name": "tiny", "size": {}}})
-    {'seed': 0, 'model.name': 'tiny', 'model.size': {}}
-    """
-    keys = {}
-    for key, value in config.items():
-        nested = isinstance(value, dict) and value
-        keys |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return keys
 
 
 def identity_keys(config: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import yaml
 from pyarrow import parquet
 
 from grpo_ustat.runs import completions, history
+from grpo_ustat.runs.jsonl import read_rows
 
 MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000  # that a page holds
 
@@ -44,7 +45,7 @@ class Contents:
         self.code = self._read("code.json", json.loads) or {}
         self.result = result or self._read("result.json", json.loads)
         self.launches = history.launches(path)
-        self.metrics: list[dict[str, Any]] = self._read("metrics.jsonl", _lines, list) or []
+        self.metrics = self._rows("metrics.jsonl")
         self.evals: list[dict[str, Any]] = self._read("eval.csv", _table, list) or []
 
     def value(self, key: str) -> Any:
@@ -70,6 +71,16 @@ class Contents:
         kept = [name for name in table.column_names if table[name].null_count < len(table)]
         kept += [name for name in ("prompt", "completion", "reward") if name not in kept]
         return table.select(kept).to_pylist(), _which(len(table), steps)
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        try:
+            rows, damaged = read_rows(self.path / name)
+        except OSError as error:
+            self.notes.append(f"{name} is damaged and not shown: {_line(error)}")
+            return []
+        if damaged:
+            self.notes.append(f"{name} is damaged in {damaged} lines, which are left out")
+        return rows
 
     def _read(self, name: str, parse: Callable[[str], Any], kind: type = dict) -> Any:
         file = self.path / name
@@ -104,14 +115,6 @@ def _which(shown: int, steps: Sequence[int | None]) -> str:
         return f"{text}, all of them here."
     spaced = "the first of them" if None in steps else "those of evenly spaced steps"
     return f"{text}; here are {shown}, {spaced}."
-
-
-def _lines(text: str) -> list[dict[str, Any]]:
-    """Rows of JSON lines but for a last one half written."""
-    lines = text.splitlines()
-    whole = lines if text.endswith("\n") else lines[:-1]
-    rows = [json.loads(line) for line in whole]
-    return [row for row in rows if isinstance(row, dict)]
 
 
 def _table(text: str) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import yaml
 
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.runs import history
+from grpo_ustat.runs.jsonl import read_rows
 from grpo_ustat.runs.points import Point
 
 MOST = 50  # folders that are read, the newest
@@ -98,14 +99,10 @@ def _at(config: Any, key: str) -> Any:
 
 
 def _steps(folder: Path) -> Iterator[dict[str, Any]]:
-    if not (folder / "metrics.jsonl").is_file():
-        return
     needed = {"step_time", "seconds_generate", "tokens", "completions/mean_length"}
-    for line in (folder / "metrics.jsonl").read_text().splitlines()[-STEPS:]:
-        with suppress(ValueError):  # the last line of a killed run
-            row = json.loads(line)
-            if needed <= row.keys() and row["tokens"] > 0:
-                yield row
+    for row in read_rows(folder / "metrics.jsonl")[0][-STEPS:]:
+        if needed <= row.keys() and row["tokens"] > 0:
+            yield row
 
 
 def _wall(launches: list[dict[str, Any]]) -> float | None:

@@ -9,13 +9,13 @@ import json
 import os
 import socket
 import sys
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from grpo_ustat import slurm
 from grpo_ustat.ranks import world
+from grpo_ustat.runs.jsonl import read_rows
 from grpo_ustat.signals import Stopped
 
 NAME = "launches.jsonl"
@@ -85,11 +85,6 @@ def note_done(folder: Path) -> None:
 def launches(folder: Path) -> list[dict[str, Any]]:
     """All rows, in their order; without a line that a killed run left half written."""
     try:
-        lines = (folder / NAME).read_text(errors="replace").splitlines()
+        return read_rows(folder / NAME)[0]
     except OSError:
         return []
-    rows = []
-    for line in lines:
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]

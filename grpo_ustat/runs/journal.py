@@ -10,11 +10,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from grpo_ustat.runs.jsonl import read_rows
 from grpo_ustat.runs.sources import Item
 
 FOLDER = "tracker"
@@ -97,7 +97,7 @@ class Journal:
             self._append({"kept": kept})
 
     def _load(self) -> None:
-        rows = _rows(self.file)
+        rows, _ = read_rows(self.file)
         self.run_id = next((row["run_id"] for row in rows if "run_id" in row), None)
         self.entries, self.settled = _replayed(rows)
 
@@ -106,15 +106,6 @@ class Journal:
 
     def _append(self, *rows: dict[str, Any]) -> None:
         os.write(self._descriptor, "".join(json.dumps(row) + "\n" for row in rows).encode())
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    rows = []
-    with suppress(FileNotFoundError):
-        for line in file.read_text(errors="replace").splitlines():
-            with suppress(ValueError):
-                rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
 
 
 def _replayed(rows: list[dict[str, Any]]) -> tuple[list[tuple[str, str]], int]:

@@ -23,6 +23,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from grpo_ustat.nested import flat
 from grpo_ustat.runs.svg import dark_rules, inlined
 
 NAME = "report.html"
@@ -119,22 +120,14 @@ def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, di
     >>> differences({"a": {"seed": 0}, "b": {"seed": 0}})
     {}
     """
-    flat = {run: _flat(config) for run, config in configurations.items()}
-    keys = dict.fromkeys(key for config in flat.values() for key in config)
-    found = {key: {run: config.get(key) for run, config in flat.items()} for key in keys}
+    runs = {run: flat(config) for run, config in configurations.items()}
+    keys = dict.fromkeys(key for config in runs.values() for key in config)
+    found = {key: {run: config.get(key) for run, config in runs.items()} for key in keys}
     return {
         key: values
         for key, values in found.items()
         if len({json.dumps(value, default=str) for value in values.values()}) > 1
     }
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        nested = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return flat
 
 
 def render(page: Page) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from grpo_ustat.nested import flat
 from grpo_ustat.secrecy import redacted
 
 
@@ -96,7 +97,7 @@ class Source:
         for name, value in result.items():
             if isinstance(value, list) and value and name != "evals":  # which are items already
                 yield Item("table", name, _digest(value), result.get("steps"), value)
-        values = _flat({k: v for k, v in result.items() if not isinstance(v, list)})
+        values = {k: v for k, v in flat(result, "/").items() if not isinstance(v, list)}
         yield Item("result", "result", _digest(values), result.get("steps"), values)
 
     def _table(self, name: str) -> list[dict[str, str]]:
@@ -169,21 +170,6 @@ def _parsed(text: str) -> Any:
         except ValueError:
             pass
     return text or None
-
-
-def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by path.
-
-    >>> _flat({"scaling": {"c1": 2.0, "c2": None}, "run": "a"})
-    {'scaling/c1': 2.0, 'scaling/c2': None, 'run': 'a'}
-    """
-    found = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}/")
-        elif not isinstance(value, list):
-            found[prefix + key] = value
-    return found
 
 
 def is_number(value: Any) -> bool:

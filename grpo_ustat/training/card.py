@@ -22,6 +22,7 @@ from grpo_ustat.estimators.intervals import matched_difference
 from grpo_ustat.identity import data_fingerprint
 from grpo_ustat.runs import history
 from grpo_ustat.runs.curve_svg import Curve, curve_svg
+from grpo_ustat.runs.jsonl import read_rows
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.markdown import fenced, plain, table
 
@@ -56,7 +57,7 @@ def write_card(staged: Path, run: Any, progress: Any) -> None:
         OSError: the disk refuses them.
     """
     try:
-        rows = _metrics(run.folder.path)
+        rows, _ = read_rows(run.folder.path / "metrics.jsonl")
         texts = {
             NAME: card(run, progress, rows),
             PICTURE: _picture(rows, progress.evals),
@@ -261,12 +262,6 @@ def _limits(config: TrainConfig, progress: Any) -> str:
     if progress.failed_saves:
         lines.append(f"{progress.failed_saves} checkpoints could not be written on the way.")
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; it was synced before."""
-    with (folder / "metrics.jsonl").open() as file:
-        return [json.loads(line) for line in file]
 
 
 def _picture(rows: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
