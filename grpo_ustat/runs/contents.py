@@ -5,8 +5,6 @@ A file that is not there is empty; one that is damaged is too, and is named in `
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ import yaml
 from pyarrow import parquet
 
 from grpo_ustat.runs import completions, history
-from grpo_ustat.runs.jsonl import read_rows
+from grpo_ustat.runs.rowfiles import csv_rows, read_rows
 
 MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000  # that a page holds
 
@@ -46,7 +44,7 @@ class Contents:
         self.result = result or self._read("result.json", json.loads)
         self.launches = history.launches(path)
         self.metrics = self._rows("metrics.jsonl")
-        self.evals: list[dict[str, Any]] = self._read("eval.csv", _table, list) or []
+        self.evals: list[dict[str, Any]] = self._read("eval.csv", csv_rows, list) or []
 
     def value(self, key: str) -> Any:
         """What the configuration says under `a.b`, None where it has no such key."""
@@ -115,22 +113,6 @@ def _which(shown: int, steps: Sequence[int | None]) -> str:
         return f"{text}, all of them here."
     spaced = "the first of them" if None in steps else "those of evenly spaced steps"
     return f"{text}; here are {shown}, {spaced}."
-
-
-def _table(text: str) -> list[dict[str, Any]]:
-    rows = list(csv.DictReader(io.StringIO(text)))
-    return [{key: _number(value) for key, value in row.items() if key} for row in rows]
-
-
-def _number(text: str | None) -> Any:
-    try:
-        return int(text or "")
-    except ValueError:
-        pass
-    try:
-        return float(text or "")
-    except ValueError:
-        return text or None
 
 
 def _line(error: Exception) -> str:

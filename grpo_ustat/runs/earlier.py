@@ -16,8 +16,8 @@ import yaml
 
 from grpo_ustat.config import TrainConfig
 from grpo_ustat.runs import history
-from grpo_ustat.runs.jsonl import read_rows
 from grpo_ustat.runs.points import Point
+from grpo_ustat.runs.rowfiles import read_rows
 
 MOST = 50  # folders that are read, the newest
 STEPS = 500  # of each, the last

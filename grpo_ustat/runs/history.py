@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_ustat import slurm
 from grpo_ustat.ranks import world
-from grpo_ustat.runs.jsonl import read_rows
+from grpo_ustat.runs.rowfiles import read_rows
 from grpo_ustat.signals import Stopped
 
 NAME = "launches.jsonl"

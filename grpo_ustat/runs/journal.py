@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from grpo_ustat.runs.jsonl import read_rows
+from grpo_ustat.runs.rowfiles import read_rows
 from grpo_ustat.runs.sources import Item
 
 FOLDER = "tracker"

@@ -7,7 +7,6 @@ and have the same digest.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import math
@@ -20,6 +19,7 @@ from typing import Any
 import yaml
 
 from grpo_ustat.nested import flat
+from grpo_ustat.runs.rowfiles import csv_rows
 from grpo_ustat.secrecy import redacted
 
 
@@ -73,9 +73,8 @@ class Source:
 
     def _evals(self) -> Iterator[Item]:
         for row in self._table("eval.csv"):
-            step, values = int(row["step"]), {key: _parsed(text) for key, text in row.items()}
-            name = f"{row['decoding']}/{row['split']}"
-            yield Item("eval", f"{step}/{name}", _digest(values), step, values)
+            name = f"{row['step']}/{row['decoding']}/{row['split']}"
+            yield Item("eval", name, _digest(row), row["step"], row)
 
     def _completions(self) -> Iterator[Item]:
         if not self._changed("completions.parquet"):
@@ -100,11 +99,8 @@ class Source:
         values = {k: v for k, v in flat(result, "/").items() if not isinstance(v, list)}
         yield Item("result", "result", _digest(values), result.get("steps"), values)
 
-    def _table(self, name: str) -> list[dict[str, str]]:
-        if not self._changed(name):
-            return []
-        with (self.folder / name).open(newline="") as file:
-            return list(csv.DictReader(file))
+    def _table(self, name: str) -> list[dict[str, Any]]:
+        return csv_rows((self.folder / name).read_text()) if self._changed(name) else []
 
     def _changed(self, name: str) -> bool:
         """Whether a file that is always replaced as a whole is there and another one than before.
@@ -160,16 +156,6 @@ def _timeless(content: Any) -> Any:
     if isinstance(content, dict):
         return {k: v for k, v in content.items() if "seconds" not in k and k != "step_time"}
     return content
-
-
-def _parsed(text: str) -> Any:
-    """A cell of a CSV file: a number, a text, or None where it is empty."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text or None
 
 
 def is_number(value: Any) -> bool:

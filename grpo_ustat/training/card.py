@@ -22,9 +22,9 @@ from grpo_ustat.estimators.intervals import matched_difference
 from grpo_ustat.identity import data_fingerprint
 from grpo_ustat.runs import history
 from grpo_ustat.runs.curve_svg import Curve, curve_svg
-from grpo_ustat.runs.jsonl import read_rows
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.markdown import fenced, plain, table
+from grpo_ustat.runs.rowfiles import read_rows
 
 NAME, PICTURE, CONFIG = "README.md", "curves.svg", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

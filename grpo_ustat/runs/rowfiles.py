@@ -1,7 +1,9 @@
-"""Files of JSON lines that grow while they are read, and that a kill may leave half a line of."""
+"""The files of rows that runs leave, read back: JSON lines that may still grow, and CSV tables."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -31,3 +33,22 @@ def _parsed(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def csv_rows(text: str) -> list[dict[str, Any]]:
+    r"""A table's rows; a cell is a number, a text, or None where it is empty.
+
+    >>> csv_rows("step,split,low\n4,test,0.25\n8,,\n")
+    [{'step': 4, 'split': 'test', 'low': 0.25}, {'step': 8, 'split': None, 'low': None}]
+    """
+    rows = csv.DictReader(io.StringIO(text))
+    return [{key: _cell(value) for key, value in row.items() if key} for row in rows]
+
+
+def _cell(text: str | None) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text or "")
+        except ValueError:
+            pass
+    return text or None
