@@ -14,6 +14,9 @@ from grpo_ustat.runs import learning  # noqa: E402
 
 torch.set_num_threads(1)
 
+# Collected for doctests they would be imported: `wandb`, for one, by all tests that come after.
+collect_ignore = ["stub_trackers", "tasks/stub"]
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the slow tests instead of the fast")

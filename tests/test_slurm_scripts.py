@@ -126,7 +126,7 @@ def test_without_the_plugin_only_its_launchers_are_refused(tmp_path):
     assert refused.stderr == (
         "error: SLURM needs hydra-submitit-launcher: pip install 'grpo-ustat[slurm]'\n"
     )
-    assert "hydra/launcher" not in run("--help").stdout
+    assert "(pip install 'grpo-ustat[slurm]')" in " ".join(run("--help").stdout.split())
     assert (
         "budget.rollouts=16 is not a multiple" in run("group_size=5", "budget.rollouts=16").stderr
     )
