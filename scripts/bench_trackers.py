@@ -1,15 +1,18 @@
 """What a tracker that fails does to a run: to its results, its rows, its steps and its end.
 
     python scripts/bench_trackers.py
-    python scripts/bench_trackers.py --steps 20 --rounds 1 --only "hangs in log" "server: 401"
+    python scripts/bench_trackers.py --steps 40 --only "hangs in log" "server: 401"
 
-Runs without a tracker and runs with one take turns, fault by fault, each a fork of this process.
-The real wandb speaks to a server on loopback that refuses, fails or hangs; where a tracker itself
-is to fail, a stub of wandb does. Same seed, so the same step does the same work in both: ratios are
-medians over steps of its time with the tracker over its time without, of wall time and of the run's
-own CPU time (on a busy machine the second says more), with distribution-free 95 % intervals (order
-statistics). `equal`: metrics, evaluations, result and final weights, bit by bit but for the clock.
-`waited`: seconds at the end, `logger.finish_seconds` at most.
+A run without a tracker and runs with one, fault by fault, each a fork of this process. The real
+wandb speaks to a server on loopback that refuses, fails or hangs; where a tracker itself is to
+fail, a stub of wandb does. `equal`: metrics, evaluations, result and final weights of both, bit by
+bit but for the clock. `waited`: seconds at the end, `logger.finish_seconds` at most.
+
+Two runs one after the other differ by 10 % and more in the machine's own speed, so times are
+compared within a run: the tracker's processes, which are not the run's, stand still (SIGSTOP) every
+other block of steps and do all of their work in the others. Ratios are medians over pairs of
+neighbouring blocks, awake over asleep, of wall time and of the run's own CPU time, with
+distribution-free 95 % intervals (order statistics); the control has no process to stop.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 from scipy.stats import binom
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +45,7 @@ from grpo_ustat.runs import log, mirroring  # noqa: E402
 from grpo_ustat.runs.folder import RunFolder  # noqa: E402
 from grpo_ustat.training import trainer  # noqa: E402
 
-WARM = 2  # first steps of a run, which do not count
+WARM, BLOCK = 4, 4  # first steps of a run, which do not count; steps between turns
 STUBBED = (
     "raises in import", "raises in init", "raises in log", "slow in log", "hangs in init",
     "hangs in log", "exits in log", "fills memory in log", "prints in log",
@@ -62,7 +67,7 @@ class Case:
 
 @dataclass
 class Ran:
-    """What one run left: its exit code, times of its steps, seconds waited, folder."""
+    """What one run left: its exit code, ratios of its blocks' times, seconds waited, folder."""
 
     code: int
     wall: np.ndarray
@@ -93,8 +98,6 @@ def _path() -> str:
 
 
 def _kill_mirror() -> None:
-    import psutil
-
     mirrors = []
     while not mirrors:
         time.sleep(0.2)
@@ -116,8 +119,20 @@ def run(case: Case, folder: Path, asked: argparse.Namespace) -> Ran:
             os._exit(1)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     times = json.loads((folder / "times.json").read_text())
-    wall, cpu = np.diff(np.array(times["steps"]), axis=0)[WARM:].T
+    wall, cpu = (awake_over_asleep(x) for x in np.diff(np.array(times["steps"]), axis=0).T)
     return Ran(code, wall, cpu, times["waited"], folder)
+
+
+def awake_over_asleep(times: np.ndarray) -> np.ndarray:
+    """A ratio for each pair of neighbouring blocks.
+
+    >>> awake_over_asleep(np.array([9.0] * 3 + [2.0] * 4 + [1.0] * 4 + [5.0]))
+    array([2.])
+    """
+    times = times[WARM - 1 :]  # the first time is between the first two steps
+    pairs = len(times) // (2 * BLOCK)
+    awake, asleep = times[: 2 * BLOCK * pairs].reshape(pairs, 2, BLOCK).mean(axis=2).T
+    return awake / asleep
 
 
 def _train(case: Case, folder: Path, asked: argparse.Namespace) -> None:
@@ -140,19 +155,30 @@ def _train(case: Case, folder: Path, asked: argparse.Namespace) -> None:
 
 
 def _timed(times: dict) -> None:
-    """Have steps and the wait for the mirror timed."""
+    """Have steps and the wait for the mirror timed, and the mirror stand still in turns."""
     write, finish = log.RunLog.write, mirroring.Mirroring.finish
 
     def timed_write(self, *arguments):
         write(self, *arguments)
+        done = len(times["steps"]) + 1
+        if done >= WARM and (done - WARM) % BLOCK == 0:
+            _tell_others(signal.SIGCONT if (done - WARM) // BLOCK % 2 == 0 else signal.SIGSTOP)
         times["steps"].append((time.perf_counter(), time.process_time()))
 
     def timed_finish(self, *arguments):
+        _tell_others(signal.SIGCONT)
         start = time.perf_counter()
         finish(self, *arguments)
         times["waited"] = time.perf_counter() - start
 
     log.RunLog.write, mirroring.Mirroring.finish = timed_write, timed_finish
+
+
+def _tell_others(number: int) -> None:
+    """Send a signal to all processes that this one has started, and to theirs."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            process.send_signal(number)
 
 
 def content(folder: Path) -> dict:
@@ -182,32 +208,30 @@ def median(values: np.ndarray) -> tuple[float, float, float]:
     return float(np.median(ranked)), float(ranked[out]), float(ranked[n - 1 - out])
 
 
-def row(case: Case, pairs: list[tuple[Ran, Ran]], steps: int) -> str:
+def row(case: Case, ran: list[Ran], without: Ran, steps: int) -> str:
     """A line of the table."""
-    runs = [run for pair in pairs for run in pair]
-    equal = all(content(a.folder) == content(b.folder) for a, b in pairs)
-    lost = sum(steps - len(content(a.folder)["rows"]) for a, _ in pairs)
-    codes = ",".join(sorted({str(run.code) for run in runs}))
-    waited = max(a.waited for a, _ in pairs)
-    said = f"{codes:>5}{'yes' if equal else 'NO':>7}{lost:>6}{ratios(pairs)}{waited:>9.1f}"
+    held = [content(one.folder) for one in ran]
+    equal, expected = all(one == content(without.folder) for one in held), steps * len(ran)
+    lost = expected - sum(len(one["rows"]) for one in held)
+    codes = ",".join(sorted({str(one.code) for one in ran}))
+    waited = max(one.waited for one in ran)
+    said = f"{codes:>5}{'yes' if equal else 'NO':>7}{lost:>6}{ratios(ran)}{waited:>9.1f}"
     return f"{case.name:28}{said}"
 
 
-def ratios(pairs: list[tuple[Ran, Ran]]) -> str:
+def ratios(ran: list[Ran]) -> str:
     """Of wall time and of CPU time."""
     return "".join(
-        "{:8.3f} [{:.3f}, {:.3f}]".format(
-            *median(np.concatenate([getattr(a, kind) / getattr(b, kind) for a, b in pairs]))
-        )
+        "{:8.3f} [{:.3f}, {:.3f}]".format(*median(np.concatenate([getattr(x, kind) for x in ran])))
         for kind in ("wall", "cpu")
     )
 
 
 def main() -> None:
-    """Take turns and print the table as it grows."""
+    """Print the table as it grows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rollouts", type=int, default=32)
     parser.add_argument("--finish-seconds", type=float, default=3)
     parser.add_argument("--only", nargs="*", help="names of rows")
@@ -216,20 +240,15 @@ def main() -> None:
     print(f"{'CPU time ratio':>24}{'waited':>9}", flush=True)
     server, every = WandbServer(), []
     with tempfile.TemporaryDirectory() as place:
+        without = run(Case("none", "none"), Path(place) / "without", asked)
         for number, case in enumerate(cases(server, Path(place) / "seen")):
             if asked.only and case.name not in asked.only:
                 continue
-            pairs = []
-            if not number:
-                run(Case("none", "none"), Path(place) / "warm", asked)
-            for turn in range(asked.rounds):
-                server.fault = case.fault
-                folders = [Path(place) / f"{number}-{turn}-{side}" for side in ("with", "without")]
-                order = (case, Case("none", "none")) if turn % 2 else (Case("none", "none"), case)
-                ran = {one is case: run(one, folders[one is not case], asked) for one in order}
-                pairs.append((ran[True], ran[False]))
-            print(row(case, pairs, asked.steps), flush=True)
-            every += pairs if case.logger != "none" else []
+            server.fault = case.fault
+            folders = [Path(place) / f"{number}-{turn}" for turn in range(asked.rounds)]
+            ran = [run(case, folder, asked) for folder in folders]
+            print(row(case, ran, without, asked.steps), flush=True)
+            every += ran if case.logger != "none" else []
         if every:
             print(f"{'all trackers together':46}{ratios(every)}")
     server.close()
