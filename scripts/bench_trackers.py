@@ -9,8 +9,8 @@ fail, a stub of wandb does. `equal`: metrics, evaluations, result and final weig
 bit but for the clock. `waited`: seconds at the end, `logger.finish_seconds` at most.
 
 Two runs one after the other differ by 10 % and more in the machine's own speed, so times are
-compared within a run: the tracker's processes, which are not the run's, stand still (SIGSTOP) every
-other block of steps and do all of their work in the others. Ratios are medians over pairs of
+compared within a run: the tracker's processes, which are not the run's, stand still (SIGSTOP) in
+half of the blocks of steps and do all of their work in the others. Ratios are medians over four
 neighbouring blocks, awake over asleep, of wall time and of the run's own CPU time, with
 distribution-free 95 % intervals (order statistics); the control has no process to stop.
 """
@@ -124,15 +124,15 @@ def run(case: Case, folder: Path, asked: argparse.Namespace) -> Ran:
 
 
 def awake_over_asleep(times: np.ndarray) -> np.ndarray:
-    """A ratio for each pair of neighbouring blocks.
+    """A ratio for each four blocks: awake, asleep, asleep, awake, so that no trend counts.
 
-    >>> awake_over_asleep(np.array([9.0] * 3 + [2.0] * 4 + [1.0] * 4 + [5.0]))
+    >>> awake_over_asleep(np.array([9.0] * 3 + [2.0] * 4 + [1.0] * 8 + [2.0] * 4 + [5.0]))
     array([2.])
     """
     times = times[WARM - 1 :]  # the first time is between the first two steps
-    pairs = len(times) // (2 * BLOCK)
-    awake, asleep = times[: 2 * BLOCK * pairs].reshape(pairs, 2, BLOCK).mean(axis=2).T
-    return awake / asleep
+    fours = len(times) // (4 * BLOCK)
+    blocks = times[: 4 * BLOCK * fours].reshape(fours, 4, BLOCK).mean(axis=2)
+    return (blocks[:, 0] + blocks[:, 3]) / (blocks[:, 1] + blocks[:, 2])
 
 
 def _train(case: Case, folder: Path, asked: argparse.Namespace) -> None:
@@ -162,7 +162,8 @@ def _timed(times: dict) -> None:
         write(self, *arguments)
         done = len(times["steps"]) + 1
         if done >= WARM and (done - WARM) % BLOCK == 0:
-            _tell_others(signal.SIGCONT if (done - WARM) // BLOCK % 2 == 0 else signal.SIGSTOP)
+            awake = (done - WARM) // BLOCK % 4 in (0, 3)
+            _tell_others(signal.SIGCONT if awake else signal.SIGSTOP)
         times["steps"].append((time.perf_counter(), time.process_time()))
 
     def timed_finish(self, *arguments):
