@@ -1,0 +1,91 @@
+r"""Exact covariance matrices of gradient estimators (paper, Lemma 1, Theorem 2, Proposition 3).
+
+As matrices, of one prompt with scores s, rewards z, value V and variance sigma^2:
+
+    any b(x)         ( E[s s' (z - b)^2] - g g' ) / G
+    leave-one-out    ( E[s s' (z - V)^2] - g g' ) / G  +  ( E[s s'] sigma^2 + g g' ) / ( G (G-1) )
+
+and of B prompts drawn independently `( Cov g(X) + E cov_X ) / B`. Traces are the errors of
+`estimators.moments`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+UNBIASED = ("none", "oracle", "optimal", "leave_one_out")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`covariance(B, G) = ( prompts + completions / G + pairs / (G (G-1)) ) / B`, all [K, K, R].
+
+    Attributes:
+        prompts: Cov g(X), whose trace is C1.
+        completions: of the first order, trace C2.
+        pairs: of the second order, trace C3; zero for rules that know the value.
+    """
+
+    prompts: np.ndarray
+    completions: np.ndarray
+    pairs: np.ndarray
+
+    def covariance(self, num_prompts: int, group_size: int) -> np.ndarray:
+        """[K, K, R]."""
+        pairs = self.pairs / (group_size * (group_size - 1)) if group_size > 1 else 0 * self.pairs
+        return (self.prompts + self.completions / group_size + pairs) / num_prompts
+
+
+def parts(
+    probability_PYR: np.ndarray, score_PYKR: np.ndarray, rewards_PY: np.ndarray, baseline: str
+) -> Parts:
+    """The parts of an estimator's covariance, for every replicate's policy.
+
+    Args:
+        probability_PYR: pi(y|x).
+        score_PYKR: d log pi(y|x).
+        rewards_PY: r(x, y).
+        baseline: one of `UNBIASED`; `optimal` is `b* = E[q z] / E q`, the best of one number a
+            prompt for the trace.
+
+    Raises:
+        ValueError: another baseline.
+    """
+    if baseline not in UNBIASED:
+        raise ValueError(f"baseline {baseline!r} has no covariance here: use {', '.join(UNBIASED)}")
+    z_PYR = np.broadcast_to(rewards_PY[..., None], probability_PYR.shape)
+    value_PR = (probability_PYR * z_PYR).sum(axis=1)
+    g_PKR = _mean(probability_PYR * z_PYR, score_PYKR)
+    mean_KR = g_PKR.mean(axis=0)
+    first = _second(probability_PYR * np.square(z_PYR - subtracted(
+        probability_PYR, score_PYKR, rewards_PY, baseline)[:, None]), score_PYKR)  # fmt: skip
+    products = np.einsum("pkr,plr->klr", g_PKR, g_PKR) / len(g_PKR)
+    pairs = np.zeros_like(products)
+    if baseline == "leave_one_out":
+        variance_PR = (probability_PYR * np.square(z_PYR - value_PR[:, None])).sum(axis=1)
+        pairs = _second(probability_PYR * variance_PR[:, None], score_PYKR) + products
+    return Parts(products - mean_KR[:, None] * mean_KR[None], first - products, pairs)
+
+
+def subtracted(
+    probability_PYR: np.ndarray, score_PYKR: np.ndarray, rewards_PY: np.ndarray, baseline: str
+) -> np.ndarray:
+    """b(x) of rules that know the policy, [P, R]; of leave_one_out its mean, V."""
+    if baseline == "none":
+        return np.zeros((len(rewards_PY), probability_PYR.shape[-1]))
+    weight_PYR = probability_PYR
+    if baseline == "optimal":
+        weight_PYR = probability_PYR * np.square(score_PYKR).sum(axis=2)
+    return (weight_PYR * rewards_PY[..., None]).sum(axis=1) / weight_PYR.sum(axis=1)
+
+
+def _mean(weight_PYR: np.ndarray, score_PYKR: np.ndarray) -> np.ndarray:
+    return np.einsum("pyr,pykr->pkr", weight_PYR, score_PYKR)
+
+
+def _second(weight_PYR: np.ndarray, score_PYKR: np.ndarray) -> np.ndarray:
+    """Mean over prompts of sum_y w s s', [K, K, R]."""
+    found = np.einsum("pyr,pykr,pylr->klr", weight_PYR, score_PYKR, score_PYKR)
+    return found / len(weight_PYR)
