@@ -10,7 +10,6 @@ so the score of token t has entries in row (t, y_{t-1}) of theta alone, and D = 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -64,7 +63,7 @@ class SequencePolicy:
     def completions_YL(self) -> np.ndarray:
         """Every completion, int."""
         length, size, _ = self.theta_LVV.shape
-        return np.array(list(itertools.product(range(size), repeat=length)))
+        return np.indices((size,) * length).reshape(length, -1).T
 
     @cached_property
     def next_PYLV(self) -> np.ndarray:
