@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from scipy.special import logsumexp
 
 MOST = 2**14  # completions that are listed
 
@@ -68,15 +69,12 @@ class SequencePolicy:
     @cached_property
     def next_PYLV(self) -> np.ndarray:
         """pi(. | x, y_<t) at every token of every completion."""
-        logits = self.theta_LVV + self.offset_PV[:, None, None]
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        table_PLVV = weights / weights.sum(axis=-1, keepdims=True)
-        return table_PLVV[:, np.arange(len(self.theta_LVV)), self._previous_YL]
+        return np.exp(self._next_log_PYLV)
 
     @cached_property
     def logprob_PYL(self) -> np.ndarray:
         """log pi(y_t | x, y_<t)."""
-        return np.log((self.next_PYLV * self._own_YLV).sum(axis=-1))
+        return (self._next_log_PYLV * self._own_YLV).sum(axis=-1)
 
     @cached_property
     def probabilities_PY(self) -> np.ndarray:
@@ -130,7 +128,7 @@ class SequencePolicy:
             reference: the other policy.
             prefix_PY: law of the completions whose prefixes these are.
         """
-        log_PYLV = np.log(reference.next_PYLV) - np.log(self.next_PYLV)
+        log_PYLV = reference._next_log_PYLV - self._next_log_PYLV
         return (prefix_PY * (reference.next_PYLV * log_PYLV).sum(axis=(2, 3))).sum(axis=1)
 
     def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
@@ -140,6 +138,12 @@ class SequencePolicy:
         gradient of KL(reference || policy) of completions has the reference's law instead.
         """
         return _mean(prefix_PY, self._in_rows(self.next_PYLV - reference.next_PYLV))
+
+    @cached_property
+    def _next_log_PYLV(self) -> np.ndarray:
+        logits_PLVV = self.theta_LVV + self.offset_PV[:, None, None]
+        table_PLVV = logits_PLVV - logsumexp(logits_PLVV, axis=-1, keepdims=True)
+        return table_PLVV[:, np.arange(len(self.theta_LVV)), self._previous_YL]
 
     @cached_property
     def _previous_YL(self) -> np.ndarray:
