@@ -20,6 +20,7 @@ from grpo_ustat.estimators.normalised import (
     right_and_wrong,
 )
 from grpo_ustat.theorems.finding import Claim, Curve, Finding, Panel, decided
+from grpo_ustat.theorems.limits import settled
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 FAR = (2**14, 2**15, 2**16)  # group sizes from which limits are extrapolated
@@ -163,7 +164,7 @@ def _rate(measured: Measured) -> Claim:
     predicted = -1.0 if measured.ordinary else -2.0
     slope = float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
     off = np.abs(np.diff(np.log(values)) / np.diff(np.log(sizes)) - predicted)
-    agrees = abs(slope - predicted) <= SLOPE_TOLERANCE or (None if off[1] < off[0] else False)
+    agrees = abs(slope - predicted) <= SLOPE_TOLERANCE or settled(off[1], off[0], 0.0)
     how = (
         f"exact at G = {', '.join(map(str, sizes))}, epsilon = 0, least squares; within "
         f"{SLOPE_TOLERANCE}, not decided where further off and coming closer"
@@ -176,7 +177,7 @@ def _limit(what: str, predicted: float, values: np.ndarray, scale: float) -> Cla
     """Values at the sizes of `FAR` against the delta method's constant."""
     found, off = float(at_infinity(values)), np.abs(values - predicted)
     close = abs(found - predicted) <= TOLERANCE * abs(predicted) + 1e-6 * scale
-    agrees = bool(close) or (None if off[2] < off[1] else False)
+    agrees = bool(close) or settled(off[2], off[1], 0.0)
     how = (
         f"exact at G = {', '.join(map(str, FAR))}, epsilon = 0, mean over prompts, extrapolated in "
         f"1/G; within {TOLERANCE:.0%} of the delta method's, not decided where coming closer"

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_ustat.estimators.baselines import leave_one_out
-from grpo_ustat.estimators.offpolicy import group_moments
+from grpo_ustat.estimators.weighted import group_moments
 from grpo_ustat.policy.sequences import SequencePolicy
 from grpo_ustat.records import BaselineContext
-from grpo_ustat.rollout.draws import generator
 
 LEVELS = ("token", "sequence")
+ZERO = 1e-20  # a squared bias this far below the variance is rounding
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class Setting:
     beta: float
     num_prompts: int
     group_size: int
+
+    def __post_init__(self):
+        shape = self.old.logprob_PYL.shape
+        assert self.reference.logprob_PYL.shape == shape and self.reward_PY.shape == shape[:2]
 
     def tables(self, current: SequencePolicy, level: str) -> tuple[np.ndarray, np.ndarray]:
         """w and beta k of every completion, each [P, Y, D]."""
@@ -80,9 +84,9 @@ class Setting:
         return policy_PD.mean(axis=0), -self.beta * penalty_PD.mean(axis=0)
 
     def quality(self, current: SequencePolicy) -> dict[str, float]:
-        """Squared biases and variances of both levels, `_policy` without and `_kl` of the penalty.
+        """Squared biases, variances and errors of both levels; `_kl` of the penalty's part alone.
 
-        `ratio_second_moment` is E rho^2, over prompts.
+        `_policy` is without the penalty; `ratio_second_moment` is E rho^2, mean over prompts.
         """
         found = {}
         for level in LEVELS:
@@ -108,6 +112,7 @@ class Setting:
             "bias2_kl": _sq(penalty_D),
             "variance": both.variance(*shape),
             "variance_policy": plain.variance(*shape),
+            "mse": _sq(policy_D + penalty_D) + both.variance(*shape),
         }
 
     def first_order_bias(self, direction_D: np.ndarray) -> np.ndarray:
@@ -126,30 +131,6 @@ class Setting:
         return np.einsum("py,pyd->d", law_PY, missing_PYD) / len(law_PY)
 
 
-@dataclass(frozen=True)
-class Draws:
-    """The minibatches of one path: completions of pi_old, the same at every learning rate.
-
-    Attributes:
-        prompt_UB: prompts of each update, drawn independently and evenly.
-        outcome_UBG: their completions.
-    """
-
-    prompt_UB: np.ndarray
-    outcome_UBG: np.ndarray
-
-
-def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
-    """Keyed by seed and replicate alone."""
-    rng = generator(seed, "theorem12", replicate)
-    law_PY = setting.old.probabilities_PY
-    prompt_UB = rng.integers(len(law_PY), size=(updates, setting.num_prompts))
-    uniform_UBG = rng.random((*prompt_UB.shape, setting.group_size))
-    cumulative_UBY = (law_PY / law_PY.sum(axis=1, keepdims=True)).cumsum(axis=1)[prompt_UB]
-    below_UBG = (cumulative_UBY[:, :, None, :-1] <= uniform_UBG[..., None]).sum(axis=-1)
-    return Draws(prompt_UB, below_UBG)
-
-
 def estimate(
     setting: Setting, current: SequencePolicy, prompt_B: np.ndarray, outcome_BG: np.ndarray
 ) -> np.ndarray:
@@ -160,21 +141,19 @@ def estimate(
     return (advantage_BG[..., None] * weight_PYD[own] + penalty_PYD[own]).mean(axis=(0, 1))
 
 
-def random_path(setting: Setting, draws: Draws, learning_rate: float) -> SequencePolicy:
-    """The policy after one update on each minibatch, plain gradient ascent."""
-    current = setting.old
-    for prompt_B, outcome_BG in zip(draws.prompt_UB, draws.outcome_UBG, strict=True):
-        step_D = estimate(setting, current, prompt_B, outcome_BG)
-        current = current.at(current.theta_D + learning_rate * step_D)
-    return current
+def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
+    """The B at which both levels have the same error, variances being those of `num_prompts`.
 
+    With more prompts the completion's ratio is the better one; negative where it always is,
+    NaN where there is no bias.
 
-def exact_path(setting: Setting, updates: int, learning_rate: float) -> SequencePolicy:
-    """The same along the target itself, without noise."""
-    current = setting.old
-    for _ in range(updates):
-        current = current.at(current.theta_D + learning_rate * sum(setting.target(current)))
-    return current
+    >>> values = {"sequence_variance": 3.0, "token_variance": 1.0, "token_bias2": 0.5}
+    >>> tie({name: np.array([x]) for name, x in values.items()}, 8).item()
+    32.0
+    """
+    bias2, variance = values["token_bias2"], values["token_variance"]
+    bias2 = np.where(bias2 > ZERO * variance, bias2, np.nan)
+    return num_prompts * (values["sequence_variance"] - variance) / bias2
 
 
 def _sq(vector_D: np.ndarray) -> float:

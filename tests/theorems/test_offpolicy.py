@@ -7,20 +7,18 @@ import math
 
 import numpy as np
 import pytest
+from offpolicy_bed import BETA, GROUP, LENGTH, small_setting
 from reference import plain_advantages
 
 from grpo_ustat.policy.sequences import SequencePolicy
-from grpo_ustat.theorems.offpolicy import Setting, draw, estimate, exact_path, random_path
+from grpo_ustat.theorems.offpolicy import Setting, estimate
 
-LENGTH, SIZE, GROUP, BETA = 2, 2, 3, 0.3
 STEP = 1e-5
 
 
 @pytest.fixture
 def setting(rng):
-    old = SequencePolicy(rng.normal(size=(LENGTH, SIZE, SIZE)), rng.normal(size=(2, SIZE)) / 2)
-    reference = old.at(old.theta_D + rng.normal(size=8) / 2)
-    return Setting(old, reference, rng.random((2, 4)), BETA, 1, GROUP)
+    return small_setting(rng)
 
 
 @pytest.fixture
@@ -133,26 +131,3 @@ def test_an_estimate_is_the_average_over_its_minibatch(setting, current):
             weight, penalty = written_out(setting, current, p, y, "token")
             expected += (a * weight + BETA * penalty) / 6
     np.testing.assert_allclose(estimate(setting, current, prompts, outcomes), expected, rtol=1e-12)
-
-
-def test_draws_follow_the_policy_that_writes(setting):
-    found = draw(setting, 30_000, seed=0, replicate=0)
-    for prompt in range(2):
-        outcomes = found.outcome_UBG[found.prompt_UB == prompt].ravel()
-        share = np.bincount(outcomes, minlength=4) / len(outcomes)
-        np.testing.assert_allclose(share, setting.old.probabilities_PY[prompt], atol=0.01)
-    again, other = (draw(setting, 30_000, seed=0, replicate=r) for r in (0, 1))
-    assert (again.outcome_UBG == found.outcome_UBG).all()
-    assert (other.outcome_UBG != found.outcome_UBG).any()
-
-
-def test_paths_are_steps_one_after_the_other(setting):
-    draws = draw(setting, 2, seed=3, replicate=5)
-    theta, target = setting.old.theta_D, setting.old.theta_D
-    for u in range(2):
-        theta = theta + 0.1 * estimate(
-            setting, setting.old.at(theta), draws.prompt_UB[u], draws.outcome_UBG[u]
-        )
-        target = target + 0.1 * sum(setting.target(setting.old.at(target)))
-    np.testing.assert_array_equal(random_path(setting, draws, 0.1).theta_D, theta)
-    np.testing.assert_array_equal(exact_path(setting, 2, 0.1).theta_D, target)

@@ -10,7 +10,7 @@ import pytest
 from reference import plain_advantages
 
 from grpo_ustat.estimators.moments import exact_moments
-from grpo_ustat.estimators.offpolicy import group_moments
+from grpo_ustat.estimators.weighted import group_moments
 
 
 @pytest.fixture
