@@ -115,16 +115,18 @@ def notes(paths: Paths, longer: ByLength) -> list[str]:
     told = [
         _crossing(paths),
         "Both levels have the same error at the same theta_k in minibatches of as many prompts as "
-        "follow; with more, the completion's ratio is better: "
+        "follow; with more, the completion's ratio is better, where 0 with any number: "
         f"{_listed(paths.rates, paths.tie())} (learning rates).",
         "The same by completion length, each token shifted alike: "
         f"{_listed(longer.lengths[several], longer.tie[several])} (tokens).",
+        "As the learning rate falls the levels differ by their variances, at order eta, and the "
+        "sign of that difference depends on policy and rewards; squared bias is of order eta^2.",
         f"As the learning rate falls, squared bias of minibatch steps is {noise:.3g} times that of "
         "exact steps: the rest is noise in theta_k.",
         f"{share:.1%} of the on-policy variance is C1/B, from which prompts were drawn: no group "
         "size reduces it, so `oracle variance / (B G)` holds with G C1 inside the oracle's.",
         "Given theta_k the minibatch is fresh, as within one pass over a batch; a second pass "
-        "over the same completions is another matter, biased with any ratio.",
+        "over the same completions may bias any ratio, and is not measured here.",
     ]
     if setting.beta > 0:
         told.append(
