@@ -1,0 +1,161 @@
+r"""What dividing by a group's own standard deviation changes, exactly, for 0/1 rewards (Lemma 11).
+
+Of one prompt, with `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)`, std with divisor G-1,
+and `U = 1/G sum_i s_i (z_i - zbar_{-i}) / sigma`, the U-statistic with kernel h / sigma: a group
+with n right answers has `std^2 = n (G-n) / (G (G-1))`, and given n its scores are independent, with
+mean g / V and trace of covariance t_1 where right, -g / (1-V) and t_0 where wrong. So given n,
+
+    E[sigma U | n] = std^2 g / sigma^2
+    tr Cov(sigma U | n) = ( (G-n)^2 n t_1 + n^2 (G-n) t_0 ) / (G (G-1))^2
+
+and a binomial sum over n is exact. As G grows, at epsilon = 0, with v = sigma^2 = V (1-V):
+
+    G Var U -> within + 4 shift      within = ( (1-V)^2 V t_1 + V^2 (1-V) t_0 ) / v
+    G Var N -> within +   shift      shift  = ||g||^2 (1 - 4v) / (4 v^2)
+    G E||N - U||^2 ->     shift             = ||g||^2 (mu_4 - sigma^4) / (4 sigma^6)
+    G (E N - g/sigma) -> -g (1 - 4v) / (8 v^(3/2))
+
+so at most a quarter of U's variance is the difference's, and N has the smaller one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+SILENT = 1e-12  # a chance this near to 0 or 1 is rounding
+
+
+@dataclass(frozen=True)
+class RightAndWrong:
+    """What the scores and 0/1 rewards of each prompt come to, arrays of shape [P].
+
+    Attributes:
+        value: V.
+        g_sq: ||g||^2.
+        right: t_1, trace of the covariance of the score where the reward is 1.
+        wrong: t_0, where it is 0.
+    """
+
+    value: np.ndarray
+    g_sq: np.ndarray
+    right: np.ndarray
+    wrong: np.ndarray
+
+    @property
+    def var_z(self) -> np.ndarray:
+        """V (1 - V), written sigma^2."""
+        return self.value * (1 - self.value)
+
+    @property
+    def within(self) -> np.ndarray:
+        """Limit of G times the variance of either estimate that is left given the rewards."""
+        v, p = self.var_z, self.value
+        return ((1 - p) ** 2 * p * self.right + p**2 * (1 - p) * self.wrong) / v
+
+    @property
+    def shift(self) -> np.ndarray:
+        """Limit of `G E||N - U||^2` at epsilon = 0; 0 where V = 1/2 or g = 0."""
+        return self.g_sq * (1 - 4 * self.var_z) / (4 * self.var_z**2)
+
+    @property
+    def bias(self) -> np.ndarray:
+        """Limit of `G ||E N - g / sigma||` at epsilon = 0."""
+        return np.sqrt(self.g_sq) * (1 - 4 * self.var_z) / (8 * self.var_z**1.5)
+
+    def floor(self, epsilon: float) -> np.ndarray:
+        """What a fixed epsilon leaves of `E||N - U||^2`: `||g||^2 (1/(sigma+eps) - 1/sigma)^2`.
+
+        >>> float(RightAndWrong(*np.full((4, 1), 0.5)).floor(0.5)[0])
+        0.5
+        """
+        sigma = np.sqrt(self.var_z)
+        return self.g_sq * (1 / (sigma + epsilon) - 1 / sigma) ** 2
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """Exact at one group size, arrays of shape [P].
+
+    Attributes:
+        difference: E||N - U||^2.
+        variance: tr Cov N.
+        plain_variance: tr Cov U.
+        bias: `<E N - g/sigma, g> / ||g||`, negative where N is short; its norm is |bias|.
+    """
+
+    difference: np.ndarray
+    variance: np.ndarray
+    plain_variance: np.ndarray
+    bias: np.ndarray
+
+
+def right_and_wrong(
+    probability_PY: np.ndarray, score_PYK: np.ndarray, reward_PY: np.ndarray
+) -> RightAndWrong:
+    """Of an enumerable policy.
+
+    Args:
+        probability_PY: of the outcomes.
+        score_PYK: their scores.
+        reward_PY: their rewards, each 0 or 1.
+
+    Raises:
+        ValueError: a reward is neither, or a prompt's rewards are all equal.
+    """
+    assert score_PYK.shape[:2] == probability_PY.shape == reward_PY.shape
+    if not np.isin(reward_PY, (0, 1)).all():
+        odd = reward_PY[~np.isin(reward_PY, (0, 1))][0]
+        raise ValueError(f"exact normalised moments need 0/1 rewards, got {odd}: round the rewards")
+    value_P = (probability_PY * reward_PY).sum(axis=1)
+    for prompt in np.flatnonzero((value_P < SILENT) | (value_P > 1 - SILENT)):
+        raise ValueError(
+            f"prompt {prompt} has V={value_P[prompt]}, where sigma is 0 and every group silent: "
+            "leave it out"
+        )
+    g_PK = np.einsum("py,pyk->pk", probability_PY * reward_PY, score_PYK)
+    traces = []
+    for kept_PY, chance_P in ((reward_PY, value_P), (1 - reward_PY, 1 - value_P)):
+        law_PY = probability_PY * kept_PY / chance_P[:, None]
+        mean_PK = np.einsum("py,pyk->pk", law_PY, score_PYK)
+        centred_PYK = score_PYK - mean_PK[:, None]
+        traces.append((law_PY * np.square(centred_PYK).sum(axis=2)).sum(axis=1))
+    return RightAndWrong(value_P, np.square(g_PK).sum(axis=1), *traces)
+
+
+def normalised(moments: RightAndWrong, group_size: int, epsilon: float) -> Normalised:
+    """What N and U are worth in groups of G, summed over the number of right answers.
+
+    Args:
+        moments: of the prompts.
+        group_size: G >= 2.
+        epsilon: added to std.
+
+    >>> coin = RightAndWrong(*(np.array([x]) for x in (0.5, 0.25, 0.0, 0.0)))
+    >>> found = normalised(coin, 2, 0.0)  # s = +-1; U is 0 or 2, N 0 or sqrt 2
+    >>> [round(float(x[0]), 4) for x in (found.difference, found.variance, found.plain_variance)]
+    [0.1716, 0.5, 1.0]
+    """
+    size, n = group_size, np.arange(group_size + 1.0)
+    law_Pn = stats.binom.pmf(n, size, moments.value[:, None])
+    sigma_P1 = np.sqrt(moments.var_z)[:, None]
+    var_n = n * (size - n) / (size * (size - 1))
+    own_n = np.where(var_n > 0, 1 / (np.sqrt(np.where(var_n > 0, var_n, 1)) + epsilon), 0)
+    mean_sq_Pn = moments.g_sq[:, None] * (var_n / sigma_P1**2) ** 2
+    right_Pn = (size - n) ** 2 * n * moments.right[:, None]
+    wrong_Pn = n**2 * (size - n) * moments.wrong[:, None]
+    second_Pn = mean_sq_Pn + (right_Pn + wrong_Pn) / (size * (size - 1)) ** 2
+
+    def second(factor_Pn):
+        return (law_Pn * factor_Pn**2 * second_Pn).sum(axis=1)
+
+    norm_P, sigma_P = np.sqrt(moments.g_sq), sigma_P1[:, 0]
+    mean_P = norm_P / sigma_P**2 * (law_Pn * var_n * own_n).sum(axis=1)
+    return Normalised(
+        difference=second(own_n - 1 / sigma_P1),
+        variance=second(own_n) - mean_P**2,
+        plain_variance=second(1 / sigma_P1) - moments.g_sq / sigma_P**2,
+        bias=mean_P - norm_P / sigma_P,
+    )

@@ -1,0 +1,170 @@
+r"""An enumerable policy that writes token by token: the bed for importance ratios and KL terms.
+
+All V^L completions of exactly L tokens are listed. Prompts share the parameters; a prompt shifts
+the logits of the tokens by its own constants, at every position:
+
+    pi(v | x, y_<t) = softmax_v( theta[t, y_{t-1}, v] + offset[x, v] )        y_{-1} = 0
+
+so the score of token t has entries in row (t, y_{t-1}) of theta alone, and D = L V^2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from scipy.special import logsumexp
+
+MOST = 2**14  # completions that are listed
+
+
+@dataclass(frozen=True)
+class SequencePolicy:
+    """A policy over completions of L tokens out of V, for P prompts.
+
+    Attributes:
+        theta_LVV: parameters by position, previous token (token 0 before the first) and token.
+        offset_PV: what a prompt adds to the logits of each token.
+
+    Raises:
+        ValueError: V^L completions are too many to list.
+
+    >>> policy = SequencePolicy(np.zeros((2, 2, 2)), np.zeros((1, 2)))
+    >>> policy.completions_YL.tolist(), policy.probabilities_PY.tolist()
+    ([[0, 0], [0, 1], [1, 0], [1, 1]], [[0.25, 0.25, 0.25, 0.25]])
+    >>> reward_PY = np.array([[0.0, 0.0, 0.0, 1.0]])
+    >>> policy.value_P(reward_PY).tolist(), policy.gradient_PD(reward_PY)[0, :2].tolist()
+    ([0.25], [-0.125, 0.125])
+    """
+
+    theta_LVV: np.ndarray
+    offset_PV: np.ndarray
+
+    def __post_init__(self):
+        length, size, _ = self.theta_LVV.shape
+        assert self.theta_LVV.shape == (length, size, size) and self.offset_PV.shape[1] == size
+        assert self.theta_LVV.dtype == self.offset_PV.dtype == np.float64
+        if size**length > MOST:
+            raise ValueError(
+                f"{size} tokens at {length} positions make {size**length} completions, at most "
+                f"{MOST} are listed: use fewer"
+            )
+
+    def at(self, theta_D: np.ndarray) -> SequencePolicy:
+        """The same policy with other parameters."""
+        return replace(self, theta_LVV=theta_D.reshape(self.theta_LVV.shape))
+
+    @property
+    def theta_D(self) -> np.ndarray:
+        """The parameters as a vector."""
+        return self.theta_LVV.ravel()
+
+    @cached_property
+    def completions_YL(self) -> np.ndarray:
+        """Every completion, int."""
+        length, size, _ = self.theta_LVV.shape
+        return np.indices((size,) * length).reshape(length, -1).T
+
+    @cached_property
+    def next_PYLV(self) -> np.ndarray:
+        """pi(. | x, y_<t) at every token of every completion."""
+        return np.exp(self._next_log_PYLV)
+
+    @cached_property
+    def logprob_PYL(self) -> np.ndarray:
+        """log pi(y_t | x, y_<t)."""
+        return (self._next_log_PYLV * self._own_YLV).sum(axis=-1)
+
+    @cached_property
+    def probabilities_PY(self) -> np.ndarray:
+        """pi(y|x)."""
+        return np.exp(self.logprob_PYL.sum(axis=-1))
+
+    @cached_property
+    def token_scores_PYLD(self) -> np.ndarray:
+        """grad log pi(y_t | x, y_<t): large, for small policies only."""
+        of_position = np.eye(len(self.theta_LVV))
+        return np.stack([self.weighted_scores(each) for each in of_position], axis=2)
+
+    @cached_property
+    def scores_PYD(self) -> np.ndarray:
+        """grad log pi(y|x)."""
+        return self.weighted_scores(np.ones(len(self.theta_LVV)))
+
+    def weighted_scores(self, weight_PYL: np.ndarray) -> np.ndarray:
+        """`sum_t weight_t grad log pi(y_t | x, y_<t)`, [P, Y, D]; weights may be broadcast."""
+        return self._in_rows(weight_PYL[..., None] * (self._own_YLV - self.next_PYLV))
+
+    def value_P(self, reward_PY: np.ndarray) -> np.ndarray:
+        """V(x)."""
+        return (self.probabilities_PY * reward_PY).sum(axis=1)
+
+    def gradient_PD(self, reward_PY: np.ndarray) -> np.ndarray:
+        """Gradient of V(x), `E[s z | x]`."""
+        return _mean(self.probabilities_PY * reward_PY, self.scores_PYD)
+
+    def kl_from_P(self, reference: SequencePolicy) -> np.ndarray:
+        """KL(reference || policy) of whole completions."""
+        return reference.kl_to_P(self)
+
+    def kl_from_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
+        """Its gradient in the policy's parameters, `-E_reference[s]`."""
+        return -_mean(reference.probabilities_PY, self.scores_PYD)
+
+    def kl_to_P(self, reference: SequencePolicy) -> np.ndarray:
+        """KL(policy || reference) of whole completions."""
+        return (self.probabilities_PY * self._log_ratio_PY(reference)).sum(axis=1)
+
+    def kl_to_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
+        """Its gradient in the policy's parameters, `E[s log(policy / reference)]`."""
+        weighted_PY = self.probabilities_PY * self._log_ratio_PY(reference)
+        return _mean(weighted_PY, self.scores_PYD)
+
+    def token_kl_P(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
+        """`sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )`, token by token.
+
+        Args:
+            reference: the other policy.
+            prefix_PY: law of the completions whose prefixes these are.
+        """
+        log_PYLV = reference._next_log_PYLV - self._next_log_PYLV
+        return (prefix_PY * (reference.next_PYLV * log_PYLV).sum(axis=(2, 3))).sum(axis=1)
+
+    def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
+        """The gradient of `token_kl_P` in the policy's parameters, the law of prefixes held fixed.
+
+        With the policy's own law of prefixes it is what the K3 penalty's gradient targets; the
+        gradient of KL(reference || policy) of completions has the reference's law instead.
+        """
+        return _mean(prefix_PY, self._in_rows(self.next_PYLV - reference.next_PYLV))
+
+    @cached_property
+    def _next_log_PYLV(self) -> np.ndarray:
+        logits_PLVV = self.theta_LVV + self.offset_PV[:, None, None]
+        table_PLVV = logits_PLVV - logsumexp(logits_PLVV, axis=-1, keepdims=True)
+        return table_PLVV[:, np.arange(len(self.theta_LVV)), self._previous_YL]
+
+    @cached_property
+    def _previous_YL(self) -> np.ndarray:
+        previous = np.roll(self.completions_YL, 1, axis=1)
+        previous[:, 0] = 0
+        return previous
+
+    @cached_property
+    def _own_YLV(self) -> np.ndarray:
+        return np.eye(self.theta_LVV.shape[1])[self.completions_YL]
+
+    def _log_ratio_PY(self, reference: SequencePolicy) -> np.ndarray:
+        return (self.logprob_PYL - reference.logprob_PYL).sum(axis=-1)
+
+    def _in_rows(self, block_PYLV: np.ndarray) -> np.ndarray:
+        """What token t gives goes to row (t, previous token) of the parameters, [P, Y, D]."""
+        prompts, count, length, size = block_PYLV.shape
+        rows = np.zeros((prompts, count, length, size, size))
+        rows[:, np.arange(count)[:, None], np.arange(length), self._previous_YL] = block_PYLV
+        return rows.reshape(prompts, count, -1)
+
+
+def _mean(law_PY: np.ndarray, vectors_PYD: np.ndarray) -> np.ndarray:
+    return np.einsum("py,pyd->pd", law_PY, vectors_PYD)

@@ -1,0 +1,178 @@
+"""Where Algorithm 2's updates lead, and what its gradient estimate is worth there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.estimators.intervals import (
+    Interval,
+    jackknife_variance,
+    positive_interval,
+    t_interval,
+)
+from grpo_ustat.estimators.moments import exact_moments
+from grpo_ustat.estimators.scaling import ScalingLaw, scaling_law
+from grpo_ustat.policy.sequences import SequencePolicy
+from grpo_ustat.rollout.draws import generator
+from grpo_ustat.theorems.offpolicy import Setting, estimate, tie
+
+FARTHEST = 100.0  # change of a parameter beyond which squares of pi_ref/pi_theta may overflow
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The minibatches of one path: completions of pi_old, the same at every learning rate.
+
+    Attributes:
+        prompt_UB: prompts of each update, drawn independently and evenly.
+        outcome_UBG: their completions.
+    """
+
+    prompt_UB: np.ndarray
+    outcome_UBG: np.ndarray
+
+
+def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
+    """Keyed by seed and replicate alone."""
+    rng = generator(seed, "theorem12", replicate)
+    law_PY = setting.old.probabilities_PY
+    prompt_UB = rng.integers(len(law_PY), size=(updates, setting.num_prompts))
+    uniform_UBG = rng.random((*prompt_UB.shape, setting.group_size))
+    cumulative_UBY = (law_PY / law_PY.sum(axis=1, keepdims=True)).cumsum(axis=1)[prompt_UB]
+    below_UBG = (cumulative_UBY[:, :, None, :-1] <= uniform_UBG[..., None]).sum(axis=-1)
+    return Draws(prompt_UB, below_UBG)
+
+
+def random_path(setting: Setting, draws: Draws, learning_rate: float) -> SequencePolicy:
+    """The policy after one update on each minibatch, plain gradient ascent.
+
+    Raises:
+        ConfigError: it runs away.
+    """
+    current = setting.old
+    for prompt_B, outcome_BG in zip(draws.prompt_UB, draws.outcome_UBG, strict=True):
+        step_D = estimate(setting, current, prompt_B, outcome_BG)
+        current = _moved(setting, current, learning_rate, step_D)
+    return current
+
+
+def exact_path(setting: Setting, updates: int, learning_rate: float) -> SequencePolicy:
+    """The same along the target itself, without noise.
+
+    Raises:
+        ConfigError: it runs away.
+    """
+    current = setting.old
+    for _ in range(updates):
+        current = _moved(setting, current, learning_rate, sum(setting.target(current)))
+    return current
+
+
+def _moved(setting: Setting, current: SequencePolicy, learning_rate: float, step_D: np.ndarray):
+    theta_D = current.theta_D + learning_rate * step_D
+    farthest = np.abs(theta_D - setting.old.theta_D).max()
+    if not farthest < FARTHEST:
+        raise ConfigError(
+            f"learning_rate={learning_rate} takes a parameter {farthest:.3g} away, more than "
+            f"{FARTHEST:g}: use a smaller learning rate, fewer updates or a smaller beta"
+        )
+    return current.at(theta_D)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Exact errors at the ends of all paths.
+
+    Attributes:
+        setting: who wrote, and the shape of a minibatch.
+        rates: learning rates, ascending, E of them.
+        start: errors at theta_old.
+        exact: errors after steps along the target, [E] each.
+        random: errors after steps on minibatches, [E, R] each.
+        exact_leading: limit of bias^2 / eta^2 along the exact path, by the derivative of the bias.
+        random_leading_R: the same of every random path.
+        law: of Proposition 3 at theta_old, without the KL term.
+    """
+
+    setting: Setting
+    rates: np.ndarray
+    start: dict[str, float]
+    exact: dict[str, np.ndarray]
+    random: dict[str, np.ndarray]
+    exact_leading: float
+    random_leading_R: np.ndarray
+    law: ScalingLaw
+
+    def mean(self, name: str) -> list[Interval]:
+        """Over random paths, with t intervals, on the log scale where they allow it."""
+        values_ER = self.random[name]
+        count = values_ER.shape[1]
+        pairs = zip(values_ER.mean(axis=1), values_ER.var(axis=1, ddof=1) / count, strict=True)
+        return [positive_interval(float(mean), float(var), count - 1) for mean, var in pairs]
+
+    def slope(self, name: str, at: int = 0) -> Interval:
+        """Of log mean bias^2 on log eta from rate `at` to the next, delete-one-path jackknife."""
+        low, high = self.random[name][at : at + 2]
+        step, count = np.log(self.rates[at + 1] / self.rates[at]), len(low)
+        left = np.log((high.sum() - high) / (low.sum() - low)) / step
+        whole = float(np.log(high.sum() / low.sum()) / step)
+        return t_interval(whole, float(jackknife_variance(left)), count - 1)
+
+    def tie(self) -> np.ndarray:
+        """The B at which both levels have the same error at every rate, theta_k as it is, [E]."""
+        mean = {name: values_ER.mean(axis=1) for name, values_ER in self.random.items()}
+        return tie(mean, self.setting.num_prompts)
+
+
+def measure(
+    setting: Setting, rates_E: np.ndarray, updates: int, replicates: int, seed: int
+) -> Paths:
+    """Errors at the ends of an exact and of many random paths.
+
+    Args:
+        setting: who wrote, and the shape of a minibatch.
+        rates_E: learning rates, ascending.
+        updates: k.
+        replicates: random paths, keyed by seed and number.
+        seed: of their completions.
+
+    Raises:
+        ConfigError: a path runs away.
+    """
+    draws = [draw(setting, updates, seed, replicate) for replicate in range(replicates)]
+    exact = [setting.quality(exact_path(setting, updates, rate)) for rate in rates_E]
+    table = [[setting.quality(random_path(setting, x, rate)) for x in draws] for rate in rates_E]
+    steps = [_sum_of_steps(setting, each) for each in draws]
+    target_D = updates * sum(setting.target(setting.old))
+    leading_R = np.array([_leading(setting, step_D) for step_D in steps])
+    return Paths(
+        setting=setting,
+        rates=rates_E,
+        start=setting.quality(setting.old),
+        exact={name: np.array([x[name] for x in exact]) for name in exact[0]},
+        random={name: np.array([[x[name] for x in row] for row in table]) for name in exact[0]},
+        exact_leading=_leading(setting, target_D),
+        random_leading_R=leading_R,
+        law=_law(setting),
+    )
+
+
+def _leading(setting: Setting, direction_D: np.ndarray) -> float:
+    return float(np.square(setting.first_order_bias(direction_D)).sum())
+
+
+def _sum_of_steps(setting: Setting, draws) -> np.ndarray:
+    """The direction in which a path leaves theta_old."""
+    pairs = zip(draws.prompt_UB, draws.outcome_UBG, strict=True)
+    return sum(estimate(setting, setting.old, *pair) for pair in pairs)
+
+
+def _law(setting: Setting) -> ScalingLaw:
+    old, reward_PY = setting.old, setting.reward_PY
+    g_PD, q_PY = old.gradient_PD(reward_PY), np.square(old.scores_PYD).sum(axis=2)
+    g_sq_P = np.square(g_PD).sum(axis=1)
+    moments = exact_moments(q_PY, reward_PY, old.probabilities_PY, g_sq_P)
+    return scaling_law(moments, float(np.square(g_PD.mean(axis=0)).sum()))

@@ -1,0 +1,114 @@
+"""The policy that writes tokens, against loops over tokens and finite differences."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from grpo_ustat.policy.sequences import SequencePolicy
+
+STEP = 1e-5
+LENGTH, SIZE, PROMPTS = 3, 3, 2
+
+
+@pytest.fixture
+def policy(rng):
+    return SequencePolicy(
+        rng.normal(size=(LENGTH, SIZE, SIZE)), rng.normal(size=(PROMPTS, SIZE)) / 2
+    )
+
+
+@pytest.fixture
+def reference(policy, rng):
+    return policy.at(policy.theta_D + rng.normal(size=policy.theta_D.shape) / 3)
+
+
+@pytest.fixture
+def reward_PY(rng):
+    return rng.random((PROMPTS, SIZE**LENGTH))
+
+
+def differences(function, policy):
+    """Central differences of a function of the policy, [P, D]."""
+    columns = []
+    for unit in np.eye(len(policy.theta_D)) * STEP:
+        rise = function(policy.at(policy.theta_D + unit)) - function(
+            policy.at(policy.theta_D - unit)
+        )
+        columns.append(rise / (2 * STEP))
+    return np.stack(columns, axis=-1)
+
+
+def written_out(policy, prompt, tokens):
+    """Log-probabilities of one completion's tokens."""
+    found = []
+    for t, token in enumerate(tokens):
+        row = policy.theta_LVV[t, tokens[t - 1] if t else 0] + policy.offset_PV[prompt]
+        found.append(row[token] - math.log(sum(math.exp(x) for x in row)))
+    return found
+
+
+def test_log_probabilities_are_those_written_out(policy):
+    for prompt in range(PROMPTS):
+        for y, tokens in enumerate(itertools.product(range(SIZE), repeat=LENGTH)):
+            assert policy.completions_YL[y].tolist() == list(tokens)
+            np.testing.assert_allclose(
+                policy.logprob_PYL[prompt, y], written_out(policy, prompt, tokens), rtol=1e-12
+            )
+    np.testing.assert_allclose(policy.probabilities_PY.sum(axis=1), 1, rtol=1e-13)
+
+
+def test_scores_are_gradients_of_log_probabilities(policy):
+    found = policy.token_scores_PYLD
+    np.testing.assert_allclose(
+        found, differences(lambda at: at.logprob_PYL, policy), atol=1e-9, rtol=0
+    )
+    np.testing.assert_allclose(policy.scores_PYD, found.sum(axis=2), atol=1e-14)
+
+
+def test_scores_have_mean_zero_after_every_prefix(policy):
+    """Given the tokens before t, the mean of token t's score is 0: whatever those tokens weigh."""
+    for t in range(LENGTH):
+        of_prefix = policy.completions_YL[:, :t] @ SIZE ** np.arange(t)
+        for prefix in np.unique(of_prefix):
+            own = of_prefix == prefix
+            law = policy.probabilities_PY[:, own]
+            mean = np.einsum("py,pyd->pd", law, policy.token_scores_PYLD[:, own, t])
+            np.testing.assert_allclose(mean, 0, atol=1e-15)
+
+
+def test_gradients_are_those_of_finite_differences(policy, reference, reward_PY):
+    pairs = [
+        (policy.gradient_PD(reward_PY), lambda at: at.value_P(reward_PY)),
+        (policy.kl_from_gradient_PD(reference), lambda at: at.kl_from_P(reference)),
+        (policy.kl_to_gradient_PD(reference), lambda at: at.kl_to_P(reference)),
+    ]
+    for gradient_PD, function in pairs:
+        np.testing.assert_allclose(gradient_PD, differences(function, policy), atol=1e-9, rtol=0)
+
+
+def test_gradient_token_by_token_holds_the_prefixes_fixed(policy, reference):
+    for law_PY in (policy.probabilities_PY, reference.probabilities_PY):
+        slope = differences(lambda at, law_PY=law_PY: at.token_kl_P(reference, law_PY), policy)
+        found = policy.token_kl_gradient_PD(reference, law_PY)
+        np.testing.assert_allclose(found, slope, atol=1e-9, rtol=0)
+
+
+def test_with_the_reference_writing_the_prefixes_it_is_the_divergence_of_completions(
+    policy, reference
+):
+    law_PY = reference.probabilities_PY
+    np.testing.assert_allclose(policy.token_kl_P(reference, law_PY), policy.kl_from_P(reference))
+    np.testing.assert_allclose(
+        policy.token_kl_gradient_PD(reference, law_PY),
+        policy.kl_from_gradient_PD(reference),
+        atol=1e-14,
+    )
+
+
+def test_completions_too_many_to_list_are_refused():
+    with pytest.raises(ValueError, match="2 tokens at 15 positions make 32768 completions"):
+        SequencePolicy(np.zeros((15, 2, 2)), np.zeros((1, 2)))
