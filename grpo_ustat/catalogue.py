@@ -13,11 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.composing import CONF, whole_node
-from grpo_ustat.config import SCHEMAS, BaselineConfig, Common
+from grpo_ustat.config import SCHEMAS, BaselineConfig
 from grpo_ustat.data_config import DATASETS
+from grpo_ustat.gap_config import BEDS, STUDIES
 from grpo_ustat.meanings import Key, keys_of
+from grpo_ustat.run_config import Shared
 
 LAUNCHER = "hydra/launcher"
+OF_KIND = {"dataset": DATASETS, "bed": BEDS, "study": STUDIES}  # nodes whose kind has a schema
 MEANINGS = {  # of groups that set fields of several nodes, or that have no node of their name
     "baseline": "the rules to compare: baselines=[NAME,NAME]; all their options are under rules",
     "policy": "model, data set, prompt and length together, for sweeps",
@@ -91,8 +94,8 @@ def catalogue(entry: str, words: Namespace) -> Catalogue:
         ConfigError: a choice or a field that is not known.
     """
     node, schema = whole_node(entry, words), SCHEMAS[entry]
-    runs = issubclass(schema, Common)
-    known = list(keys_of(schema, schemas=_dataset(node)))
+    runs = issubclass(schema, Shared)
+    known = list(keys_of(schema, schemas=_of_kinds(node)))
     homes = [CONF, *([Path(words.config_dir)] if words.config_dir else [])]
     lines = [line.split("  #") for line in node.hydra.help.template.splitlines()]
     return Catalogue(
@@ -105,10 +108,10 @@ def catalogue(entry: str, words: Namespace) -> Catalogue:
     )
 
 
-def _dataset(node: DictConfig) -> dict[str, type]:
-    """The schema that the data set's kind names."""
-    kind = None if node.get("dataset") is None else node.dataset.kind
-    return {"dataset": DATASETS[kind]} if kind in DATASETS else {}
+def _of_kinds(node: DictConfig) -> dict[str, type]:
+    """The schemas that kinds name, of nodes that have one."""
+    kinds = {name: node[name].kind for name in OF_KIND if "kind" in (node.get(name) or ())}
+    return {name: OF_KIND[name][kind] for name, kind in kinds.items() if kind in OF_KIND[name]}
 
 
 def _fields(known: list[Key], node: DictConfig) -> Iterator[Field]:

@@ -142,7 +142,7 @@ def _told(entry: str) -> bool:
 
 def _shown(entry: str, points: list[Point]) -> bool:
     """Whether prompts or costs were asked for instead of runs; prints them."""
-    asked = [point.config for point in points if point.config.show_prompts]
+    asked = [point.config for point in points if getattr(point.config, "show_prompts", 0)]
     costs = any(point.config.dry_run for point in points)
     if asked and is_main():
         from grpo_ustat.runs.prompts import show_prompts
@@ -150,7 +150,9 @@ def _shown(entry: str, points: list[Point]) -> bool:
         for config in asked:
             show_prompts(config, {"train": "train", "mse": "study"}[entry])
     elif costs and is_main():
-        from grpo_ustat.runs.cost_table import show_costs
-
+        if entry == "gap":
+            from grpo_ustat.theorems.plan import show_plan as show_costs
+        else:
+            from grpo_ustat.runs.cost_table import show_costs
         show_costs(points)
     return bool(asked) or costs

@@ -59,7 +59,7 @@ def composed(entry: str, overrides: list[str]) -> Any:
     """The checked configuration that a command line would run with.
 
     Args:
-        entry: `train` or `mse`.
+        entry: `train`, `mse` or `gap`.
         overrides: as on the command line.
 
     Raises:
@@ -225,7 +225,7 @@ def _check_tasks(node: DictConfig, config: Any) -> None:
     """As many ranks as there can be, as tasks of a scheduler or processes of our own."""
     asked = node.launcher
     check_ranks(config, (asked.get("nodes") or 1) * (asked.get("tasks_per_node") or 1))
-    if "SlurmLauncher" in asked["_target_"] and not (config.dry_run or config.show_prompts):
+    if "SlurmLauncher" in asked["_target_"] and not config.only_shows:
         _check_slurm(asked.signal_delay_s, config.launch.grace_seconds)
 
 
@@ -273,7 +273,8 @@ def _check_place(point: Point) -> None:
 def check_trust(config: Any, given: list[str]) -> None:
     """A model's own code runs only where the command line itself says so, no file for it."""
     named = any(re.match(r"\+{0,2}model\.trust_remote_code=", override) for override in given)
-    if config.model.trust_remote_code and not named:
+    model = getattr(config, "model", None)
+    if model is not None and model.trust_remote_code and not named:
         raise ConfigError(
             "model.trust_remote_code=true in a configuration file: it runs code that comes with "
             "the model, so give it on the command line, or set it to false"
@@ -308,9 +309,9 @@ def _point(name: str, schema: type, label: str, overrides: list[str], sweep: boo
     config, node = _composed(name, schema, overrides)
     path = _output_folder(node, sweep)
     folder = RunFolder(path, config) if path else None
-    if folder and not config.show_prompts:
+    if folder and not getattr(config, "show_prompts", 0):
         folder.check()
-    looks = config.show_prompts or config.dry_run or getattr(config, "fills_part", False)
+    looks = config.only_shows or getattr(config, "fills_part", False)
     if folder and world() == 1 and not (sweep or looks):
         folder.check_free()
     of_sweep = Path(node.sweep.dir) if sweep else None

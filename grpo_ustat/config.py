@@ -1,4 +1,4 @@
-"""Typed schemas of both entrypoints, and the checks that span several fields.
+"""Typed schemas of the entrypoints, and the checks that span several fields.
 
 Values live in `conf/`; there is no default here. Nothing in this file imports torch, so a wrong
 configuration is refused before anything slow happens.
@@ -6,19 +6,19 @@ configuration is refused before anything slow happens.
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from grpo_ustat.checks import OPTIONS, TRACKERS, ConfigError, check_logger, one_of, positive
-from grpo_ustat.data_config import DATASETS, DatasetConfig
+from grpo_ustat.checks import OPTIONS, ConfigError, one_of, positive
+from grpo_ustat.data_config import DATASETS
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
+from grpo_ustat.gap_config import BEDS, STUDIES, GapConfig
 from grpo_ustat.meanings import key, part
 from grpo_ustat.model_config import ModelConfig, PromptConfig
-from grpo_ustat.secrecy import check_no_secrets
+from grpo_ustat.run_config import ProcessConfig, Shared, check_report_name
 from grpo_ustat.study_checks import check_study
 from grpo_ustat.study_config import StudyBudget, StudyConfig
 from grpo_ustat.train_checks import DEVICES, check_train
@@ -33,7 +33,7 @@ from grpo_ustat.train_config import (
     TrainBudget,
 )
 
-ON_EXISTING = ("resume", "error", "overwrite")
+WORDS = {"dataset": "data set", "bed": "bed", "study": "study"}
 SHARINGS = ("ddp", "deepspeed", "fsdp2")  # the files of launch/accelerate/
 STUDIED = tuple(name for name, rule in BASELINES.items() if not rule.only_trains)
 
@@ -47,20 +47,13 @@ class BaselineConfig:
 
 
 @dataclass
-class LaunchConfig:
+class LaunchConfig(ProcessConfig):
     """Processes and devices; none of it changes results."""
 
     num_threads: int = key("of OpenMP, in each process", "threads")
     device: str = key("cpu, cuda, cuda:1 ...")
     judge_workers: int = key(
         "beside each one, which judge answers that need it, such as MATH's", "processes"
-    )
-    num_processes: int = key(
-        "that this command starts on this machine as ranks, by torchrun; 1: none, it is the run",
-        "processes",
-    )
-    grace_seconds: int = key(
-        "that ranks have to save after a signal, before they are killed", "seconds"
     )
 
 
@@ -86,72 +79,37 @@ class StudyLaunch(LaunchConfig):
 
 
 @dataclass
-class LoggerConfig:
-    """A tracker that mirrors the run folder, from a process of its own.
-
-    Keys and addresses come from the tracker's own environment variables.
-    """
-
-    name: str = key("of the tracker; choose by logger=NAME", choices=("none", *TRACKERS))
-    project: str | None = key("of the runs there; null: the tracker knows none")
-    finish_seconds: float = key("that a run which ends waits for its tracker at most", "seconds")
-
-
-@dataclass
-class ReportConfig:
-    """What a sweep leaves beside its runs."""
-
-    name: str | None = key("of the folder of its table and figure; null: none")
-    steps: list[int] | None = key("at which accuracy is drawn; null: at every evaluation", "steps")
-
-
-@dataclass
-class Common:
-    """Fields of both entrypoints."""
+class Common(Shared):
+    """Fields of the entrypoints that have a model and questions."""
 
     model: ModelConfig = part(ModelConfig, "the policy")
     dataset: Any = key("the questions; fields of other kinds of data sets: dataset=NAME --help")
     prompt: PromptConfig = part(PromptConfig, "how a question is put to the model")
     launch: LaunchConfig = part(LaunchConfig, "processes and devices; none of it changes results")
-    seed: int = key("what every random choice of the run depends on")
     temperature: float = key("divides the logits, in sampling and in scoring alike")
     top_p: float = key("must stay 1: what is sampled is what is scored")
     top_k: int = key("must stay 0: what is sampled is what is scored")
     max_completion_length: int = key("of a completion; longer ones are cut and counted", "tokens")
     rollout_batch_size: int = key("written side by side: memory and speed only", "completions")
-    on_existing: str = key(
-        "what to do with a folder that this run has already; resume: go on, or show the result",
-        choices=ON_EXISTING,
-    )
-    dry_run: bool = key("print what would run and what it costs, and end")
     show_prompts: int = key(
         "to print, with how their answers are read, instead of a run; 0: run", "prompts"
     )
-    report: ReportConfig = part(ReportConfig, "what a sweep leaves beside its runs")
-    logger: LoggerConfig = part(LoggerConfig, "a tracker that mirrors the run folder")
+
+    @property
+    def only_shows(self) -> bool:
+        """See `Shared.only_shows`."""
+        return self.dry_run or bool(self.show_prompts)
 
     def check(self) -> None:
-        """Refuse what cannot be run.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
+        """See `Shared.check`."""
+        super().check()
         positive(self, "temperature", "max_completion_length", "rollout_batch_size")
-        positive(
-            self.launch,
-            *("num_threads", "judge_workers", "num_processes", "grace_seconds"),
-            prefix="launch.",
-        )
-        one_of("on_existing", self.on_existing, ON_EXISTING)
+        positive(self.launch, "num_threads", "judge_workers", prefix="launch.")
         if (self.top_p, self.top_k) != (1.0, 0):
             raise ConfigError(
                 f"top_p={self.top_p} top_k={self.top_k} would sample from another distribution "
                 "than the one whose gradient is taken: use top_p=1.0 top_k=0"
             )
-        if self.report.name is not None:
-            check_report_name("report.name", self.report.name)
-        check_no_secrets(asdict(self))
-        check_logger(self.logger, needed=not (self.dry_run or self.show_prompts))
         self.dataset.check()
         self.prompt.check()
         self._check_box()
@@ -282,13 +240,7 @@ class ReportEntry:
         check_report_name("name", self.name)
 
 
-def check_report_name(key: str, name: str) -> None:
-    """The name is one of a folder."""
-    if not re.fullmatch(r"[\w.-]+", name) or not name.strip("."):
-        raise ConfigError(f"{key}={name!r}: use letters, digits, . _ -")
-
-
-SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "report": ReportEntry}
+SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig, "report": ReportEntry}
 
 
 def typed(config: Any, schema: type) -> Any:
@@ -304,7 +256,11 @@ def typed(config: Any, schema: type) -> Any:
     try:
         base = OmegaConf.structured(schema)
         if issubclass(schema, Common):
-            base.dataset = _dataset_schema(config)
+            base.dataset = _of_kind(config, "dataset", DATASETS)
+        if schema is GapConfig:
+            base.bed, base.study = (
+                _of_kind(config, *x) for x in (("bed", BEDS), ("study", STUDIES))
+            )
         result = OmegaConf.to_object(OmegaConf.merge(base, config))
         if isinstance(result, MseConfig):
             _add_own_rules(result)
@@ -323,14 +279,16 @@ def _add_own_rules(config: MseConfig) -> None:
         config.rules.setdefault(name, BaselineConfig(name=name, options={}))
 
 
-def _dataset_schema(config: Any) -> type[DatasetConfig]:
-    """The class that the data set's kind names."""
-    asked = OmegaConf.create(config).dataset
-    one_of("dataset.kind", asked.kind, tuple(DATASETS))
-    schema = DATASETS[asked.kind]
+def _of_kind(config: Any, node: str, schemas: dict[str, type]) -> type:
+    """The class that a node's kind names."""
+    asked = OmegaConf.create(config).get(node)
+    if asked is None:
+        raise ConfigError(f"{node} has no value: choose by {node}=NAME")
+    one_of(f"{node}.kind", asked.kind, tuple(schemas))
+    schema = schemas[asked.kind]
     for name in set(asked) - {known.name for known in fields(schema)}:
         raise ConfigError(
-            f"dataset.{name} means nothing to dataset.kind={asked.kind}: choose a data set as a "
-            "whole, by dataset=NAME"
+            f"{node}.{name} means nothing to {node}.kind={asked.kind}: choose a {WORDS[node]} as a "
+            f"whole, by {node}=NAME"
         )
     return schema

@@ -51,6 +51,8 @@ def identity(config: Any) -> dict[str, Any]:
     keys = {key: value for key, value in keys.items() if key not in operational(keys)}
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
+    if not hasattr(config, "model"):  # nothing is read but the configuration
+        return keys | {"weights": None}
     keys |= {"weights": weights_fingerprint(config.model.model_name_or_path)}
     data, rules = data_fingerprint(config.dataset), rules_fingerprint(config)
     keys |= {} if data is None else {"data": data}
@@ -66,6 +68,8 @@ def choices(keys: dict[str, Any]) -> dict[str, Any]:
     {'model': {'name': 'x'}, 'dataset': {'path': 'local'}}
     """
     model = {key: value for key, value in keys.get("model", {}).items() if key != "size"}
+    if "bed" in keys:
+        return keys
     dataset = dict(keys.get("dataset", {}))
     for name in ("path", "test_path", "test_ids"):
         place = dataset.get(name)

@@ -69,7 +69,7 @@ class Job:
     """One run of a sweep, as Hydra's task; it may run in another process, on another machine.
 
     Attributes:
-        entry: `train` or `mse`.
+        entry: `train`, `mse` or `gap`.
         given: overrides of the command line, by which a model's own code is allowed.
     """
 

@@ -28,7 +28,7 @@ REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed)  # told in o
 
 
 def run(entry: str, config: Any, folder: RunFolder) -> float | None:
-    """Do the work of `train` or `mse`, or show what the folder already holds of it.
+    """Do the work of an entry, or show what the folder already holds of it.
 
     Raises:
         ConfigError, FloatingPointError, NotSaved, RanksFailed: whose message is all there is to

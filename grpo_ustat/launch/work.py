@@ -13,11 +13,14 @@ def work(entry: str, config: Any, folder: RunFolder) -> float | None:
     """Train, or study, in this process: alone, or as one rank of several.
 
     Returns:
-        The final held-out accuracy, or the study's first mean squared error.
+        The final held-out accuracy, the study's first mean squared error, or how many of a
+        theorem's predictions do not agree.
     """
     with waiting("starting", shown=is_main()):
         if entry == "train":
             from grpo_ustat.training.trainer import fit as do
+        elif entry == "gap":
+            from grpo_ustat.theorems.run import run as do
         else:
             from grpo_ustat.study.run import run as do
     return do(config, folder)

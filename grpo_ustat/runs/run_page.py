@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_ustat.runs.contents import Contents
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.gap_page import gap_answer, gap_facts, gap_tables, gap_title
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.mse_page import mse_answer, mse_facts, mse_tables, mse_title
 from grpo_ustat.runs.page import NAME, Cell, Completions, Figure, Page, Table, render
@@ -22,6 +23,11 @@ from grpo_ustat.runs.train_page import (
     train_title,
 )
 
+PARTS = {  # title, answer, facts, tables
+    "train": (train_title, train_answer, train_facts, train_tables),
+    "mse": (mse_title, mse_answer, mse_facts, mse_tables),
+    "gap": (gap_title, gap_answer, gap_facts, gap_tables),
+}
 FIGURES = {  # that our runs draw: title, caption, data
     "learning": ("How training went", "Numbers:", "metrics.jsonl"),
     "figure": ("Mean squared error of the gradient against group size", "Numbers:", "curves.csv"),
@@ -45,27 +51,38 @@ def leave_page(folder: RunFolder, result: dict[str, Any] | None = None) -> None:
 
 
 def run_page(folder: Path, result: dict[str, Any] | None = None) -> Page:
-    """The page of a run folder of `train` or `mse`.
+    """The page of a run folder of `train`, `mse` or `gap`.
 
     Args:
         folder: of the run.
         result: what it found, where `result.json` is not written yet.
     """
     run = Contents(folder, result)
-    train = "max_steps" in run.config
-    facts, tables = (train_facts, train_tables) if train else (mse_facts, mse_tables)
+    entry = entry_of(run.config)
+    title, answer, facts, tables = PARTS[entry]
     figures, (rows, which) = _figures(run), run.completions()
-    which += "" if train else _of_pool(run)
+    which += _of_pool(run)
+    own = _notes(run) if entry == "gap" else _summary(run, entry == "train")
     return Page(
-        title=train_title(run) if train else mse_title(run),
-        answer=train_answer(run) if train else mse_answer(run),
-        notes=[*_summary(run, train), *run.notes],
-        facts=[*_asked(run), *facts(run), *_provenance(run)],
+        title=title(run),
+        answer=answer(run),
+        notes=[*own, *run.notes],
+        facts=[*([] if entry == "gap" else _asked(run)), *facts(run), *_provenance(run)],
         figures=figures,
         tables=[*tables(run), *_launches(run)],
         completions=Completions(rows, which) if rows else None,
         configuration=run.config,
     )
+
+
+def entry_of(config: dict[str, Any]) -> str:
+    """Whose configuration it is."""
+    return "train" if "max_steps" in config else "gap" if "bed" in config else "mse"
+
+
+def _notes(run: Contents) -> list[str]:
+    """Of a study of a theorem."""
+    return list((run.result or {}).get("notes", []))
 
 
 def _summary(run: Contents, train: bool) -> list[str]:
@@ -84,6 +101,8 @@ def _figures(run: Contents) -> list[Figure]:
     found = []
     for name in [name for name in FIGURES if name in files] + sorted(set(files) - set(FIGURES)):
         title, caption, data = FIGURES.get(name, (name, "", None))
+        if name == "figure" and entry_of(run.config) == "gap":
+            title = "Predictions are lines, measurements markers with 95 % intervals"
         try:
             svg = files[name].read_text()
             inlined(svg, "figure")
@@ -138,6 +157,8 @@ def _duration(run: Contents) -> str | None:
     cost = result.get("cost") or {}
     if "seconds" in result:
         return f"{result['seconds']:.1f} s of steps"
+    if "seconds" in cost:
+        return f"{cost['seconds']:.1f} s"
     if cost:
         return "{seconds_generate:.1f} s generating, {seconds_score:.1f} s scoring".format(**cost)
     return None
