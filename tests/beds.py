@@ -1,0 +1,50 @@
+"""Small beds for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from grpo_ustat.policy.beds import Coins, Softmax, projection
+
+SLOPES = np.array([[0.25, 0.125], [-0.25, 0.125], [0.125, -0.25], [-0.125, 0.0]])
+STYLES = np.array([[0.63, 0.09], [-0.63, 0.09], [0.63, -0.09], [-0.63, -0.09]])
+
+
+def coins(prompts: int = 4, **changes) -> Coins:
+    """As conf/bed/coins.yaml, unless changed."""
+    given = dict(
+        rewards_PY=np.tile([1.0, 1.0, 0.0, 0.0], (prompts, 1)),
+        projection_KD=projection(2, 8, 0),
+        start_K=np.array([0.2, 0.2]),
+        reach=0.1,
+        value_P=np.full(prompts, 0.5),
+        slope_PK=SLOPES,
+        style_PK=STYLES,
+        lambda_K=np.array([1.0, 0.6]),
+    )
+    return Coins(**given | changes)
+
+
+def unequal(**changes) -> Coins:
+    """Two prompts of which one is easier, one coordinate, no style."""
+    given = dict(
+        prompts=2, projection_KD=projection(1, 4, 0), start_K=np.array([0.1]),
+        value_P=np.array([0.5, 0.88]), slope_PK=np.array([[0.15], [-0.15]]),
+        style_PK=np.zeros((2, 1)), lambda_K=np.array([1.0]),
+    )  # fmt: skip
+    return coins(**given | changes)
+
+
+def softmax(**changes) -> Softmax:
+    """As conf/bed/softmax.yaml, unless changed."""
+    features = np.array([[2.0, 0.0], [-2.0, 0.0], [0.0, 2.0], [0.0, -2.0], [0.0, 0.0]])
+    centres = np.array([[0.4, 0.0], [-0.4, 0.0], [0.0, 0.3], [0.0, -0.3]])
+    given = dict(
+        rewards_PY=np.tile([0.0, 0.0, 0.0, 0.0, 1.0], (4, 1)),
+        projection_KD=projection(2, 8, 0),
+        start_K=np.array([0.25, 0.2]),
+        reach=0.05,
+        feature_YK=features,
+        offset_PY=-centres @ features.T,
+    )
+    return Softmax(**given | changes)

@@ -1,0 +1,114 @@
+"""The simulator against a slow one that draws every completion, and against exact moments."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from beds import coins, softmax, unequal
+
+from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.covariance import parts, subtracted
+from grpo_ustat.records import BaselineContext
+from grpo_ustat.theorems.algorithm1 import BLOCK, Estimator, gradient, simulate
+from grpo_ustat.theorems.jobs import Job, Rate, simulated
+
+EVERY = ("none", "oracle", "optimal", "leave_one_out", "group_mean", "group_std")
+
+
+def slow_gradient(bed, one, u_K, uniform):
+    """Completion by completion, with the baselines of the zoo."""
+    probability_PYR, score_PYKR = bed.law(u_K[:, None])
+    known_P = None
+    if one.baseline in ("oracle", "optimal"):
+        known_P = subtracted(probability_PYR, score_PYKR, bed.rewards_PY, one.baseline)[:, 0]
+    total = np.zeros(len(u_K))
+    prompts, rest = uniform[: one.num_prompts], uniform[one.num_prompts :]
+    for b, draw in enumerate(prompts):
+        x = int(draw * np.float32(len(bed.rewards_PY)))
+        edges = probability_PYR[x, :, 0].cumsum()[:-1].astype(np.float32)
+        own = rest.reshape(one.group_size, one.num_prompts)[:, b]
+        drawn = [int((u >= edges).sum()) for u in own]
+        rewards = bed.rewards_PY[x, drawn]
+        if known_P is not None:
+            advantages = rewards - known_P[x]
+        else:
+            options = {"epsilon": one.epsilon} if one.baseline == "group_std" else {}
+            advantages = BASELINES[one.baseline].advantage(
+                rewards[None], BaselineContext(), **options
+            )[0]
+        total += advantages @ score_PYKR[x, drawn, :, 0]
+    return total / one.rollouts
+
+
+@pytest.mark.parametrize("baseline", EVERY)
+@pytest.mark.parametrize("make", [coins, softmax])
+def test_a_step_is_that_of_single_completions(make, baseline, rng):
+    bed, one = make(), Estimator(baseline, 3, 4, epsilon=1e-3)
+    u_KR = bed.best_K[:, None] + rng.uniform(-0.1, 0.1, (2, 30))
+    uniform = rng.random((15, 30), dtype=np.float32)
+    found = gradient(bed, one, bed.law(u_KR), uniform)
+    slow = [slow_gradient(bed, one, u, d) for u, d in zip(u_KR.T, uniform.T, strict=True)]
+    np.testing.assert_allclose(found, np.array(slow).T, atol=1e-13)
+
+
+@pytest.mark.parametrize("baseline", ["none", "leave_one_out", "oracle"])
+def test_mean_and_covariance_are_the_enumerated_ones(baseline, rng):
+    """20 000 batches: z values of 2 means and 3 second moments are standard normal, within 4."""
+    bed, one, count = softmax(), Estimator(baseline, 2, 3), 20_000
+    u_KR = np.repeat(bed.start_K[:, None], count, axis=1)
+    law = bed.law(bed.start_K[:, None])
+    drawn = gradient(bed, one, bed.law(u_KR), rng.random((8, count), dtype=np.float32))
+    off = drawn - bed.gradient(bed.start_K[:, None])
+    expected = parts(*law, bed.rewards_PY, baseline).covariance(2, 3)[..., 0]
+    products = [off[k] * off[m] - expected[k, m] for k, m in ((0, 0), (0, 1), (1, 1))]
+    for values in (*off, *products):
+        assert abs(values.mean()) < 4 * values.std() / np.sqrt(count)
+
+
+def test_a_replicate_run_again_alone_takes_the_same_path():
+    bed, one, rates = softmax(), Estimator("leave_one_out", 2, 3), np.full(130, 0.3)
+    whole = simulate(bed, one, rates, range(BLOCK + 5), 7, [0, 60, 130])
+    for number in (0, 3, BLOCK + 4):
+        alone = simulate(bed, one, rates, range(number, number + 1), 7, [0, 60, 130])
+        assert (alone.u_SKR[..., 0] == whole.u_SKR[..., number]).all()
+        assert (alone.gap_SR[:, 0] == whole.gap_SR[:, number]).all()
+    other = simulate(bed, one, rates, range(1), 8, [130])
+    assert (other.u_SKR[0, :, 0] != whole.u_SKR[2, :, 0]).all()
+
+
+def test_what_is_kept_is_as_asked():
+    """The start first; fewer steps are the beginning of more."""
+    bed, one, rate = coins(), Estimator("none", 4, 1), Rate("decaying", 2.0, 20)
+    longer = simulate(bed, one, rate.values(20), range(6), 0, [0, 5, 20])
+    shorter = simulate(bed, one, rate.values(5), range(6), 0, [5])
+    assert (longer.u_SKR[0] == bed.start_K[:, None]).all()
+    assert (longer.u_SKR[1] == shorter.u_SKR[0]).all()
+    np.testing.assert_allclose(longer.gap_SR[1], bed.gap(longer.u_SKR[1]), atol=1e-15)
+
+
+def test_replicates_that_leave_the_sublevel_set_are_known_and_kept_on_the_bed():
+    bed = coins(start_K=np.array([0.43, 0.0]))
+    paths = simulate(bed, Estimator("none", 1, 2), np.full(50, 0.8), range(40), 0, list(range(51)))
+    outside_SR = paths.gap_SR > bed.reach
+    first_R = np.where(outside_SR.any(axis=0), outside_SR.argmax(axis=0), 0)
+    assert (paths.left_R == first_R).all() and (first_R > 0).sum() > 0
+    assert (np.abs(paths.u_SKR) <= bed.box_K[:, None] + 1e-15).all()
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_changes_nothing():
+    jobs = [
+        Job(Estimator(name, 2, 2), Rate("constant", 0.1), (3, 9)) for name in ("none", "oracle")
+    ]
+    one, drawn = simulated(jobs, unequal(), BLOCK + 20, 3, 1)
+    two, _ = simulated(jobs, unequal(), BLOCK + 20, 3, 2)
+    assert drawn == 2 * (BLOCK + 20) * 9 * 4
+    for a, b in zip(one, two, strict=True):
+        assert (a.u_SKR == b.u_SKR).all() and (a.left_R == b.left_R).all()
+
+
+def test_without_noise_it_is_gradient_ascent():
+    """A prompt of which everything is right has no noise in GRPO's estimate: it is 0."""
+    bed = unequal(rewards_PY=np.ones((2, 4)))
+    paths = simulate(bed, Estimator("leave_one_out", 2, 3), np.full(5, 0.5), range(4), 0, [5])
+    assert (paths.u_SKR == bed.start_K[:, None]).all()
