@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_ustat.runs.figures import FONTS, line_style, note, plt, save
+from grpo_ustat.runs.figures import FONTS, line_style, log_sizes, note, plt, save
 from grpo_ustat.theorems.finding import Curve, Finding, Panel
 
 ACROSS = 3  # panels side by side
@@ -43,6 +43,8 @@ def draw(axes, panel: Panel) -> None:
         _line(axes, curve, colour, marker, label, logarithmic="y" in panel.log)
     for name in panel.log:
         getattr(axes, f"set_{name}scale")("log")
+    if "x" in panel.log and panel.xlabel.startswith("group size"):
+        log_sizes(axes, sorted({int(x) for curve in panel.curves for x in curve.x}))
     axes.set_title(panel.title, fontsize=9)
     axes.set_xlabel(panel.xlabel, fontsize=9)
     axes.set_ylabel(panel.ylabel, fontsize=9)
@@ -53,8 +55,9 @@ def draw(axes, panel: Panel) -> None:
 
 def _line(axes, curve: Curve, colour: str, marker: str, label, logarithmic: bool) -> None:
     x, y = np.array(curve.x, dtype=float), np.array(curve.y, dtype=float)
-    if curve.predicted:
-        axes.plot(x, y, color=colour, linewidth=1.2, label=label)
+    if curve.predicted or curve.bound:
+        dashes = "--" if curve.bound else "-"
+        axes.plot(x, y, dashes, color=colour, linewidth=1.2, label=label)
         return
     axes.plot(x, y, color=colour, marker=marker, markersize=4, linestyle="none", label=label)
     if curve.low is None:

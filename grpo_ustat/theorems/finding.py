@@ -40,6 +40,7 @@ class Curve:
         x, y: of its points.
         low, high: a band, None where there is none.
         predicted: whether theory draws it; measurements are markers, predictions lines.
+        bound: whether theory says no more than that measurements are below; a dashed line.
     """
 
     label: str
@@ -48,6 +49,7 @@ class Curve:
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     predicted: bool = False
+    bound: bool = False
 
 
 @dataclass(frozen=True)

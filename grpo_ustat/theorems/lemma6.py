@@ -165,5 +165,7 @@ def _panel(rate: Rate, rows: list[dict]) -> Panel:
         x = [row["step"] for row in mine]
         ends = [[row[end] for row in mine] for end in ("low", "high")]
         curves.append(Curve(name, x, [row["gap"] for row in mine], *ends))
-        curves.append(Curve(name, x, [row["bound"] for row in mine], predicted=True))
-    return Panel(rate.name, "step T", "mean gap J* - J (line: bound)", curves, "xy")
+        curves.append(Curve(name, x, [row["quadratic_model"] for row in mine], predicted=True))
+        curves.append(Curve(name, x, [row["bound"] for row in mine], bound=True))
+    label = "mean gap (line: quadratic recursion, dashes: bound)"
+    return Panel(rate.name, "step T", label, curves, "xy")

@@ -107,7 +107,8 @@ def field(bed: Bed, pull: Callable, u: float) -> float:
 def root(bed: Bed, pull: Callable) -> float:
     """Where the field vanishes, within the bed's box about the maximiser of J."""
     centre, half = float(bed.best_K[0]), min(float(bed.box_K[0]), 10.0)
-    return float(brentq(lambda u: field(bed, pull, u), centre - half, centre + half, xtol=1e-12))
+    found = brentq(lambda u: field(bed, pull, u), centre - half, centre + half, xtol=1e-13)
+    return round(float(found), 12)
 
 
 def extrapolated(path: Paths, rate: Rate) -> np.ndarray:

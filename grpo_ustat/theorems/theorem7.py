@@ -19,6 +19,7 @@ STATEMENT = (
     "mean squared error alone, (G C1 + C2 + C3/(G-1)) / n, so the best group size is "
     "G* = 1 + sqrt(C3/C1) whatever n, the number of steps and the learning rate."
 )
+ROUNDING = 1e-9
 
 
 def theorem7(
@@ -147,7 +148,7 @@ def _share(what: str, hits: int, count: int, how: str) -> Claim:
     """All of them, if theory is right and each cell errs with 5 %: a binomial bar."""
     if not count:
         return Claim(what, "all", 0, None, None, decided(None), how)
-    least = int(stats.binom.ppf(1 - LEVEL, count, LEVEL))
+    least = int(stats.binom.ppf(1 - LEVEL + ROUNDING, count, LEVEL))
     said = f"{how}; {least} hits of {count} are enough, as each cell may err"
     return Claim(what, f">= {least} of {count}", hits, None, None, decided(hits >= least), said)
 
