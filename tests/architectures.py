@@ -187,13 +187,13 @@ ARCHITECTURES = {
 # Their recurrent state passes through padding: prompts of one length only.
 UNPADDED = {"recurrent_gemma", "rwkv"}
 
-# Every architecture with shared and with separate embedding and output weights; the latter are slow
-# tests but for the most usual ones.
+# Every architecture with shared and with separate embedding and output weights; slow tests but for
+# the most usual ones.
 USUAL = {"llama", "qwen2", "qwen3", "gpt2", "gemma2"}
 CASES = [
     pytest.param(
         name, tied, id=f"{name}-{'tied' if tied else 'untied'}",
-        marks=() if tied or name in USUAL else pytest.mark.slow,
+        marks=() if name in USUAL else pytest.mark.slow(minutes=0.01),
     )
     for name in ARCHITECTURES
     for tied in (True, False)

@@ -75,6 +75,7 @@ complete -p grpo-ustat-mse python
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_the_function_of_bash_offers_them(tmp_path):
     for name, words in (("python", ""), ("grpo-ustat-mse", "-m grpo_ustat.mse")):

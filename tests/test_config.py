@@ -35,6 +35,7 @@ TRAINING = ("baseline", "optimizer", "objective", "schedule", "lora", "rollout")
 
 
 STUDY_ONLY = ("study", "policy")
+OVERLAYS = ("experiment", "study", "policy", "debug")  # each composes files of other groups
 STUDIES = ("monte_carlo_check", "smollm2")  # experiments of mse
 
 
@@ -52,8 +53,7 @@ def group_files():
                 continue
             if name == "own":
                 continue  # needs an installed package: tests/tasks/test_own_readme.py
-            again = entry == "mse" and group in ("dataset", "model", "prompt")  # as in train
-            marks = [pytest.mark.slow] * again
+            marks = [pytest.mark.slow(minutes=0.01)] * (group not in OVERLAYS)
             yield pytest.param(entry, group, name, id=f"{entry}-{group}-{name}", marks=marks)
 
 

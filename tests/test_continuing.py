@@ -249,6 +249,7 @@ class Told:
         return lambda config, **_: self.events.append(name)
 
 
+@pytest.mark.slow
 def test_callbacks_of_hydra_are_told_of_the_sweep_and_of_its_runs(typed, monkeypatch):
     monkeypatch.setattr(Told, "events", [])
     monkeypatch.setitem(sys.modules, "told", sys.modules[__name__])

@@ -43,6 +43,7 @@ def fragile(monkeypatch):
     monkeypatch.setattr(registry, "NumberJudge", Fragile)
 
 
+@pytest.mark.slow
 def test_training_counts_them_by_step_and_evaluation(tmp_path):
     path = fit(tmp_path / "run", "log_completions=16")
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]

@@ -233,6 +233,7 @@ def test_whatever_changes_prompts_or_draws_is_another_run(tmp_path, file, key):
     assert len(set(names)) == 2
 
 
+@pytest.mark.slow
 def test_a_size_that_only_costs_are_estimated_from_is_the_same_run_and_pool(tmp_path):
     given = ("model=tiny_base", "model.size.parameters=7")
     assert folder_name(compose("train", *given)) == folder_name(compose("train", given[0]))

@@ -64,7 +64,7 @@ COMPOSED = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.01)
 @pytest.mark.parametrize("entry, arguments", COMPOSED)
 def test_the_command_line_takes_it(entry, arguments, tmp_path, monkeypatch):
     for name in ("tests", "grpo_ustat"):
@@ -89,7 +89,7 @@ def test_every_other_command_is_run_by_a_test():
             assert named.stem in (ROOT / file).read_text(), (line, file)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_the_tour_runs_as_it_stands(tmp_path):
     """On fewer questions and steps, in its order; and the script that redraws a figure."""
     tour = re.split(r"\n## ", TEXT.split("## Ten minutes\n")[1])[0]

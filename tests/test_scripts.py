@@ -18,6 +18,7 @@ def along(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_a_run_without_checkpoints_is_refused(tmp_path):
     done = along(tmp_path)
     assert done.returncode == 2 and "has no checkpoint-* with a model: train first" in done.stderr

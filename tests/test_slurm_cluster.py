@@ -203,7 +203,7 @@ def result(run):
     return timeless(json.loads((run.folder / "result.json").read_text()))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=4)
 @pytest.mark.timeout(1800)
 def test_a_sweep_survives_its_cluster(scenario, tmp_path):
     """Typed once it is struck three times; typed again it does what is left."""
@@ -312,7 +312,7 @@ def test_a_requeued_batch_script_goes_on(scenario, tmp_path):
     assert f"SLURM job {job}: comes back" in (tmp_path / "requeued.out").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(900)
 def test_a_batch_script_goes_on_after_its_time_limit(scenario, tmp_path):
     """SLURM warns up to a minute earlier than asked, so there may be several such launches."""

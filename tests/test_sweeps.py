@@ -81,6 +81,7 @@ def test_figure_5_offline_is_figure_5_on_arithmetic():
     assert {(c.model.name, c.dataset.name) for c in found} == {("tiny_base", "arithmetic")}
 
 
+@pytest.mark.slow
 def test_figure_4_asks_three_policies_the_same_questions_with_the_same_plain_template():
     found = [point.config for point in points("mse", "study=figure4")]
     plain, icl = "plain", "plain_icl"
@@ -215,6 +216,7 @@ def test_the_costs_shown_of_table_2_are_those_worked_by_hand(capsys):
     assert "lora" not in text
 
 
+@pytest.mark.slow
 def test_a_reference_is_whole_beside_the_shards(capsys):
     """4 P = 30.46 GB each for weights and reference, 16 P / 8 = 15.23 GB in shards."""
     arguments = ("experiment=table2_math", "hydra.mode=RUN", "group_size=8", "objective=grpo")

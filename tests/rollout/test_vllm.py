@@ -170,6 +170,7 @@ def test_stop_tokens_beside_the_models_own_end_a_completion(policy):
     assert (last == 5).any() and ((rollouts.tokens_PGT == 5).sum(axis=2) <= 1).all()
 
 
+@pytest.mark.slow
 def test_a_refresh_takes_the_new_weights_over_and_nothing_else_does(policy):
     """The reset comes after the weights: what is cached in between is of the old ones."""
     engine = engine_of(policy)

@@ -67,6 +67,7 @@ def test_a_study_of_it_has_a_folder_of_its_own(tmp_path):
     assert json.loads(found.read_text())["questions"] == 6
 
 
+@pytest.mark.slow
 def test_another_file_of_the_same_name_is_another_run(tmp_path):
     path = tmp_path / "completions.parquet"
     logged(path)

@@ -115,6 +115,7 @@ def test_a_pool_is_extended_by_the_completions_that_are_missing(tmp_path):
     assert np.sqrt(np.square(relative).mean()) < 2.5 * sketch  # unbiased, off by the sketch alone
 
 
+@pytest.mark.slow
 def test_a_pool_of_other_draws_is_refused_by_name(tmp_path):
     build(tmp_path)
     with pytest.raises(ValueError, match="holds completions of temperature=1.0, asked is 0.7"):
@@ -167,6 +168,7 @@ def test_of_two_that_begin_a_pool_at_once_one_says_what_it_holds(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["pool.json"]
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_named(tmp_path):
     build(tmp_path)
     part = sorted(tmp_path.glob("*.safetensors"))[2]

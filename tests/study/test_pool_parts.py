@@ -59,6 +59,7 @@ def contents(folder):
     return found
 
 
+@pytest.mark.slow
 def test_parts_are_whole_chunks_and_end_as_one_job(tmp_path):
     one = undivided(tmp_path / "one")
     assert [part(tmp_path / "parts", f"{k}/2") for k in (2, 1)] == [2, 5]

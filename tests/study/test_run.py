@@ -188,17 +188,18 @@ def test_the_command_runs_from_anywhere(tmp_path):
     assert len(list(tmp_path.glob("outputs/mse/tiny_base-*/seed=0/result.json"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(2400)
 def test_closed_form_and_monte_carlo_agree(tmp_path):
-    """20 questions, G up to 16: every difference within a simultaneous 99 % criterion.
+    """10 questions, G up to 16: every difference within a simultaneous 99 % criterion.
 
     The statistics of the 12 curves are compared at level 1 - 0.01/12 each (Bonferroni), with the
-    standard errors of both methods.
+    standard errors of both methods. Variance falls like 1 / completions on both sides, so neither
+    is given many more than the other.
     """
     result = study(
-        tmp_path, "experiment=monte_carlo_check", "study.questions=20", "launch.workers=2",
-        "budget.replicates=100", "budget.pool_completions=64", "rollout_batch_size=512",
+        tmp_path, "experiment=monte_carlo_check", "study.questions=10", "launch.workers=2",
+        "budget.replicates=24", "budget.pool_completions=256", "rollout_batch_size=512",
         "budget.value_completions=128", "model=tiny_base", "baselines=[none,leave_one_out,oracle]",
         "group_sizes=[2,4,8,16]",
     )  # fmt: skip
@@ -210,9 +211,8 @@ def test_closed_form_and_monte_carlo_agree(tmp_path):
         closed, carlo = rows["closed_form", *key], rows["monte_carlo", *key]
         error = math.hypot(*((r["high"] - r["low"]) / 2 / 1.96 for r in (closed, carlo)))
         scores[key] = (carlo["mse"] - closed["mse"]) / error
-        assert carlo["replicates"] == 100 * (16 // key[1])
-        relative = (carlo["high"] - carlo["low"]) / 2 / closed["mse"]
-        assert relative < 0.5, (key, relative)  # sharp enough to be worth comparing
+        assert carlo["replicates"] == 24 * (16 // key[1])
+        assert error < 0.15 * closed["mse"], (key, error)  # sharp enough to be worth comparing
     print({key: round(score, 2) for key, score in scores.items()})
     assert max(map(abs, scores.values())) < limit, scores
 
@@ -254,7 +254,7 @@ def test_two_processes_give_the_figures_of_one(tmp_path, launcher):
     assert one["cost"]["rollouts"] == two["cost"]["rollouts"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(1800)
 def test_three_methods_agree_on_tiny(tmp_path):
     """Rules of every kind, 12 questions: replay against fresh rollouts, simultaneous 99 %."""
@@ -271,8 +271,7 @@ def test_three_methods_agree_on_tiny(tmp_path):
     result = study(
         tmp_path, "model=tiny_base", "study.questions=12", "launch.workers=2",
         "study.methods=[closed_form,replay,monte_carlo]", f"baselines=[{','.join(names)}]",
-        "group_sizes=[2,4,8]", "budget.pool_completions=96", "budget.replicates=100",
-        "budget.reference_completions=512", "budget.value_completions=512",
+        "group_sizes=[2,4,8]", "budget.pool_completions=224", "budget.replicates=36",
     )  # fmt: skip
     rows = {(r["method"], r["baseline"], r["group_size"], r["target"]): r for r in result["curves"]}
     pairs = [
@@ -285,13 +284,16 @@ def test_three_methods_agree_on_tiny(tmp_path):
     limit, scores = stats.norm.ppf(1 - 0.01 / len(pairs) / 2), {}
     for ours, carlo in pairs:
         halves = [(r["high"] - r["low"]) / 2 / 1.96 for r in (ours, carlo)]
-        score = (ours["mse"] - carlo["mse"]) / math.hypot(*halves)
+        error = math.hypot(*halves)
+        assert error < 0.15 * carlo["mse"], (ours, carlo)  # sharp enough to be worth comparing
+        score = (ours["mse"] - carlo["mse"]) / error
         scores[ours["method"], ours["baseline"], ours["group_size"]] = round(score, 2)
     print(scores)
     assert len(pairs) >= 12 + 24
     assert max(map(abs, scores.values())) < limit, scores
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_never_right_is_reported_not_divided_by(tmp_path):
     result = study(tmp_path, "prompt.template='zz{question}'", "max_completion_length=3")
     assert result["policy"]["accuracy"] == 0
@@ -299,6 +301,7 @@ def test_a_policy_that_is_never_right_is_reported_not_divided_by(tmp_path):
     assert "got reward 0" in result["summary"]
 
 
+@pytest.mark.slow
 def test_one_question_is_enough(tmp_path):
     result = study(tmp_path, "study.questions=1", "dataset.seed=2")
     assert 0 <= result["policy"]["accuracy_low"] <= result["policy"]["accuracy_high"] <= 1

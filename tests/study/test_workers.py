@@ -131,6 +131,7 @@ def test_a_killed_parent_leaves_no_worker(tmp_path):
     assert gone(child.pid for child in children)
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_everything_in_one_line(tmp_path):
     process = start("sleep", tmp_path)
     workers = asleep(tmp_path, 2)
@@ -144,6 +145,7 @@ def assert_interrupted(code, out, err):
     assert err == "interrupted; the same command goes on from there\n"
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_workers_start(tmp_path):
     process = start("sleep", tmp_path)
     while len(psutil.Process(process.pid).children()) < 2:

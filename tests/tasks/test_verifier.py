@@ -247,6 +247,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_a_lower_limit_of_the_machine_holds(calls):
     """With 2 GiB asked for, as a shell's `ulimit -v` or a scheduler may set it."""
 

@@ -61,6 +61,7 @@ def test_a_streak_that_breaks_starts_again(name):
     assert heard(rows) == ([], {})
 
 
+@pytest.mark.slow
 def test_a_gap_is_judged_by_the_type_computed_in():
     """Ten times the limit rings and a tenth does not; NaN rings; without a sampler nothing."""
     key = "sampling/sampling_logp_difference/mean"

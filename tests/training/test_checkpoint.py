@@ -272,6 +272,7 @@ def test_a_run_says_where_it_goes_on_from(tmp_path, capsys):
     assert "going on from checkpoint-2 of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_to_more_steps(tmp_path):
     through = fit(tmp_path / "through", *NO_SCHEDULE)
     fit(tmp_path / "parts", *NO_SCHEDULE, "max_steps=2")

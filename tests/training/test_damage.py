@@ -104,7 +104,7 @@ def test_the_run_ends_as_if_nothing_had_happened(stopped, through, capsys, name,
     assert f"checkpoint-3 is passed over: {name} " in unwrapped(capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.03)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_whatever_is_damaged_the_run_ends_as_if_nothing_had_happened(

@@ -74,6 +74,7 @@ def test_it_is_the_scaling_law_of_the_steps_own_scores(watched):
     assert row["monitor/gstar"] == pytest.approx(None if math.isnan(estimate) else estimate)
 
 
+@pytest.mark.slow
 def test_it_is_what_a_study_says_of_the_same_pool(watched):
     run, batch = watched
     row, size = gradient_mse(run, batch), batch.rewards_PG.shape[1]

@@ -137,6 +137,7 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     assert [json.loads(line)["step"] for line in (path / "metrics.jsonl").open()] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_complete_folder_is_shown_not_run_again(tmp_path, capsys):
     path = fit(tmp_path / "run")
     before = (path / "result.json").stat().st_mtime_ns
