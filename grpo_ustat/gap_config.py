@@ -60,8 +60,8 @@ class CoinsConfig(PlaneConfig):
     """Answers that are coins, see `policy.beds.Coins`."""
 
     values: list[float] = key("probability of a right answer at the maximiser, for each prompt")
-    slopes: list[list[float]] = key("of that probability in u, for each prompt; their mean is 0")
-    styles: list[list[float]] = key("slopes of what earns nothing, the score's noise, likewise")
+    slopes: list[Any] = key("of that probability in u, for each prompt; their mean is 0")
+    styles: list[Any] = key("slopes of what earns nothing, the score's noise, likewise")
     curvature: list[float] = key("of -J along each coordinate of u, above 0")
 
     def check(self) -> None:
@@ -69,7 +69,7 @@ class CoinsConfig(PlaneConfig):
         super().check()
         shape = (len(self.values), len(self.start))
         for name in ("slopes", "styles"):
-            _shaped(name, getattr(self, name), shape)
+            setattr(self, name, _floats(name, getattr(self, name), shape))
         if len(self.curvature) != len(self.start) or min(self.curvature) <= 0:
             raise ConfigError(
                 f"bed.curvature={self.curvature}: give a number above 0 for each of the "
@@ -84,16 +84,17 @@ class CoinsConfig(PlaneConfig):
 class SoftmaxConfig(PlaneConfig):
     """A tabular softmax policy, see `policy.beds.Softmax`."""
 
-    features: list[list[float]] = key("of each outcome, as many as u has coordinates")
-    centres: list[list[float]] = key("u at which a prompt's outcomes have equal probability")
-    rewards: list[list[float]] = key("of each outcome, for each prompt")
+    features: list[Any] = key("of each outcome, as many as u has coordinates")
+    centres: list[Any] = key("u at which a prompt's outcomes have equal probability")
+    rewards: list[Any] = key("of each outcome, for each prompt")
 
     def check(self) -> None:
         """See `BedConfig.check`."""
         super().check()
-        _shaped("features", self.features, (len(self.features), len(self.start)))
-        _shaped("centres", self.centres, (len(self.centres), len(self.start)))
-        _shaped("rewards", self.rewards, (len(self.centres), len(self.features)))
+        prompts, outcomes, width = len(self.centres), len(self.features), len(self.start)
+        self.features = _floats("features", self.features, (outcomes, width))
+        self.centres = _floats("centres", self.centres, (prompts, width))
+        self.rewards = _floats("rewards", self.rewards, (prompts, outcomes))
 
 
 @dataclass
@@ -117,12 +118,18 @@ class SequencesConfig(BedConfig):
             )
 
 
-def _shaped(name: str, rows: list[list[float]], shape: tuple[int, int]) -> None:
-    if len(rows) != shape[0] or not rows or any(len(row) != shape[1] for row in rows):
+def _floats(name: str, rows: list[Any], shape: tuple[int, int]) -> list[list[float]]:
+    """Rows of numbers, whole ones too, which OmegaConf's typed lists of lists refuse."""
+    try:
+        found = [[float(number) for number in row] for row in rows]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"bed.{name}={rows}: use rows of numbers, [[..],[..]]") from error
+    if len(found) != shape[0] or not found or any(len(row) != shape[1] for row in found):
         raise ConfigError(
-            f"bed.{name} has {len(rows)} rows of {sorted({len(row) for row in rows})} numbers: "
+            f"bed.{name} has {len(found)} rows of {sorted({len(row) for row in found})} numbers: "
             f"use {shape[0]} of {shape[1]}"
         )
+    return found
 
 
 @dataclass

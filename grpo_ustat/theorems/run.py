@@ -16,7 +16,6 @@ from grpo_ustat.runs.gap_page import TITLES, interval_text, number_text
 from grpo_ustat.runs.run_page import leave_page
 from grpo_ustat.runs.summary import write_csv
 from grpo_ustat.signals import Stopped
-from grpo_ustat.theorems.figures import finding_figure
 from grpo_ustat.theorems.finding import Finding
 from grpo_ustat.theorems.studies import check_bed, study
 
@@ -57,6 +56,8 @@ def _made(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     result = _result(config, finding, time.perf_counter() - start)
     write_csv(folder, "curves.csv", _even(finding))
     if is_main():
+        from grpo_ustat.theorems.figures import finding_figure
+
         finding_figure(folder.path, finding, TITLES[config.study.kind])
         leave_page(folder, result)
     folder.finish(result)

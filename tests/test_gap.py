@@ -1,0 +1,115 @@
+"""`python -m grpo_ustat.gap` from the command line to the folder that it leaves."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.composing import CONF, composed
+from grpo_ustat.gap_config import BEDS, STUDIES
+from grpo_ustat.runs.gap_page import TITLES
+from grpo_ustat.theorems import studies
+from grpo_ustat.theorems.plan import completions
+
+SMALL = ("study.replicates=20", "study.steps=5", "study.constant_rates=[0.1]", "launch.workers=1")
+
+
+def gap(folder, *arguments):
+    command = [sys.executable, "-m", "grpo_ustat.gap", f"hydra.run.dir={folder / 'run'}"]
+    return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
+
+
+def test_every_study_and_every_bed_has_a_file_of_its_name():
+    files = {file.stem for file in (CONF / "study").glob("*.yaml")}
+    assert set(STUDIES) <= files and set(STUDIES) == set(TITLES) == set(studies.STUDIES)
+    beds = [composed("gap", [f"bed={f.stem}", *_suits(f.stem)]) for f in (CONF / "bed").glob("*")]
+    assert {config.bed.kind for config in beds} == set(BEDS)
+    for config in beds:
+        studies.check_bed(config)
+
+
+def _suits(bed):
+    return {"sequences": ["study=theorem12"], "none": ["study=best_group_size"]}.get(bed, [])
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_composes_on_its_bed(name):
+    config = composed("gap", [f"study={name}"])
+    assert config.study.kind == name and config.bed.kind in config.study.beds
+    studies.check_bed(config)
+
+
+def test_a_run_leaves_a_folder_and_is_shown_again(tmp_path):
+    first = gap(tmp_path, *SMALL)
+    assert first.returncode == 0, first.stderr
+    run = tmp_path / "run"
+    result = json.loads((run / "result.json").read_text())
+    assert result["study"] == "lemma6" and len(result["claims"]) == 15
+    assert result["cost"]["rollouts"] == 20 * 6 * 16 * 6  # T and one step more
+    rows = list(csv.DictReader((run / "curves.csv").open()))
+    assert {row["estimator"] for row in rows} == {"vanilla", "GRPO", "oracle"}
+    files = {file.name for file in run.iterdir()}
+    figures = {f"figure.{kind}" for kind in ("pdf", "svg", "png")}
+    assert files >= figures | {".hydra", "code.json", "report.html"}
+    assert "Lemma 6" in first.stdout and str(run) in first.stdout
+    again = gap(tmp_path, *SMALL, "launch.workers=2")  # which is no part of what a run is
+    assert again.returncode == 0 and "is complete" in again.stdout
+    page = (run / "report.html").read_text()
+    assert "Polyak-Lojasiewicz" in page and "agrees" in page
+    other = gap(tmp_path, *SMALL, "seed=1")
+    assert other.returncode == 2 and "(seed: 0 there, 1 asked)" in other.stderr
+
+
+WRONG = {
+    "study=lemma7": "unknown study 'lemma7': choose from",
+    "bed=cards": "unknown bed 'cards': choose from",
+    "study=theorem12 bed=coins": "study=theorem12 with bed.kind=coins: it runs on a bed of kind "
+    "sequences",
+    "study=proposition13 bed=coins": "with 2 coordinates in bed.start: it needs one",
+    "study.group_size=5": "study.group_sizes=[5] with study.rollouts=16: use sizes of at least 2",
+    "study.group_size=1": "use sizes of at least 2 that divide it",
+    "study.constant_rates=[2.5]": "L of bed=coins is 1: use rates below 2",
+    "study.decaying_rate=0.5": "use more than 0.8333, so that 2 mu c > 1",
+    "study.replicates=3": "use 10 replicates or more",
+    "study.baselines=[group_std]": "unknown study.baselines 'group_std': choose from none",
+    "study=theorem7 study.rollouts=[6]": "at least two of 2 or more must divide it",
+    "study=theorem8 study.steps=[400,100]": "name steps above 0, ascending",
+    "bed.start=[0.9,0.9]": "below the maximum, bed.reach=0.1: start nearer",
+    "bed.reach=0.9": "lets a probability fall to",
+    "bed.slopes=[[0.1,0.0]]": "bed.slopes has 1 rows of [2] numbers: use 4 of 2",
+    "bed.slopes=[1,2]": "bed.slopes=[1, 2]: use rows of numbers",
+    "bed.parameters=1": "use bed.parameters=2 or more",
+    "bed.values=[0.5,0.5,0.5,1.5]": "must be between 0 and 1",
+    "bed=softmax bed.rewards=[[1,0,0,0,0],[1,0,0,0,0],[1,0,0,0,0],[1,0,0,0,0]]": "finite maximum",
+    "launch.workers=0": "launch.workers=0 must be above 0",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_input_is_one_line_that_names_the_fix(words):
+    with pytest.raises(ConfigError) as caught:
+        config = composed("gap", words.split())
+        studies.check_bed(config)
+        if config.study.kind == "proposition13":
+            studies.study(config)
+    assert WRONG[words] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_refused_bed_leaves_no_folder(tmp_path):
+    (tmp_path / "other").touch()
+    refused = gap(tmp_path, "study.decaying_rate=0.5")
+    assert refused.returncode == 2 and refused.stderr.startswith("error: study.decaying_rate=0.5")
+    assert refused.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_dry_run_counts_what_a_run_draws(tmp_path):
+    config = composed("gap", list(SMALL))
+    assert completions(config) == 20 * 5 * 16 * 6
+    shown = gap(tmp_path, "dry_run=true", "study=theorem7")
+    assert shown.returncode == 0 and "1 433 600 000" in shown.stdout
+    assert not list(tmp_path.iterdir())
