@@ -48,7 +48,7 @@ def draw(axes, panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=9)
     axes.set_xlabel(panel.xlabel, fontsize=9)
     axes.set_ylabel(panel.ylabel, fontsize=9)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=8, which="both")
     axes.grid(alpha=0.3, which="major", linewidth=0.5)
     axes.legend(frameon=False, fontsize=7)
 
