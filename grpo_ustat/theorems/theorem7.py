@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 from scipy import stats
@@ -64,7 +65,7 @@ def theorem7(
         statement=STATEMENT,
         bed=bed_facts(bed),
         claims=claims,
-        panels=_panels(rows, max(steps)),
+        panels=_panels(rows, sorted({min(steps), max(steps)})),
         rows=rows,
         answer=_answer(claims),
         notes=_notes(bed, rates, best),
@@ -186,10 +187,10 @@ def _notes(bed: Bed, rates: Sequence[Rate], best: dict[tuple, set[int]]) -> list
     return notes
 
 
-def _panels(rows: list[dict], step: int) -> list[Panel]:
-    """The gap at the last T against G, a panel for each rate."""
+def _panels(rows: list[dict], steps: Sequence[int]) -> list[Panel]:
+    """The gap against G, a panel for each rate and T."""
     panels = []
-    for rate in dict.fromkeys(row["rate"] for row in rows):
+    for rate, step in product(dict.fromkeys(row["rate"] for row in rows), steps):
         curves = []
         mine = [row for row in rows if (row["rate"], row["step"]) == (rate, step)]
         for n in dict.fromkeys(row["rollouts"] for row in mine):
