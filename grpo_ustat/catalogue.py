@@ -13,14 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.composing import CONF, whole_node
-from grpo_ustat.config import SCHEMAS, BaselineConfig
-from grpo_ustat.data_config import DATASETS
-from grpo_ustat.gap_config import BEDS, STUDIES
+from grpo_ustat.config import OF_KIND, SCHEMAS, BaselineConfig
 from grpo_ustat.meanings import Key, keys_of
 from grpo_ustat.run_config import Shared
 
 LAUNCHER = "hydra/launcher"
-OF_KIND = {"dataset": DATASETS, "bed": BEDS, "study": STUDIES}  # nodes whose kind has a schema
 MEANINGS = {  # of groups that set fields of several nodes, or that have no node of their name
     "baseline": "the rules to compare: baselines=[NAME,NAME]; all their options are under rules",
     "policy": "model, data set, prompt and length together, for sweeps",

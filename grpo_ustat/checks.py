@@ -15,7 +15,8 @@ from grpo_ustat.estimators.baselines import check_options as options_of
 from grpo_ustat.estimators.baselines import check_shape as shape_of
 
 if TYPE_CHECKING:
-    from grpo_ustat.config import BaselineConfig, LoggerConfig
+    from grpo_ustat.config import BaselineConfig
+    from grpo_ustat.run_config import LoggerConfig
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"

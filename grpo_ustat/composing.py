@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +25,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.checks import ConfigError
-from grpo_ustat.config import SCHEMAS, MseConfig, TrainConfig, typed
-from grpo_ustat.data_config import DATASETS
+from grpo_ustat.config import SCHEMAS, typed
 from grpo_ustat.identity import folder_name
 from grpo_ustat.launch.job import check_ranks
+from grpo_ustat.messages import one_line
 from grpo_ustat.ranks import RefusedByRank, world
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.points import Point
 
 PACKAGE = Path(__file__).resolve().parent
 CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
-
-ELSEWHERE = {  # what other trainers call it
-    "num_generations": "group_size",
-    "lr": "learning_rate",
-    "gradient_accumulation_steps": "micro_batch_tokens, the padded tokens of a backward pass",
-    "per_device_train_batch_size": "budget.rollouts, completions a step on all devices",
-    "num_train_epochs": "max_steps",
-    "loss_type": "objective=dapo and the like, or objective.loss_type",
-    "beta": "objective.beta",
-    "use_vllm": "rollout=vllm",
-}
-
-
-OF_ENTRY = {  # what only one entry knows and is easily asked of the other
-    "mse": ("study", "policy", "baselines", "group_sizes", "rules", "pool", "target_halfwidth"),
-    "train": ("baseline", "group_size", "objective", "learning_rate", "max_steps", "lora"),
-}
 
 
 def composed(entry: str, overrides: list[str]) -> Any:
@@ -114,7 +96,7 @@ def _composed(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictC
         node = hydra.compose(name, overrides, return_hydra_config=True)
         return typed(_job_part(node), schema), node.hydra
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error, schema)) from error
+        raise ConfigError(one_line(error, schema, CONF)) from error
 
 
 def _resolver(schema: type) -> Callable[..., str]:
@@ -169,7 +151,7 @@ def asked_for(entry: str, arguments: list[str]) -> Asked:
         try:
             node = hydra_node(name, overrides).hydra
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_one_line(error, schema)) from error
+            raise ConfigError(one_line(error, schema, CONF)) from error
         sweep = words.multirun or node.mode is RunMode.MULTIRUN
         _check_way(node, sweep)
         lists = _swept(node.sweeper.get("params") or {}, overrides) if sweep else [overrides]
@@ -194,7 +176,7 @@ def whole_node(entry: str, words: Namespace) -> DictConfig:
         try:
             return hydra_node(name, overrides)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_one_line(error, SCHEMAS[entry])) from error
+            raise ConfigError(one_line(error, SCHEMAS[entry], CONF)) from error
 
 
 def _overrides(words: Namespace) -> list[str]:
@@ -326,49 +308,3 @@ def _output_folder(hydra_node: DictConfig, sweep: bool) -> Path | None:
         return Path(hydra_node.run.dir)
     except OmegaConfBaseException:
         return None
-
-
-def _one_line(error: Exception, schema: type) -> str:
-    """Hydra's message in one line, with what is known where something is unknown."""
-    text = " ".join(f"{error} {error.__cause__ or ''}".split())
-    choice = re.search(
-        r"Could not find '([^']+)/([^'/]+)' Available options in '[^']+': (.*?) Conf", text
-    )
-    if choice:
-        group, asked, known = choice.groups()
-        return f"unknown {group} {asked!r}: choose from {', '.join(known.split())}"
-    if "hydra/launcher/submitit" in text:
-        return "SLURM needs hydra-submitit-launcher: pip install 'grpo-ustat[slurm]'"
-    other = {TrainConfig: "mse", MseConfig: "train"}.get(schema)
-    if other and re.search("ConfigKeyError raised while composing config: Key .* not in", text):
-        return f"an overlay of the other entry? Try python -m grpo_ustat.{other} ({text})"
-    missing = re.search(r"Missing mandatory value: (\S+)", text)
-    if missing:
-        return f"{missing.group(1)} has no value: set {missing.group(1)}=..."
-    unknown = re.match(r"Could not override '([^']+)'", text)
-    if not unknown:
-        return text.removesuffix(" None")
-    key = unknown.group(1)
-    if other and key in ELSEWHERE:
-        return f"unknown key {key}: here it is {ELSEWHERE[key]}"
-    if other and key.split(".")[0] in OF_ENTRY[other]:
-        return f"unknown key {key}: it is one of {other}'s, python -m grpo_ustat.{other}"
-    if key.startswith("dataset.options"):
-        return f"unknown key {key}: options of a task of your own are added, +{key}=..."
-    known = [*_keys(OmegaConf.structured(schema)), *(_dataset_keys() if other else [])]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
-    return f"unknown key {key}: {hint}"
-
-
-def _dataset_keys() -> list[str]:
-    """Of all kinds of data sets."""
-    return [f"dataset.{field.name}" for kind in DATASETS.values() for field in fields(kind)]
-
-
-def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in node:
-        yield prefix + key
-        child = node._get_node(key)
-        if isinstance(child, DictConfig):
-            yield from _keys(child, f"{prefix}{key}.")

@@ -7,7 +7,7 @@ configuration is refused before anything slow happens.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -33,6 +33,7 @@ from grpo_ustat.train_config import (
     TrainBudget,
 )
 
+OF_KIND = {"dataset": DATASETS, "bed": BEDS, "study": STUDIES}  # nodes whose kind has a schema
 WORDS = {"dataset": "data set", "bed": "bed", "study": "study"}
 SHARINGS = ("ddp", "deepspeed", "fsdp2")  # the files of launch/accelerate/
 STUDIED = tuple(name for name, rule in BASELINES.items() if not rule.only_trains)
@@ -255,12 +256,8 @@ def typed(config: Any, schema: type) -> Any:
     """
     try:
         base = OmegaConf.structured(schema)
-        if issubclass(schema, Common):
-            base.dataset = _of_kind(config, "dataset", DATASETS)
-        if schema is GapConfig:
-            base.bed, base.study = (
-                _of_kind(config, *x) for x in (("bed", BEDS), ("study", STUDIES))
-            )
+        for node in kinds_of(schema):
+            base[node] = _of_kind(config, node, OF_KIND[node])
         result = OmegaConf.to_object(OmegaConf.merge(base, config))
         if isinstance(result, MseConfig):
             _add_own_rules(result)
@@ -277,6 +274,16 @@ def _add_own_rules(config: MseConfig) -> None:
     """Baselines of installed packages need no entry in `conf/`, unless they have options."""
     for name in own_rules(config.baselines):
         config.rules.setdefault(name, BaselineConfig(name=name, options={}))
+
+
+def kinds_of(schema: type) -> dict[str, dict[str, type]]:
+    """The nodes of a schema that are typed by their kind, with the schema of each.
+
+    >>> list(kinds_of(TrainConfig)), list(kinds_of(GapConfig))
+    (['dataset'], ['bed', 'study'])
+    """
+    hints = get_type_hints(schema)
+    return {node: kinds for node, kinds in OF_KIND.items() if hints.get(node) is Any}
 
 
 def _of_kind(config: Any, node: str, schemas: dict[str, type]) -> type:

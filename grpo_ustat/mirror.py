@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.checks import ConfigError, check_logger
 from grpo_ustat.composing import CONF
-from grpo_ustat.config import LoggerConfig
+from grpo_ustat.run_config import LoggerConfig
 from grpo_ustat.runs import history
 from grpo_ustat.runs.journal import InUse
 from grpo_ustat.runs.mirror import End, Task, describe, end_now, follow

@@ -20,13 +20,25 @@ from grpo_ustat.checks import ConfigError
 from grpo_ustat.reports.series import identity_keys
 from grpo_ustat.runs import history
 from grpo_ustat.runs.contents import Contents
+from grpo_ustat.runs.entries import entry_of
 from grpo_ustat.runs.sweeps import BEYOND, DONE, Entry, State
 
 CONFIG = ".hydra/config.yaml"
+ASKED = {  # of a configuration
+    "train": ("model.name", "prompt.name", "dataset.name", "group_size", "budget.rollouts",
+              "eval.decoding", "max_steps", "seed"),
+    "mse": ("model.name", "prompt.name", "dataset.name", "group_sizes", "seed"),
+    "gap": ("study.kind", "bed.name", "seed"),
+}  # fmt: skip
 NEEDED = {  # of a result
     "train": ("evals",),
     "mse": ("curves", "scaling", "assumption2", "policy", "questions", "pool_completions"),
+    "gap": ("statement", "claims", "answer", "verdict"),
 }
+CLAIM = {  # what is needed of a claim
+    "what": str, "predicted": (int, float, str), "measured": (int, float),
+    "low": (int, float, type(None)), "high": (int, float, type(None)), "how": str,
+}  # fmt: skip
 NUMBERS = ("step", "accuracy", "low", "high", "n")
 
 
@@ -35,7 +47,7 @@ class Run:
     """A run as its folder tells.
 
     Attributes:
-        entry: `train` or `mse`.
+        entry: `train`, `mse` or `gap`.
         label: its folder, or the overrides in which it differs from the others of its sweep.
         folder: of the run.
         config: as it was composed.
@@ -62,10 +74,17 @@ class Run:
 
     @property
     def policy(self) -> str:
-        """Model and prompt: one model asked in two ways is two policies."""
+        """Model and prompt, for one model asked in two ways is two policies; or the bed."""
+        if self.entry == "gap":
+            return self.config["bed"]["name"]
         prompt = self.config["prompt"]
         shots = f" x {prompt['shots']}" if prompt.get("shots") else ""
         return f"{self.config['model']['name']}, {prompt['name']}{shots}"
+
+    @property
+    def dataset(self) -> str | None:
+        """Name of the questions, of which a bed has none."""
+        return None if self.entry == "gap" else self.config["dataset"]["name"]
 
     @property
     def lacking(self) -> str:
@@ -173,7 +192,7 @@ def _run(one: Entry) -> Run:
     """
     held = Contents(one.folder)
     config = _checked(held)
-    entry = "mse" if "group_sizes" in config else "train"
+    entry = entry_of(config)
     state, notes = one.state(), list(held.notes)
     result = held.result if state.name in (DONE, BEYOND) else None
     lacking = [key for key in NEEDED[entry] if result is not None and key not in result]
@@ -181,6 +200,8 @@ def _run(one: Entry) -> Run:
         raise ValueError(
             f"result.json has no {', '.join(lacking)}: of another version, run it again"
         )
+    if entry == "gap" and result is not None:
+        _check_claims(result["claims"])
     evals = _evals(held, result, notes) if entry == "train" else []
     if not held.code:
         notes.append("code.json is lost or damaged: its commit and weights are not known")
@@ -200,14 +221,22 @@ def _run(one: Entry) -> Run:
 
 
 def _checked(held: Contents) -> dict[str, Any]:
-    """A run's configuration, if it is one of `train` or `mse`."""
+    """A run's configuration, if it is one of `train`, `mse` or `gap`."""
     if not held.config:
         raise ValueError("; ".join(held.notes) or f"{CONFIG} is missing")
-    either = ("group_sizes",), ("group_size", "budget.rollouts", "eval.decoding", "max_steps")
-    known = ("seed", "model.name", "prompt.name", "dataset.name")
-    if not any(all(held.value(key) is not None for key in (*known, *one)) for one in either):
-        raise ValueError(f"{CONFIG} is of neither train nor mse")
+    if any(held.value(key) is None for key in ASKED[entry_of(held.config)]):
+        raise ValueError(f"{CONFIG} is of none of {', '.join(ASKED)}")
     return held.config
+
+
+def _check_claims(claims: list[dict[str, Any]]) -> None:
+    for claim in claims:
+        wrong = [key for key, kind in CLAIM.items() if not isinstance(claim.get(key, ...), kind)]
+        if wrong:
+            raise ValueError(
+                f"result.json has a claim without a {' and '.join(wrong)} that can be shown: "
+                "run it again"
+            )
 
 
 def _evals(held: Contents, result: dict | None, notes: list[str]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from grpo_ustat.nested import flat
 from grpo_ustat.reports.accuracy import Cell
 from grpo_ustat.reports.figures import line_of
 from grpo_ustat.reports.found import Run
+from grpo_ustat.reports.sheets import Sheet
 from grpo_ustat.runs import completions
 from grpo_ustat.runs.page import Completions, Figure, Page, Table, differences
 
@@ -31,44 +32,57 @@ def page(made: Report) -> Page:
     """
     runs = made.found.runs
     figures = [_figure(made.folder, sheet) for sheet in made.sheets if sheet.drawn is not None]
+    tables = {sheet.name: _table(sheet) for sheet in made.sheets}
+    overview = tables.pop("theorems", None)
     rows, which = _completions(made.trained)
     return Page(
         title=f"Report {made.folder.name}: {len(runs)} runs",
         answer=" ".join(made.answers),
         notes=made.said,
         facts=_facts(made),
-        figures=figures,
-        tables=[
-            Table(sheet.title, sheet.columns, sheet.rows, " ".join(sheet.notes))
-            for sheet in made.sheets
-        ],
+        overview=overview,
+        figures=[*made.pictures, *figures],
+        tables=list(tables.values()),
         completions=Completions(rows, which) if rows else None,
         difference=differences({run.label: run.config for run in runs}) if len(runs) > 1 else None,
         configuration=_shared([flat(run.config) for run in runs]),
     )
 
 
-def _figure(folder: Path, sheet: Any) -> Figure:
+def _table(sheet: Sheet) -> Table:
+    return Table(sheet.title, sheet.columns, sheet.rows, " ".join(sheet.notes))
+
+
+def _figure(folder: Path, sheet: Sheet) -> Figure:
     svg = (folder / f"{sheet.name}.svg").read_text()
     return Figure(sheet.title, svg, " ".join(sheet.drawn), f"{sheet.name}.csv")
 
 
 def _facts(made: Report) -> list[tuple[str, str | int | float | None]]:
-    """What was run and what it took."""
+    """What was run and what it took; completions of beds are no model's, and counted apart."""
     runs = made.found.runs
-    results = [run.result for run in runs if run.result is not None]
-    spent = {
-        name: sum(_spent(result, name) for result in results) for name in ("rollouts", "tokens")
-    }
-    return [
+    of_models = [run for run in runs if run.entry != "gap"]
+    of_beds = [run for run in runs if run.entry == "gap"]
+    facts = [
         ("Runs", _counted(run.state.name for run in runs)),
         ("Entries", _counted(run.entry for run in runs)),
-        ("Policies", _counted(run.policy for run in runs)),
-        ("Questions of", _counted(run.config["dataset"]["name"] for run in runs)),
-        ("Rollouts of the finished", spent["rollouts"]),
-        ("Tokens of the finished", spent["tokens"]),
+    ]
+    if of_models:
+        facts += [
+            ("Policies", _counted(run.policy for run in of_models)),
+            ("Questions of", _counted(run.dataset for run in of_models)),
+            ("Rollouts of the finished", _spent(of_models, "rollouts")),
+            ("Tokens of the finished", _spent(of_models, "tokens")),
+        ]
+    if of_beds:
+        facts += [
+            ("Beds", _counted(run.policy for run in of_beds)),
+            ("Completions drawn from beds", _spent(of_beds, "rollouts")),
+        ]
+    return [
+        *facts,
         ("Commits", _counted((run.commit or "unknown")[:12] for run in runs)),
-        ("Package", _counted(_version(result) for result in results)),
+        ("Package", _counted(_version(run.result) for run in runs if run.result is not None)),
     ]
 
 
@@ -79,8 +93,10 @@ def _counted(names) -> str:
     return "; ".join(f"{name} ({count})" if several else name for name, count in counts.items())
 
 
-def _spent(result: dict[str, Any], name: str) -> int:
-    return result.get("cost", result).get(name) or 0
+def _spent(runs: Sequence[Run], name: str) -> int:
+    """By the finished."""
+    results = [run.result for run in runs if run.result is not None]
+    return sum(result.get("cost", result).get(name) or 0 for result in results)
 
 
 def _version(result: dict[str, Any]) -> str:

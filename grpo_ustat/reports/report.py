@@ -23,13 +23,21 @@ from grpo_ustat.reports.found import CONFIG, Found, Run, entries_in, read
 from grpo_ustat.reports.html import best_sentence, page, scaling_sentence
 from grpo_ustat.reports.series import label, telling
 from grpo_ustat.reports.sheets import Sheet, shorter
+from grpo_ustat.reports.theorems import (
+    claims_sheet,
+    in_order,
+    study_figures,
+    theorems_sheet,
+    verdict_sentence,
+)
 from grpo_ustat.runs.folder import write_whole
 from grpo_ustat.runs.learning import Learning, learning_figure, notes
-from grpo_ustat.runs.page import NAME, render
+from grpo_ustat.runs.page import NAME, Figure, render
 from grpo_ustat.runs.sweeps import Entry
 
 FILES = re.compile(
-    r"(accuracy|accuracy_runs|budget|fixed_n|learning.*|mse|runs)\.(csv|tex|pdf|svg|png)"
+    r"(accuracy|accuracy_runs|budget|claims|fixed_n|learning.*|mse|runs|theorems)"
+    r"\.(csv|tex|pdf|svg|png)"
 )
 PANELS = 8  # steps drawn where none are asked for
 LINES = 12  # of what is missing, on the terminal and below figures
@@ -46,6 +54,7 @@ class Report:
         sheets: its tables, in the order of the page.
         said: lines on what is missing, left out or apart.
         answers: what was found, a sentence each.
+        pictures: that studies of theorems drew themselves.
     """
 
     folder: Path
@@ -54,6 +63,12 @@ class Report:
     sheets: list[Sheet] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
+    pictures: list[Figure] = field(default_factory=list)
+
+    @property
+    def theorems(self) -> list[Run]:
+        """Finished studies of theorems, as the paper has them."""
+        return [run for run in in_order(self.found.runs) if run.result is not None]
 
     @property
     def studies(self) -> list[Run]:
@@ -66,6 +81,11 @@ class Report:
         runs = [run for run in self.found.runs if run.entry == "train"]
         return [run for run in runs if run.evals or run.metrics]
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return not (self.theorems or self.studies or self.trained)
+
 
 def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | None) -> None:
     """Report the runs that the patterns match.
@@ -77,7 +97,7 @@ def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | No
         raise ConfigError(f"{folder} is a run's folder: choose another with name=NAME")
     found = read(entries_in(list(patterns)))
     made = Report(folder, found, steps)
-    if not made.studies and not made.trained:
+    if made.empty:
         why = [*(run.lacking for run in found.runs), *found.damaged]
         raise ConfigError(f"runs={','.join(patterns)}: nothing to show yet: {'; '.join(why[:3])}")
     there = sorted({row["step"] for run in made.trained for row in run.evals})
@@ -89,10 +109,10 @@ def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | No
 def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | None) -> None:
     """Report the runs of a sweep, in its order."""
     made = Report(folder, read(list(entries)), steps)
-    if made.studies or made.trained:
-        write(made)
-    else:
+    if made.empty:
         print(f"No run of {folder.name} has anything to report.")
+    else:
+        write(made)
 
 
 def write(made: Report) -> None:
@@ -103,6 +123,8 @@ def write(made: Report) -> None:
             if FILES.fullmatch(file.name):
                 file.unlink()
     made.said += _said(made.found)
+    if made.theorems:
+        _report_theorems(made)
     if made.studies:
         _report_studies(made)
     if made.trained:
@@ -112,6 +134,14 @@ def write(made: Report) -> None:
         sheet.write(made.folder)
     write_whole(made.folder / NAME, render(page(made)))
     _show(made)
+
+
+def _report_theorems(made: Report) -> None:
+    finished = made.theorems
+    made.sheets += [theorems_sheet(in_order(made.found.runs)), claims_sheet(finished)]
+    made.pictures, unshown = study_figures(finished)
+    made.said += unshown
+    made.answers.append(verdict_sentence(finished))
 
 
 def _report_studies(made: Report) -> None:
@@ -197,21 +227,24 @@ def _learning_sheet(name: str, series: str, rows: list[dict[str, Any]]) -> Sheet
 def _runs_sheet(made: Report) -> Sheet:
     """Every run, how far it is."""
     data = [_run_row(run) for run in made.found.runs]
-    names = ("run", "entry", "state", "step", "steps", "accuracy")
+    names = ["run", "entry", "state", "step", "steps", "accuracy", "verdict"]
+    names = [name for name in names if any(row[name] is not None for row in data)]
     rows = [[_plain(row[name]) for name in names] for row in data]
     counts = Counter(run.state.name for run in made.found.runs)
     counts |= Counter(damaged=len(made.found.damaged), missing=len(made.found.absent))
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return Sheet("runs", "Runs", list(names), rows, [f"{told}.", *made.said], data)
+    return Sheet("runs", "Runs", names, rows, [f"{told}.", *made.said], data)
 
 
 def _run_row(run: Run) -> dict[str, Any]:
     config, state = run.config, run.state
     row = {"run": run.label, "entry": run.entry, "state": state.name}
     row |= {"step": state.step, "steps": state.steps, "policy": run.policy}
-    row |= {"dataset": config["dataset"]["name"], "seed": config["seed"]}
-    row |= {"group_size": config.get("group_size"), "rollouts": config["budget"].get("rollouts")}
+    row |= {"dataset": run.dataset, "seed": config["seed"]}
+    row |= {"group_size": config.get("group_size")}
+    row |= {"rollouts": config.get("budget", {}).get("rollouts")}
     row |= {"accuracy": state.accuracy, "low": state.low, "high": state.high}
+    row |= {"verdict": (run.result or {}).get("verdict")}
     return row | {"commit": run.commit, "detail": state.detail}
 
 
@@ -288,7 +321,7 @@ def _show(made: Report) -> None:
     console = Console(highlight=False)
     budgets = {run.config["budget"]["rollouts"] for run in made.trained}
     for sheet in made.sheets:
-        if sheet.name in ("mse", "fixed_n", "accuracy") or (
+        if sheet.name in ("theorems", "mse", "fixed_n", "accuracy") or (
             sheet.name == "budget" and len(budgets) > 1
         ):
             console.print(sheet.table())

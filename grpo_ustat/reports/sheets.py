@@ -27,6 +27,7 @@ class Sheet:
         notes: below it: what intervals are over, what marks mean.
         data: its numbers as they are; what a row lacks is an empty field.
         drawn: what the figure of the same name needs said below it, None where there is none.
+        long: columns that hold sentences, for which a terminal has no room.
     """
 
     name: str
@@ -36,15 +37,17 @@ class Sheet:
     notes: Sequence[str]
     data: Sequence[dict[str, Any]]
     drawn: Sequence[str] | None = None
+    long: Sequence[str] = ()
 
     def table(self) -> Table:
         """For a terminal."""
         table = Table(title=escape(self.title), caption=escape("\n".join(self.notes)))
         table.min_width = 64
-        for i, column in enumerate(self.columns):
-            table.add_column(escape(column), justify="right" if i else "left")
+        shown = [i for i, column in enumerate(self.columns) if column not in self.long]
+        for i in shown:
+            table.add_column(escape(self.columns[i]), justify="right" if i else "left")
         for row in _headed(self.rows):
-            table.add_row(*map(escape, row))
+            table.add_row(*(escape(row[i]) for i in shown))
         return table
 
     def write(self, folder: Path) -> None:
@@ -57,9 +60,15 @@ class Sheet:
     def latex(self) -> str:
         """A `tabular` for the package booktabs, a line per row."""
         lines = [f"% {line}" for line in (self.title, *self.notes)]
-        lines += [f"\\begin{{tabular}}{{l{'r' * (len(self.columns) - 1)}}}", "\\toprule"]
+        kinds = [
+            SENTENCES if x in self.long else "r" if i else "l" for i, x in enumerate(self.columns)
+        ]
+        lines += [f"\\begin{{tabular}}{{{''.join(kinds)}}}", "\\toprule"]
         lines += [_line(self.columns), "\\midrule", *map(_line, _headed(self.rows)), "\\bottomrule"]
         return "\n".join([*lines, "\\end{tabular}", ""])
+
+
+SENTENCES = r"p{0.3\linewidth}"  # a LaTeX column of them
 
 
 def _headed(rows: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -80,7 +89,10 @@ def _stacked(cell: str) -> str:
     return stacked if len(lines) == 1 else f"\\shortstack[r]{{{stacked}}}"
 
 
-SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+SPECIAL = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+}  # fmt: skip
 
 
 def tex(text: str) -> str:
@@ -89,7 +101,7 @@ def tex(text: str) -> str:
     >>> tex("n_0 = 5 %, ~")
     'n\\_0 = 5 \\%, \\textasciitilde{}'
     """
-    return re.sub(r"[\\~^&%$#_{}]", lambda m: SPECIAL.get(m[0], f"\\{m[0]}"), text)
+    return re.sub(r"[\\~^<>|&%$#_{}]", lambda m: SPECIAL.get(m[0], f"\\{m[0]}"), text)
 
 
 def shorter(lines: Sequence[str], most: int, where: str) -> list[str]:

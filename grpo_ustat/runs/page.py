@@ -91,6 +91,7 @@ class Page:
         answer: what was found, in one sentence.
         notes: warnings and what is missing, a line each.
         facts: what was run: names and values.
+        overview: a table that says most of it, above all figures; None where there is none.
         figures, tables: see there.
         completions: None where there are none.
         difference: configuration keys whose values differ between runs, `key -> run -> value`; see
@@ -102,6 +103,7 @@ class Page:
     answer: str
     notes: Sequence[str] = ()
     facts: Sequence[tuple[str, Cell]] = ()
+    overview: Table | None = None
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     completions: Completions | None = None
@@ -148,6 +150,7 @@ def render(page: Page) -> str:
         style=Markup(style),
         script=Markup(script),
         figures=list(zip(page.figures, pictures, strict=True)),
+        overview=[_laid_out(page.overview)] if page.overview else [],
         tables=[_laid_out(table) for table in page.tables],
         difference=[_laid_out(table) for table in difference],
         completions=Markup(completions_json(page.completions)) if page.completions else None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.runs.contents import Contents
+from grpo_ustat.runs.entries import entry_of
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.gap_page import gap_answer, gap_facts, gap_tables, gap_title
 from grpo_ustat.runs.log import warn
@@ -73,11 +74,6 @@ def run_page(folder: Path, result: dict[str, Any] | None = None) -> Page:
         completions=Completions(rows, which) if rows else None,
         configuration=run.config,
     )
-
-
-def entry_of(config: dict[str, Any]) -> str:
-    """Whose configuration it is."""
-    return "train" if "max_steps" in config else "gap" if "bed" in config else "mse"
 
 
 def _notes(run: Contents) -> list[str]:

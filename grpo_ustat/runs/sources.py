@@ -94,9 +94,11 @@ class Source:
         for file in sorted(self.folder.glob("*.png")):
             yield Item("figure", file.stem, _digest(file.read_bytes()), result.get("steps"), file)
         for name, value in result.items():
-            if isinstance(value, list) and value and name != "evals":  # which are items already
+            if _is_table(value) and name != "evals":  # which are items already
                 yield Item("table", name, _digest(value), result.get("steps"), value)
-        values = {k: v for k, v in flat(result, "/").items() if not isinstance(v, list)}
+        values = {
+            k: _plain(v) for k, v in flat(result, "/").items() if v != [] and not _is_table(v)
+        }
         yield Item("result", "result", _digest(values), result.get("steps"), values)
 
     def _table(self, name: str) -> list[dict[str, Any]]:
@@ -143,6 +145,16 @@ class _Growing:
 
 def _row(values: dict[str, Any]) -> Item:
     return Item("row", str(values["step"]), _digest(values), values["step"], values)
+
+
+def _is_table(value: Any) -> bool:
+    """Whether it is a list of rows, such as curves or claims."""
+    return isinstance(value, list) and value != [] and all(isinstance(x, dict) for x in value)
+
+
+def _plain(value: Any) -> Any:
+    """A number or a text; of a list, such as notes, a line each."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _digest(content: Any) -> str:

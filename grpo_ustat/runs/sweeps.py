@@ -21,9 +21,11 @@ from rich.table import Table
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.runs import history
+from grpo_ustat.runs.entries import entry_of
 from grpo_ustat.runs.folder import write_whole
 from grpo_ustat.runs.lock import peek
 from grpo_ustat.runs.points import Point
+from grpo_ustat.runs.verdicts import COUNTED, verdict_counts
 
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
 BEYOND = "beyond"
@@ -41,6 +43,7 @@ class State:
         step, steps: training steps done and asked for; None of a study.
         seconds: that the work took, restarts included; None until it is done.
         accuracy, low, high: held-out, or of a study's policy; None until it is done.
+        verdicts: of a study of a theorem, how many claims have each; None until it is done.
     """
 
     name: str
@@ -52,6 +55,7 @@ class State:
     accuracy: float | None = None
     low: float | None = None
     high: float | None = None
+    verdicts: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -171,28 +175,34 @@ def sweeps_in(place: Path) -> list[Sweep]:
 
 
 def _unnamed(place: Path, named: set[Path]) -> list[Sweep]:
-    """The runs that no sweep names, as one, or as none where there are none."""
+    """The runs that no sweep names, as one for each entry."""
     folders = [file.parent for file in sorted(place.rglob(history.NAME))]
-    runs = [_found_run(place, folder) for folder in folders if folder not in named]
-    if not runs:
-        return []
+    configs = {folder: _config(folder) for folder in folders if folder not in named}
+    of = {folder: entry_of(config) for folder, config in configs.items() if config}
+    lost = next(iter(of.values()), "mse")  # shown beside others
     file = place / "(named by no sweep)" if named else place
-    return [Sweep(file, "train" if any(run.max_steps for run in runs) else "mse", runs)]
+    found: dict[str, list[Entry]] = {}
+    for folder, config in configs.items():
+        run = Entry(str(folder.relative_to(place)), folder, None, config.get("max_steps"))
+        found.setdefault(of.get(folder, lost), []).append(run)
+    return [Sweep(file, entry, runs) for entry, runs in found.items()]
 
 
-def _found_run(place: Path, folder: Path) -> Entry:
-    """A run that no sweep names."""
+def _config(folder: Path) -> dict[str, Any]:
+    """A run's configuration, empty where it is lost or damaged."""
     try:
-        asked = yaml.safe_load((folder / ".hydra" / "config.yaml").read_text())["max_steps"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        asked = None
-    return Entry(str(folder.relative_to(place)), folder, None, asked)
+        config = yaml.safe_load((folder / ".hydra" / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _read(file: Path) -> Sweep:
     try:
         noted = json.loads(file.read_text())
         runs = [Entry(**run | {"folder": file.parent / run["folder"]}) for run in noted["runs"]]
+        if noted["entry"] not in SHOWN:
+            raise ValueError(f"of entry {noted['entry']!r}")
         return Sweep(file, noted["entry"], runs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not a sweep's file, or damaged ({error})") from error
@@ -202,17 +212,17 @@ def status_table(sweep: Sweep, states: list[State]) -> Table:
     """A row for every run; how many are done and so on below it."""
     counts = {name: sum(state.name == name for state in states) for name in COLOURS}
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    what = "held-out accuracy" if sweep.entry == "train" else "accuracy of the policy"
     table = Table(
         title=escape(str(sweep.file)),
-        caption=f"{said} of {len(states)} runs; {what}, 95 % intervals over questions",
+        caption=f"{said} of {len(states)} runs; {SHOWN[sweep.entry]}",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
     table.add_column("run", overflow="fold")
     table.add_column("state")
     steps = ["step"] if sweep.entry == "train" else []
-    for column in (*steps, "starts", "time", "accuracy"):
+    found = list(COUNTED.values()) if sweep.entry == "gap" else ["accuracy"]
+    for column in (*steps, "starts", "time", *found):
         table.add_column(column, justify="right", no_wrap=True)
     for one, state in zip(sweep.entries, states, strict=True):
         table.add_row(*_cells(sweep.entry, one, state))
@@ -231,19 +241,35 @@ COLOURS = {
 }  # fmt: skip
 
 
+SHOWN = {  # what a table shows of the finished runs of an entry
+    "train": "held-out accuracy, 95 % intervals over questions",
+    "mse": "accuracy of the policy, 95 % intervals over questions",
+    "gap": "predictions that agree with what is measured, that do not, and that are not decided",
+}
+
+
 def _cells(entry: str, one: Entry, state: State) -> list[str]:
     step = ["" if state.steps is None else f"{state.step}/{state.steps}"]
-    accuracy = (
-        f"{state.accuracy:.3f} [{state.low:.3f}, {state.high:.3f}]" if state.name == DONE else ""
-    )
     return [
         escape(one.label),
         f"[{COLOURS[state.name]}]{state.name}[/]",
         *(step if entry == "train" else []),
         str(state.launches or ""),
         "" if state.seconds is None else _clock(state.seconds),
-        escape(accuracy),
+        *(_verdicts(state) if entry == "gap" else [_accuracy(state)]),
     ]
+
+
+def _accuracy(state: State) -> str:
+    if state.name != DONE or state.accuracy is None:
+        return ""
+    return escape(f"{state.accuracy:.3f} [{state.low:.3f}, {state.high:.3f}]")
+
+
+def _verdicts(state: State) -> list[str]:
+    if state.verdicts is None:
+        return [""] * len(COUNTED)
+    return [str(state.verdicts[name]) for name in COUNTED]
 
 
 def _clock(seconds: float) -> str:
@@ -256,7 +282,10 @@ def _clock(seconds: float) -> str:
 
 
 def _found(result: dict[str, Any]) -> dict[str, Any]:
-    """Time and accuracy of a finished run of either entry."""
+    """Time, and accuracy or verdicts, of a finished run of any entry."""
+    if "claims" in result:
+        counts = verdict_counts(result["claims"])
+        return {"verdicts": counts, "seconds": float(result["cost"]["seconds"])}
     if "final_accuracy" in result:
         accuracy = {"accuracy": result["final_accuracy"]}
         accuracy |= {"low": result["accuracy_low"], "high": result["accuracy_high"]}

@@ -122,6 +122,7 @@ class Wandb:
         if outcome == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=OUTCOMES[outcome])
+        self._wandb.teardown()  # finish returns before its service has written the run's file
         return where
 
 

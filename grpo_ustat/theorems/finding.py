@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-AGREES, DISAGREES, OPEN = "agrees", "disagrees", "not decided"
+from grpo_ustat.runs.verdicts import AGREES, DISAGREES, OPEN
 
 
 @dataclass(frozen=True)

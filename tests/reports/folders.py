@@ -14,16 +14,18 @@ from grpo_ustat.runs.summary import csv_text
 DONE = ({"event": "start", "host": "h", "pid": 1}, {"event": "end", "outcome": "done"})
 KILLED = DONE[:1]
 HALF = 0.1  # of every interval
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 72 72">
+<g><path d="M 0 0 L 9 9" style="stroke: #332288"/><text x="3" y="3">TEXT</text></g></svg>"""
 
 
 @cache
-def composed_once(entry):
-    return json.dumps(asdict(composed(entry, [])))
+def composed_once(entry, *overrides):
+    return json.dumps(asdict(composed(entry, list(overrides))))
 
 
-def configured(entry, changes):
+def configured(entry, changes, *overrides):
     """A configuration with other values, by dotted key."""
-    config = json.loads(composed_once(entry))
+    config = json.loads(composed_once(entry, *overrides))
     for key, value in changes.items():
         *path, last = key.split(".")
         part = config
@@ -87,6 +89,28 @@ def studied(folder, model, errors, *, changes=()):
     result |= {"questions": 8, "pool_completions": 16}
     result["cost"] = {"rollouts": 128, "tokens": 900, "seconds_generate": 1, "seconds_score": 1}
     (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def claim(verdict, what="slope of the error", **changes):
+    """One that was estimated."""
+    of = {"what": what, "predicted": -1.0, "measured": -0.75, "low": -0.9, "high": -0.6}
+    return of | {"verdict": verdict, "how": "95 % over 100 replicates"} | changes
+
+
+def proved(folder, study, *claims, bed="coins", seed=0, done=True, answer="It was found."):
+    """A study of a theorem, see `claim`; unless `done` killed."""
+    begin(folder, configured("gap", {"seed": seed}, f"study={study}", f"bed={bed}"),
+          DONE if done else KILLED)  # fmt: skip
+    if not done:
+        return folder
+    verdicts = [one["verdict"] for one in claims]
+    worst = next((v for v in ("disagrees", "not decided") if v in verdicts), "agrees")
+    result = {"study": study, "statement": "The paper says so.", "bed": {"prompts": 4, "mu": 0.5}}
+    result |= {"claims": list(claims), "answer": answer, "notes": ["a note"], "verdict": worst}
+    result |= {"cost": {"rollouts": 3000, "seconds": 7.5}, "summary": f"{study}: {answer}"}
+    (folder / "result.json").write_text(json.dumps(result | {"versions": {"grpo-ustat": "1"}}))
+    (folder / "figure.svg").write_text(SVG.replace("TEXT", f"drawn by {study} on {bed}"))
     return folder
 
 

@@ -61,6 +61,7 @@ def page_of(texts, rewards=(0.0, 1.0)) -> Page:
         answer=texts[0],
         notes=texts,
         facts=[(text, text) for text in texts],
+        overview=Table(texts[0], texts[:1] + ["cell", "place"], rows, note=texts[0]),
         figures=[Figure(text, SVG, caption=text, data=text) for text in texts[:4]],
         tables=[Table(texts[0], texts[:1] + ["cell", "place"], rows, note=texts[0])],
         completions=Completions(completions, note=texts[0]),

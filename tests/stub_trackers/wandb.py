@@ -74,3 +74,8 @@ def init(**about):
     at("init")
     note(id=about["id"], config=about["config"])
     return Run()
+
+
+def teardown():
+    at("teardown")
+    note(written=True)

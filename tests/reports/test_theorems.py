@@ -1,0 +1,262 @@
+"""Studies of theorems in a report: a verdict each, every claim, their own figures, one sentence."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from folders import claim, proved, studied, trained
+
+from grpo_ustat.checks import ConfigError
+from grpo_ustat.reports.found import entries_in, read
+from grpo_ustat.reports.report import report_runs, report_sweep
+from grpo_ustat.reports.sheets import tex
+from grpo_ustat.reports.theorems import (
+    claims_sheet,
+    in_order,
+    study_figures,
+    theorems_sheet,
+    verdict_sentence,
+)
+from grpo_ustat.runs.sweeps import Entry
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
+import hostile  # noqa: E402
+
+AGREES, DISAGREES, OPEN = (claim(verdict) for verdict in ("agrees", "disagrees", "not decided"))
+BOUND = claim("agrees", "gap over the bound", predicted="<= 1", low=None, high=None)
+
+
+def found(*folders):
+    return read(entries_in([str(folder) for folder in folders]))
+
+
+def theorems(*folders):
+    return in_order(found(*folders).runs)
+
+
+def two(path):
+    """Theorem 8 agrees in two claims; Lemma 6 disagrees in one of three."""
+    proved(path / "a", "theorem8", AGREES, BOUND, answer="The laws are the same.")
+    proved(path / "b", "lemma6", DISAGREES, AGREES, OPEN, bed="softmax", answer="It is looser.")
+    return path
+
+
+def csv_rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+class Shown(HTMLParser):
+    """Titles, texts and tags of a page, in their order."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.texts, self.tags = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        if data.strip():
+            self.texts.append(data)
+
+
+def test_results_come_in_the_order_of_the_paper_with_counts_verdict_and_answer(tmp_path):
+    sheet = theorems_sheet(theorems(two(tmp_path)))
+    assert sheet.columns == [
+        "result", "about", "bed", "agree", "disagree", "not decided", "verdict", "answer",
+    ]  # fmt: skip
+    assert sheet.rows == [
+        ["Lemma 6", "the gap under constant and falling learning rates", "softmax", "1", "1", "1",
+         "disagrees", "It is looser."],
+        ["Theorem 8", "the law of the gap", "coins", "2", "0", "0", "agrees",
+         "The laws are the same."],
+    ]  # fmt: skip
+    assert sheet.data[0]["statement"] == "The paper says so." and sheet.data[0]["rollouts"] == 3000
+
+
+def test_every_claim_has_prediction_measurement_interval_and_verdict(tmp_path):
+    sheet = claims_sheet(theorems(two(tmp_path)))
+    assert sheet.rows[:2] == [
+        ["Lemma 6 (softmax)", "slope of the error", "-1", "-0.75", "[-0.9, -0.6]", "disagrees"],
+        ["Lemma 6 (softmax)", "slope of the error", "-1", "-0.75", "[-0.9, -0.6]", "agrees"],
+    ]
+    assert sheet.rows[-1] == [
+        "Theorem 8 (coins)", "gap over the bound", "<= 1", "-0.75", "-", "agrees"
+    ]  # fmt: skip
+    assert sheet.data[-1]["how"] == "95 % over 100 replicates" and sheet.data[-1]["low"] is None
+
+
+SENTENCES = {  # of Lemma 6, Theorem 7, Theorem 8
+    "all agree": (
+        (AGREES, AGREES, AGREES),
+        "All 3 claims agree with theory (Lemma 6, Theorem 7 and Theorem 8).",
+    ),
+    "one of each": (
+        (AGREES, DISAGREES, OPEN),
+        "1 of 3 studies agree with theory in every claim, some claims of Theorem 7 disagree, some "
+        "of Theorem 8 are not decided; 1 of all 3 claims agree.",
+    ),
+    "two disagree": (
+        (DISAGREES, AGREES, DISAGREES),
+        "1 of 3 studies agree with theory in every claim, some claims of Lemma 6 and Theorem 8 "
+        "disagree; 1 of all 3 claims agree.",
+    ),
+}
+
+
+@pytest.mark.parametrize("claims, sentence", SENTENCES.values(), ids=SENTENCES)
+def test_the_answer_is_one_sentence_that_names_what_does_not_agree(tmp_path, claims, sentence):
+    for study, one in zip(("lemma6", "theorem7", "theorem8"), claims, strict=True):
+        proved(tmp_path / study, study, one)
+    assert verdict_sentence(theorems(tmp_path)) == sentence
+
+
+def test_studies_of_one_result_are_told_apart_by_bed_and_by_what_else_they_differ_in(tmp_path):
+    proved(tmp_path / "a", "lemma6", AGREES)
+    proved(tmp_path / "b", "lemma6", DISAGREES, bed="softmax")
+    proved(tmp_path / "c", "lemma6", DISAGREES, bed="softmax", seed=1)
+    runs = theorems(tmp_path)
+    assert [row[2] for row in theorems_sheet(runs).rows] == [
+        "coins\nseed=0", "softmax\nseed=0", "softmax\nseed=1",
+    ]  # fmt: skip
+    said = "some claims of Lemma 6 (softmax, seed=0) and Lemma 6 (softmax, seed=1) disagree"
+    assert said in verdict_sentence(runs)
+
+
+def test_a_study_of_finished_runs_has_no_bed(tmp_path):
+    proved(tmp_path / "a", "best_group_size", AGREES, bed="none")
+    runs = theorems(tmp_path)
+    (row,) = theorems_sheet(runs).rows
+    assert row[:3] == ["The scaling law in training", "-", "-"]
+    assert study_figures(runs)[0][0].title == "The scaling law in training"
+
+
+def test_unfinished_and_damaged_studies_are_named_and_count_nowhere(tmp_path):
+    two(tmp_path)
+    proved(tmp_path / "c", "theorem7", done=False)
+    torn = proved(tmp_path / "d", "theorem12", AGREES, bed="sequences")
+    (torn / "result.json").write_text('{"claims": [')
+    old = proved(tmp_path / "e", "lemma11", AGREES) / "result.json"
+    old.write_text(old.read_text().replace('"statement"', '"said"'))
+    bare = claim("agrees", measured=None)
+    proved(tmp_path / "f", "proposition13", bare, bed="unequal_coins")
+    (proved(tmp_path / "g", "theorem8", AGREES, seed=1) / "figure.svg").write_text("<svg>")
+    got = found(tmp_path)
+    assert [line.split(":")[0] for line in got.damaged] == ["e", "f"]
+    assert "no statement: of another version" in got.damaged[0]
+    assert "a claim without a measured that can be shown" in got.damaged[1]
+    rows = theorems_sheet(in_order(got.runs)).rows
+    assert [(row[0], row[3], row[6]) for row in rows] == [
+        ("Lemma 6", "1", "disagrees"), ("Theorem 7", "-", "unfinished"),
+        ("Theorem 8", "2", "agrees"), ("Theorem 8", "1", "agrees"),
+        ("Theorem 12", "-", "unfinished"),
+    ]  # fmt: skip
+    assert rows[1][-1] == "c: stopped (killed)"
+    report_runs([str(tmp_path)], tmp_path / "report", None)
+    page = (tmp_path / "report/report.html").read_text()
+    assert "unfinished: c: stopped (killed)" in page
+    assert "damaged: g: figure.svg is not shown: not an SVG" in page
+    assert page.count("drawn by theorem8 on coins") == 1 and "drawn by lemma6" in page
+    assert "2 of 3 studies agree with theory in every claim" in page
+
+
+def test_nothing_finished_is_nothing_to_show(tmp_path):
+    proved(tmp_path / "a", "theorem7", done=False)
+    with pytest.raises(ConfigError, match=r"nothing to show yet: a: stopped \(killed\)"):
+        report_runs([str(tmp_path)], tmp_path / "report", None)
+
+
+def test_a_report_of_theorems_is_one_page_one_table_and_its_data(tmp_path, capsys):
+    home = tmp_path / "report"
+    report_runs([str(two(tmp_path / "runs"))], home, None)
+    names = {f"{name}.{kind}" for name in ("theorems", "claims", "runs") for kind in ("csv", "tex")}
+    assert {file.name for file in home.iterdir()} == names | {"report.html"}
+    rows = csv_rows(home / "theorems.csv")
+    assert [(row["study"], row["disagree"], row["verdict"]) for row in rows] == [
+        ("lemma6", "1", "disagrees"), ("theorem8", "0", "agrees"),
+    ]  # fmt: skip
+    assert [row["verdict"] for row in csv_rows(home / "claims.csv")].count("agrees") == 3
+    latex = (home / "theorems.tex").read_text()
+    assert r"\begin{tabular}{lp{0.3\linewidth}rrrrrp{0.3\linewidth}}" in latex
+    assert r"Theorem 8 & the law of the gap & coins & 2 & 0 & 0 & agrees & The laws" in latex
+    assert r"\textless{}= 1" in (home / "claims.tex").read_text()
+    found = Shown((home / "report.html").read_text())
+    order = [
+        "1 of 2 studies agree with theory in every claim, some claims of Lemma 6 disagree; "
+        "3 of all 5 claims agree.",
+        "What is predicted, and whether it is measured", "It is looser.",
+        "Lemma 6, the gap under constant and falling learning rates, on softmax",
+        "drawn by lemma6 on softmax", "Theorem 8, the law of the gap, on coins",
+        "drawn by theorem8 on coins", "Every claim, predicted and measured", "gap over the bound",
+        "Runs", "Completions drawn from beds", "6000",
+    ]  # fmt: skip
+    places = [found.texts.index(text) for text in order[:-3]]
+    assert places == sorted(places) and set(order) <= set(found.texts)
+    assert not {"Policies", "Tokens of the finished", "step", "accuracy"} & set(found.texts)
+    said = capsys.readouterr().out
+    assert "Theorem 8" in said and "The laws are the same." not in said and order[0] in said
+
+
+def test_a_report_of_a_sweep_names_what_has_not_begun(tmp_path):
+    two(tmp_path)
+    entries = [
+        Entry(f"study={name}", tmp_path / folder, None, None)
+        for name, folder in (("theorem8", "a"), ("lemma6", "b"), ("theorem7", "none"))
+    ]
+    report_sweep(entries, tmp_path / "theorems", None)
+    text = (tmp_path / "theorems/report.html").read_text()
+    assert "missing: study=theorem7: not begun" in text and "some claims of Lemma 6" in text
+
+
+def test_theorems_training_and_errors_make_one_report(tmp_path):
+    """Theirs on top; verdicts, accuracies and policies each where they belong."""
+    two(tmp_path / "gap")
+    trained(tmp_path / "train/G=4", 4, 0, {0: 0.2, 8: 0.4}, done=False)
+    studied(tmp_path / "mse", "tiny", {("none", 2): 1.0, ("none", 4): 0.5})
+    home = tmp_path / "report"
+    report_runs([str(tmp_path / name) for name in ("gap", "train", "mse")], home, None)
+    there = {file.stem for file in home.glob("*.csv")}
+    assert there >= {"theorems", "claims", "mse", "fixed_n", "accuracy", "budget", "runs"}
+    rows = {row["run"]: row for row in csv_rows(home / "runs.csv")}
+    told = {name: (row["entry"], row["policy"], row["verdict"]) for name, row in rows.items()}
+    assert told["gap/b"] == ("gap", "softmax", "disagrees") and told["train/G=4"][2] == ""
+    assert told["mse"][:2] == ("mse", "tiny, bare")
+    texts = Shown((home / "report.html").read_text()).texts
+    titles = ["What is predicted, and whether it is measured",
+              "Theorem 8, the law of the gap, on coins", "MSE of the gradient",
+              "Every claim, predicted and measured"]  # fmt: skip
+    places = [texts.index(title) for title in titles]
+    assert places == sorted(places)
+    assert texts[texts.index("Beds") + 1] == "softmax (1); coins (1)"
+    assert texts[texts.index("Rollouts of the finished") + 1] == "128"
+    assert any(text.startswith("1 of 2 studies agree") and "G* = 4.0" in text for text in texts)
+
+
+def test_hostile_texts_of_a_study_are_shown_as_texts(tmp_path, capsys):
+    """In a claim, its prediction, the answer and the figure; a terminal is not steered either."""
+    texts = [text.replace("\ud800", "") for text in hostile.MARKUP + hostile.UNSEEN]
+    claims = [claim("agrees", text, predicted=text, how=text) for text in texts]
+    folder = proved(tmp_path / "a", "lemma6", *claims, answer=" ".join(texts))
+    drawn = (folder / "figure.svg").read_text().replace("drawn", "&lt;script&gt;HIT&lt;/script&gt;")
+    (folder / "figure.svg").write_text(drawn)
+    report_runs([str(tmp_path / "a")], tmp_path / "report", None)
+    shown = Shown((tmp_path / "report/report.html").read_text())
+    assert (
+        shown.tags.count("script") == 1 and "img" not in shown.tags and "iframe" not in shown.tags
+    )
+    assert shown.tags.count("style") == 1 and not {"base", "link", "form"} & set(shown.tags)
+    assert hostile.MARKUP[0] in shown.texts and any("HIT</script>" in text for text in shown.texts)
+    assert "\x1b" not in (tmp_path / "report/report.html").read_text()
+    assert "\x1b" not in capsys.readouterr().out
+    latex = (tmp_path / "report/claims.tex").read_text()
+    assert tex(hostile.MARKUP[0]) in latex and "<script>" not in latex
+    assert json.loads((folder / "result.json").read_text())["claims"][0]["what"] == texts[0]
+    assert re.search(r"lemma6,coins,,a,<script>", (tmp_path / "report/claims.csv").read_text())
