@@ -30,6 +30,7 @@ OVERLAYS = {  # points, rollouts
     "figure5_gsm8k": ("train", "experiment=figure5_gsm8k", 30, 30 * 1000 * 1024),
     "table2_math": ("train", "experiment=table2_math", 18, 6 * 100 * (1024 + 2048 + 4096)),
     "figure5_offline": ("train", "experiment=figure5_offline", 30, 30 * 150 * 256),
+    "best_group_size": ("train", "experiment=best_group_size", 120, 60 * 16 * (128 + 256)),
 }
 
 

@@ -201,6 +201,12 @@ def _theorem12(config: GapConfig) -> Finding:
     return theorem12(policy, rewards, reference=reference, seed=config.seed, **given)
 
 
+def _best_group_size(config: GapConfig) -> Finding:
+    from grpo_ustat.theorems.best_group_size import best_group_size
+
+    return best_group_size(config.study.trained, config.study.measured)
+
+
 STUDIES: dict[str, Callable[[GapConfig], Finding]] = {
     "lemma6": _lemma6,
     "theorem7": _theorem7,
@@ -209,4 +215,5 @@ STUDIES: dict[str, Callable[[GapConfig], Finding]] = {
     "lemma11": _lemma11,
     "theorem12": _theorem12,
     "proposition13": _proposition13,
+    "best_group_size": _best_group_size,
 }

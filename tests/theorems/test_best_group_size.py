@@ -1,0 +1,171 @@
+"""Trained group sizes beside the predicted one: numbers by hand; when which verdict is given."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from beside import ALIKE, CLOSE, GAIN, POLICY, WORSE, study, sweep
+from reports.folders import trained
+from scipy.stats import spearmanr
+
+from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.rollout.draws import generator
+from grpo_ustat.theorems.best_group_size import (
+    LAST,
+    MEAN,
+    RESAMPLES,
+    best_group_size,
+    nearest,
+    rank_correlation,
+)
+
+TOLD = {2: WORSE, 8: ALIKE, 32: CLOSE}
+
+
+@pytest.fixture
+def found(tmp_path):
+    return best_group_size(sweep(tmp_path / "runs", TOLD), study(tmp_path / "study"))
+
+
+def test_means_and_differences_are_those_worked_by_hand(found):
+    """G = 8: mean 0.53, less half the gain of the last evaluation; s = 0.025820, t_3 = 3.182446.
+    G = 2: -0.20 -0.16 -0.20 -0.16, s = 0.023094; two differences at 97.5 %, t_3 = 4.176535.
+    """
+    two, eight, thirty_two = (row for row in found.rows if row["outcome"] == MEAN)
+    half = 3.182446 * 0.0258199 / 2
+    mean = 0.53 - GAIN / 2
+    assert eight["accuracy"] == pytest.approx(mean) and eight["best"]
+    assert (eight["low"], eight["high"]) == pytest.approx((mean - half, mean + half), abs=1e-6)
+    assert two["difference"] == pytest.approx(-0.18)
+    assert two["difference_high"] == pytest.approx(-0.18 + 4.176535 * 0.0230940 / 2, abs=1e-6)
+    assert two["distinct"] and not thirty_two["distinct"]
+    assert thirty_two["difference"] == pytest.approx(-0.02)
+
+
+def test_the_last_evaluation_stands_beside_the_mean(found):
+    by = {(row["outcome"], row["group_size"]): row["accuracy"] for row in found.rows}
+    for size in TOLD:
+        assert by[LAST, size] - by[MEAN, size] == pytest.approx(GAIN / 2)
+    (note,) = [line for line in found.notes if LAST in line]
+    assert "best G = 8" in note and note.endswith("agrees.")
+
+
+def test_the_predicted_error_is_that_of_the_law(found):
+    """C1, C2, C3 = 1, 10, 49: 2 + 10 + 49 = 61, 8 + 10 + 7 = 25, 32 + 10 + 49/31."""
+    two, eight, thirty_two = (row for row in found.rows if row["outcome"] == MEAN)
+    assert two["predicted_n_mse"] == pytest.approx(61)
+    assert two["predicted_error_ratio"] == pytest.approx(61 / 25)
+    assert eight["predicted_error_ratio"] == 1
+    assert thirty_two["predicted_n_mse"] == pytest.approx(42 + 49 / 31)
+
+
+def test_the_answer_names_what_is_told_and_what_is_not(found):
+    (best, order) = found.claims
+    assert (best.predicted, best.measured, best.low, best.high) == (8.0, 8.0, 8.0, 32.0)
+    assert best.verdict == order.verdict == found.verdict == "agrees"
+    assert order.measured == pytest.approx(1)
+    assert found.answer == (
+        "G* = 8.0 [7.5, 8.5] predicts G = 8: at n = 32 it cannot be told from the best (best G = "
+        "8, not told from it 8, 32, told 2)."
+    )
+    assert json.loads(json.dumps(found.result()))["verdict"] == "agrees"
+    assert found.rollouts == 12 * 8 * 32 + 128
+
+
+VERDICTS = {
+    "the predicted G is the best": ({2: WORSE, 8: ALIKE}, "agrees"),
+    "the predicted G is not told from the best": ({2: ALIKE, 8: CLOSE, 32: WORSE}, "agrees"),
+    "the predicted G is told from the best": ({2: ALIKE, 8: WORSE}, "disagrees"),
+    "no G is told from the best": ({2: ALIKE, 8: CLOSE}, "not decided"),
+    "no G is told, and the predicted one is the best": ({2: CLOSE, 8: ALIKE}, "not decided"),
+}
+
+
+@pytest.mark.parametrize("accuracies, verdict", VERDICTS.values(), ids=VERDICTS)
+def test_a_verdict_needs_a_group_size_that_is_told_from_the_best(accuracies, verdict, tmp_path):
+    found = best_group_size(sweep(tmp_path / "runs", accuracies), study(tmp_path / "study"))
+    assert found.claims[0].verdict == verdict
+
+
+BEST_AT = {
+    "the same": ({2: WORSE, 8: ALIKE}, {2: WORSE, 8: ALIKE}, "agrees", (1.0, 1.0, 1.0)),
+    "another": ({2: WORSE, 8: ALIKE}, {2: ALIKE, 8: WORSE}, "disagrees", (0.25, 0.25, 0.25)),
+    "untold": ({2: WORSE, 8: ALIKE}, {2: ALIKE, 8: CLOSE}, "not decided", (0.25, 0.25, 1.0)),
+}
+
+
+@pytest.mark.parametrize("first, last, verdict, ratio", BEST_AT.values(), ids=BEST_AT)
+def test_whether_one_group_size_is_best_at_every_budget(first, last, verdict, ratio, tmp_path):
+    sweep(tmp_path / "runs", first, rollouts=32)
+    runs = sweep(tmp_path / "runs", last, rollouts=64)
+    found = best_group_size(runs, study(tmp_path / "study"))
+    claim = found.claims[2]
+    assert claim.what == "G that trains best at n = 64 over that at n = 32"
+    assert (claim.measured, claim.low, claim.high) == ratio and claim.verdict == verdict
+
+
+def test_the_mean_of_the_evaluations_decides_and_the_last_one_does_not(tmp_path):
+    """At the end both are alike, before it G = 2 is worse by 0.2: the mean differs by 0.1."""
+    for size, before in ((2, 0.2), (8, 0.4)):
+        for seed in range(4):
+            evals = {0: 0.1, 4: before + 0.01 * seed, 8: 0.5 + 0.01 * seed}
+            folder = tmp_path / f"runs/G={size}/seed={seed}"
+            trained(folder, size, seed, evals, changes=POLICY)
+    found = best_group_size([str(tmp_path / "runs")], study(tmp_path / "study"))
+    assert found.rows[0]["difference"] == pytest.approx(-0.1)
+    assert found.claims[0].verdict == "agrees"
+    assert any("told none: not decided" in note for note in found.notes)
+
+
+def test_panels_show_both_budgets_and_the_law(tmp_path):
+    sweep(tmp_path / "runs", TOLD, rollouts=32)
+    runs = sweep(tmp_path / "runs", TOLD, rollouts=64)
+    training, law = best_group_size(runs, study(tmp_path / "study")).panels
+    assert [curve.label for curve in training.curves] == ["n = 32", "n = 64"]
+    for curve in training.curves:
+        assert curve.x == [2, 8, 32] and not curve.predicted
+        assert all(a <= b <= c for a, b, c in zip(curve.low, curve.y, curve.high, strict=True))
+    assert law.curves[0].predicted and law.curves[0].x == [2, 4]  # as the folder has them
+
+
+def test_notes_say_where_the_experiment_is_not_the_theorem(tmp_path):
+    adam = best_group_size(sweep(tmp_path / "runs", TOLD), study(tmp_path / "study")).notes
+    assert any("adamw scales each coordinate" in note for note in adam)
+    assert any("16 to 1 at n = 32" in note for note in adam)
+    assert any("the predicted G of 2, 8, 32 is 8." in note for note in adam)
+    sgd = sweep(tmp_path / "sgd", TOLD, changes={"optimizer.name": "sgd"})
+    notes = best_group_size(sgd, study(tmp_path / "wide", ends=(3.0, 20.0))).notes
+    assert not any("scales each coordinate" in note for note in notes)
+    assert any("the predicted G of 2, 8, 32 is 2, 8, 32." in note for note in notes)
+
+
+@pytest.mark.parametrize("gstar", [1.5, 2.5, 4.2, 8.9, 11.0, 40.0])
+def test_the_nearest_group_size_has_the_least_error_of_the_law(gstar):
+    sizes, law = [2, 4, 8, 16, 32, 64], ScalingLaw(3.0, 7.0, 3.0 * (gstar - 1) ** 2)
+    assert nearest(gstar, sizes) == law.best_divisor(64)
+
+
+def test_the_rank_correlation_is_spearmans(rng):
+    accuracy_SG, error_G = rng.random((10, 6)), rng.random(6)
+    found = rank_correlation(accuracy_SG, error_G)
+    assert found.estimate == pytest.approx(spearmanr(accuracy_SG.mean(axis=0), -error_G).statistic)
+    assert found.low <= found.estimate <= found.high
+
+
+def test_seeds_that_agree_leave_no_doubt_of_the_order_and_none_an_order(rng):
+    clear_SG = np.array([[0.3, 0.5, 0.4]]) + 0.01 * rng.random((10, 1))
+    assert rank_correlation(clear_SG, np.array([3.0, 1.0, 2.0])) == pytest.approx((1, 1, 1))
+    assert rank_correlation(clear_SG, np.array([1.0, 3.0, 2.0])) == pytest.approx((-1, -1, -1))
+    assert rank_correlation(np.full((10, 3), 0.5), np.array([1.0, 2.0, 3.0])) == (0, 0, 0)
+
+
+def test_the_bootstrap_is_over_seeds(rng):
+    """The same seeds drawn again, one resample after the other."""
+    accuracy_SG, error_G = rng.random((6, 5)), rng.random(5)
+    drawn_RS = generator(0, "best_group_size", 6).integers(6, size=(RESAMPLES, 6))
+    means_RG = [np.mean([accuracy_SG[seed] for seed in drawn_S], axis=0) for drawn_S in drawn_RS]
+    slow = [spearmanr(mean_G, -error_G).statistic for mean_G in means_RG]
+    found = rank_correlation(accuracy_SG, error_G)
+    assert (found.low, found.high) == pytest.approx(np.quantile(slow, [0.025, 0.975]))
