@@ -29,8 +29,8 @@ def test_every_study_and_every_bed_has_a_file_of_its_name():
     assert set(STUDIES) <= files and set(STUDIES) == set(TITLES) == set(studies.STUDIES)
     beds = [composed("gap", [f"bed={f.stem}", *_suits(f.stem)]) for f in (CONF / "bed").glob("*")]
     assert {config.bed.kind for config in beds} == set(BEDS)
-    for config in beds:
-        studies.check_bed(config)
+    planes = [config for config in beds if config.bed.kind in ("coins", "softmax")]
+    assert len(planes) == 4 and all(0 < studies.bed_of(config).highest < 1 for config in planes)
 
 
 def _suits(bed):
