@@ -1,7 +1,7 @@
 """SIGKILL at seeded moments: the same command goes on and ends as if nothing had happened.
 
-Every run is a fork of this process, which has imported everything by a run of its own: that is two
-thirds of what such a run costs otherwise. Half of the kills come
+Every run is a fork of this process, which has imported everything by a run of its own: more than
+half of what a run that mostly saves costs otherwise. Half of the kills come
 after a seeded time, half just before a seeded one of the calls that change the folder (each file
 synced, renamed or removed), so saving and pruning get their share.
 """
