@@ -11,6 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_ustat.config import SCHEMAS, WORDS, kinds_of
+from grpo_ustat.overlays import fits, names, overlays
 from grpo_ustat.run_config import Shared
 
 ELSEWHERE = {  # what other trainers call it
@@ -24,7 +25,6 @@ ELSEWHERE = {  # what other trainers call it
     "use_vllm": "rollout=vllm",
 }
 RUNS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
-GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}  # that are no fields of the schema
 
 
 def one_line(error: Exception, schema: type, conf: Path) -> str:
@@ -41,7 +41,8 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
     )
     if choice:
         group, asked, known = choice.groups()
-        fit = [x for x in known.split() if schema in _takers(conf / group / f"{x}.yaml")]
+        files = {name: conf / group / f"{name}.yaml" for name in known.split()}
+        fit = [x for x, file in files.items() if not file.is_file() or fits(file, schema)]
         return f"unknown {group} {asked!r}: choose from {', '.join(fit)}"
     if "hydra/launcher/submitit" in text:
         return "SLURM needs hydra-submitit-launcher: pip install 'grpo-ustat[slurm]'"
@@ -86,25 +87,15 @@ def _owners(key: str, asked: type) -> list[type]:
     top = key.partition(".")[0]
     others = [schema for schema in RUNS.values() if schema is not asked]
     exact = [schema for schema in others if key in _known(schema)]
-    return exact or [schema for schema in others if top in _tops(schema) - _tops(asked)]
-
-
-def _tops(schema: type) -> set[str]:
-    """What can stand at the beginning of an override."""
-    more = [groups for name, groups in GROUPS.items() if SCHEMAS[name] is schema]
-    return {one.name for one in fields(schema)}.union(*more)
+    return exact or [schema for schema in others if top in names(schema) - names(asked)]
 
 
 def _takers(file: Path) -> list[type]:
-    """The entries that know all that a configuration file sets; all, of one that is not ours."""
+    """The entries that know all that a configuration file sets; none, of one that is not ours."""
     if not file.is_file():
-        return list(SCHEMAS.values())
-    text = file.read_text()
-    overlay = "# @package _global_" in text
-    sets = set(re.findall(r"^(\w+):", text, re.MULTILINE)) if overlay else {file.parent.name}
-    sets |= set(re.findall(r"^ +- override /(\w+)", text, re.MULTILINE))
-    sets -= {"defaults", "hydra"}
-    return [schema for schema in RUNS.values() if sets <= _tops(schema)]
+        return []
+    group = set() if overlays(file) else {file.parent.name}
+    return [one for one in RUNS.values() if group <= names(one) and fits(file, one)]
 
 
 def _one_of(schemas: Sequence[type]) -> str:

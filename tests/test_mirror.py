@@ -15,6 +15,8 @@ import pytest
 from launching import alive, until
 from mirrored import STUBS, Folder, row, timeless
 
+from grpo_ustat import mirror as command
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.runs import mirror
 from grpo_ustat.runs.journal import InUse, Journal
 from grpo_ustat.runs.mirror import End, Task
@@ -230,6 +232,13 @@ def test_a_mirror_ends_with_its_run(tmp_path, stub):
     until(lambda: not alive(left))
     assert [values["step"] for values in logged(stub())] == [1]
     assert stub()[-2:] == [{"exit_code": 1}, {"written": True}]
+
+
+def test_the_command_reads_a_trackers_configuration():
+    found = command._logger(["logger=tensorboard", "logger.finish_seconds=3"])
+    assert (found.name, found.finish_seconds) == ("tensorboard", 3.0)
+    with pytest.raises(ConfigError, match="name one tracker: logger=wandb"):
+        command._logger(["logger=none"])
 
 
 @pytest.mark.slow
