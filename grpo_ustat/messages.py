@@ -36,25 +36,41 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
         conf: the folder of configuration files.
     """
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
-    choice = re.search(
-        r"Could not find '([^']+)/([^'/]+)' Available options in '[^']+': (.*?) Conf", text
-    )
-    if choice:
-        group, asked, known = choice.groups()
-        files = {name: conf / group / f"{name}.yaml" for name in known.split()}
-        fit = [x for x, file in files.items() if not file.is_file() or fits(file, schema)]
-        return f"unknown {group} {asked!r}: choose from {', '.join(fit)}"
+    if said := _of_choice(text, schema, conf) or _of_file(text, schema, conf):
+        return said
     if "hydra/launcher/submitit" in text:
         return "SLURM needs hydra-submitit-launcher: pip install 'grpo-ustat[slurm]'"
-    foreign = re.match(r"In '([^']+)': (Could not override|ConfigKeyError raised)", text)
-    takers = _takers(conf / f"{foreign[1]}.yaml") if foreign else []
-    if foreign and (others := [one for one in takers if one is not schema]):
-        return f"{foreign[1].replace('/', '=')} is {_one_of(others)}"
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing:
         return f"{missing.group(1)} has no value: set {missing.group(1)}=..."
     unknown = re.match(r"Could not override '([^']+)'", text)
     return _unknown(unknown.group(1), schema) if unknown else text.removesuffix(" None")
+
+
+def _of_choice(text: str, schema: type, conf: Path) -> str:
+    """Of a group's choice that is not there: those that the entry can take."""
+    choice = re.search(
+        r"Could not find '([^']+)/([^'/]+)' Available options in '[^']+': (.*?) Conf", text
+    )
+    if not choice:
+        return ""
+    group, asked, known = choice.groups()
+    files = {name: conf / group / f"{name}.yaml" for name in known.split()}
+    fit = [name for name, file in files.items() if not file.is_file() or fits(file, schema)]
+    return f"unknown {group} {asked!r}: choose from {', '.join(fit)}"
+
+
+def _of_file(text: str, schema: type, conf: Path) -> str:
+    """Of a file that sets what the entry does not know: the entries that it is for."""
+    foreign = re.match(r"In '([^']+)': (Could not override|ConfigKeyError raised)", text)
+    file = conf / f"{foreign[1]}.yaml" if foreign else None
+    if file is None or not file.is_file():
+        return ""
+    group = set() if overlays(file) else {file.parent.name}
+    others = [one for one in RUNS.values() if group <= names(one) and fits(file, one)]
+    if not others or schema in others:
+        return ""
+    return f"{foreign[1].replace('/', '=')} is {_one_of(others)}"
 
 
 def _unknown(key: str, schema: type) -> str:
@@ -88,14 +104,6 @@ def _owners(key: str, asked: type) -> list[type]:
     others = [schema for schema in RUNS.values() if schema is not asked]
     exact = [schema for schema in others if key in _known(schema)]
     return exact or [schema for schema in others if top in names(schema) - names(asked)]
-
-
-def _takers(file: Path) -> list[type]:
-    """The entries that know all that a configuration file sets; none, of one that is not ours."""
-    if not file.is_file():
-        return []
-    group = set() if overlays(file) else {file.parent.name}
-    return [one for one in RUNS.values() if group <= names(one) and fits(file, one)]
 
 
 def _one_of(schemas: Sequence[type]) -> str:

@@ -102,8 +102,8 @@ SENTENCES = {  # of Lemma 6, Theorem 7, Theorem 8
     ),
     "one of each": (
         (AGREES, DISAGREES, OPEN),
-        "1 of 3 studies agree with theory in every claim, some claims of Theorem 7 disagree, some "
-        "of Theorem 8 are not decided; 1 of all 3 claims agree.",
+        "1 of 3 studies agree with theory in every claim, some claims of Theorem 7 disagree, "
+        "some claims of Theorem 8 are not decided; 1 of all 3 claims agree.",
     ),
     "two disagree": (
         (DISAGREES, AGREES, DISAGREES),
