@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_ustat.composing import CONF, whole_node
 from grpo_ustat.config import OF_KIND, SCHEMAS, BaselineConfig
 from grpo_ustat.meanings import Key, keys_of
+from grpo_ustat.overlays import fits, overlays
 from grpo_ustat.run_config import Shared
 
 LAUNCHER = "hydra/launcher"
@@ -164,8 +165,8 @@ def _groups(schema: type, chosen: DictConfig, homes: list[Path]) -> Iterator[Gro
     nodes = {key.path: key for key in keys_of(schema) if "." not in key.path}
     places = {name: name.partition("@")[0] for name in chosen if not name.startswith("hydra/")}
     for group in reversed(dict.fromkeys(places.values())):  # Hydra's are from the last to the first
-        files = [f for f in _files(group, homes) if _fits(f, nodes, places)]
-        sets_node = group in nodes and not any(map(_overlays, files))
+        files = [f for f in _files(group, homes) if fits(f, schema)]
+        sets_node = group in nodes and not any(map(overlays, files))
         meaning = nodes[group].meaning.partition(";")[0] if sets_node else MEANINGS.get(group, "")
         choices = tuple(Choice(file.stem, words_of(file)) for file in files)
         yield Group(group, meaning, chosen.get(group), choices, settable=group in chosen)
@@ -177,24 +178,6 @@ def _groups(schema: type, chosen: DictConfig, homes: list[Path]) -> Iterator[Gro
 def _files(group: str, homes: list[Path]) -> list[Path]:
     found = [file for home in homes for file in (home / group).glob("*.yaml")]
     return sorted(found, key=lambda file: file.stem)
-
-
-def _overlays(file: Path) -> bool:
-    """Whether it sets fields of any node."""
-    return "# @package _global_" in file.read_text()
-
-
-def _fits(file: Path, nodes: dict[str, Key], places: dict[str, str]) -> bool:
-    """Whether all that a file sets is there in the entry's schema, as far as that is known."""
-    text, node = file.read_text(), nodes.get(file.parent.name)
-    known = set(nodes)
-    if not _overlays(file):
-        if node is None or node.schema is None:
-            return True
-        known = set(node.schema.__dataclass_fields__)
-    keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
-    overrides = re.findall(r"^ +- override /([\w/]+)", text, re.MULTILINE)
-    return keys <= known and set(overrides) <= set(places.values())
 
 
 def words_of(file: Path) -> str:

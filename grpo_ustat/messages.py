@@ -11,6 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_ustat.config import SCHEMAS, WORDS, kinds_of
+from grpo_ustat.overlays import fits, names, overlays
 from grpo_ustat.run_config import Shared
 
 ELSEWHERE = {  # what other trainers call it
@@ -24,7 +25,6 @@ ELSEWHERE = {  # what other trainers call it
     "use_vllm": "rollout=vllm",
 }
 RUNS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
-GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}  # that are no fields of the schema
 
 
 def one_line(error: Exception, schema: type, conf: Path) -> str:
@@ -36,24 +36,41 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
         conf: the folder of configuration files.
     """
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
-    choice = re.search(
-        r"Could not find '([^']+)/([^'/]+)' Available options in '[^']+': (.*?) Conf", text
-    )
-    if choice:
-        group, asked, known = choice.groups()
-        fit = [x for x in known.split() if schema in _takers(conf / group / f"{x}.yaml")]
-        return f"unknown {group} {asked!r}: choose from {', '.join(fit)}"
+    if said := _of_choice(text, schema, conf) or _of_file(text, schema, conf):
+        return said
     if "hydra/launcher/submitit" in text:
         return "SLURM needs hydra-submitit-launcher: pip install 'grpo-ustat[slurm]'"
-    foreign = re.match(r"In '([^']+)': (Could not override|ConfigKeyError raised)", text)
-    takers = _takers(conf / f"{foreign[1]}.yaml") if foreign else []
-    if foreign and (others := [one for one in takers if one is not schema]):
-        return f"{foreign[1].replace('/', '=')} is {_one_of(others)}"
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing:
         return f"{missing.group(1)} has no value: set {missing.group(1)}=..."
     unknown = re.match(r"Could not override '([^']+)'", text)
     return _unknown(unknown.group(1), schema) if unknown else text.removesuffix(" None")
+
+
+def _of_choice(text: str, schema: type, conf: Path) -> str:
+    """Of a group's choice that is not there: those that the entry can take."""
+    choice = re.search(
+        r"Could not find '([^']+)/([^'/]+)' Available options in '[^']+': (.*?) Conf", text
+    )
+    if not choice:
+        return ""
+    group, asked, known = choice.groups()
+    files = {name: conf / group / f"{name}.yaml" for name in known.split()}
+    fit = [name for name, file in files.items() if not file.is_file() or fits(file, schema)]
+    return f"unknown {group} {asked!r}: choose from {', '.join(fit)}"
+
+
+def _of_file(text: str, schema: type, conf: Path) -> str:
+    """Of a file that sets what the entry does not know: the entries that it is for."""
+    foreign = re.match(r"In '([^']+)': (Could not override|ConfigKeyError raised)", text)
+    file = conf / f"{foreign[1]}.yaml" if foreign else None
+    if file is None or not file.is_file():
+        return ""
+    group = set() if overlays(file) else {file.parent.name}
+    others = [one for one in RUNS.values() if group <= names(one) and fits(file, one)]
+    if not others or schema in others:
+        return ""
+    return f"{foreign[1].replace('/', '=')} is {_one_of(others)}"
 
 
 def _unknown(key: str, schema: type) -> str:
@@ -86,25 +103,7 @@ def _owners(key: str, asked: type) -> list[type]:
     top = key.partition(".")[0]
     others = [schema for schema in RUNS.values() if schema is not asked]
     exact = [schema for schema in others if key in _known(schema)]
-    return exact or [schema for schema in others if top in _tops(schema) - _tops(asked)]
-
-
-def _tops(schema: type) -> set[str]:
-    """What can stand at the beginning of an override."""
-    more = [groups for name, groups in GROUPS.items() if SCHEMAS[name] is schema]
-    return {one.name for one in fields(schema)}.union(*more)
-
-
-def _takers(file: Path) -> list[type]:
-    """The entries that know all that a configuration file sets; all, of one that is not ours."""
-    if not file.is_file():
-        return list(SCHEMAS.values())
-    text = file.read_text()
-    overlay = "# @package _global_" in text
-    sets = set(re.findall(r"^(\w+):", text, re.MULTILINE)) if overlay else {file.parent.name}
-    sets |= set(re.findall(r"^ +- override /(\w+)", text, re.MULTILINE))
-    sets -= {"defaults", "hydra"}
-    return [schema for schema in RUNS.values() if sets <= _tops(schema)]
+    return exact or [schema for schema in others if top in names(schema) - names(asked)]
 
 
 def _one_of(schemas: Sequence[type]) -> str:

@@ -51,6 +51,16 @@ def test_every_group_and_node_is_offered_with_what_it_means():
     assert all(offered.values())
 
 
+def test_studies_beds_and_their_fields_are_offered_as_the_entry_has_them():
+    def offered(line):
+        return [text for text, _ in candidates("gap", f"python -m grpo_ustat.gap {line}")]
+
+    assert offered("study=th") == ["study=theorem12", "study=theorem7", "study=theorem8"]
+    assert offered("study=fig") == [] and offered("model") == []
+    assert offered("study=theorem12 bed.voc") == ["bed.vocabulary="]
+    assert offered("study.baselines=[none,or") == ["study.baselines=[none,oracle"]
+
+
 def test_what_cannot_be_asked_is_refused():
     for asked, text in (
         ("install=csh", "choose from bash, zsh, fish"),

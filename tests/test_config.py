@@ -13,12 +13,12 @@ import pytest
 
 from grpo_ustat.checks import ConfigError
 from grpo_ustat.composing import composed
-from grpo_ustat.config import MseConfig, TrainConfig
+from grpo_ustat.config import GapConfig, MseConfig, TrainConfig
 from grpo_ustat.identity import fingerprint, folder_name, identity
 from grpo_ustat.policy.loading import load_policy
 
 CONF = Path(__file__).parents[1] / "conf"
-SCHEMAS = {"mse": MseConfig, "train": TrainConfig}
+SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig}
 FEW_SHOT = ("one_digit_product", "one_digit_sum", "plus_one")
 
 
@@ -31,28 +31,36 @@ def run(entry, *arguments, cwd):
     return done.returncode, done.stdout, done.stderr
 
 
+MODELS = ("budget", "dataset", "debug", "model", "prompt")  # groups of what a bed has none of
 TRAINING = ("baseline", "optimizer", "objective", "schedule", "lora", "rollout")
+TAKERS = {  # of each group's files, where not all entries take them
+    **dict.fromkeys(MODELS, ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
+    "policy": ("mse",), "bed": ("gap",), "study": ("gap",), "experiment": ("train",),
+}  # fmt: skip
+OTHER_TAKERS = {  # files that are not as others of their group
+    ("study", "figure4"): ("mse",), ("study", "figure4_offline"): ("mse",),
+    ("study", "best_group_size_start"): ("mse",),
+    ("experiment", "monte_carlo_check"): ("mse",), ("experiment", "smollm2"): ("mse",),
+    ("experiment", "theorems"): ("gap",),
+    ("debug", "mse"): ("mse",), ("debug", "train"): ("train",),
+}  # fmt: skip
 
 
-STUDY_ONLY = ("study", "policy")
 OVERLAYS = ("experiment", "study", "policy", "debug")  # each composes files of other groups
-STUDIES = ("monte_carlo_check", "smollm2")  # experiments of mse
+
+
+def takers(group, name):
+    if group == "budget":
+        return ("mse",) if name.startswith("study") else ("train",)
+    return OTHER_TAKERS.get((group, name), TAKERS.get(group, tuple(SCHEMAS)))
 
 
 def group_files():
     for file in sorted(CONF.glob("*/*.yaml")):
         group, name = file.parent.name, file.stem
         for entry in SCHEMAS:
-            if group == "budget" and name.startswith("study") != (entry == "mse"):
-                continue
-            if group in TRAINING and entry == "mse" or group in STUDY_ONLY and entry == "train":
-                continue
-            if group == "experiment" and (name in STUDIES) == (entry == "train"):
-                continue
-            if group == "debug" and name not in (entry, "prompts"):
-                continue
-            if name == "own":
-                continue  # needs an installed package: tests/tasks/test_own_readme.py
+            if entry not in takers(group, name) or name == "own":
+                continue  # own needs an installed package: tests/tasks/test_own_readme.py
             marks = [pytest.mark.slow(minutes=0.01)] * (group not in OVERLAYS)
             yield pytest.param(entry, group, name, id=f"{entry}-{group}-{name}", marks=marks)
 
@@ -63,8 +71,13 @@ def test_every_shipped_file_composes(entry, group, name):
     assert isinstance(config, SCHEMAS[entry])
 
 
+BED_OF = {"none": "best_group_size", "sequences": "theorem12"}  # studies of beds of other kinds
+
+
 def extra(entry, group, name):
     """What a file needs beside it to make a whole configuration."""
+    if group == "bed" and name in BED_OF:
+        return [f"study={BED_OF[name]}"]
     if name == "hub" or name.startswith("smollm2"):
         return ["model.model_name_or_path=org/name"]
     needs = {"few_shot": "dataset=plus_one", "math": "prompt=chat_boxed"} | dict.fromkeys(
@@ -155,8 +168,32 @@ WRONG = {
     ),
     "other entry": ("train", ["study.questions=3"], "it is one of mse's, python -m grpo_ustat.mse"),
     "other overlay": (
-        "mse", ["experiment=figure5_offline"], "Try python -m grpo_ustat.train"
+        "mse", ["experiment=figure5_offline"], "one of train's, python -m grpo_ustat.train"
     ),
+    "other budget": ("train", ["budget=study"], "budget=study is one of mse's, python -m grpo"),
+    "study of gap": ("mse", ["study=lemma6"], "study=lemma6 is one of gap's, python -m grpo_"),
+    "study of mse": (
+        "gap", ["study=figure4"], "study=figure4 is one of mse's, python -m grpo_ustat.mse"
+    ),
+    "size of train": (
+        "gap", ["group_size=4"], "group_size: it is one of train's, python -m grpo_ustat.train"
+    ),
+    "model of two": (
+        "gap", ["model=tiny"],
+        "it is one of mse's or train's, python -m grpo_ustat.mse or python -m grpo_ustat.train",
+    ),
+    "bed of gap": ("train", ["bed=coins"], "bed: it is one of gap's, python -m grpo_ustat.gap"),
+    "field of mse": ("gap", ["study.questions=3"], "study.questions: it is one of mse's"),
+    "field of gap": ("mse", ["study.updates=3"], "study.updates: it is one of gap's"),
+    "field of a study": (
+        "gap", ["study.updates=3"], "it is of study.kind=theorem12, choose such a study by study="
+    ),
+    "field of a data set": ("train", ["dataset.levels=[3]"], "it is of dataset.kind=math, choose"),
+    "studies of gap": ("gap", ["study=x"], "choose from best_group_size, corollaries9_10, lemma11"),
+    "misspelt bed": ("gap", ["bed.sed=1"], "unknown key bed.sed: did you mean bed.seed?"),
+    "another trainer's": ("mse", ["num_generations=4"], "in train it is group_size"),
+    "wrong bed": ("gap", ["bed=sequences"], "study=lemma6 with bed.kind=sequences: it runs on a"),
+    "few replicates": ("gap", ["study.replicates=2"], "use 10 replicates or more"),
     "one file": (
         "train", ["dataset=gsm8k", "dataset.test_path=openai/gsm8k"], "is also dataset.test_path"
     ),

@@ -16,14 +16,14 @@ import grpo_ustat.help
 from grpo_ustat.catalogue import catalogue, shown, words_of
 from grpo_ustat.checks import OPTIONS, ConfigError
 from grpo_ustat.composing import CONF, composed
-from grpo_ustat.config import SCHEMAS, SHARINGS, Common
-from grpo_ustat.data_config import DATASETS
+from grpo_ustat.config import SCHEMAS, SHARINGS, kinds_of
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.help import show_help
+from grpo_ustat.help import LONGEST, show_help
 from grpo_ustat.launch.sharing import FOLDER
 from grpo_ustat.meanings import keys_of
+from grpo_ustat.run_config import Shared
 
-RUNS = [entry for entry, schema in SCHEMAS.items() if issubclass(schema, Common)]
+RUNS = [entry for entry, schema in SCHEMAS.items() if issubclass(schema, Shared)]
 
 
 def words(*overrides):
@@ -42,8 +42,9 @@ def composed_once(monkeypatch):
 
 def test_every_field_of_every_schema_says_what_it_means():
     for schema in SCHEMAS.values():
-        for kind in DATASETS.values():
-            for key in keys_of(schema, schemas={"dataset": kind}):
+        kinds = [(node, one) for node, all_ in kinds_of(schema).items() for one in all_.values()]
+        for schemas in [{}, *({node: kind} for node, kind in kinds)]:
+            for key in keys_of(schema, schemas=schemas):
                 assert key.meaning, f"{key.path} of {schema.__name__} has no meaning"
                 may_be_null = "null" in key.kind
                 assert may_be_null <= ("null" in key.meaning), f"{key.path}: what does null mean?"
@@ -54,15 +55,25 @@ def test_options_of_baselines_are_those_that_rules_take():
 
 
 ONLY_TRAINS = {name for name, rule in BASELINES.items() if rule.only_trains}
-CHOSEN_AS_A_WHOLE = {"dataset.kind"}  # another class, which `typed` chooses before any check
+# Another class each, which `typed` chooses before any check.
+CHOSEN_AS_A_WHOLE = {"dataset.kind", "bed.kind", "study.kind"}
+GIVEN = {
+    "train": ["dataset=plus_one", "prompt=few_shot", "objective=grpo", "group_size=16"],
+    "mse": ["dataset=plus_one", "prompt=few_shot"],
+    "gap": [],
+}
+
+
+def typed_nodes(entry, config):
+    """The schemas of nodes that are typed by their kind."""
+    return {node: type(getattr(config, node)) for node in kinds_of(SCHEMAS[entry])}
 
 
 @pytest.mark.parametrize("entry", RUNS)
 def test_stated_choices_are_those_that_the_checks_accept(entry):
     """A value that cannot be is refused with exactly the choices stated, or by no list of any."""
-    more = {"train": ["objective=grpo", "group_size=16"], "mse": []}[entry]
-    config = composed(entry, ["dataset=plus_one", "prompt=few_shot", *more])
-    for key in keys_of(SCHEMAS[entry], schemas={"dataset": type(config.dataset)}):
+    config = composed(entry, GIVEN[entry])
+    for key in keys_of(SCHEMAS[entry], schemas=typed_nodes(entry, config)):
         if "str" in key.kind and key.path not in CHOSEN_AS_A_WHOLE:
             assert _accepted(config, key) == set(key.choices), key.path
 
@@ -110,21 +121,27 @@ def _rules(entry):
 @pytest.mark.parametrize("entry", RUNS)
 def test_help_says_every_field_and_its_value_in_80_columns(entry, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    show_help(entry, words("model=tiny_direct"))
+    given = "bed=softmax" if entry == "gap" else "model=tiny_direct"
+    show_help(entry, words(given))
     text = capsys.readouterr().out
-    config = composed(entry, ["model=tiny_direct"])
+    config = composed(entry, [given])
     said = dict(re.findall(r"^  ([\w.]+)=(.*)  [a-z ]+$", text, re.MULTILINE))
-    for key in keys_of(SCHEMAS[entry], schemas={"dataset": type(config.dataset)}):
+    for key in keys_of(SCHEMAS[entry], schemas=typed_nodes(entry, config)):
         if key.schema is None and key.path != "rules":
             value = config
             for name in key.path.split("."):
                 value = getattr(value, name)
-            assert said[key.path] == shown(value), key.path
+            assert said[key.path] == cut(shown(value)), key.path
     assert "\x1b" not in text
     assert not any(line != line.rstrip() for line in text.splitlines())
     commands = re.findall(r"^  (python -m .*)", text, re.MULTILINE)
     assert len(commands) == 5
     assert all(len(line) <= 80 for line in text.splitlines() if line.strip() not in commands)
+
+
+def cut(value):
+    """As help shows it."""
+    return value if len(value) <= LONGEST else value[: LONGEST - 3] + "..."
 
 
 def test_meanings_stand_beside_their_fields_where_there_is_room(capsys, monkeypatch):
@@ -154,14 +171,21 @@ def test_help_shows_the_fields_of_the_data_set_that_is_chosen(capsys):
 
 @pytest.mark.parametrize("entry", RUNS)
 def test_commands_to_copy_name_what_there_is(entry):
-    found = page(entry)
-    groups = {group.name: {one.name for one in group.choices} for group in found.groups}
-    fields = {field.key.path for field in found.fields}
-    for command, about in found.commands:
-        given = command.removeprefix(f"python -m grpo_ustat.{entry}").removeprefix(" -m").split()
-        assert about and len(command) < 100
-        for name, value in (one.split("=", 1) for one in given):
+    for command, about in page(entry).commands:
+        python, _, module, *given = command.split()
+        assert python == "python" and about and len(command) < 100
+        found = page(module.removeprefix("grpo_ustat."))  # gap shows how to report, too
+        groups = {group.name: {one.name for one in group.choices} for group in found.groups}
+        fields = {field.key.path for field in found.fields}
+        for name, value in (one.split("=", 1) for one in given if one != "-m"):
             assert value in groups[name] if name in groups else name in fields
+
+
+def test_help_shows_the_fields_of_the_study_and_the_bed_that_are_chosen(capsys):
+    show_help("gap", words("study=theorem12"))
+    text = capsys.readouterr().out
+    assert "study.learning_rates=" in text and "bed.vocabulary=2" in text
+    assert "study.steps" not in text and "bed.slopes" not in text and "figure4" not in text
 
 
 def test_a_choice_is_told_by_the_first_comment_of_its_file():

@@ -15,6 +15,8 @@ import pytest
 from launching import alive, until
 from mirrored import STUBS, Folder, row, timeless
 
+from grpo_ustat import mirror as command
+from grpo_ustat.checks import ConfigError
 from grpo_ustat.runs import mirror
 from grpo_ustat.runs.journal import InUse, Journal
 from grpo_ustat.runs.mirror import End, Task
@@ -210,7 +212,7 @@ def test_a_mirror_beside_a_run(tmp_path, stub, capfd):
     one.finish("stopped", grace_seconds=60)
     expected = [timeless(row(step)) for step in (1, 2, 3)]
     assert [timeless(values) for values in logged(stub())][:3] == expected
-    assert stub()[-2:] == [{"preempting": True}, {"exit_code": 75}]
+    assert stub()[-3:] == [{"preempting": True}, {"exit_code": 75}, {"written": True}]
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") <= 2 and "logger=wandb: wandb sync nowhere" in err
     assert "rubbish" in (folder.path / "tracker" / "wandb.log").read_text(errors="replace")
@@ -229,7 +231,14 @@ def test_a_mirror_ends_with_its_run(tmp_path, stub):
     left = psutil.Process(int((tmp_path / "pid").read_text()))
     until(lambda: not alive(left))
     assert [values["step"] for values in logged(stub())] == [1]
-    assert stub()[-1] == {"exit_code": 1}
+    assert stub()[-2:] == [{"exit_code": 1}, {"written": True}]
+
+
+def test_the_command_reads_a_trackers_configuration():
+    found = command._logger(["logger=tensorboard", "logger.finish_seconds=3"])
+    assert (found.name, found.finish_seconds) == ("tensorboard", 3.0)
+    with pytest.raises(ConfigError, match="name one tracker: logger=wandb"):
+        command._logger(["logger=none"])
 
 
 @pytest.mark.slow

@@ -50,9 +50,9 @@ def of_entry(words):
     if words[0] == "sbatch":
         return "train", words[2:]
     for at, word in enumerate(words):
-        if word in ("grpo_ustat.train", "grpo_ustat.mse"):
+        if word in ("grpo_ustat.train", "grpo_ustat.mse", "grpo_ustat.gap"):
             return word.partition(".")[2], words[at + 1 :]
-    if words[:2] in (["./scripts/run", "train"], ["./scripts/run", "mse"]):
+    if words[0] == "./scripts/run" and words[1] in ("train", "mse", "gap"):
         return words[1], words[2:]
     return None
 

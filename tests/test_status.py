@@ -26,6 +26,10 @@ OF_STUDY = {
     "config_hash": "abc", "cost": {"seconds_generate": 3000.0, "seconds_score": 723.0},
     "policy": {"accuracy": 0.25, "accuracy_low": 0.125, "accuracy_high": 0.5},
 }  # fmt: skip
+OF_THEOREM = {
+    "config_hash": "abc", "cost": {"rollouts": 0, "seconds": 7.25}, "verdict": "disagrees",
+    "claims": [{"verdict": "agrees"}] * 12 + [{"verdict": "disagrees"}],
+}  # fmt: skip
 START, END = {"event": "start"}, {"event": "end", "outcome": "done"}
 FAILED = END | {"outcome": "failed", "error": "OutOfMemoryError: tried to allocate 2 GiB"}
 STOPPED = END | {"outcome": "stopped", "reason": "stopped by SIGTERM after step 2; saved"}
@@ -107,10 +111,15 @@ def test_times_and_accuracies_are_those_of_the_results(tmp_path):
     assert (found.accuracy, found.low, found.high, found.seconds) == (0.625, 0.5, 0.75, 83.4)
     found = state(folder(tmp_path / "mse", START, END, result=OF_STUDY), max_steps=None)
     assert (found.accuracy, found.low, found.high, found.seconds) == (0.25, 0.125, 0.5, 3723.0)
+    found = state(folder(tmp_path / "gap", START, END, result=OF_THEOREM), max_steps=None)
+    assert (found.name, found.accuracy, found.seconds) == ("done", None, 7.25)
+    assert found.verdicts == {"agrees": 12, "disagrees": 1, "not decided": 0}
 
 
 @pytest.mark.parametrize("content", ["", "{", "null", "[]", "3", '{"config_hash": "abc"}',
                                      '{"config_hash": "abc", "steps": null}',
+                                     '{"config_hash": "abc", "claims": [{"verdict": "yes"}]}',
+                                     '{"config_hash": "abc", "claims": {"verdict": "agrees"}}',
                                      '{"config_hash": "abc", "steps": 4}', "\0\0\0\0"])  # fmt: skip
 @pytest.mark.parametrize("config_hash", ["abc", None])
 def test_a_damaged_result_is_none(tmp_path, content, config_hash):
@@ -185,6 +194,58 @@ def test_the_table_of_a_sweep(tmp_path, capsys, monkeypatch):
     assert f"running: group_size=2 seed=1: {lock.owner.host}, process {lock.owner.pid}" in text
 
 
+def of_theorems(place):
+    """A sweep of three studies of theorems, one of them finished."""
+    rows = {"lemma6": [START, END], "theorem7": [START], "theorem8": []}
+    points = []
+    for name, history_of in rows.items():
+        path = place / f"{name}-coins" / "seed=0"
+        if history_of:
+            folder(path, *history_of, result=OF_THEOREM if name == "lemma6" else None)
+        of = SimpleNamespace(path=path, config_hash="abc")
+        points.append(Point(f"study={name}", SimpleNamespace(), of, place))
+    return note_sweep("gap", points)
+
+
+def test_the_table_of_a_sweep_of_theorems_counts_verdicts(tmp_path, capsys, monkeypatch):
+    of_theorems(tmp_path)
+    code, out, err = shown(capsys, monkeypatch, tmp_path)
+    assert code == 0 and not err and all(len(line) <= 80 for line in out)
+    (header,) = (line.split() for line in out if line.split()[:1] == ["run"])
+    assert header == ["run", "state", "starts", "time", "agree", "disagree", "not", "decided"]
+    rows = [line.split() for line in out if line.startswith(" study=")]
+    assert rows == [
+        ["study=lemma6", "done", "1", "7.2", "s", "12", "1", "0"],
+        ["study=theorem7", "stopped", "1"],
+        ["study=theorem8", "missing"],
+    ]
+    text = " ".join(" ".join(out).split())
+    assert "1 done, 1 stopped, 1 missing of 3 runs; predictions that agree" in text
+
+
+def test_runs_of_several_entries_have_a_table_each(tmp_path, capsys, monkeypatch):
+    """One whose configuration is lost is shown beside those that come first."""
+    for name, config, result in (
+        ("gap/x", {"bed": {}, "study": {}}, OF_THEOREM),
+        ("mse/x", {"group_sizes": [2], "study": {}}, OF_STUDY),
+        ("other/x", None, None),
+        ("train/x", {"max_steps": 4}, RESULT),
+    ):
+        path = folder(tmp_path / name, START, END, result=result, steps=4)
+        if config:
+            (path / ".hydra").mkdir()
+            (path / ".hydra/config.yaml").write_text(json.dumps(config))
+    found = {s.entry: [one.label for one in s.entries] for s in sweeps_in(tmp_path)}
+    assert found == {"gap": ["gap/x", "other/x"], "mse": ["mse/x"], "train": ["train/x"]}
+    code, out, err = shown(capsys, monkeypatch, tmp_path)
+    rows = {words[0]: words[1:] for line in out if "/x" in line and (words := line.split())}
+    assert code == 0 and not err
+    assert rows["gap/x"] == ["done", "1", "7.2", "s", "12", "1", "0"]
+    assert rows["mse/x"] == ["done", "1", "1:02:03", "0.250", "[0.125,", "0.500]"]
+    assert rows["train/x"] == ["done", "4/4", "1", "1:23", "0.625", "[0.500,", "0.750]"]
+    assert rows["other/x"][0] == "stopped"
+
+
 def test_runs_that_no_sweep_names_are_shown_too(tmp_path, capsys, monkeypatch):
     folder(tmp_path / "x" / "seed=0", START, END, result=RESULT)
     folder(tmp_path / "x" / "seed=1", START, FAILED)
@@ -214,6 +275,7 @@ def test_runs_that_no_sweep_names_have_a_table_of_their_own_after_the_sweeps(
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"entry": "train", "runs": [3]}',
+                                    '{"entry": "later", "runs": []}',
                                     '{"entry": "train", "runs": [{"folder": "x"}]}'])  # fmt: skip
 def test_a_damaged_sweep_file_is_one_line(tmp_path, capsys, monkeypatch, damage):
     sweep = noted(tmp_path)

@@ -18,8 +18,7 @@ from mirrored import PNG, STUBS, Folder, row, timeless, wandb_history, wandb_rec
 from resuming import SHORT, differences
 from wandb_server import WandbServer
 
-from grpo_ustat import config as schemas
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.checks import ConfigError, check_logger
 from grpo_ustat.identity import identity
 from grpo_ustat.runs import mirror
 from grpo_ustat.runs.mirror import End, Task
@@ -83,6 +82,33 @@ def test_tensorboard_holds_every_number_exactly(tmp_path):
     assert set(found["scalars"]) & set(stored[0]) == {"reward", "tokens", "step", "step_time"}
 
 
+def test_tensorboard_holds_claims_notes_and_verdict_of_a_theorem(tmp_path):
+    """Nothing is refused of a result whose claims are nested and whose notes are lines."""
+    folder = proved(tmp_path / "run")
+    assert send(folder.path, "tensorboard") == (3, 0)
+    found = events(tmp_path / "run" / "tracker")
+    said = {tag: values[0][1].item().decode() for tag, values in found["text"].items()}
+    assert said["result/verdict"] == "not decided" and said["result/bed/order"] == "1/G"
+    assert said["result/notes"] == "all is enumerated\nbut for one"
+    assert '"predicted": "<= 1"' in said["claims"] and '"measured": 0.75' in said["claims"]
+    assert found["scalars"]["result/bed/mu"] == [(0, 0.5)]
+    assert set(found["images"]) == {"figure"}
+
+
+def proved(path):
+    """A study of a theorem, see `theorems.finding`."""
+    folder = Folder(path, study={"kind": "lemma11"}, bed={"name": "coins"})
+    claims = [
+        {"what": "share", "predicted": x, "measured": 0.75, "low": None, "high": None,
+         "verdict": "not decided", "how": "exact"} for x in ("<= 1", 0.8)
+    ]  # fmt: skip
+    bed, cost = {"mu": 0.5, "order": "1/G"}, {"rollouts": 0, "seconds": 1.5}
+    notes = ["all is enumerated", "but for one"]
+    told = {"study": "lemma11", "answer": "It holds.", "verdict": "not decided", "empty": []}
+    folder.finish(claims=claims, notes=notes, bed=bed, cost=cost, **told)
+    return folder
+
+
 def test_tensorboard_holds_what_a_rewound_run_made_anew(tmp_path):
     folder = Folder(tmp_path / "run")
     folder.rows(1, 2, 3)
@@ -112,7 +138,7 @@ def asked(**given):
 )
 def test_a_wrong_logger_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        schemas.check_logger(asked(**given))
+        check_logger(asked(**given))
 
 
 def test_a_package_that_is_missing_is_refused_before_any_work(monkeypatch, tmp_path):
@@ -122,8 +148,8 @@ def test_a_package_that_is_missing_is_refused_before_any_work(monkeypatch, tmp_p
     sys.modules.pop("trackio", None)
     importlib.invalidate_caches()
     with pytest.raises(ConfigError, match=r"needs the package trackio: pip install 'grpo-ustat\["):
-        schemas.check_logger(asked(name="trackio"))
-    schemas.check_logger(asked(name="trackio"), needed=False)
+        check_logger(asked(name="trackio"))
+    check_logger(asked(name="trackio"), needed=False)
 
 
 def test_a_logger_is_no_part_of_what_a_run_is(monkeypatch):
@@ -187,6 +213,23 @@ def test_a_run_that_is_stopped_and_killed_is_one_run_off_line(tmp_path, monkeypa
     records = [r for r in wandb_records(run) if r.WhichOneof("record_type") == "run"]
     assert len({r.run.run_id for r in records}) == 1 and len(records) >= 3
     assert {i.key for i in records[0].run.config.update} >= {"group_size", "model", "logger"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logger", ["wandb", "tensorboard"])
+def test_a_study_of_a_theorem_is_mirrored(tmp_path, monkeypatch, logger):
+    """Figure, claims and result, none of them refused, and stored when the command ends."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    asked = ("study=lemma11", f"logger={logger}", "logger.finish_seconds=60")
+    code, said = finished("gap", *asked, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert code == 0 and "warning" not in said, said
+    if logger == "tensorboard":
+        found = events(tmp_path / "run" / "tracker")
+        assert {"claims", "result/notes", "result/verdict"} <= set(found["text"])
+        return
+    rows = wandb_history(tmp_path / "run")
+    assert ["figure/sha256" in row for row in rows] == [True, False]
+    assert rows[1]["claims/nrows"] == 6 and rows[1]["claims/ncols"] == 7
 
 
 @pytest.fixture

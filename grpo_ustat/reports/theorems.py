@@ -133,7 +133,7 @@ def verdict_sentence(runs: Sequence[Run]) -> str:
     if disagree := _named(runs, DISAGREES):
         said.append(f"some claims of {_listed(disagree)} disagree")
     if undecided := _named(runs, OPEN):
-        said.append(f"some of {_listed(undecided)} are not decided")
+        said.append(f"some claims of {_listed(undecided)} are not decided")
     return f"{', '.join(said)}; {claims.count(AGREES)} of all {len(claims)} claims agree."
 
 

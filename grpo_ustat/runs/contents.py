@@ -53,6 +53,10 @@ class Contents:
             found = found.get(part) if isinstance(found, dict) else None
         return found
 
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Of a table in CSV, none where there is no such file."""
+        return self._read(name, csv_rows, list) or []
+
     def completions(self) -> tuple[list[dict[str, Any]], str]:
         """Rows of completions.parquet, of evenly spaced steps where all would be too many, and
         which they are; columns without any value are left out.

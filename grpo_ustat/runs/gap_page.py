@@ -6,7 +6,9 @@ from typing import Any
 
 from grpo_ustat.runs.contents import Contents
 from grpo_ustat.runs.page import Cell, Table
+from grpo_ustat.runs.train_page import rows_table
 
+MOST_ROWS = 200  # that a page holds
 TITLES = {
     "lemma6": "Lemma 6, the gap under constant and falling learning rates",
     "theorem7": "Theorem 7, the best group size",
@@ -62,7 +64,17 @@ def gap_tables(run: Contents) -> list[Table]:
         for claim in run.result["claims"]
     ]
     columns = ("claim", "predicted", "measured", "95 % interval", "verdict", "how it is decided")
-    return [Table("Predicted and measured", columns, rows)]
+    tables = [Table("Predicted and measured", columns, rows)]
+    measured = run.rows("curves.csv")
+    return tables + (
+        [rows_table("Numbers", measured[:MOST_ROWS], _left(measured))] if measured else []
+    )
+
+
+def _left(rows: list[dict[str, Any]]) -> str:
+    return (
+        f"The first {MOST_ROWS} of {len(rows)}, all in curves.csv." if len(rows) > MOST_ROWS else ""
+    )
 
 
 def number_text(value: float | str) -> str:

@@ -13,6 +13,7 @@ import pytest
 from folders import claim, proved, studied, trained
 
 from grpo_ustat.checks import ConfigError
+from grpo_ustat.reports import report
 from grpo_ustat.reports.found import entries_in, read
 from grpo_ustat.reports.report import report_runs, report_sweep
 from grpo_ustat.reports.sheets import tex
@@ -101,8 +102,8 @@ SENTENCES = {  # of Lemma 6, Theorem 7, Theorem 8
     ),
     "one of each": (
         (AGREES, DISAGREES, OPEN),
-        "1 of 3 studies agree with theory in every claim, some claims of Theorem 7 disagree, some "
-        "of Theorem 8 are not decided; 1 of all 3 claims agree.",
+        "1 of 3 studies agree with theory in every claim, some claims of Theorem 7 disagree, "
+        "some claims of Theorem 8 are not decided; 1 of all 3 claims agree.",
     ),
     "two disagree": (
         (DISAGREES, AGREES, DISAGREES),
@@ -216,28 +217,50 @@ def test_a_report_of_a_sweep_names_what_has_not_begun(tmp_path):
     assert "missing: study=theorem7: not begun" in text and "some claims of Lemma 6" in text
 
 
-def test_theorems_training_and_errors_make_one_report(tmp_path):
-    """Theirs on top; verdicts, accuracies and policies each where they belong."""
+def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
+    """Theorems on top; verdicts, accuracies and policies each where they belong."""
+    monkeypatch.setattr(report, "learning_figure", lambda *_: [])
     two(tmp_path / "gap")
     trained(tmp_path / "train/G=4", 4, 0, {0: 0.2, 8: 0.4}, done=False)
-    studied(tmp_path / "mse", "tiny", {("none", 2): 1.0, ("none", 4): 0.5})
     home = tmp_path / "report"
-    report_runs([str(tmp_path / name) for name in ("gap", "train", "mse")], home, None)
+    report_runs([str(tmp_path / "gap"), str(tmp_path / "train")], home, None)
     there = {file.stem for file in home.glob("*.csv")}
-    assert there >= {"theorems", "claims", "mse", "fixed_n", "accuracy", "budget", "runs"}
+    assert there == {"theorems", "claims", "accuracy", "budget", "runs"}
     rows = {row["run"]: row for row in csv_rows(home / "runs.csv")}
-    told = {name: (row["entry"], row["policy"], row["verdict"]) for name, row in rows.items()}
-    assert told["gap/b"] == ("gap", "softmax", "disagrees") and told["train/G=4"][2] == ""
-    assert told["mse"][:2] == ("mse", "tiny, bare")
+    told = {
+        name: tuple(row[key] for key in ("entry", "policy", "dataset", "verdict", "rollouts"))
+        for name, row in rows.items()
+    }
+    assert told == {
+        "gap/a": ("gap", "coins", "", "agrees", ""),
+        "gap/b": ("gap", "softmax", "", "disagrees", ""),
+        "train/G=4": ("train", "tiny_base, bare", "arithmetic", "", "32"),
+    }
     texts = Shown((home / "report.html").read_text()).texts
     titles = ["What is predicted, and whether it is measured",
-              "Theorem 8, the law of the gap, on coins", "MSE of the gradient",
+              "Theorem 8, the law of the gap, on coins", "Held-out accuracy",
               "Every claim, predicted and measured"]  # fmt: skip
     places = [texts.index(title) for title in titles]
     assert places == sorted(places)
-    assert texts[texts.index("Beds") + 1] == "softmax (1); coins (1)"
-    assert texts[texts.index("Rollouts of the finished") + 1] == "128"
-    assert any(text.startswith("1 of 2 studies agree") and "G* = 4.0" in text for text in texts)
+    assert texts[texts.index("Beds") + 1] == "coins (1); softmax (1)"
+    assert texts[texts.index("Policies") + 1] == "tiny_base, bare"
+    (answer,) = (text for text in texts if text.startswith("1 of 2 studies agree"))
+    assert "held-out accuracy at step 8 is largest" in answer
+
+
+@pytest.mark.slow
+def test_theorems_training_and_errors_make_one_report(tmp_path):
+    two(tmp_path / "gap")
+    trained(tmp_path / "train", 4, 0, {0: 0.2, 8: 0.4})
+    studied(tmp_path / "mse", "tiny", {("none", 2): 1.0, ("none", 4): 0.5})
+    report_runs([str(tmp_path / x) for x in ("gap", "train", "mse")], tmp_path / "report", None)
+    texts = Shown((tmp_path / "report/report.html").read_text()).texts
+    assert texts[texts.index("Entries") + 1] == "gap (2); mse (1); train (1)"
+    assert texts[texts.index("Rollouts of the finished") + 1] == "384"  # 128 and 8 times 32
+    assert texts[texts.index("Completions drawn from beds") + 1] == "6000"
+    pictures = ["Lemma 6, the gap under constant and falling learning rates, on softmax",
+                "Theorem 8, the law of the gap, on coins", "MSE of the gradient"]  # fmt: skip
+    assert [text for text in texts if text in pictures][:3] == pictures
 
 
 def test_hostile_texts_of_a_study_are_shown_as_texts(tmp_path, capsys):

@@ -1,0 +1,65 @@
+"""Which entry a configuration file is for, and what is said of a word that is another entry's."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_ustat.composing import CONF
+from grpo_ustat.config import SCHEMAS
+from grpo_ustat.messages import one_line
+from grpo_ustat.overlays import fits, overlays
+
+FILES = {  # file: the entries that know all it sets
+    "study/lemma6": {"gap"}, "study/best_group_size": {"gap"}, "study/figure4": {"mse"},
+    "policy/tiny": {"mse", "train"}, "debug/train": {"train"}, "budget/study_smoke": {"mse", "gap"},
+    "experiment/theorems": {"gap"}, "experiment/smollm2": {"mse"},
+    "experiment/table2_math": {"train"}, "logger/wandb": {"mse", "train", "gap"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_for_the_entries_that_know_all_it_sets(name):
+    """Also all that a sweep of it runs; a group of which an entry has none says nothing."""
+    runs = {entry: schema for entry, schema in SCHEMAS.items() if entry != "report"}
+    file = CONF / f"{name}.yaml"
+    assert {entry for entry, schema in runs.items() if fits(file, schema)} == FILES[name]
+
+
+@pytest.mark.parametrize("text", ["study: [", "- a\n", "", "hydra:\n", "hydra:\n  sweeper: 3\n"])
+def test_a_readers_own_file_may_say_anything(text, tmp_path):
+    (tmp_path / "own").mkdir()
+    file = tmp_path / "own" / "mine.yaml"
+    file.write_text(f"# @package _global_\n{text}")
+    assert overlays(file) and fits(file, SCHEMAS["gap"]) and fits(file, SCHEMAS["mse"])
+
+
+MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of it
+    "In 'study/lemma6': Could not override 'bed'. No match in the defaults list.": (
+        "mse", "study=lemma6 is one of gap's, python -m grpo_ustat.gap"
+    ),
+    "In 'mine/own': Could not override 'bed'. No match in the defaults list.": (
+        "mse", "In 'mine/own': Could not override 'bed'. No match in the defaults list."
+    ),
+    "Could not override 'model'. No match in the defaults list.": (
+        "gap", "unknown key model: it is one of mse's or train's, "
+        "python -m grpo_ustat.mse or python -m grpo_ustat.train"
+    ),
+    "Could not override 'group_size'. Key 'group_size' is not in struct": (
+        "report", "unknown key group_size: it is one of train's, python -m grpo_ustat.train"
+    ),
+    "Could not override 'nme'. Key 'nme' is not in struct": (
+        "report", "unknown key nme: did you mean name?"
+    ),
+    "Could not find 'bed/x' Available options in 'bed': coins none softmax Config search path": (
+        "gap", "unknown bed 'x': choose from coins, none, softmax"
+    ),
+    "Could not find 'study/x' Available options in 'study': figure4 lemma6 Config search path": (
+        "gap", "unknown study 'x': choose from lemma6"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MESSAGES)
+def test_messages_name_the_entry_that_knows(text):
+    entry, said = MESSAGES[text]
+    assert one_line(ValueError(text), SCHEMAS[entry], CONF).startswith(said)
