@@ -55,7 +55,8 @@ def test_studies_beds_and_their_fields_are_offered_as_the_entry_has_them():
     def offered(line):
         return [text for text, _ in candidates("gap", f"python -m grpo_ustat.gap {line}")]
 
-    assert offered("study=th") == ["study=theorem12", "study=theorem7", "study=theorem8"]
+    names = ("theorem12", "theorem7", "theorem7_uneven", "theorem8")
+    assert offered("study=th") == [f"study={name}" for name in names]
     assert offered("study=fig") == [] and offered("model") == []
     assert offered("study=theorem12 bed.voc") == ["bed.vocabulary="]
     assert offered("study.baselines=[none,or") == ["study.baselines=[none,oracle"]

@@ -36,13 +36,12 @@ def gap_answer(run: Contents) -> str:
 
 
 def gap_facts(run: Contents) -> list[tuple[str, Cell]]:
-    """Statement, bed and cost."""
+    """Bed and cost."""
     if run.result is None:
         return []
     bed = "\n".join(f"{name}: {_fact(value)}" for name, value in run.result["bed"].items())
     drawn = run.result["cost"]["rollouts"]
     return [
-        ("Statement", run.result["statement"]),
         ("Bed", bed),
         ("Completions drawn", f"{drawn:,}".replace(",", " ") if drawn else "0: enumerated"),
     ]

@@ -78,7 +78,8 @@ def run_page(folder: Path, result: dict[str, Any] | None = None) -> Page:
 
 def _notes(run: Contents) -> list[str]:
     """Of a study of a theorem."""
-    return list((run.result or {}).get("notes", []))
+    result = run.result or {}
+    return [*filter(None, [result.get("statement")]), *result.get("notes", [])]
 
 
 def _summary(run: Contents, train: bool) -> list[str]:

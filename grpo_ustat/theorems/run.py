@@ -33,9 +33,8 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
         with folder.held():  # which another process may have finished just now
             result = on_main(folder.result) or _made(config, folder)
     else:
-        console.print(
-            f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
-        )
+        text = f"{folder.path} is complete; on_existing=overwrite runs it again."
+        console.print(text, soft_wrap=True, markup=False)
     console.print(claims_table(result))
     for note in result["notes"]:
         console.print(f"- {note}", markup=False)
