@@ -235,12 +235,18 @@ def _order_claim(budget: Budget, study: Measured) -> Claim:
     )
 
 
+def _start(runs: Trained) -> float:
+    """Held-out accuracy before training, the mean over all runs."""
+    return float(np.mean([run.evals[0]["accuracy"] for run in runs.runs.values()]))
+
+
 def _bed(runs: Trained, study: Measured) -> dict[str, float | str]:
     config, result = runs.any.config, study.run.result
     return {
         "policy": study.run.policy,
         "dataset": config["dataset"]["name"],
-        "accuracy before training": result["policy"]["accuracy"],
+        "accuracy, study questions": result["policy"]["accuracy"],
+        "held-out accuracy at step 0": _start(runs),
         "C1": study.law.c1,
         "C2": study.law.c2,
         "C3": study.law.c3,
@@ -317,6 +323,8 @@ def _notes(runs: Trained, budgets: Sequence[Budget], study: Measured) -> list[st
         f"A step has n / G prompts: {_prompts(budgets)}; they are drawn without replacement, which "
         "shifts the error of all G alike.",
         *(_by_last(budget, nearest(study.gstar.estimate, sizes)) for budget in budgets),
+        f"Held-out accuracy was {_start(runs):.3f} before training; the mean after step 0 is below "
+        f"it {_below(runs, budgets)}.",
     ]
     if config["optimizer"]["name"] != "sgd":
         name = config["optimizer"]["name"]
@@ -331,6 +339,15 @@ def _notes(runs: Trained, budgets: Sequence[Budget], study: Measured) -> list[st
 def _prompts(budgets: Sequence[Budget]) -> str:
     ranges = ((b.rollouts, b.rollouts // b.sizes[0], b.rollouts // b.sizes[-1]) for b in budgets)
     return ", ".join(f"{most} to {least} at n = {n}" for n, most, least in ranges)
+
+
+def _below(runs: Trained, budgets: Sequence[Budget]) -> str:
+    start = _start(runs)
+    lost = {
+        budget.rollouts: [c["group_size"] for c in budget.cells[MEAN] if c["accuracy"] < start]
+        for budget in budgets
+    }
+    return "; ".join(f"at n = {n} with G = {_listed(found) or 'none'}" for n, found in lost.items())
 
 
 def _by_last(budget: Budget, predicted: int) -> str:
