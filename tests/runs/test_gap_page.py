@@ -45,9 +45,9 @@ def test_a_finished_study_says_what_it_found(folder):
     assert page.answer == (
         "Theory and measurement: disagrees. The limit is there, the bound is not."
     )
-    assert page.notes == ["3 replicates left the set"]
+    statement = "T (J* - J) tends to a weighted sum of chi-squares."
+    assert page.notes == [statement, "3 replicates left the set"]
     facts = dict(page.facts)
-    assert facts["Statement"] == "T (J* - J) tends to a weighted sum of chi-squares."
     assert facts["Bed"] == "prompts: 4\nmu: 0.5432\nassumption 2: fails"
     assert (facts["Completions drawn"], facts["Time"]) == ("1 234 567", "12.2 s")
     assert facts["Fingerprint"] == "0123456789ab" and "Model" not in facts
