@@ -87,7 +87,7 @@ def answer(paths: Paths) -> str:
     change = ratio / paths.start["token_variance"] - 1
     return (
         f"Squared bias is exactly 0 at theta_old and falls with the learning rate like its power "
-        f"{slope:.3f}; at {paths.rates[0]:g} the variance is {change:+.2%} off the on-policy one; "
+        f"{slope:.3f}; at {paths.rates[0]:g} the variance is {abs(change):.2%} off the on-policy one; "
         f"the smaller error is {_smaller(paths)}."
     )
 
