@@ -84,10 +84,10 @@ def rows(paths: Paths, longer: ByLength) -> list[dict[str, float | str | None]]:
 def answer(paths: Paths) -> str:
     """What was found, one sentence."""
     slope, ratio = paths.slope("token_bias2").estimate, paths.random["token_variance"][0].mean()
-    change = ratio / paths.start["token_variance"] - 1
+    change = abs(ratio / paths.start["token_variance"] - 1)
     return (
         f"Squared bias is exactly 0 at theta_old and falls with the learning rate like its power "
-        f"{slope:.3f}; at {paths.rates[0]:g} the variance is {abs(change):.2%} off the on-policy one; "
+        f"{slope:.3f}; at {paths.rates[0]:g} the variance is {change:.2%} off the on-policy one; "
         f"the smaller error is {_smaller(paths)}."
     )
 

@@ -47,6 +47,13 @@ def test_lemma6_agrees_on_both_beds():
     assert set(verdicts(slow)) == {AGREES} and len(slow.claims) == 3
 
 
+def test_lemma6_holds_nothing_against_a_bound_whose_time_has_not_come():
+    """After 12 steps of a falling rate the recursion itself is above its limit of order 1/T."""
+    early = lemma6(coins(), [GRPO], [FALLING], 12, 400, 0, 1)
+    (claim,) = [claim for claim in early.claims if "order 1/T" in claim.what]
+    assert claim.low > 1 and claim.verdict == OPEN and "T is too small" in claim.how
+
+
 def test_lemma6_finds_a_bound_that_is_too_low(monkeypatch):
     real = lemma.recursion
     monkeypatch.setattr(lemma, "recursion", lambda *given: 0.5 * real(*given))
