@@ -12,7 +12,9 @@ from grpo_ustat.gap_config import GapConfig
 from grpo_ustat.runs.duration import Span, said
 from grpo_ustat.runs.points import Point
 
-RATE = Span(2e6, 2e7)  # completions a second and worker, beds of 2 to 5 outcomes, groups of 2 to 32
+RATE = Span(
+    1.5e6, 2e7
+)  # completions a second and worker, beds of 2 to 5 outcomes, groups of 2 to 32
 ENUMERATED = Span(1.0, 60.0)  # seconds of a study that draws next to nothing
 
 
@@ -20,13 +22,14 @@ def show_plan(points: list[Point]) -> None:
     """Print a line for each run, and their total."""
     table = Table(box=SIMPLE, pad_edge=False)
     for name in ("study", "bed", "replicates", "steps", "completions", "time"):
-        table.add_column(name, justify="left" if name in ("study", "bed") else "right")
+        side = "left" if name in ("study", "bed") else "right"
+        table.add_column(name, justify=side, no_wrap=name in ("completions", "time"))
     spans = []
     for point in points:
         config, drawn = point.config, completions(point.config)
         spans.append(seconds(config, drawn))
         asked = [getattr(config.study, name, None) for name in ("replicates", "steps")]
-        cells = [_said(value) for value in (*asked, drawn or None)]
+        cells = [*map(_said, asked), f"{drawn / 1e6:,.1f} M" if drawn else "-"]
         table.add_row(config.study.kind, config.bed.name, *cells, said(spans[-1]))
     if len(points) > 1:
         table.add_section()
@@ -35,7 +38,7 @@ def show_plan(points: list[Point]) -> None:
     console.print(table)
     workers = points[0].config.launch.workers
     console.print(
-        f"Time: assumed, {RATE.low:.0e} to {RATE.high:.0e} completions a second for each of "
+        f"Time: assumed, {RATE.low:.1e} to {RATE.high:.0e} completions a second for each of "
         f"{workers} workers on a core of its own; folders hold less than 10 MB each.",
         markup=False,
     )
