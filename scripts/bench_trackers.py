@@ -10,8 +10,7 @@ bit but for the clock. `waited`: seconds at the end, `logger.finish_seconds` at 
 
 Two runs one after the other differ by 10 % and more in the machine's own speed, so times are
 compared within a run: the tracker's processes, which are not the run's, stand still (SIGSTOP) in
-half of the blocks of steps and do all of their work in the others; and a step's time counts over
-that of the same step without a tracker, which does the same work. Ratios are medians over four
+half of the blocks of steps and do all of their work in the others. Ratios are medians over four
 neighbouring blocks, awake over asleep, of wall time and of the run's own CPU time, with
 distribution-free 95 % intervals (order statistics); the control has no process to stop.
 """
@@ -68,7 +67,7 @@ class Case:
 
 @dataclass
 class Ran:
-    """What one run left: its exit code, times of its steps, seconds waited, folder."""
+    """What one run left: its exit code, ratios of its blocks' times, seconds waited, folder."""
 
     code: int
     wall: np.ndarray
@@ -120,7 +119,7 @@ def run(case: Case, folder: Path, asked: argparse.Namespace) -> Ran:
             os._exit(1)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     times = json.loads((folder / "times.json").read_text())
-    wall, cpu = np.diff(np.array(times["steps"]), axis=0).T
+    wall, cpu = (awake_over_asleep(x) for x in np.diff(np.array(times["steps"]), axis=0).T)
     return Ran(code, wall, cpu, times["waited"], folder)
 
 
@@ -217,18 +216,16 @@ def row(case: Case, ran: list[Ran], without: Ran, steps: int) -> str:
     lost = expected - sum(len(one["rows"]) for one in held)
     codes = ",".join(sorted({str(one.code) for one in ran}))
     waited = max(one.waited for one in ran)
-    said = f"{codes:>5}{'yes' if equal else 'NO':>7}{lost:>6}{ratios(ran, without)}{waited:>9.1f}"
+    said = f"{codes:>5}{'yes' if equal else 'NO':>7}{lost:>6}{ratios(ran)}{waited:>9.1f}"
     return f"{case.name:28}{said}"
 
 
-def ratios(ran: list[Ran], without: Ran) -> str:
-    """Of wall time and of CPU time, each step's over that of the same step without a tracker."""
-    found = ""
-    for kind in ("wall", "cpu"):
-        relative = [getattr(one, kind) / getattr(without, kind) for one in ran]
-        values = np.concatenate([awake_over_asleep(times) for times in relative])
-        found += "{:8.3f} [{:.3f}, {:.3f}]".format(*median(values))
-    return found
+def ratios(ran: list[Ran]) -> str:
+    """Of wall time and of CPU time."""
+    return "".join(
+        "{:8.3f} [{:.3f}, {:.3f}]".format(*median(np.concatenate([getattr(x, kind) for x in ran])))
+        for kind in ("wall", "cpu")
+    )
 
 
 def main() -> None:
@@ -254,7 +251,7 @@ def main() -> None:
             print(row(case, ran, without, asked.steps), flush=True)
             every += ran if case.logger != "none" else []
         if every:
-            print(f"{'all trackers together':46}{ratios(every, without)}")
+            print(f"{'all trackers together':46}{ratios(every)}")
     server.close()
 
 
