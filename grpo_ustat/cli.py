@@ -142,7 +142,7 @@ def _told(entry: str) -> bool:
 
 def _shown(entry: str, points: list[Point]) -> bool:
     """Whether prompts or costs were asked for instead of runs; prints them."""
-    asked = [point.config for point in points if getattr(point.config, "show_prompts", 0)]
+    asked = [point.config for point in points if point.config.show_prompts]
     costs = any(point.config.dry_run for point in points)
     if asked and is_main():
         from grpo_ustat.runs.prompts import show_prompts

@@ -255,8 +255,7 @@ def _check_place(point: Point) -> None:
 def check_trust(config: Any, given: list[str]) -> None:
     """A model's own code runs only where the command line itself says so, no file for it."""
     named = any(re.match(r"\+{0,2}model\.trust_remote_code=", override) for override in given)
-    model = getattr(config, "model", None)
-    if model is not None and model.trust_remote_code and not named:
+    if config.model is not None and config.model.trust_remote_code and not named:
         raise ConfigError(
             "model.trust_remote_code=true in a configuration file: it runs code that comes with "
             "the model, so give it on the command line, or set it to false"
@@ -291,7 +290,7 @@ def _point(name: str, schema: type, label: str, overrides: list[str], sweep: boo
     config, node = _composed(name, schema, overrides)
     path = _output_folder(node, sweep)
     folder = RunFolder(path, config) if path else None
-    if folder and not getattr(config, "show_prompts", 0):
+    if folder and not config.show_prompts:
         folder.check()
     looks = config.only_shows or getattr(config, "fills_part", False)
     if folder and world() == 1 and not (sweep or looks):

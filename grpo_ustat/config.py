@@ -96,11 +96,6 @@ class Common(Shared):
         "to print, with how their answers are read, instead of a run; 0: run", "prompts"
     )
 
-    @property
-    def only_shows(self) -> bool:
-        """See `Shared.only_shows`."""
-        return self.dry_run or bool(self.show_prompts)
-
     def check(self) -> None:
         """See `Shared.check`."""
         super().check()

@@ -251,13 +251,14 @@ class CorollariesConfig(SimulatedConfig):
 
     rollouts: int = key("of a step, n = B G", "completions")
     group_sizes: list[int] = key("in a group, every G", "completions")
-    steps: int = key("of each run, T", "steps")
+    steps: int = key("of each run, T; 4 or more", "steps")
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
         super().check()
         _divided(self.rollouts, self.group_sizes)
-        positive(self, "steps", prefix="study.")
+        if self.steps < 4:
+            raise ConfigError(f"study.steps={self.steps}: use 4 or more")
 
 
 @dataclass
@@ -293,6 +294,14 @@ class Lemma11Config(TheoryConfig):
 
     group_sizes: list[int] = key("in a group, every G of the curves", "completions")
     epsilon: float = key("added to a group's standard deviation")
+
+    def check(self) -> None:
+        """See `TheoryConfig.check`."""
+        if len(set(self.group_sizes)) < 3 or min(self.group_sizes) < 2 or self.epsilon < 0:
+            raise ConfigError(
+                f"study.group_sizes={self.group_sizes} study.epsilon={self.epsilon}: use at least "
+                "three sizes, each of 2 or more, and an epsilon of 0 or more"
+            )
 
 
 @dataclass

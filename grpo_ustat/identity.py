@@ -51,7 +51,7 @@ def identity(config: Any) -> dict[str, Any]:
     keys = {key: value for key, value in keys.items() if key not in operational(keys)}
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
-    if not hasattr(config, "model"):  # nothing is read but the configuration
+    if config.model is None:  # nothing is read but the configuration
         return keys | {"weights": None}
     keys |= {"weights": weights_fingerprint(config.model.model_name_or_path)}
     data, rules = data_fingerprint(config.dataset), rules_fingerprint(config)

@@ -59,10 +59,12 @@ class Shared:
     report: ReportConfig = part(ReportConfig, "what a sweep leaves beside its runs")
     logger: LoggerConfig = part(LoggerConfig, "a tracker that mirrors the run folder")
 
+    show_prompts, model = 0, None  # no fields here: of entries that have prompts and a model
+
     @property
     def only_shows(self) -> bool:
         """Whether nothing is to be run."""
-        return self.dry_run
+        return self.dry_run or bool(self.show_prompts)
 
     def check(self) -> None:
         """Refuse what cannot be run.

@@ -8,6 +8,7 @@ come last in every shape, where arithmetic on them is fastest.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -18,9 +19,9 @@ LEAST = 0.02  # probability that any outcome of a coin keeps within the box
 CELLS = 41  # of a grid, along each coordinate
 
 
-@dataclass(frozen=True)
-class Bed:
-    """What all beds share; a kind of bed says `law`, `curvature_at` and `mu_and_smoothness`.
+@dataclass(frozen=True, kw_only=True)
+class Bed(ABC):
+    """What all beds share; a kind of bed says `law` and `curvature_at`.
 
     Attributes:
         rewards_PY: r(x, y).
@@ -40,13 +41,13 @@ class Bed:
         """No box."""
         return np.full(len(self.start_K), np.inf)
 
+    @abstractmethod
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Probabilities [P, Y, R] and scores d log pi / d u [P, Y, K, R]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
         """-d^2 J / du du', [K, K]."""
-        raise NotImplementedError
 
     def value(self, probability_PYR: np.ndarray) -> np.ndarray:
         """V(x), [P, R]."""
@@ -117,7 +118,7 @@ class Bed:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Coins(Bed):
     r"""Answers that are coins: right with `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2`.
 
@@ -131,10 +132,10 @@ class Coins(Bed):
         value_P, slope_PK, style_PK, curvature_K: v, a, n, lambda.
     """
 
-    value_P: np.ndarray = None
-    slope_PK: np.ndarray = None
-    style_PK: np.ndarray = None
-    lambda_K: np.ndarray = None
+    value_P: np.ndarray
+    slope_PK: np.ndarray
+    style_PK: np.ndarray
+    lambda_K: np.ndarray
 
     def __post_init__(self):
         if np.abs(self.slope_PK.mean(axis=0)).max() > 1e-12:
@@ -178,7 +179,7 @@ class Coins(Bed):
         return float(self.lambda_K.min()), float(self.lambda_K.max())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Softmax(Bed):
     r"""A tabular softmax policy, `pi(y|x) ~ exp( phi_y' u + o_xy )`.
 
@@ -190,8 +191,8 @@ class Softmax(Bed):
         feature_YK, offset_PY: phi, o.
     """
 
-    feature_YK: np.ndarray = None
-    offset_PY: np.ndarray = None
+    feature_YK: np.ndarray
+    offset_PY: np.ndarray
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `Bed.law`."""

@@ -10,6 +10,7 @@ from grpo_ustat.reports.series import label, telling
 from grpo_ustat.reports.sheets import Sheet
 from grpo_ustat.runs.gap_page import TITLES, interval_text, number_text
 from grpo_ustat.runs.page import Figure
+from grpo_ustat.runs.run_page import PREDICTED
 from grpo_ustat.runs.svg import inlined
 from grpo_ustat.runs.verdicts import AGREES, COUNTED, DISAGREES, OPEN, verdict_counts
 
@@ -114,7 +115,7 @@ def study_figures(runs: Sequence[Run]) -> tuple[list[Figure], list[str]]:
             reason = " ".join(str(error).split())[:200]
             lines.append(f"damaged: {run.label}: figure.svg is not shown: {reason}")
             continue
-        caption = f"Predictions are lines, measurements markers with 95 % intervals. {run.label}"
+        caption = f"{PREDICTED}. {run.label}"
         figures.append(Figure(title, svg, caption))
     return figures, lines
 

@@ -29,10 +29,15 @@ PARTS = {  # title, answer, facts, tables
     "mse": (mse_title, mse_answer, mse_facts, mse_tables),
     "gap": (gap_title, gap_answer, gap_facts, gap_tables),
 }
+ERRORS = "Mean squared error of the gradient against group size"
+PREDICTED = "Predictions are lines, measurements markers with 95 % intervals"
 FIGURES = {  # that our runs draw: title, caption, data
-    "learning": ("How training went", "Numbers:", "metrics.jsonl"),
-    "figure": ("Mean squared error of the gradient against group size", "Numbers:", "curves.csv"),
-    "scaling": ("Error at a fixed number of rollouts against group size", "", None),
+    "train": {"learning": ("How training went", "Numbers:", "metrics.jsonl")},
+    "mse": {
+        "figure": (ERRORS, "Numbers:", "curves.csv"),
+        "scaling": ("Error at a fixed number of rollouts against group size", "", None),
+    },
+    "gap": {"figure": (PREDICTED, "Numbers:", "curves.csv")},
 }
 
 
@@ -95,11 +100,9 @@ def _summary(run: Contents, train: bool) -> list[str]:
 def _figures(run: Contents) -> list[Figure]:
     """Every SVG of the folder, ours first."""
     files = {file.stem: file for file in sorted(run.path.glob("*.svg"))}
-    found = []
-    for name in [name for name in FIGURES if name in files] + sorted(set(files) - set(FIGURES)):
-        title, caption, data = FIGURES.get(name, (name, "", None))
-        if name == "figure" and entry_of(run.config) == "gap":
-            title = "Predictions are lines, measurements markers with 95 % intervals"
+    found, known = [], FIGURES[entry_of(run.config)]
+    for name in [name for name in known if name in files] + sorted(set(files) - set(known)):
+        title, caption, data = known.get(name, (name, "", None))
         try:
             svg = files[name].read_text()
             inlined(svg, "figure")

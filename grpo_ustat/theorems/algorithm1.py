@@ -6,7 +6,7 @@ over replicates, so one that is run again alone takes the very same path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +79,6 @@ def simulate(
     replicates: range,
     seed: int,
     steps: list[int],
-    hear: Callable[[int], None] = lambda done: None,
 ) -> Paths:
     """Run Algorithm 1 from the bed's start, `theta <- theta + eta_t g_hat`.
 
@@ -92,14 +91,9 @@ def simulate(
         replicates: their numbers.
         seed: with a replicate's number, all that its path depends on.
         steps: to record, ascending, 0 to T.
-        hear: told how many completions were drawn since it was told last.
     """
-    blocks = [replicates[i : i + BLOCK] for i in range(0, len(replicates), BLOCK)]
-    found = []
-    for block in blocks:
-        found.append(_block(bed, estimator, rates_T, block, seed, steps))
-        hear(len(block) * len(rates_T) * estimator.rollouts)
-    return Paths.joined(found)
+    blocks = (replicates[i : i + BLOCK] for i in range(0, len(replicates), BLOCK))
+    return Paths.joined([_block(bed, estimator, rates_T, block, seed, steps) for block in blocks])
 
 
 def _block(bed: Bed, one: Estimator, rates_T, block: range, seed: int, steps: list[int]) -> Paths:

@@ -6,14 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
-from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.intervals import LEVEL, Interval, t_interval
 from grpo_ustat.policy.beds import Bed
 from grpo_ustat.study.workers import Done, share
 from grpo_ustat.theorems.algorithm1 import BLOCK, Estimator, Paths, simulate
-
-LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,6 @@ def spaced(last: int, count: int = 12) -> list[int]:
 
 def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
     """The mean over replicates; one of so many intervals that hold together (Bonferroni)."""
-    half = stats.t.ppf(1 - (1 - LEVEL) / (2 * among), len(values_R) - 1)
-    mean, error = values_R.mean(), values_R.std(ddof=1) / np.sqrt(len(values_R))
-    return Interval(float(mean), float(mean - half * error), float(mean + half * error))
+    count = len(values_R)
+    variance = float(values_R.var(ddof=1)) / count
+    return t_interval(float(values_R.mean()), variance, count - 1, 1 - (1 - LEVEL) / among)

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from grpo_ustat.estimators.covariance import parts
 from grpo_ustat.estimators.gap import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.policy.beds import Bed, Coins
 from grpo_ustat.theorems.algorithm1 import Estimator, Paths
 from grpo_ustat.theorems.finding import Claim, Curve, Finding, Panel, decided
 from grpo_ustat.theorems.jobs import LEVEL, Job, Rate, mean_interval, simulated, spaced
-from grpo_ustat.theorems.truth import bed_facts, largest_error, noise
+from grpo_ustat.theorems.truth import bed_facts, largest_error, noise, noise_everywhere
 
 LARGE = 1.1  # the recursion's bound over that of order 1/T, below which T counts as large
 STATEMENT = (
@@ -47,8 +46,9 @@ def lemma6(
     paths, drawn = simulated(jobs, bed, replicates, seed, workers)
     claims, rows = [], []
     for job, path in zip(jobs, paths, strict=True):
-        rows += _rows(bed, job, path, kept)
-        claims += _claims(bed, job, path, kept)
+        bound, error = _bounds(bed, job, path)
+        rows += _rows(bed, job, path, kept, bound, error)
+        claims += _claims(bed, job, path, kept, bound, error)
     left = sum(int((path.left_R > 0).sum()) for path in paths)
     notes = [
         f"{left} of {replicates * len(jobs)} replicates left the sublevel set at some step; they "
@@ -77,8 +77,7 @@ def _bounds(bed: Bed, job: Job, path: Paths) -> tuple[np.ndarray, float]:
     return recursion(float(path.gap_SR[0, 0]), mu, smoothness, error, rates_T), error
 
 
-def _rows(bed: Bed, job: Job, path: Paths, kept: list[int]) -> list[dict]:
-    bound, error = _bounds(bed, job, path)
+def _rows(bed: Bed, job: Job, path: Paths, kept: list[int], bound, error) -> list[dict]:
     rates_T, first = job.rate.values(path.steps_S[-1]), bed.start_K - bed.best_K
     sigma = noise(bed, bed.best_K, job.estimator)
     model = quadratic_recursion(first, bed.curvature_KK, sigma, rates_T)
@@ -96,9 +95,8 @@ def _rows(bed: Bed, job: Job, path: Paths, kept: list[int]) -> list[dict]:
     return rows
 
 
-def _claims(bed: Bed, job: Job, path: Paths, kept: list[int]) -> list[Claim]:
+def _claims(bed: Bed, job: Job, path: Paths, kept: list[int], bound, error) -> list[Claim]:
     name = f"{job.estimator.name}, {job.rate.name}"
-    bound, error = _bounds(bed, job, path)
     found = [_under(f"{name}: mean gap over the recursion, largest of all T", path, bound, kept)]
     if job.rate.kind == "decaying":
         mu, smoothness = bed.constants
@@ -138,8 +136,9 @@ def _follows(bed: Coins, job: Job, path: Paths, kept: list[int]) -> Claim:
     rates_T, places = job.rate.values(path.steps_S[-1]), list(path.steps_S)
     scores = []
     for step in kept:
-        u_KR, eta = path.u_SKR[places.index(step)] - bed.best_K[:, None], rates_T[step]
-        sigma_KR = np.einsum("kkr->kr", noise_everywhere(bed, path.u_SKR[places.index(step)], job))
+        here_KR, eta = path.u_SKR[places.index(step)], rates_T[step]
+        u_KR = here_KR - bed.best_K[:, None]
+        sigma_KR = np.einsum("kkr->kr", noise_everywhere(bed, here_KR, job.estimator))
         keeps = np.square(1 - eta * bed.lambda_K)[:, None]
         expected_R = (bed.lambda_K[:, None] * (keeps * u_KR**2 + eta**2 * sigma_KR)).sum(axis=0) / 2
         left_R = path.gap_SR[places.index(step + 1)] - expected_R
@@ -157,13 +156,6 @@ def _follows(bed: Coins, job: Job, path: Paths, kept: list[int]) -> Claim:
         verdict=decided(bool(total <= high)),
         how=f"chi-square, {LEVEL:.0%}, {path.gap_SR.shape[1]} replicates; too small is no fault",
     )
-
-
-def noise_everywhere(bed: Bed, u_KR: np.ndarray, job: Job) -> np.ndarray:
-    """The estimator's covariance at every replicate's u, [K, K, R]."""
-    one = job.estimator
-    found = parts(*bed.law(u_KR), bed.rewards_PY, one.baseline)
-    return found.covariance(one.num_prompts, one.group_size)
 
 
 def _panel(rate: Rate, rows: list[dict]) -> Panel:

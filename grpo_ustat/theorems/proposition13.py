@@ -12,6 +12,7 @@ from grpo_ustat.policy.beds import Bed
 from grpo_ustat.theorems.algorithm1 import Estimator, Paths
 from grpo_ustat.theorems.finding import Claim, Curve, Finding, Panel, decided
 from grpo_ustat.theorems.jobs import LEVEL, Job, Rate, mean_interval, simulated
+from grpo_ustat.theorems.limits import settled
 from grpo_ustat.theorems.truth import bed_facts
 
 STATEMENT = (
@@ -132,9 +133,8 @@ def _row(one: Estimator, path: Paths, rate: Rate, ends: dict[str, float], among:
 
 def _claim(row: dict, path: Paths, among: int) -> Claim:
     """The mean end beside the field's root."""
-    inside = row["low"] <= row["predicted"] <= row["high"]
     off, before = (abs(row[key] - row["predicted"]) for key in ("measured", "at_last_step"))
-    verdict = True if inside else None if off < before else False
+    verdict = settled(off, before, (row["high"] - row["low"]) / 2)
     where = "the maximiser of J" if row["estimator"] == "GRPO" else "the root of its field"
     return Claim(
         f"{row['estimator']}, G = {row['group_size']}: mean end of u, beside {where}",

@@ -22,7 +22,7 @@ def study(config: GapConfig) -> Finding:
     Raises:
         ConfigError: it cannot be run on this bed.
     """
-    return STUDIES[config.study.kind](config)
+    return RUN[config.study.kind](config)
 
 
 def check_bed(config: GapConfig) -> None:
@@ -31,8 +31,18 @@ def check_bed(config: GapConfig) -> None:
     Raises:
         ConfigError: naming the values and the fix.
     """
+    if config.study.kind == "theorem12":
+        from grpo_ustat.theorems.theorem12 import check_asked
+
+        names = ("learning_rates", "updates", "group_size", "beta", "replicates", "lengths")
+        check_asked(config.bed.length, *(getattr(config.study, name) for name in names))
     if config.bed.kind in ("coins", "softmax"):
         bed = bed_of(config)
+        if config.study.kind == "proposition13" and len(bed.start_K) != 1:
+            raise ConfigError(
+                f"study=proposition13 with {len(bed.start_K)} coordinates in bed.start: it needs "
+                "one"
+            )
         if hasattr(config.study, "decaying_rate"):
             _check_rates(config, bed)
 
@@ -148,9 +158,8 @@ def _theorem7(config: GapConfig) -> Finding:
     from grpo_ustat.theorems.theorem7 import theorem7
 
     (bed, how), asked = _simulated(config), config.study
-    return theorem7(
-        bed, asked.rollouts, asked.group_sizes, _rates(config), asked.steps, **how
-    )  # fmt: skip
+    shape = asked.rollouts, asked.group_sizes
+    return theorem7(bed, *shape, _rates(config), asked.steps, **how)
 
 
 def _theorem8(config: GapConfig) -> Finding:
@@ -175,10 +184,6 @@ def _proposition13(config: GapConfig) -> Finding:
     from grpo_ustat.theorems.proposition13 import proposition13
 
     (bed, how), asked = _simulated(config), config.study
-    if len(bed.start_K) != 1:
-        raise ConfigError(
-            f"study=proposition13 with {len(bed.start_K)} coordinates in bed.start: it needs one"
-        )
     shape = asked.group_sizes, asked.num_prompts, asked.epsilon
     return proposition13(bed, *shape, *_rates(config), asked.steps, **how)
 
@@ -207,7 +212,7 @@ def _best_group_size(config: GapConfig) -> Finding:
     return best_group_size(config.study.trained, config.study.measured)
 
 
-STUDIES: dict[str, Callable[[GapConfig], Finding]] = {
+RUN: dict[str, Callable[[GapConfig], Finding]] = {
     "lemma6": _lemma6,
     "theorem7": _theorem7,
     "theorem8": _theorem8,

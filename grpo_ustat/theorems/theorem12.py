@@ -68,7 +68,9 @@ def theorem12(
         ConfigError: fewer rates, paths, lengths, tokens or completions than that needs, rewards
             that leave no bias, or a path that runs away.
     """
-    _check(policy, learning_rates, updates, group_size, beta, replicates, lengths)
+    check_asked(
+        len(policy.theta_LVV), learning_rates, updates, group_size, beta, replicates, lengths
+    )
     setting = Setting(policy, reference, reward_PY, beta, num_prompts, group_size)
     paths = measure(setting, np.array(sorted(set(learning_rates))), updates, replicates, seed)
     if not paths.exact_leading > ZERO * paths.start["token_variance"]:
@@ -90,14 +92,21 @@ def theorem12(
     )
 
 
-def _check(policy, learning_rates, updates, group_size, beta, replicates, lengths) -> None:
+def check_asked(
+    tokens: int, learning_rates, updates, group_size, beta, replicates, lengths
+) -> None:
+    """Refuse what the study cannot be read from; of the arguments as in `theorem12`.
+
+    Raises:
+        ConfigError: fewer rates, paths, lengths, tokens or completions than that needs.
+    """
     if len(set(learning_rates)) < 3 or min(learning_rates) <= 0:
         raise ConfigError(f"learning_rates={learning_rates}: use at least three, all above 0")
     longest = MOST.bit_length() - 1
     if len(set(lengths)) < 2 or min(lengths) < 1 or max(lengths) > longest:
         raise ConfigError(f"lengths={lengths}: use at least two, all of 1 to {longest}")
     least = {
-        "the policy's tokens": (len(policy.theta_LVV), 2),
+        "the policy's tokens": (tokens, 2),
         "updates": (updates, 1),
         "group_size": (group_size, 2),
         "replicates": (replicates, 3),

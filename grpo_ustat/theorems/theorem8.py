@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy import stats
@@ -12,6 +12,7 @@ from grpo_ustat.policy.beds import Bed
 from grpo_ustat.theorems.algorithm1 import Estimator, Paths
 from grpo_ustat.theorems.finding import Claim, Curve, Finding, Panel, decided
 from grpo_ustat.theorems.jobs import LEVEL, Job, Rate, mean_interval, simulated
+from grpo_ustat.theorems.limits import settled
 from grpo_ustat.theorems.truth import bed_facts, noise
 
 STATEMENT = (
@@ -104,17 +105,17 @@ def _rows(one: Estimator, path: Paths, rate: Rate, weights: np.ndarray) -> list[
 
 def _claims(one, rows: list[dict], path: Paths, rate: Rate, weights: np.ndarray) -> list[Claim]:
     last, size = rows[-1], path.gap_SR.shape[1]
-    distances = [row["ks"] for row in rows]
-    agrees = True if last["ks"] <= last["ks_band"] else None if falls(rows, distances) else False
+    before = rows[-2] if len(rows) > 1 else None
+    agrees = nearing(last, before, lambda row: row["ks"], last["ks_band"])
     at = f"at T = {last['step']}, {size} replicates"
     ks = Claim(
         f"{name_of(one)}: Kolmogorov-Smirnov distance from the mixture",
         f"<= {last['ks_band']:.4f}", last["ks"], None, None, decided(agrees),
         f"{LEVEL:.0%} band of the null, {at}; outside it but falling with T is not decided",
     )  # fmt: skip
+    half = (last["high"] - last["low"]) / 2 / last["predicted_mean"]
     ratio = [last[key] / last["predicted_mean"] for key in ("mean", "low", "high")]
-    off = [abs(row["mean"] / row["predicted_mean"] - 1) for row in rows]
-    near = True if ratio[1] <= 1 <= ratio[2] else None if falls(rows, off) else False
+    near = nearing(last, before, lambda row: abs(row["mean"] / row["predicted_mean"] - 1), half)
     mean = Claim(
         f"{name_of(one)}: mean of the scaled gap over the sum of the weights", 1.0, *ratio,
         decided(near), f"{LEVEL:.0%} interval, {at}; outside it but nearing 1 with T: not decided",
@@ -122,15 +123,20 @@ def _claims(one, rows: list[dict], path: Paths, rate: Rate, weights: np.ndarray)
     return [ks, mean]
 
 
-def falls(rows: list[dict], distances: list[float]) -> bool:
-    """Whether distances from a limit fall with T at least like T^(-1/4), as one that it is does.
+def nearing(
+    last: dict, before: dict | None, distance: Callable[[dict], float], tolerance: float
+) -> bool | None:
+    """Whether a limit is reached; not decided while distances fall at least like T^(-1/4).
 
-    Towards a wrong limit they would settle.
+    Args:
+        last, before: rows with their `step`; without an earlier one nothing is known to fall.
+        distance: of a row from the limit.
+        tolerance: of the last.
     """
-    if len(rows) < 2:
-        return False
-    (a, b), (before, now) = distances[-2:], (row["step"] for row in rows[-2:])
-    return b <= a * (before / now) ** 0.25
+    if before is None:
+        return settled(distance(last), 0.0, tolerance)
+    closer = (before["step"] / last["step"]) ** 0.25
+    return settled(distance(last), distance(before), tolerance, closer)
 
 
 def _panel(one: Estimator, path: Paths, rate: Rate, weights: np.ndarray) -> Panel:

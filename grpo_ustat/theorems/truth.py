@@ -16,15 +16,20 @@ def parts_at(bed: Bed, u_K: np.ndarray, baseline: str) -> Parts:
     return Parts(found.prompts[..., 0], found.completions[..., 0], found.pairs[..., 0])
 
 
+def noise_everywhere(bed: Bed, u_KR: np.ndarray, one: Estimator) -> np.ndarray:
+    """The estimator's covariance at every replicate's u, [K, K, R]."""
+    found = parts(*bed.law(u_KR), bed.rewards_PY, one.baseline)
+    return found.covariance(one.num_prompts, one.group_size)
+
+
 def noise(bed: Bed, u_K: np.ndarray, one: Estimator) -> np.ndarray:
     """The estimator's covariance at one u, [K, K]."""
-    return parts_at(bed, u_K, one.baseline).covariance(one.num_prompts, one.group_size)
+    return noise_everywhere(bed, u_K[:, None], one)[..., 0]
 
 
 def largest_error(bed: Bed, one: Estimator) -> float:
     """s2: the estimator's largest mean squared error on a grid of the sublevel set."""
-    found = parts(*bed.law(bed.sublevel_grid()), bed.rewards_PY, one.baseline)
-    return float(np.einsum("kkr->r", found.covariance(one.num_prompts, one.group_size)).max())
+    return float(np.einsum("kkr->r", noise_everywhere(bed, bed.sublevel_grid(), one)).max())
 
 
 def scaling_at(bed: Bed, u_K: np.ndarray, weight_KK: np.ndarray | None = None) -> ScalingLaw:
