@@ -15,6 +15,7 @@ from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.gap_page import TITLES, interval_text, number_text
 from grpo_ustat.runs.run_page import leave_page
 from grpo_ustat.runs.summary import write_csv
+from grpo_ustat.runs.verdicts import AGREES, verdict_counts
 from grpo_ustat.signals import Stopped
 from grpo_ustat.theorems.finding import Finding
 from grpo_ustat.theorems.studies import check_bed, study
@@ -40,7 +41,7 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
         console.print(f"- {note}", markup=False)
     console.print(result["answer"], markup=False)
     console.print(f"Wrote {folder.path}", soft_wrap=True, markup=False)
-    return float(sum(claim["verdict"] != "agrees" for claim in result["claims"]))
+    return float(sum(claim["verdict"] != AGREES for claim in result["claims"]))
 
 
 def _made(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
@@ -66,8 +67,8 @@ def _made(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
 def _result(config: GapConfig, finding: Finding, seconds: float) -> dict[str, Any]:
     found = {"study": config.study.kind} | finding.result()
     found["cost"] |= {"seconds": seconds}
-    counts = [claim["verdict"] for claim in found["claims"]]
-    words = ", ".join(f"{counts.count(name)} {name}" for name in dict.fromkeys(counts))
+    counts = verdict_counts(found["claims"])
+    words = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     found |= {"summary": f"{TITLES[config.study.kind]}: {words}. {finding.answer}"}
     return found | {"versions": versions()}
 
