@@ -18,7 +18,7 @@ from grpo_ustat.runs.summary import write_csv
 from grpo_ustat.runs.verdicts import AGREES, verdict_counts
 from grpo_ustat.signals import Stopped
 from grpo_ustat.theorems.finding import Finding
-from grpo_ustat.theorems.studies import check_bed, study
+from grpo_ustat.theorems.studies import check_asked, study
 
 
 def run(config: GapConfig, folder: RunFolder) -> float | None:
@@ -28,9 +28,9 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
         How many of its predictions do not agree with what is measured.
     """
     console = Console(quiet=not is_main(), highlight=False)
-    check_bed(config)
     result = on_main(folder.result)
     if result is None:
+        check_asked(config)
         with folder.held():  # which another process may have finished just now
             result = on_main(folder.result) or _made(config, folder)
     else:

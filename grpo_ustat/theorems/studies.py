@@ -25,26 +25,33 @@ def study(config: GapConfig) -> Finding:
     return RUN[config.study.kind](config)
 
 
-def check_bed(config: GapConfig) -> None:
-    """Refuse before any work a bed, or learning rates on it, that a theorem says nothing about.
+def check_asked(config: GapConfig) -> None:
+    """Refuse before any work what a theorem says nothing about: a bed, learning rates, runs.
 
     Raises:
         ConfigError: naming the values and the fix.
     """
     if config.study.kind == "theorem12":
-        from grpo_ustat.theorems.theorem12 import check_asked
+        from grpo_ustat.theorems import theorem12
 
         names = ("learning_rates", "updates", "group_size", "beta", "replicates", "lengths")
-        check_asked(config.bed.length, *(getattr(config.study, name) for name in names))
-    if config.bed.kind in ("coins", "softmax"):
-        bed = bed_of(config)
-        if config.study.kind == "proposition13" and len(bed.start_K) != 1:
-            raise ConfigError(
-                f"study=proposition13 with {len(bed.start_K)} coordinates in bed.start: it needs "
-                "one"
-            )
-        if hasattr(config.study, "decaying_rate"):
-            _check_rates(config, bed)
+        theorem12.check_asked(config.bed.length, *(getattr(config.study, name) for name in names))
+    elif config.study.kind == "best_group_size":
+        from grpo_ustat.theorems import trained_runs as runs
+
+        study = runs.measured_policy(config.study.measured)
+        runs.check_same_start(runs.trained_runs(config.study.trained), study)
+    else:
+        _check_plane(config, bed_of(config))
+
+
+def _check_plane(config: GapConfig, bed: Bed) -> None:
+    if config.study.kind == "proposition13" and len(bed.start_K) != 1:
+        raise ConfigError(
+            f"study=proposition13 with {len(bed.start_K)} coordinates in bed.start: it needs one"
+        )
+    if hasattr(config.study, "decaying_rate"):
+        _check_rates(config, bed)
 
 
 def bed_of(config: GapConfig) -> Bed:
