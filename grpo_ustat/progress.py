@@ -1,4 +1,4 @@
-"""Progress on standard error: bars on a terminal, elsewhere a line now and then."""
+"""Progress of long work: who does it reports to `Progress`, who shows it is `listening`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,82 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import rich.progress
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.spinner import Spinner
 from rich.text import Text
 
-from grpo_ustat.pace import State
+SECONDS = 0.25  # at least, between two reports of an activity
 
 LINE_SECONDS, LINE_SHARE = 30.0, 0.1  # at least, between two lines without a terminal
 NARROW = 60  # columns below which bars and rates are left out
 REFRESH = 2  # times a second
 TITLE = 9  # characters of an activity, about
-STALE = 5.0  # seconds after which what was told of an activity is not shown any more
+STALE = 5.0  # seconds after which the last report of an activity is not shown any more
+
+
+@dataclass(frozen=True)
+class Activity:
+    """How far one activity is, such as the sampling of a batch.
+
+    Attributes:
+        name: such as `writing`.
+        completed, total: completions; a total of 0 is not known.
+        tokens: written so far, 0 where that is not counted.
+        seconds: since it began.
+    """
+
+    name: str
+    completed: int
+    total: int
+    tokens: int
+    seconds: float
+
+
+Listener = Callable[[Activity], object]
+_listener: Listener | None = None
+
+
+@contextmanager
+def listening(listener: Listener | None) -> Iterator[None]:
+    """Meanwhile a listener is called with each report of this process; None: nobody listens."""
+    global _listener
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+class Progress:
+    """Reports how far an activity is, from now on, at most every quarter of a second.
+
+    Args:
+        name, total: see `Activity`.
+    """
+
+    def __init__(self, name: str, total: int = 0):
+        self.name, self.total, self.completed, self.tokens = name, total, 0, 0
+        self._start = time.monotonic()
+        self._last_report = self._start - SECONDS
+        self.add()
+
+    def add(self, completed: int = 0, tokens: int = 0) -> None:
+        """So many completions and tokens more."""
+        self.completed += completed
+        self.tokens += tokens
+        if _listener is None:
+            return
+        now = time.monotonic()
+        if now - self._last_report >= SECONDS or self.completed == self.total > 0:
+            self._last_report = now
+            seconds = now - self._start
+            _listener(Activity(self.name, self.completed, self.total, self.tokens, seconds))
 
 
 class Meter:
@@ -32,9 +93,9 @@ class Meter:
 
     Args:
         title: of the work.
-        total, done: of units, at the end and at the start.
+        total, completed: of units, at the end and at the start.
         unit: what is counted.
-        shown: False on ranks other than 0.
+        visible: False on ranks other than 0.
         clock: seconds.
     """
 
@@ -44,22 +105,22 @@ class Meter:
         total: int,
         unit: str = "completions",
         *,
-        done: int = 0,
-        shown: bool = True,
+        completed: int = 0,
+        visible: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.title, self.total, self.unit = title, total, unit
-        self.first = self.done = done
+        self.first = self.completed = completed
         self.tokens, self.rates, self.note = 0, "", ""
-        self._shown, self._clock, self._begun = shown, clock, clock()
-        self._line, self._share, self._ended = self._begun, None, False
-        self._heard: dict[int, tuple[float, State]] = {}
+        self._visible, self._clock, self._start = visible, clock, clock()
+        self._line, self._share, self._ended = self._start, None, False
+        self._reports: dict[int, tuple[float, Activity]] = {}
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-        live = shown and self._console.is_terminal and not self._console.is_dumb_terminal
+        live = visible and self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = self._bars() if live else None
 
     def __enter__(self) -> Meter:
-        self._begun = self._line = self._clock()
+        self._start = self._line = self._clock()
         if self._live:
             self._live.start()
         return self
@@ -69,118 +130,128 @@ class Meter:
         if self._live:
             self._live.update(self._activity, visible=False)
             self._live.stop()
-        elif self._shown and self._ended and self.done > self.first:
+        elif self._visible and self._ended and self.completed > self.first:
             self.print(f"{self.title}: {self.figures()}")
 
-    def update(self, done: int, tokens: int = 0, note: str = "", rates: str = "") -> None:
+    def update(self, completed: int, tokens: int = 0, note: str = "", rates: str = "") -> None:
         """So many units are done; tokens of all of them, a note, and rates where they are known
         better than from the time since the start.
         """
-        self.done, self.tokens, self.note, self.rates = done, tokens, note, rates
+        self.completed, self.tokens, self.note, self.rates = completed, tokens, note, rates
         if self._live:
-            self._live.update(self._task, completed=done)
+            self._live.update(self._task, completed=completed)
         else:
-            self._say(done / max(self.total, 1), f"{self.title}: {self.figures()}")
+            self._print_when_due(completed / max(self.total, 1), f"{self.title}: {self.figures()}")
 
-    def hear(self, state: State, source: int = 0) -> None:
-        """What an activity tells, one of several processes."""
-        self._heard[source] = (self._clock(), state)
-        doing, done, total, text = self.activity()
+    def hear(self, activity: Activity, source: int = 0) -> None:
+        """Show the report of an activity; the source is one of several processes."""
+        self._reports[source] = (self._clock(), activity)
+        name, completed, total, text = self.activity()
         if self._live:
-            options = dict(description=f"  {doing:<{TITLE}}", completed=done, total=total or None)
-            self._live.update(self._activity, visible=bool(doing), **options)
-        elif self.done == self.first and total:
-            self._say(done / total, f"{self.title}: {doing} {text}")
+            self._live.update(
+                self._activity,
+                visible=bool(name),
+                description=f"  {name:<{TITLE}}",
+                completed=completed,
+                total=total or None,
+            )
+        elif self.completed == self.first and total:
+            self._print_when_due(completed / total, f"{self.title}: {name} {text}")
 
     def activity(self) -> tuple[str, int, int, str]:
-        """The latest one of all processes: its name, how much of it is done, in words too."""
+        """The latest activity of all processes: name, completions done and in all, and a text."""
         now = self._clock()
-        known = [state for told, state in self._heard.values() if now - told < STALE]
-        if not known:
+        recent = [activity for at, activity in self._reports.values() if now - at < STALE]
+        if not recent:
             return "", 0, 0, ""
-        doing = max(self._heard.values(), key=lambda pair: pair[0])[1].doing
-        states = [state for state in known if state.doing == doing]
-        done, total = sum(s.done for s in states), sum(s.total for s in states)
-        if done == total > 0:  # something else goes on that does not tell
+        name = max(self._reports.values(), key=lambda report: report[0])[1].name
+        same = [activity for activity in recent if activity.name == name]
+        completed, total = sum(one.completed for one in same), sum(one.total for one in same)
+        if completed == total > 0:  # something else goes on that does not report
             return "", 0, 0, ""
         if not total:
-            return doing, 0, 0, ""
+            return name, 0, 0, ""
         rates = [
-            rate(sum(getattr(s, name) / max(s.seconds, 1e-9) for s in states), unit)
-            for name, unit in (("done", ""), ("tokens", " tokens"))
+            rate(sum(getattr(one, field) / max(one.seconds, 1e-9) for one in same), unit)
+            for field, unit in (("completed", ""), ("tokens", " tokens"))
         ]
-        return doing, done, total, joined(f"{done:,}/{total:,} completions", *rates)
+        return name, completed, total, join_texts(f"{completed:,}/{total:,} completions", *rates)
 
     def figures(self) -> str:
         """Counts, the time left or taken, the note, and rates."""
-        seconds, made = self._clock() - self._begun, self.done - self.first
-        count = f"{self.done:,}/{self.total:,} {self.unit}"
+        seconds, units = self._clock() - self._start, self.completed - self.first
+        count = f"{self.completed:,}/{self.total:,} {self.unit}"
         rates = [self.rates]
-        if not self.rates and made and seconds > 0:
-            rates = [rate(made / seconds, ""), rate(self.tokens / seconds, " tokens")]
-        return joined(count, self._time(), self.note, *rates)
+        if not self.rates and units and seconds > 0:
+            rates = [rate(units / seconds, ""), rate(self.tokens / seconds, " tokens")]
+        return join_texts(count, self._time(), self.note, *rates)
 
     def short(self) -> str:
         """Counts and the time left, for narrow terminals."""
-        return joined(f"{self.done:,}/{self.total:,}", self._time())
+        return join_texts(f"{self.completed:,}/{self.total:,}", self._time())
 
     def _time(self) -> str:
-        seconds, made = self._clock() - self._begun, self.done - self.first
+        seconds, units = self._clock() - self._start, self.completed - self.first
         if self._ended:
             return f"in {clock_text(seconds)}"
-        if not made:
+        if not units:
             return f"{clock_text(seconds)} so far"
-        return f"{clock_text(seconds / made * (self.total - self.done))} left"
+        return f"{clock_text(seconds / units * (self.total - self.completed))} left"
 
     def print(self, line: str, **options: Any) -> None:
         """A line of its own, above the bars."""
-        if self._shown:
+        if self._visible:
             self._console.print(line, **options)
 
-    def _say(self, share: float, line: str) -> None:
+    def _print_when_due(self, share: float, line: str) -> None:
         now = self._clock()
         due = self._share is None or share - self._share > LINE_SHARE - 1e-9
-        if self._shown and due and now - self._line >= LINE_SECONDS and share < 1:
+        if self._visible and due and now - self._line >= LINE_SECONDS and share < 1:
             self._line, self._share = now, share
             self.print(line)
 
-    def _bars(self) -> Progress:
+    def _bars(self) -> rich.progress.Progress:
         wide = self._console.width >= NARROW
         columns = [TextColumn("{task.description}", markup=False), _Figures(self, wide)]
         if wide:
             columns.insert(1, BarColumn(bar_width=min(30, self._console.width // 5)))
-        bars = Progress(
+        bars = rich.progress.Progress(
             *columns,
             console=self._console,
             refresh_per_second=REFRESH,
             redirect_stdout=sys.stdout.isatty(),  # else results would go to standard error
         )
         self._task = bars.add_task(
-            f"{self.title:<{TITLE + 2}}", total=self.total, completed=self.done
+            f"{self.title:<{TITLE + 2}}", total=self.total, completed=self.completed
         )
         self._activity = bars.add_task("", total=None, visible=False)
         return bars
 
 
 @contextmanager
-def waiting(text: str, shown: bool = True) -> Iterator[None]:
+def waiting(text: str, visible: bool = True) -> Iterator[None]:
     """While something loads: a line that moves on a terminal and goes away; elsewhere a line
     afterwards if it took long.
     """
-    console, begun = Console(stderr=True, highlight=False, markup=False), time.monotonic()
-    if shown and console.is_terminal and not console.is_dumb_terminal:
+    console, start = Console(stderr=True, highlight=False, markup=False), time.monotonic()
+    if visible and console.is_terminal and not console.is_dumb_terminal:
         line = Spinner("line", Text(text, no_wrap=True, overflow="ellipsis"))
-        apart = dict(transient=True, redirect_stdout=sys.stdout.isatty())
-        with Live(line, console=console, refresh_per_second=2 * REFRESH, **apart):
+        with Live(
+            line,
+            console=console,
+            refresh_per_second=2 * REFRESH,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+        ):
             yield
         return
     yield
-    if shown and time.monotonic() - begun >= LINE_SECONDS:
-        console.print(f"{text}: {clock_text(time.monotonic() - begun)}", soft_wrap=True)
+    if visible and time.monotonic() - start >= LINE_SECONDS:
+        console.print(f"{text}: {clock_text(time.monotonic() - start)}", soft_wrap=True)
 
 
 class _Figures(ProgressColumn):
-    """What the meter says, at the time of each refresh."""
+    """The text beside a meter's bar, at the time of each refresh."""
 
     def __init__(self, meter: Meter, wide: bool):
         super().__init__()
@@ -194,8 +265,8 @@ class _Figures(ProgressColumn):
         return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def joined(*texts: str) -> str:
-    """Those that say something, between commas."""
+def join_texts(*texts: str) -> str:
+    """The texts that are not empty, with commas between them."""
     return ", ".join(text for text in texts if text)
 
 
@@ -222,17 +293,39 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def monitor_text(row: dict[str, Any]) -> str:
+    """The best group size with its interval and the gradient's error, of a metrics row that has
+    them.
+
+    >>> row = {"monitor/gstar": 8.94, "monitor/gstar_low": 7.1, "monitor/gstar_high": None}
+    >>> monitor_text(row | {"monitor/mse": 2.345})
+    'G* 8.9 [7.1, infinity), gradient MSE 2.35'
+    >>> monitor_text(row | {"monitor/gstar": None, "monitor/mse": None}), monitor_text({})
+    ('G* not decided', '')
+    """
+    if "monitor/gstar" not in row:
+        return ""
+    best, low, high, error = (
+        row.get(f"monitor/{name}") for name in ("gstar", "gstar_low", "gstar_high", "mse")
+    )
+    text = "G* not decided"
+    if best is not None and low is not None:
+        text = f"G* {best:.1f} [{low:.1f}, {'infinity)' if high is None else f'{high:.1f}]'}"
+    return join_texts(text, "" if error is None else f"gradient MSE {error:.3g}")
+
+
 class TrainingBar:
     """Steps done, rates and mean reward of the last one, time left; a line for each evaluation.
 
     Args:
         max_steps: where training ends.
-        done: steps done before.
-        shown: False on ranks other than 0.
+        completed: steps before.
+        visible: False on ranks other than 0.
     """
 
-    def __init__(self, max_steps: int, done: int, shown: bool):
-        self.meter = Meter("train", max_steps, "steps", done=done, shown=shown)
+    def __init__(self, max_steps: int, completed: int, visible: bool):
+        self.meter = Meter("train", max_steps, "steps", completed=completed, visible=visible)
+        self._monitor = ""  # of the latest step that has one
 
     def __enter__(self) -> TrainingBar:
         self.meter.__enter__()
@@ -244,20 +337,22 @@ class TrainingBar:
     def step(self, row: dict[str, Any], completions: int) -> None:
         """One step more, from its metrics row and its number of completions."""
         seconds = row["step_time"]
-        rates = joined(
+        rates = join_texts(
             f"{seconds:.3g} s/step",
             rate(completions / seconds, " completions"),
             rate(row["tokens"] / seconds, " tokens"),
         )
-        self.meter.update(self.meter.done + 1, note=f"reward {row['reward']:.3f}", rates=rates)
+        self._monitor = monitor_text(row) or self._monitor
+        note = join_texts(f"reward {row['reward']:.3f}", self._monitor)
+        self.meter.update(self.meter.completed + 1, note=note, rates=rates)
 
-    def evaluated(self, row: dict[str, Any]) -> None:
-        """Show an evaluation."""
+    def print_evaluation(self, row: dict[str, Any]) -> None:
+        """Print a line for an evaluation."""
         self.meter.print(
             f"step {row['step']}: held-out accuracy {row['accuracy']:.3f} "
             f"[{row['low']:.3f}, {row['high']:.3f}], n = {row['n']}, {row['decoding']}"
         )
 
-    def alarm(self, line: str) -> None:
-        """Show what goes wrong, in red."""
+    def print_alarm(self, line: str) -> None:
+        """Print a line for what goes wrong, in red."""
         self.meter.print(f"ALARM {line}", style="bold red")

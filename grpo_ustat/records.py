@@ -9,6 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -67,15 +72,15 @@ class Rollouts:
 
     prompts: list[Prompt]
     prompt_tokens: list[list[int]]
-    tokens_PGT: np.ndarray
-    mask_PGT: np.ndarray
-    ended_PG: np.ndarray
+    tokens_PGT: Integers
+    mask_PGT: Mask
+    ended_PG: Mask
     texts_PG: list[list[str]]
-    logprobs_PGT: np.ndarray | None = None
-    entropy_PGT: np.ndarray | None = None
+    logprobs_PGT: Array | None = None
+    entropy_PGT: Array | None = None
 
     @property
-    def lengths_PG(self) -> np.ndarray:
+    def lengths_PG(self) -> Integers:
         """Completion lengths in tokens, end token included."""
         return self.mask_PGT.sum(axis=-1)
 
@@ -89,18 +94,18 @@ class BaselineContext:
         lengths_PG: completion lengths in tokens, end token included, at least 1.
         greedy_P: reward of each prompt's greedy completion.
         optimal_P: b* = E[q Z | x] / E[q | x] of each prompt, from completions outside the group.
-        running: the mean reward of past batches, one number for all prompts.
+        running: the mean reward of past batches, one number for all prompts; in replay [P, 1].
         tracker_P: what the tracker expects of each prompt after its past visits.
         critic_P: what the critic, fitted on past batches, expects of each prompt.
     """
 
-    value_P: np.ndarray | None = None
-    lengths_PG: np.ndarray | None = None
-    greedy_P: np.ndarray | None = None
-    optimal_P: np.ndarray | None = None
-    running: float | None = None
-    tracker_P: np.ndarray | None = None
-    critic_P: np.ndarray | None = None
+    value_P: Array | None = None
+    lengths_PG: Integers | None = None
+    greedy_P: Array | None = None
+    optimal_P: Array | None = None
+    running: float | Array | None = None
+    tracker_P: Array | None = None
+    critic_P: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -118,21 +123,21 @@ class ScorePool:
         greedy_P: reward of the greedy completion, None where no baseline asks for it.
     """
 
-    rewards_PN: np.ndarray
-    gram_PNN: np.ndarray
-    lengths_PN: np.ndarray
-    features_PNR: np.ndarray
-    reward_sums_PR: np.ndarray
-    score_sums_PR: np.ndarray
-    greedy_P: np.ndarray | None = None
+    rewards_PN: Array
+    gram_PNN: Array
+    lengths_PN: Integers
+    features_PNR: npt.NDArray[np.float32]
+    reward_sums_PR: Array
+    score_sums_PR: Array
+    greedy_P: Array | None = None
 
     @property
-    def sq_norm_PN(self) -> np.ndarray:
+    def sq_norm_PN(self) -> Array:
         """Squared score norms q."""
         return np.diagonal(self.gram_PNN, axis1=1, axis2=2)
 
     @property
-    def gradients_PR(self) -> np.ndarray:
+    def gradients_PR(self) -> Array:
         """Sketches of the pools' leave-one-out gradients ghat_N = (N a - Sz b) / (N (N-1))."""
         count = self.rewards_PN.shape[1]
         total_P = self.rewards_PN.sum(axis=1)

@@ -5,18 +5,18 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from precision import compute_in_double  # noqa: E402
 
-from grpo_ustat.runs import learning  # noqa: E402
+from grpo_ustat.report import learning  # noqa: E402
 
 torch.set_num_threads(1)
 
 # Collected for doctests they would be imported: `wandb`, for one, by all tests that come after.
-collect_ignore = ["stub_trackers", "tasks/stub"]
+collect_ignore = ["helpers/stub_trackers", "helpers/stub_math_verify"]
 
 
 def pytest_addoption(parser):
@@ -66,7 +66,7 @@ def float64_models_are_float64_throughout(environment_as_before, monkeypatch):
 
 @pytest.fixture(autouse=True, scope="session")
 def without_a_figure_of_each_training_run():
-    """It takes longer than most runs here; tests/runs/test_learning.py draws it."""
+    """It takes longer than most runs here; tests/report/test_learning.py draws it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "draw_learning", lambda folder: None)
         yield

@@ -9,11 +9,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from grpo_ustat import pace
-from grpo_ustat.pace import Pace, State, heard_by
-from grpo_ustat.runs import meter
+from grpo_ustat import progress
+from grpo_ustat.progress import Activity, Meter, Progress, TrainingBar, listening
 from grpo_ustat.runs.log import warn
-from grpo_ustat.runs.meter import Meter, TrainingBar
 
 
 class Clock:
@@ -57,24 +55,36 @@ def test_activities_have_lines_only_while_nothing_is_done(capsys):
     with Meter("train", 2, "steps", clock=clock) as shown:
         for done in (0, 10, 20, 30):
             clock.now += 20
-            shown.hear(State("writing", done, 40, 100 * done, 10.0))
+            shown.hear(Activity("writing", done, 40, 100 * done, 10.0))
         shown.update(1)
         for _ in range(5):
             clock.now += 40
-            shown.hear(State("updating", 3, 40, 0, 10.0))
+            shown.hear(Activity("updating", 3, 40, 0, 10.0))
     first, second, last = capsys.readouterr().err.splitlines()
     assert first == "train: writing 10/40 completions, 1/s, 100 tokens/s"
     assert second == "train: writing 30/40 completions, 3/s, 300 tokens/s"
     assert last.startswith("train: 1/2 steps, in 4:40")
 
 
+def test_the_monitor_of_a_step_stays_in_the_line_until_the_next(capsys):
+    row = {"step_time": 2.0, "tokens": 100, "reward": 0.5}
+    monitored = {"monitor/gstar": 8.94, "monitor/gstar_low": 7.1, "monitor/gstar_high": 12.0}
+    with TrainingBar(3, 0, visible=True) as bar:
+        bar.step(row, 16)
+        assert bar.meter.note == "reward 0.500"
+        bar.step(row | monitored | {"monitor/mse": 2.345}, 16)
+        bar.step(row, 16)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "reward 0.500, G* 8.9 [7.1, 12.0], gradient MSE 2.35, 2 s/step" in line
+
+
 def test_other_ranks_are_quiet(capsys):
-    bar = TrainingBar(3, 0, shown=False)
-    with bar, heard_by(bar.meter.hear):
-        Pace("writing", 4).add(4)
+    bar = TrainingBar(3, 0, visible=False)
+    with bar, listening(bar.meter.hear):
+        Progress("writing", 4).add(4)
         bar.step(ROW, 8)
-        bar.evaluated(EVALUATION)
-        bar.alarm("it fell")
+        bar.print_evaluation(EVALUATION)
+        bar.print_alarm("it fell")
     assert capsys.readouterr() == ("", "")
 
 
@@ -91,11 +101,11 @@ def drawn(monkeypatch, width, work):
     """All that is sent to a terminal so many columns wide."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(meter, "Console", lambda **options: Console(**options, width=width))
+    monkeypatch.setattr(progress, "Console", lambda **options: Console(**options, width=width))
     monkeypatch.setenv("TERM", "xterm-256color")
-    bar = TrainingBar(8, 2, shown=True)
+    bar = TrainingBar(8, 2, visible=True)
     try:
-        with bar, heard_by(bar.meter.hear):
+        with bar, listening(bar.meter.hear):
             work(bar)
             bar.meter._live.refresh()
     except KeyboardInterrupt:
@@ -105,10 +115,10 @@ def drawn(monkeypatch, width, work):
 
 def step_and_warn(bar):
     bar.step(ROW, 80)
-    bar.meter.hear(State("writing", 5, 10, 50, 1.0))
+    bar.meter.hear(Activity("writing", 5, 10, 50, 1.0))
     warn("the disk is full")
     print("a result")
-    bar.evaluated(EVALUATION)
+    bar.print_evaluation(EVALUATION)
 
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -147,14 +157,14 @@ def test_no_colour_where_none_is_wanted(monkeypatch):
 
 def test_a_pace_is_told_now_and_then_and_at_its_end(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(pace.time, "monotonic", clock)
+    monkeypatch.setattr(progress.time, "monotonic", clock)
     told = []
-    with heard_by(told.append):
-        own = Pace("writing", 100)
+    with listening(told.append):
+        own = Progress("writing", 100)
         for _ in range(100):
             clock.now += 0.1
             own.add(1, tokens=3)
-    assert [state.done for state in told] == [0, *range(3, 100, 3), 100]
-    assert told[-1] == State("writing", 100, 100, 300, pytest.approx(10.0))
-    Pace("unheard", 1).add(1)
+    assert [state.completed for state in told] == [0, *range(3, 100, 3), 100]
+    assert told[-1] == Activity("writing", 100, 100, 300, pytest.approx(10.0))
+    Progress("unheard", 1).add(1)
     assert len(told) == 35

@@ -1,43 +1,126 @@
-"""From a command line to the runs that it asks for: composed, checked, each with its folder."""
+"""From a command line to the runs it asks for: composed, checked, each with its folder."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
+import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.config import SCHEMAS, typed
-from grpo_ustat.identity import folder_name
-from grpo_ustat.launch.job import check_ranks
-from grpo_ustat.messages import one_line
-from grpo_ustat.ranks import RefusedByRank, world
+from grpo_ustat.cli.arguments import check_words
+from grpo_ustat.cli.errors import one_line
+from grpo_ustat.cli.hydra_api import (
+    MULTIRUN,
+    hydra_session,
+    parse_arguments,
+    quote_equals,
+    split_sweep,
+    sweep_node,
+)
+from grpo_ustat.config.command_line import install_line
+from grpo_ustat.config.identity import folder_name
+from grpo_ustat.config.load import CONF, SCHEMAS, build_config
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.ranks import RefusedByRank, world
+from grpo_ustat.launch.run import check_ranks
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.points import Point
+from grpo_ustat.runs.status import PlannedRun
 
-PACKAGE = Path(__file__).resolve().parent
-CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
+MOST_MESSAGES = 5  # of a sweep
 
 
-def composed(entry: str, overrides: list[str]) -> Any:
+@dataclass(frozen=True)
+class Invocation:
+    """What a command line asks for.
+
+    Attributes:
+        name: of the main configuration file, the command's unless `--config-name` gives another.
+        overrides: of the command line, with the search path of `--config-dir`.
+        sweep: whether it is a sweep, whose runs Hydra's launcher starts.
+        planned_runs: its runs; none where it only shows help or a configuration.
+        config_dir: the folder of `--config-dir`.
+    """
+
+    name: str
+    overrides: list[str]
+    sweep: bool
+    planned_runs: list[PlannedRun]
+    config_dir: str | None = None
+
+
+def parse(entry: str, arguments: list[str]) -> Invocation:
+    """Compose every run that a command line asks for and refuse what cannot run.
+
+    Args:
+        entry: the command: `train`, `mse` or `gap`.
+        arguments: the command line after the command.
+
+    Raises:
+        ConfigError: in one line; of a sweep, in one for each thing that is wrong.
+    """
+    register(entry)
+    schema, words = SCHEMAS[entry], parse_arguments(arguments)
+    name, overrides = words.config_name or entry, _overrides(words)
+    if words.hydra_help or words.cfg or words.info:
+        return Invocation(name, overrides, False, [])
+    check_words(words.typed, schema)
+
+    with hydra_session(entry, words.config_dir):
+        try:
+            node = sweep_node(name, overrides).hydra
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(one_line(error, schema, CONF)) from error
+        sweep = words.multirun or node.mode is MULTIRUN
+        _check_launcher(node, sweep)
+        runs = [overrides]
+        if sweep:  # values of an overlay come first, so that the command line's replace them
+            params = node.sweeper.get("params") or {}
+            try:
+                swept = [quote_equals(f"{key}={x}") for key, x in params.items()]
+                runs = split_sweep([*swept, *overrides])
+            except HydraException as error:
+                raise ConfigError(one_line(error, schema, CONF)) from error
+        shared = set(runs[0]).intersection(*runs)
+        tasks = (node.launcher.get("nodes") or 1) * (node.launcher.get("tasks_per_node") or 1)
+        planned_runs, errors = [], []
+        for run in runs:
+            label = " ".join(override for override in run if override not in shared)
+            try:
+                planned = _plan_run(name, schema, label, run, sweep)
+                check_trust(planned.config, words.overrides)
+                _check_packages(planned.config)
+                check_ranks(planned.config, tasks)
+                if "SlurmLauncher" in node.launcher["_target_"] and not planned.config.only_shows:
+                    _check_slurm(node.launcher.signal_delay_s, planned.config.launch.grace_seconds)
+                planned_runs.append(planned)
+            except ConfigError as error:
+                errors.append(error)
+
+    messages = list(dict.fromkeys(map(str, errors)))
+    if len(messages) == 1:
+        raise errors[0]
+    if messages:
+        more = len(messages) - MOST_MESSAGES
+        lines = messages[:MOST_MESSAGES] + ([f"and {more} more"] if more > 0 else [])
+        refused = f"{len(errors)} of the sweep's {len(runs)} runs cannot start:"
+        raise ConfigError("\n  ".join([refused, *lines]))
+    if sweep:
+        _check_folders(planned_runs)
+    return Invocation(name, overrides, sweep, planned_runs, words.config_dir)
+
+
+def compose_config(entry: str, overrides: list[str]) -> Any:
     """The checked configuration that a command line would run with.
 
     Args:
@@ -48,144 +131,94 @@ def composed(entry: str, overrides: list[str]) -> Any:
         ConfigError: it cannot be run.
     """
     register(entry)
-    with initialized(entry):
-        config, _ = _composed(entry, SCHEMAS[entry], overrides)
+    with hydra_session(entry):
+        config, _ = _compose(entry, SCHEMAS[entry], list(map(quote_equals, overrides)))
     check_trust(config, overrides)
     return config
 
 
-def composed_alone(entry: str, arguments: list[str]) -> Any | None:
-    """The checked configuration of an entry that has no sweeps; None where it is to be shown.
+def compose_single(entry: str, arguments: list[str]) -> Path | None:
+    """Check the configuration of a command without sweeps; where it writes to, None where Hydra
+    only shows it.
 
     Raises:
         ConfigError: in one line.
     """
     register(entry)
-    words = get_args_parser().parse_args(arguments)
+    words = parse_arguments(arguments)
     if words.hydra_help or words.cfg or words.info:
         return None
     if words.multirun:
         raise ConfigError(f"-m: {entry} is no sweep, leave it out")
-    with initialized(entry):
-        return _composed(words.config_name or entry, SCHEMAS[entry], list(words.overrides))[0]
+    check_words(words.typed, SCHEMAS[entry])
+    with hydra_session(entry):
+        _, node = _compose(words.config_name or entry, SCHEMAS[entry], list(words.overrides))
+    return Path(node.run.dir)
+
+
+def whole_node(entry: str, words: Namespace) -> DictConfig:
+    """The unchecked configuration of a command line with Hydra's own node, to show, not to run.
+
+    Raises:
+        ConfigError: it names a choice or a field that does not exist.
+    """
+    register(entry)
+    with hydra_session(entry, words.config_dir):
+        try:
+            return sweep_node(words.config_name or entry, _overrides(words))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(one_line(error, SCHEMAS[entry], CONF)) from error
 
 
 def register(entry: str) -> None:
-    """What `conf/` refers to: the schema and the run folder's name."""
+    """Give Hydra what `conf/` refers to: the schema, and `${folder_name:}`, the run folder's name,
+    which is a function of the whole configuration.
+    """
     schema = SCHEMAS[entry]
+
+    def resolve(*, _root_: DictConfig) -> str:
+        return folder_name(build_config(_job_part(_root_), schema))
+
     ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
-    OmegaConf.register_new_resolver("folder_name", _resolver(schema), replace=True)
+    OmegaConf.register_new_resolver("folder_name", resolve, replace=True)
 
 
-@contextmanager
-def initialized(entry: str, config_dir: str | None = None) -> Iterator[None]:
-    """Hydra at work on `conf/`, and on `--config-dir`, which may hold the main file too."""
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
-        if config_dir:
-            path = create_config_search_path(str(CONF))
-            place = f"file://{Path(config_dir).resolve()}"
-            path.prepend("command-line", place, anchor="schema")
-            GlobalHydra.instance().clear()
-            Hydra.create_main_hydra2(task_name=entry, config_search_path=path)
-        yield
+def check_trust(config: Any, overrides: list[str]) -> None:
+    """A model's own code runs only where the command line itself says so, no file for it."""
+    named = any(re.match(r"\+{0,2}model\.trust_remote_code=", override) for override in overrides)
+    if config.model is not None and config.model.trust_remote_code and not named:
+        raise ConfigError(
+            "model.trust_remote_code=true in a configuration file: it runs code that comes with "
+            "the model, so give it on the command line, or set it to false"
+        )
 
 
-def _composed(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictConfig]:
+def _overrides(words: Namespace) -> list[str]:
+    """Those of a command line, with the search path of `--config-dir`."""
+    if not words.config_dir:
+        return list(words.overrides)
+    return [*words.overrides, f"hydra.searchpath=[file://{Path(words.config_dir).resolve()}]"]
+
+
+def _compose(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictConfig]:
     """The checked configuration, and Hydra's own node."""
     try:
         node = hydra.compose(name, overrides, return_hydra_config=True)
-        return typed(_job_part(node), schema), node.hydra
+        return build_config(_job_part(node), schema), node.hydra
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error, schema, CONF)) from error
-
-
-def _resolver(schema: type) -> Callable[..., str]:
-    """`${folder_name:}`: the run folder's name, a function of the whole configuration."""
-
-    def resolve(*, _root_: DictConfig) -> str:
-        return folder_name(typed(_job_part(_root_), schema))
-
-    return resolve
 
 
 def _job_part(node: DictConfig) -> dict[str, Any]:
     """The configuration without Hydra's own node."""
     return {
-        key: OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
+        str(key): OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
         for key, part in node.items()
         if key != "hydra"
     }
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a command line asks for.
-
-    Attributes:
-        name: of the configuration, the entry's unless `--config-name` was given.
-        overrides: with the search path of `--config-dir`.
-        sweep: whether it is a sweep, whose runs Hydra's launcher starts.
-        points: its runs; none where only help or a configuration is to be shown.
-        config_dir: as given.
-    """
-
-    name: str
-    overrides: list[str]
-    sweep: bool
-    points: list[Point]
-    config_dir: str | None = None
-
-
-def asked_for(entry: str, arguments: list[str]) -> Asked:
-    """Compose every run the command line asks for and refuse what cannot run.
-
-    Raises:
-        ConfigError: in one line.
-    """
-    register(entry)
-    words = get_args_parser().parse_args(arguments)
-    name, overrides, schema = words.config_name or entry, _overrides(words), SCHEMAS[entry]
-    if words.hydra_help or words.cfg or words.info:
-        return Asked(name, overrides, False, [])
-    with initialized(entry, words.config_dir):
-        try:
-            node = hydra_node(name, overrides).hydra
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(one_line(error, schema, CONF)) from error
-        sweep = words.multirun or node.mode is RunMode.MULTIRUN
-        _check_way(node, sweep)
-        lists = _swept(node.sweeper.get("params") or {}, overrides) if sweep else [overrides]
-        points = [_point(name, schema, label, one, sweep) for label, one in _named(lists)]
-    for point in points:
-        check_trust(point.config, words.overrides)
-        _check_tasks(node, point.config)
-    if sweep:
-        _check_folders(points)
-    return Asked(name, overrides, sweep, points, words.config_dir)
-
-
-def whole_node(entry: str, words: Namespace) -> DictConfig:
-    """What a command line stands for, unchecked and with Hydra's own node, where nothing is run.
-
-    Raises:
-        ConfigError: it names what is not there.
-    """
-    register(entry)
-    name, overrides = words.config_name or entry, _overrides(words)
-    with initialized(entry, words.config_dir):
-        try:
-            return hydra_node(name, overrides)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(one_line(error, SCHEMAS[entry], CONF)) from error
-
-
-def _overrides(words: Namespace) -> list[str]:
-    """With the search path of `--config-dir`."""
-    place = words.config_dir and f"hydra.searchpath=[file://{Path(words.config_dir).resolve()}]"
-    return [*words.overrides, *([place] if place else [])]
-
-
-def _check_way(node: DictConfig, sweep: bool) -> None:
+def _check_launcher(node: DictConfig, sweep: bool) -> None:
     launcher = node.runtime.choices["hydra/launcher"]
     if not sweep and launcher != "basic":
         raise ConfigError(f"hydra/launcher={launcher} starts the runs of sweeps: add -m")
@@ -203,18 +236,51 @@ def _check_way(node: DictConfig, sweep: bool) -> None:
         )
 
 
-def _check_tasks(node: DictConfig, config: Any) -> None:
-    """As many ranks as there can be, as tasks of a scheduler or processes of our own."""
-    asked = node.launcher
-    check_ranks(config, (asked.get("nodes") or 1) * (asked.get("tasks_per_node") or 1))
-    if "SlurmLauncher" in asked["_target_"] and not config.only_shows:
-        _check_slurm(asked.signal_delay_s, config.launch.grace_seconds)
+def _plan_run(name: str, schema: type, label: str, overrides: list[str], sweep: bool) -> PlannedRun:
+    config, node = _compose(name, schema, overrides)
+    try:
+        path = Path(node.sweep.dir) / node.sweep.subdir if sweep else Path(node.run.dir)
+    except OmegaConfBaseException:  # it depends on what only a running job knows
+        path = None
+    folder = RunFolder(path, config) if path else None
+    if folder and not config.show_prompts:
+        folder.check()
+    writes = not (config.only_shows or getattr(config, "fills_part", False))
+    if folder and world() == 1 and writes and not sweep:
+        folder.check_free()
+    return PlannedRun(
+        label, config, folder, Path(node.sweep.dir) if sweep else None, tuple(overrides)
+    )
 
 
-def _check_slurm(warned: int, grace: int) -> None:
-    if warned < grace:
+def _check_packages(config: Any) -> None:
+    """What a run imports by its configuration is installed; to show prompts or costs needs none."""
+    lora, rollout = getattr(config, "lora", None), getattr(config, "rollout", None)
+    if config.only_shows:
+        return
+    if lora and lora.r and not _is_installed("peft"):
+        raise ConfigError(f"lora.r={lora.r} needs the package peft: {install_line('lora')}")
+    if rollout and rollout.name == "vllm" and not _is_installed("vllm"):
         raise ConfigError(
-            f"a job warned {warned} s before its time limit (hydra.launcher.signal_delay_s) has "
+            f"rollout=vllm needs the package vllm: {install_line('vllm')}, or use rollout=local"
+        )
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return name in sys.modules or importlib.util.find_spec(name) is not None
+
+
+def _check_slurm(warning: int, grace: int) -> None:
+    """A job has time to save, and SLURM is here.
+
+    Args:
+        warning: seconds between SLURM's signal and the time limit.
+        grace: seconds that a run may need to save.
+    """
+    if warning < grace:
+        raise ConfigError(
+            f"a job warned {warning} s before its time limit (hydra.launcher.signal_delay_s) has "
             f"less than launch.grace_seconds={grace} to save: use "
             f"hydra.launcher.signal_delay_s={grace + 60}, or a shorter grace"
         )
@@ -224,86 +290,25 @@ def _check_slurm(warned: int, grace: int) -> None:
         )
 
 
-def _check_folders(points: list[Point]) -> None:
+def _check_folders(planned_runs: list[PlannedRun]) -> None:
     """Every run has a folder, and a folder of its own: by it a sweep knows what is done."""
-    known: dict[Path, Point] = {}
-    for point in points:
-        _check_place(point)
-        other = known.setdefault(point.folder.path, point)
-        if other is not point:
-            named = f"{other.name} and {point.name} differ" if point.name else "they differ"
+    first_of: dict[Path, PlannedRun] = {}
+    for planned in planned_runs:
+        if planned.folder is None or planned.sweep is None:
             raise ConfigError(
-                f"two runs of the sweep share the folder {point.folder.path}: {named} in nothing "
-                "that makes a run another run; sweep over other keys or values"
+                "hydra.sweep.subdir depends on what only a running job knows, so the same sweep "
+                "could not go on: leave hydra.sweep.subdir out"
             )
-
-
-def _check_place(point: Point) -> None:
-    if point.folder is None:
-        raise ConfigError(
-            "hydra.sweep.subdir depends on what only a running job knows, so the same sweep could "
-            "not go on: leave hydra.sweep.subdir out"
-        )
-    path = Path(os.path.normpath(point.folder.path))
-    if not path.is_relative_to(os.path.normpath(point.sweep)):
-        raise ConfigError(
-            f"hydra.sweep.subdir leads to {point.folder.path}, out of hydra.sweep.dir="
-            f"{point.sweep}: choose another hydra.sweep.dir"
-        )
-
-
-def check_trust(config: Any, given: list[str]) -> None:
-    """A model's own code runs only where the command line itself says so, no file for it."""
-    named = any(re.match(r"\+{0,2}model\.trust_remote_code=", override) for override in given)
-    if config.model is not None and config.model.trust_remote_code and not named:
-        raise ConfigError(
-            "model.trust_remote_code=true in a configuration file: it runs code that comes with "
-            "the model, so give it on the command line, or set it to false"
-        )
-
-
-def hydra_node(name: str, overrides: list[str]) -> DictConfig:
-    """The configuration with Hydra's own node as a sweep has it, before any point is chosen."""
-    return GlobalHydra.instance().hydra.compose_config(
-        name, overrides, RunMode.MULTIRUN, from_shell=False, validate_sweep_overrides=False
-    )
-
-
-def _swept(params: dict[str, str], overrides: list[str]) -> list[list[str]]:
-    """The override lists of a sweep's jobs: the overlay's values, unless the command line's."""
-    texts = [f"{key}={value}" for key, value in params.items()] + overrides
-    try:
-        parsed = OverridesParser.create().parse_overrides(texts)
-    except HydraException as error:
-        raise ConfigError(" ".join(str(error).split())) from error
-    batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    return [list(point) for batch in batches for point in batch]
-
-
-def _named(lists: list[list[str]]) -> list[tuple[str, list[str]]]:
-    """Each point's overrides with its name: those that not all points share."""
-    shared = set(lists[0]).intersection(*lists)
-    return [(" ".join(x for x in point if x not in shared), point) for point in lists]
-
-
-def _point(name: str, schema: type, label: str, overrides: list[str], sweep: bool) -> Point:
-    config, node = _composed(name, schema, overrides)
-    path = _output_folder(node, sweep)
-    folder = RunFolder(path, config) if path else None
-    if folder and not config.show_prompts:
-        folder.check()
-    looks = config.only_shows or getattr(config, "fills_part", False)
-    if folder and world() == 1 and not (sweep or looks):
-        folder.check_free()
-    of_sweep = Path(node.sweep.dir) if sweep else None
-    return Point(label, config, folder, of_sweep, tuple(overrides))
-
-
-def _output_folder(hydra_node: DictConfig, sweep: bool) -> Path | None:
-    """Where Hydra will put the job; None where it depends on what only a running job knows."""
-    try:
-        if sweep:
-            return Path(hydra_node.sweep.dir) / hydra_node.sweep.subdir
-        return Path(hydra_node.run.dir)
-    except OmegaConfBaseException:
-        return None
+        path = planned.folder.path
+        if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(planned.sweep)):
+            raise ConfigError(
+                f"hydra.sweep.subdir leads to {path}, out of hydra.sweep.dir={planned.sweep}: "
+                "choose another hydra.sweep.dir"
+            )
+        other = first_of.setdefault(path, planned)
+        if other is not planned:
+            pair = f"{other.name} and {planned.name} differ" if planned.name else "they differ"
+            raise ConfigError(
+                f"two runs of the sweep share the folder {path}: {pair} in nothing that makes a "
+                "run another run; sweep over other keys or values"
+            )

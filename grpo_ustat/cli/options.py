@@ -12,11 +12,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_ustat.composing import CONF, whole_node
-from grpo_ustat.config import OF_KIND, SCHEMAS, BaselineConfig
-from grpo_ustat.meanings import Key, keys_of
-from grpo_ustat.overlays import fits, overlays
-from grpo_ustat.run_config import Shared
+from grpo_ustat.cli.compose import whole_node
+from grpo_ustat.cli.errors import fits, is_overlay
+from grpo_ustat.config.baseline import BaselineConfig
+from grpo_ustat.config.command_line import program
+from grpo_ustat.config.load import CONF, OF_KIND, SCHEMAS
+from grpo_ustat.config.run import Shared
+from grpo_ustat.config.schema import FieldInfo, fields_of
+from grpo_ustat.config.values import typed_value
 
 LAUNCHER = "hydra/launcher"
 MEANINGS = {  # of groups that set fields of several nodes, or that have no node of their name
@@ -33,7 +36,11 @@ LONG = 100  # characters of a choice's words from which on the first sentence mu
 
 @dataclass(frozen=True)
 class Choice:
-    """One file of a group, and what its first comment says."""
+    """One file of a group.
+
+    Attributes:
+        words: its first comment.
+    """
 
     name: str
     words: str
@@ -44,7 +51,7 @@ class Group:
     """Fields that are set together, by `name=choice`.
 
     Attributes:
-        chosen: its choice; None where nothing is chosen.
+        chosen: the name of its choice; None where nothing is chosen.
         settable: whether `name=choice` is how to choose.
     """
 
@@ -57,18 +64,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Field:
-    """A field with its value, as one would type it; `???` where one has to be given."""
+    """A field with its value, as one would type it; `???` where one has to be set."""
 
-    key: Key
+    key: FieldInfo
     value: str
 
 
 @dataclass(frozen=True)
-class Catalogue:
-    """Of one entry, for the choices on a command line.
+class CommandOptions:
+    """All that a command line can say.
 
     Attributes:
-        purpose: of the entry, in a sentence or two.
+        entry: the command.
+        purpose: of the command, in a sentence or two.
         commands: to copy, each with a few words.
         nodes: the meaning of each top-level node.
     """
@@ -81,58 +89,51 @@ class Catalogue:
     fields: tuple[Field, ...]
 
 
-def catalogue(entry: str, words: Namespace) -> Catalogue:
+def command_options(entry: str, words: Namespace) -> CommandOptions:
     """What a command line can say, and what it stands for now.
 
     Args:
         entry: a key of `SCHEMAS`.
-        words: the command line as Hydra reads it, its overrides without any other word.
+        words: the command line as Hydra reads it; its overrides hold no word without `=`.
 
     Raises:
         ConfigError: a choice or a field that is not known.
     """
     node, schema = whole_node(entry, words), SCHEMAS[entry]
-    runs = issubclass(schema, Shared)
-    known = list(keys_of(schema, schemas=_of_kinds(node)))
-    homes = [CONF, *([Path(words.config_dir)] if words.config_dir else [])]
-    lines = [line.split("  #") for line in node.hydra.help.template.splitlines()]
-    return Catalogue(
+    kinds = {name: node[name].kind for name in OF_KIND if "kind" in (node.get(name) or ())}
+    schemas = {name: OF_KIND[name][kind] for name, kind in kinds.items() if kind in OF_KIND[name]}
+    keys = list(fields_of(schema, schemas=schemas))
+    folders = [CONF, *([Path(words.config_dir)] if words.config_dir else [])]
+    template = re.sub("(?m)^grpo-ustat", lambda _: program(), node.hydra.help.template)
+    lines = [line.split("  #") for line in template.splitlines()]
+    groups = _groups(schema, node.hydra.runtime.choices, folders)
+    return CommandOptions(
         entry=entry,
         purpose=node.hydra.help.header.strip(),
         commands=tuple((line[0].strip(), line[-1].strip()) for line in lines),
-        groups=tuple(_groups(schema, node.hydra.runtime.choices, homes)) if runs else (),
-        nodes={key.path: key.meaning for key in known if "." not in key.path},
-        fields=tuple(_fields(known, node)),
+        groups=tuple(groups) if issubclass(schema, Shared) else (),
+        nodes={key.path: key.meaning for key in keys if "." not in key.path},
+        fields=tuple(_fields(keys, node)),
     )
 
 
-def _of_kinds(node: DictConfig) -> dict[str, type]:
-    """The schemas that kinds name, of nodes that have one."""
-    kinds = {name: node[name].kind for name in OF_KIND if "kind" in (node.get(name) or ())}
-    return {name: OF_KIND[name][kind] for name, kind in kinds.items() if kind in OF_KIND[name]}
-
-
-def _fields(known: list[Key], node: DictConfig) -> Iterator[Field]:
-    for key in known:
+def _fields(keys: list[FieldInfo], node: DictConfig) -> Iterator[Field]:
+    for key in keys:
         if key.path == "rules":
-            yield from (
-                one
-                for name in node.rules
-                for inner in keys_of(BaselineConfig, f"rules.{name}.")
-                for one in _options(inner, node)
-            )
+            for name in node.rules:
+                for inner in fields_of(BaselineConfig, f"rules.{name}."):
+                    yield from _entry_fields(inner, node)
         elif key.schema is None:
-            yield Field(key, shown(_value(node, key.path)))
-            yield from _options(key, node)
+            yield Field(key, typed_value(_value(node, key.path)))
+            yield from _entry_fields(key, node)
 
 
-def _options(key: Key, node: DictConfig) -> Iterator[Field]:
-    """A field of each option that a dictionary holds."""
+def _entry_fields(key: FieldInfo, node: DictConfig) -> Iterator[Field]:
+    """A field of each entry that a dictionary holds, such as an option of a baseline."""
     for name, value in (_value(node, key.path) or {}).items() if key.entries else ():
         path, meaning = f"{key.path}.{name}", key.entries[name]
-        yield Field(
-            replace(key, path=path, kind="float", meaning=meaning, entries={}), shown(value)
-        )
+        entry = replace(key, path=path, kind="float", meaning=meaning, entries={})
+        yield Field(entry, typed_value(value))
 
 
 def _value(node: DictConfig, path: str) -> Any:
@@ -140,48 +141,32 @@ def _value(node: DictConfig, path: str) -> Any:
     try:
         parent = OmegaConf.select(node, above) if above else node
         return "???" if OmegaConf.is_missing(parent, name) else parent[name]
-    except OmegaConfBaseException:  # made of what is still to be given
+    except OmegaConfBaseException:  # it depends on a field that has still to be set
         return "???"
 
 
-def shown(value: Any) -> str:
-    """A value as one would type it.
-
-    >>> shown(None), shown([1, 2]), shown(True), shown("a b")
-    ('null', '[1,2]', 'true', "'a b'")
-    """
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if OmegaConf.is_list(value) or isinstance(value, list):
-        return f"[{','.join(map(shown, value))}]"
-    if OmegaConf.is_dict(value):
-        return "{" + ",".join(f"{key}:{shown(one)}" for key, one in value.items()) + "}"
-    plain = not isinstance(value, str) or re.fullmatch(r"[\w.:/?+-]+", value)
-    return str(value) if plain else repr(value)
-
-
-def _groups(schema: type, chosen: DictConfig, homes: list[Path]) -> Iterator[Group]:
-    """Groups of the entry's defaults, with the choices that the entry can take."""
-    nodes = {key.path: key for key in keys_of(schema) if "." not in key.path}
-    places = {name: name.partition("@")[0] for name in chosen if not name.startswith("hydra/")}
-    for group in reversed(dict.fromkeys(places.values())):  # Hydra's are from the last to the first
-        files = [f for f in _files(group, homes) if fits(f, schema)]
-        sets_node = group in nodes and not any(map(overlays, files))
+def _groups(schema: type, chosen: DictConfig, folders: list[Path]) -> Iterator[Group]:
+    """Groups of the command's defaults, with the choices that the command can take."""
+    nodes = {key.path: key for key in fields_of(schema) if "." not in key.path}
+    names = [str(name).partition("@")[0] for name in chosen if not str(name).startswith("hydra/")]
+    for group in reversed(dict.fromkeys(names)):  # Hydra's are from the last to the first
+        files = [file for file in _files(group, folders) if fits(file, schema)]
+        sets_node = group in nodes and not any(map(is_overlay, files))
         meaning = nodes[group].meaning.partition(";")[0] if sets_node else MEANINGS.get(group, "")
-        choices = tuple(Choice(file.stem, words_of(file)) for file in files)
+        choices = tuple(Choice(file.stem, first_comment(file)) for file in files)
         yield Group(group, meaning, chosen.get(group), choices, settable=group in chosen)
-    choices = [Choice(file.stem, words_of(file)) for file in _files(LAUNCHER, homes)]
-    choices.insert(0, Choice("basic", "Here, one after the other."))
-    yield Group(LAUNCHER, MEANINGS[LAUNCHER], chosen[LAUNCHER], tuple(choices))
+    launchers = [Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER, folders)]
+    launchers.insert(0, Choice("basic", "Here, one after the other."))
+    yield Group(LAUNCHER, MEANINGS[LAUNCHER], chosen[LAUNCHER], tuple(launchers))
 
 
-def _files(group: str, homes: list[Path]) -> list[Path]:
-    found = [file for home in homes for file in (home / group).glob("*.yaml")]
-    return sorted(found, key=lambda file: file.stem)
+def _files(group: str, folders: list[Path]) -> list[Path]:
+    files = [file for folder in folders for file in (folder / group).glob("*.yaml")]
+    return sorted(files, key=lambda file: file.stem)
 
 
-def words_of(file: Path) -> str:
-    """The comment that a choice begins with, or its first sentence."""
+def first_comment(file: Path) -> str:
+    """The comment that a configuration file begins with, or its first sentence."""
     lines = []
     for line in file.read_text().splitlines():
         if line.startswith("# @package"):

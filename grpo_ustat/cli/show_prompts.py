@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from grpo_ustat.config import Common
+from grpo_ustat.config.common import Common
+from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.policy.loading import (
     configured_task,
     configured_tokenizer,
@@ -10,9 +11,7 @@ from grpo_ustat.policy.loading import (
     encode,
     stop_tokens,
 )
-from grpo_ustat.records import Prompt, Question
 from grpo_ustat.runs.log import warn
-from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.prompts import render
 
 END = "\N{LEFTWARDS ARROW TO BAR}"  # after the last character of a prompt
@@ -27,50 +26,25 @@ def show_prompts(config: Common, split: str) -> None:
     """
     tokenizer = configured_tokenizer(config)
     task = configured_task(config, tokenizer)
-    limit = config.study.questions if split == "study" else None
-    questions, prompts = (found(split)[:limit] for found in (task.questions, task.prompts))
+    limit = config.study.questions if isinstance(config, MseConfig) else None
+    questions, prompts = task.questions(split)[:limit], task.prompts(split)[:limit]
     texts = [prompt.text for prompt in prompts]
     tokens = encode(tokenizer, texts, special_tokens=not config.prompt.chat)
-    shown = min(config.show_prompts, len(prompts))
-    for i in range(shown):
-        ends = " ".join(repr(tokenizer.decode([t])) for t in _outermost(tokens[i]))
+    for i in range(min(config.show_prompts, len(prompts))):
+        ids = tokens[i] if len(tokens[i]) <= 4 else [*tokens[i][:2], *tokens[i][-2:]]
+        ends = " ".join(repr(tokenizer.decode([token])) for token in ids)  # a doubled special token
         print(f"--- {split} prompt {i + 1}: {len(tokens[i])} tokens, {ends}")
         print(visible(texts[i]) + END)
-        print(_answer(config, task, questions[i], prompts[i]))
+        reference = render(config.prompt.reply or "{solution}", questions[i])
+        answer, (reward,) = task.extract(reference), task.rewards([prompts[i]], [reference])
+        print(f"expected answer: {visible(questions[i].answer)}")
+        print(f"reference: {visible(reference).strip()}")
+        answer = "nothing" if answer is None else visible(answer)
+        print(f"read from the reference: {answer}, reward {reward:g}\n")
     if config.prompt.stop is not None:
         stops = stop_tokens(tokenizer, config.prompt.stop)
         print(f"{len(stops)} tokens hold prompt.stop={config.prompt.stop!r} and end a completion")
-    _lengths(config, split, prompts, tokens)
 
-
-def visible(text: str) -> str:
-    r"""The text with control characters written out, but for new lines: no text acts on a terminal.
-
-    >>> visible("[b]\x1b")
-    '[b]\\x1b'
-    """
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
-def _outermost(ids: list[int]) -> list[int]:
-    """The first and last two, where a doubled special token would show."""
-    return ids if len(ids) <= 4 else [*ids[:2], *ids[-2:]]
-
-
-def _answer(config: Common, task: Task, question: Question, prompt: Prompt) -> str:
-    """The expected answer, and what is read from a right completion."""
-    right = render(config.prompt.reply or "{solution}", question)
-    read, (reward,) = task.extract(right), task.rewards([prompt], [right])
-    found = "nothing" if read is None else visible(read)
-    return (
-        f"expected answer: {visible(question.answer)}\n"
-        f"reference: {visible(right).strip()}\n"
-        f"read from the reference: {found}, reward {reward:g}\n"
-    )
-
-
-def _lengths(config: Common, split: str, prompts: list[Prompt], tokens: list[list[int]]) -> None:
-    """The longest prompt, and whether it and a completion fit into the model's positions."""
     longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
     count, limit = len(tokens[longest]), context_length(config)
     total = count + config.max_completion_length
@@ -84,3 +58,12 @@ def _lengths(config: Common, split: str, prompts: list[Prompt], tokens: list[lis
             f"prompt and completion can reach {total} tokens, the model has positions for {limit}: "
             "lower max_completion_length, or shorten the prompt"
         )
+
+
+def visible(text: str) -> str:
+    r"""The text with control characters written out, but for new lines: no text acts on a terminal.
+
+    >>> visible("[b]\x1b")
+    '[b]\\x1b'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

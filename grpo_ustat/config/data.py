@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.checks import ConfigError, one_of, positive
-from grpo_ustat.meanings import key
+from grpo_ustat.config.schema import ConfigError, did_you_mean, field
 
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "own")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one")
@@ -25,13 +24,15 @@ FILES = (".jsonl", ".json", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 class DatasetConfig:
     """Fields of all kinds."""
 
-    name: str = key("in the run folder's name; of dataset=own, the entry point of the task")
-    kind: str = key("what makes or reads it; choose by dataset=NAME", choices=KINDS)
-    seed: int = key("which questions go where, whatever the run's own seed")
-    train_size: int | None = key("to train on; null: all that are left", "questions")
-    test_size: int | None = key("held out for evaluation; null: all", "questions")
-    study_size: int = key("of studies, never trained on", "questions")
-    reward: str | None = key(
+    name: str = field("in the run folder's name; of dataset=own, the entry point of the task")
+    kind: str = field("what makes or reads it; choose by dataset=NAME", choices=KINDS)
+    seed: int = field("which questions go where, whatever the run's own seed")
+    train_size: int | None = field(
+        "to train on; null: all that are left", "questions", positive=True
+    )
+    test_size: int | None = field("held out for evaluation; null: all", "questions", positive=True)
+    study_size: int = field("of studies, never trained on", "questions", positive=True)
+    reward: str | None = field(
         "a reward of your own, by its entry point's name; null: the data set's"
     )
 
@@ -41,10 +42,6 @@ class DatasetConfig:
         Raises:
             ConfigError: naming the values and the fix.
         """
-        positive(self, "study_size", prefix="dataset.")
-        for name in ("train_size", "test_size"):
-            if getattr(self, name) is not None:
-                positive(self, name, prefix="dataset.")
         if self.reward is not None:
             check_entry_point(REWARDS, self.reward, "dataset.reward")
 
@@ -65,14 +62,14 @@ class GeneratedConfig(DatasetConfig):
 class ArithmeticConfig(GeneratedConfig):
     """Several steps; operand ranges include both ends."""
 
-    min_term: int = key("smallest term of sums and differences")
-    max_term: int = key("largest of them")
-    min_factor: int = key(
+    min_term: int = field("smallest term of sums and differences")
+    max_term: int = field("largest of them")
+    min_factor: int = field(
         "smallest of the larger factors of products and of quotients; no multiples of ten"
     )
-    max_factor: int = key("largest of them")
-    min_digit: int = key("smallest of the smaller factors and of divisors")
-    max_digit: int = key("largest of them")
+    max_factor: int = field("largest of them")
+    min_digit: int = field("smallest of the smaller factors and of divisors")
+    max_digit: int = field("largest of them")
 
     def check(self) -> None:
         """See `DatasetConfig.check`."""
@@ -94,30 +91,28 @@ class ArithmeticConfig(GeneratedConfig):
 class OneStepConfig(GeneratedConfig):
     """One step."""
 
-    tables: list[str] = key("kinds of questions", choices=TABLES)
+    tables: list[str] = field("kinds of questions", choices=TABLES)
 
     def check(self) -> None:
         """See `DatasetConfig.check`."""
         super().check()
         if not self.tables:
             raise ConfigError(f"dataset.tables=[] holds no question: use any of {TABLES}")
-        for name in self.tables:
-            one_of("dataset.tables", name, TABLES)
 
 
 @dataclass
 class Gsm8kConfig(DatasetConfig):
     """Rows with question and answer, the answer ending in `#### number` (Cobbe et al. 2021)."""
 
-    path: str = key(
+    path: str = field(
         "a file or folder (jsonl, json, Parquet, perhaps compressed) of your own, or a hub id"
     )
-    subset: str | None = key("of a hub id that has several; null: it has none")
-    revision: str | None = key("branch, tag or commit of the hub id; null: its main branch")
-    test_path: str | None = key("as path, of the test rows; null: they are in path")
-    test_revision: str | None = key("as revision, of test_path; null: its main branch")
-    train_split: str = key("name of the train rows there, of which the first are the study's")
-    test_split: str = key("name of the test rows there")
+    subset: str | None = field("of a hub id that has several; null: it has none")
+    revision: str | None = field("branch, tag or commit of the hub id; null: its main branch")
+    test_path: str | None = field("as path, of the test rows; null: they are in path")
+    test_revision: str | None = field("as revision, of test_path; null: its main branch")
+    train_split: str = field("name of the train rows there, of which the first are the study's")
+    test_split: str = field("name of the test rows there")
 
     def check(self) -> None:
         """See `DatasetConfig.check`."""
@@ -144,27 +139,31 @@ class Gsm8kConfig(DatasetConfig):
 class MathConfig(Gsm8kConfig):
     """Rows with problem, solution, answer, level, subject (Hendrycks et al. 2021)."""
 
-    subjects: list[str] | None = key(
+    subjects: list[str] | None = field(
         "of train rows to keep, such as [Algebra,Number Theory]; null: all seven"
     )
-    levels: list[int] | None = key("of train rows to keep, 1 to 5; null: all")
-    filter_test: bool = key("keep only those subjects and levels of the test rows too")
-    test_ids: str | None = key(
+    levels: list[int] | None = field("of train rows to keep, 1 to 5; null: all")
+    filter_test: bool = field("keep only those subjects and levels of the test rows too")
+    test_ids: str | None = field(
         "a file with the unique_id of a test row on each line; null: all test rows"
     )
-    max_answer_length: int = key("of an answer; longer ones earn nothing", "characters")
-    judge_seconds: float = key(
+    max_answer_length: int = field(
+        "of an answer; longer ones earn nothing", "characters", positive=True
+    )
+    judge_seconds: float = field(
         "for judging one answer, past which it is counted as a time-out and earns nothing",
         "seconds",
+        positive=True,
     )
-    judge_memory_gb: float = key(
-        "for judging one answer, past which it is counted as a failure and earns nothing", "GiB"
+    judge_memory_gb: float = field(
+        "for judging one answer, past which it is counted as a failure and earns nothing",
+        "GiB",
+        positive=True,
     )
 
     def check(self) -> None:
         """See `DatasetConfig.check`."""
         super().check()
-        positive(self, "max_answer_length", "judge_seconds", "judge_memory_gb", prefix="dataset.")
         for name in ("subjects", "levels"):
             if getattr(self, name) == []:
                 raise ConfigError(f"dataset.{name}=[] keeps no row: use null to keep all")
@@ -184,7 +183,7 @@ class MathConfig(Gsm8kConfig):
 class OwnConfig(DatasetConfig):
     """A task of your own."""
 
-    options: dict[str, Any] = key("handed to the task, each by +dataset.options.NAME=VALUE")
+    options: dict[str, Any] = field("handed to the task, each by +dataset.options.NAME=VALUE")
 
     def check(self) -> None:
         """See `DatasetConfig.check`."""
@@ -193,20 +192,25 @@ class OwnConfig(DatasetConfig):
 
 
 _SCHEMAS = (ArithmeticConfig, OneStepConfig, Gsm8kConfig, MathConfig, OwnConfig)
-DATASETS = dict(zip(KINDS, _SCHEMAS, strict=True))
+DATASETS: dict[str, type[DatasetConfig]] = dict(zip(KINDS, _SCHEMAS, strict=True))
 
 
 def check_entry_point(group: str, name: str, key: str) -> None:
-    """An installed package offers it.
+    """Refuse a name that no installed package offers.
+
+    Args:
+        group: of entry points.
+        name: of the entry point.
+        key: of the configuration, which has that name.
 
     Raises:
-        ConfigError: none does, and then names those that are there, or its module is not to be
-            found.
+        ConfigError: naming those that are offered, or the module that is not to be found.
     """
-    known = sorted(importlib.metadata.entry_points(group=group).names)
-    if name not in known:
-        found = ", ".join(known) or "none is installed"
-        raise ConfigError(f"unknown {key} {name!r}: entry points of {group} are: {found}")
+    installed = sorted(importlib.metadata.entry_points(group=group).names)
+    if name not in installed:
+        offered = ", ".join(installed) or "none is installed"
+        hint = did_you_mean(name, installed)
+        raise ConfigError(f"unknown {key} {name!r}: {hint}entry points of {group} are: {offered}")
     module = importlib.metadata.entry_points(group=group)[name].module
     if module_file(group, name) is None:
         raise ConfigError(f"{key}={name}: there is no module {module!r}, which {group} names")
@@ -215,7 +219,7 @@ def check_entry_point(group: str, name: str, key: str) -> None:
 def module_file(group: str, name: str) -> Path | None:
     """The file of the module that an entry point is in, without importing that module."""
     try:
-        found = importlib.util.find_spec(importlib.metadata.entry_points(group=group)[name].module)
+        spec = importlib.util.find_spec(importlib.metadata.entry_points(group=group)[name].module)
     except ImportError:
         return None
-    return Path(found.origin) if found and found.origin else None
+    return Path(spec.origin) if spec and spec.origin else None

@@ -1,144 +1,28 @@
-"""Typed schemas of the studies of the paper's theorems and of the policies that they run on.
-
-A study's node is typed by its `kind`, see `STUDIES`, a bed's by its own, see `BEDS`. Values live in
-`conf/`.
+"""Typed schemas of the studies of the paper's theorems; a study's node is typed by its `kind`, see
+`STUDIES`. Values live in `conf/study/`.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from grpo_ustat.checks import ConfigError, distinct, one_of, positive
-from grpo_ustat.meanings import key, part
-from grpo_ustat.run_config import ProcessConfig, Shared
+from grpo_ustat.config.run import ProcessConfig, Shared
+from grpo_ustat.config.schema import ConfigError, distinct, field, node, one_of, positive
 
+NORMALISATIONS = ("none", "group_std")
 SIMULATED = ("none", "oracle", "optimal", "leave_one_out")
-
-
-@dataclass
-class BedConfig:
-    """Fields of all kinds."""
-
-    name: str = key("of the bed, in the run folder's name")
-    kind: str = key(
-        "of policy; choose by bed=NAME", choices=("coins", "softmax", "sequences", "none")
-    )
-
-    def check(self) -> None:
-        """Refuse what is no policy.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
-
-
-@dataclass
-class PlaneConfig(BedConfig):
-    """A policy that sees its parameters theta through u = Q theta alone."""
-
-    parameters: int = key("D, of theta; those beyond u's leave a flat set of maximisers", "numbers")
-    start: list[float] = key("u of the first policy, which has as many coordinates")
-    reach: float = key("J* - J at the border of the set where theory is asked to hold")
-    seed: int = key("of the directions Q")
-
-    def check(self) -> None:
-        """See `BedConfig.check`."""
-        if not self.start:
-            raise ConfigError("bed.start=[] has no coordinate: give one number for each of u")
-        if self.parameters < len(self.start):
-            raise ConfigError(
-                f"bed.parameters={self.parameters} with {len(self.start)} coordinates in bed.start"
-                f": use bed.parameters={len(self.start)} or more"
-            )
-        positive(self, "reach", prefix="bed.")
-
-
-@dataclass
-class CoinsConfig(PlaneConfig):
-    """Answers that are coins, see `policy.beds.Coins`."""
-
-    values: list[float] = key("probability of a right answer at the maximiser, for each prompt")
-    slopes: list[Any] = key("of that probability in u, for each prompt; their mean is 0")
-    styles: list[Any] = key("slopes of what earns nothing, the score's noise, likewise")
-    curvature: list[float] = key("of -J along each coordinate of u, above 0")
-
-    def check(self) -> None:
-        """See `BedConfig.check`."""
-        super().check()
-        shape = (len(self.values), len(self.start))
-        for name in ("slopes", "styles"):
-            setattr(self, name, _floats(name, getattr(self, name), shape))
-        if len(self.curvature) != len(self.start) or min(self.curvature) <= 0:
-            raise ConfigError(
-                f"bed.curvature={self.curvature}: give a number above 0 for each of the "
-                f"{len(self.start)} coordinates of bed.start"
-            )
-        wrong = [value for value in self.values if not 0 < value < 1]
-        if wrong or not self.values:
-            raise ConfigError(f"bed.values={self.values} must be between 0 and 1")
-
-
-@dataclass
-class SoftmaxConfig(PlaneConfig):
-    """A tabular softmax policy, see `policy.beds.Softmax`."""
-
-    features: list[Any] = key("of each outcome, as many as u has coordinates")
-    centres: list[Any] = key("u at which a prompt's outcomes have equal probability")
-    rewards: list[Any] = key("of each outcome, for each prompt")
-
-    def check(self) -> None:
-        """See `BedConfig.check`."""
-        super().check()
-        prompts, outcomes, width = len(self.centres), len(self.features), len(self.start)
-        self.features = _floats("features", self.features, (outcomes, width))
-        self.centres = _floats("centres", self.centres, (prompts, width))
-        self.rewards = _floats("rewards", self.rewards, (prompts, outcomes))
-
-
-@dataclass
-class SequencesConfig(BedConfig):
-    """A policy that writes token by token, see `policy.sequences`."""
-
-    prompts: int = key("that share the parameters", "prompts")
-    vocabulary: int = key("that can come next", "tokens")
-    length: int = key("of every completion", "tokens")
-    spread: float = key("standard deviation of the parameters, which are drawn")
-    apart: float = key("of what the reference policy's parameters differ by")
-    seed: int = key("of parameters and rewards")
-
-    def check(self) -> None:
-        """See `BedConfig.check`."""
-        positive(self, "prompts", "vocabulary", "length", "spread", "apart", prefix="bed.")
-        if self.vocabulary < 2 or self.vocabulary**self.length > 2**14:
-            raise ConfigError(
-                f"bed.vocabulary={self.vocabulary} bed.length={self.length}: use 2 tokens or more, "
-                "and at most 16384 completions in all"
-            )
-
-
-def _floats(name: str, rows: list[Any], shape: tuple[int, int]) -> list[list[float]]:
-    """Rows of numbers, whole ones too, which OmegaConf's typed lists of lists refuse."""
-    try:
-        found = [[float(number) for number in row] for row in rows]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"bed.{name}={rows}: use rows of numbers, [[..],[..]]") from error
-    if len(found) != shape[0] or not found or any(len(row) != shape[1] for row in found):
-        raise ConfigError(
-            f"bed.{name} has {len(found)} rows of {sorted({len(row) for row in found})} numbers: "
-            f"use {shape[0]} of {shape[1]}"
-        )
-    return found
 
 
 @dataclass
 class TheoryConfig:
     """Fields of all studies."""
 
-    kind: str = key("which of the paper's results; choose by study=NAME")
+    title: ClassVar[str] = ""  # of pages, figures and tables; not a field
+    beds: ClassVar[tuple[str, ...]] = ("coins", "softmax")  # kinds that the study can run on
 
-    beds = ("coins", "softmax")  # not a field: kinds of beds that the study can run on
+    kind: str = field("which of the paper's results; choose by study=NAME")
 
     def check(self) -> None:
         """Refuse what cannot be run.
@@ -152,9 +36,9 @@ class TheoryConfig:
 class SimulatedConfig(TheoryConfig):
     """Fields of studies that run Algorithm 1."""
 
-    replicates: int = key("runs of Algorithm 1 behind each number", "replicates")
-    decaying_rate: float = key("c of the learning rate c / (t + offset)")
-    offset: int = key("of it", "steps")
+    replicates: int = field("runs of Algorithm 1 behind each number", "replicates")
+    decaying_rate: float = field("c of the learning rate c / (t + offset)")
+    offset: int = field("of it", "steps")
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
@@ -166,35 +50,53 @@ class SimulatedConfig(TheoryConfig):
             )
 
 
-def _divided(rollouts: int, group_sizes: list[int], least: int = 2) -> None:
+def _check_divisors(rollouts: int, group_sizes: list[int]) -> None:
     distinct("study.group_sizes", group_sizes)
-    wrong = [size for size in group_sizes if size < least or rollouts % size]
+    wrong = [size for size in group_sizes if size < 2 or rollouts % size]
     if wrong or not group_sizes:
         raise ConfigError(
             f"study.group_sizes={group_sizes} with study.rollouts={rollouts}: use sizes of at "
-            f"least {least} that divide it"
+            "least 2 that divide it"
         )
 
 
-def _steps(steps: list[int]) -> None:
+def _check_steps(steps: list[int]) -> None:
     if not steps or min(steps) < 1 or steps != sorted(set(steps)):
         raise ConfigError(f"study.steps={steps}: name steps above 0, ascending")
+
+
+def _check_minibatches(num_prompts: int, minibatches: int) -> None:
+    if num_prompts < 1 or minibatches < 2 or num_prompts % minibatches:
+        raise ConfigError(
+            f"study.num_prompts={num_prompts} with study.minibatches={minibatches}: "
+            "use 2 minibatches or more, of which the prompts are a multiple"
+        )
+
+
+def _check_doubling(sizes: list[int]) -> None:
+    first = min(sizes, default=0)
+    if first < 2 or sizes != [first, 2 * first, 4 * first]:
+        raise ConfigError(
+            f"study.limit_sizes={sizes}: use three, each twice the one before, from 2 on"
+        )
 
 
 @dataclass
 class Lemma6Config(SimulatedConfig):
     """The mean gap against its recursion and bounds."""
 
-    baselines: list[str] = key("whose estimators are run", choices=SIMULATED)
-    rollouts: int = key("of a step, n = B G", "completions")
-    group_size: int = key("in a group, G", "completions")
-    constant_rates: list[float] = key("learning rates, each below 2 / L")
-    steps: int = key("of each run, T", "steps")
+    title = "Lemma 6, the gap under constant and falling learning rates"
+
+    baselines: list[str] = field("whose estimators are run", choices=SIMULATED)
+    rollouts: int = field("of a step, n = B G", "completions")
+    group_size: int = field("in a group, G", "completions")
+    constant_rates: list[float] = field("learning rates, each below 2 / L")
+    steps: int = field("of each run, T", "steps")
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
         super().check()
-        _divided(self.rollouts, [self.group_size])
+        _check_divisors(self.rollouts, [self.group_size])
         positive(self, "steps", prefix="study.")
         for name in self.baselines:
             one_of("study.baselines", name, SIMULATED)
@@ -210,23 +112,35 @@ class Lemma6Config(SimulatedConfig):
 class Theorem7Config(SimulatedConfig):
     """The best group size at a fixed number of rollouts."""
 
-    rollouts: list[int] = key("of a step, every n = B G", "completions")
-    group_sizes: list[int] = key("in a group, every G; those count that divide n", "completions")
-    constant_rates: list[float] = key("learning rates, each below 2 / L")
-    steps: list[int] = key("at which gaps are compared", "steps")
+    title = "Theorem 7, the best group size"
+
+    rollouts: list[int] = field("of a step, every n = B G, compared at each T", "completions")
+    totals: list[int] = field(
+        "of a whole run, n T: at each T a step has n = total / T", "completions"
+    )
+    group_sizes: list[int] = field("in a group, every G; those count that divide n", "completions")
+    constant_rates: list[float] = field("learning rates, each below 2 / L")
+    steps: list[int] = field("at which gaps are compared, T", "steps")
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
         super().check()
-        _steps(self.steps)
+        _check_steps(self.steps)
         distinct("study.rollouts", self.rollouts)
+        distinct("study.totals", self.totals)
         distinct("study.group_sizes", self.group_sizes)
-        for n in self.rollouts:
-            there = [size for size in self.group_sizes if n % size == 0]
-            if len(there) < 2 or min(there) < 2:
+        if not self.rollouts and not self.totals:
+            raise ConfigError("study.rollouts=[] study.totals=[]: name rollouts of a step or a run")
+        for total in self.totals:
+            odd = [step for step in self.steps if total % step]
+            if odd:
+                raise ConfigError(f"study.totals={self.totals}: {total} is no multiple of T={odd}")
+        for n in [*self.rollouts, *(total // t for total in self.totals for t in self.steps)]:
+            divisors = [size for size in self.group_sizes if n % size == 0]
+            if len(divisors) < 2 or min(divisors) < 2:
                 raise ConfigError(
                     f"study.rollouts={n} with study.group_sizes={self.group_sizes}: at least two "
-                    "of 2 or more must divide it"
+                    "of 2 or more must divide it (as n = total / T too)"
                 )
 
 
@@ -234,29 +148,36 @@ class Theorem7Config(SimulatedConfig):
 class Theorem8Config(SimulatedConfig):
     """The law of T times the gap."""
 
-    rollouts: int = key("of a step, n = B G", "completions")
-    group_sizes: list[int] = key("of GRPO, in a group; the first also of the others", "completions")
-    steps: list[int] = key("at which laws are compared; the last decides", "steps")
+    title = "Theorem 8, the law of the gap"
+    beds = ("coins", "ridge_coins", "softmax")
+
+    rollouts: int = field("of a step, n = B G", "completions")
+    group_sizes: list[int] = field(
+        "of GRPO, in a group; the first also of the others", "completions"
+    )
+    steps: list[int] = field("at which laws are compared; the last decides", "steps")
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
         super().check()
-        _divided(self.rollouts, self.group_sizes)
-        _steps(self.steps)
+        _check_divisors(self.rollouts, self.group_sizes)
+        _check_steps(self.steps)
 
 
 @dataclass
 class CorollariesConfig(SimulatedConfig):
     """GRPO's limit beside the oracle's, and that beside other baselines'."""
 
-    rollouts: int = key("of a step, n = B G", "completions")
-    group_sizes: list[int] = key("in a group, every G", "completions")
-    steps: int = key("of each run, T; 4 or more", "steps")
+    title = "Corollaries 9 and 10, GRPO, the oracle and other baselines"
+
+    rollouts: int = field("of a step, n = B G", "completions")
+    group_sizes: list[int] = field("in a group, every G", "completions")
+    steps: int = field("of each run, T; 4 or more", "steps")
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
         super().check()
-        _divided(self.rollouts, self.group_sizes)
+        _check_divisors(self.rollouts, self.group_sizes)
         if self.steps < 4:
             raise ConfigError(f"study.steps={self.steps}: use 4 or more")
 
@@ -265,12 +186,25 @@ class CorollariesConfig(SimulatedConfig):
 class Proposition13Config(SimulatedConfig):
     """Where normalised advantages lead."""
 
-    num_prompts: int = key("of a step, B", "prompts")
-    group_sizes: list[int] = key("in a group, every G, ascending", "completions")
-    epsilon: float = key("added to a group's standard deviation")
-    steps: int = key("of each run, T; 4 or more", "steps")
-
+    title = "Proposition 13, what normalised advantages maximise"
     beds = ("coins",)
+
+    num_prompts: int = field("of a step, B", "prompts")
+    group_sizes: list[int] = field("in a group, every G, ascending", "completions")
+    epsilon: float = field("added to a group's standard deviation")
+    limit_sizes: list[int] = field(
+        "three, each twice the one before, from which the limit in G is extrapolated", "completions"
+    )
+    beta: float = field("weight of the KL term, of the variants that have it")
+    reference: list[float] = field("u of the reference policy there, in the bed's coordinate")
+    minibatches: int = field(
+        "that a batch is split into, of the variants that do so", "minibatches"
+    )
+    variant_sizes: list[int] = field(
+        "in a group, every G at which there are variants with KL term, minibatches, both",
+        "completions",
+    )
+    steps: int = field("updates of each run, T; 4 or more", "steps")
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
@@ -286,14 +220,22 @@ class Proposition13Config(SimulatedConfig):
                 f"study.group_sizes={self.group_sizes} study.epsilon={self.epsilon}: use sizes of "
                 "2 or more, and an epsilon of 0 or more"
             )
+        _check_doubling(self.limit_sizes)
+        positive(self, "beta", prefix="study.")
+        _check_minibatches(self.num_prompts, self.minibatches)
+        distinct("study.variant_sizes", self.variant_sizes)
+        if any(size < 2 for size in self.variant_sizes):
+            raise ConfigError(f"study.variant_sizes={self.variant_sizes}: use sizes of 2 or more")
 
 
 @dataclass
 class Lemma11Config(TheoryConfig):
     """The normalised estimator against its U-statistic."""
 
-    group_sizes: list[int] = key("in a group, every G of the curves", "completions")
-    epsilon: float = key("added to a group's standard deviation")
+    title = "Lemma 11, normalised advantages as a U-statistic"
+
+    group_sizes: list[int] = field("in a group, every G of the curves", "completions")
+    epsilon: float = field("added to a group's standard deviation")
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
@@ -306,28 +248,61 @@ class Lemma11Config(TheoryConfig):
 
 @dataclass
 class Theorem12Config(TheoryConfig):
-    """Squared bias and variance after some updates on one batch."""
+    """Squared bias and variance of Algorithm 2's estimate, with and without normalisation."""
 
-    learning_rates: list[float] = key("of the updates, three or more above 0")
-    updates: int = key("between sampling and the estimate, k", "updates")
-    group_size: int = key("in a group, G", "completions")
-    num_prompts: int = key("of a minibatch, B", "prompts")
-    beta: float = key("weight of the KL term")
-    replicates: int = key("random paths of updates", "paths")
-    lengths: list[int] = key("of completions, for what ratios cost", "tokens")
-    shift: float = key("of a token's logit there")
-
+    title = "Theorem 12, the error of Algorithm 2"
     beds = ("sequences",)
+
+    normalisations: list[str] = field(
+        "what advantages are divided by along the updates: nothing, or the group's std + epsilon",
+        choices=NORMALISATIONS,
+    )
+    epsilon: float = field("added to a group's standard deviation")
+    floor: float = field("smallest standard deviation, of the guards that are compared")
+    learning_rates: list[float] = field("of the updates, three or more above 0")
+    num_prompts: int = field("of a batch, B", "prompts")
+    minibatches: int = field(
+        "that a batch is split into; an update on each, one pass", "minibatches"
+    )
+    group_size: int = field("in a group, G, of the updates; one of group_sizes", "completions")
+    group_sizes: list[int] = field("in a group, every G at learning rate 0", "completions")
+    limit_sizes: list[int] = field(
+        "three, each twice the one before, from which limits in G are extrapolated", "completions"
+    )
+    beta: float = field("weight of the KL term; bias and variance without it are shown beside")
+    replicates: int = field("random paths of updates", "paths")
+    lengths: list[int] = field("of completions, for what ratios cost", "tokens")
+    shift: float = field("of a token's logit there")
+
+    def check(self) -> None:
+        """See `TheoryConfig.check`."""
+        positive(self, "epsilon", "floor", prefix="study.")
+        for name in self.normalisations:
+            one_of("study.normalisations", name, NORMALISATIONS)
+        distinct("study.normalisations", self.normalisations)
+        if not self.normalisations:
+            raise ConfigError(
+                f"study.normalisations=[]: name at least one of {', '.join(NORMALISATIONS)}"
+            )
+        _check_minibatches(self.num_prompts, self.minibatches)
+        if self.group_size not in self.group_sizes or min(self.group_sizes) < 2:
+            raise ConfigError(
+                f"study.group_size={self.group_size} with study.group_sizes={self.group_sizes}: "
+                "use sizes of 2 or more, and one of them"
+            )
+        distinct("study.group_sizes", self.group_sizes)
+        _check_doubling(self.limit_sizes)
 
 
 @dataclass
 class BestGroupSizeConfig(TheoryConfig):
     """Whether the measured G* predicts the G that trains best, from finished runs."""
 
-    trained: list[str] = key("folders of runs of train, or patterns of them")
-    measured: list[str] = key("folder of the study of mse, or a pattern of it")
-
+    title = "The scaling law in training"
     beds = ("none",)
+
+    trained: list[str] = field("folders of runs of train, or patterns of them")
+    measured: list[str] = field("folder of the study of mse, or a pattern of it")
 
     def check(self) -> None:
         """See `TheoryConfig.check`."""
@@ -336,12 +311,6 @@ class BestGroupSizeConfig(TheoryConfig):
                 raise ConfigError(f"study.{name}={getattr(self, name)}: name folders of runs")
 
 
-BEDS = {
-    "coins": CoinsConfig,
-    "softmax": SoftmaxConfig,
-    "sequences": SequencesConfig,
-    "none": BedConfig,
-}
 STUDIES = {
     "lemma6": Lemma6Config,
     "theorem7": Theorem7Config,
@@ -358,18 +327,20 @@ STUDIES = {
 class GapLaunch(ProcessConfig):
     """As `ProcessConfig`, of studies of theorems."""
 
-    workers: int = key(
+    workers: int = field(
         "that share the replicates, with the same results; under torchrun its ranks do", "processes"
     )
 
 
 @dataclass
 class GapConfig(Shared):
-    """What `python -m grpo_ustat.gap` runs."""
+    """What `grpo-ustat gap` runs."""
 
-    launch: GapLaunch = part(GapLaunch, "processes; none of it changes results")
-    study: Any = key("which result; fields of other studies: study=NAME --help")
-    bed: Any = key("the policy, whose truth is enumerated; fields of others: bed=NAME --help")
+    launch: GapLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
+        GapLaunch, "processes; none of it changes results"
+    )
+    study: Any = field("which result; fields of other studies: study=NAME --help")
+    bed: Any = field("the policy, whose truth is enumerated; fields of others: bed=NAME --help")
 
     @property
     def run_name(self) -> str:

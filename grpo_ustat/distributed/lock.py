@@ -8,7 +8,13 @@ it was seen untouched for `PATIENCE`. What is compared is whether the file chang
 with a clock, so clocks may differ by any amount.
 
 An owner that was suspended for longer and lost its lock learns it from the file, which names
-another: it asks before it writes (`check`), and ends.
+another: it calls `check` before it writes, and ends.
+
+filelock 4.2.11 has such a heartbeat in `SoftFileLease`, which was tried by itself and is not used:
+it takes the lock at once from a live owner whose process id is not known here, as in another
+container of the same host name, and from a suspended owner on this machine after the lease, while
+flock shows that both live. Its file has no field for a SLURM job, by whose restart a dead owner on
+another machine is known without waiting.
 """
 
 from __future__ import annotations
@@ -28,9 +34,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
-from grpo_ustat import slurm
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.signals import stop_if_asked
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed import slurm
+from grpo_ustat.distributed.signals import stop_if_requested
 
 NAME = ".lock"
 BEAT = 10.0  # seconds between two signs of life
@@ -42,19 +48,19 @@ NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Held(ConfigError):
-    """The folder is another process's; the message is one line that says whose."""
+    """Another process holds the folder; the message says in one line which."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """What a process writes into its lock.
+    """The record that a process writes into its lock.
 
     Attributes:
         token: random, of this one lock.
         pid: as the process itself knows it; in a container another than outside.
         boot_id: of its kernel since that started; None where there is none (not Linux).
         started: when it took the lock, by its own clock: for people only.
-        slurm_job, slurm_restart: see `grpo_ustat.slurm`.
+        slurm_job, slurm_restart: see `grpo_ustat.distributed.slurm`.
     """
 
     token: str
@@ -72,7 +78,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Holder(Owner):
-    """An owner that others see.
+    """The owner of a lock, as another process sees it.
 
     Attributes:
         silent: seconds since its last sign of life.
@@ -107,19 +113,19 @@ class Lock:
         while True:
             descriptor, new, flocked = _opened(self.path)
             try:
-                there = _read(descriptor)
-                certain = new or (flocked and _outlived(_parsed(there)))
-                if certain or (flocked and not there) or there == watched:
-                    return self._own(descriptor, there, settle=not certain)
+                content = _read(descriptor)
+                certain = new or (flocked and _outlived(_parsed(content)))
+                if certain or (flocked and not content) or content == watched:
+                    return self._own(descriptor, content, settle=not certain)
             except BaseException:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
             watched = _seen_dead(self.path)
 
-    def _own(self, descriptor: int, there: bytes, settle: bool) -> None:
-        if there:
-            _say(f"{self.path.parent}: {_named(there)} is gone, this process takes over")
+    def _own(self, descriptor: int, previous: bytes, settle: bool) -> None:
+        if previous:
+            _say(f"{self.path.parent}: {_named(previous)} is gone, this process takes over")
         _write(descriptor, self._content)
         if settle:
             time.sleep(SETTLE)
@@ -135,19 +141,20 @@ class Lock:
             Held: it was taken over, or removed.
         """
         try:
-            there = self.path.read_bytes()
+            content = self.path.read_bytes()
         except FileNotFoundError:
-            there = b""
+            content = b""
         except OSError:
             return
-        if there != self._content:
+        if content != self._content:
             raise Held(
-                f"{self.path.parent} was taken over by {_named(there)}, for this process had shown "
-                f"no sign of life for {PATIENCE:g} s (suspended?): it ends here and writes nothing"
+                f"{self.path.parent} was taken over by {_named(content)}, for this process had "
+                f"shown no sign of life for {PATIENCE:g} s (suspended?): it ends here and writes "
+                "nothing"
             )
 
     def is_own(self) -> bool:
-        """Whether it is this process's still."""
+        """Whether the lock is still this process's."""
         try:
             self.check()
         except Held:
@@ -179,7 +186,7 @@ _OWN: set[Lock] = set()  # what this process holds
 
 
 def check_own() -> None:
-    """`Lock.check` of all that this process holds, which may be none.
+    """Call `Lock.check` on every lock that this process holds.
 
     Raises:
         Held: see there.
@@ -220,7 +227,7 @@ def peek(folder: Path) -> Holder | None:
 
 
 def in_use(folder: Path, who: str) -> str:
-    """The line that refuses a folder."""
+    """The message that refuses a folder which another process holds."""
     return (
         f"{folder} is in use by {who}: wait for it, stop it, or choose another folder with "
         "hydra.run.dir=DIR"
@@ -237,7 +244,7 @@ def _opened(path: Path) -> tuple[int, bool, bool]:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # the folder went, with a process that was refused
-            descriptor, new = _made(path)
+            descriptor, new = _open_or_create(path)
             flocked = _flock(descriptor)
             if flocked is not False and _is_at(path, descriptor):
                 return descriptor, new, flocked is True
@@ -247,7 +254,8 @@ def _opened(path: Path) -> tuple[int, bool, bool]:
             time.sleep(0.02)
 
 
-def _made(path: Path) -> tuple[int, bool]:
+def _open_or_create(path: Path) -> tuple[int, bool]:
+    """The file's descriptor, and whether this call created the file."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
     except FileExistsError:
@@ -269,7 +277,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_flocked(descriptor: int) -> bool | None:
-    """Whether another holds a file; None where that cannot be known."""
+    """Whether another process holds a flock on the file; None where that cannot be known."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -302,7 +310,8 @@ def _outlived(owner: Owner | None) -> bool:
 
 
 def _seen_dead(path: Path) -> bytes | None:
-    """Watch a lock; what an owner wrote who gave no sign of life, None if the file went.
+    """Watch a lock until its owner counts as dead, and return the lock's content; None if the
+    file disappeared.
 
     Looks are counted, not time: while a file system hangs its owner can show no life either.
 
@@ -317,7 +326,7 @@ def _seen_dead(path: Path) -> bytes | None:
     )
     for _ in range(round(PATIENCE / LOOK)):
         time.sleep(LOOK)
-        stop_if_asked()
+        stop_if_requested()
         now = _look(path)
         if now[1] is None:
             return None

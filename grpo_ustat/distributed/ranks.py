@@ -10,8 +10,8 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.signals import Stopped
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.signals import Stopped
 
 PARENT = "GRPO_USTAT_PARENT"  # environment: process id of the command that started the ranks
 LONGEST = timedelta(days=20)  # that a rank waits for the others; gloo's own 30 minutes are short
@@ -22,16 +22,16 @@ class RefusedByRank(ConfigError):
 
 
 class _PeerFailed(Exception):
-    """Another rank failed: what this one does is in vain."""
+    """Another rank failed, so this rank's work is of no use."""
 
 
 def world() -> int:
-    """How many ranks the run has."""
+    """How many ranks the run has; 1 where this process is alone."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def rank() -> int:
-    """Which of them this process is."""
+    """Which of the ranks this process is, from 0; 0 where it is alone."""
     return int(os.environ["RANK"]) if world() > 1 else 0
 
 
@@ -60,46 +60,64 @@ def own_device(device: str) -> str:
 
 def barrier() -> None:
     """Wait until every rank is here."""
-    together(_nothing)
+    all_gather_call(_nothing)
 
 
-def on_main(function: Callable[..., Any], *arguments: Any) -> Any:
+def main_only(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the function on rank 0 alone; every rank waits for it and returns its value.
 
     Raises:
-        ConfigError, RuntimeError: see `together`.
+        ConfigError, RuntimeError: see `all_gather_call`.
     """
-    return together(function if is_main() else _nothing, *arguments)[0]
+    return all_gather_call(function if is_main() else _nothing, *arguments)[0]
 
 
-def together(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def all_gather_call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call the function on every rank; every rank returns the values of all, in their order.
 
     Raises:
         ConfigError: a rank refused the configuration; on all ranks.
-        Stopped: a rank was asked to stop; on all ranks.
+        Stopped: a signal to a rank; on all ranks.
         RuntimeError: a rank failed; its own error there, a line that names it on the others.
         SystemExit: a rank is gone, and the run with it.
     """
     if world() == 1:
         return [function(*arguments)]
-    peers, own = _join(), None
+    peers, own_error = _join(), None
     peers.calls += 1
     try:
         outcome = ("value", function(*arguments))
     except Exception as error:
-        outcome, own = _told(error), error
+        own_error = error
         peers.count("failed", 1)
+        if isinstance(error, _PeerFailed):
+            outcome = ("in vain", "")
+        elif isinstance(error, ConfigError):
+            outcome = ("refused", str(error))
+        elif isinstance(error, Stopped):
+            outcome = ("stopped", str(error))
+        else:
+            outcome = ("failed", f"{type(error).__name__}: {error}")
     outcomes = peers.gather(outcome)
-    _raise_first(outcomes, own)
+    for kind, text in outcomes:
+        if kind == "refused":
+            raise RefusedByRank(text)
+    for kind, text in outcomes:
+        if kind == "stopped":
+            raise Stopped(text)
+    for number, (kind, text) in enumerate(outcomes):
+        if kind == "failed" and number == rank() and own_error is not None:
+            raise own_error
+        if kind == "failed":
+            raise RuntimeError(f"rank {number} failed: {text}")
     return [value for _, value in outcomes]
 
 
 def tally(added: int) -> int:
-    """Add to a count, from inside `together`, and return what all ranks have added so far.
+    """Add to a count, from inside `all_gather_call`, and return what all ranks have added so far.
 
     Raises:
-        Exception: another rank failed; for `together` to catch.
+        Exception: another rank failed; for `all_gather_call` to catch.
     """
     peers = _join()
     if peers.count("failed", 0):
@@ -111,39 +129,18 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _told(error: Exception) -> tuple[str, str]:
-    if isinstance(error, _PeerFailed):
-        return "stopped", ""
-    if isinstance(error, ConfigError):
-        return "refused", str(error)
-    if isinstance(error, Stopped):
-        return "asked", str(error)
-    return "failed", f"{type(error).__name__}: {error}"
-
-
-def _raise_first(outcomes: list[tuple[str, Any]], own: Exception | None) -> None:
-    for kind, text in outcomes:
-        if kind == "refused":
-            raise RefusedByRank(text)
-    for kind, text in outcomes:
-        if kind == "asked":
-            raise Stopped(text)
-    for number, (kind, text) in enumerate(outcomes):
-        if kind == "failed":
-            raise own if number == rank() else RuntimeError(f"rank {number} failed: {text}")
-
-
 class _Peers:
     """Connections to the other ranks: a group for values, a store for counts between its calls."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
 
         self.calls = 0
         if dist.is_initialized():  # by accelerate
             self._store = dist.distributed_c10d._get_default_store()
         else:
-            self._store, number, size = next(dist.rendezvous("env://"))
+            self._store, number, size = next(rendezvous("env://"))
             # Returns once all ranks have come: until then none has touched a folder.
             dist.init_process_group("gloo", store=self._store, rank=number, world_size=size)
         self._group = dist.new_group(backend="gloo", timeout=LONGEST)
@@ -151,12 +148,14 @@ class _Peers:
         atexit.register(_leave)
 
     def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * world()
+        """The values of all ranks, in their order."""
+        values: list[Any] = [None] * world()
         with _connected():
-            self._gather(found, value, group=self._group)
-        return found
+            self._gather(values, value, group=self._group)
+        return values
 
     def count(self, key: str, added: int) -> int:
+        """Add to a count of the call at hand; what all ranks have added so far."""
         with _connected():
             return self._store.add(f"grpo_ustat/{self.calls}/{key}", added)
 
@@ -174,7 +173,7 @@ def _leave() -> None:
 
 @contextmanager
 def _connected() -> Iterator[None]:
-    """End this rank, and its sweep, in one line where another one is gone."""
+    """Within, a lost connection to another rank ends this rank, and its sweep, with one line."""
     try:
         yield
     except RuntimeError as error:
@@ -182,7 +181,7 @@ def _connected() -> Iterator[None]:
 
 
 @contextmanager
-def lost_ranks_named() -> Iterator[None]:
+def name_lost_ranks() -> Iterator[None]:
     """As `_connected`, around work in which only some errors are those of a connection.
 
     Raises:
@@ -191,15 +190,13 @@ def lost_ranks_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if world() == 1 or not _of_connection(error):
+        if world() == 1:
+            raise
+        import torch.distributed as dist
+
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         raise _lost() from error
-
-
-def _of_connection(error: RuntimeError) -> bool:
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _lost() -> SystemExit:

@@ -1,7 +1,8 @@
 """Requests to stop: signals that schedulers send before they take a machine away.
 
-A handler only notes the signal. Work asks between its steps, on all ranks together, saves and ends
-with code 75; a step under way is finished first, so a scheduler must grant a step and a save.
+A handler only notes the signal. Between its steps work looks for it, on all ranks together, saves
+and ends with code 75; a step under way is finished first, so a scheduler must grant a step and a
+save.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stopped(Exception):
-    """Work that ended early because it was asked to, with all of it saved that can be."""
+    """Work ended early by request, with all of it saved that can be."""
 
 
 class StopRequest:
@@ -54,10 +55,10 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         StopRequest._since = StopRequest._since or time.monotonic()
-        self.noted(number)
+        self.on_signal(number)
 
-    def noted(self, number: int) -> None:
-        """What else to do at once; nothing here."""
+    def on_signal(self, number: int) -> None:
+        """Called at once when a signal comes, for subclasses to override; does nothing here."""
 
     @property
     def name(self) -> str:
@@ -65,17 +66,17 @@ class StopRequest:
         return signal.Signals(self.received).name if self.received else "a signal to another rank"
 
 
-def stop_if_asked() -> None:
-    """End work of which everything that is done is saved.
+def stop_if_requested() -> None:
+    """End the work, whose results are saved, if a signal asked for it.
 
     Raises:
         Stopped: a signal came to this process since the innermost StopRequest was opened.
     """
-    asked = StopRequest._inner
-    if asked is not None and asked.received:
-        raise Stopped(f"stopped by {asked.name}")
+    request = StopRequest._inner
+    if request is not None and request.received:
+        raise Stopped(f"stopped by {request.name}")
 
 
-def seconds_since_asked() -> float:
-    """Since the first such signal to this process; 0 without one."""
+def seconds_since_request() -> float:
+    """Since the first stopping signal to this process; 0 without one."""
     return time.monotonic() - StopRequest._since if StopRequest._since else 0.0

@@ -1,29 +1,30 @@
-"""`python -m grpo_ustat.doctor`: whether runs will work on this machine, and what to do if not."""
+"""`grpo-ustat doctor`: whether runs will work on this machine, and what to do if not."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from grpo_ustat.checkup.catalogue import CHECKS, chosen
-from grpo_ustat.checkup.report import as_json, show
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.doctor.runner import CHECKS, show, show_json
 
 
 def main() -> None:
     """Console entry; the exit code is 1 where a check failed, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_ustat.doctor", description=__doc__)
+    names = [check.name for check in CHECKS]
+    parser = argparse.ArgumentParser(prog=command_line("doctor"), description=__doc__)
     parser.add_argument(
         "--output", type=Path, default=Path("outputs"), metavar="DIR",
         help="where runs are to be written: its disk and its locks are tried (default: outputs)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
     parser.add_argument(
-        "--only", nargs="+", metavar="CHECK", choices=[check.name for check in CHECKS],
-        help=f"some of: {', '.join(check.name for check in CHECKS)}",
-    )  # fmt: skip
-    asked = parser.parse_args()
-    failed = (as_json if asked.json else show)(chosen(asked.only), asked.output)
-    raise SystemExit(int(failed > 0))
+        "--only", nargs="+", metavar="CHECK", choices=names, help=f"some of: {', '.join(names)}"
+    )
+    options = parser.parse_args()
+    checks = [check for check in CHECKS if options.only is None or check.name in options.only]
+    failures = (show_json if options.json else show)(checks, options.output)
+    raise SystemExit(int(failures > 0))
 
 
 if __name__ == "__main__":

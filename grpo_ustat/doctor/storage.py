@@ -8,80 +8,90 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.filesize import decimal
 
-from grpo_ustat.checkup.findings import Finding, existing, failed, ok, warning
-from grpo_ustat.runs import lock
+from grpo_ustat.distributed import lock
+from grpo_ustat.doctor.runner import Finding, failed, ok, warning
 
-PIECE = 2**20
+PIECE = 2**20  # bytes
 PIECES = 16  # MiB that are written
 LITTLE = 5e9  # bytes free
 SLOW = 20e6  # bytes a second: a checkpoint of 0.5 B parameters with its optimizer takes 5 minutes
 ELSEWHERE = "choose another folder with --output DIR, and hydra.run.dir=DIR for runs"
+TRIAL = ".grpo_ustat_doctor_"  # prefix of folders that are removed afterwards
 
 
 def disk(folder: Path) -> Finding:
-    """Room, and writing, syncing, reading back and renaming 16 MiB there."""
-    place, block = existing(folder), os.urandom(PIECE)
+    """Free bytes, and the speed of writing, syncing, reading and renaming 16 MiB."""
+    place, block = _nearest_folder(folder), os.urandom(PIECE)
     try:
         free, files = shutil.disk_usage(place).free, os.statvfs(place).f_favail
-        with _trial(place) as trial:
-            seconds = _written(trial / "staged", block)
-            os.replace(trial / "staged", trial / "there")
-            whole = (trial / "there").read_bytes() == block * PIECES
+        with tempfile.TemporaryDirectory(prefix=TRIAL, dir=place) as name:
+            staged, target = Path(name) / "staged", Path(name) / "target"
+            start = time.perf_counter()
+            with staged.open("wb") as stream:
+                for _ in range(PIECES):
+                    stream.write(block)
+                stream.flush()
+                os.fsync(stream.fileno())
+            speed = PIECE * PIECES / (time.perf_counter() - start)
+            os.replace(staged, target)
+            whole = target.read_bytes() == block * PIECES
     except OSError as error:
         return failed(f"{place} cannot be written: {error.strerror or error}", ELSEWHERE)
     if not whole:
         return failed(f"{place} gave back other bytes than were written", ELSEWHERE)
-    speed = PIECE * PIECES / seconds
-    said = f"{decimal(free)} free in {place}, {decimal(int(speed))} a second written and synced"
+    message = f"{decimal(free)} free in {place}, {decimal(int(speed))} a second written and synced"
     if free < LITTLE or 0 < files < 1000:
-        return warning(f"{said}, {files} more files", "dry_run=true says what a run needs of it")
+        return warning(f"{message}, {files} more files", "dry_run=true says what a run needs of it")
     if speed < SLOW:
-        return warning(f"{said}: checkpoints will take long", "save less often, or " + ELSEWHERE)
-    return ok(said)
-
-
-def _written(file: Path, block: bytes) -> float:
-    """Seconds of writing and syncing."""
-    start = time.perf_counter()
-    with file.open("wb") as stream:
-        for _ in range(PIECES):
-            stream.write(block)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return time.perf_counter() - start
-
-
-@contextmanager
-def _trial(place: Path) -> Iterator[Path]:
-    """A folder there that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix=".grpo_ustat_doctor_", dir=place) as name:
-        yield Path(name)
+        return warning(f"{message}: checkpoints will take long", "save less often, or " + ELSEWHERE)
+    return ok(message)
 
 
 def locks(folder: Path) -> Finding:
     """A run's own lock against a second process, and after its owner was killed."""
-    place = existing(folder)
+    place = _nearest_folder(folder)
     try:
-        with _trial(place) as trial:
-            if not _has_flock(trial):
+        with tempfile.TemporaryDirectory(prefix=TRIAL, dir=place) as name:
+            if not _has_flock(Path(name) / "flock"):
                 return warning(
                     f"the file system of {place} has no flock: a run there keeps others out by "
                     f"touching its lock, and a killed one is waited for {lock.PATIENCE:g} s",
                     "mount it with flock (Lustre: -o flock), or " + ELSEWHERE,
                 )
-            return _tried(place, trial / "run")
+            keeps_out, frees = _try_lock(Path(name) / "run")
     except OSError as error:
         return failed(f"{place} cannot be locked: {error.strerror or error}", ELSEWHERE)
+    if not keeps_out:
+        return failed(
+            f"a second process got the lock of the first in {place}: two runs could write there "
+            "at once",
+            "mount it with working flock, or " + ELSEWHERE,
+        )
+    if not frees:
+        return failed(
+            f"the lock of a killed process in {place} is still held: its run could not go on",
+            "mount it with working flock, or " + ELSEWHERE,
+        )
+    return ok(f"flock in {place} keeps a second process out and ends with its owner")
 
 
-def _has_flock(trial: Path) -> bool:
-    with (trial / "flock").open("w") as file:
+def _nearest_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+
+
+def _has_flock(path: Path) -> bool:
+    """Whether the file system of a file knows flock.
+
+    Raises:
+        OSError: it cannot be written or locked for another reason.
+    """
+    with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -91,49 +101,43 @@ def _has_flock(trial: Path) -> bool:
     return True
 
 
-def _tried(place: Path, run: Path) -> Finding:
+def _try_lock(folder: Path) -> tuple[bool, bool]:
+    """Whether a lock keeps a second process out, and whether it is free once its owner is killed.
+
+    Args:
+        folder: to be locked.
+    """
     reader, writer = os.pipe()
-    owner = _forked(lambda: _hold(run, writer))
+
+    def hold_until_killed() -> int:
+        """Takes the lock, tells the parent through the pipe, and waits for the kill."""
+        lock.Lock(folder).take()
+        os.write(writer, b"1")
+        signal.pause()
+        return 0
+
+    def try_once() -> int:
+        """Exit code 0 where the lock was free, 3 where another process holds it."""
+        own = lock.Lock(folder)
+        try:
+            own.take()
+        except lock.Held:
+            return 3
+        own.release()
+        return 0
+
+    owner = _fork(hold_until_killed)
     os.close(writer)
-    taken = os.read(reader, 1) == b"1"
-    kept_out = _ended(_forked(lambda: _take(run))) == 3
+    locked = os.read(reader, 1) == b"1"
+    keeps_out = _exit_code(_fork(try_once)) == 3
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
     os.close(reader)
-    free = _ended(_forked(lambda: _take(run))) == 0
-    if not (taken and kept_out):
-        return failed(
-            f"a second process got the lock of the first in {place}: two runs could write there "
-            "at once",
-            "mount it with working flock, or " + ELSEWHERE,
-        )
-    if not free:
-        return failed(
-            f"the lock of a killed process in {place} is still held: its run could not go on",
-            "mount it with working flock, or " + ELSEWHERE,
-        )
-    return ok(f"flock in {place} keeps a second process out and ends with its owner")
+    return locked and keeps_out, _exit_code(_fork(try_once)) == 0
 
 
-def _hold(run: Path, told: int) -> int:
-    lock.Lock(run).take()
-    os.write(told, b"1")
-    signal.pause()
-    return 0
-
-
-def _take(run: Path) -> int:
-    """0: the lock was free; 3: it was not."""
-    own = lock.Lock(run)
-    try:
-        own.take()
-    except lock.Held:
-        return 3
-    own.release()
-    return 0
-
-
-def _forked(work: Callable[[], int]) -> int:
+def _fork(work: Callable[[], int]) -> int:
+    """Id of a process whose exit code is what `work` returns, 1 if it raises; it prints nothing."""
     pid = os.fork()
     if pid:
         return pid
@@ -145,5 +149,6 @@ def _forked(work: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def _ended(pid: int) -> int:
+def _exit_code(pid: int) -> int:
+    """Waits for the end of the process."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

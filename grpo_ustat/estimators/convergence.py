@@ -13,19 +13,19 @@ maximiser, is an equality, `m <- (1 - eta H) m (1 - eta H) + eta^2 Sigma`, `E De
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
 
 import numpy as np
 from scipy.interpolate import PchipInterpolator
-from scipy.optimize import brentq
 from scipy.stats import chi2
 
+from grpo_ustat.records import Array
+
 POINTS = 400  # of a distribution function, between which it is interpolated
+QUANTILE_POINTS = 20_000  # between which quantiles are
 
 
-def recursion(
-    first: float, mu: float, smoothness: float, error: float, rates_T: np.ndarray
-) -> np.ndarray:
+def recursion(first: float, mu: float, smoothness: float, error: float, rates_T: Array) -> Array:
     """The bound on E Delta after 0 ... T steps, [T + 1], from its exact recursion.
 
     >>> recursion(1.0, 0.5, 1.0, 0.0, np.array([1.0, 1.0])).tolist()
@@ -33,14 +33,12 @@ def recursion(
     """
     bound = [first]
     for eta in rates_T:
-        keeps = 1 - 2 * mu * eta + mu * smoothness * eta**2
-        bound.append(keeps * bound[-1] + smoothness * eta**2 * error / 2)
+        contraction = 1 - 2 * mu * eta + mu * smoothness * eta**2
+        bound.append(contraction * bound[-1] + smoothness * eta**2 * error / 2)
     return np.array(bound)
 
 
-def decaying_bound(
-    mu: float, smoothness: float, error: float, c: float, steps_S: np.ndarray
-) -> np.ndarray:
+def decaying_bound(mu: float, smoothness: float, error: float, c: float, steps_S: Array) -> Array:
     """`L c^2 s2 / (2 (2 mu c - 1) T)`, the limit's bound for `eta_t = c/t`; for T large.
 
     Raises:
@@ -52,8 +50,8 @@ def decaying_bound(
 
 
 def quadratic_recursion(
-    first_K: np.ndarray, curvature_KK: np.ndarray, sigma_KK: np.ndarray, rates_T: np.ndarray
-) -> np.ndarray:
+    first_K: Array, curvature_KK: Array, sigma_KK: Array, rates_T: Array
+) -> Array:
     """E Delta after 0 ... T steps of a quadratic J with constant noise, [T + 1]; exact there.
 
     Args:
@@ -62,15 +60,16 @@ def quadratic_recursion(
         sigma_KK: the gradient estimator's covariance.
         rates_T: eta_t.
     """
-    moment, found = np.outer(first_K, first_K), []
+    moment_KK = np.outer(first_K, first_K)
+    gaps: list[float] = []
     for eta in (*rates_T, 0.0):
-        found.append(np.trace(curvature_KK @ moment) / 2)
-        keeps = np.eye(len(first_K)) - eta * curvature_KK
-        moment = keeps @ moment @ keeps + eta**2 * sigma_KK
-    return np.array(found)
+        gaps.append(np.trace(curvature_KK @ moment_KK) / 2)
+        contraction_KK = np.eye(len(first_K)) - eta * curvature_KK
+        moment_KK = contraction_KK @ moment_KK @ contraction_KK + eta**2 * sigma_KK
+    return np.array(gaps)
 
 
-def limit_weights(curvature_KK: np.ndarray, sigma_KK: np.ndarray, c: float) -> np.ndarray:
+def limit_weights(curvature_KK: Array, sigma_KK: Array, c: float) -> Array:
     r"""w_j of `T Delta_T -> sum_j w_j chi2_1` for `eta_t = c/t` (Theorem 8), descending, [K].
 
     In the basis where H is diag(lambda),
@@ -92,40 +91,31 @@ def limit_weights(curvature_KK: np.ndarray, sigma_KK: np.ndarray, c: float) -> n
     sigma = basis.T @ sigma_KK @ basis
     gamma = c**2 * sigma / (c * (lambda_K[:, None] + lambda_K) - 1)
     root = np.sqrt(lambda_K)
-    return np.linalg.eigvalsh(root[:, None] * gamma * root / 2)[::-1]
+    return np.linalg.eigvalsh(root[:, None] * gamma * root / 2)[::-1].astype(np.float64)
 
 
-def mixture_cdf(weights_K: np.ndarray, values: np.ndarray) -> np.ndarray:
+def mixture_cdf(weights_K: Array, values: Array) -> Array:
     """P(sum_j w_j chi2_1 <= x) by gx2 (Das & Geisler), interpolated between POINTS of its values.
 
     Raises:
         ImportError: without gx2.
     """
+    import gx2  # pyright: ignore[reportMissingTypeStubs]
+
     top = max(float(np.max(values)), float(weights_K.sum()))
     # chi2_1 has a density like x^(-1/2) at 0: points crowd there
     points = top * np.linspace(0, 1, POINTS) ** 3
-    known = np.array(_gx2().cdf(points[1:], *_mixture(weights_K)), dtype=float)
-    known = np.maximum.accumulate(np.clip(np.concatenate([[0.0], known]), 0, 1))
-    return PchipInterpolator(np.sqrt(points), known)(np.sqrt(np.clip(values, 0, top)))
-
-
-def mixture_quantiles(weights_K: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Quantiles of `sum_j w_j chi2_1`, from gx2's distribution function."""
-    cdf, law = _gx2().cdf, _mixture(weights_K)
-    top = float(weights_K.sum()) * float(chi2.ppf(max(levels), 1))  # the one with all weight on one
-
-    def above(x: float, level: float) -> float:
-        return float(cdf(x, *law)) - level
-
-    return np.array([brentq(above, 0.0, 2 * top, args=(level,)) for level in levels])
-
-
-def _gx2() -> ModuleType:
-    import gx2
-
-    return gx2
-
-
-def _mixture(weights_K: np.ndarray) -> tuple:
     count = len(weights_K)
-    return list(map(float, weights_K)), [1] * count, [0] * count, 0, 0
+    mixture = list(map(float, weights_K)), [1] * count, [0] * count, 0, 0
+    gx2_cdf: Callable[..., Array] = vars(gx2)["cdf"]  # gx2 has no types
+    cdf = np.array(gx2_cdf(points[1:], *mixture), dtype=float)
+    cdf = np.maximum.accumulate(np.clip(np.concatenate([[0.0], cdf]), 0, 1))
+    return PchipInterpolator(np.sqrt(points), cdf)(np.sqrt(np.clip(values, 0, top)))
+
+
+def mixture_quantiles(weights_K: Array, levels: Array) -> Array:
+    """Quantiles of `sum_j w_j chi2_1`, interpolated in `mixture_cdf`."""
+    # no mixture of these weights has a larger quantile than all weight on one chi2_1
+    top = float(weights_K.sum()) * float(chi2.ppf(np.max(levels), 1))
+    points = 2 * top * np.linspace(0, 1, QUANTILE_POINTS) ** 3
+    return np.interp(levels, mixture_cdf(weights_K, points), points)

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_ustat.records import Array
+
 UNBIASED = ("none", "oracle", "optimal", "leave_one_out")
 
 
 @dataclass(frozen=True)
-class Parts:
+class CovarianceParts:
     """`covariance(B, G) = ( prompts + completions / G + pairs / (G (G-1)) ) / B`, all [K, K, R].
 
     Attributes:
@@ -28,19 +30,19 @@ class Parts:
         pairs: of the second order, trace C3; zero for rules that know the value.
     """
 
-    prompts: np.ndarray
-    completions: np.ndarray
-    pairs: np.ndarray
+    prompts: Array
+    completions: Array
+    pairs: Array
 
-    def covariance(self, num_prompts: int, group_size: int) -> np.ndarray:
-        """[K, K, R]."""
+    def covariance(self, num_prompts: int, group_size: int) -> Array:
+        """The covariance matrix of a batch of B prompts in groups of G, [K, K, R]."""
         pairs = self.pairs / (group_size * (group_size - 1)) if group_size > 1 else 0 * self.pairs
         return (self.prompts + self.completions / group_size + pairs) / num_prompts
 
 
-def parts(
-    probability_PYR: np.ndarray, score_PYKR: np.ndarray, rewards_PY: np.ndarray, baseline: str
-) -> Parts:
+def covariance_parts(
+    probability_PYR: Array, score_PYKR: Array, rewards_PY: Array, baseline: str
+) -> CovarianceParts:
     """The parts of an estimator's covariance, for every replicate's policy.
 
     Args:
@@ -57,21 +59,21 @@ def parts(
         raise ValueError(f"baseline {baseline!r} has no covariance here: use {', '.join(UNBIASED)}")
     z_PYR = np.broadcast_to(rewards_PY[..., None], probability_PYR.shape)
     value_PR = (probability_PYR * z_PYR).sum(axis=1)
-    g_PKR = _mean(probability_PYR * z_PYR, score_PYKR)
+    g_PKR = np.einsum("pyr,pykr->pkr", probability_PYR * z_PYR, score_PYKR)
     mean_KR = g_PKR.mean(axis=0)
-    first = _second(probability_PYR * np.square(z_PYR - subtracted(
-        probability_PYR, score_PYKR, rewards_PY, baseline)[:, None]), score_PYKR)  # fmt: skip
+    b_PR = baseline_values(probability_PYR, score_PYKR, rewards_PY, baseline)
+    first = _second_moment(probability_PYR * np.square(z_PYR - b_PR[:, None]), score_PYKR)
     products = np.einsum("pkr,plr->klr", g_PKR, g_PKR) / len(g_PKR)
     pairs = np.zeros_like(products)
     if baseline == "leave_one_out":
         variance_PR = (probability_PYR * np.square(z_PYR - value_PR[:, None])).sum(axis=1)
-        pairs = _second(probability_PYR * variance_PR[:, None], score_PYKR) + products
-    return Parts(products - mean_KR[:, None] * mean_KR[None], first - products, pairs)
+        pairs = _second_moment(probability_PYR * variance_PR[:, None], score_PYKR) + products
+    return CovarianceParts(products - mean_KR[:, None] * mean_KR[None], first - products, pairs)
 
 
-def subtracted(
-    probability_PYR: np.ndarray, score_PYKR: np.ndarray, rewards_PY: np.ndarray, baseline: str
-) -> np.ndarray:
+def baseline_values(
+    probability_PYR: Array, score_PYKR: Array, rewards_PY: Array, baseline: str
+) -> Array:
     """b(x) of rules that know the policy, [P, R]; of leave_one_out its mean, V."""
     if baseline == "none":
         return np.zeros((len(rewards_PY), probability_PYR.shape[-1]))
@@ -81,11 +83,7 @@ def subtracted(
     return (weight_PYR * rewards_PY[..., None]).sum(axis=1) / weight_PYR.sum(axis=1)
 
 
-def _mean(weight_PYR: np.ndarray, score_PYKR: np.ndarray) -> np.ndarray:
-    return np.einsum("pyr,pykr->pkr", weight_PYR, score_PYKR)
-
-
-def _second(weight_PYR: np.ndarray, score_PYKR: np.ndarray) -> np.ndarray:
+def _second_moment(weight_PYR: Array, score_PYKR: Array) -> Array:
     """Mean over prompts of sum_y w s s', [K, K, R]."""
-    found = np.einsum("pyr,pykr,pylr->klr", weight_PYR, score_PYKR, score_PYKR)
-    return found / len(weight_PYR)
+    total_KKR = np.einsum("pyr,pykr,pylr->klr", weight_PYR, score_PYKR, score_PYKR)
+    return total_KKR / len(weight_PYR)

@@ -12,10 +12,11 @@ for T the mean over the B questions of a batch, as every setting leaves E T = mu
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
-import numpy as np
+from grpo_ustat.records import Array
 
-Number = float | np.ndarray
+Number = TypeVar("Number", float, Array)
 
 
 def decompose(
@@ -58,7 +59,7 @@ def decompose(
         target_sq: ||tau||^2.
 
     Raises:
-        ValueError: an unknown setting, or B > m without replacement.
+        ValueError: an unknown setting, no B where one is drawn, or B > m without replacement.
 
     >>> decompose("with_replacement", 2, 5, 3.0, 2.0, 1.0, 1.0, 1.0)
     (1.0, 0.0, 1.0)
@@ -68,15 +69,17 @@ def decompose(
         variance = (e - p) / questions
     elif setting == "one_question":
         variance = e - p
+    elif setting not in ("with_replacement", "without_replacement"):
+        raise ValueError(f"unknown setting {setting}")
+    elif num_prompts is None:
+        raise ValueError(f"setting {setting} draws num_prompts questions, got None: pass a number")
     elif setting == "with_replacement":
         variance = (e - mu_sq) / num_prompts
-    elif setting == "without_replacement":
+    else:
         if num_prompts > questions:
             raise ValueError(f"{num_prompts} of {questions} questions without replacement")
-        left = (questions - num_prompts) / max(questions - 1, 1)
-        variance = (e - p + left * (p - mu_sq)) / num_prompts
-    else:
-        raise ValueError(f"unknown setting {setting}")
+        correction = (questions - num_prompts) / max(questions - 1, 1)
+        variance = (e - p + correction * (p - mu_sq)) / num_prompts
     return bias2 + variance, bias2, variance
 
 

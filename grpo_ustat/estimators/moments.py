@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_ustat.records import Array
+
 ROUNDING = 1e-12  # a sum of squared norms this far below its largest term is rounding
 
 
@@ -39,20 +41,20 @@ class Moments:
         var_z: sigma^2.
     """
 
-    m0: np.ndarray
-    m1: np.ndarray
-    value: np.ndarray
-    a_0: np.ndarray
-    a_v: np.ndarray
-    v_m1: np.ndarray
-    v2_m0: np.ndarray
-    d: np.ndarray
-    g_sq: np.ndarray
-    cov_qz: np.ndarray
-    var_q: np.ndarray
-    var_z: np.ndarray
+    m0: Array
+    m1: Array
+    value: Array
+    a_0: Array
+    a_v: Array
+    v_m1: Array
+    v2_m0: Array
+    d: Array
+    g_sq: Array
+    cov_qz: Array
+    var_q: Array
+    var_z: Array
 
-    def mse(self, baseline: str, group_size: int) -> np.ndarray:
+    def mse(self, baseline: str, group_size: int) -> Array:
         """Mean squared error of an unbiased baseline's estimate from one group, shape [P]."""
         if baseline == "none":
             return (self.a_0 - self.g_sq) / group_size
@@ -64,17 +66,24 @@ class Moments:
         raise ValueError(f"no closed form for baseline {baseline}: use none, leave_one_out, oracle")
 
 
-def pool_gradient_weights(rewards_PN: np.ndarray) -> np.ndarray:
+def pool_gradient_weights(rewards_PN: Array) -> Array:
     """Weights w with `ghat_N = sum_i w_i s_i`, the leave-one-out gradient of the pool, [P, N]."""
     count = rewards_PN.shape[-1]
     total = rewards_PN.sum(axis=-1, keepdims=True)
     return (count * rewards_PN - total) / (count * (count - 1))
 
 
-def exact_moments(q_PY: np.ndarray, z_PY: np.ndarray, p_PY: np.ndarray, g_sq_P: np.ndarray):
-    """Moments of an enumerable policy from score norms, rewards, probabilities of Y outcomes."""
+def exact_moments(q_PY: Array, z_PY: Array, p_PY: Array, g_sq_P: Array) -> Moments:
+    """Moments of an enumerable policy with Y outcomes a prompt.
 
-    def mean(values_PY):
+    Args:
+        q_PY: squared score norms of the outcomes.
+        z_PY: their rewards.
+        p_PY: their probabilities.
+        g_sq_P: ||g||^2 of each prompt.
+    """
+
+    def mean(values_PY: Array) -> Array:
         return (p_PY * values_PY).sum(axis=-1)
 
     m0, value = mean(q_PY), mean(z_PY)
@@ -96,7 +105,7 @@ def exact_moments(q_PY: np.ndarray, z_PY: np.ndarray, p_PY: np.ndarray, g_sq_P: 
     )
 
 
-def pool_moments(rewards_PN: np.ndarray, gram_PNN: np.ndarray) -> Moments:
+def pool_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
     """Unbiased estimates of the moments from the Gram matrices of pools of N completions.
 
     Args:
@@ -112,8 +121,8 @@ def pool_moments(rewards_PN: np.ndarray, gram_PNN: np.ndarray) -> Moments:
     return norm_moments(np.diagonal(gram_PNN, axis1=1, axis2=2), rewards_PN, ghat_sq_P)
 
 
-def norm_moments(q_PN: np.ndarray, rewards_PN: np.ndarray, ghat_sq_P: np.ndarray) -> Moments:
-    """The same from squared score norms and the squared norm of the pool's gradient alone.
+def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
+    """As `pool_moments`, from squared score norms and the squared norm of the pool's gradient.
 
     Products of expectations are estimated by sums over distinct completions, written through power
     sums (`(N)_k = N (N-1) .. (N-k+1)`):
@@ -134,11 +143,12 @@ def norm_moments(q_PN: np.ndarray, rewards_PN: np.ndarray, ghat_sq_P: np.ndarray
     n = rewards_PN.shape[-1]
     if n < 3:
         raise ValueError(f"unbiased moments need at least 3 completions a prompt, got {n}")
-    return _from_sums(n, {k: x.sum(-1) for k, x in _powers(q_PN, rewards_PN).items()}, ghat_sq_P)
+    sums = {k: x.sum(-1) for k, x in _powers(q_PN, rewards_PN).items()}
+    return _moments_of_sums(n, sums, ghat_sq_P)
 
 
-def deleted_moments(rewards_PN: np.ndarray, gram_PNN: np.ndarray) -> Moments:
-    """The same with each completion left out in turn, arrays of shape [P, N].
+def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
+    """As `pool_moments` with each completion left out in turn, arrays of shape [P, N].
 
     With a = sum_j s_j z_j and b = sum_j s_j, leaving out i changes ||a||^2, <a, b> and ||b||^2 by
     what <s_i, a>, <s_i, b> and q_i say.
@@ -158,14 +168,16 @@ def deleted_moments(rewards_PN: np.ndarray, gram_PNN: np.ndarray) -> Moments:
     bb = with_b.sum(-1, keepdims=True) - 2 * with_b + q
     sz = sums["z"]
     ghat_sq = (n * n * aa - 2 * n * sz * ab + sz * sz * bb) / (n * (n - 1)) ** 2
-    return _from_sums(n, sums, ghat_sq)
+    return _moments_of_sums(n, sums, ghat_sq)
 
 
-def _powers(q: np.ndarray, z: np.ndarray) -> dict[str, np.ndarray]:
+def _powers(q: Array, z: Array) -> dict[str, Array]:
+    """The powers whose sums over completions the moments need, by name, shaped as q and z."""
     return {"q": q, "z": z, "zz": z * z, "qz": q * z, "qzz": q * z * z, "qq": q * q}
 
 
-def _from_sums(n: int, sums: dict[str, np.ndarray], ghat_sq: np.ndarray) -> Moments:
+def _moments_of_sums(n: int, sums: dict[str, Array], ghat_sq: Array) -> Moments:
+    """Moments of n completions from their power sums, see `norm_moments`."""
     sq, sz, szz, sqz, sqzz, sqq = (sums[k] for k in ("q", "z", "zz", "qz", "qzz", "qq"))
     pairs, triples = n * (n - 1), n * (n - 1) * (n - 2)
     v_m1 = (sz * sqz - sqzz) / pairs
@@ -188,19 +200,65 @@ def _from_sums(n: int, sums: dict[str, np.ndarray], ghat_sq: np.ndarray) -> Mome
     )
 
 
-def covariance_excess(q: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis, bias-corrected by the jackknife.
+def squared_covariance(q: Array, z: Array) -> Array:
+    """Cov(q, z)^2 over the last axis, unbiased; it may be negative.
 
-    The plug-in is never negative and its bias is of order 1/N; `N theta - (N-1) mean theta_{-i}`
-    removes that order, and may be negative.
+    `Cov = M_1 - V M_0`, so its square is `M_1^2 - 2 M_1 V M_0 + V^2 M_0^2`; each product of
+    expectations is a mean over distinct completions, four of them in the last (Hoeffding 1948).
+
+    Raises:
+        ValueError: fewer than 4 completions.
+
+    >>> float(squared_covariance(np.array([0.0, 0.0, 6.0, 6.0]), np.array([0.0, 0.0, 1.0, 1.0])))
+    6.0
+    """
+    if q.shape[-1] < 4:
+        raise ValueError(f"the square of a covariance needs 4 completions, got {q.shape[-1]}")
+    sums = {k: x.sum(axis=-1, keepdims=True) for k, x in _centred_powers(q, z).items()}
+    return _squared_covariance(q.shape[-1], sums)[..., 0]
+
+
+def covariance_excess(q: Array, z: Array) -> Array:
+    """A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis; it may be negative.
+
+    `squared_covariance / mean q`, its bias of order 1/N removed by the jackknife. With q and z
+    independent its mean is exactly 0 (that of the U-statistic is 0 whatever the q_i are); else it
+    is consistent, not unbiased, as the ratio's denominator is estimated too: a bias of order 1/N^2
+    remains, towards 0 where the largest q decide. NaN below 5 completions.
     """
     count = q.shape[-1]
-    sums = [x.sum(axis=-1, keepdims=True) for x in (q, z, q * z)]
+    if count < 5:
+        return np.full(q.shape[:-1], np.nan)
     floor = np.maximum(ROUNDING * q.max(axis=-1, keepdims=True), np.finfo(float).tiny)
+    total = q.sum(axis=-1, keepdims=True)
+    powers = _centred_powers(q, z)
+    sums = {name: x.sum(axis=-1, keepdims=True) for name, x in powers.items()}
+    excess = _squared_covariance(count, sums) / np.maximum(total / count, floor)
+    delete_one_sums = {name: sums[name] - powers[name] for name in sums}
+    delete_one_mean = np.maximum((total - q) / (count - 1), floor)
+    delete_one = _squared_covariance(count - 1, delete_one_sums) / delete_one_mean
+    return count * excess[..., 0] - (count - 1) * delete_one.mean(axis=-1)
 
-    def plug_in(sum_q, sum_z, sum_qz, n):
-        covariance = (sum_qz - sum_q * sum_z / n) / (n - 1)
-        return covariance**2 / np.maximum(sum_q / n, floor)
 
-    left = plug_in(sums[0] - q, sums[1] - z, sums[2] - q * z, count - 1)
-    return count * plug_in(*sums, count)[..., 0] - (count - 1) * left.mean(axis=-1)
+def _centred_powers(q: Array, z: Array) -> dict[str, Array]:
+    """Powers about the sample's means: a covariance does not depend on where q and z start."""
+    q, z = q - q.mean(axis=-1, keepdims=True), z - z.mean(axis=-1, keepdims=True)
+    powers = _powers(q, z)
+    return powers | {"qqz": q * powers["qz"], "qqzz": powers["qz"] ** 2}
+
+
+def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
+    """Cov(q, z)^2 as a U-statistic, from power sums about any origin near the means."""
+    a, b = sums["q"] / n, sums["z"] / n
+    c = sums["qz"] - n * a * b
+    qq, zz = sums["qq"] - n * a * a, sums["zz"] - n * b * b
+    qqzz = (
+        sums["qqzz"] - 2 * b * sums["qqz"] - 2 * a * sums["qzz"] + b * b * sums["qq"]
+        + a * a * sums["zz"] + 4 * a * b * sums["qz"] - 3 * n * a * a * b * b
+    )  # fmt: skip
+    pairs = n * (n - 1)
+    triples = pairs * (n - 2)
+    same = (c * c - qqzz) / pairs  # M_1^2
+    mixed = (2 * qqzz - c * c) / triples  # M_1 V M_0
+    apart = (2 * c * c - 6 * qqzz + qq * zz) / (triples * (n - 3))  # V^2 M_0^2
+    return same - 2 * mixed + apart

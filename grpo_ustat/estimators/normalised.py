@@ -25,12 +25,14 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from grpo_ustat.records import Array
+
 SILENT = 1e-12  # a chance this near to 0 or 1 is rounding
 
 
 @dataclass(frozen=True)
 class RightAndWrong:
-    """What the scores and 0/1 rewards of each prompt come to, arrays of shape [P].
+    """What the error needs to know of each prompt's scores and 0/1 rewards, arrays of shape [P].
 
     Attributes:
         value: V.
@@ -39,33 +41,33 @@ class RightAndWrong:
         wrong: t_0, where it is 0.
     """
 
-    value: np.ndarray
-    g_sq: np.ndarray
-    right: np.ndarray
-    wrong: np.ndarray
+    value: Array
+    g_sq: Array
+    right: Array
+    wrong: Array
 
     @property
-    def var_z(self) -> np.ndarray:
+    def var_z(self) -> Array:
         """V (1 - V), written sigma^2."""
         return self.value * (1 - self.value)
 
     @property
-    def within(self) -> np.ndarray:
+    def within(self) -> Array:
         """Limit of G times the variance of either estimate that is left given the rewards."""
         v, p = self.var_z, self.value
         return ((1 - p) ** 2 * p * self.right + p**2 * (1 - p) * self.wrong) / v
 
     @property
-    def shift(self) -> np.ndarray:
+    def shift(self) -> Array:
         """Limit of `G E||N - U||^2` at epsilon = 0; 0 where V = 1/2 or g = 0."""
         return self.g_sq * (1 - 4 * self.var_z) / (4 * self.var_z**2)
 
     @property
-    def bias(self) -> np.ndarray:
+    def bias(self) -> Array:
         """Limit of `G ||E N - g / sigma||` at epsilon = 0."""
         return np.sqrt(self.g_sq) * (1 - 4 * self.var_z) / (8 * self.var_z**1.5)
 
-    def floor(self, epsilon: float) -> np.ndarray:
+    def floor(self, epsilon: float) -> Array:
         """What a fixed epsilon leaves of `E||N - U||^2`: `||g||^2 (1/(sigma+eps) - 1/sigma)^2`.
 
         >>> float(RightAndWrong(*np.full((4, 1), 0.5)).floor(0.5)[0])
@@ -76,8 +78,8 @@ class RightAndWrong:
 
 
 @dataclass(frozen=True)
-class Normalised:
-    """Exact at one group size, arrays of shape [P].
+class NormalisedMoments:
+    """How N and U differ at one group size, exactly, arrays of shape [P].
 
     Attributes:
         difference: E||N - U||^2.
@@ -86,16 +88,14 @@ class Normalised:
         bias: `<E N - g/sigma, g> / ||g||`, negative where N is short; its norm is |bias|.
     """
 
-    difference: np.ndarray
-    variance: np.ndarray
-    plain_variance: np.ndarray
-    bias: np.ndarray
+    difference: Array
+    variance: Array
+    plain_variance: Array
+    bias: Array
 
 
-def right_and_wrong(
-    probability_PY: np.ndarray, score_PYK: np.ndarray, reward_PY: np.ndarray
-) -> RightAndWrong:
-    """Of an enumerable policy.
+def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -> RightAndWrong:
+    """The values, gradients and covariances of an enumerable policy's prompts.
 
     Args:
         probability_PY: of the outcomes.
@@ -112,21 +112,24 @@ def right_and_wrong(
     value_P = (probability_PY * reward_PY).sum(axis=1)
     for prompt in np.flatnonzero((value_P < SILENT) | (value_P > 1 - SILENT)):
         raise ValueError(
-            f"prompt {prompt} has V={value_P[prompt]}, where sigma is 0 and every group silent: "
-            "leave it out"
+            f"prompt {prompt} has V={value_P[prompt]}, where sigma is 0 and no group has any "
+            "variance: leave it out"
         )
     g_PK = np.einsum("py,pyk->pk", probability_PY * reward_PY, score_PYK)
-    traces = []
-    for kept_PY, chance_P in ((reward_PY, value_P), (1 - reward_PY, 1 - value_P)):
-        law_PY = probability_PY * kept_PY / chance_P[:, None]
+    traces: list[Array] = []
+    for indicator_PY, chance_P in ((reward_PY, value_P), (1 - reward_PY, 1 - value_P)):
+        law_PY = probability_PY * indicator_PY / chance_P[:, None]
         mean_PK = np.einsum("py,pyk->pk", law_PY, score_PYK)
         centred_PYK = score_PYK - mean_PK[:, None]
         traces.append((law_PY * np.square(centred_PYK).sum(axis=2)).sum(axis=1))
-    return RightAndWrong(value_P, np.square(g_PK).sum(axis=1), *traces)
+    right_P, wrong_P = traces
+    return RightAndWrong(value_P, np.square(g_PK).sum(axis=1), right_P, wrong_P)
 
 
-def normalised(moments: RightAndWrong, group_size: int, epsilon: float) -> Normalised:
-    """What N and U are worth in groups of G, summed over the number of right answers.
+def normalised_moments(
+    moments: RightAndWrong, group_size: int, epsilon: float
+) -> NormalisedMoments:
+    """The exact errors of N and U in groups of G, by a sum over the number of right answers.
 
     Args:
         moments: of the prompts.
@@ -134,12 +137,12 @@ def normalised(moments: RightAndWrong, group_size: int, epsilon: float) -> Norma
         epsilon: added to std.
 
     >>> coin = RightAndWrong(*(np.array([x]) for x in (0.5, 0.25, 0.0, 0.0)))
-    >>> found = normalised(coin, 2, 0.0)  # s = +-1; U is 0 or 2, N 0 or sqrt 2
-    >>> [round(float(x[0]), 4) for x in (found.difference, found.variance, found.plain_variance)]
+    >>> pair = normalised_moments(coin, 2, 0.0)  # s = +-1; U is 0 or 2, N 0 or sqrt 2
+    >>> [round(float(x[0]), 4) for x in (pair.difference, pair.variance, pair.plain_variance)]
     [0.1716, 0.5, 1.0]
     """
     size, n = group_size, np.arange(group_size + 1.0)
-    law_Pn = stats.binom.pmf(n, size, moments.value[:, None])
+    law_Pn = np.asarray(stats.binom.pmf(n, size, moments.value[:, None]))
     sigma_P1 = np.sqrt(moments.var_z)[:, None]
     var_n = n * (size - n) / (size * (size - 1))
     own_n = np.where(var_n > 0, 1 / (np.sqrt(np.where(var_n > 0, var_n, 1)) + epsilon), 0)
@@ -148,12 +151,12 @@ def normalised(moments: RightAndWrong, group_size: int, epsilon: float) -> Norma
     wrong_Pn = n**2 * (size - n) * moments.wrong[:, None]
     second_Pn = mean_sq_Pn + (right_Pn + wrong_Pn) / (size * (size - 1)) ** 2
 
-    def second(factor_Pn):
+    def second(factor_Pn: Array) -> Array:
         return (law_Pn * factor_Pn**2 * second_Pn).sum(axis=1)
 
     norm_P, sigma_P = np.sqrt(moments.g_sq), sigma_P1[:, 0]
     mean_P = norm_P / sigma_P**2 * (law_Pn * var_n * own_n).sum(axis=1)
-    return Normalised(
+    return NormalisedMoments(
         difference=second(own_n - 1 / sigma_P1),
         variance=second(own_n) - mean_P**2,
         plain_variance=second(1 / sigma_P1) - moments.g_sq / sigma_P**2,

@@ -14,16 +14,18 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.linalg import toeplitz
+from scipy.linalg import toeplitz  # pyright: ignore[reportUnknownVariableType]
 from scipy.special import binom
 
+from grpo_ustat.records import Array, Integers
 
-def estimate(scores_GD: np.ndarray, advantages_G: np.ndarray) -> np.ndarray:
+
+def estimate(scores_GD: Array, advantages_G: Array) -> Array:
     """`1/G sum_i s_i A_i`, shape [D]: the gradient estimate of one prompt's group."""
     return advantages_G @ scores_GD / len(advantages_G)
 
 
-def pairwise(scores_GD: np.ndarray, rewards_G: np.ndarray) -> np.ndarray:
+def pairwise(scores_GD: Array, rewards_G: Array) -> Array:
     """The average of the kernel over all pairs, shape [D]; equals leave-one-out exactly.
 
     >>> pairwise(np.array([[1.0], [-1.0]]), np.array([1.0, 0.0])).tolist()
@@ -35,8 +37,8 @@ def pairwise(scores_GD: np.ndarray, rewards_G: np.ndarray) -> np.ndarray:
 
 
 def hoeffding(
-    scores_GD: np.ndarray, rewards_G: np.ndarray, value: float, gradient_D: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    scores_GD: Array, rewards_G: Array, value: float, gradient_D: Array
+) -> tuple[Array, Array, Array]:
     """The three components (mean, linear, degenerate) of the leave-one-out estimate, each [D].
 
     Args:
@@ -52,7 +54,7 @@ def hoeffding(
     return gradient_D, linear, second.mean(axis=0)
 
 
-def silent_share(rewards_PN: np.ndarray, group_size: int) -> np.ndarray:
+def silent_share(rewards_PN: Array, group_size: int) -> Array:
     """Probability that a group's rewards are all equal, so that it says nothing, per prompt [P].
 
     Unbiased: the share of all groups of G of the N completions, sum_c C(n_c, G) / C(N, G) over the
@@ -66,7 +68,7 @@ def silent_share(rewards_PN: np.ndarray, group_size: int) -> np.ndarray:
     return np.array([sum(math.comb(c, group_size) for c in row.tolist()) / whole for row in counts])
 
 
-def silent_share_if_alike(successes_P: np.ndarray, group_size: int) -> float:
+def silent_share_if_alike(successes_P: Integers, group_size: int) -> float:
     """Share of silent groups, `p^G + (1-p)^G`, were every prompt as hard as their average p.
 
     By convexity at most the share that the prompts' own chances give, mean_x p_x^G + (1-p_x)^G;
@@ -87,18 +89,20 @@ def silent_share_if_alike(successes_P: np.ndarray, group_size: int) -> float:
     return _power_of_mean(successes_P, group_size) + _power_of_mean(wrong_P, group_size)
 
 
-def _power_of_mean(successes_P: np.ndarray, size: int) -> float:
+def _power_of_mean(successes_P: Integers, size: int) -> float:
+    """The unbiased estimate of p^G, p the mean of the prompts' chances, see above."""
     powers = np.arange(size + 1)
     choose = binom(powers[:, None], powers)
-    drawn = np.arange(size)
+    draws = np.arange(size)
     total = (powers == 0).astype(float)  # of no prompt
-    for right in successes_P:
-        own = np.cumprod([1, *((right - drawn).clip(0) / (size - drawn) / len(successes_P))])
-        total = (choose * toeplitz(total, np.zeros(size + 1))) @ own
+    for successes in successes_P:
+        own = np.cumprod([1, *((successes - draws).clip(0) / (size - draws) / len(successes_P))])
+        shift: Array = toeplitz(total, np.zeros(size + 1))
+        total = (choose * shift) @ own
     return float(total[-1])
 
 
-def pass_at_k(successes_P: np.ndarray, count: int, k: int) -> np.ndarray:
+def pass_at_k(successes_P: Integers, count: int, k: int) -> Array:
     """Probability that one of k completions is right, per prompt [P] (Chen et al. 2021).
 
     `1 - C(n-c, k) / C(n, k)` with c right ones of n: unbiased, the share of all subsets of k.
@@ -106,6 +110,6 @@ def pass_at_k(successes_P: np.ndarray, count: int, k: int) -> np.ndarray:
     >>> pass_at_k(np.array([0, 1, 3]), 4, 2).tolist()
     [0.0, 0.5, 1.0]
     """
-    drawn = np.arange(k)
-    wrong_Pk = (count - successes_P[:, None] - drawn).clip(0)
-    return 1 - (wrong_Pk / (count - drawn)).prod(axis=1)
+    draws_k = np.arange(k)
+    wrong_Pk = (count - successes_P[:, None] - draws_k).clip(0)
+    return 1 - (wrong_Pk / (count - draws_k)).prod(axis=1)

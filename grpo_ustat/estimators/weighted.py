@@ -18,44 +18,69 @@ and `rho grad log pi(y)` with the completion's have mean zero under the policy t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+
+from grpo_ustat.records import Array
 
 ROUNDING = 1e-9  # of a mean, relative to the mean of norms
 
 
 @dataclass(frozen=True)
-class GroupMoments:
-    """Mean and variance of the estimate, by prompt.
+class EstimateMoments:
+    """Mean and variance of an estimate at one group size, by prompt.
 
     Attributes:
         mean_PD: its mean.
-        first_P: what is divided by G.
-        second_P: what is divided by G (G-1).
+        within_P: trace of its covariance given the prompt.
     """
 
-    mean_PD: np.ndarray
-    first_P: np.ndarray
-    second_P: np.ndarray
+    mean_PD: Array
+    within_P: Array
 
-    def variance(self, num_prompts: int, group_size: int) -> float:
-        """Trace of the covariance for B prompts drawn independently, G completions each."""
-        between = np.square(self.mean_PD - self.mean_PD.mean(axis=0)).sum(axis=1)
-        within = self.first_P / group_size + self.second_P / (group_size * (group_size - 1))
-        return float((between + within).mean() / num_prompts)
+    def variance(self, num_prompts: int) -> float:
+        """Trace of the covariance for B prompts drawn independently."""
+        between_P = np.square(self.mean_PD - self.mean_PD.mean(axis=0)).sum(axis=1)
+        return float((between_P + self.within_P).mean() / num_prompts)
+
+
+@dataclass(frozen=True)
+class GroupMoments:
+    """Mean and variance of the estimate as functions of the group size, by prompt.
+
+    Attributes:
+        mean_PD: its mean.
+        first_P: what is divided by G in the variance.
+        second_P: what is divided by G (G-1) in it.
+    """
+
+    mean_PD: Array
+    first_P: Array
+    second_P: Array
+
+    def at(self, group_size: int) -> EstimateMoments:
+        """The moments of the estimate from groups of G completions."""
+        within_P = self.first_P / group_size + self.second_P / (group_size * (group_size - 1))
+        return EstimateMoments(self.mean_PD, within_P)
+
+
+def outcome_mean(probability_PY: Array, values: Array) -> Array:
+    """Mean over the outcomes of values of shape [P, Y, ...], shape [P, ...]."""
+    return np.einsum("py,py...->p...", probability_PY, values)
 
 
 def group_moments(
-    probability_PY: np.ndarray,
-    weight_PYD: np.ndarray,
-    reward_PY: np.ndarray,
-    beside_PYD: np.ndarray | float = 0.0,
+    probability_PY: Array,
+    weight_PYD: Array,
+    reward_PY: Array,
+    beside_PYD: Array | float = 0.0,
 ) -> GroupMoments:
-    """The same from all outcomes.
+    """The moments of the estimate, exactly, from all Y outcomes of each prompt.
 
     Args:
         probability_PY: of the outcomes, under the policy that writes them.
-        weight_PYD: w.
+        weight_PYD: w, a vector of D numbers for each outcome.
         reward_PY: z.
         beside_PYD: a.
 
@@ -63,26 +88,27 @@ def group_moments(
         ValueError: the mean of w is not zero.
 
     >>> w = np.array([[[1.0], [-1.0]]])
-    >>> found = group_moments(np.full((1, 2), 0.5), w, np.array([[1.0, 0.0]]))
-    >>> found.mean_PD.item(), found.first_P.item(), found.second_P.item(), found.variance(1, 2)
-    (0.5, 0.0, 0.5, 0.25)
+    >>> moments = group_moments(np.full((1, 2), 0.5), w, np.array([[1.0, 0.0]]))
+    >>> moments.mean_PD.item(), moments.first_P.item(), moments.second_P.item()
+    (0.5, 0.0, 0.5)
+    >>> moments.at(2).variance(1)
+    0.25
     """
     assert weight_PYD.shape[:2] == probability_PY.shape == reward_PY.shape
 
-    def mean(values):
-        return np.einsum("py,py...->p...", probability_PY, values)
+    mean = partial(outcome_mean, probability_PY)
 
-    def sq(vectors):
+    def sq(vectors: Array) -> Array:
         return np.square(vectors).sum(axis=-1)
 
-    norm, off = np.sqrt(mean(sq(weight_PYD))), np.sqrt(sq(mean(weight_PYD)))
-    if (off > ROUNDING * norm).any():
-        raise ValueError(f"the mean of the weights has norm {off.max():.3g}, which must be 0")
+    norm_P, offset_P = np.sqrt(mean(sq(weight_PYD))), np.sqrt(sq(mean(weight_PYD)))
+    if (offset_P > ROUNDING * norm_P).any():
+        raise ValueError(f"the mean of the weights has norm {offset_P.max():.3g}, which must be 0")
     centred_PY1 = (reward_PY - mean(reward_PY)[:, None])[..., None]
     own_PYD = weight_PYD * centred_PY1
     mean_PD = mean(own_PYD + beside_PYD)
     return GroupMoments(
         mean_PD=mean_PD,
         first_P=mean(sq(own_PYD + beside_PYD)) - sq(mean_PD),
-        second_P=norm**2 * mean(np.square(centred_PY1[..., 0])) + sq(mean(own_PYD)),
+        second_P=norm_P**2 * mean(np.square(centred_PY1[..., 0])) + sq(mean(own_PYD)),
     )

@@ -1,38 +1,22 @@
-"""What a study of a theorem finds: claims with verdicts, curves to draw, rows to keep."""
+"""A theorem as one record, and what its study brings: claims, curves to draw, rows to keep."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from grpo_ustat.runs.verdicts import AGREES, DISAGREES, OPEN
+import numpy as np
+
+from grpo_ustat.config.gap import GapConfig, TheoryConfig
+from grpo_ustat.gap.claims import Claim, correct_family, worst_verdict
+
+Points = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A prediction beside its measurement.
-
-    Attributes:
-        what: is predicted, and of what, in a few words.
-        predicted: a number, or a relation such as `<= 1` where it is no number.
-        measured: the estimate.
-        low, high: its interval; both None where it was enumerated and has no error.
-        verdict: `agrees`, `disagrees` or `not decided`.
-        how: the criterion, the level and the number of replicates.
-    """
-
-    what: str
-    predicted: float | str
-    measured: float
-    low: float | None
-    high: float | None
-    verdict: str
-    how: str
-
-
-@dataclass(frozen=True)
-class Curve:
+class PlotLine:
     """A line of a figure.
 
     Attributes:
@@ -44,10 +28,10 @@ class Curve:
     """
 
     label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
+    x: Points
+    y: Points
+    low: Points | None = None
+    high: Points | None = None
     predicted: bool = False
     bound: bool = False
 
@@ -65,26 +49,25 @@ class Panel:
     title: str
     xlabel: str
     ylabel: str
-    curves: Sequence[Curve]
+    curves: Sequence[PlotLine]
     log: str = ""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a study found.
+class Evidence:
+    """What a study brings for or against a theorem.
 
     Attributes:
-        statement: what the paper claims, in one or two sentences.
         bed: the policy and its exact truth: names and values.
-        claims: in the order in which a reader wants them.
+        claims: in the order in which a reader wants them; their verdicts are those of a family, see
+            `correct_family`.
         panels: of the figure.
         rows: what the panels show and more, of equal keys, for curves.csv.
-        answer: what was found, one sentence.
+        answer: of the study, one sentence.
         notes: limits, surprises and reasons, a line each.
         rollouts: completions that were drawn; 0 where all was enumerated.
     """
 
-    statement: str
     bed: Mapping[str, float | str]
     claims: Sequence[Claim]
     panels: Sequence[Panel]
@@ -93,24 +76,55 @@ class Finding:
     notes: Sequence[str] = ()
     rollouts: int = 0
 
+    def __post_init__(self):
+        object.__setattr__(self, "claims", correct_family(self.claims))
+
     @property
     def verdict(self) -> str:
-        """`disagrees` where any claim does, else `not decided` where any is not."""
-        verdicts = {claim.verdict for claim in self.claims}
-        return next((name for name in (DISAGREES, OPEN) if name in verdicts), AGREES)
+        """Of all claims, see `worst_verdict`."""
+        return worst_verdict(self.claims)
 
-    def result(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """As `result.json` holds it, without the figure."""
-        claims = [asdict(claim) for claim in self.claims]
-        own = {"statement": self.statement, "bed": dict(self.bed), "claims": claims}
-        own |= {"answer": self.answer, "notes": list(self.notes), "verdict": self.verdict}
-        return own | {"cost": {"rollouts": self.rollouts}}
+        return {
+            "bed": dict(self.bed),
+            "claims": [asdict(claim) for claim in self.claims],
+            "answer": self.answer,
+            "notes": list(self.notes),
+            "verdict": self.verdict,
+            "cost": {"rollouts": self.rollouts},
+        }
 
 
-def decided(agrees: bool | None) -> str:
-    """The verdict's word; None is not decided.
+@dataclass(frozen=True)
+class Theorem:
+    """One of the paper's results, and how it is studied: all that the command asks of a module.
 
-    >>> decided(True), decided(False), decided(None)
-    ('agrees', 'disagrees', 'not decided')
+    Attributes:
+        schema: of its configuration, with its title and the kinds of bed that it runs on.
+        statement: what the paper claims, in one or two sentences.
+        study: runs the study that a configuration describes.
+        check: refuses, before any work, what the theorem says nothing about, by a ConfigError.
+        completions: that the study of a configuration draws; 0 where it enumerates.
     """
-    return OPEN if agrees is None else AGREES if agrees else DISAGREES
+
+    schema: type[TheoryConfig]
+    statement: str
+    study: Callable[[GapConfig], Evidence]
+    check: Callable[[GapConfig], None]
+    completions: Callable[[GapConfig], int]
+
+    @property
+    def title(self) -> str:
+        """Of its page, figure and table."""
+        return self.schema.title
+
+
+def theorem(kind: str) -> Theorem:
+    """The record `THEOREM` of the module that is named like the study's kind."""
+    return importlib.import_module(f"grpo_ustat.gap.{kind}").THEOREM
+
+
+def draws_nothing(config: GapConfig) -> int:
+    """The completions of a study that enumerates all it needs."""
+    return 0

@@ -1,42 +1,37 @@
-"""What theory says of an estimator on a bed: its noise, C1, C2, C3, limits; all enumerated."""
+"""Exact values on a testbed: an estimator's covariance, C1, C2, C3, the limit's weights."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.estimators.covariance import Parts, parts
+from grpo_ustat.estimators.covariance import covariance_parts
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.policy.beds import Bed
-from grpo_ustat.theorems.algorithm1 import Estimator
+from grpo_ustat.gap.simulate import Estimator
+from grpo_ustat.gap.testbeds import Testbed
 
 
-def parts_at(bed: Bed, u_K: np.ndarray, baseline: str) -> Parts:
-    """Of the covariance at one u, [K, K]."""
-    found = parts(*bed.law(u_K[:, None]), bed.rewards_PY, baseline)
-    return Parts(found.prompts[..., 0], found.completions[..., 0], found.pairs[..., 0])
-
-
-def noise_everywhere(bed: Bed, u_KR: np.ndarray, one: Estimator) -> np.ndarray:
+def noise_everywhere(bed: Testbed, u_KR: np.ndarray, estimator: Estimator) -> np.ndarray:
     """The estimator's covariance at every replicate's u, [K, K, R]."""
-    found = parts(*bed.law(u_KR), bed.rewards_PY, one.baseline)
-    return found.covariance(one.num_prompts, one.group_size)
+    split = covariance_parts(*bed.law(u_KR), bed.rewards_PY, estimator.baseline)
+    return split.covariance(estimator.num_prompts, estimator.group_size)
 
 
-def noise(bed: Bed, u_K: np.ndarray, one: Estimator) -> np.ndarray:
+def noise(bed: Testbed, u_K: np.ndarray, estimator: Estimator) -> np.ndarray:
     """The estimator's covariance at one u, [K, K]."""
-    return noise_everywhere(bed, u_K[:, None], one)[..., 0]
+    return noise_everywhere(bed, u_K[:, None], estimator)[..., 0]
 
 
-def largest_error(bed: Bed, one: Estimator) -> float:
+def largest_error(bed: Testbed, estimator: Estimator) -> float:
     """s2: the estimator's largest mean squared error on a grid of the sublevel set."""
-    return float(np.einsum("kkr->r", noise_everywhere(bed, bed.sublevel_grid(), one)).max())
+    return float(np.einsum("kkr->r", noise_everywhere(bed, bed.sublevel_grid(), estimator)).max())
 
 
-def scaling_at(bed: Bed, u_K: np.ndarray, weight_KK: np.ndarray | None = None) -> ScalingLaw:
+def scaling_at(bed: Testbed, u_K: np.ndarray, weight_KK: np.ndarray | None = None) -> ScalingLaw:
     """C1, C2, C3 of GRPO at u; with W, `C_i = tr(W part_i)`: not all directions count alike."""
-    found = parts_at(bed, u_K, "leave_one_out")
+    grpo = covariance_parts(*bed.law(u_K[:, None]), bed.rewards_PY, "leave_one_out")
     weight_KK = np.eye(len(u_K)) if weight_KK is None else weight_KK
-    traces = [np.trace(weight_KK @ x) for x in (found.prompts, found.completions, found.pairs)]
+    parts_KK1 = grpo.prompts, grpo.completions, grpo.pairs
+    traces = [np.trace(weight_KK @ part[..., 0]) for part in parts_KK1]
     return ScalingLaw(*map(float, traces))
 
 
@@ -46,28 +41,33 @@ def limit_weighting(curvature_KK: np.ndarray, c: float) -> np.ndarray:
     return basis @ np.diag(c**2 * lambda_K / (2 * (2 * c * lambda_K - 1))) @ basis.T
 
 
-def assumption2(bed: Bed, u_K: np.ndarray) -> float:
-    """||E[S S' (Z - V)]|| / ||E[S S']||, 0 where Assumption 2 holds as a matrix (Frobenius)."""
+def assumption2(bed: Testbed, u_K: np.ndarray) -> float:
+    """Root mean square over prompts of ||E[S S' (Z - V) | x]||, over ||E[S S']||; Frobenius norms.
+
+    0 where Assumption 2 holds as a matrix, given each prompt: prompts of which it fails in opposite
+    directions have a mean of 0, and baselines that beat V.
+    """
     probability_PYR, score_PYKR = bed.law(u_K[:, None])
     probability_PY, score = probability_PYR[..., 0], score_PYKR[..., 0]
     centred_PY = bed.rewards_PY - bed.value(probability_PYR)
-    mean = np.einsum("py,py,pyk,pyl->kl", probability_PY, centred_PY, score, score)
-    fisher = np.einsum("py,pyk,pyl->kl", probability_PY, score, score)
-    return float(np.linalg.norm(mean) / np.linalg.norm(fisher))
+    third_PKK = np.einsum("py,py,pyk,pyl->pkl", probability_PY, centred_PY, score, score)
+    fisher_KK = np.einsum("py,pyk,pyl->kl", probability_PY, score, score) / len(third_PKK)
+    size = np.sqrt(np.square(third_PKK).sum(axis=(1, 2)).mean())
+    return float(size / np.linalg.norm(fisher_KK))
 
 
-def bed_facts(bed: Bed) -> dict[str, float | str]:
+def bed_facts(bed: Testbed) -> dict[str, float | str]:
     """What a reader wants to know of a bed."""
     (mu, smoothness), law = bed.constants, scaling_at(bed, bed.best_K)
     prompts, outcomes = bed.rewards_PY.shape
-    coordinates, parameters = bed.projection_KD.shape
+    parameters = bed.projection_KD.shape[1]
     eigenvalues = ", ".join(f"{x:.4g}" for x in np.linalg.eigvalsh(bed.curvature_KK))
     return {
-        "kind": type(bed).__name__,
+        "kind": bed.kind,
         "prompts": prompts,
         "outcomes of each": outcomes,
         "parameters": parameters,
-        "dimension of the set of maximisers": parameters - coordinates,
+        "dimension of the set of maximisers": parameters - bed.curved,
         "J at the maximum": bed.highest,
         "gap at the start": float(bed.gap(bed.start_K[:, None])[0]),
         "curvature at the maximum": eigenvalues,

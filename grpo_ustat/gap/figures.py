@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 
-from grpo_ustat.runs.figures import FONTS, line_style, log_sizes, note, plt, save
-from grpo_ustat.theorems.finding import Curve, Finding, Panel
+from grpo_ustat.gap.evidence import Evidence, Panel
+from grpo_ustat.report.figures import FONTS, line_style, log_sizes, note, plt, save
 
 ACROSS = 3  # panels side by side
 SIZE = (4.6, 3.8)  # inches of a panel
 
 
-def finding_figure(folder: Path, finding: Finding, title: str) -> None:
+def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
     """`figure.{pdf,svg,png}`: all panels, and the answer below them."""
-    panels = finding.panels
+    panels = evidence.panels
     columns = min(ACROSS, len(panels))
     rows = -(-len(panels) // columns)
     size = (SIZE[0] * columns, SIZE[1] * rows + 0.6)
@@ -27,20 +28,30 @@ def finding_figure(folder: Path, finding: Finding, title: str) -> None:
             draw(place, panel)
         for place in axes.flat[len(panels) :]:
             place.set_visible(False)
-        figure.suptitle(f"{title}: {finding.verdict}", fontsize=10, x=0.02, ha="left")
-        note(figure, [finding.answer], size[0])
+        figure.suptitle(f"{title}: {evidence.verdict}", fontsize=10, x=0.02, ha="left")
+        note(figure, [evidence.answer], size[0])
         save(figure, folder, "figure")
 
 
-def draw(axes, panel: Panel) -> None:
+def draw(axes: Axes, panel: Panel) -> None:
     """One panel; a prediction and a measurement of the same label share their colour."""
     labels = list(dict.fromkeys(curve.label for curve in panel.curves))
-    said = set()
+    legend: set[str] = set()
     for curve in panel.curves:
         colour, marker = line_style(labels.index(curve.label))
-        label = None if curve.label in said else curve.label
-        said.add(curve.label)
-        _line(axes, curve, colour, marker, label, logarithmic="y" in panel.log)
+        label = None if curve.label in legend else curve.label
+        legend.add(curve.label)
+        x, y = np.array(curve.x, dtype=float), np.array(curve.y, dtype=float)
+        if curve.predicted or curve.bound:
+            dashes = "--" if curve.bound else "-"
+            axes.plot(x, y, dashes, color=colour, linewidth=1.2, label=label)
+            continue
+        axes.plot(x, y, color=colour, marker=marker, markersize=4, linestyle="none", label=label)
+        if curve.low is not None and curve.high is not None:
+            low, high = np.array(curve.low, dtype=float), np.array(curve.high, dtype=float)
+            if "y" in panel.log:  # a bar that reaches 0 is cut
+                low = np.maximum(low, np.where(y > 0, y, np.nan) / 100)
+            axes.vlines(x, low, high, color=colour, alpha=0.6, linewidth=1.2)
     for name in panel.log:
         getattr(axes, f"set_{name}scale")("log")
     if "x" in panel.log and panel.xlabel.startswith("group size"):
@@ -51,18 +62,3 @@ def draw(axes, panel: Panel) -> None:
     axes.tick_params(labelsize=8, which="both")
     axes.grid(alpha=0.3, which="major", linewidth=0.5)
     axes.legend(frameon=False, fontsize=7)
-
-
-def _line(axes, curve: Curve, colour: str, marker: str, label, logarithmic: bool) -> None:
-    x, y = np.array(curve.x, dtype=float), np.array(curve.y, dtype=float)
-    if curve.predicted or curve.bound:
-        dashes = "--" if curve.bound else "-"
-        axes.plot(x, y, dashes, color=colour, linewidth=1.2, label=label)
-        return
-    axes.plot(x, y, color=colour, marker=marker, markersize=4, linestyle="none", label=label)
-    if curve.low is None:
-        return
-    low, high = np.array(curve.low, dtype=float), np.array(curve.high, dtype=float)
-    if logarithmic:
-        low = np.maximum(low, np.where(y > 0, y, np.nan) / 100)  # a bar that reaches 0 is cut
-    axes.vlines(x, low, high, color=colour, alpha=0.6, linewidth=1.2)

@@ -12,19 +12,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.gap import GapConfig, Lemma11Config
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.normalised import (
-    Normalised,
+    NormalisedMoments,
     RightAndWrong,
-    normalised,
+    normalised_moments,
     right_and_wrong,
 )
-from grpo_ustat.theorems.finding import Claim, Curve, Finding, Panel, decided
-from grpo_ustat.theorems.limits import settled
+from grpo_ustat.gap.claims import Claim, comma_list, enumeration_converges, verdict_of
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, draws_nothing
+from grpo_ustat.gap.testbeds import build_testbed
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 FAR = (2**14, 2**15, 2**16)  # group sizes from which limits are extrapolated
-DRAWN = 6  # prompts with a curve of their own
+CURVES = 6  # prompts with a curve of their own, at most
 
 STATEMENT = (
     "Lemma 11: divided by the standard deviation of the group's own rewards, the estimate is, as "
@@ -33,54 +35,56 @@ STATEMENT = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class ExactValues:
     """Exact values at every group size.
 
     Attributes:
         moments: of the prompts.
         sizes: group sizes, ascending.
         epsilon: added to the standard deviation.
-        at: at each group size, with the epsilon.
-        plain: with epsilon = 0, as the lemma has it.
-        far: with epsilon = 0 at the sizes of `FAR`.
-        far_at: there with the epsilon.
+        with_epsilon: at each group size.
+        without: the same with epsilon = 0, as the lemma has it.
+        far_with_epsilon, far_without: the same at the sizes of `FAR`.
     """
 
     moments: RightAndWrong
     sizes: Sequence[int]
     epsilon: float
-    at: Sequence[Normalised]
-    plain: Sequence[Normalised]
-    far: Sequence[Normalised]
-    far_at: Sequence[Normalised]
+    with_epsilon: Sequence[NormalisedMoments]
+    without: Sequence[NormalisedMoments]
+    far_with_epsilon: Sequence[NormalisedMoments]
+    far_without: Sequence[NormalisedMoments]
 
     @property
-    def whole(self) -> float:
+    def u_variance(self) -> float:
         """Limit of G Var U, mean over prompts."""
         return float((self.moments.within + 4 * self.moments.shift).mean())
 
     @property
-    def ordinary(self) -> bool:
-        """Whether anything of order 1/G is left of the squared difference."""
-        return bool(self.moments.shift.mean() > 1e-9 * self.whole)
+    def first_order(self) -> bool:
+        """Whether the squared difference has a part of order 1/G."""
+        return bool(self.moments.shift.mean() > 1e-9 * self.u_variance)
 
-    def mean(self, name: str, *, epsilon: bool = False) -> np.ndarray:
-        """Of a quantity over prompts, at every group size."""
-        return np.array([getattr(x, name).mean() for x in (self.at if epsilon else self.plain)])
-
-    def scaled(self, name: str) -> np.ndarray:
-        """G times a quantity at the sizes of `FAR`, [3, P]."""
-        pairs = zip(FAR, self.far, strict=True)
-        return np.array([size * getattr(x, name) for size, x in pairs])
+    def far(self, name: str) -> np.ndarray:
+        """G times a quantity with epsilon = 0 at the sizes of `FAR`, [3, P]."""
+        pairs = zip(FAR, self.far_without, strict=True)
+        return np.array([size * getattr(values, name) for size, values in pairs])
 
 
 def at_infinity(values: np.ndarray) -> np.ndarray:
-    """Of what is known at G, 2G and 4G, without its terms of order 1/G and 1/G^2 (Richardson).
+    """The limit in G of what is known at G, 2G and 4G: its terms of order 1/G and 1/G^2 cancel.
+
+    Richardson's extrapolation; values along the first axis.
 
     >>> at_infinity(np.array([1 + 1 / g + 3 / g**2 for g in (2, 4, 8)])).item()
     1.0
     """
     return (8 * values[2] - 6 * values[1] + values[0]) / 3
+
+
+def mean_by_size(values: Sequence[NormalisedMoments], name: str) -> np.ndarray:
+    """The mean of a quantity over prompts, at every group size."""
+    return np.array([getattr(at_size, name).mean() for at_size in values])
 
 
 def lemma11(
@@ -89,7 +93,7 @@ def lemma11(
     reward_PY: np.ndarray,
     group_sizes: Sequence[int],
     epsilon: float,
-) -> Finding:
+) -> Evidence:
     """E||N - U||^2, the variances of both and the bias of N, exact at every group size.
 
     Args:
@@ -103,27 +107,7 @@ def lemma11(
         ConfigError: rewards other than 0 and 1, a prompt of which all groups are silent, fewer than
             three group sizes or one below 2, a negative epsilon.
     """
-    measured = _measure(probability_PY, score_PYK, reward_PY, sorted(set(group_sizes)), epsilon)
-    moments = measured.moments
-    return Finding(
-        statement=STATEMENT,
-        bed={
-            "prompts": len(moments.value),
-            "outcomes": reward_PY.shape[1],
-            "smallest V": float(moments.value.min()),
-            "largest V": float(moments.value.max()),
-            "epsilon": epsilon,
-            "largest group": measured.sizes[-1],
-        },
-        claims=_claims(measured),
-        panels=_panels(measured),
-        rows=_rows(measured),
-        answer=_answer(measured),
-        notes=_notes(measured),
-    )
-
-
-def _measure(probability_PY, score_PYK, reward_PY, sizes: list[int], epsilon: float) -> Measured:
+    sizes = sorted(set(group_sizes))
     if len(sizes) < 3 or sizes[0] < 2:
         raise ConfigError(f"group_sizes={sizes}: a rate needs at least three, each of 2 or more")
     if epsilon < 0:
@@ -132,142 +116,172 @@ def _measure(probability_PY, score_PYK, reward_PY, sizes: list[int], epsilon: fl
         moments = right_and_wrong(probability_PY, score_PYK, reward_PY)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    tables = [
-        [normalised(moments, size, x) for size in each]
-        for each in (sizes, FAR)
-        for x in (epsilon, 0.0)
-    ]
-    at, plain, far_at, far = tables
-    return Measured(moments, sizes, epsilon, at, plain, far, far_at)
+    exact = ExactValues(
+        moments,
+        sizes,
+        epsilon,
+        with_epsilon=[normalised_moments(moments, size, epsilon) for size in sizes],
+        without=[normalised_moments(moments, size, 0.0) for size in sizes],
+        far_with_epsilon=[normalised_moments(moments, size, epsilon) for size in FAR],
+        far_without=[normalised_moments(moments, size, 0.0) for size in FAR],
+    )
+    return Evidence(
+        bed={
+            "prompts": len(moments.value),
+            "outcomes": reward_PY.shape[1],
+            "smallest V": float(moments.value.min()),
+            "largest V": float(moments.value.max()),
+            "epsilon": epsilon,
+            "largest group": sizes[-1],
+        },
+        claims=_claims(exact),
+        panels=_panels(exact),
+        rows=_rows(exact),
+        answer=_answer(exact),
+        notes=_notes(exact),
+    )
 
 
-def _claims(measured: Measured) -> list[Claim]:
-    moments, whole = measured.moments, measured.whole
+def _claims(exact: ExactValues) -> list[Claim]:
+    """The rate of the difference, the delta method's constants, the quarter, epsilon's rest."""
+    moments, u_variance = exact.moments, exact.u_variance
     shift = float(moments.shift.mean())
     names = ("difference", "plain_variance", "variance", "bias")
-    difference, plain, own, bias = (measured.scaled(name).mean(axis=1) for name in names)
-    ratio = float((moments.within + moments.shift).mean() / whole)
+    difference, plain, variance, bias = (exact.far(name).mean(axis=1) for name in names)
+    ratio = float((moments.within + moments.shift).mean() / u_variance)
+    share_P = at_infinity(exact.far("difference") / exact.far("plain_variance"))
+    largest = float(share_P.max())
     claims = [
-        _rate(measured),
-        _limit("limit of G E||N - U||^2", shift, difference, whole),
-        _limit("limit of E||N - U||^2 / Var U", shift / whole, difference / plain, 1.0),
-        _quarter(measured),
-        _limit("limit of Var N / Var U", ratio, own / plain, 1.0),
-        _limit("limit of G ||E N - g/sigma||", float(moments.bias.mean()), -bias, whole**0.5),
+        _rate_claim(exact),
+        _limit_claim("limit of G E||N - U||^2", shift, difference, u_variance),
+        _limit_claim("limit of E||N - U||^2 / Var U", shift / u_variance, difference / plain, 1.0),
+        Claim(
+            "limit of E||N - U||^2 / Var U, of any prompt",
+            "<= 0.25",
+            largest,
+            None,
+            None,
+            verdict_of(largest <= 0.25 + TOLERANCE**2),
+            f"exact, extrapolated as above; the largest of {len(share_P)} prompts",
+        ),
+        _limit_claim("limit of Var N / Var U", ratio, variance / plain, 1.0),
+        _limit_claim(
+            "limit of G ||E N - g/sigma||", float(moments.bias.mean()), -bias, u_variance**0.5
+        ),
     ]
-    return claims + [_floor(measured)] * (measured.epsilon > 0)
+    if exact.epsilon > 0:
+        floor = float(moments.floor(exact.epsilon).mean())
+        limit = float(at_infinity(mean_by_size(exact.far_with_epsilon, "difference")))
+        claims.append(
+            Claim(
+                "what epsilon leaves of E||N - U||^2 in the limit",
+                floor,
+                limit,
+                None,
+                None,
+                verdict_of(abs(limit - floor) <= TOLERANCE * floor + 1e-12),
+                f"exact, extrapolated as above with epsilon = {exact.epsilon:g}; within "
+                f"{TOLERANCE:.0%}",
+            )
+        )
+    return claims
 
 
-def _rate(measured: Measured) -> Claim:
-    """The slope where something is left at order 1/G, else that of the next order."""
-    sizes, values = np.array(measured.sizes[-3:]), measured.mean("difference")[-3:]
-    predicted = -1.0 if measured.ordinary else -2.0
+def _rate_claim(exact: ExactValues) -> Claim:
+    """The slope of the part of order 1/G where there is one, else that of the next order."""
+    sizes, values = np.array(exact.sizes[-3:]), mean_by_size(exact.without, "difference")[-3:]
+    predicted = -1.0 if exact.first_order else -2.0
     slope = float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
-    off = np.abs(np.diff(np.log(values)) / np.diff(np.log(sizes)) - predicted)
-    agrees = abs(slope - predicted) <= SLOPE_TOLERANCE or settled(off[1], off[0], 0.0)
+    distances = np.abs(np.diff(np.log(values)) / np.diff(np.log(sizes)) - predicted)
+    agrees = abs(slope - predicted) <= SLOPE_TOLERANCE
+    agrees = agrees or enumeration_converges(distances[1], distances[0], 0.0)
     how = (
-        f"exact at G = {', '.join(map(str, sizes))}, epsilon = 0, least squares; within "
+        f"exact at G = {comma_list(sizes)}, epsilon = 0, least squares; within "
         f"{SLOPE_TOLERANCE}, not decided where further off and coming closer"
     )
     what = "slope of log E||N - U||^2 on log G, mean over prompts"
-    return Claim(what, predicted, slope, None, None, decided(agrees), how)
+    return Claim(what, predicted, slope, None, None, verdict_of(agrees), how)
 
 
-def _limit(what: str, predicted: float, values: np.ndarray, scale: float) -> Claim:
+def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) -> Claim:
     """Values at the sizes of `FAR` against the delta method's constant."""
-    found, off = float(at_infinity(values)), np.abs(values - predicted)
-    close = abs(found - predicted) <= TOLERANCE * abs(predicted) + 1e-6 * scale
-    agrees = bool(close) or settled(off[2], off[1], 0.0)
+    limit, distances = float(at_infinity(values)), np.abs(values - predicted)
+    agrees = abs(limit - predicted) <= TOLERANCE * abs(predicted) + 1e-6 * scale
+    agrees = agrees or enumeration_converges(distances[2], distances[1], 0.0)
     how = (
-        f"exact at G = {', '.join(map(str, FAR))}, epsilon = 0, mean over prompts, extrapolated in "
+        f"exact at G = {comma_list(FAR)}, epsilon = 0, mean over prompts, extrapolated in "
         f"1/G; within {TOLERANCE:.0%} of the delta method's, not decided where coming closer"
     )
-    return Claim(what, predicted, found, None, None, decided(agrees), how)
+    return Claim(what, predicted, limit, None, None, verdict_of(agrees), how)
 
 
-def _quarter(measured: Measured) -> Claim:
-    share_P = at_infinity(measured.scaled("difference") / measured.scaled("plain_variance"))
-    most = float(share_P.max())
-    agrees = decided(most <= 0.25 + TOLERANCE**2)
-    how = f"exact, extrapolated as above; the largest of {len(share_P)} prompts"
-    what = "limit of E||N - U||^2 / Var U, of any prompt"
-    return Claim(what, "<= 0.25", most, None, None, agrees, how)
-
-
-def _floor(measured: Measured) -> Claim:
-    predicted = float(measured.moments.floor(measured.epsilon).mean())
-    found = float(at_infinity(np.array([x.difference.mean() for x in measured.far_at])))
-    agrees = decided(abs(found - predicted) <= TOLERANCE * predicted + 1e-12)
-    how = (
-        f"exact, extrapolated as above with epsilon = {measured.epsilon:g}; within {TOLERANCE:.0%}"
-    )
-    what = "what epsilon leaves of E||N - U||^2 in the limit"
-    return Claim(what, predicted, found, None, None, agrees, how)
-
-
-def _panels(measured: Measured) -> list[Panel]:
-    moments, sizes = measured.moments, np.array(measured.sizes, dtype=float)
+def _panels(exact: ExactValues) -> list[Panel]:
+    """Difference and variances, the difference's share by prompt, and the bias."""
+    moments, sizes = exact.moments, np.array(exact.sizes, dtype=float)
     limits = {
-        "E||N - U||^2": ("difference", moments.shift),
-        "Var U": ("plain_variance", moments.within + 4 * moments.shift),
-        "Var N": ("variance", moments.within + moments.shift),
+        "E||N - U||^2": ("difference", moments.shift, moments.floor(exact.epsilon).mean()),
+        "Var U": ("plain_variance", moments.within + 4 * moments.shift, 0.0),
+        "Var N": ("variance", moments.within + moments.shift, 0.0),
     }
-    floor = moments.floor(measured.epsilon).mean()
-    errors = [Curve(k, sizes, measured.mean(n, epsilon=True)) for k, (n, _) in limits.items()]
-    for label, (_, limit) in limits.items():
-        left = floor if label.startswith("E") else 0.0
-        errors.append(Curve(label, sizes, limit.mean() / sizes + left, predicted=True))
-    bias = Curve("||E N - g/sigma||", sizes, -measured.mean("bias"))
-    expected = Curve(bias.label, sizes, moments.bias.mean() / sizes, predicted=True)
+    errors = [
+        PlotLine(label, sizes, mean_by_size(exact.with_epsilon, name))
+        for label, (name, _, _) in limits.items()
+    ]
+    errors += [
+        PlotLine(label, sizes, limit.mean() / sizes + floor, predicted=True)
+        for label, (_, limit, floor) in limits.items()
+    ]
+    shares = []
+    share_P = moments.shift / (moments.within + 4 * moments.shift)
+    for prompt in np.argsort(moments.value)[:: -(-len(moments.value) // CURVES)]:
+        label = f"V = {moments.value[prompt]:.3g}"
+        share = np.array([x.difference[prompt] / x.plain_variance[prompt] for x in exact.without])
+        shares.append(PlotLine(label, exact.sizes, share))
+        limit = np.full(len(share), share_P[prompt])
+        shares.append(PlotLine(label, exact.sizes, limit, predicted=True))
+    bias = PlotLine("||E N - g/sigma||", sizes, -mean_by_size(exact.without, "bias"))
+    limit = PlotLine(bias.label, sizes, moments.bias.mean() / sizes, predicted=True)
     size = "group size G"
     return [
         Panel("Difference and both variances", size, "mean over prompts", errors, "xy"),
-        Panel("Share of U's variance", size, "E||N - U||^2 / Var U", _shares(measured), "x"),
-        Panel("Bias of N, epsilon = 0", size, "mean over prompts", [bias, expected], "xy"),
+        Panel("Share of U's variance", size, "E||N - U||^2 / Var U", shares, "x"),
+        Panel("Bias of N, epsilon = 0", size, "mean over prompts", [bias, limit], "xy"),
     ]
 
 
-def _shares(measured: Measured) -> list[Curve]:
-    moments, curves = measured.moments, []
-    limits = moments.shift / (moments.within + 4 * moments.shift)
-    for prompt in np.argsort(moments.value)[:: -(-len(moments.value) // DRAWN)]:
-        label = f"V = {moments.value[prompt]:.3g}"
-        found = [x.difference[prompt] / x.plain_variance[prompt] for x in measured.plain]
-        curves.append(Curve(label, measured.sizes, found))
-        flat = np.full(len(found), limits[prompt])
-        curves.append(Curve(label, measured.sizes, flat, predicted=True))
-    return curves
-
-
-def _rows(measured: Measured) -> list[dict[str, float]]:
+def _rows(exact: ExactValues) -> list[dict[str, float]]:
+    """A row for each group size and prompt."""
+    moments, floor_P = exact.moments, exact.moments.floor(exact.epsilon)
     return [
         {
             "group_size": size,
             "prompt": prompt,
-            "value": float(measured.moments.value[prompt]),
-            "difference": float(at.difference[prompt]),
-            "difference_without_epsilon": float(plain.difference[prompt]),
-            "difference_predicted": float(
-                measured.moments.shift[prompt] / size
-                + measured.moments.floor(measured.epsilon)[prompt]
-            ),
-            "variance": float(at.variance[prompt]),
-            "u_statistic_variance": float(at.plain_variance[prompt]),
-            "bias": float(at.bias[prompt]),
+            "value": float(moments.value[prompt]),
+            "difference": float(values.difference[prompt]),
+            "difference_without_epsilon": float(without.difference[prompt]),
+            "difference_predicted": float(moments.shift[prompt] / size + floor_P[prompt]),
+            "variance": float(values.variance[prompt]),
+            "u_statistic_variance": float(values.plain_variance[prompt]),
+            "bias": float(values.bias[prompt]),
         }
-        for size, at, plain in zip(measured.sizes, measured.at, measured.plain, strict=True)
-        for prompt in range(len(measured.moments.value))
+        for size, values, without in zip(
+            exact.sizes, exact.with_epsilon, exact.without, strict=True
+        )
+        for prompt in range(len(moments.value))
     ]
 
 
-def _answer(measured: Measured) -> str:
-    if not measured.ordinary:
+def _answer(exact: ExactValues) -> str:
+    if not exact.first_order:
         return (
             "It holds for sqrt(G)-limits too on this policy, where every prompt has V = 1/2 or "
             "g = 0: the squared difference falls like 1/G^2."
         )
-    moments, whole = measured.moments, measured.whole
-    share, ratio = moments.shift.mean() / whole, (moments.within + moments.shift).mean() / whole
+    moments, u_variance = exact.moments, exact.u_variance
+    share, ratio = (
+        moments.shift.mean() / u_variance,
+        (moments.within + moments.shift).mean() / u_variance,
+    )
     return (
         "The lemma holds as consistency, both estimates tend to g/sigma, and not for "
         "sqrt(G)-limits: the squared difference falls like 1/G, as U's variance does, and stays "
@@ -275,8 +289,8 @@ def _answer(measured: Measured) -> str:
     )
 
 
-def _notes(measured: Measured) -> list[str]:
-    moments = measured.moments
+def _notes(exact: ExactValues) -> list[str]:
+    moments = exact.moments
     fast = moments.shift <= 1e-9 * (moments.within + 4 * moments.shift)
     notes = [
         "The difference of order 1/sqrt(G) is U's mean times the noise of the group's standard "
@@ -293,10 +307,26 @@ def _notes(measured: Measured) -> list[str]:
             f"{fast.sum()} of {len(fast)} prompts have V = 1/2 or g = 0: there the squared "
             "difference falls like 1/G^2 and the sqrt(G)-limits agree."
         )
-    if measured.epsilon and measured.ordinary:
-        floor = float(moments.floor(measured.epsilon).mean())
+    if exact.epsilon and exact.first_order:
+        floor = float(moments.floor(exact.epsilon).mean())
         notes.append(
-            f"A fixed epsilon leaves a difference for ever: epsilon = {measured.epsilon:g} leaves "
+            f"A fixed epsilon leaves a difference for ever: epsilon = {exact.epsilon:g} leaves "
             f"{floor:.3g}, as much as the rest at G = {moments.shift.mean() / floor:.3g}."
         )
     return notes
+
+
+def study(config: GapConfig) -> Evidence:
+    """`lemma11` of the bed's first policy."""
+    bed, design = build_testbed(config.bed), config.study
+    probability_PYR, score_PYKR = bed.law(bed.start_K[:, None])
+    law = probability_PYR[..., 0], score_PYKR[..., 0], bed.rewards_PY
+    return lemma11(*law, design.group_sizes, design.epsilon)
+
+
+def check(config: GapConfig) -> None:
+    """Refuse a bed that is no policy, see `build_testbed`."""
+    build_testbed(config.bed)
+
+
+THEOREM = Theorem(Lemma11Config, STATEMENT, study, check, draws_nothing)

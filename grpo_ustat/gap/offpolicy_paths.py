@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import (
     Interval,
     jackknife_variance,
@@ -15,16 +15,18 @@ from grpo_ustat.estimators.intervals import (
 )
 from grpo_ustat.estimators.moments import exact_moments
 from grpo_ustat.estimators.scaling import ScalingLaw, scaling_law
-from grpo_ustat.policy.sequences import SequencePolicy
+from grpo_ustat.gap.offpolicy import Setting, estimate, tie
+from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.rollout.draws import generator
-from grpo_ustat.theorems.offpolicy import Setting, estimate, tie
 
 FARTHEST = 100.0  # change of a parameter beyond which squares of pi_ref/pi_theta may overflow
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The minibatches of one path: completions of pi_old, the same at every learning rate.
+    """The minibatches that one path steps on: parts of a batch, completions of pi_old.
+
+    They are the same at every learning rate.
 
     Attributes:
         prompt_UB: prompts of each update, drawn independently and evenly.
@@ -46,32 +48,14 @@ def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
     return Draws(prompt_UB, below_UBG)
 
 
-def random_path(setting: Setting, draws: Draws, learning_rate: float) -> SequencePolicy:
-    """The policy after one update on each minibatch, plain gradient ascent.
+def update(
+    setting: Setting, current: SequencePolicy, learning_rate: float, step_D: np.ndarray
+) -> SequencePolicy:
+    """The policy after one update.
 
     Raises:
-        ConfigError: it runs away.
+        ConfigError: it is far from theta_old.
     """
-    current = setting.old
-    for prompt_B, outcome_BG in zip(draws.prompt_UB, draws.outcome_UBG, strict=True):
-        step_D = estimate(setting, current, prompt_B, outcome_BG)
-        current = _moved(setting, current, learning_rate, step_D)
-    return current
-
-
-def exact_path(setting: Setting, updates: int, learning_rate: float) -> SequencePolicy:
-    """The same along the target itself, without noise.
-
-    Raises:
-        ConfigError: it runs away.
-    """
-    current = setting.old
-    for _ in range(updates):
-        current = _moved(setting, current, learning_rate, sum(setting.target(current)))
-    return current
-
-
-def _moved(setting: Setting, current: SequencePolicy, learning_rate: float, step_D: np.ndarray):
     theta_D = current.theta_D + learning_rate * step_D
     farthest = np.abs(theta_D - setting.old.theta_D).max()
     if not farthest < FARTHEST:
@@ -82,8 +66,49 @@ def _moved(setting: Setting, current: SequencePolicy, learning_rate: float, step
     return current.at(theta_D)
 
 
+def random_path(setting: Setting, draws: Draws, learning_rate: float) -> SequencePolicy:
+    """The policy after one update on each minibatch, plain gradient ascent.
+
+    Raises:
+        ConfigError: it runs away.
+    """
+    current = setting.old
+    for prompt_B, outcome_BG in zip(draws.prompt_UB, draws.outcome_UBG, strict=True):
+        step_D = estimate(setting, current, prompt_B, outcome_BG)
+        current = update(setting, current, learning_rate, step_D)
+    return current
+
+
+def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[SequencePolicy]:
+    """theta_old and the policy after every update along the target itself, without noise.
+
+    Raises:
+        ConfigError: it runs away.
+    """
+    path = [setting.old]
+    for _ in range(updates):
+        target_D = setting.whole_target(path[-1])
+        path.append(update(setting, path[-1], learning_rate, target_D))
+    return path
+
+
 @dataclass(frozen=True)
-class Paths:
+class LeadingTerms:
+    """What errors without normalisation tend to as the learning rate eta falls.
+
+    Attributes:
+        exact: limit of bias^2 / eta^2 along the exact path, by the derivative of the bias.
+        random_R: the same of every random path.
+        law: C1, C2, C3 of Proposition 3 at theta_old, without the KL term.
+    """
+
+    exact: float
+    random_R: np.ndarray
+    law: ScalingLaw
+
+
+@dataclass(frozen=True)
+class PathErrors:
     """Exact errors at the ends of all paths.
 
     Attributes:
@@ -92,9 +117,9 @@ class Paths:
         start: errors at theta_old.
         exact: errors after steps along the target, [E] each.
         random: errors after steps on minibatches, [E, R] each.
-        exact_leading: limit of bias^2 / eta^2 along the exact path, by the derivative of the bias.
-        random_leading_R: the same of every random path.
-        law: of Proposition 3 at theta_old, without the KL term.
+        exact_by_place: bias^2 with token ratios of every minibatch of the batch along the exact
+            path, [E, k + 1].
+        leading: limits as eta falls; None with normalisation, whose bias has another limit.
     """
 
     setting: Setting
@@ -102,9 +127,8 @@ class Paths:
     start: dict[str, float]
     exact: dict[str, np.ndarray]
     random: dict[str, np.ndarray]
-    exact_leading: float
-    random_leading_R: np.ndarray
-    law: ScalingLaw
+    exact_by_place: np.ndarray
+    leading: LeadingTerms | None = None
 
     def mean(self, name: str) -> list[Interval]:
         """Over random paths, with t intervals, on the log scale where they allow it."""
@@ -117,9 +141,9 @@ class Paths:
         """Of log mean bias^2 on log eta from rate `at` to the next, delete-one-path jackknife."""
         low, high = self.random[name][at : at + 2]
         step, count = np.log(self.rates[at + 1] / self.rates[at]), len(low)
-        left = np.log((high.sum() - high) / (low.sum() - low)) / step
+        without_R = np.log((high.sum() - high) / (low.sum() - low)) / step
         whole = float(np.log(high.sum() / low.sum()) / step)
-        return t_interval(whole, float(jackknife_variance(left)), count - 1)
+        return t_interval(whole, float(jackknife_variance(without_R)), count - 1)
 
     def tie(self) -> np.ndarray:
         """The B at which both levels have the same error at every rate, theta_k as it is, [E]."""
@@ -127,9 +151,9 @@ class Paths:
         return tie(mean, self.setting.num_prompts)
 
 
-def measure(
+def path_errors(
     setting: Setting, rates_E: np.ndarray, updates: int, replicates: int, seed: int
-) -> Paths:
+) -> PathErrors:
     """Errors at the ends of an exact and of many random paths.
 
     Args:
@@ -143,34 +167,41 @@ def measure(
         ConfigError: a path runs away.
     """
     draws = [draw(setting, updates, seed, replicate) for replicate in range(replicates)]
-    exact = [setting.quality(exact_path(setting, updates, rate)) for rate in rates_E]
+    paths = [exact_path(setting, updates, rate) for rate in rates_E]
+    exact = [setting.quality(path[-1]) for path in paths]
+    places = [[np.square(setting.bias(x, "token")).sum() for x in path] for path in paths]
     table = [[setting.quality(random_path(setting, x, rate)) for x in draws] for rate in rates_E]
-    steps = [_sum_of_steps(setting, each) for each in draws]
-    target_D = updates * sum(setting.target(setting.old))
-    leading_R = np.array([_leading(setting, step_D) for step_D in steps])
-    return Paths(
+    leading = None
+    if not setting.normalised:
+        leading = LeadingTerms(
+            exact=leading_term(setting, updates * setting.whole_target(setting.old)),
+            random_R=np.array([leading_term(setting, sum_of_steps(setting, x)) for x in draws]),
+            law=on_policy_law(setting),
+        )
+    return PathErrors(
         setting=setting,
         rates=rates_E,
         start=setting.quality(setting.old),
         exact={name: np.array([x[name] for x in exact]) for name in exact[0]},
         random={name: np.array([[x[name] for x in row] for row in table]) for name in exact[0]},
-        exact_leading=_leading(setting, target_D),
-        random_leading_R=leading_R,
-        law=_law(setting),
+        exact_by_place=np.array(places),
+        leading=leading,
     )
 
 
-def _leading(setting: Setting, direction_D: np.ndarray) -> float:
+def leading_term(setting: Setting, direction_D: np.ndarray) -> float:
+    """Limit of bias^2 / eta^2 of a path that leaves theta_old in this direction."""
     return float(np.square(setting.first_order_bias(direction_D)).sum())
 
 
-def _sum_of_steps(setting: Setting, draws) -> np.ndarray:
-    """The direction in which a path leaves theta_old."""
+def sum_of_steps(setting: Setting, draws: Draws) -> np.ndarray:
+    """The direction in which a random path leaves theta_old, [D]."""
     pairs = zip(draws.prompt_UB, draws.outcome_UBG, strict=True)
-    return sum(estimate(setting, setting.old, *pair) for pair in pairs)
+    return np.sum([estimate(setting, setting.old, *pair) for pair in pairs], axis=0)
 
 
-def _law(setting: Setting) -> ScalingLaw:
+def on_policy_law(setting: Setting) -> ScalingLaw:
+    """C1, C2, C3 of Proposition 3 at theta_old, without the KL term."""
     old, reward_PY = setting.old, setting.reward_PY
     g_PD, q_PY = old.gradient_PD(reward_PY), np.square(old.scores_PYD).sum(axis=2)
     g_sq_P = np.square(g_PD).sum(axis=1)

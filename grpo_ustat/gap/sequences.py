@@ -16,6 +16,9 @@ from functools import cached_property
 import numpy as np
 from scipy.special import logsumexp
 
+from grpo_ustat.config.beds import SequencesConfig
+from grpo_ustat.rollout.draws import generator
+
 MOST = 2**14  # completions that are listed
 
 
@@ -74,7 +77,7 @@ class SequencePolicy:
     @cached_property
     def logprob_PYL(self) -> np.ndarray:
         """log pi(y_t | x, y_<t)."""
-        return (self._next_log_PYLV * self._own_YLV).sum(axis=-1)
+        return (self._next_log_PYLV * self._token_YLV).sum(axis=-1)
 
     @cached_property
     def probabilities_PY(self) -> np.ndarray:
@@ -84,8 +87,8 @@ class SequencePolicy:
     @cached_property
     def token_scores_PYLD(self) -> np.ndarray:
         """grad log pi(y_t | x, y_<t): large, for small policies only."""
-        of_position = np.eye(len(self.theta_LVV))
-        return np.stack([self.weighted_scores(each) for each in of_position], axis=2)
+        positions_LL = np.eye(len(self.theta_LVV))
+        return np.stack([self.weighted_scores(only_L) for only_L in positions_LL], axis=2)
 
     @cached_property
     def scores_PYD(self) -> np.ndarray:
@@ -94,7 +97,7 @@ class SequencePolicy:
 
     def weighted_scores(self, weight_PYL: np.ndarray) -> np.ndarray:
         """`sum_t weight_t grad log pi(y_t | x, y_<t)`, [P, Y, D]; weights may be broadcast."""
-        return self._in_rows(weight_PYL[..., None] * (self._own_YLV - self.next_PYLV))
+        return self._in_rows(weight_PYL[..., None] * (self._token_YLV - self.next_PYLV))
 
     def value_P(self, reward_PY: np.ndarray) -> np.ndarray:
         """V(x)."""
@@ -152,18 +155,34 @@ class SequencePolicy:
         return previous
 
     @cached_property
-    def _own_YLV(self) -> np.ndarray:
+    def _token_YLV(self) -> np.ndarray:
         return np.eye(self.theta_LVV.shape[1])[self.completions_YL]
 
     def _log_ratio_PY(self, reference: SequencePolicy) -> np.ndarray:
         return (self.logprob_PYL - reference.logprob_PYL).sum(axis=-1)
 
     def _in_rows(self, block_PYLV: np.ndarray) -> np.ndarray:
-        """What token t gives goes to row (t, previous token) of the parameters, [P, Y, D]."""
+        """A block of token t stands in row (t, previous token) of the parameters, [P, Y, D]."""
         prompts, count, length, size = block_PYLV.shape
         rows = np.zeros((prompts, count, length, size, size))
         rows[:, np.arange(count)[:, None], np.arange(length), self._previous_YL] = block_PYLV
         return rows.reshape(prompts, count, -1)
+
+
+def build_sequences(bed: SequencesConfig) -> tuple[SequencePolicy, SequencePolicy, np.ndarray]:
+    """Policy, reference policy and rewards [P, Y] of a configuration's node, drawn by its seed.
+
+    A prompt's completions are ranked at random, r = 0 ... Y-1; of K levels the reward is
+    `floor(K (r/Y)^difficulty) / (K-1)`.
+    """
+    draw, shape = generator(bed.seed, "sequences"), (bed.length, bed.vocabulary, bed.vocabulary)
+    theta, offsets = draw.normal(size=shape), draw.normal(size=(bed.prompts, bed.vocabulary))
+    policy = SequencePolicy(bed.spread * theta, bed.spread * offsets / 2)
+    reference_D = policy.theta_D + bed.apart * draw.normal(size=policy.theta_D.shape)
+    count, power_P1 = bed.vocabulary**bed.length, np.array(bed.difficulties)[:, None]
+    rank_PY = draw.random((bed.prompts, count)).argsort(axis=1).argsort(axis=1)
+    level_PY = np.floor(bed.reward_levels * (rank_PY / count) ** power_P1)
+    return policy, policy.at(reference_D), level_PY / (bed.reward_levels - 1)
 
 
 def _mean(law_PY: np.ndarray, vectors_PYD: np.ndarray) -> np.ndarray:

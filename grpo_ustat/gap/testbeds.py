@@ -12,18 +12,23 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Any, ClassVar
 
 import numpy as np
+
+from grpo_ustat.config.beds import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
+from grpo_ustat.config.schema import ConfigError
 
 LEAST = 0.02  # probability that any outcome of a coin keeps within the box
 CELLS = 41  # of a grid, along each coordinate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bed(ABC):
+class Testbed(ABC):
     """What all beds share; a kind of bed says `law` and `curvature_at`.
 
     Attributes:
+        kind: in the run folder's `result.json`.
         rewards_PY: r(x, y).
         projection_KD: Q, orthonormal rows.
         start_K: u of the first policy.
@@ -31,6 +36,7 @@ class Bed(ABC):
         box_K: |u_k - u*_k| stays within, as a projection; infinite where any u is a policy.
     """
 
+    kind: ClassVar[str]
     rewards_PY: np.ndarray
     projection_KD: np.ndarray
     start_K: np.ndarray
@@ -74,6 +80,22 @@ class Bed(ABC):
         for _ in range(50):
             u_K = u_K + np.linalg.solve(self.curvature_at(u_K), self.gradient(u_K[:, None])[:, 0])
         return u_K
+
+    @property
+    def curved(self) -> int:
+        """How many coordinates of u, the first ones, J curves along at its maximisers; it is flat
+        along the others.
+        """
+        return len(self.start_K)
+
+    def limits(self, u_KR: np.ndarray) -> np.ndarray:
+        """The maximiser that training ends at from next to each u, [K, R] or [K, 1] if the only."""
+        return self.best_K[:, None]
+
+    @property
+    def least_curvature(self) -> float:
+        """Of all maximisers, along the coordinates that J curves along."""
+        return float(np.linalg.eigvalsh(self.curvature_KK)[0])
 
     @cached_property
     def highest(self) -> float:
@@ -119,7 +141,7 @@ class Bed(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coins(Bed):
+class CoinTestbed(Testbed):
     r"""Answers that are coins: right with `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2`.
 
     Beside its answer a completion shows a matter of style, heads with `1/2 + n_x' u`, which earns
@@ -129,9 +151,10 @@ class Coins(Bed):
     at the maximiser.
 
     Attributes:
-        value_P, slope_PK, style_PK, curvature_K: v, a, n, lambda.
+        value_P, slope_PK, style_PK, lambda_K: v, a, n, lambda.
     """
 
+    kind: ClassVar[str] = "Coins"
     value_P: np.ndarray
     slope_PK: np.ndarray
     style_PK: np.ndarray
@@ -140,7 +163,8 @@ class Coins(Bed):
     def __post_init__(self):
         if np.abs(self.slope_PK.mean(axis=0)).max() > 1e-12:
             raise ValueError(f"slopes {self.slope_PK.tolist()} must have mean 0 over prompts")
-        probability = self.law(self._corners())[0]
+        corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
+        probability = self.law(corners_KR)[0]  # concave or linear in u, so smallest in a corner
         if probability.min() < LEAST**2:
             raise ValueError(
                 f"reach={self.reach} lets a probability fall to {probability.min():.3g}: lower it"
@@ -151,36 +175,137 @@ class Coins(Bed):
         """The smallest that holds the sublevel set."""
         return np.sqrt(2 * self.reach / self.lambda_K)
 
-    def _corners(self) -> np.ndarray:
-        """Where probabilities, concave or linear in u, are smallest."""
-        return np.array(list(product(*([-b, b] for b in self.box_K)))).T
-
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Bed.law`."""
+        """See `Testbed.law`."""
         bend_R = (self.lambda_K[:, None] * np.square(u_KR)).sum(axis=0) / 2
         right_PR = self.value_P[:, None] + self.slope_PK @ u_KR - bend_R
         heads_PR = 0.5 + self.style_PK @ u_KR
         slope_PKR = self.slope_PK[..., None] - self.lambda_K[:, None] * u_KR
         style_PKR = np.broadcast_to(self.style_PK[..., None], slope_PKR.shape)
-        answers = [(right_PR, slope_PKR), (1 - right_PR, -slope_PKR)]
-        styles = [(heads_PR, style_PKR), (1 - heads_PR, -style_PKR)]
-        pairs = list(product(answers, styles))
-        probability = np.stack([a * b for (a, _), (b, _) in pairs], axis=1)
-        scores = [da / a[:, None] + db / b[:, None] for (a, da), (b, db) in pairs]
-        return probability, np.stack(scores, axis=1)
+        return _two_coins((right_PR, slope_PKR), (heads_PR, style_PKR))
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """See `Bed.curvature_at`; the same everywhere."""
+        """See `Testbed.curvature_at`; the same everywhere."""
         return np.diag(self.lambda_K)
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """See `Bed.constants`; exact."""
+        """See `Testbed.constants`; exact."""
         return float(self.lambda_K.min()), float(self.lambda_K.max())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Softmax(Bed):
+class RidgeCoinTestbed(Testbed):
+    r"""Coins whose maximisers are a ridge: J curves along v and is flat along w, u = (v, w).
+
+    Right with `p_x = v_x + a_x v - lambda(w) v^2 / 2`, `lambda(w) = lambda (1 + rho w)`; heads,
+    which earn nothing, with `1/2 + n_x (1 + kappa w) v + m_x w`. The slopes a_x have mean zero, so
+    `J = mean v - lambda(w) v^2 / 2` has its maximisers where v = 0, at any w: curvature and noise
+    differ between them, and a replicate stays at a w that chance chose, since `sum eta_t^2` is
+    finite.
+
+    Attributes:
+        value_P, slope_P, style_P, along_P: v, a, n, m.
+        curvature, bend, spread: lambda, rho, kappa.
+        width: |w| stays within, as a projection.
+    """
+
+    kind: ClassVar[str] = "RidgeCoins"
+    value_P: np.ndarray
+    slope_P: np.ndarray
+    style_P: np.ndarray
+    along_P: np.ndarray
+    curvature: float
+    bend: float
+    spread: float
+    width: float
+
+    def __post_init__(self):
+        if abs(self.slope_P.mean()) > 1e-12:
+            raise ValueError(f"slopes {self.slope_P.tolist()} must have mean 0 over prompts")
+        if self.least_curvature <= 0:
+            raise ValueError(
+                f"bend={self.bend} with width={self.width} makes the curvature negative: lower one"
+            )
+        corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
+        probability = self.law(corners_KR)[0]  # concave or linear in v and in w
+        if probability.min() < LEAST**2:
+            raise ValueError(
+                f"reach={self.reach} width={self.width} let a probability fall to "
+                f"{probability.min():.3g}: lower them"
+            )
+
+    @property
+    def curved(self) -> int:
+        """See `Testbed.curved`."""
+        return 1
+
+    def limits(self, u_KR: np.ndarray) -> np.ndarray:
+        """See `Testbed.limits`: v = 0, and the w that is there."""
+        return np.stack([np.zeros_like(u_KR[1]), u_KR[1]])
+
+    @property
+    def least_curvature(self) -> float:
+        """See `Testbed.least_curvature`."""
+        return self.curvature * (1 - abs(self.bend) * self.width)
+
+    @cached_property
+    def best_K(self) -> np.ndarray:
+        """The maximiser in the middle of the ridge."""
+        return np.zeros(2)
+
+    @property
+    def box_K(self) -> np.ndarray:
+        """The smallest that holds the sublevel set."""
+        return np.array([np.sqrt(2 * self.reach / self.least_curvature), self.width])
+
+    def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `Testbed.law`."""
+        v_R, w_R = u_KR
+        lambda_R = self.curvature * (1 + self.bend * w_R)
+        right_PR = self.value_P[:, None] + self.slope_P[:, None] * v_R - lambda_R * v_R**2 / 2
+        bent_R = -self.curvature * self.bend * v_R**2 / 2
+        slope_PKR = np.stack(
+            [self.slope_P[:, None] - lambda_R * v_R, np.broadcast_to(bent_R, right_PR.shape)],
+            axis=1,
+        )
+        style_PR = self.style_P[:, None] * (1 + self.spread * w_R)
+        heads_PR = 0.5 + style_PR * v_R + self.along_P[:, None] * w_R
+        along_PR = self.style_P[:, None] * self.spread * v_R + self.along_P[:, None]
+        style_PKR = np.stack([style_PR, along_PR], axis=1)
+        return _two_coins((right_PR, slope_PKR), (heads_PR, style_PKR))
+
+    def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
+        """See `Testbed.curvature_at`."""
+        across = self.curvature * self.bend * u_K[0]
+        return np.array([[self.curvature * (1 + self.bend * u_K[1]), across], [across, 0.0]])
+
+    def sublevel_grid(self) -> np.ndarray:
+        """See `Testbed.sublevel_grid`; within the box."""
+        axes = [np.linspace(-half, half, CELLS) for half in self.box_K]
+        grid_KR = np.array(list(product(*axes))).T
+        return grid_KR[:, self.gap(grid_KR) <= self.reach]
+
+    @cached_property
+    def constants(self) -> tuple[float, float]:
+        """See `Testbed.constants`; `|dJ|^2 / 2 >= lambda(w) (J* - J)`."""
+        norms = [np.linalg.norm(self.curvature_at(u_K), 2) for u_K in self.sublevel_grid().T]
+        return self.least_curvature, float(max(norms))
+
+
+def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
+    """Law of two independent coins, each a probability [P, R] and its slope [P, K, R]."""
+    (right_PR, slope_PKR), (heads_PR, style_PKR) = answer, style
+    answers = [(right_PR, slope_PKR), (1 - right_PR, -slope_PKR)]
+    styles = [(heads_PR, style_PKR), (1 - heads_PR, -style_PKR)]
+    pairs = list(product(answers, styles))
+    probability = np.stack([a * b for (a, _), (b, _) in pairs], axis=1)
+    scores = [da / a[:, None] + db / b[:, None] for (a, da), (b, db) in pairs]
+    return probability, np.stack(scores, axis=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxTestbed(Testbed):
     r"""A tabular softmax policy, `pi(y|x) ~ exp( phi_y' u + o_xy )`.
 
     The features phi are shared by the prompts, whose offsets o pull them apart: no u suits all, so
@@ -191,11 +316,12 @@ class Softmax(Bed):
         feature_YK, offset_PY: phi, o.
     """
 
+    kind: ClassVar[str] = "Softmax"
     feature_YK: np.ndarray
     offset_PY: np.ndarray
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Bed.law`."""
+        """See `Testbed.law`."""
         logits_PYR = (self.feature_YK @ u_KR)[None] + self.offset_PY[..., None]
         weights_PYR = np.exp(logits_PYR - logits_PYR.max(axis=1, keepdims=True))
         probability_PYR = weights_PYR / weights_PYR.sum(axis=1, keepdims=True)
@@ -203,7 +329,7 @@ class Softmax(Bed):
         return probability_PYR, self.feature_YK[None, ..., None] - mean_PKR[:, None]
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """See `Bed.curvature_at`: `-E[(r - V) s s']`."""
+        """See `Testbed.curvature_at`: `-E[(r - V) s s']`."""
         probability_PYR, score_PYKR = self.law(u_K[:, None])
         value_P1 = self.value(probability_PYR)
         weight_PY = probability_PYR[..., 0] * (self.rewards_PY - value_P1)
@@ -217,3 +343,62 @@ def projection(coordinates: int, parameters: int, seed: int) -> np.ndarray:
         return np.eye(coordinates)
     normal = np.random.Generator(np.random.Philox(seed)).standard_normal((parameters, coordinates))
     return np.linalg.qr(normal)[0].T
+
+
+def build_testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbed:
+    """The bed that a configuration's node describes, whose truth is enumerated.
+
+    Raises:
+        ConfigError: its numbers make no policy with a finite maximum near its start.
+    """
+    try:
+        testbed = _testbed(bed)
+        start_gap = float(testbed.gap(testbed.start_K[:, None])[0])
+        least_curvature = testbed.least_curvature
+    except (ValueError, np.linalg.LinAlgError) as error:
+        raise ConfigError(f"bed={bed.name}: {error}") from error
+    if not np.isfinite(start_gap) or least_curvature <= 0:
+        raise ConfigError(
+            f"bed={bed.name} has no finite maximum (curvature {least_curvature:.3g} where the "
+            "gradient vanishes): pull its prompts apart less, or change its rewards"
+        )
+    if start_gap > bed.reach:
+        raise ConfigError(
+            f"bed.start={bed.start} is {start_gap:.4g} below the maximum, bed.reach={bed.reach}: "
+            "start nearer, or raise bed.reach"
+        )
+    return testbed
+
+
+def _testbed(bed: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Testbed:
+    plane: dict[str, Any] = {
+        "projection_KD": projection(len(bed.start), bed.parameters, bed.seed),
+        "start_K": np.array(bed.start, dtype=float),
+        "reach": bed.reach,
+    }
+    if isinstance(bed, SoftmaxConfig):
+        features, rewards = np.array(bed.features), np.array(bed.rewards)
+        offset_PY = -np.array(bed.centres) @ features.T
+        return SoftmaxTestbed(rewards_PY=rewards, feature_YK=features, offset_PY=offset_PY, **plane)
+    coin_rewards_PY = np.tile([1.0, 1.0, 0.0, 0.0], (len(bed.values), 1))
+    if isinstance(bed, CoinsConfig):
+        return CoinTestbed(
+            rewards_PY=coin_rewards_PY,
+            value_P=np.array(bed.values),
+            slope_PK=np.array(bed.slopes),
+            style_PK=np.array(bed.styles),
+            lambda_K=np.array(bed.curvature),
+            **plane,
+        )
+    return RidgeCoinTestbed(
+        rewards_PY=coin_rewards_PY,
+        value_P=np.array(bed.values),
+        slope_P=np.array(bed.slopes),
+        style_P=np.array(bed.styles),
+        along_P=np.array(bed.along),
+        curvature=bed.curvature,
+        bend=bed.bend,
+        spread=bed.spread,
+        width=bed.width,
+        **plane,
+    )

@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
-from grpo_ustat.checks import ConfigError
+import numpy as np
+
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.reports.found import Found, Run, entries_in, read
-from grpo_ustat.reports.series import telling
+from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, read_runs
+from grpo_ustat.runs.record import RunRecord
 
-TRAIN = "python -m grpo_ustat.train experiment=best_group_size"
-STUDY = "python -m grpo_ustat.mse study=best_group_size_start"
+TRAIN = command_line("train", "experiment=best_group_size")
+STUDY = command_line("mse", "study=best_group_size_start")
 FEWEST = 3  # seeds over which differences are compared
-SHOWN = 8  # missing runs that are named one by one
-OF_POLICY = ("model.", "dataset.", "prompt.", "temperature", "max_completion_length", "weights")
+MOST_NAMES = 8  # missing runs that are named one by one
+POLICY_KEYS = ("model.", "dataset.", "prompt.", "temperature", "max_completion_length", "weights")
 
-Cell = tuple[int, int, int]  # n, G, seed
+RunKey = tuple[int, int, int]  # n, G, seed
 
 
 @dataclass(frozen=True)
-class Trained:
+class RunGrid:
     """Runs that differ in n, G and seed alone.
 
     Attributes:
@@ -30,11 +34,11 @@ class Trained:
         notes: what is unfinished, damaged, or there twice, a line each.
     """
 
-    runs: dict[Cell, Run]
+    runs: dict[RunKey, RunRecord]
     notes: list[str]
 
     @property
-    def any(self) -> Run:
+    def any(self) -> RunRecord:
         """One of them, for what they share."""
         return next(iter(self.runs.values()))
 
@@ -49,11 +53,21 @@ class Trained:
         return sorted({rollouts for rollouts, _, _ in self.runs})
 
     @property
-    def missing(self) -> list[Cell]:
+    def rollouts(self) -> int:
+        """Completions of all training, without those of evaluations."""
+        return sum(run.result["rollouts"] for run in self.runs.values() if run.result)
+
+    @property
+    def start_accuracy(self) -> float:
+        """Held-out accuracy before training, the mean over all runs."""
+        return float(np.mean([run.evals[0]["accuracy"] for run in self.runs.values()]))
+
+    @property
+    def missing(self) -> list[RunKey]:
         """(n, G, seed) that others lead to expect."""
         seeds = sorted({seed for _, _, seed in self.runs})
-        every = product(self.budgets, self.sizes, seeds)
-        return [cell for cell in every if cell not in self.runs]
+        keys = product(self.budgets, self.sizes, seeds)
+        return [key for key in keys if key not in self.runs]
 
     def seeds(self, rollouts: int) -> list[int]:
         """Seeds that have every G at this n, on which all G can be compared.
@@ -61,59 +75,60 @@ class Trained:
         Raises:
             ConfigError: there are fewer than three, naming the runs that are missing.
         """
-        lacking = {seed for n, _, seed in self.missing if n == rollouts}
-        found = sorted({s for n, _, s in self.runs if n == rollouts} - lacking)
-        if len(found) < FEWEST:
+        incomplete = {seed for n, _, seed in self.missing if n == rollouts}
+        seeds = sorted({s for n, _, s in self.runs if n == rollouts} - incomplete)
+        if len(seeds) < FEWEST:
             raise ConfigError(
-                f"n={rollouts} has {len(found)} seeds with every G of {self.sizes}, {FEWEST} are "
-                f"needed; missing: {named(self.missing)}: go on with {TRAIN}"
+                f"n={rollouts} has {len(seeds)} seeds with every G of {self.sizes}, {FEWEST} are "
+                f"needed; missing: {run_names(self.missing)}: go on with {TRAIN}"
             )
-        return found
+        return seeds
 
 
-def named(missing: Sequence[Cell]) -> str:
-    """Missing runs in a line.
+def run_names(keys: Sequence[RunKey]) -> str:
+    """Runs in a line, the first few by name.
 
-    >>> named([(128, 2, 0), (128, 2, 1)])
+    >>> run_names([(128, 2, 0), (128, 2, 1)])
     'n=128 G=2 seed=0, n=128 G=2 seed=1'
     """
-    told = [f"n={n} G={size} seed={seed}" for n, size, seed in missing[:SHOWN]]
-    rest = len(missing) - SHOWN
-    return ", ".join(told) + (f" and {rest} more" if rest > 0 else "")
+    names = [f"n={n} G={size} seed={seed}" for n, size, seed in keys[:MOST_NAMES]]
+    rest = len(keys) - MOST_NAMES
+    return ", ".join(names) + (f" and {rest} more" if rest > 0 else "")
 
 
-def trained_runs(patterns: Sequence[str]) -> Trained:
+def trained_runs(patterns: Sequence[str]) -> RunGrid:
     """The finished training runs that the patterns match.
 
     Raises:
         ConfigError: there are none, or of several series, or of one G alone; the line names the
             command that makes them.
     """
-    found = _read("trained", patterns, TRAIN)
-    every = [run for run in found.runs if run.entry == "train"]
-    done = [run for run in every if run.result is not None]
-    if not done:
+    folders = _read("trained", patterns, TRAIN)
+    runs = [run for run in folders.runs if run.command == "train"]
+    complete = [run for run in runs if run.result is not None]
+    if not complete:
         raise ConfigError(f"trained={list(patterns)} holds no finished training run: {TRAIN}")
-    _check_one_series(done)
-    runs = {_cell(run): run for run in done}
-    unfinished = [f"unfinished: {run.lacking}" for run in every if run.result is None]
-    trained = Trained(runs, [*unfinished, *found.damaged, *found.twins])
+    check_one_series(complete)
+    grid, notes = {}, [f"unfinished: {run.unfinished}" for run in runs if run.result is None]
+    for run in complete:
+        config = run.config
+        grid[config["budget"]["rollouts"], config["group_size"], config["seed"]] = run
+    trained = RunGrid(grid, [*notes, *folders.damaged, *folders.twins])
     if len(trained.sizes) < 2:
         raise ConfigError(f"trained={list(patterns)} has G={trained.sizes} alone: {TRAIN}")
     return trained
 
 
-def _cell(run: Run) -> Cell:
-    config = run.config
-    return config["budget"]["rollouts"], config["group_size"], config["seed"]
+def check_one_series(runs: Sequence[RunRecord]) -> None:
+    """Refuse runs that cannot be compared, or whose error is not the one that is predicted.
 
-
-def _check_one_series(runs: Sequence[Run]) -> None:
-    """Refuse runs that cannot be compared, or whose error is not the one that is predicted."""
-    asked = telling([run.keys for run in runs])
-    if asked:
+    Raises:
+        ConfigError: naming what differs.
+    """
+    keys = distinguishing_keys([run.keys for run in runs])
+    if keys:
         raise ConfigError(
-            f"the training runs differ in {', '.join(asked)} too, not in n, G and seed alone: "
+            f"the training runs differ in {', '.join(keys)} too, not in n, G and seed alone: "
             "name folders of one series"
         )
     steps = sorted({tuple(row["step"] for row in run.evals) for run in runs})
@@ -128,66 +143,80 @@ def _check_one_series(runs: Sequence[Run]) -> None:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a study found at the policy that training starts from.
+class StartLaw:
+    """The scaling law of a study at the policy that training starts from.
 
     Attributes:
         run: the study.
+        result: of its `result.json`.
         law: its C1, C2, C3.
         gstar: 1 + sqrt(C3/C1), with its interval.
     """
 
-    run: Run
+    run: RunRecord
+    result: dict[str, Any]
     law: ScalingLaw
     gstar: Interval
 
     @property
     def over(self) -> str:
         """What the interval is over."""
-        of_questions = self.run.config["study"]["interval"] == "questions"
-        return "over questions" if of_questions else "given the questions"
+        over_questions = self.run.config["study"]["interval"] == "questions"
+        return "over questions" if over_questions else "given the questions"
+
+    @property
+    def gstar_text(self) -> str:
+        """G* with its interval."""
+        estimate, low, high = self.gstar
+        return f"{estimate:.1f} [{low:.1f}, {high:.1f}]"
+
+    def error_at(self, size: int) -> float:
+        """Predicted n MSE(G)."""
+        return self.law.mse(num_prompts=1, group_size=size) * size
 
 
-def measured_policy(patterns: Sequence[str]) -> Measured:
+def start_law(patterns: Sequence[str]) -> StartLaw:
     """The finished study that the patterns match.
 
     Raises:
         ConfigError: there is none, or more than one, or it has no G*; the line names the command
             that makes one.
     """
-    found = _read("measured", patterns, STUDY)
-    runs = [run for run in found.runs if run.entry == "mse" and run.result is not None]
+    folders = _read("measured", patterns, STUDY)
+    runs = [run for run in folders.runs if run.command == "mse" and run.result is not None]
     if len(runs) != 1:
         text = f"holds {len(runs)} finished studies, one is needed: {STUDY}"
         raise ConfigError(f"measured={list(patterns)} {text}")
-    scaling = runs[0].result["scaling"]
+    (run,), result = runs, runs[0].result or {}
+    scaling = result["scaling"]
     gstar = [scaling[f"gstar{end}"] for end in ("", "_low", "_high")]
     if None in gstar:
         raise ConfigError(
-            f"{runs[0].folder} has no G* with an interval (C1 = {scaling['c1']}, C3 = "
+            f"{run.folder} has no G* with an interval (C1 = {scaling['c1']}, C3 = "
             f"{scaling['c3']}): raise budget.pool_completions of {STUDY}"
         )
     law = ScalingLaw(*(scaling[name] for name in ("c1", "c2", "c3")))
-    return Measured(runs[0], law, Interval(*gstar))
+    return StartLaw(run, result, law, Interval(*gstar))
 
 
-def check_same_start(trained: Trained, measured: Measured) -> None:
+def check_same_start(trained: RunGrid, study: StartLaw) -> None:
     """Refuse a study of another policy than the one that training starts from.
 
     Raises:
         ConfigError: naming what differs, and both values.
     """
-    start, studied = trained.any.keys, measured.run.keys
-    for key in (key for key in start if key.startswith(OF_POLICY)):
-        if start[key] != studied.get(key):
+    in_training, in_study = trained.any.keys, study.run.keys
+    for key in (key for key in in_training if key.startswith(POLICY_KEYS)):
+        if in_training[key] != in_study.get(key):
             raise ConfigError(
-                f"{key} is {start[key]} in training and {studied.get(key)} in the study: measure "
-                "the policy that training starts from"
+                f"{key} is {in_training[key]} in training and {in_study.get(key)} in the study: "
+                "measure the policy that training starts from"
             )
 
 
-def _read(what: str, patterns: Sequence[str], command: str) -> Found:
+def _read(key: str, patterns: Sequence[str], command: str) -> RunSet:
+    """The runs that patterns match; `key` and `command` are for the error's line."""
     try:
-        return read(entries_in(list(patterns)))
+        return read_runs(entries_in(list(patterns)))
     except ConfigError as error:
-        raise ConfigError(f"{what}={list(patterns)} holds no run: {command}") from error
+        raise ConfigError(f"{key}={list(patterns)} holds no run: {command}") from error

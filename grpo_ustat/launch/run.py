@@ -1,4 +1,4 @@
-"""One run, by the way in that its surroundings show.
+"""One run, in this process or in ranks, whichever its surroundings show.
 
 1. `RANK` is set, by torchrun or `accelerate launch`: this process is that rank.
 2. SLURM or submitit started several tasks: this process is one rank of as many.
@@ -13,52 +13,81 @@ import socket
 import sys
 from typing import Any
 
-from grpo_ustat import slurm
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.launch.parent import RanksFailed, run_ranks
-from grpo_ustat.launch.sharing import check_sharing, export_sharing
-from grpo_ustat.launch.tasks import join_tasks
-from grpo_ustat.launch.work import work
-from grpo_ustat.ranks import RefusedByRank, is_main, world
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed import slurm
+from grpo_ustat.distributed.ranks import RefusedByRank, is_main, world
+from grpo_ustat.distributed.signals import StopRequest, stop_if_requested
+from grpo_ustat.distributed.slurm import join_tasks
+from grpo_ustat.launch.command import Command
+from grpo_ustat.launch.sharding import check_sharing, export_sharing
+from grpo_ustat.launch.torchrun import RanksFailed, run_ranks
+from grpo_ustat.mirror.follow import Mirroring
+from grpo_ustat.progress import waiting
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import NotSaved, RunFolder
-from grpo_ustat.signals import StopRequest, stop_if_asked
 
-REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed)  # told in one line
+REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed)  # printed in one line
 
 
-def run(entry: str, config: Any, folder: RunFolder) -> float | None:
-    """Do the work of an entry, or show what the folder already holds of it.
+def run(command: Command, config: Any, folder: RunFolder) -> float | None:
+    """Make a command's run, or go on with what the folder already holds of it.
+
+    Returns:
+        The number that a sweep shows of the run; None where it has none.
 
     Raises:
-        ConfigError, FloatingPointError, NotSaved, RanksFailed: whose message is all there is to
-            say.
-        Stopped: a signal asked for it; what is done is saved.
+        ConfigError, FloatingPointError, NotSaved, RanksFailed: the message is all there is to say.
+        Stopped: by a signal; what is done is saved.
     """
     with StopRequest():
-        stop_if_asked()  # while it was composed, or between two runs of a sweep
+        stop_if_requested()  # while it was composed, or between two runs of a sweep
         join_tasks()
         check_ranks(config)
         if world() > 1 or config.launch.num_processes == 1:
-            return run_here(entry, config, folder)
+            return run_here(command, config, folder)
         try:
-            return run_ranks(entry, config, folder)
+            return run_ranks(command.name, config, folder)
         except RanksFailed as error:
-            _tell_of(folder, error)
+            note_failed_ranks(folder, error)
             raise
 
 
-def run_here(entry: str, config: Any, folder: RunFolder) -> float | None:
+def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
     """See `run`; in this process."""
     if world() > 1 and getattr(config.launch, "accelerate", None) is not None:
         export_sharing(config.launch.accelerate)
     if is_main() and slurm.job_id() is not None:
         where = f"SLURM job {slurm.address()} on {socket.gethostname()}"
         print(f"{where}, restart {slurm.restart_count()}", file=sys.stderr)
-    value = work(entry, config, folder)
+    folder.start_mirror = Mirroring
+    value = make_run(command, config, folder)
     if is_main():
         history.note_done(folder.path)
     return value
+
+
+def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
+    """Call the command's own function, in this process: alone, or as one rank of several.
+
+    Raises:
+        NotSaved: the disk takes no more; the same command goes on from what is on it.
+    """
+    with waiting("starting", visible=is_main()):
+        run_command = command.load_run()
+    try:
+        return run_command(config, folder)
+    except NotSaved:
+        raise
+    except Exception as error:
+        from grpo_ustat.runs.log import disk_refusal  # which loads pyarrow
+
+        reason = disk_refusal(error)
+        if reason is None:
+            raise
+        raise NotSaved(
+            f"{folder.path} could not be written ({reason}): make room on the disk, then the same "
+            "command goes on from what is there"
+        ) from error
 
 
 def check_ranks(config: Any, tasks: int = 1) -> None:
@@ -71,13 +100,13 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
     Raises:
         ConfigError: naming both.
     """
-    asked, there = config.launch.num_processes, max(world(), tasks)
-    if asked > 1 and (tasks > 1 or ("RANK" in os.environ and asked != there)):
+    own, others = config.launch.num_processes, max(world(), tasks)
+    if own > 1 and (tasks > 1 or ("RANK" in os.environ and own != others)):
         raise RefusedByRank(
-            f"launch.num_processes={asked} in each of {there} processes that a launcher starts: "
+            f"launch.num_processes={own} in each of {others} processes that a launcher starts: "
             "use one or the other"
         )
-    ranks = max(asked, there)
+    ranks = max(own, others)
     if getattr(config.launch, "accelerate", None) is not None:
         check_sharing(config.launch.accelerate, ranks)
     prompts = getattr(config, "prompts_per_step", ranks)
@@ -88,7 +117,7 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
         )
 
 
-def _tell_of(folder: RunFolder, error: RanksFailed) -> None:
-    """Note why ranks failed: the first one knows at best that it has lost another."""
+def note_failed_ranks(folder: RunFolder, error: RanksFailed) -> None:
+    """Note in the folder why ranks failed: the first one knows at best that it lost another."""
     if folder.path.is_dir():
-        history.append(folder.path, history.ending(error) | {"config_hash": folder.config_hash})
+        history.append(folder.path, history.end_row(error) | {"config_hash": folder.config_hash})

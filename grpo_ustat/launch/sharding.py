@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from grpo_ustat.ranks import RefusedByRank
+from grpo_ustat.distributed.ranks import RefusedByRank
 
 FOLDER = Path(__file__).parent / "accelerate"
 
 
 def check_sharing(name: str, ranks: int) -> None:
-    """Refuse a way to share that there is not, or nobody to share with.
+    """Refuse an unknown configuration of accelerate, or one process, which can share nothing.
 
     Raises:
-        ConfigError: naming those there are, or the fix; on all ranks.
+        ConfigError: naming the known ones, or the fix; on all ranks.
     """
-    known = sorted(file.stem for file in FOLDER.glob("*.yaml"))
-    if name not in known:
-        raise RefusedByRank(f"unknown launch.accelerate {name!r}: choose from {', '.join(known)}")
+    presets = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+    if name not in presets:
+        raise RefusedByRank(f"unknown launch.accelerate {name!r}: choose from {', '.join(presets)}")
     if ranks == 1:
         raise RefusedByRank(
             f"launch.accelerate={name} for one process: add launch.num_processes=2 or more"
@@ -36,13 +36,16 @@ def export_sharing(name: str) -> None:
             f"launch.accelerate={name} under accelerate launch, which has a configuration of its "
             "own: leave launch.accelerate out, or start the ranks with launch.num_processes"
         )
+    from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     words = ["--config_file", str(FOLDER / f"{name}.yaml"), "none"]
-    arguments, told, precision = _validate_launch_command(launch_command_parser().parse_args(words))
+    parsed = launch_command_parser().parse_args(words)
+    arguments, defaults, precision = _validate_launch_command(parsed)
     if arguments.use_deepspeed:
-        fields = [*told.deepspeed_config, *(["mixed_precision"] if precision else [])]
+        assert isinstance(defaults, ClusterConfig)
+        fields = [*(defaults.deepspeed_config or {}), *(["mixed_precision"] if precision else [])]
         arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
         os.environ.update(prepare_deepspeed_cmd_env(arguments)[1])
     else:

@@ -1,4 +1,4 @@
-"""How a run that was asked to stop leaves: with code 75, and under submitit back into the queue."""
+"""How a stopped run ends its process: with code 75, and under submitit back into the queue."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import sys
 import time
 from typing import NoReturn
 
-from grpo_ustat import slurm
-from grpo_ustat.ranks import is_main
-from grpo_ustat.signals import EXIT_CODE, Stopped
+from grpo_ustat.distributed import slurm
+from grpo_ustat.distributed.ranks import is_main
+from grpo_ustat.distributed.signals import EXIT_CODE, Stopped
+
+REQUEUE_PATIENCE = 60.0  # seconds that the first rank has to requeue the job
+REQUEUE_INTERVAL = 5  # seconds between two looks whether it has
 
 
 class EndedForGood(RuntimeError):
@@ -46,22 +49,17 @@ def _leave_submitit(stopped: Stopped) -> None:
 
     number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
     handler = signal.getsignal(number)
-    if not isinstance(getattr(handler, "__self__", None), SignalHandler):
+    if not (callable(handler) and isinstance(getattr(handler, "__self__", None), SignalHandler)):
         return  # a command that such a job started knows of submitit from its environment only
     of_slurm = os.environ["SUBMITIT_EXECUTOR"] == "slurm"
-    ends = slurm.ends() if of_slurm else "requeue"
-    if ends == "for_good":
+    action = slurm.next_action() if of_slurm else "requeue"
+    if action == "for_good":
         raise EndedForGood(f"{stopped}; the job was cancelled or cannot be requeued")
-    if ends == "requeue" and is_main():
+    if action == "requeue" and is_main():
         handler(number, None)
-    if ends == "requeue" and of_slurm:
-        _await_requeue(stopped)
-
-
-def _await_requeue(stopped: Stopped, seconds: float = 60, interval: float = 5) -> None:
-    """Wait until the first rank has requeued the job; it may have reasons not to."""
-    until = time.monotonic() + seconds
-    while slurm.ends() == "requeue":
-        if time.monotonic() > until:
-            raise EndedForGood(f"{stopped}; the job was not requeued")
-        time.sleep(interval)
+    if action == "requeue" and of_slurm:  # wait for the first rank, which may have reasons not to
+        until = time.monotonic() + REQUEUE_PATIENCE
+        while slurm.next_action() == "requeue":
+            if time.monotonic() > until:
+                raise EndedForGood(f"{stopped}; the job was not requeued")
+            time.sleep(REQUEUE_INTERVAL)

@@ -1,6 +1,6 @@
-"""The parent of ranks on this machine: it starts torchrun on the worker and passes signals on.
+"""The parent of ranks on this machine: it starts torchrun on the ranks and passes signals on.
 
-Each rank is `python -m grpo_ustat.launch.worker`, which reads the resolved configuration from a
+Each rank is `python -m grpo_ustat.launch.rank`, which reads the resolved configuration from a
 file and knows nothing of Hydra. A stopping signal goes to the ranks, not to torchrun: they save
 and end by themselves, and torchrun has nothing to report. Ranks end with this process, whatever
 ends it.
@@ -24,66 +24,67 @@ from typing import Any
 import psutil
 import yaml
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.ranks import PARENT
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.processes import children, kill_children
+from grpo_ustat.distributed.ranks import PARENT
+from grpo_ustat.distributed.signals import STOPPING, Stopped, StopRequest
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.signals import STOPPING, Stopped, StopRequest
 
 
 class RanksFailed(RuntimeError):
-    """Ranks ended without saying how; what they printed says why."""
+    """Ranks ended without a reason that rank 0 could pass on; what they printed says why."""
 
 
-def run_ranks(entry: str, config: Any, folder: RunFolder) -> float | None:
-    """One run on `launch.num_processes` ranks of this machine.
+def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
+    """One run of the command of this name on `launch.num_processes` ranks of this machine.
 
     Raises:
-        ConfigError, Stopped: as the ranks did, which have told.
+        ConfigError, Stopped: as on the ranks.
         RanksFailed: a rank failed; its own message is on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="grpo_ustat-") as place:
-        told, outcome = Path(place, "config.yaml"), Path(place, "outcome.json")
-        told.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-        words = (entry, str(told), str(folder.path.absolute()), str(outcome))
-        ranks = _started(config.launch.num_processes, words)
-        with _Passing(config.launch.grace_seconds) as passing, ranks as torchrun:
-            code = passing.wait(torchrun)
-        return _concluded(outcome, code, passing)
+        config_file, outcome_file = Path(place, "config.yaml"), Path(place, "outcome.json")
+        config_file.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        words = (name, str(config_file), str(folder.path.absolute()), str(outcome_file))
+        relay = SignalRelay(config.launch.grace_seconds)
+        with relay, start_torchrun(config.launch.num_processes, words) as torchrun:
+            code = relay.wait(torchrun)
+        outcome = json.loads(outcome_file.read_text()) if outcome_file.is_file() else {}
+        failures = sorted(Path(place).glob("rank-*.txt"))  # of ranks that had the time to write
+        reasons = [f"{file.stem.replace('-', ' ')}: {file.read_text()}" for file in failures]
+    if "value" in outcome:
+        return outcome["value"]
+    if "stopped" in outcome:
+        raise Stopped(outcome["stopped"])
+    if "refused" in outcome:
+        raise ConfigError(outcome["refused"])
+    if relay.received:
+        raise Stopped(f"stopped by {relay.name} before the ranks could save")
+    raise RanksFailed(
+        "; ".join(reasons) or f"the ranks ended with code {code}, see what they printed"
+    )
 
 
-def _concluded(outcome: Path, code: int, passing: _Passing) -> float | None:
-    """What the ranks' first one told, or what can be said without it."""
-    told = json.loads(outcome.read_text()) if outcome.is_file() else {}
-    if "value" in told:
-        return told["value"]
-    if "stopped" in told:
-        raise Stopped(told["stopped"])
-    if "refused" in told:
-        raise ConfigError(told["refused"])
-    if passing.received:
-        raise Stopped(f"stopped by {passing.name} before the ranks could save")
-    said = [f"{file.stem.replace('-', ' ')}: {file.read_text()}" for file in _failures(outcome)]
-    raise RanksFailed("; ".join(said) or f"the ranks ended with code {code}, see what they printed")
+class SignalRelay(StopRequest):
+    """Passes the first stopping signal on to the ranks, and sees that they end.
 
-
-def _failures(outcome: Path) -> list[Path]:
-    """Of ranks that had the time to say why they failed."""
-    return sorted(outcome.parent.glob("rank-*.txt"))
-
-
-class _Passing(StopRequest):
-    """Passes the first stopping signal on to the ranks, and sees that they end."""
+    Args:
+        grace_seconds: from that signal on, after which they are killed.
+    """
 
     def __init__(self, grace_seconds: int):
         super().__init__()
-        self._grace, self._until, self._torchrun = grace_seconds, None, None
+        self._grace = grace_seconds
+        self._until: float | None = None  # monotonic
+        self._torchrun: subprocess.Popen | None = None
 
-    def noted(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
+        """Pass the first stopping signal on to the ranks at once."""
         if self._until is None:
             self._pass_on()
 
     def wait(self, torchrun: subprocess.Popen) -> int:
-        """Its exit code; past the grace it is killed."""
+        """Wait for torchrun and return its exit code; kill it once the grace is over."""
         self._torchrun = torchrun
         while True:
             try:
@@ -103,7 +104,7 @@ class _Passing(StopRequest):
         if self._torchrun is None:
             return
         self._until = self._until or time.monotonic() + self._grace
-        ranks = _children(self._torchrun.pid)
+        ranks = children(self._torchrun.pid)
         for process in ranks:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(self.received)
@@ -112,34 +113,33 @@ class _Passing(StopRequest):
 
 
 @contextmanager
-def _started(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Popen]:
-    """torchrun with its ranks, none of which is left behind."""
+def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Popen]:
+    """torchrun with its ranks, none of which is left behind.
+
+    Args:
+        count: of ranks.
+        words: the command line of each, see `grpo_ustat.launch.rank`.
+    """
+
+    def ignore_stopping() -> None:
+        """Let this process ignore the stopping signals: the ranks answer them."""
+        for number in (*STOPPING, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={count}", "-m", "grpo_ustat.launch.worker", *words]
+    command += [f"--nproc_per_node={count}", "-m", "grpo_ustat.launch.rank", *words]
     environment = os.environ | {PARENT: str(os.getpid()), "PET_SIGNALS_TO_HANDLE": "SIGHUP"}
-    options = dict(env=environment, start_new_session=True, preexec_fn=_deafened)
-    with subprocess.Popen(command, **options) as torchrun:
+    with subprocess.Popen(
+        command, env=environment, start_new_session=True, preexec_fn=ignore_stopping
+    ) as torchrun:
         try:
             yield torchrun
         finally:
             _kill(torchrun)
 
 
-def _deafened() -> None:
-    """torchrun leaves stopping to the ranks, also where a scheduler signals every process."""
-    for number in (*STOPPING, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _kill(torchrun: subprocess.Popen) -> None:
+    """Kill the ranks and then torchrun; in the other order the ranks would survive."""
     if torchrun.poll() is None:
-        for process in _children(torchrun.pid):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_children(torchrun.pid)
         torchrun.kill()
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children()
-    return []

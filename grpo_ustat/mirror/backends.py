@@ -1,7 +1,7 @@
 """Trackers, behind one interface; each is a package that is imported when it is opened.
 
-A tracker is opened once in a process, given items in order, each with its index among all that the
-run ever gave it, and closed. It may raise, hang or end its process: see `runs.mirror`.
+A tracker is opened once in a process, takes events in order, each with its index among all of the
+run, and is closed. It may raise, hang or end its process: see `mirror.follow`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_ustat.runs.sources import Item, is_number
+from grpo_ustat.mirror.source import Event, is_number
 
-OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}  # exit codes to tell
+OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}  # exit codes for the tracker
 
 
 @dataclass(frozen=True)
 class About:
-    """The run, as a tracker is told of it.
+    """The run, for a tracker.
 
     Attributes:
         folder: for the tracker's own files.
@@ -38,26 +38,26 @@ class About:
 
 
 class Tracker(Protocol):
-    """What `runs.mirror` asks of a tracker.
+    """What `mirror.follow` needs of a tracker.
 
     Attributes:
-        arrived: how many items of earlier processes it has, None if it does not know.
+        arrived: how many events of earlier processes it has, None if it does not know.
         lasting: whether what was sent has arrived once `flush` returns; else once `close` does.
     """
 
     arrived: int | None
     lasting: bool
 
-    def send(self, index: int, items: list[Item]) -> None:
-        """Items of one kind, the last of them with this index: completions of several steps, or one
-        of any other kind.
+    def send(self, index: int, events: list[Event]) -> None:
+        """Send events of one kind, the last of them with this index: completions of several steps,
+        or one of any other kind.
         """
 
     def flush(self) -> None:
-        """Nothing more for now."""
+        """Send what waits; nothing more comes for now."""
 
-    def close(self, outcome: str) -> str:
-        """The run ended; returns where to look at it."""
+    def close(self, outcome: str) -> str | None:
+        """End the run there; returns where to look at it, None if that is nowhere."""
 
 
 class Wandb:
@@ -84,38 +84,38 @@ class Wandb:
 
     def _settings(self) -> dict[str, Any]:
         """Nothing but what is sent: no source code, console, machine or environment."""
-        asked = dict(
+        settings = dict(
             console="off", disable_code=True, disable_git=True, disable_job_creation=True,
             save_code=False, silent=True, x_disable_machine_info=True, x_disable_meta=True,
             x_disable_stats=True, x_save_requirements=False, x_transaction_log_flush_interval=2.0,
         )  # fmt: skip
-        return {key: x for key, x in asked.items() if key in self._wandb.Settings.model_fields}
+        return {key: x for key, x in settings.items() if key in self._wandb.Settings.model_fields}
 
-    def send(self, index: int, items: list[Item]) -> None:
+    def send(self, index: int, events: list[Event]) -> None:
         """See `Tracker`."""
-        item = items[-1]
-        if item.kind == "result":
-            self._run.summary.update(item.content)
+        event = events[-1]
+        if event.kind == "result":
+            self._run.summary.update(event.content)
             return
-        step = {} if item.step is None else {"step": item.step}
-        self._run.log(self._values(items) | step, step=index)
+        step = {} if event.step is None else {"step": event.step}
+        self._run.log(self._values(events) | step, step=index)
 
-    def _values(self, items: list[Item]) -> dict[str, Any]:
-        item = items[-1]
-        if item.kind == "figure":
-            return {item.name: self._wandb.Image(str(item.content))}
-        if item.kind in ("completions", "table"):
-            rows = [row for one in items for row in one.content]
+    def _values(self, events: list[Event]) -> dict[str, Any]:
+        event = events[-1]
+        if event.kind == "figure":
+            return {event.name: self._wandb.Image(str(event.content))}
+        if event.kind in ("completions", "table"):
+            rows = [row for one in events for row in one.content]
             columns = list(dict.fromkeys(key for row in rows for key in row))
-            cells = [[row.get(key) for key in columns] for row in rows]
-            name = "completions" if item.kind == "completions" else item.name
+            cells: list[Any] = [[row.get(key) for key in columns] for row in rows]
+            name = "completions" if event.kind == "completions" else event.name
             return {name: self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)}
-        return flat_values(item)
+        return flat_values(event)
 
     def flush(self) -> None:
         """It sends by itself."""
 
-    def close(self, outcome: str) -> str:
+    def close(self, outcome: str) -> str | None:
         """See `Tracker`."""
         offline = self._run.offline
         where = f"wandb sync {self._run.settings.sync_dir}" if offline else self._run.url
@@ -138,59 +138,54 @@ class Tensorboard:
 
         self._event, self._summary, self._tensor = event_pb2, summary_pb2, make_tensor_proto
         self._writer = EventFileWriter(str(about.folder))
-        self._say("config", _text(about.config), 0)
+        self._add_text("config", _text(about.config), 0)
 
-    def send(self, index: int, items: list[Item]) -> None:
+    def send(self, index: int, events: list[Event]) -> None:
         """See `Tracker`."""
-        item = items[-1]
-        step = item.step or 0
-        if item.kind == "figure":
-            self._draw(item.name, Path(item.content).read_bytes(), step)
-        elif item.kind in ("completions", "table"):
-            for one in items:
-                name = "completions" if item.kind == "completions" else item.name
-                self._say(name, _text(one.content), one.step or 0)
+        event = events[-1]
+        step = event.step or 0
+        if event.kind == "figure":
+            self._add_image(event.name, Path(event.content).read_bytes(), step)
+        elif event.kind in ("completions", "table"):
+            for one in events:
+                name = "completions" if event.kind == "completions" else event.name
+                self._add_text(name, _text(one.content), one.step or 0)
                 self._curves(one)
         else:
-            self._numbers(item, step)
+            for key, value in flat_values(event).items():
+                if is_number(value):
+                    self._add_number(key, value, step)
+                elif value is not None:
+                    self._add_text(key, str(value), step)
 
-    def _numbers(self, item: Item, step: int) -> None:
-        for key, value in flat_values(item).items():
-            if is_number(value):
-                self._draw_number(key, value, step)
-            elif value is not None:
-                self._say(key, str(value), step)
-
-    def _curves(self, item: Item) -> None:
+    def _curves(self, event: Event) -> None:
         """A study's errors, drawn over the group size."""
-        for row in item.content if item.kind == "table" else ():
+        for row in event.content if event.kind == "table" else ():
             if {"mse", "group_size", "baseline"} <= row.keys() and is_number(row["mse"]):
                 where = f"{row['method']}/{row['setting']}/{row['num_prompts']}"
-                self._draw_number(f"mse/{where}/{row['baseline']}", row["mse"], row["group_size"])
+                self._add_number(f"mse/{where}/{row['baseline']}", row["mse"], row["group_size"])
 
-    def _draw_number(self, tag: str, value: float, step: int) -> None:
+    def _add_number(self, tag: str, value: float, step: int) -> None:
         import numpy as np
 
-        made = self._tensor(np.float64(value))
-        self._put(tag, step, "scalars", self._summary.DATA_CLASS_SCALAR, tensor=made)
+        tensor = self._tensor(np.float64(value))
+        self._put(tag, step, "scalars", self._summary.DATA_CLASS_SCALAR, tensor=tensor)
 
-    def _say(self, tag: str, text: str, step: int) -> None:
-        made = self._tensor([text.encode()])
-        self._put(tag, step, "text", self._summary.DATA_CLASS_TENSOR, tensor=made)
+    def _add_text(self, tag: str, text: str, step: int) -> None:
+        tensor = self._tensor([text.encode()])
+        self._put(tag, step, "text", self._summary.DATA_CLASS_TENSOR, tensor=tensor)
 
-    def _draw(self, tag: str, png: bytes, step: int) -> None:
+    def _add_image(self, tag: str, png: bytes, step: int) -> None:
         width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
-        made = self._tensor([str(width).encode(), str(height).encode(), png])
-        self._put(tag, step, "images", self._summary.DATA_CLASS_BLOB_SEQUENCE, tensor=made)
+        tensor = self._tensor([str(width).encode(), str(height).encode(), png])
+        self._put(tag, step, "images", self._summary.DATA_CLASS_BLOB_SEQUENCE, tensor=tensor)
 
     def _put(self, tag: str, step: int, plugin: str, data_class: int, **content: Any) -> None:
         data = self._summary.SummaryMetadata.PluginData(plugin_name=plugin)
-        about = self._summary.SummaryMetadata(plugin_data=data, data_class=data_class)
-        value = self._summary.Summary.Value(tag=tag, metadata=about, **content)
-        self._add(step, summary=self._summary.Summary(value=[value]))
-
-    def _add(self, step: int, **content: Any) -> None:
-        self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, **content))
+        metadata = self._summary.SummaryMetadata(plugin_data=data, data_class=data_class)
+        value = self._summary.Summary.Value(tag=tag, metadata=metadata, **content)
+        summary = self._summary.Summary(value=[value])
+        self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
         """See `Tracker`."""
@@ -208,7 +203,7 @@ class Trackio:
     lasting, arrived = False, None
 
     def __init__(self, about: About):
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]  # optional
 
         self._trackio, self._project = trackio, about.project
         self._run = trackio.init(
@@ -217,21 +212,21 @@ class Trackio:
             auto_log_gpu=False,
         )  # fmt: skip
 
-    def send(self, index: int, items: list[Item]) -> None:
+    def send(self, index: int, events: list[Event]) -> None:
         """See `Tracker`."""
-        item = items[-1]
-        if item.kind == "figure":
-            values = {item.name: self._trackio.Image(str(item.content))}
-        elif item.kind in ("completions", "table"):
+        event = events[-1]
+        if event.kind == "figure":
+            values = {event.name: self._trackio.Image(str(event.content))}
+        elif event.kind in ("completions", "table"):
             import pandas
 
-            rows = [row for one in items for row in one.content]
-            name = "completions" if item.kind == "completions" else item.name
+            rows = [row for one in events for row in one.content]
+            name = "completions" if event.kind == "completions" else event.name
             values = {name: self._trackio.Table(dataframe=pandas.DataFrame(rows))}
         else:
-            values = flat_values(item)
+            values = flat_values(event)
             values.pop("step", None)  # its own name for the step
-        self._run.log(values, step=item.step)
+        self._run.log(values, step=event.step)
 
     def flush(self) -> None:
         """It sends by itself."""
@@ -245,15 +240,15 @@ class Trackio:
 OPENERS = {"wandb": Wandb, "tensorboard": Tensorboard, "trackio": Trackio}
 
 
-def flat_values(item: Item) -> dict[str, Any]:
+def flat_values(event: Event) -> dict[str, Any]:
     """Under the names of metrics.jsonl; evaluations as `eval/<decoding>/<column>`."""
-    if item.kind == "row":
-        return dict(item.content)
-    if item.kind == "eval":
-        where = f"eval/{item.content['decoding']}"
+    if event.kind == "row":
+        return dict(event.content)
+    if event.kind == "eval":
+        where = f"eval/{event.content['decoding']}"
         left_out = ("step", "split", "decoding")
-        return {f"{where}/{k}": x for k, x in item.content.items() if k not in left_out}
-    return {f"result/{key}": value for key, value in item.content.items()}
+        return {f"{where}/{k}": x for k, x in event.content.items() if k not in left_out}
+    return {f"result/{key}": value for key, value in event.content.items()}
 
 
 def _text(content: Any) -> str:

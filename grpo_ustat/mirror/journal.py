@@ -1,8 +1,8 @@
-"""`tracker/<name>.jsonl` of a run folder: what a tracker was given, in order, and under which id.
+"""`tracker/<name>.jsonl` of a run folder: what was sent to a tracker, in order, and the run's id.
 
 A mirror of the same folder, later, goes on from it. Lines are appended; the last may be half
-written by a mirror that was killed. Of what such a mirror had handed over it is not known whether
-it arrived: it is handed over again, unless the tracker can say how much it has.
+written by a mirror that was killed. Of what such a mirror had sent it is not known whether it
+arrived: it is sent again, unless the tracker can say how much it has.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from grpo_ustat.runs.rowfiles import read_rows
-from grpo_ustat.runs.sources import Item
-
-FOLDER = "tracker"
+from grpo_ustat.mirror.source import Event
+from grpo_ustat.runs.files import read_rows
+from grpo_ustat.runs.folder import TRACKER
 
 
 class InUse(RuntimeError):
@@ -25,7 +24,7 @@ class InUse(RuntimeError):
 
 
 class Journal:
-    """What one tracker was given.
+    """What was sent to one tracker.
 
     Args:
         folder: the run folder.
@@ -33,14 +32,14 @@ class Journal:
 
     Attributes:
         run_id: of the run there, the same for as long as the folder lives.
-        entries: what was given, in order; an entry's place is its index there.
+        entries: key and digest of every event sent, in order; its place is its index there.
         settled: so many of them have arrived.
     """
 
     def __init__(self, folder: Path, name: str):
-        (folder / FOLDER).mkdir(exist_ok=True)
-        self.file = folder / FOLDER / f"{name}.jsonl"
-        self._descriptor = None
+        (folder / TRACKER).mkdir(exist_ok=True)
+        self.file = folder / TRACKER / f"{name}.jsonl"
+        self._descriptor: int | None = None
         self._load()
 
     def take(self) -> None:
@@ -56,7 +55,7 @@ class Journal:
             self.release()
             raise InUse(f"another mirror is at work on {self.file.parent}") from error
         self._load()
-        if self._half_written():
+        if self.file.read_bytes()[-1:] not in (b"", b"\n"):  # a line that was half written
             os.write(self._descriptor, b"\n")
         if self.run_id is None:
             self.run_id = uuid4().hex[:8]
@@ -68,55 +67,49 @@ class Journal:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def pending(self, items: list[Item]) -> list[Item]:
-        """Those not given yet, or given with another content."""
-        given = dict(self.entries)
-        return [item for item in items if given.get(item.key) != item.digest]
+    def pending(self, events: list[Event]) -> list[Event]:
+        """Events not sent yet, or sent with another content."""
+        sent = dict(self.entries)
+        return [event for event in events if sent.get(event.key) != event.digest]
 
-    def unsure(self, items: list[Item]) -> list[Item]:
-        """Those of which it is not known that they arrived."""
+    def unsure(self, events: list[Event]) -> list[Event]:
+        """Events of which it is not known that they arrived."""
         arrived = dict(self.entries[: self.settled])
-        return [item for item in items if arrived.get(item.key) != item.digest]
+        return [event for event in events if arrived.get(event.key) != event.digest]
 
-    def note(self, items: list[Item]) -> None:
-        """They were handed over, in this order."""
-        self.entries += [(item.key, item.digest) for item in items]
-        self._append(*({"key": item.key, "digest": item.digest} for item in items))
+    def note(self, events: list[Event]) -> None:
+        """Note that these events were sent, in this order."""
+        self.entries += [(event.key, event.digest) for event in events]
+        self._append(*({"key": event.key, "digest": event.digest} for event in events))
 
     def settle(self) -> None:
-        """All that was handed over has arrived."""
+        """Note that all that was sent has arrived."""
         if self.settled < len(self.entries):
             self.settled = len(self.entries)
             self._append({"settled": self.settled})
 
-    def forget(self, kept: int) -> None:
-        """Only the first so many arrived: the others are to be handed over again."""
-        if kept < len(self.entries):
-            del self.entries[kept:]
-            self.settled = min(self.settled, kept)
-            self._append({"kept": kept})
+    def forget(self, arrived: int) -> None:
+        """Note that only the first so many arrived: the others are to be sent again."""
+        if arrived < len(self.entries):
+            del self.entries[arrived:]
+            self.settled = min(self.settled, arrived)
+            self._append({"kept": arrived})
 
     def _load(self) -> None:
+        """Read the file again."""
         rows, _ = read_rows(self.file)
-        self.run_id = next((row["run_id"] for row in rows if "run_id" in row), None)
-        self.entries, self.settled = _replayed(rows)
-
-    def _half_written(self) -> bool:
-        return self.file.read_bytes()[-1:] not in (b"", b"\n")
+        self.run_id: str | None = next((row["run_id"] for row in rows if "run_id" in row), None)
+        self.entries: list[tuple[str, str]] = []
+        self.settled = 0
+        for row in rows:
+            if "key" in row:
+                self.entries.append((row["key"], row["digest"]))
+            elif "settled" in row:
+                self.settled = row["settled"]
+            elif "kept" in row:
+                del self.entries[row["kept"] :]
+                self.settled = min(self.settled, row["kept"])
 
     def _append(self, *rows: dict[str, Any]) -> None:
+        assert self._descriptor is not None, "take the journal first"
         os.write(self._descriptor, "".join(json.dumps(row) + "\n" for row in rows).encode())
-
-
-def _replayed(rows: list[dict[str, Any]]) -> tuple[list[tuple[str, str]], int]:
-    """Entries and how many of them arrived, after all that is noted."""
-    entries, settled = [], 0
-    for row in rows:
-        if "key" in row:
-            entries.append((row["key"], row["digest"]))
-        elif "settled" in row:
-            settled = row["settled"]
-        elif "kept" in row:
-            del entries[row["kept"] :]
-            settled = min(settled, row["kept"])
-    return entries, settled

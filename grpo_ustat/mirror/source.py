@@ -1,4 +1,4 @@
-"""What a run folder holds that a tracker shows, as items in the order in which they came to be.
+"""What a run folder holds that a tracker shows, as events in the order in which they came to be.
 
 Files are only read, as they grow; a row that is not whole yet waits. A run that went on from a
 checkpoint writes later rows again: as draws are keyed they are the same rows, but for the clock,
@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
-from grpo_ustat.nested import flat
-from grpo_ustat.runs.rowfiles import csv_rows
-from grpo_ustat.secrecy import redacted
+from grpo_ustat.config.schema import flatten
+from grpo_ustat.config.secrets import redact
+from grpo_ustat.runs.files import csv_rows
 
 
 @dataclass(frozen=True)
-class Item:
+class Event:
     """One thing to send.
 
     Attributes:
@@ -47,7 +47,7 @@ class Item:
         return f"{self.kind} {self.name}"
 
 
-class Source:
+class FolderReader:
     """A run folder, read again and again.
 
     Args:
@@ -56,27 +56,29 @@ class Source:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._rows = _Growing(folder / "metrics.jsonl")
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._rows = _GrowingFile(folder / "metrics.jsonl")
+        self._versions: dict[str, tuple[int, int]] = {}
 
     def config(self) -> dict[str, Any]:
         """What was run, without secrets: the configuration, its hash if known, the commit."""
         config = yaml.safe_load((self.folder / ".hydra" / "config.yaml").read_text())
         code = json.loads((self.folder / "code.json").read_text())
         about = {name: code.get(name) for name in ("commit", "weights", "versions")}
-        return redacted({**config, "code": about})
+        return redact({**config, "code": about})
 
-    def items(self) -> list[Item]:
+    def new_events(self) -> list[Event]:
         """What has come since the last call; at the first one, everything."""
-        found = [*map(_row, self._rows.new()), *self._evals(), *self._completions()]
-        return found + [*self._result()]
+        rows = [Event("row", str(x["step"]), _digest(x), x["step"], x) for x in self._rows.new()]
+        return [*rows, *self._evals(), *self._completions(), *self._result()]
 
-    def _evals(self) -> Iterator[Item]:
-        for row in self._table("eval.csv"):
+    def _evals(self) -> Iterator[Event]:
+        if not self._changed("eval.csv"):
+            return
+        for row in csv_rows((self.folder / "eval.csv").read_text()):
             name = f"{row['step']}/{row['decoding']}/{row['split']}"
-            yield Item("eval", name, _digest(row), row["step"], row)
+            yield Event("eval", name, _digest(row), row["step"], row)
 
-    def _completions(self) -> Iterator[Item]:
+    def _completions(self) -> Iterator[Event]:
         if not self._changed("completions.parquet"):
             return
         from pyarrow import parquet
@@ -84,28 +86,27 @@ class Source:
         rows = parquet.read_table(self.folder / "completions.parquet").to_pylist()
         for step in sorted({row["step"] for row in rows}):
             of_step = [row for row in rows if row["step"] == step]
-            yield Item("completions", str(step), _digest(of_step), step, of_step)
+            yield Event("completions", str(step), _digest(of_step), step, of_step)
 
-    def _result(self) -> Iterator[Item]:
+    def _result(self) -> Iterator[Event]:
         """Written last of all, after the figures and tables that come first here."""
         if not self._changed("result.json"):
             return
         result = json.loads((self.folder / "result.json").read_text())
         for file in sorted(self.folder.glob("*.png")):
-            yield Item("figure", file.stem, _digest(file.read_bytes()), result.get("steps"), file)
+            yield Event("figure", file.stem, _digest(file.read_bytes()), result.get("steps"), file)
         for name, value in result.items():
-            if _is_table(value) and name != "evals":  # which are items already
-                yield Item("table", name, _digest(value), result.get("steps"), value)
+            if _is_table(value) and name != "evals":  # which are events already
+                yield Event("table", name, _digest(value), result.get("steps"), value)
         values = {
-            k: _plain(v) for k, v in flat(result, "/").items() if v != [] and not _is_table(v)
+            k: "\n".join(map(str, v)) if isinstance(v, list) else v  # of notes, a line each
+            for k, v in flatten(result, "/").items()
+            if v != [] and not _is_table(v)
         }
-        yield Item("result", "result", _digest(values), result.get("steps"), values)
-
-    def _table(self, name: str) -> list[dict[str, Any]]:
-        return csv_rows((self.folder / name).read_text()) if self._changed(name) else []
+        yield Event("result", "result", _digest(values), result.get("steps"), values)
 
     def _changed(self, name: str) -> bool:
-        """Whether a file that is always replaced as a whole is there and another one than before.
+        """Whether a file that is always replaced as a whole exists and is another one than before.
 
         Files are replaced, so the inode changes; its number may be used again, the time then not.
         """
@@ -114,37 +115,31 @@ class Source:
         except FileNotFoundError:
             return False
         now = (stat.st_ino, stat.st_mtime_ns)
-        changed, self._seen[name] = self._seen.get(name) != now, now
+        changed, self._versions[name] = self._versions.get(name) != now, now
         return changed
 
 
-class _Growing:
+class _GrowingFile:
     """The whole lines of a file that grows, and that a resumed run replaces by a shorter one."""
 
     def __init__(self, file: Path):
-        self._file, self._inode, self._at = file, None, 0
+        self._file, self._offset = file, 0
+        self._inode: int | None = None
 
     def new(self) -> list[dict[str, Any]]:
         """Lines that have come since the last call."""
         try:
             with self._file.open("rb") as file:
-                self._begin_anew(file.fileno())
-                file.seek(self._at)
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._offset:
+                    self._inode, self._offset = stat.st_ino, 0
+                file.seek(self._offset)
                 text = file.read()
         except FileNotFoundError:
             return []
         whole = text[: text.rfind(b"\n") + 1]
-        self._at += len(whole)
+        self._offset += len(whole)
         return [json.loads(line) for line in whole.splitlines()]
-
-    def _begin_anew(self, descriptor: int) -> None:
-        stat = os.fstat(descriptor)
-        if stat.st_ino != self._inode or stat.st_size < self._at:
-            self._inode, self._at = stat.st_ino, 0
-
-
-def _row(values: dict[str, Any]) -> Item:
-    return Item("row", str(values["step"]), _digest(values), values["step"], values)
 
 
 def _is_table(value: Any) -> bool:
@@ -152,22 +147,13 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, list) and value != [] and all(isinstance(x, dict) for x in value)
 
 
-def _plain(value: Any) -> Any:
-    """A number or a text; of a list, such as notes, a line each."""
-    return "\n".join(map(str, value)) if isinstance(value, list) else value
-
-
 def _digest(content: Any) -> str:
-    if not isinstance(content, bytes):
-        content = json.dumps(_timeless(content), sort_keys=True, default=str).encode()
-    return hashlib.sha256(content).hexdigest()[:12]
-
-
-def _timeless(content: Any) -> Any:
-    """A row without what the clock says."""
+    """Of bytes, or of a row or rows; in a row times do not count."""
     if isinstance(content, dict):
-        return {k: v for k, v in content.items() if "seconds" not in k and k != "step_time"}
-    return content
+        content = {k: v for k, v in content.items() if "seconds" not in k and k != "step_time"}
+    if not isinstance(content, bytes):
+        content = json.dumps(content, sort_keys=True, default=str).encode()
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def is_number(value: Any) -> bool:

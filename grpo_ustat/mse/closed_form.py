@@ -1,5 +1,9 @@
 r"""From a score pool to curves, scaling law and Assumption 2, each with its interval.
 
+The errors of none, oracle, leave_one_out, group_mean, constant, running_mean and remax have
+unbiased estimates. That of optimal needs A_{b*} = A_V - E[Cov(q, Z)^2 / M_0], a ratio: it is
+consistent, not unbiased (see `moments.covariance_excess`).
+
 Every statistic is a function of means over questions of unbiased per-question moments and of
 `S = sum_{x != y} <ghat_x, ghat_y>`, inner products of different questions' pool gradients:
 
@@ -14,38 +18,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import (
-    Interval,
-    jackknife_variance,
-    pooled_dof,
-    positive_interval,
-    t_interval,
-)
+from grpo_ustat.estimators.intervals import Interval, Tails, jackknife_interval, tails
+from grpo_ustat.estimators.minibatch import decompose
 from grpo_ustat.estimators.moments import (
     Moments,
     covariance_excess,
-    deleted_moments,
+    delete_one_moments,
     pool_moments,
 )
-from grpo_ustat.estimators.scaling import best_group_size
-from grpo_ustat.estimators.settings import decompose
-from grpo_ustat.records import ScorePool
+from grpo_ustat.estimators.scaling import ScalingEstimate, group_size_interval, scaling_estimate
+from grpo_ustat.records import Array, ScorePool
 
-Numbers = dict[str, np.ndarray]
+Arrays = dict[str, Array]
 GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # n MSE(n/G, G) there
 
 
 @dataclass(frozen=True)
-class Row:
-    """One point of a curve.
+class CurvePoint:
+    """One point of a curve: an estimator in a setting.
 
     Attributes:
-        baseline, group_size: the estimator.
-        setting: how questions are drawn, `num_prompts` of them.
+        baseline: the estimator's rule.
+        group_size: its G.
+        setting: how a batch's questions are drawn, see `estimators.minibatch.decompose`.
+        num_prompts: how many questions a batch has.
     """
 
     baseline: str
@@ -55,24 +55,32 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Its name among the statistics."""
+        """The name of the point's mean squared error in `ClosedForm.statistics`."""
         return f"mse/{self.baseline}/{self.group_size}/{self.setting}/{self.num_prompts}"
+
+    @property
+    def ratio_key(self) -> str:
+        """The name of the point's error over the oracle's, all else equal, in
+        `ClosedForm.statistics`.
+        """
+        return f"ratio/{self.key.removeprefix('mse/')}"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What to compute.
+class Request:
+    """What the closed forms are to compute.
 
     Attributes:
-        rows: points of curves.
-        options: of the baselines, by name.
-        questions: m of the whole pool.
+        points: the curves' points.
+        options: the options of every baseline, by the baseline's name.
+        questions: m, how many questions the whole pool has.
         sample: whether the questions are a sample: C1 and ||grad J||^2 are then the population's,
             C1 with divisor m - 1 and ||grad J||^2 without the C1/m that the sample's mean adds.
-        costs: (prompt, completion) costs by name, for the best group size at a fixed budget.
+        costs: the costs of a prompt and of a completion, by the name of their unit; each gives a
+            best group size at a fixed budget.
     """
 
-    rows: list[Row]
+    points: list[CurvePoint]
     options: Mapping[str, Mapping[str, float]]
     questions: int
     sample: bool
@@ -84,97 +92,119 @@ class ClosedForm:
     """All statistics of a pool by name, each with its interval; plain numbers beside them.
 
     Attributes:
-        statistics: see `_statistics`; `mse/...` are the curves' points, see `Row.key`.
-        parts: (bias^2, variance, E||T||^2, <E T, tau>, ||tau||^2) of every row; tau is grad J, in
+        statistics: see `_statistics`; `mse/...` are the curves' points, see `CurvePoint.key`, and
+            `ratio/...` their errors over the oracle's. Both errors of a ratio are from the same
+            delete-one pools, so that its interval, on the log scale, is a paired one.
+        parts: (bias^2, variance, E||T||^2, <E T, tau>, ||tau||^2) of every point; tau is grad J, in
             the setting one_question each question's own gradient, averaged over questions.
+        scaling: C1, C2, C3 with the covariance of their errors.
+        tails: of the squared score norms, and of A_0, A_V and C3 whose parts decide the curves.
     """
 
     statistics: dict[str, Interval]
-    parts: dict[Row, tuple[float, ...]]
+    parts: dict[CurvePoint, tuple[float, ...]]
+    scaling: ScalingEstimate
+    tails: Tails
 
     def __getitem__(self, name: str) -> Interval:
         return self.statistics[name]
 
 
-def closed_form(pool: ScorePool, asked: Asked, interval: str) -> ClosedForm:
+def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     """Every statistic of the pool.
 
     Args:
         pool: N >= 4 completions of each of m questions.
-        asked: see `Asked`.
+        request: what to compute.
         interval: `completions`, given the questions, or `questions`, as a sample of questions.
     """
-    full = _per_question(pool, asked, pool_moments(pool.rewards_PN, pool.gram_PNN))
-    means = {name: values.mean() for name, values in full.items()}
+    moments = pool_moments(pool.rewards_PN, pool.gram_PNN)
+    # each question's unbiased estimates by name, [m]: every statistic is of their means
+    per_question = {f.name: getattr(moments, f.name) for f in fields(moments)}
+    per_question["excess"] = covariance_excess(pool.sq_norm_PN, pool.rewards_PN)
+    per_question |= _fixed_baselines(pool, request, moments)
+    means = {name: values.mean() for name, values in per_question.items()}
     gradients_PR = pool.gradients_PR
     total_R = gradients_PR.sum(axis=0)
     with_others_P = gradients_PR @ total_R - np.square(gradients_PR).sum(axis=1)
-    count = asked.questions
-    estimates = _statistics(means, with_others_P.sum() / count**2, count, asked)
+    count = request.questions
+    estimates = _statistics(means, with_others_P.sum() / count**2, count, request)
     if interval == "questions":
-        spread = _over_questions(full, with_others_P, asked)
+        delete_one = _delete_one_question(per_question, with_others_P, request)
     else:
-        spread = _given_questions(pool, full, means, with_others_P, asked)
-    found = {
-        name: (positive_interval if "mse/" in name else t_interval)(float(value), *spread[name])
+        delete_one = _delete_one_completion(pool, per_question, means, with_others_P, request)
+    intervals = {
+        name: jackknife_interval(
+            float(value), delete_one[name], positive="mse/" in name or name.startswith("ratio/")
+        )
         for name, value in estimates.items()
     }
-    for name in [name for name in found if name.startswith("log_")]:
-        found[name.removeprefix("log_")] = _on_log_scale(found.pop(name), found)
-    found["gstar"] = Interval(*(1 + x for x in found["gstar_paper"]))
-    found["crossover"] = _crossover(found["vanilla_excess"])
-    return ClosedForm(found, _parts(means, estimates, asked))
+    intervals["gstar"] = group_size_interval(estimates, delete_one)
+    intervals["gstar_paper"] = Interval(*(x - 1 for x in intervals["gstar"]))
+    for name, costs in request.costs.items():
+        intervals[f"gstar_{name}"] = group_size_interval(estimates, delete_one, *costs)
+
+    def crossover(excess: float) -> float:
+        """1 + C3 / (A_0 - A_V) from its inverse; infinite where A_0 - A_V may be 0."""
+        return 1 + 1 / excess if excess > 0 else math.inf
+
+    estimate, low, high = intervals["vanilla_excess"]
+    intervals["crossover"] = Interval(crossover(estimate), crossover(high), crossover(low))
+    norms = pool.sq_norm_PN
+    pool_tails = tails(
+        norms.mean(axis=1)[None] if interval == "questions" else norms,
+        [delete_one[name] for name in ("a0", "a_v", "c3")],
+    )
+    levels = estimates["grad_sq"], estimates["grad_sq_at_hand"]
+    parts = {
+        point: tuple(map(float, _point_moments(point, means, *levels, request)[1:]))
+        for point in request.points
+    }
+    return ClosedForm(intervals, parts, scaling_estimate(estimates, delete_one), pool_tails)
 
 
-def _per_question(pool: ScorePool, asked: Asked, moments: Moments) -> Numbers:
-    """Unbiased per-question quantities, [m]; all that means are taken of."""
-    values = {f.name: getattr(moments, f.name) for f in fields(moments)}
-    values["excess"] = covariance_excess(pool.sq_norm_PN, pool.rewards_PN)
-    return values | _fixed_baselines(pool, asked, moments)
+def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arrays:
+    """A_b of constant, ReMax and running mean: baselines that one completion hardly moves.
 
-
-def _fixed_baselines(pool: ScorePool, asked: Asked, moments: Moments) -> Numbers:
-    """A_b of constant, ReMax and running mean: baselines that one completion hardly moves."""
-    shape = (-1,) + (1,) * (moments.m0.ndim - 1)
-    known = {"remax": pool.greedy_P}
-    if "constant" in asked.options:
-        known["constant"] = np.full(len(pool.rewards_PN), asked.options["constant"]["value"])
-    names = {row.baseline for row in asked.rows}
-    result = {}
-    for name in names & set(known):
-        b = known[name].reshape(shape)
-        result[f"a_{name}"] = moments.a_0 - 2 * b * moments.m1 + b * b * moments.m0
-    if "running_mean" in names:
-        result["a_running_mean"] = _running_mean(pool.rewards_PN, moments, shape)
-    return result
-
-
-def _running_mean(rewards_PN: np.ndarray, moments: Moments, shape: tuple[int, ...]) -> np.ndarray:
-    """A_b of b = mean over questions of V, where a running mean settles at a fixed policy.
-
-    With o the part of b from the other questions, `b = o + V/m`: products with this question's own
-    V are those of its moments, and the variance of o's estimate is taken off its square. Leaving
-    completions out leaves o as it is.
+    A running mean settles, at a fixed policy, at b = mean over questions of V. With o the part of b
+    from the other questions, `b = o + V/m`: products with this question's own V are those of its
+    moments, and the variance of o's estimate is taken off its square. Leaving completions out
+    leaves o as it is.
     """
-    count, size = rewards_PN.shape
-    means_P, noise_P = rewards_PN.mean(axis=1), rewards_PN.var(axis=1, ddof=1) / size
-    o = ((means_P.sum() - means_P) / count).reshape(shape)
-    noise = ((noise_P.sum() - noise_P) / count**2).reshape(shape)
-    v_m0 = moments.m1 - moments.cov_qz
-    first = o * moments.m1 + moments.v_m1 / count
-    second = (o * o - noise) * moments.m0 + 2 * o * v_m0 / count + moments.v2_m0 / count**2
-    return moments.a_0 - 2 * first + second
+    column = (-1,) + (1,) * (moments.m0.ndim - 1)
+    names = {point.baseline for point in request.points}
+    a_b: Arrays = {}
+    baselines_P: dict[str, Array | None] = {"remax": pool.greedy_P}
+    if "constant" in request.options:
+        value = request.options["constant"]["value"]
+        baselines_P["constant"] = np.full(len(pool.rewards_PN), value)
+    for name in names & set(baselines_P):
+        baseline_P = baselines_P[name]
+        assert baseline_P is not None  # of remax the pool holds greedy rewards
+        b = baseline_P.reshape(column)
+        a_b[f"a_{name}"] = moments.a_0 - 2 * b * moments.m1 + b * b * moments.m0
+    if "running_mean" in names:
+        count, size = pool.rewards_PN.shape
+        means_P = pool.rewards_PN.mean(axis=1)
+        noise_P = pool.rewards_PN.var(axis=1, ddof=1) / size
+        o = ((means_P.sum() - means_P) / count).reshape(column)
+        noise = ((noise_P.sum() - noise_P) / count**2).reshape(column)
+        v_m0 = moments.m1 - moments.cov_qz
+        first = o * moments.m1 + moments.v_m1 / count
+        second = (o * o - noise) * moments.m0 + 2 * o * v_m0 / count + moments.v2_m0 / count**2
+        a_b["a_running_mean"] = moments.a_0 - 2 * first + second
+    return a_b
 
 
-def _statistics(means: Numbers, between, count: int, asked: Asked) -> Numbers:
-    """All statistics, elementwise in `means` and `between` = S/m^2."""
+def _statistics(means: Arrays, between: Array | float, count: int, request: Request) -> Arrays:
+    """All statistics by name, elementwise in `means` and `between` = S/m^2; `count` is m."""
     grad_sq = means["g_sq"] / count + between
     c1 = means["g_sq"] - grad_sq
     at_hand = grad_sq
-    if asked.sample:
+    if request.sample:
         c1 = c1 * count / max(1, count - 1)
         grad_sq = means["g_sq"] - c1
-        at_hand = grad_sq + c1 / asked.questions
+        at_hand = grad_sq + c1 / request.questions
     c2, c3 = means["a_v"] - means["g_sq"], means["d"] + means["g_sq"]
     spread = means["var_q"] * means["var_z"]
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -183,80 +213,76 @@ def _statistics(means: Numbers, between, count: int, asked: Asked) -> Numbers:
             "c1": c1, "c2": c2, "c3": c3,
             "a0": means["a_0"], "a_v": means["a_v"], "a_bstar": means["a_v"] - means["excess"],
             "av_minus_abstar": means["excess"], "av_minus_a0": means["a_v"] - means["a_0"],
+            "share": means["excess"] / np.where(means["a_v"] > 0, means["a_v"], np.nan),
             "corr": means["cov_qz"] / np.sqrt(np.where(spread > 0, spread, np.nan)),
             "vanilla_excess": np.where(c3 > 0, (means["a_0"] - means["a_v"]) / c3, np.nan),
-            "log_gstar_paper": 0.5 * np.log(np.where((c1 > 0) & (c3 > 0), c3 / c1, np.nan)),
         }  # fmt: skip
-        for name, cost in asked.costs.items():
-            best = best_group_size(c1, c2, c3, *cost)
-            result[f"log_gstar_{name}"] = np.log(best)
     for size in GRID:
         result[f"n_mse/{size}"] = size * c1 + c2 + c3 / (size - 1)
-    for row in asked.rows:
-        result[row.key] = _row(row, means, grad_sq, at_hand, asked)[0]
+    for point in request.points:
+        result[point.key] = _point_moments(point, means, grad_sq, at_hand, request)[0]
+    for point in request.points:
+        oracle = replace(point, baseline="oracle")
+        least = _point_moments(oracle, means, grad_sq, at_hand, request)[0]
+        result[point.ratio_key] = result[point.key] / np.where(least > 0, least, np.nan)
     return result
 
 
-def _row(row: Row, means: Numbers, grad_sq, at_hand, asked: Asked):
-    """Mean squared error, bias^2, variance, E||T||^2, <E T, tau> and ||tau||^2 of one row."""
-    second, shrink, size = 0.0, 1.0, row.group_size
-    if row.baseline in ("leave_one_out", "group_mean"):
+def _point_moments(
+    point: CurvePoint, means: Arrays, grad_sq: Array, at_hand: Array, request: Request
+) -> tuple[Array, ...]:
+    """Mean squared error, bias^2, variance, E||T||^2, <E T, tau> and ||tau||^2 of one point."""
+    second, shrink, size = 0.0, 1.0, point.group_size
+    if point.baseline in ("leave_one_out", "group_mean"):
         second = (means["d"] + means["g_sq"]) / (size * (size - 1))
-    if row.baseline == "group_mean":
+    if point.baseline == "group_mean":
         shrink = (size - 1) / size
-    e = means["g_sq"] + (_a(row.baseline, means) - means["g_sq"]) / size + second
-    target = grad_sq if row.setting == "with_replacement" else at_hand
-    if row.setting == "one_question":
+    e = means["g_sq"] + (_mean_a_b(point.baseline, means) - means["g_sq"]) / size + second
+    target = grad_sq if point.setting == "with_replacement" else at_hand
+    if point.setting == "one_question":
         target = means["g_sq"]
     mse, bias2, variance = decompose(
-        row.setting, row.num_prompts, asked.questions,
+        point.setting, point.num_prompts, request.questions,
         shrink**2 * e, shrink**2 * means["g_sq"],
         shrink**2 * target, shrink * target, target,
     )  # fmt: skip
     return mse, bias2, variance, variance + shrink**2 * target, shrink * target, target
 
 
-def _a(baseline: str, means: Numbers):
+def _mean_a_b(baseline: str, means: Arrays) -> Array:
     """Mean over questions of A_b = E[q (z - b)^2]; leave-one-out has the oracle's first order."""
-    known = {
-        "none": "a_0", "oracle": "a_v", "leave_one_out": "a_v", "group_mean": "a_v",
-    }  # fmt: skip
     if baseline == "optimal":
         return means["a_v"] - means["excess"]
-    return means[known.get(baseline, f"a_{baseline}")]
+    if baseline == "none":
+        return means["a_0"]
+    shares_a_v = baseline in ("oracle", "leave_one_out", "group_mean")
+    return means["a_v" if shares_a_v else f"a_{baseline}"]
 
 
-def _parts(means: Numbers, estimates: Numbers, asked: Asked) -> dict[Row, tuple[float, ...]]:
-    levels = (estimates["grad_sq"], estimates["grad_sq_at_hand"])
-    return {row: tuple(map(float, _row(row, means, *levels, asked)[1:])) for row in asked.rows}
-
-
-def _given_questions(
-    pool: ScorePool, full: Numbers, means: Numbers, with_others_P, asked: Asked
-) -> dict[str, tuple[float, float]]:
-    """(variance, degrees of freedom) of every statistic, completions left out one at a time."""
+def _delete_one_completion(
+    pool: ScorePool, per_question: Arrays, means: Arrays, with_others_P: Array, request: Request
+) -> Arrays:
+    """Every statistic without completion i of question x, [m, N]."""
     count, size = pool.rewards_PN.shape
-    moments = deleted_moments(pool.rewards_PN, pool.gram_PNN)
-    deleted = {f.name: getattr(moments, f.name) for f in fields(moments)}
-    deleted["excess"] = np.stack(
+    moments = delete_one_moments(pool.rewards_PN, pool.gram_PNN)
+    delete_one = {f.name: getattr(moments, f.name) for f in fields(moments)}
+    delete_one["excess"] = np.stack(
         [
             covariance_excess(np.delete(pool.sq_norm_PN, i, 1), np.delete(pool.rewards_PN, i, 1))
             for i in range(size)
         ],
         axis=1,
     )
-    deleted |= _fixed_baselines(pool, asked, moments)
-    moved = {name: means[name] + (deleted[name] - full[name][:, None]) / count for name in deleted}
+    delete_one |= _fixed_baselines(pool, request, moments)
+    delete_one_means = {
+        name: means[name] + (delete_one[name] - per_question[name][:, None]) / count
+        for name in delete_one
+    }
     between = (with_others_P.sum() + 2 * _change_between(pool)) / count**2
-    found = _statistics(moved, between, count, asked)
-    result = {}
-    for name, values_PN in found.items():
-        variances_P = jackknife_variance(values_PN, axis=1)
-        result[name] = float(variances_P.sum()), pooled_dof(variances_P, size - 1)
-    return result
+    return _statistics(delete_one_means, between, count, request)
 
 
-def _change_between(pool: ScorePool) -> np.ndarray:
+def _change_between(pool: ScorePool) -> Array:
     """<ghat_x without i - ghat_x, sum_{y != x} ghat_y>, [m, N], from the completions' sketches."""
     z, features = pool.rewards_PN, pool.features_PNR.astype(np.float64)
     n = z.shape[1]
@@ -265,30 +291,15 @@ def _change_between(pool: ScorePool) -> np.ndarray:
     own_PR = np.einsum("pn,pnr->pr", weights, features)
     products = np.einsum("pnr,pr->pn", features, own_PR.sum(axis=0) - own_PR)
     a, b = (z * products).sum(axis=1, keepdims=True), products.sum(axis=1, keepdims=True)
-    left = (n - 1) * (a - z * products) - (sz - z) * (b - products)
-    return left / ((n - 1) * (n - 2)) - (weights * products).sum(axis=1, keepdims=True)
+    delete_one_product = (n - 1) * (a - z * products) - (sz - z) * (b - products)
+    return delete_one_product / ((n - 1) * (n - 2)) - (weights * products).sum(
+        axis=1, keepdims=True
+    )
 
 
-def _over_questions(full: Numbers, with_others_P, asked: Asked) -> dict[str, tuple[float, float]]:
-    """(variance, degrees of freedom) of every statistic, questions left out one at a time."""
-    count = asked.questions
-    means = {name: (x.sum() - x) / (count - 1) for name, x in full.items()}
-    between = (with_others_P.sum() - 2 * with_others_P) / (count - 1) ** 2
-    found = _statistics(means, between, count - 1, asked)
-    return {name: (float(jackknife_variance(x)), count - 1) for name, x in found.items()}
-
-
-def _on_log_scale(logs: Interval, found: dict[str, Interval]) -> Interval:
-    """Back from logarithms; no interval unless C1 and C3 are both surely positive."""
-    sure = found["c1"].low > 0 and found["c3"].low > 0
-    low, high = (logs.low, logs.high) if sure else (math.nan, math.nan)
-    return Interval(*(math.exp(x) for x in (logs.estimate, low, high)))
-
-
-def _crossover(excess: Interval) -> Interval:
-    """1 + C3 / (A_0 - A_V) from the interval of its inverse; infinite where A_0 - A_V may be 0."""
-
-    def at(x: float) -> float:
-        return 1 + 1 / x if x > 0 else math.inf
-
-    return Interval(at(excess.estimate), at(excess.high), at(excess.low))
+def _delete_one_question(per_question: Arrays, with_others_P: Array, request: Request) -> Arrays:
+    """Every statistic without question x, [1, m]."""
+    count = request.questions
+    means = {name: (x.sum() - x)[None] / (count - 1) for name, x in per_question.items()}
+    between = (with_others_P.sum() - 2 * with_others_P)[None] / (count - 1) ** 2
+    return _statistics(means, between, count - 1, request)

@@ -20,20 +20,25 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_ustat.config import MseConfig
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import BASELINES, advantages, best_constant
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positive_interval
+from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
-from grpo_ustat.estimators.settings import scale_free
-from grpo_ustat.pace import Pace
-from grpo_ustat.policy.batches import score_rollouts
+from grpo_ustat.mse.pool import (
+    greedy_rewards_with_cost,
+    reward_completions,
+    rows_that_fit,
+    sample_with_cost,
+)
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
-from grpo_ustat.policy.scores import parameter_sizes
-from grpo_ustat.policy.sketch import Sketch
+from grpo_ustat.policy.scores.backward import parameter_sizes
+from grpo_ustat.policy.scores.rollouts import score_rollouts
+from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.progress import Progress
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling
-from grpo_ustat.study.pool import greedily, judged_rewards, rows_that_fit, timed_sample
-from grpo_ustat.study.workers import Done, share
 
 ROWS = 512  # at most so many completions are scored side by side
 NUMBERS = 262139  # kept of a gradient, a prime; smaller models are kept in full
@@ -41,7 +46,7 @@ NUMBERS = 262139  # kept of a gradient, a prime; smaller models are kept in full
 
 @dataclass(frozen=True)
 class Curve:
-    """One baseline at one group size.
+    """The gradient's error of one baseline at one group size.
 
     Attributes:
         mse: with its interval over replicates and reference blocks.
@@ -79,30 +84,30 @@ class _Replicates:
 
 def monte_carlo(
     config: MseConfig, prompts: list[Prompt]
-) -> tuple[dict[tuple[str, int], Curve], Done]:
+) -> tuple[dict[tuple[str, int], Curve], WorkCost]:
     """Curves by (baseline, group size) from `budget.replicates` replicates, and what they took."""
-    reference, before = _reference(config, prompts)
+    reference, reference_cost = _reference(config, prompts)
     total = config.budget.replicates * max(config.group_sizes) * len(prompts)
-    found, spent = share(
+    workers, cost = share(
         _replicate, list(range(config.budget.replicates)), config.launch.workers, "replicates",
         total, config, prompts, reference.blocks_HD, reference.context,
     )  # fmt: skip
     gram_HH = reference.blocks_HD @ reference.blocks_HD.T
     curves = {
-        (name, size): _curve(found, (name, size), gram_HH, reference)
+        (name, size): _curve(workers, (name, size), gram_HH, reference)
         for name in config.baselines
         for size in config.group_sizes
     }
-    return curves, before + spent
+    return curves, reference_cost + cost
 
 
-def _reference(config: MseConfig, prompts: list[Prompt]) -> tuple[_Reference, Done]:
-    budget, spent, context = config.budget, Done(), BaselineContext()
+def _reference(config: MseConfig, prompts: list[Prompt]) -> tuple[_Reference, WorkCost]:
+    budget, cost, context = config.budget, WorkCost(), BaselineContext()
     needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
     if needs - {"lengths_PG"}:
         each = budget.value_completions + ("greedy_P" in needs)
-        (context,), spent = share(_context, [prompts], 1, "values", len(prompts) * each, config)
-    parts, of_blocks = share(
+        (context,), cost = share(_context, [prompts], 1, "values", len(prompts) * each, config)
+    parts, block_cost = share(
         _blocks, list(range(budget.reference_blocks)), config.launch.workers, "reference",
         len(prompts) * budget.reference_completions, config, prompts,
     )  # fmt: skip
@@ -110,11 +115,12 @@ def _reference(config: MseConfig, prompts: list[Prompt]) -> tuple[_Reference, Do
     value_P = np.zeros(len(prompts)) if context.value_P is None else context.value_P
     excess = np.mean([_value_excess(q_PN, z_PN, value_P) for _, _, q_PN, z_PN in parts])
     blocks_HD = np.array([part[1] for part in parts])
-    return _Reference(blocks_HD, context, float(excess)), spent + of_blocks
+    return _Reference(blocks_HD, context, float(excess)), cost + block_cost
 
 
 def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray) -> float:
-    """1/P^2 sum_x (A_v - A_V), what an estimated v costs in place of V; unbiased given v.
+    """What an estimated v adds to the squared error in place of V, 1/P^2 sum_x (A_v - A_V);
+    unbiased given v.
 
     Over the draws behind v its mean is D/K. The reference's completions are independent of v.
     """
@@ -124,7 +130,7 @@ def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray)
 
 
 def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
-    """What the baselines read besides the group, from completions outside every replicate.
+    """What baselines may read beside the group, estimated from completions outside every replicate.
 
     At a fixed policy a running mean settles at the mean reward of all questions. An estimated b* is
     used as it is; only the oracle's price of an estimated V is subtracted.
@@ -133,17 +139,17 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
     size = config.budget.value_completions
     needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
     for prompts in items:
-        rollouts, took = timed_sample(policy, prompts, size, Sampling.of(config, "value"))
-        z_PK, judged = judged_rewards(task, rollouts)
-        yield took + judged + Done(rollouts=len(prompts) * size)
+        rollouts, cost = sample_with_cost(policy, prompts, size, Sampling.of(config, "value"))
+        z_PK, judge_cost = reward_completions(task, rollouts)
+        yield cost + judge_cost + WorkCost(rollouts=len(prompts) * size)
         optimal_P, greedy_P = None, None
         if "optimal_P" in needs:
             no_weights = np.zeros((1, *z_PK.shape))
             _, q_PK = _gradients(policy, rollouts, no_weights, config.temperature)
             optimal_P = best_constant(q_PK, z_PK)
         if "greedy_P" in needs:
-            greedy_P, took = greedily(config, policy, task, prompts)
-            yield took
+            greedy_P, cost = greedy_rewards_with_cost(config, policy, task, prompts)
+            yield cost
         yield BaselineContext(
             value_P=z_PK.mean(axis=1),
             running=float(z_PK.mean()),
@@ -157,13 +163,13 @@ def _blocks(items: list[int], config: MseConfig, prompts: list[Prompt]) -> Itera
     size = config.budget.reference_completions // config.budget.reference_blocks
     sampling = Sampling.of(config, "reference")
     for h in items:
-        rollouts, took = timed_sample(policy, prompts, size, sampling, first=h * size)
+        rollouts, cost = sample_with_cost(policy, prompts, size, sampling, first=h * size)
         start = time.perf_counter()
-        rewards_PN, judged = judged_rewards(task, rollouts)
+        rewards_PN, judge_cost = reward_completions(task, rollouts)
         weights_PN = pool_gradient_weights(rewards_PN) / len(prompts)
         gradient, q_PN = _gradients(policy, rollouts, weights_PN[None], config.temperature)
-        scored = Done(rollouts=len(prompts) * size, seconds_score=time.perf_counter() - start)
-        yield took + judged + scored
+        scored = WorkCost(rollouts=len(prompts) * size, seconds_score=time.perf_counter() - start)
+        yield cost + judge_cost + scored
         yield h, gradient[0], q_PN, rewards_PN
 
 
@@ -176,11 +182,11 @@ def _gradients(
     product is off by about 0.2 % of the product of the norms.
     """
     count, size = rollouts.mask_PGT.shape[:2]
-    total, squared = 0.0, []
     sketch = Sketch(parameter_sizes(policy.model), NUMBERS)
+    total_CD, squared = np.zeros((len(weights_CPG), sketch.dimension)), []
     tokens = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
     per_call = max(1, min(ROWS, rows_that_fit(policy, tokens) // 4) // size)
-    pace = Pace("scoring", count * size)
+    progress = Progress("scoring", count * size)
     for start in range(0, count, per_call):
         prompts = np.arange(start, min(start + per_call, count))
         index = (prompts[:, None] * size + np.arange(size)).ravel()
@@ -188,24 +194,31 @@ def _gradients(
         scores = score_rollouts(
             policy, rollouts, index, temperature, weights_KB=weights, pooled=sketch
         )
-        total = total + scores.pooled_KR.cpu().numpy()
+        assert scores.pooled_KR is not None  # `pooled` asks for it
+        total_CD += scores.pooled_KR.cpu().numpy()
         squared.append(scores.sq_norm_B.cpu().numpy().reshape(-1, size))
-        pace.add(len(index))
-    return total, np.concatenate(squared)
+        progress.add(len(index))
+    return total_CD, np.concatenate(squared)
 
 
 def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterator:
     policy, task = configured_policy(config), configured_task(config)
     largest, sampling = max(config.group_sizes), Sampling.of(config, "replicate")
     keys = [(name, size) for name in config.baselines for size in config.group_sizes]
-    result = _Replicates({k: [] for k in keys}, {k: [] for k in keys}, dict.fromkeys(keys, 0.0))
+    result = _Replicates(
+        squared={key: [] for key in keys},
+        products_H={key: [] for key in keys},
+        sums_D={key: np.zeros(blocks_HD.shape[1]) for key in keys},
+    )
     for r in items:
-        rollouts, took = timed_sample(policy, prompts, largest, sampling, step=r)
+        rollouts, cost = sample_with_cost(policy, prompts, largest, sampling, step=r)
         began = time.perf_counter()
-        rewards_PG, judged = judged_rewards(task, rollouts)
-        known = replace(context, lengths_PG=rollouts.lengths_PG)
+        rewards_PG, judge_cost = reward_completions(task, rollouts)
+        group_context = replace(context, lengths_PG=rollouts.lengths_PG)
         weights = {
-            (name, size): group_weights(rewards_PG, name, size, known, config.rules[name].options)
+            (name, size): group_weights(
+                rewards_PG, name, size, group_context, config.rules[name].options
+            )
             for name, size in keys
         }
         stacked = np.concatenate(list(weights.values()))
@@ -213,14 +226,14 @@ def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterato
         products_CH, squared_C = gradients_CD @ blocks_HD.T, np.square(gradients_CD).sum(axis=1)
         start = 0
         for key in keys:
-            mine = slice(start, start + len(weights[key]))
-            result.squared[key].extend(squared_C[mine])
-            result.products_H[key].extend(products_CH[mine])
-            result.sums_D[key] = result.sums_D[key] + gradients_CD[mine].sum(axis=0)
-            start = mine.stop
+            rows = slice(start, start + len(weights[key]))
+            result.squared[key].extend(squared_C[rows])
+            result.products_H[key].extend(products_CH[rows])
+            result.sums_D[key] = result.sums_D[key] + gradients_CD[rows].sum(axis=0)
+            start = rows.stop
         seconds = time.perf_counter() - began
-        took += judged + Done(seconds_score=seconds)
-        yield took + Done(rollouts=len(prompts) * largest)
+        cost += judge_cost + WorkCost(seconds_score=seconds)
+        yield cost + WorkCost(rollouts=len(prompts) * largest)
     yield result
 
 
@@ -246,16 +259,18 @@ def group_weights(
     for k in range(groups):
         inside = slice(k * group_size, (k + 1) * group_size)
         lengths = None if context.lengths_PG is None else context.lengths_PG[:, inside]
-        known = replace(context, lengths_PG=lengths)
-        advantage_PG = advantages(baseline, rewards_PL[:, inside].copy(), known, options)
+        group_context = replace(context, lengths_PG=lengths)
+        advantage_PG = advantages(baseline, rewards_PL[:, inside].copy(), group_context, options)
         weights[k, :, inside] = advantage_PG / (group_size * prompts)
     return weights
 
 
-def _curve(found: list[_Replicates], key, gram_HH: np.ndarray, reference: _Reference) -> Curve:
-    squared_R = np.concatenate([part.squared[key] for part in found])
-    products_RH = np.concatenate([part.products_H[key] for part in found])
-    sum_D = sum(part.sums_D[key] for part in found)
+def _curve(workers: list[_Replicates], key, gram_HH: np.ndarray, reference: _Reference) -> Curve:
+    squared_R = np.concatenate([part.squared[key] for part in workers])
+    products_RH = np.concatenate([part.products_H[key] for part in workers])
+    sum_D = np.zeros(reference.blocks_HD.shape[1])
+    for part in workers:
+        sum_D += part.sums_D[key]
     name, group_size = key
     excess = reference.excess / group_size if BASELINES[name].needs_value else 0.0
     return curve(squared_R, products_RH, gram_HH, float(sum_D @ sum_D), excess)
@@ -281,14 +296,18 @@ def curve(
     cross = float(products_RH.mean())
     mse = float(squared_R.mean()) - 2 * cross + grad_sq - excess
     bias2 = (sum_sq - squared_R.sum()) / (count * (count - 1)) - 2 * cross + grad_sq
-    deleted_H = _without_each_block(products_RH.mean(axis=0), gram_HH)
-    of_blocks = float(jackknife_variance(deleted_H))
-    of_replicates = float((squared_R - 2 * products_RH.mean(axis=1)).var(ddof=1) / count)
-    parts = np.array([of_blocks / (len(gram_HH) - 1) ** 0.5, of_replicates / (count - 1) ** 0.5])
-    dof = (of_blocks + of_replicates) ** 2 / max(float(parts @ parts), np.finfo(float).tiny)
+    delete_one_H = _delete_one_block(products_RH.mean(axis=0), gram_HH)
+    block_variance = float(jackknife_variance(delete_one_H))
+    replicate_variance = float((squared_R - 2 * products_RH.mean(axis=1)).var(ddof=1) / count)
+    parts = np.array(
+        [block_variance / (len(gram_HH) - 1) ** 0.5, replicate_variance / (count - 1) ** 0.5]
+    )
+    dof = (block_variance + replicate_variance) ** 2 / max(
+        float(parts @ parts), np.finfo(float).tiny
+    )
     cosine, best = scale_free(float(squared_R.mean()) - excess, cross, grad_sq)
     return Curve(
-        mse=positive_interval(mse, of_blocks + of_replicates, max(dof, 1.0)),
+        mse=positive_interval(mse, block_variance + replicate_variance, max(dof, 1.0)),
         bias2=float(bias2),
         variance=mse - float(bias2),
         replicates=count,
@@ -302,7 +321,9 @@ def _off_diagonal(gram_HH: np.ndarray) -> float:
     return float((gram_HH.sum() - np.trace(gram_HH)) / (count * (count - 1)))
 
 
-def _without_each_block(cross_H: np.ndarray, gram_HH: np.ndarray) -> np.ndarray:
+def _delete_one_block(cross_H: np.ndarray, gram_HH: np.ndarray) -> np.ndarray:
     """-2 cross + ||grad||^2 with each reference block left out in turn."""
-    kept = [np.delete(np.arange(len(cross_H)), h) for h in range(len(cross_H))]
-    return np.array([-2 * cross_H[k].mean() + _off_diagonal(gram_HH[np.ix_(k, k)]) for k in kept])
+    others_H = [np.delete(np.arange(len(cross_H)), h) for h in range(len(cross_H))]
+    return np.array(
+        [-2 * cross_H[k].mean() + _off_diagonal(gram_HH[np.ix_(k, k)]) for k in others_H]
+    )

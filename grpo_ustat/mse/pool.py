@@ -11,25 +11,25 @@ import numpy as np
 import psutil
 import torch
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.config import MseConfig
-from grpo_ustat.policy.batches import score_rollouts
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.ranks import main_only
+from grpo_ustat.distributed.signals import Stopped
+from grpo_ustat.distributed.workers import WorkCost, share
+from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.scores import check_scores, parameter_sizes
-from grpo_ustat.policy.sketch import Sketch
-from grpo_ustat.ranks import on_main
-from grpo_ustat.records import Prompt, Rollouts, ScorePool
+from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
+from grpo_ustat.policy.scores.rollouts import score_rollouts
+from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.signals import Stopped
-from grpo_ustat.study.store import Part, PoolStore, draws_of
-from grpo_ustat.study.workers import Done, share
 from grpo_ustat.tasks.base import Task, rewards
 
 
 def build_pool(
     config: MseConfig, prompts: list[Prompt], folder: Path, completions: int | None = None
-) -> tuple[ScorePool, Done]:
+) -> tuple[ScorePool, WorkCost]:
     """Completions of every prompt, sampled, scored and kept; only what is missing is made.
 
     Questions are sampled in chunks that depend on the configuration alone and scored one by one, so
@@ -61,41 +61,37 @@ def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
     """
     size = config.budget.pool_completions
     store = _fill(config, prompts, folder, size)
-    return on_main(_whole, store, prompts, size)
+    return main_only(_complete_questions, store, prompts, size)
 
 
 def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> PoolStore:
-    """The folder, with what was missing of its own part."""
+    """Add the missing completions of this job's part of the pool, and return the pool's folder."""
     store = PoolStore(folder, draws_of(config))
-    on_main(store.open)
-    while chunks := on_main(_missing, config, prompts, store, size):
+    main_only(store.open)
+    while chunks := main_only(_chunks_to_sample, config, prompts, store, size):
+        total = sum((size - first) * len(chunk) for first, chunk in chunks)
+        work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]
         try:
-            _score(config, prompts, store, size, chunks)
+            share(
+                _score_chunks, chunks, config.launch.workers, "score pool", total,
+                config, prompts, store, size, weights=work,
+            )  # fmt: skip
         except Stopped as stopped:
-            there = _whole(store, prompts, size)
+            complete = _complete_questions(store, prompts, size)
             raise Stopped(
-                f"{stopped}; {there} of {len(prompts)} questions are in the pool"
+                f"{stopped}; {complete} of {len(prompts)} questions are in the pool"
             ) from None
     return store
 
 
-def _score(config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int, chunks) -> None:
-    total = sum((size - first) * len(chunk) for first, chunk in chunks)
-    work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]
-    share(
-        _score_chunks, chunks, config.launch.workers, "score pool", total,
-        config, prompts, store, size, weights=work,
-    )  # fmt: skip
-
-
-def _whole(store: PoolStore, prompts: list[Prompt], size: int) -> int:
-    """How many of the prompts have all their completions."""
-    return sum(_reached(store, prompt, size) == size for prompt in prompts)
+def _complete_questions(store: PoolStore, prompts: list[Prompt], size: int) -> int:
+    """How many of the prompts have `size` completions in the pool."""
+    return sum(_stored_completions(store, prompt, size) == size for prompt in prompts)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of model and prompts before anything is sampled.
+    """Facts about model and prompts, known before anything is sampled.
 
     Attributes:
         parameters: that scores cover.
@@ -123,111 +119,143 @@ def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
     return ModelFacts(parameters, float(np.mean([len(ids) for ids in encoded])), seconds)
 
 
-def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> np.ndarray:
+def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> Array:
     """Reward of each prompt's greedy completion, [P]."""
-    (found,), _ = share(_greedy, [prompts], 1, "greedy", len(prompts), config)
-    return found
+    (rewards_P,), _ = share(_greedy, [prompts], 1, "greedy", len(prompts), config)
+    return rewards_P
 
 
-def _greedy(items: list[list[Prompt]], config: MseConfig) -> Iterator:
+def _greedy(items: list[list[Prompt]], config: MseConfig) -> Iterator[WorkCost | Array]:
+    """The work of `greedy_rewards`, for a process of its own."""
     policy, task = configured_policy(config), configured_task(config)
     for prompts in items:
-        found, took = greedily(config, policy, task, prompts)
-        yield took
-        yield found
+        rewards_P, cost = greedy_rewards_with_cost(config, policy, task, prompts)
+        yield cost
+        yield rewards_P
 
 
-def greedily(config: MseConfig, policy: Policy, task: Task, prompts: list[Prompt]):
-    """Rewards of the greedy completions, [P], and what they took."""
+def greedy_rewards_with_cost(
+    config: MseConfig, policy: Policy, task: Task, prompts: list[Prompt]
+) -> tuple[Array, WorkCost]:
+    """Rewards of the prompts' greedy completions, [P], and the cost of these."""
     sampling = Sampling.of(config, "greedy", greedy=True)
-    rollouts, took = timed_sample(policy, prompts, 1, sampling)
-    rewards_P1, judged = judged_rewards(task, rollouts)
-    return rewards_P1[:, 0], took + judged + Done(rollouts=len(prompts))
+    rollouts, cost = sample_with_cost(policy, prompts, 1, sampling)
+    rewards_P1, judge_cost = reward_completions(task, rollouts)
+    return rewards_P1[:, 0], cost + judge_cost + WorkCost(rollouts=len(prompts))
 
 
-def judged_rewards(task: Task, rollouts: Rollouts) -> tuple[np.ndarray, Done]:
+def reward_completions(task: Task, rollouts: Rollouts) -> tuple[Array, WorkCost]:
     """Rewards of every completion, shape [P, G], and how many could not be judged."""
     rewards_PG = rewards(task, rollouts)
-    return rewards_PG, Done(**task.take_counts())
+    return rewards_PG, WorkCost(**task.take_counts())
 
 
-def _missing(
+def _chunks_to_sample(
     config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int
 ) -> list[tuple[int, list[int]]]:
     """(first missing completion, questions) of every chunk that has any to make.
 
-    Parts of a pool share out whole chunks, the same whatever is there already: what others have
-    made in the meantime moves none of theirs here.
+    Parts of a pool share out whole chunks, the same whatever the pool holds already: what others
+    have added in the meantime moves no chunk from one part to another.
     """
     part, parts = config.study.share
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
-    found = []
-    firsts = [_reached(store, prompts[p], size) for p in range(len(prompts))]
+    missing: list[tuple[int, list[int]]] = []
+    firsts = [_stored_completions(store, prompts[p], size) for p in range(len(prompts))]
     for first in sorted(set(firsts) - {size}):
         per_chunk = max(1, config.rollout_batch_size // (size - first))
         chunks = [order[i : i + per_chunk] for i in range(0, len(order), per_chunk)]
-        mine = chunks[part - 1 :: parts]
-        found += [(first, c) for c in mine if any(firsts[p] == first for p in c)]
-    return found
+        own_chunks = chunks[part - 1 :: parts]
+        missing += [(first, c) for c in own_chunks if any(firsts[p] == first for p in c)]
+    return missing
 
 
-def _reached(store: PoolStore, prompt: Prompt, size: int) -> int:
-    """How many of the wanted completions are there.
+def _stored_completions(store: PoolStore, prompt: Prompt, size: int) -> int:
+    """How many of a question's first `size` completions are in the pool.
 
     Raises:
         ConfigError: a part ends beyond them.
     """
-    reached = 0
+    stored = 0
     for first, count in store.parts(prompt):
         if first >= size:
             break
-        reached = first + count
-    if reached > size:
+        stored = first + count
+    if stored > size:
         raise ConfigError(
-            f"{store.folder} holds {reached} completions a question in parts that cannot be split, "
-            f"asked is budget.pool_completions={size}: use {reached} or another pool=DIR"
+            f"{store.folder} holds {stored} completions a question in parts that cannot be split, "
+            f"asked is budget.pool_completions={size}: use {stored} or another pool=DIR"
         )
-    return reached
+    return stored
 
 
-def _score_chunks(items, config: MseConfig, prompts: list[Prompt], store, size: int) -> Iterator:
+def _score_chunks(
+    items: list[tuple[int, list[int]]],
+    config: MseConfig,
+    prompts: list[Prompt],
+    store: PoolStore,
+    size: int,
+) -> Iterator[WorkCost]:
+    """Sample, score and store the missing completions of every chunk, see `_chunks_to_sample`."""
     policy, task = configured_policy(config), configured_task(config)
-    sampling, sizes = Sampling.of(config, "pool"), parameter_sizes(policy.model)
-    sketches = [
-        Sketch(sizes, dimension)
-        for dimension in (config.budget.feature_sketch, config.budget.gradient_sketch)
-    ]
+    sampling, sketches = Sampling.of(config, "pool"), score_sketches(config, policy)
     checked = False
     for first, chunk in items:
-        asked = [prompts[p] for p in chunk]
-        rollouts, took = timed_sample(policy, asked, size - first, sampling, first=first)
-        yield took
-        rewards_PN, judged = judged_rewards(task, rollouts)
+        chunk_prompts = [prompts[p] for p in chunk]
+        rollouts, chunk_cost = sample_with_cost(
+            policy, chunk_prompts, size - first, sampling, first=first
+        )
+        yield chunk_cost
+        rewards_PN, judge_cost = reward_completions(task, rollouts)
         if not checked:
             check_batch(policy, rollouts, size - first)
             checked = True
-        for row, prompt in enumerate(asked):
-            if _reached(store, prompt, size) == first:
-                cost = _share_of(took, rollouts, row, len(asked))
-                cost += judged if row == 0 else Done()  # once for the chunk
+        for row, prompt in enumerate(chunk_prompts):
+            if _stored_completions(store, prompt, size) == first:
+                seconds = chunk_cost.seconds_generate / len(chunk_prompts)
+                cost = question_cost(rollouts, row, seconds)
+                cost += judge_cost if row == 0 else WorkCost()  # once for the chunk
                 part = score_part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
                 store.write(prompt, first, part)
-            yield Done(rollouts=size - first)
+            yield WorkCost(rollouts=size - first)
 
 
-def _share_of(took: Done, rollouts: Rollouts, row: int, questions: int) -> Done:
-    return Done(
+def score_sketches(config: MseConfig, policy: Policy) -> tuple[Sketch, Sketch]:
+    """Sketches of a completion's score and of sums of scores, the latter with more numbers."""
+    sizes = parameter_sizes(policy.model)
+    return Sketch(sizes, config.budget.feature_sketch), Sketch(sizes, config.budget.gradient_sketch)
+
+
+def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -> WorkCost:
+    """The cost of sampling one question's completions, before they are scored."""
+    return WorkCost(
         rollouts=rollouts.mask_PGT.shape[1],
         tokens=int(rollouts.lengths_PG[row].sum()),
         clipped=int((~rollouts.ended_PG[row]).sum()),
-        seconds_generate=took.seconds_generate / questions,
+        seconds_generate=seconds_generate,
     )
 
 
 def score_part(
-    policy, rollouts: Rollouts, row: int, rewards_N, config, sketches, cost: Done
+    policy: Policy,
+    rollouts: Rollouts,
+    row: int,
+    rewards_N: Array,
+    config: MseConfig,
+    sketches: tuple[Sketch, Sketch],
+    cost: WorkCost,
 ) -> Part:
-    """Score one question's completions."""
+    """Score one question's completions.
+
+    Args:
+        policy: whose scores are taken.
+        rollouts: completions of all questions.
+        row: the question's place among them.
+        rewards_N: the rewards of its completions.
+        config: the study's configuration.
+        sketches: see `score_sketches`.
+        cost: what the completions took so far; scoring is added.
+    """
     start = time.perf_counter()
     count = len(rewards_N)
     scores = score_rollouts(
@@ -240,8 +268,10 @@ def score_part(
         features=sketches[0],
         pooled=sketches[1],
     )
+    assert scores.gram_BB is not None  # `gram`, `features` and `pooled` ask for them
+    assert scores.features_BR is not None and scores.pooled_KR is not None
     sums_KR = scores.pooled_KR.float().cpu().numpy()
-    seconds = Done(seconds_score=time.perf_counter() - start)
+    seconds = WorkCost(seconds_score=time.perf_counter() - start)
     return Part(
         rewards_N=rewards_N,
         lengths_N=rollouts.lengths_PG[row],
@@ -255,50 +285,54 @@ def score_part(
     )
 
 
-def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[ScorePool, Done]:
-    """The pool of all prompts, each with `size` completions, and what it took.
+def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[ScorePool, WorkCost]:
+    """The pool of all prompts, each with `size` completions, and its cost.
 
     Inner products between parts, which were scored apart, come from the sketches.
     """
-    found = [
+    stored = [
         [store.read(p, first, count) for first, count in store.parts(p) if first < size]
         for p in prompts
     ]
 
-    def joined(name: str, dtype=np.float64) -> np.ndarray:
-        return np.array([np.concatenate([vars(x)[name] for x in parts]) for parts in found], dtype)
+    def concatenate(name: str, dtype: type = np.float64) -> np.ndarray:
+        return np.array([np.concatenate([vars(x)[name] for x in parts]) for parts in stored], dtype)
 
-    def added(name: str) -> np.ndarray:
-        return np.array([sum(vars(x)[name].astype(np.float64) for x in parts) for parts in found])
+    def total(name: str) -> Array:
+        return np.array([sum(vars(x)[name].astype(np.float64) for x in parts) for parts in stored])
 
+    grams: list[Array] = []
+    for parts in stored:
+        features_NR = np.concatenate([part.features_NR for part in parts]).astype(np.float64)
+        gram_NN, start = features_NR @ features_NR.T, 0
+        for part in parts:
+            inside = slice(start, start + len(part.rewards_N))
+            gram_NN[inside, inside] = part.gram_NN
+            start = inside.stop
+        grams.append(gram_NN)
     pool = ScorePool(
-        rewards_PN=joined("rewards_N"),
-        gram_PNN=np.array([_gram(parts) for parts in found]),
-        lengths_PN=joined("lengths_N", np.int64),
-        features_PNR=joined("features_NR", np.float32),
-        reward_sums_PR=added("reward_sum_R"),
-        score_sums_PR=added("score_sum_R"),
+        rewards_PN=concatenate("rewards_N"),
+        gram_PNN=np.array(grams),
+        lengths_PN=concatenate("lengths_N", np.int64),
+        features_PNR=concatenate("features_NR", np.float32),
+        reward_sums_PR=total("reward_sum_R"),
+        score_sums_PR=total("score_sum_R"),
     )
-    return pool, sum((x.done for parts in found for x in parts), Done())
+    return pool, sum((part.work_cost for parts in stored for part in parts), WorkCost())
 
 
-def _gram(parts: list[Part]) -> np.ndarray:
-    features = np.concatenate([part.features_NR for part in parts]).astype(np.float64)
-    gram, first = features @ features.T, 0
-    for part in parts:
-        inside = slice(first, first + len(part.rewards_N))
-        gram[inside, inside] = part.gram_NN
-        first = inside.stop
-    return gram
+def sample_with_cost(
+    policy: Policy, prompts: list[Prompt], size: int, sampling: Sampling, **key: int
+) -> tuple[Rollouts, WorkCost]:
+    """Rollouts of `sample` and their cost; progress counts a completion only once it is scored.
 
-
-def timed_sample(policy: Policy, prompts: list[Prompt], size: int, sampling: Sampling, **key):
-    """`sample` with what it took; its completions are counted as done once they are scored."""
+    `key` holds the `first` or the `step` of `sample`.
+    """
     start = time.perf_counter()
     rollouts = sample(policy, prompts, size, sampling, **key)
     seconds, cut = time.perf_counter() - start, int((~rollouts.ended_PG).sum())
     tokens = int(rollouts.lengths_PG.sum())
-    return rollouts, Done(tokens=tokens, clipped=cut, seconds_generate=seconds)
+    return rollouts, WorkCost(tokens=tokens, clipped=cut, seconds_generate=seconds)
 
 
 def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
@@ -310,7 +344,7 @@ def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
 
 
 def rows_that_fit(policy: Policy, tokens: int) -> int:
-    """How many rows of so many tokens can be scored at once, about, in the memory that is free."""
+    """About how many rows of so many tokens can be scored at once in the free memory."""
     config, entry = policy.model.config, policy.model.dtype.itemsize
     width = 16 * config.hidden_size + 4 * (getattr(config, "intermediate_size", None) or 0)
     free = psutil.virtual_memory().available

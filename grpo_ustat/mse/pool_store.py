@@ -3,7 +3,7 @@
 A pool folder holds `pool.json`, which says what its completions are draws of, and for every
 question one safetensors file per part: completions `first ... first + count` of that question with
 rewards, squared norms and inner products among the part's completions, and sketches. Adding
-completions adds parts; nothing that is there is sampled or scored again.
+completions adds parts; no stored completion is sampled or scored again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.config import MseConfig
-from grpo_ustat.identity import choices, data_fingerprint, weights_fingerprint
+from grpo_ustat.config.identity import data_fingerprint, drop_neutral_keys, weights_fingerprint
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.records import Prompt
-from grpo_ustat.study.workers import Done
+from grpo_ustat.runs.files import atomic_write, hidden_path
+from grpo_ustat.runs.log import attempt, write_rows
+
+MOST = 2000
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Part:
         gram_NN: <s_i, s_j>.
         features_NR: sketches of the scores.
         reward_sum_R, score_sum_R: wider sketches of `sum_i z_i s_i` and `sum_i s_i`.
-        cost: what it took, as the fields of `Done`.
+        cost: what it took, as the fields of `WorkCost`.
     """
 
     rewards_N: np.ndarray
@@ -50,22 +55,24 @@ class Part:
     cost: np.ndarray
 
     @property
-    def done(self) -> Done:
+    def work_cost(self) -> WorkCost:
         """The cost as a record."""
         counts, seconds = self.cost[:5].astype(int), self.cost[5:]
-        return Done(*counts.tolist(), *seconds.tolist())
+        return WorkCost(*counts.tolist(), *seconds.tolist())
 
 
 def draws_of(config: MseConfig) -> dict[str, Any]:
-    """What decides a pool's completions and scores: a pool serves every study that agrees."""
-    keys = choices(asdict(config))
+    """The settings that decide a pool's completions and scores; studies that agree in them share a
+    pool.
+    """
+    keys = drop_neutral_keys(asdict(config))
     chosen = ("model", "dataset", "prompt", "seed", "temperature", "max_completion_length")
     budget = ("feature_sketch", "gradient_sketch")
-    found = {key: keys[key] for key in chosen} | {key: keys["budget"][key] for key in budget}
+    draws = {key: keys[key] for key in chosen} | {key: keys["budget"][key] for key in budget}
     for key in ("study_size", "train_size", "test_size"):
-        found["dataset"].pop(key, None)
-    found["weights"] = weights_fingerprint(config.model.model_name_or_path)
-    return found | {"data": data_fingerprint(config.dataset)}
+        draws["dataset"].pop(key, None)
+    draws["weights"] = weights_fingerprint(config.model.model_name_or_path)
+    return draws | {"data": data_fingerprint(config.dataset)}
 
 
 class PoolStore:
@@ -90,33 +97,36 @@ class PoolStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not note.is_file():
                 _create(note, json.dumps(self.draws, indent=1))
-            there = json.loads(note.read_text())
+            stored = json.loads(note.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"the pool folder {self.folder} cannot be used: {error}") from error
-        for key in dict.fromkeys([*there, *self.draws]):
-            if there.get(key) != self.draws.get(key):
+        for key in dict.fromkeys([*stored, *self.draws]):
+            if stored.get(key) != self.draws.get(key):
                 raise ConfigError(
-                    f"{self.folder} holds completions of {key}={there.get(key)}, asked is "
+                    f"{self.folder} holds completions of {key}={stored.get(key)}, asked is "
                     f"{self.draws.get(key)}: use another pool=DIR"
                 )
 
     def parts(self, prompt: Prompt) -> list[tuple[int, int]]:
-        """(first, count) of the question's parts, in order, without gaps from 0 on."""
+        """(first, count) of each stored part of the question, in order; they have no gaps, from 0
+        on.
+        """
         stem = _stem(prompt)
         names = [path.stem.split("-")[1:] for path in self.folder.glob(f"{stem}-*.safetensors")]
-        found = sorted((int(first), int(count)) for first, count in names)
-        whole, reached = [], 0
-        for first, count in found:
-            if first == reached:
-                whole.append((first, count))
-                reached += count
-        return whole
+        spans = sorted((int(first), int(count)) for first, count in names)
+        gapless, end = [], 0
+        for first, count in spans:
+            if first == end:
+                gapless.append((first, count))
+                end += count
+        return gapless
 
     def write(self, prompt: Prompt, first: int, part: Part) -> None:
         """Write one part whole or not at all."""
         path = self._path(prompt, first, len(part.rewards_N))
         arrays = {key: np.ascontiguousarray(value) for key, value in vars(part).items()}
-        _replace(path, lambda staged: save_file(arrays, staged, {"prompt": prompt.id}))
+        with atomic_write(path, shared=True) as staged:
+            save_file(arrays, staged, {"prompt": prompt.id})
 
     def read(self, prompt: Prompt, first: int, count: int) -> Part:
         """One part.
@@ -139,19 +149,14 @@ def _stem(prompt: Prompt) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _replace(path: Path, write) -> None:
-    staged = _staged(path)
-    write(staged)
-    os.replace(staged, path)
-
-
 def _create(path: Path, text: str) -> None:
-    """Write a file whole unless it is there: of all that begin a pool at once, one says of what.
+    """Write a whole file unless it exists: of all processes that begin a pool at once, one writes
+    it.
 
     Raises:
         OSError: the file system refuses it.
     """
-    staged = _staged(path)
+    staged = hidden_path(path, f".{uuid4().hex}")
     staged.write_text(text)
     try:
         os.link(staged, path)
@@ -162,5 +167,31 @@ def _create(path: Path, text: str) -> None:
     staged.unlink(missing_ok=True)
 
 
-def _staged(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+def leave_sample(config: MseConfig, prompts: list[Prompt], pool: Path, folder: Path) -> None:
+    """Write completions.parquet: the first few completions of every question, or of evenly spaced
+    ones; the study goes on without it where the disk refuses.
+    """
+    prompts = prompts[:: -(-len(prompts) // MOST)]
+    count, store = MOST // len(prompts), PoolStore(pool, {})
+    tokenizer = configured_tokenizer(config)
+    extract = None if config.imports_pool else configured_task(config, tokenizer).extract
+    rows: list[dict[str, Any]] = []
+    for prompt in prompts:
+        part = store.read(prompt, *store.parts(prompt)[0])
+        pairs = zip(part.tokens_NT[:count], part.lengths_N, strict=False)
+        texts = tokenizer.batch_decode([row[:n] for row, n in pairs], skip_special_tokens=True)
+        rows += [
+            {
+                "prompt": prompt.text,
+                "completion": text,
+                "reward": float(part.rewards_N[i]),
+                "prompt_id": prompt.id,
+                "completion_index": i,
+                "length": int(part.lengths_N[i]),
+                "ended": bool(part.ended_N[i]),
+                "answer": prompt.answer if extract else None,
+                "extracted": extract(text) if extract else None,
+            }
+            for i, text in enumerate(texts)
+        ]
+    attempt(f"completions.parquet of {folder}", lambda: write_rows(folder, rows))

@@ -14,22 +14,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
-from grpo_ustat.estimators.moments import covariance_excess, deleted_moments, pool_moments
-from grpo_ustat.records import BaselineContext, ScorePool
-from grpo_ustat.study.groups import (
+from grpo_ustat.estimators.moments import covariance_excess, delete_one_moments, pool_moments
+from grpo_ustat.mse.replay_draws import (
+    delete_one_rest_gradient,
     masked_mean,
-    outside,
     rest_gradient,
-    rest_gradient_without,
-    scattered,
+    rest_mask,
+    scatter,
 )
+from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
 FROM_REST = {"value_P", "optimal_P", "running"}  # what a rule takes from outside its group
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One question under one rule and group size; `_N` the same without completion i.
+class QuestionStats:
+    """Statistics of one question under one rule and group size; those with `_N` are without
+    completion i.
 
     Attributes:
         e, e_N: E||ghat||^2, less the price of an estimated baseline.
@@ -42,51 +43,58 @@ class Measured:
     e: float
     p: float
     c: float
-    e_N: np.ndarray
-    p_N: np.ndarray
-    c_N: np.ndarray
-    mean_N: np.ndarray
-    mean_NN: np.ndarray
+    e_N: Array
+    p_N: Array
+    c_N: Array
+    mean_N: Array
+    mean_NN: Array
     slope: float = 0.0
 
 
 @dataclass(frozen=True)
-class _Learned:
-    """A baseline taken from the rest: b of every draw, and what leaving i out adds to it."""
+class _RestBaseline:
+    """A baseline estimated from the rest: b of every draw, and its change when completion i is left
+    out.
+    """
 
-    b_R: np.ndarray
-    shift_RN: np.ndarray
+    b_R: Array
+    shift_RN: Array
 
 
-class Facts:
-    """A pool's moments, of every question [P] and without every completion [P, N].
+class PoolMoments:
+    """A pool with the moments of its questions.
 
     Args:
         pool: N >= 4 completions of each of P questions.
+
+    Attributes:
+        pool: the pool itself.
+        whole: the moments of every question's whole pool, [P].
+        delete_one: the same with each completion left out in turn, [P, N].
     """
 
     def __init__(self, pool: ScorePool):
         self.pool = pool
         self.whole = pool_moments(pool.rewards_PN, pool.gram_PNN)
-        self.without = deleted_moments(pool.rewards_PN, pool.gram_PNN)
+        self.delete_one = delete_one_moments(pool.rewards_PN, pool.gram_PNN)
 
 
-def weights_without(rewards_N: np.ndarray) -> np.ndarray:
+def delete_one_weights(rewards_N: Array) -> Array:
     """Row i: weights of the leave-one-out gradient of the pool without completion i, [N, N]."""
     count = len(rewards_N) - 1
     total_N1 = (rewards_N.sum() - rewards_N)[:, None]
     return (count * rewards_N - total_N1) * (1 - np.eye(count + 1)) / (count * (count - 1))
 
 
-def others_of(count: int) -> np.ndarray:
-    """Row i: all indices but i, [N, N - 1]."""
-    return np.nonzero(~np.eye(count, dtype=bool))[1].reshape(count, count - 1)
-
-
-def measure(
-    facts: Facts, x: int, name: str, options: Mapping[str, float], order_RN: np.ndarray, size: int
-) -> Measured:
-    """One rule on the draws of question x.
+def question_stats(
+    moments: PoolMoments,
+    x: int,
+    name: str,
+    options: Mapping[str, float],
+    order_RN: Integers,
+    size: int,
+) -> QuestionStats:
+    """The statistics of one rule on the draws of question x.
 
     With w the weights of group A's estimate, w_B those of a disjoint group's and r the rest's
     leave-one-out weights, the means over the draws of
@@ -95,15 +103,17 @@ def measure(
 
     are unbiased: A, B and the rest are independent samples given the question.
     """
-    z_N, gram_NN = facts.pool.rewards_PN[x], facts.pool.gram_PNN[x]
-    rest_RN, needs = outside(order_RN, size), BASELINES[name].needs
-    learned = _learned(facts, x, needs, rest_RN)
-    weights_RN = _weights(facts, x, name, options, order_RN[:, :size], learned)
+    z_N, gram_NN = moments.pool.rewards_PN[x], moments.pool.gram_PNN[x]
+    rest_RN, needs = rest_mask(order_RN, size), BASELINES[name].needs
+    rest_baseline = _baseline_of_rest(moments, x, needs, rest_RN)
+    weights_RN = _weights(moments, x, name, options, order_RN[:, :size], rest_baseline)
     toward_RN = weights_RN @ gram_NN
-    price, price_N = _price(facts, x, needs, z_N.size - size, size)
-    e_N, c_N, mean_NN, slope = _without_each(z_N, gram_NN, rest_RN, weights_RN, toward_RN, learned)
-    p, p_N = _mean_sq(facts, x, name, options, order_RN, toward_RN, size)
-    return Measured(
+    price, price_N = _price(moments, x, needs, z_N.size - size, size)
+    e_N, c_N, mean_NN, slope = _delete_one_stats(
+        z_N, gram_NN, rest_RN, weights_RN, toward_RN, rest_baseline
+    )
+    p, p_N = _mean_sq(moments, x, name, options, order_RN, toward_RN, size)
+    return QuestionStats(
         e=float((weights_RN * toward_RN).sum(axis=1).mean() - price),
         p=p,
         c=float(rest_gradient(toward_RN, z_N, rest_RN).mean()),
@@ -116,24 +126,29 @@ def measure(
     )
 
 
-def _without_each(
-    z_N, gram_NN, rest_RN, weights_RN, toward_RN, learned: _Learned | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+def _delete_one_stats(
+    z_N: Array,
+    gram_NN: Array,
+    rest_RN: Array,
+    weights_RN: Array,
+    toward_RN: Array,
+    rest_baseline: _RestBaseline | None,
+) -> tuple[Array, Array, Array, float]:
     """(e_N before its price, c_N, mean_NN, slope) over the draws that left completion i out.
 
     The estimate is linear in b: without i in the rest, b and all that holds it move with it.
     """
     e_RN = np.broadcast_to((weights_RN * toward_RN).sum(axis=1)[:, None], rest_RN.shape)
-    c_RN = rest_gradient_without(toward_RN, z_N, rest_RN)
+    c_RN = delete_one_rest_gradient(toward_RN, z_N, rest_RN)
     total_NN, slope = rest_RN.T @ weights_RN, 0.0
-    if learned is not None:
-        inside_RN, shift_RN = 1 - rest_RN, learned.shift_RN
+    if rest_baseline is not None:
+        inside_RN, shift_RN = 1 - rest_RN, rest_baseline.shift_RN
         per_b_RN = inside_RN / inside_RN.sum(axis=1, keepdims=True)
         toward_b_RN = per_b_RN @ gram_NN
         slope_R1 = -2 * (per_b_RN * toward_RN).sum(axis=1, keepdims=True)
         curve_R1 = (per_b_RN * toward_b_RN).sum(axis=1, keepdims=True)
         e_RN = e_RN + shift_RN * (slope_R1 + shift_RN * curve_R1)
-        c_RN = c_RN - shift_RN * rest_gradient_without(toward_b_RN, z_N, rest_RN)
+        c_RN = c_RN - shift_RN * delete_one_rest_gradient(toward_b_RN, z_N, rest_RN)
         total_NN -= (rest_RN * shift_RN).T @ per_b_RN
         slope = float(slope_R1.mean())
     mean_NN = total_NN / np.maximum(rest_RN.sum(axis=0), 1)[:, None]
@@ -146,23 +161,39 @@ def room_for_two(name: str, size: int, count: int) -> bool:
 
 
 def _mean_sq(
-    facts, x, name, options, order_RN: np.ndarray, toward_RN: np.ndarray, size: int
-) -> tuple[float, np.ndarray]:
-    """||E ghat||^2 from pairs of disjoint groups; of unbiased rules it follows from c and g."""
+    moments: PoolMoments,
+    x: int,
+    name: str,
+    options: Mapping[str, float],
+    order_RN: Integers,
+    toward_RN: Array,
+    size: int,
+) -> tuple[float, Array]:
+    """||E ghat||^2, whole and without each completion [N], from pairs of disjoint groups.
+
+    0 for unbiased rules, of which it follows from c and g, and where no two groups fit in the pool.
+    """
     count = order_RN.shape[1]
     if BASELINES[name].unbiased or not room_for_two(name, size, count):
         return 0.0, np.zeros(count)
-    other_RN = _weights(facts, x, name, options, order_RN[:, size : 2 * size], None)
+    other_RN = _weights(moments, x, name, options, order_RN[:, size : 2 * size], None)
     both_R = (toward_RN * other_RN).sum(axis=1)
-    left = 2 * size < count
-    p_N = masked_mean(outside(order_RN, 2 * size), both_R) if left else np.zeros(count)
-    return float(both_R.mean()), p_N
+    if 2 * size == count:  # no draw leaves a completion out of both groups
+        return float(both_R.mean()), np.zeros(count)
+    return float(both_R.mean()), masked_mean(rest_mask(order_RN, 2 * size), both_R)
 
 
-def _weights(facts, x, name, options, index_RG, learned: _Learned | None) -> np.ndarray:
+def _weights(
+    moments: PoolMoments,
+    x: int,
+    name: str,
+    options: Mapping[str, float],
+    index_RG: Integers,
+    rest_baseline: _RestBaseline | None,
+) -> Array:
     """Weights of the groups' estimates in the pool's scores, [R, N]: draws stand for prompts."""
-    pool, (draws, size) = facts.pool, index_RG.shape
-    b_R = None if learned is None else learned.b_R
+    pool, (draws, size) = moments.pool, index_RG.shape
+    b_R = None if rest_baseline is None else rest_baseline.b_R
     context = BaselineContext(
         value_P=b_R,
         optimal_P=b_R,
@@ -171,50 +202,57 @@ def _weights(facts, x, name, options, index_RG, learned: _Learned | None) -> np.
         greedy_P=None if pool.greedy_P is None else np.full(draws, pool.greedy_P[x]),
     )
     advantage_RG = advantages(name, pool.rewards_PN[x][index_RG], context, options)
-    return scattered(advantage_RG / size, index_RG, pool.rewards_PN.shape[1])
+    return scatter(advantage_RG / size, index_RG, pool.rewards_PN.shape[1])
 
 
-def _learned(facts: Facts, x: int, needs: frozenset[str], rest_RN: np.ndarray) -> _Learned | None:
-    """V(x): the mean reward of the rest, for b* as well, see `_price`.
+def _baseline_of_rest(
+    moments: PoolMoments, x: int, needs: frozenset[str], rest_RN: Array
+) -> _RestBaseline | None:
+    """The baseline that a rule takes from the rest of each draw, None for rules that take none.
 
-    A running mean has settled at the mean reward of all questions, this one's from the rest.
+    It is the rest's mean reward, an estimate of V, for b* as well, see `_price`. A running mean has
+    settled at the mean reward of all questions, this one's from the rest.
     """
     if not needs & FROM_REST:
         return None
-    z_N, count = facts.pool.rewards_PN[x], len(facts.pool.rewards_PN)
+    z_N, count = moments.pool.rewards_PN[x], len(moments.pool.rewards_PN)
     rest_R1, total_R1 = rest_RN.sum(axis=1, keepdims=True), (rest_RN @ z_N)[:, None]
     b_R1 = total_R1 / rest_R1
     shift_RN = (total_R1 - z_N) / (rest_R1 - 1) - b_R1
     if "running" in needs:
-        others = facts.whole.value.sum() - facts.whole.value[x]
+        others = moments.whole.value.sum() - moments.whole.value[x]
         b_R1, shift_RN = (others + b_R1) / count, shift_RN / count
-    return _Learned(b_R1[:, 0], shift_RN)
+    return _RestBaseline(b_R1[:, 0], shift_RN)
 
 
 def _price(
-    facts: Facts, x: int, needs: frozenset[str], rest: int, size: int
-) -> tuple[float, np.ndarray]:
-    """What estimating b adds to e, whole and without each completion.
+    moments: PoolMoments, x: int, needs: frozenset[str], rest: int, size: int
+) -> tuple[float, Array]:
+    """What estimating b adds to e, whole and without each completion [N].
 
     V from n completions outside the group adds `M_0 Var(V) / G = D / (n G)` exactly. b* = M_1/M_0
     from as few would add far more where score norms are skewed: as the error of a baseline that
     reads the question alone depends on it by `A_b / G` only, and A_{b*} = A_V - Cov(q, z)^2 / M_0,
     `optimal` is replayed with V and the difference taken off, which leaves a bias of O(1/N^2).
     """
-    count, length = facts.pool.rewards_PN.shape
-    whole, without, others = facts.whole, facts.without, 0.0
+    count, length = moments.pool.rewards_PN.shape
+    whole, delete_one, others = moments.whole, moments.delete_one, 0.0
     if needs & {"value_P", "optimal_P"}:
-        own, own_N = whole.d[x], without.d[x]
+        own, own_N = whole.d[x], delete_one.d[x]
     elif "running" in needs:
-        own, own_N = whole.d[x] / count**2, without.d[x] / count**2
+        own, own_N = whole.d[x] / count**2, delete_one.d[x] / count**2
         others = (whole.var_z.sum() - whole.var_z[x]) / (length * count**2)
     else:
         return 0.0, np.zeros(length)
-    price, price_N = own / rest + others * whole.m0[x], own_N / (rest - 1) + others * without.m0[x]
+    price, price_N = (
+        own / rest + others * whole.m0[x],
+        own_N / (rest - 1) + others * delete_one.m0[x],
+    )
     if "optimal_P" in needs:
-        q_N, z_N, kept = facts.pool.sq_norm_PN[x], facts.pool.rewards_PN[x], others_of(length)
+        q_N, z_N = moments.pool.sq_norm_PN[x], moments.pool.rewards_PN[x]
+        others_NM = np.nonzero(~np.eye(length, dtype=bool))[1].reshape(length, length - 1)
         price, price_N = (
             price + covariance_excess(q_N, z_N),
-            price_N + covariance_excess(q_N[kept], z_N[kept]),
+            price_N + covariance_excess(q_N[others_NM], z_N[others_NM]),
         )
     return float(price) / size, price_N / size

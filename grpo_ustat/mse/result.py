@@ -6,54 +6,74 @@ import math
 from typing import Any
 
 import numpy as np
+import pyarrow
+from pyarrow import parquet
 
-from grpo_ustat.config import MseConfig
+from grpo_ustat.config.mse import CLOSED_FORMS, MseConfig
+from grpo_ustat.distributed.ranks import is_main
+from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval, clustered_mean
+from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.estimators.settings import scale_free
 from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.mse.closed_form import GRID, ClosedForm, CurvePoint, Request
+from grpo_ustat.mse.pool import ModelFacts
+from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint
+from grpo_ustat.mse.verdict import heavy_warning, refutes_assumption2, verdict
 from grpo_ustat.records import ScorePool
-from grpo_ustat.runs.folder import versions
-from grpo_ustat.runs.summary import clipped_warning, unjudged_warning
-from grpo_ustat.study.closed_form import GRID, Asked, ClosedForm, Row
-from grpo_ustat.study.pool import ModelFacts
-from grpo_ustat.study.replay import Replayed
-from grpo_ustat.study.verdict import heavy_warning, verdict
-from grpo_ustat.study.workers import Done
-from grpo_ustat.study_checks import CLOSED_FORMS
+from grpo_ustat.report.tables import clipped_warning, unjudged_warning
+from grpo_ustat.runs.files import atomic_write
+from grpo_ustat.runs.folder import RunFolder, versions
 
-TARGETS = {
-    "expected_reward": "gradient of the expected reward",
-    "arcsin": "gradient of E[2 arcsin sqrt V] (plug-in)",
-    "log_value": "gradient of E[log V] (plug-in)",
+NAME = "curves.parquet"
+COLUMNS = {
+    "method": pyarrow.string(),
+    "baseline": pyarrow.string(),
+    "target": pyarrow.string(),
+    "setting": pyarrow.string(),
+    "interval": pyarrow.string(),
+    "group_size": pyarrow.int64(),
+    "num_prompts": pyarrow.int64(),
+    "unbiased": pyarrow.bool_(),
+    "mse": pyarrow.float64(),
+    "low": pyarrow.float64(),
+    "high": pyarrow.float64(),
+    "replicates": pyarrow.int64(),
+    "bias2": pyarrow.float64(),
+    "variance": pyarrow.float64(),
+    "relative_mse": pyarrow.float64(),
+    "best_scalar_mse": pyarrow.float64(),
+    "cosine": pyarrow.float64(),
 }
 
 
-def points(config: MseConfig, questions: int) -> list[tuple[str, int]]:
-    """(setting, number of questions a batch) of every curve."""
-    found = []
+def batch_settings(config: MseConfig, questions: int) -> list[tuple[str, int]]:
+    """(setting, number of questions in a batch) of every curve."""
+    settings: list[tuple[str, int]] = []
     for setting in config.study.settings:
         if setting in ("with_replacement", "without_replacement"):
-            found += [(setting, count) for count in config.study.num_prompts]
+            settings += [(setting, count) for count in config.study.num_prompts]
         else:
-            found.append((setting, questions if setting == "all_questions_once" else 1))
-    return found
+            settings.append((setting, questions if setting == "all_questions_once" else 1))
+    return settings
 
 
-def asked_of(config: MseConfig, pool: ScorePool, facts: ModelFacts, spent: Done) -> Asked:
-    """What the closed forms are asked for; `spent` is what the pool took."""
-    each = (spent.seconds_generate + spent.seconds_score) / spent.rollouts
+def closed_form_request(
+    config: MseConfig, pool: ScorePool, facts: ModelFacts, pool_cost: WorkCost
+) -> Request:
+    """The request for the closed forms of this study; `pool_cost` is the cost of the pool."""
+    each = (pool_cost.seconds_generate + pool_cost.seconds_score) / pool_cost.rollouts
     questions = len(pool.rewards_PN)
-    rows = [
-        Row(name, size, *point)
-        for point in points(config, questions)
+    points = [
+        CurvePoint(name, size, *setting)
+        for setting in batch_settings(config, questions)
         for name in config.baselines
         if name in CLOSED_FORMS
         for size in config.group_sizes
     ]
-    return Asked(
-        rows=rows,
+    return Request(
+        points=points,
         options={name: config.rules[name].options for name in config.baselines},
         questions=questions,
         sample=config.study.interval == "questions",
@@ -67,96 +87,131 @@ def asked_of(config: MseConfig, pool: ScorePool, facts: ModelFacts, spent: Done)
 def study_result(
     config: MseConfig,
     pool: ScorePool,
-    found: ClosedForm,
+    statistics: ClosedForm,
     curves: list[dict[str, Any]],
     parameters: int,
-    of_pool: Done,
-    of_replicates: Done,
+    pool_cost: WorkCost,
+    replicate_cost: WorkCost,
 ) -> dict[str, Any]:
     """The content of `result.json`.
 
     Args:
         config: the study's configuration.
         pool: the scored completions.
-        found: their statistics.
+        statistics: their closed forms.
         curves: rows of all methods.
         parameters: number of parameters that the scores cover.
-        of_pool, of_replicates: what pool and Monte Carlo took.
+        pool_cost, replicate_cost: what the pool and Monte Carlo took.
     """
-    spent = of_pool + of_replicates
-    metric = _metric(config, pool, parameters)
+    total_cost = pool_cost + replicate_cost
+    metric = _metric(config, pool, parameters) | _tails(statistics)
     return {
         "curves": curves,
-        "scaling": _scaling(found),
-        "assumption2": _assumption(found, pool),
-        "grad_sq": _gradient(found),
+        "ratio_to_oracle": oracle_ratios(statistics),
+        "scaling": _scaling(statistics),
+        "assumption2": _assumption(statistics, pool),
+        "grad_sq": _gradient(statistics),
         "metric": metric,
-        "policy": _policy(config, pool, of_pool),
+        "policy": _policy(config, pool, pool_cost),
         "questions": len(pool.rewards_PN),
         "pool_completions": pool.rewards_PN.shape[1],
-        "summary": verdict(found, config.baselines, pool.rewards_PN)
-        + heavy_warning(metric["top_percent_share"])
+        "summary": verdict(statistics, config.baselines, pool.rewards_PN)
+        + heavy_warning(statistics, config.study.interval)
         + clipped_warning(
-            "pool's", of_pool.clipped / of_pool.rollouts, config.max_completion_length
+            "pool's",
+            pool_cost.clipped / pool_cost.rollouts,
+            None if config.imports_pool else config.max_completion_length,
         )
-        + unjudged_warning(spent.timeouts, spent.failures, spent.rollouts),
+        + unjudged_warning(total_cost.timeouts, total_cost.failures, total_cost.rollouts),
         "cost": {
-            "rollouts": spent.rollouts,
-            "tokens": spent.tokens,
-            "judge_timeouts": spent.timeouts,
-            "judge_failures": spent.failures,
-            "seconds_generate": spent.seconds_generate,
-            "seconds_score": spent.seconds_score,
+            "rollouts": total_cost.rollouts,
+            "tokens": total_cost.tokens,
+            "judge_timeouts": total_cost.timeouts,
+            "judge_failures": total_cost.failures,
+            "seconds_generate": total_cost.seconds_generate,
+            "seconds_score": total_cost.seconds_score,
         },
         "versions": versions(),
     }
 
 
-def closed_form_rows(config: MseConfig, found: ClosedForm) -> list[dict[str, Any]]:
+def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[dict[str, Any]]:
     """One row per baseline, group size and setting."""
     result = []
-    for row, (bias2, variance, energy, cross, target_sq) in found.parts.items():
-        point, mse = (row.setting, row.num_prompts), found[row.key]
+    for row, (bias2, variance, energy, cross, target_sq) in statistics.parts.items():
+        point, mse = (row.setting, row.num_prompts), statistics[row.key]
         result.append(
             _row(config, "closed_form", row.baseline, row.group_size, point, mse)
             | {"replicates": None, "bias2": bias2, "variance": variance}
-            | _comparable(mse, *scale_free(energy, cross, target_sq), _target_sq(found, *point))
+            | _comparable(
+                mse, *scale_free(energy, cross, target_sq), _target_sq(statistics, row.setting)
+            )
         )
     return result
 
 
-def replayed_rows(config: MseConfig, replayed: list[Replayed], found: ClosedForm) -> list[dict]:
-    """One row per rule, group size, setting and target; judged also against a rule's own target."""
+def oracle_ratios(statistics: ClosedForm) -> list[dict[str, Any]]:
+    """One row per baseline other than the oracle, group size and setting: its error over the
+    oracle's with a paired interval, null where the oracle's is not above 0.
+    """
+    return [
+        {
+            "baseline": point.baseline,
+            "setting": point.setting,
+            "group_size": point.group_size,
+            "num_prompts": point.num_prompts,
+        }
+        | _triple("ratio", statistics[point.ratio_key])
+        for point in statistics.parts
+        if point.baseline != "oracle"
+    ]
+
+
+def target_words(target: str, binary: bool) -> str:
+    """The words for a target in tables; `binary`: all rewards are 0 or 1."""
+    if target == "g_over_sigma":
+        of = "gradient of E[2 arcsin sqrt V]" if binary else "direction of the normalised scores"
+        return f"{TARGET_WORDS[target]}, the {of}"
+    return TARGET_WORDS[target]
+
+
+def replay_rows(
+    config: MseConfig, replay_points: list[ReplayPoint], statistics: ClosedForm, binary: bool
+) -> list[dict]:
+    """One row per rule, group size, setting and target; `binary` where rewards are all 0 or 1."""
     result = []
-    for x in replayed:
+    for x in replay_points:
         point = (x.setting, x.num_prompts)
-        target_sq = _target_sq(found, *point) if x.target == "expected_reward" else None
+        target_sq = _target_sq(statistics, x.setting) if x.target == "expected_reward" else None
         result.append(
             _row(config, "replay", x.baseline, x.group_size, point, x.mse)
-            | {"target": TARGETS[x.target], "replicates": x.draws}
+            | {"target": target_words(x.target, binary), "replicates": x.draws}
+            | {"unbiased": x.target == "own_mean" or BASELINES[x.baseline].unbiased}
             | {"bias2": _finite(x.bias2), "variance": _finite(x.variance)}
             | _comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq)
         )
     return result
 
 
-def monte_carlo_rows(config, estimated, found: ClosedForm, prompts: int) -> list[dict[str, Any]]:
+def monte_carlo_rows(
+    config, curves_by_rule, statistics: ClosedForm, prompts: int
+) -> list[dict[str, Any]]:
     """One row per baseline and group size; intervals are given the questions."""
     point = ("all_questions_once", prompts)
-    target_sq = _target_sq(found, *point)
+    target_sq = _target_sq(statistics, point[0])
     return [
         _row(config, "monte_carlo", name, size, point, x.mse)
         | {"interval": "completions", "replicates": x.replicates}
         | {"bias2": x.bias2, "variance": x.variance}
         | _comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq)
-        for (name, size), x in estimated.items()
+        for (name, size), x in curves_by_rule.items()
     ]
 
 
-def _target_sq(found: ClosedForm, setting: str, num_prompts: int) -> Interval:
+def _target_sq(statistics: ClosedForm, setting: str) -> Interval:
     """||tau||^2 of the gradient that a setting is judged against."""
     names = {"one_question": "g_sq", "with_replacement": "grad_sq"}
-    return found[names.get(setting, "grad_sq_at_hand")]
+    return statistics[names.get(setting, "grad_sq_at_hand")]
 
 
 def _comparable(
@@ -176,7 +231,7 @@ def _row(config: MseConfig, method: str, name: str, size: int, point: tuple, mse
     return {
         "method": method,
         "baseline": name,
-        "target": TARGETS["expected_reward"],
+        "target": TARGET_WORDS["expected_reward"],
         "setting": point[0],
         "interval": config.study.interval,
         "group_size": size,
@@ -203,9 +258,9 @@ def _clip(interval: Interval, low: float, high: float) -> Interval:
     return Interval(*(min(max(x, low), high) if math.isfinite(x) else x for x in interval))
 
 
-def _gradient(found: ClosedForm) -> dict[str, Any]:
-    result: dict[str, Any] = _triple("grad_sq", found["grad_sq"])
-    if not found["grad_sq_at_hand"].low > 0:
+def _gradient(statistics: ClosedForm) -> dict[str, Any]:
+    result: dict[str, Any] = _triple("grad_sq", statistics["grad_sq"])
+    if not statistics["grad_sq_at_hand"].low > 0:
         result["reason"] = (
             "||grad J||^2 is not distinguishable from 0: relative_mse, best_scalar_mse and cosine "
             "are null"
@@ -213,38 +268,53 @@ def _gradient(found: ClosedForm) -> dict[str, Any]:
     return result
 
 
-def _scaling(found: ClosedForm) -> dict[str, Any]:
+def _scaling(statistics: ClosedForm) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens", "gstar_seconds"):
-        result |= _triple(name, found[name])
-    law = ScalingLaw(*(found[name].estimate for name in ("c1", "c2", "c3")))
+        result |= _triple(name, statistics[name])
+    law = ScalingLaw(*(statistics[name].estimate for name in ("c1", "c2", "c3")))
+    if np.isfinite(statistics.scaling.covariance_33).all():
+        result["covariance"] = statistics.scaling.covariance_33.tolist()
+        result["dof"] = statistics.scaling.dof
     if result["gstar"] is not None:
         result["best_divisor"] = {str(n): law.best_divisor(n) for n in (256, 1024, 2048, 4096)}
     result["curve"] = [
         {"group_size": size}
-        | dict(zip(("n_mse", "low", "high"), found[f"n_mse/{size}"], strict=True))
+        | dict(zip(("n_mse", "low", "high"), statistics[f"n_mse/{size}"], strict=True))
         for size in GRID
     ]
-    if result["gstar_low"] is None:
-        result["reason"] = "C1 or C3 is not distinguishable from 0: G* has no finite interval"
+    if result["gstar_high"] is None:
+        result["reason"] = _unbounded_reason(result["gstar_low"])
     return result
 
 
-def _assumption(found: ClosedForm, pool: ScorePool) -> dict[str, Any]:
-    result: dict[str, Any] = {n: found[n].estimate for n in ("a0", "a_v", "a_bstar")}
-    result |= _triple("corr", _clip(found["corr"], -1, 1))
-    for name in ("av_minus_abstar", "av_minus_a0"):
-        result |= _triple(name, found[name])
-    result |= _triple("crossover_group_size", found["crossover"])
-    cross = found["crossover"].estimate
+def _unbounded_reason(low: float | None) -> str:
+    """Why the interval of G* has no upper end."""
+    if low is None:
+        return "C1 is below 0 by more than its own error, a rare sample: G* has no interval"
+    if low <= 1:
+        return "neither C1 nor C3 is distinguishable from 0: G* may be any group size"
+    return "C1 is not distinguishable from 0: the interval of G* has no upper end"
+
+
+def _assumption(statistics: ClosedForm, pool: ScorePool) -> dict[str, Any]:
+    result: dict[str, Any] = {n: _finite(statistics[n].estimate) for n in ("a0", "a_v", "a_bstar")}
+    result |= _triple("corr", _clip(statistics["corr"], -1, 1))
+    for name in ("share", "av_minus_abstar", "av_minus_a0"):
+        result |= _triple(name, statistics[name])
+    result |= _triple("crossover_group_size", statistics["crossover"])
+    cross = statistics["crossover"].estimate
     size = pool.rewards_PN.shape[1]
-    at = math.ceil(cross) if math.isfinite(cross) else math.inf
+    at = math.ceil(cross) if math.isfinite(cross) else None
     result["silent_share_at_crossover"] = (
-        float(silent_share(pool.rewards_PN, at).mean()) if 2 <= at <= size else None
+        float(silent_share(pool.rewards_PN, at).mean())
+        if at is not None and 2 <= at <= size
+        else None
     )
+    result["refuted"] = refutes_assumption2(statistics)
     if result["corr"] is None:
         result["reason"] = "all rewards of a question are equal: no covariance with the reward"
-    elif found["av_minus_a0"].low > 0:
+    elif statistics["av_minus_a0"].low > 0:
         result["reason"] = "A_0 < A_V: GRPO never passes vanilla"
     elif result["crossover_group_size_high"] is None:
         result["reason"] = "A_0 - A_V is not distinguishable from 0: no finite crossover interval"
@@ -252,7 +322,9 @@ def _assumption(found: ClosedForm, pool: ScorePool) -> dict[str, Any]:
 
 
 def _metric(config: MseConfig, pool: ScorePool, parameters: int) -> dict[str, Any]:
-    """What was measured in, and how heavy its tails are over all completions."""
+    """The norm in which gradients were measured, and the tails of the score norms over all
+    completions.
+    """
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
     return {
@@ -266,10 +338,36 @@ def _metric(config: MseConfig, pool: ScorePool, parameters: int) -> dict[str, An
     }
 
 
-def _policy(config: MseConfig, pool: ScorePool, of_pool: Done) -> dict[str, Any]:
+def _tails(statistics: ClosedForm) -> dict[str, Any]:
+    """The statistics on which the warning of heavy tails rests."""
+    size, carriers = statistics.tails
+    return {
+        "tail_size": _finite(size),
+        "variance_carriers": _finite(carriers),
+        "heavy_tails": statistics.tails.heavy,
+    }
+
+
+def _policy(config: MseConfig, pool: ScorePool, pool_cost: WorkCost) -> dict[str, Any]:
     return {
         "name": config.model.name,
         **_triple("accuracy", _clip(clustered_mean(pool.rewards_PN), 0, 1)),
         "mean_length": float(pool.lengths_PN.mean()),
-        "clipped_ratio": of_pool.clipped / of_pool.rollouts,
+        "clipped_ratio": pool_cost.clipped / pool_cost.rollouts,
     }
+
+
+def write_curves(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
+    """Write the rows, columns in the order of `curves.csv`; what is not known is null.
+
+    Raises:
+        ValueError: a row has another column, or a value of another type.
+    """
+    if not is_main():
+        return
+    folder.check_lock()
+    for name in {key for row in rows for key in row} ^ COLUMNS.keys():
+        raise ValueError(f"{name} is a column of the rows or of {NAME}, not of both")
+    schema = pyarrow.schema([(name, COLUMNS[name]) for name in rows[0]])
+    with atomic_write(folder.path / NAME) as staged:
+        parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), staged)

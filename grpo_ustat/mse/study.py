@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from grpo_ustat.config import MseConfig
+from grpo_ustat.config.mse import MseConfig, check_questions
+from grpo_ustat.distributed.ranks import is_main, main_only
+from grpo_ustat.distributed.signals import Stopped
+from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.policy.lengths import check_lengths
-from grpo_ustat.policy.loading import configured_task, configured_tokenizer
-from grpo_ustat.ranks import is_main, on_main
-from grpo_ustat.records import Prompt, ScorePool
-from grpo_ustat.runs.curves import write_curves
-from grpo_ustat.runs.figures import mse_figure, scaling_figure
-from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.meter import waiting
-from grpo_ustat.runs.run_page import leave_page
-from grpo_ustat.runs.summary import mse_tables, write_csv
-from grpo_ustat.signals import Stopped
-from grpo_ustat.study.closed_form import ClosedForm, closed_form
-from grpo_ustat.study.imported import import_pool
-from grpo_ustat.study.monte_carlo import monte_carlo
-from grpo_ustat.study.pool import (
-    ModelFacts,
-    build_part,
-    build_pool,
-    greedy_rewards,
-    model_facts,
-)
-from grpo_ustat.study.replay import replay, unmeasured
-from grpo_ustat.study.result import (
-    asked_of,
+from grpo_ustat.mse.closed_form import ClosedForm, closed_form
+from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts
+from grpo_ustat.mse.monte_carlo import monte_carlo
+from grpo_ustat.mse.pool import ModelFacts, build_part, build_pool, greedy_rewards, model_facts
+from grpo_ustat.mse.pool_store import leave_sample
+from grpo_ustat.mse.replay import is_binary, limit_refusal, own_mean_refusal, replay, replay_refusal
+from grpo_ustat.mse.result import (
+    batch_settings,
+    closed_form_request,
     closed_form_rows,
     monte_carlo_rows,
-    points,
-    replayed_rows,
+    replay_rows,
     study_result,
+    target_words,
+    write_curves,
 )
-from grpo_ustat.study.samples import leave_sample
-from grpo_ustat.study.workers import Done, share
-from grpo_ustat.study_checks import check_questions
+from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
+from grpo_ustat.progress import waiting
+from grpo_ustat.records import Prompt, ScorePool
+from grpo_ustat.report.decision import (
+    WHY_FIXED_ROLLOUTS,
+    decision_sentence,
+    interval_note,
+    next_step,
+)
+from grpo_ustat.report.figures import mse_figure, scaling_figure
+from grpo_ustat.report.gradient_error import study_tables
+from grpo_ustat.report.run_page import leave_page
+from grpo_ustat.report.tables import write_csv
+from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import tell_dropped
 
 
@@ -59,18 +59,21 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     console = Console(quiet=not is_main())
     if config.study.part is not None:
         console.print(fill_part(config), soft_wrap=True, highlight=False, markup=False)
-        on_main(folder.leave)
+        main_only(folder.leave)
         return None
-    result = on_main(folder.result)
+    result = main_only(folder.result)
     if result is None:
-        with folder.held():  # which another process may have finished just now
-            result = on_main(folder.result) or _made(config, folder)
+        with folder.lock():  # which another process may have finished just now
+            result = main_only(folder.result) or _complete_study(config, folder)
     else:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
         )
-    for table in mse_tables(result):
-        console.print(table)
+    answer = f"{decision_sentence(result)}\nnext: {next_step(result, asdict(config))}\n"
+    console.print(answer, soft_wrap=True, highlight=False, markup=False)
+    for table in study_tables(result):
+        console.print(table.terminal())
+    console.print(f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}", highlight=False, markup=False)
     for row in result["not_measured"]:
         console.print(f"{row['method']}, {row['setting']}: {row['reason']}", markup=False)
     console.print(result["summary"], highlight=False, markup=False)
@@ -78,8 +81,10 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     return result["curves"][0]["mse"]
 
 
-def _made(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
-    on_main(folder.open)
+def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
+    if config.imports_pool:
+        logged_rollouts(config)  # a file that cannot be used leaves no run folder
+    main_only(folder.open)
     try:
         result = study(config, folder.path)
     except Stopped:
@@ -97,55 +102,60 @@ def _made(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def fill_part(config: MseConfig) -> str:
-    """Fill one part of the pool, `study.part`; says what is there and what remains."""
+    """Fill part `study.part` of the pool; returns a text on what the pool has and lacks."""
+    assert config.pool is not None  # `config.fills_part`
     prompts, _ = _prompts(config)
-    there, size = build_part(config, prompts, Path(config.pool)), config.budget.pool_completions
+    complete, size = build_part(config, prompts, Path(config.pool)), config.budget.pool_completions
     text = (
-        f"part {config.study.part} of {config.pool} is done: {there} of {len(prompts)} questions "
-        f"have {size} completions"
+        f"part {config.study.part} of {config.pool} is done: {complete} of {len(prompts)} "
+        f"questions have {size} completions"
     )
-    if there < len(prompts):
-        return f"{text}, {len(prompts) - there} remain for other parts"
+    if complete < len(prompts):
+        return f"{text}, {len(prompts) - complete} remain for other parts"
     return f"{text}; the same command without study.part runs the study"
 
 
 def study(config: MseConfig, folder: Path) -> dict[str, Any]:
-    """Build the pool, run the methods, and say what they found."""
+    """Build the pool, run the methods, and return the content of `result.json`."""
     left_out = {}
     if config.imports_pool:
-        place = folder / "pool"
-        pool, of_pool, prompts = import_pool(config, place)
+        pool_folder = folder / "pool"
+        pool, pool_cost, prompts = import_pool(config, pool_folder)
         facts = _facts(config, prompts)
-        asked = asked_of(config, pool, facts, of_pool)
-        found = closed_form(pool, asked, config.study.interval)
+        request = closed_form_request(config, pool, facts, pool_cost)
+        statistics = closed_form(pool, request, config.study.interval)
     else:
-        with waiting(f"loading {config.dataset.name}", shown=is_main()):
+        with waiting(f"loading {config.dataset.name}", visible=is_main()):
             prompts, left_out = _prompts(config)
         facts = _facts(config, prompts)
-        place = Path(config.pool) if config.pool else folder / "pool"
-        pool, found, of_pool = _pool(config, prompts, place, facts)
-    on_main(leave_sample, config, prompts, place, folder)
-    curves, of_replicates = [], Done()
+        pool_folder = Path(config.pool) if config.pool else folder / "pool"
+        pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
+    main_only(leave_sample, config, prompts, pool_folder, folder)
+    curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:
-        curves += closed_form_rows(config, found)
-    missing = []
+        curves += closed_form_rows(config, statistics)
+    refusals = []
     if "replay" in config.study.methods:
-        replayed, missing = replay_rows(config, pool, found)
-        curves += replayed
+        replay_points, refusals = run_replay(config, pool, statistics)
+        curves += replay_points
     if "monte_carlo" in config.study.methods:
-        estimated, of_replicates = monte_carlo(config, prompts)
-        curves += monte_carlo_rows(config, estimated, found, len(prompts))
-    result = study_result(config, pool, found, curves, facts.parameters, of_pool, of_replicates)
-    return result | {"left_out": left_out, "not_measured": missing}
+        curves_by_rule, replicate_cost = monte_carlo(config, prompts)
+        curves += monte_carlo_rows(config, curves_by_rule, statistics, len(prompts))
+    result = study_result(
+        config, pool, statistics, curves, facts.parameters, pool_cost, replicate_cost
+    )
+    return result | {"left_out": left_out, "not_measured": refusals}
 
 
 def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
-    with waiting(f"loading {config.model.name}", shown=is_main()):
+    with waiting(f"loading {config.model.name}", visible=is_main()):
         return model_facts(config, prompts)
 
 
 def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
-    """The questions to ask, and what was left out; refuses what cannot be asked of them."""
+    """The study's prompts, and how many questions were left out by reason; refuses too few or too
+    long prompts.
+    """
     tokenizer = configured_tokenizer(config)
     task = configured_task(config, tokenizer)
     prompts = task.prompts("study")[: config.study.questions]
@@ -155,9 +165,9 @@ def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
     return prompts, task.dropped
 
 
-def replay_rows(config: MseConfig, pool: ScorePool, found: ClosedForm) -> tuple[list, list]:
+def run_replay(config: MseConfig, pool: ScorePool, statistics: ClosedForm) -> tuple[list, list]:
     """Rows of the replay method, shared out by rule and group size, and what has no row and why."""
-    settings = points(config, len(pool.rewards_PN))
+    settings = batch_settings(config, len(pool.rewards_PN))
     items = [(name, size) for name in config.baselines for size in config.group_sizes]
     total = len(items) * config.budget.replay_draws
     parts, _ = share(
@@ -165,15 +175,36 @@ def replay_rows(config: MseConfig, pool: ScorePool, found: ClosedForm) -> tuple[
         unit="groups",
     )  # fmt: skip
     parts.sort(key=lambda part: items.index(part[0]))
-    missing = [
-        {"method": "replay", "baseline": name, "setting": setting, "num_prompts": count}
-        | {"reason": unmeasured(name, setting, count)}
-        for name in config.baselines
-        for setting, count in settings
-        if unmeasured(name, setting, count)
+    rows = [row for _, replay_points in parts for row in replay_points]
+    refusals = [
+        row for name in config.baselines for row in _replay_refusals(config, pool, name, settings)
     ]
-    rows = [row for _, replayed in parts for row in replayed]
-    return replayed_rows(config, rows, found), missing
+    return replay_rows(config, rows, statistics, is_binary(pool.rewards_PN)), refusals
+
+
+def _replay_refusals(
+    config: MseConfig, pool: ScorePool, name: str, settings
+) -> Iterator[dict[str, Any]]:
+    """The errors of one rule that replay does not measure, each with the reason."""
+    for setting, count in settings:
+        if reason := replay_refusal(name, setting, count):
+            yield {
+                "method": "replay", "baseline": name, "target": "any", "setting": setting,
+                "num_prompts": count, "reason": reason,
+            }  # fmt: skip
+    if (limit := BASELINES[name].target) == "expected_reward":
+        return
+    refusals = {
+        "own_mean": own_mean_refusal(name, config.group_sizes, pool.rewards_PN.shape[1]),
+        limit: limit_refusal(pool.rewards_PN, name),
+    }
+    for target, reason in refusals.items():
+        if reason:
+            yield {
+                "method": "replay", "baseline": name, "setting": "any setting",
+                "target": target_words(target, is_binary(pool.rewards_PN)),
+                "num_prompts": None, "reason": reason,
+            }  # fmt: skip
 
 
 def _replay(items: list[tuple[str, int]], config: MseConfig, pool: ScorePool, settings) -> Iterator:
@@ -182,36 +213,36 @@ def _replay(items: list[tuple[str, int]], config: MseConfig, pool: ScorePool, se
     for name, size in items:
         arguments = (settings, draws, config.seed, config.study.interval)
         yield (name, size), replay(pool, [name], options, [size], *arguments)
-        yield Done(rollouts=draws)
+        yield WorkCost(rollouts=draws)
 
 
 def _pool(
-    config: MseConfig, prompts: list[Prompt], place: Path, facts: ModelFacts
-) -> tuple[ScorePool, ClosedForm, Done]:
+    config: MseConfig, prompts: list[Prompt], pool_folder: Path, facts: ModelFacts
+) -> tuple[ScorePool, ClosedForm, WorkCost]:
     """The pool and its closed forms; with target_halfwidth, extended until it is reached."""
     size, largest = config.budget.pool_completions, config.budget.max_pool_completions
     greedy_P = None
     if any("greedy_P" in BASELINES[name].needs for name in config.baselines):
         greedy_P = greedy_rewards(config, prompts)
     while True:
-        pool, spent = build_pool(config, prompts, place, size)
+        pool, pool_cost = build_pool(config, prompts, pool_folder, size)
         pool = replace(pool, greedy_P=greedy_P)
-        asked = asked_of(config, pool, facts, spent)
-        found = closed_form(pool, asked, config.study.interval)
-        wanted = _wanted(found, config.target_halfwidth, size)
-        if wanted <= size or size >= largest:
-            return pool, found, spent
-        size = min(wanted, largest)
+        request = closed_form_request(config, pool, facts, pool_cost)
+        statistics = closed_form(pool, request, config.study.interval)
+        next_size = _next_pool_size(statistics, config.target_halfwidth, size)
+        if next_size <= size or size >= largest:
+            return pool, statistics, pool_cost
+        size = min(next_size, largest)
 
 
-def _wanted(found: ClosedForm, target: float | None, size: int) -> int:
+def _next_pool_size(statistics: ClosedForm, target: float | None, size: int) -> int:
     """Completions a question that should bring every curve's relative half-width to the target.
 
     A half-width falls like 1/sqrt(N); a tenth more makes up for the pilot's own error.
     """
     if target is None:
         return size
-    points = [x for name, x in found.statistics.items() if name.startswith("mse/")]
+    points = [x for name, x in statistics.statistics.items() if name.startswith("mse/")]
     widths = [(x.high - x.low) / 2 / x.estimate if x.estimate > 0 else math.inf for x in points]
     worst = max(widths, default=0.0)
     if worst <= target:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.config import TrainConfig
+from grpo_ustat.config.command_line import install_line
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.train import TrainConfig
 
 
 def with_adapters(config: TrainConfig, model: PreTrainedModel) -> torch.nn.Module:
@@ -23,6 +25,7 @@ def with_adapters(config: TrainConfig, model: PreTrainedModel) -> torch.nn.Modul
         ConfigError: peft is missing, or the model has no such modules.
     """
     lora, names = config.lora, config.lora.target_modules
+    assert names is not None
     peft = _peft(f"lora.r={lora.r}")
     torch.manual_seed(config.seed)  # adapters start at random, the same on every rank
     options = peft.LoraConfig(
@@ -52,11 +55,11 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     try:
         with _quiet():
             adapted = peft.PeftModel(model, peft.PeftConfig.from_pretrained(folder))
-            found = adapted.load_adapter(folder, "default", torch_device="cpu")
+            report = adapted.load_adapter(folder, "default", torch_device="cpu")
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"the adapters do not fit their base model: {reason}") from error
-    differing = [*found.missing_keys, *found.unexpected_keys]
+    differing = [*report.missing_keys, *report.unexpected_keys]
     if differing:
         raise ConfigError(
             f"the adapters do not fit their base model: {differing[0]} is in one only"
@@ -70,12 +73,49 @@ def _peft(what: str) -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise ConfigError(f"{what} needs peft: pip install 'grpo-ustat[lora]'") from error
+        raise ConfigError(f"{what} needs peft: {install_line('lora')}") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PEFT asks transformers by a name of before."""
+    """Within, PEFT's use of a deprecated attribute of transformers gives no warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         yield
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Prepare a model's layers for recomputing their activations, see `recomputing`.
+
+    Raises:
+        ConfigError: the model has dropout.
+    """
+    dropout = {k: v for k, v in model.config.to_dict().items() if "drop" in k and v}
+    if dropout:
+        name, value = next(iter(dropout.items()))
+        raise ConfigError(
+            f"gradient_checkpointing=true with the model's {name}={value}: layers in training mode "
+            "would drop at random; use gradient_checkpointing=false"
+        )
+    later_name = getattr(model, "activation_checkpointing_enable", None)
+    (later_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+@contextmanager
+def recomputing(model: torch.nn.Module) -> Iterator[None]:
+    """Within, layers prepared by `checkpoint_layers` recompute their activations in the backward
+    pass.
+
+    transformers does so in training mode only, and then takes no cache: elsewhere the layers stay
+    out of it, or sampling would read one token at a time without the others. The mode is set on
+    the layers alone, because what is scored must be what was sampled, without dropout.
+    """
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.prompts import Turn
 
 
@@ -35,8 +37,11 @@ class ChatFormat:
             ConfigError: the format has no place for one of the turns.
         """
         try:
-            text = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
+            text = cast(
+                str,  # as tokenize=False says
+                self._tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=True
+                ),
             )
         except (TemplateError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from huggingface_hub import is_offline_mode
 from safetensors import SafetensorError
 from transformers import (
@@ -25,14 +26,17 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from grpo_ustat.checks import ConfigError, adapter_base, model_folder
-from grpo_ustat.config import Common
-from grpo_ustat.pace import Pace
+from grpo_ustat.config.common import Common
+from grpo_ustat.config.model import adapter_base, model_folder
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.distributed.ranks import RefusedByRank, own_device
 from grpo_ustat.policy.adapters import merged
 from grpo_ustat.policy.chat import ChatFormat
-from grpo_ustat.policy.devices import check_device
-from grpo_ustat.ranks import own_device
+from grpo_ustat.progress import Progress
+from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.base import Task
+from grpo_ustat.tasks.hub import go_offline_if_unreachable
 from grpo_ustat.tasks.registry import make_task
 
 
@@ -52,7 +56,7 @@ class Policy:
     """
 
     model: PreTrainedModel
-    tokenizer: object
+    tokenizer: PreTrainedTokenizerBase
     end_tokens: frozenset[int]
     pad_token: int
     bf16: bool = False
@@ -63,7 +67,7 @@ class Policy:
         return encode(self.tokenizer, texts, special_tokens=self.special_tokens)
 
     def computing(self) -> torch.autocast:
-        """The context of every forward pass."""
+        """The context of every forward pass: autocast to bfloat16 where `bf16` is set."""
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
 
 
@@ -106,13 +110,16 @@ def load_policy(
         options = dict(attn_implementation=attn_implementation, **common)
         model = _model(resolve(model_name_or_path), dtype=getattr(torch, dtype), **options)
     end_tokens = _end_tokens(model, tokenizer)
-    pad = tokenizer.pad_token_id
-    model.to(device).eval()
+    pad = cast("int | None", tokenizer.pad_token_id)
+    # transformers decorates `to` in a way that loses its `self`
+    model.to(device).eval()  # pyright: ignore[reportArgumentType]
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
 
 
 def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedModel:
-    """A model as it is; adapters merged into the model that they name."""
+    """The causal language model at a source; LoRA adapters are merged into the base model they
+    name.
+    """
     adapters = adapter_base(Path(source))
     if adapters is not None:
         base, revision = adapters
@@ -128,7 +135,8 @@ def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedMo
 def load_tokenizer(
     model_name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """AutoTokenizer, but a tokenizer.json that names no class of its own is taken as it is.
+    """The model's tokenizer: AutoTokenizer's, but a tokenizer.json that names no class is used
+    unchanged.
 
     AutoTokenizer would put the model type's usual splitting of words in its place. Adapters
     without a tokenizer have that of the model that they name.
@@ -137,10 +145,11 @@ def load_tokenizer(
         ConfigError: none can be loaded from there.
     """
     source = resolve(model_name_or_path)
-    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     adapters = adapter_base(Path(source))
     if adapters is not None and not (Path(source) / "tokenizer_config.json").is_file():
-        return load_tokenizer(adapters[0], **common | {"revision": adapters[1]})
+        base, revision = adapters
+        return load_tokenizer(base, revision=revision, trust_remote_code=trust_remote_code)
     with _one_line(model_name_or_path):
         config = get_tokenizer_config(source, **common)
         plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -150,13 +159,20 @@ def load_tokenizer(
 
 @contextmanager
 def _one_line(model_name_or_path: str) -> Iterator[None]:
+    of_hub = not Path(resolve(model_name_or_path)).exists()
+    unreachable = of_hub and go_offline_if_unreachable()
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        if is_offline_mode() and not Path(resolve(model_name_or_path)).exists():
+        if unreachable:
             reason = (
-                "it is not in the hub's local cache, and HF_HUB_OFFLINE keeps it from being "
+                "it is not in the hub's local cache, and the hub does not answer: download it "
+                "where there is a network and set HF_HUB_OFFLINE=1, or name a folder"
+            )
+        elif is_offline_mode() and of_hub:
+            reason = (
+                "it is not in the hub's local cache, and HF_HUB_OFFLINE=1 keeps it from being "
                 "fetched: unset that, or name a folder"
             )
         if "trust_remote_code" in str(error):
@@ -174,14 +190,15 @@ def configured_policy(
     device: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Policy:
-    """The configured policy on the given or this rank's device, ending completions at
-    `prompt.stop` too; sets this process's threads. The tokenizer is loaded unless it is given.
+    """The configured policy on a device, by default this rank's; completions also end at
+    `prompt.stop`. Sets this process's number of threads; loads the tokenizer unless it is an
+    argument.
     """
     device = device or own_device(config.launch.device)
     check_device(device)
     torch.set_num_threads(config.launch.num_threads)
     model = config.model
-    Pace(f"loading {model.name}")
+    Progress(f"loading {model.name}")
     policy = load_policy(
         model.model_name_or_path, revision=model.revision, dtype=model.dtype, device=device,
         attn_implementation=model.attn_implementation, trust_remote_code=model.trust_remote_code,
@@ -217,17 +234,17 @@ def context_length(config: Common) -> int | None:
     while adapters := adapter_base(model_folder(name)):
         name, revision = adapters
     with _one_line(name):
-        found = AutoConfig.from_pretrained(
+        model_config = AutoConfig.from_pretrained(
             resolve(name), revision=revision, trust_remote_code=trust
         )
-    return getattr(found.get_text_config(decoder=True), "max_position_embeddings", None)
+    return getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def chat_format(
     config: Common, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> ChatFormat | None:
-    """What writes turns in the configured model's chat format, up to where its answer begins; None
-    unless `prompt.chat` asks for it. The tokenizer is loaded unless it is given.
+    """The function that writes turns in the configured model's chat format, up to the beginning of
+    the answer; None where `prompt.chat` is false. The tokenizer is loaded unless it is an argument.
 
     Raises:
         ConfigError: the model has no chat format, as base models have none.
@@ -247,26 +264,26 @@ def configured_task(config: Common, tokenizer: PreTrainedTokenizerBase | None = 
     """
 
     def lengths(texts: list[str]) -> list[int]:
-        found = tokenizer or configured_tokenizer(config)
-        return list(map(len, encode(found, texts, special_tokens=not config.prompt.chat)))
+        reader = tokenizer or configured_tokenizer(config)
+        return list(map(len, encode(reader, texts, special_tokens=not config.prompt.chat)))
 
     return make_task(config, chat_format(config, tokenizer), lengths)
 
 
-def stop_tokens(tokenizer: object, stop: str) -> frozenset[int]:
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: str) -> frozenset[int]:
     """Ids of all tokens whose text contains `stop`; one spelt out over two tokens is not seen.
 
     Raises:
         ConfigError: no token contains it.
     """
     texts = tokenizer.batch_decode([[t] for t in range(len(tokenizer))], skip_special_tokens=False)
-    found = frozenset(t for t, text in enumerate(texts) if stop in text)
-    if not found:
+    stops = frozenset(t for t, text in enumerate(texts) if stop in text)
+    if not stops:
         raise ConfigError(
             f"prompt.stop={stop!r} is in none of the tokenizer's {len(texts)} tokens: "
             "use a shorter string, or null"
         )
-    return found
+    return stops
 
 
 def resolve(model_name_or_path: str) -> str:
@@ -275,12 +292,73 @@ def resolve(model_name_or_path: str) -> str:
     return str(folder.absolute()) if folder.exists() else model_name_or_path
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     configured = model.generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
-    found = frozenset(t for t in (*listed, tokenizer.eos_token_id) if t is not None)
-    if not found:
+    end_tokens = (*listed, cast("int | None", tokenizer.eos_token_id))
+    ids = frozenset(token for token in end_tokens if token is not None)
+    if not ids:
         raise ConfigError(
             "the model names no end token: set eos_token_id in generation_config.json"
         )
-    return found
+    return ids
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this PyTorch cannot use.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"launch.device={device} cannot be used ({reason}): use launch.device=cpu"
+        ) from error
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether an accelerator's or the CPU's memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+def check_lengths(
+    config: Common, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+) -> None:
+    """Refuse prompts that do not fit, with a completion, into the positions of the model and of
+    vLLM.
+
+    Raises:
+        ConfigError: naming the longest prompt and the limit; on all ranks.
+    """
+    texts = [prompt.text for prompt in prompts]
+    lengths = list(map(len, encode(tokenizer, texts, special_tokens=not config.prompt.chat)))
+    if not min(lengths):
+        raise RefusedByRank(
+            f"the tokenizer of {config.model.model_name_or_path} makes no token of "
+            f"{texts[lengths.index(0)]!r}: does it have its tokenizer files?"
+        )
+    limits = [(context_length(config), "the model's")]
+    if isinstance(config, TrainConfig):
+        limits.append((config.rollout.max_model_len, "rollout.max_model_len, vLLM's"))
+    longest, completion_length = max(lengths), config.max_completion_length
+    for limit, name in limits:
+        if limit is not None and longest + completion_length > limit:
+            raise RefusedByRank(
+                f"a prompt of {longest} tokens and max_completion_length={completion_length} "
+                f"exceed {name} {limit} tokens: use {_fixes(longest, completion_length, limit)}"
+            )
+
+
+def _fixes(longest: int, completion_length: int, limit: int) -> str:
+    """The options that make prompt and completion fit: shorter completions, no long prompts, or
+    both.
+    """
+    fixes = []
+    if limit > longest:
+        fixes.append(f"max_completion_length={limit - longest} or less")
+    if limit > completion_length:
+        fixes.append(f"prompt.max_length={limit - completion_length} to leave longer prompts out")
+    return ", or ".join(fixes) or f"max_completion_length below {limit} and a prompt.max_length"

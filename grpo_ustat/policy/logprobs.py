@@ -86,9 +86,14 @@ def token_logprobs(model: PreTrainedModel, rows: Rows, temperature: float = 1.0)
         logits_to_keep=rows.width + 1,
         use_cache=False,
     ).logits[:, :-1]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = widen(logits) / temperature
     targets = rows.input_ids_BT[:, -rows.width :]
     logprobs = -torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="none"
     ).view_as(targets)
     return logprobs * rows.completion_mask_BT[:, -rows.width :]
+
+
+def widen(values: torch.Tensor) -> torch.Tensor:
+    """The values in float32 or wider, in which everything is summed."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

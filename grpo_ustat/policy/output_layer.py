@@ -10,14 +10,116 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
-from grpo_ustat.policy.totals import Totals, widened
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.logprobs import widen
 
-LOGITS = {"cpu": 2**26, "cuda": 2**30}  # bytes of logits computed at a time
+CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits computed at a time
+
+
+class Head:
+    """A policy's output layer, whatever it does to its logits.
+
+    Args:
+        policy: whose.
+        output: class of what the model below the output layer returns.
+        temperature: t, divides the logits.
+    """
+
+    def __init__(self, policy: Policy, output: type[ModelOutput], temperature: float):
+        self.policy, self.temperature = policy, temperature
+        self.layer = OutputLayer(causal(policy.model), output, temperature)
+
+    @torch.no_grad()
+    def logprobs(self, window: Window) -> torch.Tensor:
+        """Log-probabilities of the window's targets, [B, T], 0 where its mask is 0."""
+        place = window.mask_BT.bool()
+        targets_N, logprobs = window.targets_BT[place], []
+        for part, hidden_ND in self._chunks(window.hidden_BTD[place]):
+            scores_NV = self._scores(self._logits(hidden_ND))
+            logprobs.append(_chosen(scores_NV, targets_N[part]) - scores_NV.logsumexp(dim=-1))
+        result = widen(window.hidden_BTD[:0]).new_zeros(place.shape)
+        result[place] = torch.cat(logprobs).to(result)
+        return result
+
+    def backward(
+        self, window: Window, factor_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add the gradient of `sum factor * logprob + entropy_factor * H` to the parameters'
+        `grad`, and to the `grad` of whatever the window's hidden states were computed from.
+
+        Args:
+            window: hidden states, with the graph behind them.
+            factor_BT: of each token's log-probability; where it is 0, nothing is computed.
+            entropy_BT: of each token's entropy.
+
+        Returns:
+            The log-probabilities, [B, T], 0 where nothing was computed.
+        """
+        used = factor_BT != 0 if entropy_BT is None else (factor_BT != 0) | (entropy_BT != 0)
+        result = widen(window.hidden_BTD[:0].detach()).new_zeros(used.shape)
+        if not used.any():
+            return result
+        hidden_ND, targets_N = window.hidden_BTD[used], window.targets_BT[used]
+        factors = (factor_BT[used], None if entropy_BT is None else entropy_BT[used])
+        grads_ND, logprobs = torch.empty_like(hidden_ND), []
+        for part, hidden in self._chunks(hidden_ND.detach()):
+            hidden.requires_grad_()
+            logits_NV = self._logits(hidden)
+            grad_NV, logprob_N = self._gradient(
+                logits_NV.detach(), targets_N[part], *(f if f is None else f[part] for f in factors)
+            )
+            logits_NV.backward(grad_NV)
+            assert hidden.grad is not None
+            grads_ND[part] = hidden.grad
+            logprobs.append(logprob_N)
+        if hidden_ND.requires_grad:
+            hidden_ND.backward(grads_ND)
+        result[used] = torch.cat(logprobs).to(result)
+        return result
+
+    def _gradient(self, logits_NV, targets_N, factor_N, entropy_N):
+        """Gradients at the logits, [N, V], and the log-probabilities of the targets, [N]."""
+        scores_NV = self._scores(logits_NV)
+        normaliser_N = scores_NV.logsumexp(dim=-1, keepdim=True)
+        logprob_N = _chosen(scores_NV, targets_N) - normaliser_N[:, 0]
+        factor_N1 = factor_N.to(scores_NV)[:, None]
+        if entropy_N is None:
+            grad_NV = scores_NV.sub_(normaliser_N).exp_().mul_(-factor_N1)
+        else:
+            # a logit of -inf adds 0 to the entropy, not 0 * inf
+            scores_NV.sub_(normaliser_N).clamp_(min=-1e30)
+            p_NV = scores_NV.exp()
+            entropy_N1 = -(p_NV * scores_NV).sum(dim=-1, keepdim=True)
+            weight_N1 = entropy_N.to(scores_NV)[:, None]
+            grad_NV = p_NV.mul_(-factor_N1 - weight_N1 * (scores_NV + entropy_N1))
+        grad_NV.scatter_add_(1, targets_N[:, None], factor_N1)
+        return grad_NV.div_(self.temperature).to(logits_NV.dtype), logprob_N
+
+    def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        with self.policy.computing():
+            return self.layer.final(hidden_ND[None])[0]
+
+    def _scores(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        return widen(logits_NV) / self.temperature
+
+    def _chunks(self, hidden_ND: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        vocabulary = self.layer.head.weight.shape[0]
+        entry = widen(hidden_ND[:0]).element_size()
+        size = max(1, CHUNK_BYTES[hidden_ND.device.type] // (entry * vocabulary))
+        for start in range(0, len(hidden_ND), size):
+            part = slice(start, start + size)
+            yield part, hidden_ND[part]
+
+
+def _chosen(scores_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    return scores_NV.gather(1, targets_N[:, None])[:, 0]
 
 
 @dataclass(frozen=True)
@@ -35,7 +137,9 @@ class Window:
     mask_BT: torch.Tensor
 
     def part(self, index: torch.Tensor) -> tuple[Window, slice]:
-        """Some rows, and the columns in which any of them counts."""
+        """The window of some rows, cut to the columns in which any of them counts, and those
+        columns.
+        """
         used = self.mask_BT[index].any(dim=0).nonzero()
         columns = slice(int(used.min()), int(used.max()) + 1) if len(used) else slice(0, 1)
         return Window(*(x[index][:, columns] for x in vars(self).values())), columns
@@ -50,14 +154,15 @@ class OutputLayer:
         temperature: divides the logits.
     """
 
-    def __init__(self, model: nn.Module, output: type[ModelOutput], temperature: float):
+    def __init__(self, model: PreTrainedModel, output: type[ModelOutput], temperature: float):
         self.model, self.output, self.temperature = model, output, temperature
-        self.head = model.get_output_embeddings()
+        self.head = cast(nn.Linear, model.get_output_embeddings())
         self.opaque = type(self.head).forward is not nn.Linear.forward
         self._plain: bool | None = None
 
     def gradients(self, window: Window, vocabulary=slice(None), normaliser_BT=None):
-        """Gradients of the summed log-probabilities at the logits, [B, T, V], and a normaliser.
+        """Gradients of the summed log-probabilities at the logits, [B, T, V], and the log of the
+        sum of exponentials over the vocabulary, [B, T].
 
         Args:
             window: where.
@@ -66,8 +171,8 @@ class OutputLayer:
                 only a part of it is asked for.
         """
         with torch.enable_grad():
-            logits, final = self._logits(window.hidden_BTD, vocabulary)
-        scores = widened(final.detach()) / self.temperature
+            logits, final = self.logits(window.hidden_BTD, vocabulary)
+        scores = widen(final.detach()) / self.temperature
         if normaliser_BT is None:
             normaliser_BT = scores.logsumexp(dim=-1)
         grads = scores.sub_(normaliser_BT[:, :, None]).exp_().neg_()
@@ -85,63 +190,74 @@ class OutputLayer:
         """Gradients of the summed log-probabilities at the hidden states, by differentiation."""
         hidden = window.hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
-            scores = widened(self.final(hidden)) / self.temperature
+            scores = widen(self.final(hidden)) / self.temperature
             chosen = scores.log_softmax(dim=-1).gather(-1, window.targets_BT[:, :, None])[..., 0]
             return torch.autograd.grad((chosen * window.mask_BT).sum(), hidden)[0]
 
     def final(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """The model's logits from hidden states."""
-        given = self.output(last_hidden_state=hidden_BTD)
+        """The model's final logits, [B, T, V], from hidden states below the output layer, [B, T,
+        D].
+        """
+        output = self.output(last_hidden_state=hidden_BTD)
         below = {body(self.model), self.model.get_decoder()} - {self.model}  # either is called
         with ExitStack() as patched:
             for module in below:
-                patched.enter_context(_forward(module, lambda *_, **__: given))
+                patched.enter_context(_forward(module, lambda *_, **__: output))
             ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.int64, device=hidden_BTD.device)
             return self.model(input_ids=ids, use_cache=False).logits
 
-    def _logits(self, hidden_BTD: torch.Tensor, vocabulary: slice):
-        """Logits as the layer gives them and as the model returns them; one tensor if equal."""
+    def logits(
+        self, hidden_BTD: torch.Tensor, vocabulary: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of some tokens, [B, T, V], twice: as the output layer computes them and as the
+        model returns them; one tensor where the model changes nothing.
+        """
         if self._plain:
             with torch.no_grad(), self._only(vocabulary):
                 logits = self.head(hidden_BTD)
             return logits, logits
-        seen = []
-        with self._only(vocabulary, seen):
+        leaves = []
+        with self._only(vocabulary, leaves):
             final = self.final(hidden_BTD)
         if self._plain is None:
-            self._plain = final.data_ptr() == seen[0].data_ptr()
-        return seen[0], seen[0] if self._plain else final
+            self._plain = final.data_ptr() == leaves[0].data_ptr()
+        return leaves[0], leaves[0] if self._plain else final
 
     @contextmanager
-    def _only(self, vocabulary: slice, seen: list | None = None) -> Iterator[None]:
-        """Let the layer compute part of its logits; with `seen`, as a leaf that is kept there."""
+    def _only(self, vocabulary: slice, leaves: list | None = None) -> Iterator[None]:
+        """Within, the layer computes the logits of some tokens alone, [B, T, V].
+
+        With `leaves`, these logits are a leaf of the graph, appended to that list.
+        """
         head = self.head
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:
             bias = None if head.bias is None else head.bias[vocabulary]
             logits = nn.functional.linear(hidden, head.weight[vocabulary], bias).detach()
-            if seen is not None:
-                seen.append(logits.requires_grad_())
+            if leaves is not None:
+                leaves.append(logits.requires_grad_())
             return logits
 
         with _forward(head, forward):
             yield
 
 
-def causal(model: nn.Module) -> nn.Module:
+def causal(model: Any) -> PreTrainedModel:
     """The causal language model itself, without a PEFT wrapper; adapters stay in place."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def body(model: nn.Module) -> nn.Module:
-    """What a causal model has below its output layer."""
+def body(model: PreTrainedModel) -> nn.Module:
+    """The module of a causal model that computes the hidden states, everything below the output
+    layer.
+    """
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     return next(module for module in candidates if module is not None and module is not model)
 
 
 @contextmanager
 def _forward(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Let a module compute something else for a while."""
+    """Within, a module computes `forward` instead of its own forward pass."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -157,92 +273,3 @@ def _add_one(grads_BTV: torch.Tensor, targets_BT: torch.Tensor, vocabulary: slic
     inside = (targets_BT >= low) & (targets_BT < low + grads_BTV.shape[-1])
     place = torch.where(inside, targets_BT - low, 0)[:, :, None]
     grads_BTV.scatter_add_(-1, place, inside[:, :, None].to(grads_BTV))
-
-
-def add_output_layer(
-    layer: OutputLayer, window: Window, names: dict[int, str], totals: Totals, tokens_U
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the output layer's parameters to the totals.
-
-    Args:
-        layer: the output layer.
-        window: positions that count.
-        names: of the trainable parameters, by identity.
-        totals: to add to.
-        tokens_U: tokens whose logits' gradients are returned too.
-
-    Returns:
-        Gradients at the hidden states of the window, [B, T, D], and at the logits of the tokens
-        asked for, [B, T, U].
-    """
-    vocabulary = layer.head.weight.shape[0]
-    batch, length, _ = window.hidden_BTD.shape
-    entry = widened(window.hidden_BTD[:0]).element_size()
-    budget = LOGITS[window.hidden_BTD.device.type]
-    grad_hidden = torch.zeros_like(window.hidden_BTD)
-    kept = widened(window.hidden_BTD[:0]).new_zeros((batch, length, len(tokens_U)))
-    found = (grad_hidden, kept)
-    if layer.opaque:
-        for index in torch.arange(batch).split(max(1, budget // (entry * length * vocabulary))):
-            part, columns = window.part(index)
-            grad_hidden[index, columns] = layer.through(part)
-    elif entry * batch * length * vocabulary <= budget:
-        _all_at_once(layer, window, names, totals, tokens_U, found)
-    elif totals.gram_BB is None:
-        per_chunk = max(1, budget // (entry * length * vocabulary))
-        _by_rows(layer, window, names, totals, tokens_U, found, per_chunk)
-    else:
-        step = max(1, budget // (entry * batch * length))
-        _by_vocabulary(layer, window, names, totals, tokens_U, found, step)
-    return found
-
-
-def _all_at_once(layer, window, names, totals, tokens_U, found) -> None:
-    grads, _ = layer.gradients(window)
-    found[0][:] = layer.back(grads)
-    found[1][:] = grads[:, :, tokens_U]
-    _add(layer, window, names, totals, grads)
-
-
-def _by_rows(layer, window, names, totals, tokens_U, found, per_chunk: int) -> None:
-    """Rows of similar length together; each row's logits exist once."""
-    lengths = window.mask_BT.sum(dim=1)
-    for index in lengths.argsort().split(per_chunk):
-        part, columns = window.part(index)
-        grads, _ = layer.gradients(part)
-        found[0][index, columns] = layer.back(grads)
-        found[1][index, columns] = grads[:, :, tokens_U]
-        _add(layer, part, names, totals, grads, rows=index)
-
-
-def _by_vocabulary(layer, window, names, totals, tokens_U, found, step: int) -> None:
-    """Every completion's gradient of some rows of the weight; normalisers in a pass before."""
-    vocabulary = layer.head.weight.shape[0]
-    slices = [slice(low, min(low + step, vocabulary)) for low in range(0, vocabulary, step)]
-    normaliser = _normaliser(layer, window, slices)
-    for part in slices:
-        grads, _ = layer.gradients(window, part, normaliser)
-        found[0][:] += layer.back(grads, part)
-        here = (tokens_U >= part.start) & (tokens_U < part.stop)
-        found[1][:, :, here] = grads[:, :, tokens_U[here] - part.start]
-        _add(layer, window, names, totals, grads, part.start)
-
-
-def _normaliser(layer: OutputLayer, window: Window, slices: list[slice]) -> torch.Tensor:
-    total = None
-    for part in slices:
-        with torch.no_grad():
-            _, final = layer._logits(window.hidden_BTD, part)
-        here = (widened(final) / layer.temperature).logsumexp(dim=-1)
-        total = here if total is None else torch.logaddexp(total, here)
-    return total
-
-
-def _add(layer, window, names, totals: Totals, grads, first_row: int = 0, rows=None) -> None:
-    head = layer.head
-    name = names.get(id(head.weight))
-    if name is not None:
-        totals.outer(name, head.weight.shape, grads, window.hidden_BTD, first_row, rows)
-    name = names.get(id(head.bias)) if head.bias is not None else None
-    if name is not None:
-        totals.take(name, head.bias.shape, grads.sum(dim=1), first_row, rows)

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import copy
 import inspect
+from typing import cast
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from grpo_ustat.policy.head import Head
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import left_padded, pack, positions
-from grpo_ustat.policy.output_layer import Window, body, causal
+from grpo_ustat.policy.output_layer import Head, Window, body, causal
 from grpo_ustat.records import Rollouts
 
 
-class Prompts:
-    """Prompts read once, for completions that follow in parts.
+class SharedPromptReader:
+    """Reads every prompt once, then its completions in several parts that continue from it.
 
     Args:
         policy: whose model.
@@ -40,12 +40,12 @@ class Prompts:
         self.cache = DynamicCache(config=causal(policy.model).config)
         hidden_PLD = self._read(ids_PL, self.mask_PL, self.cache)
         self.ends = [hidden_PLD[:, -1]]
-        for layer in self.cache.layers:
-            self.ends += [layer.keys, layer.values]
+        for layer in cast("list[DynamicLayer]", self.cache.layers):
+            self.ends += cast("list[torch.Tensor]", [layer.keys, layer.values])
         self.leaves = [end.detach().requires_grad_(end.requires_grad) for end in self.ends]
 
     def window(self, index: np.ndarray) -> Window:
-        """Where the completions with the given flat indices are predicted."""
+        """The window in which the completions with these flat indices are predicted."""
         place = np.searchsorted(self.prompts, index // self.rollouts.mask_PGT.shape[1])
         place_B = torch.from_numpy(place).to(self.mask_PL.device)
         rows = pack(self.rollouts, index, self.policy.pad_token, self.mask_PL.device)
@@ -60,17 +60,17 @@ class Prompts:
         return Window(hidden_BTD, targets_BT, mask_BT)
 
     def backward(self) -> None:
-        """Carry what reached the copies back through the prompts."""
-        found = [(e, x.grad) for e, x in zip(self.ends, self.leaves, strict=True)]
-        found = [(end, grad) for end, grad in found if grad is not None]
-        if found:
-            torch.autograd.backward(*map(list, zip(*found, strict=True)))
+        """Carry the gradients at the copies of hidden states, keys and values to the prompts."""
+        pairs = [(e, x.grad) for e, x in zip(self.ends, self.leaves, strict=True)]
+        pairs = [(end, grad) for end, grad in pairs if grad is not None]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
     def _copy(self, place_B: torch.Tensor) -> DynamicCache:
-        """The prompts' keys and values for rows that continue them."""
+        """A cache with copies of the prompts' keys and values, a row for each of `place_B`."""
         result = copy.copy(self.cache)
         result.layers = [copy.copy(layer) for layer in self.cache.layers]
-        for number, layer in enumerate(result.layers):
+        for number, layer in enumerate(cast("list[DynamicLayer]", result.layers)):
             layer.keys, layer.values = (x[place_B] for x in self.leaves[2 * number + 1 :][:2])
         return result
 
@@ -87,19 +87,19 @@ class Prompts:
         return output.last_hidden_state
 
 
-class Whole:
-    """Prompt and completion of every row in one pass: for models whose prompts can't be shared."""
+class FullReader:
+    """Reads prompt and completion of a row in one pass, for models that cannot share prompts."""
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
         self.policy, self.rollouts = policy, rollouts
 
     def window(self, index: np.ndarray) -> Window:
-        """See `Prompts`."""
+        """See `SharedPromptReader`."""
         rows = pack(self.rollouts, index, self.policy.pad_token, self.policy.model.device)
         below = body(causal(self.policy.model))
-        known = inspect.signature(below.forward).parameters
+        parameters = inspect.signature(below.forward).parameters
         mask = rows.attention_mask_BT
-        extra = {"position_ids": positions(mask)} if "position_ids" in known else {}
+        extra = {"position_ids": positions(mask)} if "position_ids" in parameters else {}
         with self.policy.computing():
             output = below(
                 input_ids=rows.input_ids_BT, attention_mask=mask, use_cache=False, **extra
@@ -112,20 +112,20 @@ class Whole:
         )
 
     def backward(self) -> None:
-        """Nothing is left to carry."""
+        """Does nothing: the one pass has carried every gradient back already."""
 
 
 def can_share(policy: Policy) -> bool:
-    """Whether prompts can be read once: all that a layer hands on are keys and values, and
-    continuing from copies of them gives the log-probabilities of one pass.
+    """Whether a prompt can be read once for its whole group: its layers pass on keys and values
+    alone, and continuing from copies of these gives the log-probabilities of a single pass.
     """
-    known = inspect.signature(body(causal(policy.model)).forward).parameters
+    parameters = inspect.signature(body(causal(policy.model)).forward).parameters
     layers = DynamicCache(config=causal(policy.model).config).layers
     plain = all(type(x) in (DynamicLayer, DynamicSlidingWindowLayer) for x in layers)
-    if not plain or not layers or not {"position_ids", "past_key_values"} <= set(known):
+    if not plain or not layers or not {"position_ids", "past_key_values"} <= set(parameters):
         return False
     try:
-        one, two = (_trial(policy, way) for way in (Prompts, Whole))
+        one, two = (_trial(policy, way) for way in (SharedPromptReader, FullReader))
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return False  # a model that is read in another way
     if policy.bf16 or policy.model.dtype.itemsize == 2:
@@ -134,7 +134,7 @@ def can_share(policy: Policy) -> bool:
     return torch.allclose(one, two, rtol=0.0, atol=1000 * torch.finfo(one.dtype).eps * largest)
 
 
-def _trial(policy: Policy, way: type) -> torch.Tensor:
+def _trial(policy: Policy, way: type[SharedPromptReader | FullReader]) -> torch.Tensor:
     """Log-probabilities of two completions of two prompts of different lengths."""
     tokens = np.arange(2, 8, dtype=np.int64).reshape(2, 1, 3) % policy.model.config.vocab_size
     rollouts = Rollouts(

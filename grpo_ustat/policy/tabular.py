@@ -37,25 +37,25 @@ class TabularPolicy:
 
     @property
     def probabilities_PY(self) -> np.ndarray:
-        """pi(y|x)."""
+        """pi(y|x), the probability of each outcome."""
         logits = self.features_PYD @ self.theta_D
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         return weights / weights.sum(axis=1, keepdims=True)
 
     @property
     def scores_PYD(self) -> np.ndarray:
-        """grad log pi(y|x)."""
+        """grad log pi(y|x), the score of each outcome."""
         mean = np.einsum("py,pyd->pd", self.probabilities_PY, self.features_PYD)
         return self.features_PYD - mean[:, None]
 
     @property
     def value_P(self) -> np.ndarray:
-        """V(x)."""
+        """V(x), the mean reward of each prompt."""
         return (self.probabilities_PY * self.rewards_PY).sum(axis=1)
 
     @property
     def gradient_PD(self) -> np.ndarray:
-        """g(x) = E[s z | x]."""
+        """g(x) = E[s z | x], the gradient of each prompt's mean reward."""
         weighted = self.probabilities_PY * self.rewards_PY
         return np.einsum("py,pyd->pd", weighted, self.scores_PYD)
 

@@ -1,8 +1,8 @@
-"""`python -m grpo_ustat.report`: what any runs found, together."""
+"""`grpo-ustat report`: what any runs found, together."""
 
 from __future__ import annotations
 
-from grpo_ustat.cli import report
+from grpo_ustat.cli.app import report
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def inlined(svg: str, name: str) -> Inlined:
     """One of matplotlib's pictures; its black becomes the page's ink, its white the page's paper.
 
     Args:
-        svg: its text, made with `svg.fonttype: none`.
+        svg: its text, copy with `svg.fonttype: none`.
         name: what its ids begin with; the element `<name>-title` of the page says what it shows.
 
     Raises:
@@ -63,7 +63,7 @@ def inlined(svg: str, name: str) -> Inlined:
     if root.tag != f"{SVG}svg" or len(box) != 4:
         raise ValueError(f"not an SVG of matplotlib: it is <{root.tag}> with viewBox {box}")
     reader = _Reader(name)
-    made = ElementTree.Element(
+    picture = ElementTree.Element(
         "svg", {
             "viewBox": " ".join(f"{number:g}" for number in box),
             "width": f"{box[2] * 4 / 3:.0f}",  # points
@@ -71,20 +71,22 @@ def inlined(svg: str, name: str) -> Inlined:
             "stroke-linejoin": "round", "stroke-linecap": "butt",
         },
     )  # fmt: skip
-    made.extend(reader.children(root))
-    markup = ElementTree.tostring(made, encoding="unicode")
+    picture.extend(reader.children(root))
+    markup = ElementTree.tostring(picture, encoding="unicode")
     return Inlined(markup, wide=box[2] > 600, colours=frozenset(reader.colours))
 
 
 class _Reader:
-    """Copies elements; what they say of style becomes attributes, which no policy forbids.
+    """Copies elements; their style becomes attributes, which no policy forbids.
 
     Args:
         name: what the ids begin with.
     """
 
     def __init__(self, name: str):
-        self._name, self._ids, self.colours = name, {}, set()
+        self._name = name
+        self._ids: dict[str, str] = {}
+        self.colours: set[str] = set()
 
     def children(self, parent: ElementTree.Element) -> list[ElementTree.Element]:
         """Copies of an element's children, but for what is not shown."""
@@ -94,49 +96,49 @@ class _Reader:
     def _copy(self, element: ElementTree.Element, tag: str) -> ElementTree.Element:
         if tag not in ELEMENTS:
             raise ValueError(f"an SVG of matplotlib holds no <{tag}>")
-        made = ElementTree.Element(tag)
+        copy = ElementTree.Element(tag)
         if tag in ("path", "clipPath", "pattern") and "id" in element.attrib:
-            made.set("id", self._id(element.get("id")))
+            copy.set("id", self._id(element.attrib["id"]))
         for key, value in element.attrib.items():
-            self._attribute(made, key.rpartition("}")[2], value)
+            self._attribute(copy, key.rpartition("}")[2], value)
         for declaration in filter(str.strip, element.get("style", "").split(";")):
-            self._style(made, *map(str.strip, declaration.split(":", 1)))
+            self._style(copy, *map(str.strip, declaration.split(":", 1)))
         if tag in ("text", "tspan"):
-            made.text, made.tail = element.text, element.tail
-        made.extend(self.children(element))
-        return made
+            copy.text, copy.tail = element.text, element.tail
+        copy.extend(self.children(element))
+        return copy
 
-    def _attribute(self, made: ElementTree.Element, key: str, value: str) -> None:
+    def _attribute(self, copy: ElementTree.Element, key: str, value: str) -> None:
         if key in GEOMETRY:
-            made.set(key, value)
+            copy.set(key, value)
         elif key == "clip-path":
-            made.set(key, f"url(#{self._id(_inner(value))})")
-        elif key == "href" and made.tag == "use" and value.startswith("#"):
-            made.set(key, f"#{self._id(value[1:])}")
-        elif key == "href" and made.tag == "image" and value.startswith(PICTURE):
-            made.set(key, value)
+            copy.set(key, f"url(#{self._id(_inner(value))})")
+        elif key == "href" and copy.tag == "use" and value.startswith("#"):
+            copy.set(key, f"#{self._id(value[1:])}")
+        elif key == "href" and copy.tag == "image" and value.startswith(PICTURE):
+            copy.set(key, value)
         elif key in STYLES:
-            self._style(made, key, value)
+            self._style(copy, key, value)
         elif key not in IGNORED:
             raise ValueError(f"an SVG of matplotlib holds no {key}={value[:40]!r}")
 
-    def _style(self, made: ElementTree.Element, key: str, value: str = "") -> None:
+    def _style(self, copy: ElementTree.Element, key: str, value: str = "") -> None:
         if key in PAINT:
-            made.set(key, self._paint(made, key, value.lower()))
+            copy.set(key, self._paint(copy, key, value.lower()))
         elif key == "font":
-            found = FONT.match(value)
-            parts = found.groupdict() if found else {}
-            made.attrib.update({f"font-{k}": text for k, text in parts.items() if text})
+            match = FONT.match(value)
+            parts = match.groupdict() if match else {}
+            copy.attrib.update({f"font-{k}": text for k, text in parts.items() if text})
         elif key in STYLES:
-            made.set(key, value)
+            copy.set(key, value)
 
-    def _paint(self, made: ElementTree.Element, key: str, value: str) -> str:
+    def _paint(self, copy: ElementTree.Element, key: str, value: str) -> str:
         if value.startswith("url("):
             return f"url(#{self._id(_inner(value))})"
         if value == "#000000":
             return "currentColor"
         if value == "#ffffff":
-            made.set("class", " ".join(filter(None, [made.get("class"), f"paper-{key}"])))
+            copy.set("class", " ".join(filter(None, [copy.get("class"), f"paper-{key}"])))
         elif re.fullmatch("#[0-9a-f]{6}", value):
             self.colours.add(value)
         elif value != "none":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_ustat.policy.totals import widened
+from grpo_ustat.policy.logprobs import widen
 
 LOGITS_AT_ONCE = {"cpu": 2**19}  # fits the processor's cache; elsewhere 2**24
 
@@ -29,23 +29,23 @@ def choose(
         H = log Z - sum_v p_v s_v [R] in nats, both float64.
     """
     rows = max(1, LOGITS_AT_ONCE.get(logits_RV.device.type, 2**24) // logits_RV.shape[1])
+    tokens, logprobs, entropies = [], [], []
     parts = zip(logits_RV.split(rows), uniform_R.split(rows), strict=True)
-    found = zip(*(_choose(*part, temperature, greedy) for part in parts), strict=True)
-    return tuple(torch.cat(part) for part in found)
-
-
-def _choose(logits_RV, uniform_R, temperature, greedy):
-    scaled_RV = widened(logits_RV) / temperature
-    scaled_RV -= scaled_RV.amax(dim=-1, keepdim=True)
-    weights_RV = scaled_RV.exp()
-    cumulative_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
-    total_R1 = cumulative_RV[:, -1:]
-    if greedy:
-        token_R1 = logits_RV.argmax(dim=-1, keepdim=True)
-    else:
-        token_R1 = torch.searchsorted(cumulative_RV, uniform_R[:, None] * total_R1, right=True)
-        token_R1.clamp_(max=logits_RV.shape[1] - 1)
-    logprob_R1 = scaled_RV.gather(1, token_R1) - total_R1.log()
-    # a logit of -inf has probability 0 and adds 0 to the entropy, not 0 * inf
-    mean_R = torch.linalg.vecdot(weights_RV, scaled_RV.clamp_(min=-1e30)) / total_R1[:, 0]
-    return token_R1[:, 0], logprob_R1[:, 0], total_R1[:, 0].log() - mean_R
+    for part_RV, part_uniform_R in parts:
+        scaled_RV = widen(part_RV) / temperature
+        scaled_RV -= scaled_RV.amax(dim=-1, keepdim=True)
+        weights_RV = scaled_RV.exp()
+        cumulative_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
+        total_R1 = cumulative_RV[:, -1:]
+        if greedy:
+            token_R1 = part_RV.argmax(dim=-1, keepdim=True)
+        else:
+            threshold_R1 = part_uniform_R[:, None] * total_R1
+            token_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
+            token_R1.clamp_(max=part_RV.shape[1] - 1)
+        tokens.append(token_R1[:, 0])
+        logprobs.append((scaled_RV.gather(1, token_R1) - total_R1.log())[:, 0])
+        # a logit of -inf has probability 0 and adds 0 to the entropy, not 0 * inf
+        mean_R = torch.linalg.vecdot(weights_RV, scaled_RV.clamp_(min=-1e30)) / total_R1[:, 0]
+        entropies.append(total_R1[:, 0].log() - mean_R)
+    return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies)

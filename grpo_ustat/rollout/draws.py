@@ -12,7 +12,7 @@ import hashlib
 import numpy as np
 
 
-def key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
+def philox_key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
     """A 128-bit Philox key, two uint64.
 
     Args:
@@ -27,7 +27,7 @@ def key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
 
 def generator(seed: int, stream: str, step: int = 0, name: str = "") -> np.random.Generator:
     """A generator for choices that belong to no single completion, such as which prompts."""
-    return np.random.Generator(np.random.Philox(key=key(seed, stream, step, name)))
+    return np.random.Generator(np.random.Philox(key=philox_key(seed, stream, step, name)))
 
 
 def uniforms(
@@ -40,10 +40,10 @@ def uniforms(
     >>> bool((both[1, :2] == second[0]).all())
     True
     """
-    shared = key(seed, stream, step, prompt_id)
+    key = philox_key(seed, stream, step, prompt_id)
     rows = []
     for completion in completions:
-        bits = np.random.Philox(key=shared, counter=[0, 0, completion, 0])
+        bits = np.random.Philox(key=key, counter=[0, 0, completion, 0])
         rows.append(np.random.Generator(bits).random(count))
     return np.array(rows)
 
@@ -58,6 +58,6 @@ def request_seeds(
     ... )
     True
     """
-    shared = key(seed, stream, step, prompt_id)
-    bits = [np.random.Philox(key=shared, counter=[0, 0, i, 0]) for i in completions]
+    key = philox_key(seed, stream, step, prompt_id)
+    bits = [np.random.Philox(key=key, counter=[0, 0, i, 0]) for i in completions]
     return [int(b.random_raw()) >> 1 for b in bits]

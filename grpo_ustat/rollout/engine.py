@@ -1,11 +1,11 @@
-"""Rollout engines: what writes the completions a trainer learns from."""
+"""Rollout engines: they sample the completions that a trainer learns from."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Protocol
 
-from grpo_ustat.config import TrainConfig
+from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
@@ -25,9 +25,11 @@ class Engine(Protocol):
         first: int = 0,
     ) -> Rollouts:
         """`group_size` completions of each prompt; see `grpo_ustat.rollout.local.sample`."""
+        ...
 
     def refresh(self) -> None:
         """Take over the policy's weights; to be called after every update, on all ranks."""
+        ...
 
 
 class LocalEngine:

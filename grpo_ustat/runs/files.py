@@ -1,12 +1,46 @@
-"""The files of rows that runs leave, read back: JSON lines that may still grow, and CSV tables."""
+"""Files that runs leave: written whole or not at all; JSON lines and CSV tables read back."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
+
+
+@contextmanager
+def atomic_write(file: Path, shared: bool = False) -> Iterator[Path]:
+    """A path beside the file to write to. When the block ends it takes the file's place, so that
+    the file is always as before, or whole; after an error nothing stays of it.
+
+    Args:
+        file: to be replaced.
+        shared: whether several processes may write it at once; each has a path of its own then.
+    """
+    staged = hidden_path(file, f".{uuid4().hex}" if shared else "")
+    try:
+        yield staged
+        os.replace(staged, file)
+    except BaseException:
+        with suppress(OSError):  # it takes room on a disk that may have none
+            staged.unlink()
+        raise
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text so that the file is either absent, as before, or whole."""
+    with atomic_write(file) as staged:
+        staged.write_text(text)
+
+
+def hidden_path(path: Path, mark: str = "") -> Path:
+    """Where something is kept that is about to take the path's place, or to be removed."""
+    return path.with_name(f".{path.name}{mark}.tmp")
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:

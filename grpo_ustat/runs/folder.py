@@ -15,14 +15,20 @@ from typing import Any
 
 import yaml
 
-from grpo_ustat import slurm
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.identity import choices, fingerprint, identity, named, operational
-from grpo_ustat.ranks import is_main, on_main
-from grpo_ustat.runs import history, lock
-from grpo_ustat.runs.journal import FOLDER as TRACKER
-from grpo_ustat.runs.mirroring import Mirroring
+from grpo_ustat.config.identity import (
+    drop_neutral_keys,
+    drop_unused_rules,
+    fingerprint,
+    identity,
+    operational_keys,
+)
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed import lock, slurm
+from grpo_ustat.distributed.ranks import is_main, main_only
+from grpo_ustat.runs import history
+from grpo_ustat.runs.files import write_whole
 
+TRACKER = "tracker"  # what a mirror keeps of a run folder, inside it
 ARTEFACTS = (
     ".hydra",
     "code.json",
@@ -55,6 +61,10 @@ class RunFolder:
     Args:
         path: the folder; need not exist.
         config: the run's typed configuration.
+
+    Attributes:
+        start_mirror: starts what sends the folder to a tracker, from its path and the
+            configuration's logger; None where nothing is to be sent.
     """
 
     def __init__(self, path: Path, config: Any):
@@ -63,7 +73,10 @@ class RunFolder:
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
         self.data = keys.get("data")
-        self._open, self._lock, self._mirroring = False, None, None
+        self.start_mirror: Callable[[Path, Any], Any] | None = None
+        self._open = False
+        self._lock: lock.Lock | None = None
+        self._mirroring: Any = None
 
     @property
     def mode(self) -> str:
@@ -89,7 +102,7 @@ class RunFolder:
                 f"the output folder {self.path} cannot be written ({anchor} is not a writable "
                 "folder): choose another with hydra.run.dir=DIR"
             )
-        if self._untouched():
+        if self._is_untouched():
             return
         if not (self.path / "code.json").is_file():
             raise ConfigError(
@@ -103,9 +116,14 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} exists and on_existing=error: use on_existing=resume or overwrite"
             )
-        asked = asdict(self.config)
-        difference = _first_difference(*(named(choices(keys)) for keys in (stored, asked)))
-        difference = difference or self._other_weights()
+        own = asdict(self.config)
+        difference = _first_difference(
+            drop_unused_rules(drop_neutral_keys(stored)), drop_unused_rules(drop_neutral_keys(own))
+        )
+        if difference is None:
+            weights = self._read("code.json", json.loads).get("weights")
+            if weights != self.weights:
+                difference = f"the model's weights: {weights} there, {self.weights} now"
         if difference:
             raise ConfigError(
                 f"{self.path} holds a run with another configuration ({difference}): "
@@ -123,23 +141,23 @@ class RunFolder:
             raise lock.Held(lock.in_use(self.path, str(holder)))
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Keep all other processes out of the folder; rank 0 does, for all of them.
 
         Raises:
             Held: another process is at work there; on all ranks.
             ConfigError: the folder cannot be locked.
         """
-        on_main(self._take)
+        main_only(self._take_lock)
         try:
             yield
         except BaseException as error:
-            self._leave_held(history.ending(error))
+            self._release(history.end_row(error))
             raise
-        self._leave_held(history.ending(None))
+        self._release(history.end_row(None))
 
-    def check_held(self) -> None:
-        """Before anything is written: what `held` gave is still ours.
+    def check_lock(self) -> None:
+        """Refuse to write where another process has taken the lock over.
 
         Raises:
             Held: another process took the folder over.
@@ -151,19 +169,20 @@ class RunFolder:
         """Create the folder and write what identifies the run; with overwrite, empty it first."""
         if not is_main():
             return
-        self.check_held()
+        self.check_lock()
         self.check()
-        if self.mode == "overwrite":
-            self._empty()
+        if self.mode == "overwrite":  # what shows that the folder is ours goes last
+            for old in sorted(self._artefacts(), key=lambda path: path.name == "code.json"):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
         used = {"weights": self.weights, "data": self.data}
         self.write("code.json", json.dumps(code_state() | used, indent=1))
         (self.path / ".hydra").mkdir(exist_ok=True)
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
-        self.note(**history.started())
+        self.note(**history.start_row())
         self._open = True
-        if self.config.logger.name != "none":
-            self._mirroring = Mirroring(self.path, self.config.logger)
+        if self.start_mirror and self.config.logger.name != "none":
+            self._mirroring = self.start_mirror(self.path, self.config.logger)
 
     def note(self, **row: Any) -> None:
         """Add a row to the folder's history; on rank 0."""
@@ -172,9 +191,7 @@ class RunFolder:
 
     def leave(self) -> None:
         """Remove the folder if nothing is in it, as when a run was refused before it began."""
-        with suppress(OSError):
-            for folder in (self.path, self.path.parent):
-                folder.rmdir()
+        remove_empty(self.path)
 
     def result(self) -> dict[str, Any] | None:
         """The finished run's result, None while it is unfinished or to be overwritten.
@@ -183,10 +200,10 @@ class RunFolder:
             ConfigError: see `check`.
         """
         self.check()
-        return None if self.mode == "overwrite" else self.kept()
+        return None if self.mode == "overwrite" else self.read_result()
 
-    def kept(self) -> dict[str, Any] | None:
-        """What the folder's run found, None where it has not finished.
+    def read_result(self) -> dict[str, Any] | None:
+        """Content of `result.json`, None while the run is unfinished.
 
         Raises:
             ConfigError: the file is damaged, or another configuration's.
@@ -206,7 +223,7 @@ class RunFolder:
         target = self.path / name
         if not is_main():
             return target
-        self.check_held()
+        self.check_lock()
         write_whole(target, text)
         return target
 
@@ -215,8 +232,8 @@ class RunFolder:
         text = json.dumps(result | {"config_hash": self.config_hash}, indent=1, allow_nan=False)
         self.write("result.json", text)
 
-    def _leave_held(self, end: dict[str, Any]) -> None:
-        """Say in the history how work ended here, where it had begun, and let others in."""
+    def _release(self, end: dict[str, Any]) -> None:
+        """Note in the history how work ended here, where it had begun, and let others in."""
         own, self._lock = self._lock, None
         if own and self._open and own.is_own():
             self.note(**end)
@@ -226,39 +243,28 @@ class RunFolder:
         if own:
             own.release()
 
-    def _take(self) -> None:
-        taken = lock.Lock(self.path)
+    def _take_lock(self) -> None:
+        own = lock.Lock(self.path)
         try:
-            taken.take()
+            own.take()
         except OSError as error:
             raise ConfigError(
                 f"the output folder {self.path} cannot be locked ({error}): choose another with "
                 "hydra.run.dir=DIR"
             ) from error
-        self._lock = taken
+        self._lock = own
 
-    def _other_weights(self) -> str | None:
-        there = self._read("code.json", json.loads).get("weights")
-        if there == self.weights:
-            return None
-        return f"the model's weights: {there} there, {self.weights} now"
-
-    def _untouched(self) -> bool:
+    def _is_untouched(self) -> bool:
         """Whether no run has begun here; one killed before it had written both files has not."""
         names = {path.name for path in self._artefacts()}
         configured = (self.path / ".hydra" / "config.yaml").is_file()
         ours = names & {"code.json", history.NAME}
-        began = ours and names <= {"code.json", history.NAME, ".hydra"}
+        began = bool(ours) and names <= {"code.json", history.NAME, ".hydra"}
         return not names or (began and not configured)
-
-    def _empty(self) -> None:
-        """Remove earlier runs; what shows that the folder is ours goes last."""
-        for old in sorted(self._artefacts(), key=lambda path: path.name == "code.json"):
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     def _artefacts(self) -> list[Path]:
         """What earlier runs left here; the only things that overwriting removes."""
-        return sorted(found for name in ARTEFACTS for found in self.path.glob(name))
+        return sorted(path for name in ARTEFACTS for path in self.path.glob(name))
 
     def _read(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         """A dictionary from one of our own files.
@@ -277,39 +283,56 @@ class RunFolder:
         return content
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a file so that it is either absent, as before, or whole."""
-    staged = file.with_name(f".{file.name}.tmp")
-    staged.write_text(text)
-    os.replace(staged, file)
+def create_folder(path: Path, key: str) -> None:
+    """Create an output folder; `key` is the one by which another is chosen.
+
+    Raises:
+        ConfigError: the file system allows none there, as below /proc.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the output folder {path} cannot be made ({error.strerror}): choose another with "
+            f"{key}=DIR"
+        ) from error
 
 
-def _first_difference(
-    stored: dict[str, Any], asked: dict[str, Any], prefix: str = ""
-) -> str | None:
-    """The first identity key whose values differ, as `key: stored there, asked here`."""
-    for key in dict.fromkeys([*stored, *asked]):
-        if not prefix and key in operational(asked):
+def remove_empty(path: Path) -> None:
+    """Remove a folder in which nothing is, its parent if that is left empty, and so on up to the
+    working directory.
+    """
+    path, here = path.absolute(), Path.cwd()
+    with suppress(OSError):
+        for folder in (path, *path.parents):
+            if here in folder.parents or folder in (path, path.parent):
+                folder.rmdir()
+
+
+def _first_difference(stored: dict[str, Any], own: dict[str, Any], prefix: str = "") -> str | None:
+    """The first identity key whose values differ, as `key: stored there, own asked`."""
+    for key in dict.fromkeys([*stored, *own]):
+        if not prefix and key in operational_keys(own):
             continue
-        there, here = stored.get(key), asked.get(key)
-        if isinstance(there, dict) and isinstance(here, dict):
-            found = _first_difference(there, here, f"{prefix}{key}.")
-            if found:
-                return found
-        elif there != here:
-            return f"{prefix}{key}: {there} there, {here} asked"
+        stored_value, own_value = stored.get(key), own.get(key)
+        if isinstance(stored_value, dict) and isinstance(own_value, dict):
+            difference = _first_difference(stored_value, own_value, f"{prefix}{key}.")
+            if difference:
+                return difference
+        elif stored_value != own_value:
+            return f"{prefix}{key}: {stored_value} there, {own_value} asked"
     return None
 
 
 def versions() -> dict[str, str]:
     """Versions of this package and of what its numbers depend on."""
-    found = {}
+    by_name = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            by_name[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
+            by_name[name] = "not installed as a package"
+    return by_name
 
 
 def code_state() -> dict[str, Any]:
@@ -326,9 +349,9 @@ def code_state() -> dict[str, Any]:
 
 def _git(source: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", *arguments], cwd=source, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return process.stdout if process.returncode == 0 else None

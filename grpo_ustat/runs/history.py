@@ -1,6 +1,6 @@
 """`launches.jsonl` of a run folder: a row for every start of the run, and for every end.
 
-It is what a status table and the story of a preempted run are read from; nothing depends on it.
+A status table and the history of a preempted run are read from it; nothing depends on it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat import slurm
-from grpo_ustat.ranks import world
-from grpo_ustat.runs.rowfiles import read_rows
-from grpo_ustat.signals import Stopped
+from grpo_ustat.distributed import slurm
+from grpo_ustat.distributed.ranks import world
+from grpo_ustat.distributed.signals import Stopped
+from grpo_ustat.runs.files import read_rows
 
 NAME = "launches.jsonl"
 
 
-def started() -> dict[str, Any]:
-    """Who begins to work here."""
+def start_row() -> dict[str, Any]:
+    """The row of a launch that begins: host, process, ranks, job."""
     row = {"event": "start", "host": socket.gethostname(), "pid": os.getpid(), "processes": world()}
     if slurm.job_id() is not None:
         row |= {"slurm_job_id": slurm.address(), "slurm_restart_count": slurm.restart_count()}
@@ -30,7 +30,7 @@ def started() -> dict[str, Any]:
 
 
 def append(folder: Path, row: dict[str, Any]) -> None:
-    """Add a row with the time; a disk that takes none is said, and stops nothing."""
+    """Add a row with the time; a disk that takes none is a warning, and stops nothing."""
     time = datetime.now(UTC).isoformat(timespec="seconds")
     line = json.dumps({"time": time, **row}) + "\n"
     try:
@@ -40,7 +40,7 @@ def append(folder: Path, row: dict[str, Any]) -> None:
         print(f"warning: no row in {folder / NAME}: {error}", file=sys.stderr)
 
 
-def ending(error: BaseException | None) -> dict[str, Any]:
+def end_row(error: BaseException | None) -> dict[str, Any]:
     """The row of a launch that ends with this error, or with its work done."""
     if error is None:
         return {"event": "end", "outcome": "done"}
@@ -53,7 +53,7 @@ def ending(error: BaseException | None) -> dict[str, Any]:
 
 
 def last_line(error: BaseException) -> str:
-    """What to say of an error in a table; of those that are not ours, their name too."""
+    """An error's last line for a table; of errors that are not ours, their type too."""
     name = type(error).__name__
     lines = str(error).removeprefix("error: ").strip().splitlines()
     ours = type(error).__module__.startswith("grpo_ustat.")
@@ -63,23 +63,23 @@ def last_line(error: BaseException) -> str:
 
 
 def note_failure(folder: Path, error: BaseException, config_hash: str, before: list[dict]) -> None:
-    """Add how a launch failed that could not say so itself.
+    """Add how a launch failed that could not write so itself.
 
     Args:
         folder: of the run.
         error: what ended it.
-        config_hash: of the configuration that was asked for, which may not be the folder's.
+        config_hash: of the launch's configuration, which may not be the folder's.
         before: the last row, if any, before it began.
     """
     now = launches(folder)[-1:]
     if not now or now == before or "outcome" not in now[0]:
-        append(folder, ending(error) | {"config_hash": config_hash})
+        append(folder, end_row(error) | {"config_hash": config_hash})
 
 
 def note_done(folder: Path) -> None:
     """Add that a finished run is one again, after a launch that failed to replace it."""
     if any(row.get("outcome") == "failed" for row in launches(folder)[-1:]):
-        append(folder, ending(None))
+        append(folder, end_row(None))
 
 
 def launches(folder: Path) -> list[dict[str, Any]]:

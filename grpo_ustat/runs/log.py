@@ -6,14 +6,36 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+from pyarrow import compute, parquet
 from rich.console import Console
 
-from grpo_ustat.runs.completions import CompletionLog
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs.files import atomic_write
+
+NAME = "completions.parquet"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+COLUMNS = pyarrow.schema(
+    {
+        "step": pyarrow.int64(),
+        "prompt": pyarrow.string(),
+        "completion": pyarrow.string(),
+        "reward": pyarrow.float64(),
+        "advantage": pyarrow.float64(),
+        "prompt_id": pyarrow.string(),
+        "completion_index": pyarrow.int64(),
+        "length": pyarrow.int64(),
+        "ended": pyarrow.bool_(),
+        "answer": pyarrow.string(),  # expected
+        "extracted": pyarrow.string(),  # null where no answer was found
+    }
+)
 
 
 def warn(text: str) -> None:
@@ -25,7 +47,7 @@ def warn(text: str) -> None:
 
 
 def attempt(what: str, write: Callable[[], object]) -> bool:
-    """Write something that a run can go on without; a failure of the disk is said, not raised."""
+    """Write something that a run can go on without: a failure of the disk is only a warning."""
     try:
         write()
     except Exception as error:  # tokenizers raises Exception itself
@@ -43,6 +65,27 @@ def _of_disk(error: Exception) -> bool:
     return isinstance(error, OSError) or wrapped
 
 
+def disk_refusal(error: BaseException) -> str | None:
+    """Why the disk takes no more, such as `No space left on device: FILE`; None of other errors.
+
+    It is full, the user's share of it is, or it is read-only. An error of a worker or of another
+    rank is known by its text, and so is one of safetensors, which names no file.
+
+    >>> disk_refusal(OSError(28, "No space left on device", "pool/a.safetensors"))
+    'No space left on device: pool/a.safetensors'
+    >>> disk_refusal(RuntimeError("IoError(Os { code: 28, kind: StorageFull })"))
+    'No space left on device'
+    >>> disk_refusal(OSError(2, "No such file or directory")), disk_refusal(ValueError("28"))
+    (None, None)
+    """
+    text, file = str(error), getattr(error, "filename", None)
+    match = re.search(r"(?:\[Errno |os error |Os \{ code: )(\d+)", text)
+    number = getattr(error, "errno", None) or (int(match[1]) if match else None)
+    if number not in NO_ROOM:
+        return None
+    return f"{os.strerror(number)}: {file}" if file else os.strerror(number)
+
+
 class MetricsLog:
     """`metrics.jsonl`, one row a step, written at once; rows that cannot be written wait.
 
@@ -55,13 +98,12 @@ class MetricsLog:
         self._file = folder / "metrics.jsonl"
         lines = self._file.read_bytes().splitlines() if self._file.is_file() else []
         steps = [_step_of(line) for line in lines]
-        kept = [line + b"\n" for line, n in zip(lines, steps, strict=True) if n <= keep_up_to]
+        earlier = [line + b"\n" for line, n in zip(lines, steps, strict=True) if n <= keep_up_to]
         missing = keep_up_to - len({n for n in steps if n <= keep_up_to})
         if missing:
             warn(f"{self._file} has no rows of {missing} of the {keep_up_to} steps done")
-        staged = self._file.with_name(".metrics.jsonl.tmp")
-        staged.write_bytes(b"".join(kept))
-        os.replace(staged, self._file)
+        with atomic_write(self._file) as staged:
+            staged.write_bytes(b"".join(earlier))
         self._size, self._waiting = self._file.stat().st_size, b""
 
     def write(self, row: dict[str, Any]) -> None:
@@ -79,11 +121,11 @@ class MetricsLog:
         with self._file.open("r+b", buffering=0) as file:
             file.truncate(self._size)  # what an attempt that failed may have left
             file.seek(self._size)
-            written = file.write(self._waiting)
-            if written < len(self._waiting):
+            count = file.write(self._waiting)
+            if count < len(self._waiting):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
-        self._size, self._waiting = self._size + written, b""
+        self._size, self._waiting = self._size + count, b""
 
 
 def _step_of(line: bytes) -> float:
@@ -119,3 +161,62 @@ class RunLog:
         """
         self._metrics.sync()
         self._completions.sync()
+
+
+class CompletionLog:
+    """Rows wait in memory until `sync`; a Parquet file cannot grow, so it is replaced.
+
+    Synced before every checkpoint, the file holds every step up to it, however the run ends; what
+    goes beyond the checkpoint that a run resumes from is dropped, so that no step comes twice.
+
+    Args:
+        folder: the run folder.
+        keep_up_to: rows of later steps are dropped.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+
+    def __init__(self, folder: Path, keep_up_to: int):
+        self._file = folder / NAME
+        self._table = COLUMNS.empty_table()
+        self._waiting: list[dict[str, Any]] = []
+        if self._file.is_file():
+            table = self._read()
+            self._table = table.filter(compute.field("step") <= keep_up_to)
+            if len(self._table) < len(table):
+                _replace(self._file, self._table)
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Rows with the keys of `COLUMNS`."""
+        self._waiting += rows
+
+    def sync(self) -> None:
+        """Write what waits.
+
+        Raises:
+            OSError: it is not on the disk; nothing is lost, the next call tries again.
+        """
+        if not self._waiting:
+            return
+        added = pyarrow.Table.from_pylist(self._waiting, schema=COLUMNS)
+        whole = pyarrow.concat_tables([self._table, added]).combine_chunks()
+        _replace(self._file, whole)
+        self._table, self._waiting = whole, []
+
+    def _read(self) -> pyarrow.Table:
+        try:
+            return parquet.read_table(self._file, schema=COLUMNS)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{self._file} is damaged ({reason}): move it away") from error
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows with keys of `COLUMNS`, in place of what the file held."""
+    _replace(folder / NAME, pyarrow.Table.from_pylist(rows, schema=COLUMNS))
+
+
+def _replace(file: Path, table: pyarrow.Table) -> None:
+    with atomic_write(file) as staged:
+        parquet.write_table(table, staged, compression="zstd")

@@ -1,4 +1,4 @@
-"""`python -m grpo_ustat.sweep status DIR`: how far the sweeps in a folder are."""
+"""`grpo-ustat sweep status DIR`: how far the sweeps in a folder are."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.runs.sweeps import details, status_table, sweeps_in
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs.status import details, status_table, sweeps_in
 
 
 def main() -> None:
     """Console entry; the exit code is 0 whatever the runs' states are."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_ustat.sweep", description=__doc__)
+    parser = argparse.ArgumentParser(prog=command_line("sweep"), description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     status = commands.add_parser("status", help="a table of every run of the sweeps in a folder")
     status.add_argument(

@@ -25,7 +25,7 @@ MAX_NUMBER = 60  # characters of a number with its sign, commas and spaces
 MAX_MARKED = 120  # of a marked line behind the mark
 WRAPS = (("**", "**"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), *((box, "}") for box in BOXES))
 _MARK = re.compile(rf"(?<!#){MARK}(?!#)")
-_MARKED = re.compile(rf"{_MARK.pattern}\s*+(?P<said>[^\n#]*+)(?:\n|\Z)")  # possessive: linear
+_MARKED = re.compile(rf"{_MARK.pattern}\s*+(?P<line>[^\n#]*+)(?:\n|\Z)")  # possessive: linear
 _DOLLAR = r"(?:\\?\$)?"
 _NUMBER = re.compile(
     rf"(?P<before>[+-]?){_DOLLAR}(?P<after>[+-]?)"
@@ -61,18 +61,20 @@ def final_number(text: str) -> Decimal | None:
 
 
 def _marked(text: str) -> tuple[Decimal | None, int]:
-    """The number on the first marked line that states one, and where that line ends."""
-    for found in _MARKED.finditer(text):  # one in a line, by its last mark
-        before = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
-        said = ("**" if before.count("**") % 2 else "") + found["said"]  # **#### 12** is one bold
-        value = None if _MARK.search(before) else _wrapped_number(said)
+    """The number on the first line marked by #### that states one, else None; and the position in
+    the text where that line ends.
+    """
+    for match in _MARKED.finditer(text):  # one in a line, by its last mark
+        before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+        line = ("**" if before.count("**") % 2 else "") + match["line"]  # **#### 12** is one bold
+        value = None if _MARK.search(before) else _wrapped_number(line)
         if value is not None:
-            return value, found.end()
+            return value, match.end()
     return None, len(text)
 
 
 def _wrapped_number(text: str) -> Decimal | None:
-    """The number that a short text is but for formatting around the whole of it, or None."""
+    """The number that a short text consists of, apart from formatting around all of it, or None."""
     text = text.strip()
     if len(text) > MAX_MARKED:
         return None
@@ -84,19 +86,19 @@ def _wrapped_number(text: str) -> Decimal | None:
 
 
 def number(text: str) -> Decimal | None:
-    """The number that `text` is and nothing else, or None.
+    """The number that a text consists of and nothing else, or None.
 
     A sign (also the minus U+2212), a dollar sign, commas between thousands, spaces around and one
     full stop behind are read over; at most 30 ASCII digits.
     """
     text = text.strip().replace("\u2212", "-")
-    found = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_NUMBER else None
-    if found is None or (found["before"] and found["after"]):
+    match = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_NUMBER else None
+    if match is None or (match["before"] and match["after"]):
         return None
-    digits = found["digits"].replace(",", "")
+    digits = match["digits"].replace(",", "")
     if len(digits) - digits.count(".") > MAX_DIGITS:
         return None
-    return Decimal(found["before"] + found["after"] + digits)
+    return Decimal(match["before"] + match["after"] + digits)
 
 
 def plain(value: Decimal) -> str:
@@ -111,7 +113,9 @@ def plain(value: Decimal) -> str:
 
 
 def stated(text: str) -> str | None:
-    """The number that `text` states as its final answer, in one writing, for logs."""
+    """The number that a text states as its final answer, written as `plain` does, for logs; or
+    None.
+    """
     value = final_number(text)
     return None if value is None else plain(value)
 

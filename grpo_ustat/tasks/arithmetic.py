@@ -13,7 +13,7 @@ import random
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
 from grpo_ustat.tasks.answers import MARK
 
@@ -148,19 +148,21 @@ def draw(
         ConfigError: the operand ranges hold too few distinct questions of some kind.
     """
     rng = random.Random(f"arithmetic/{split}/{seed}")
-    found: dict[str, Exercise] = {}
-    while len(found) < count:
+    exercises: dict[str, Exercise] = {}
+    while len(exercises) < count:
         kind = rng.choice(KINDS)
         tries = (_one(rng, kind, split, ranges) for _ in range(MAX_TRIES))
-        question = next((q for q in tries if q.text not in found and q.text not in without), None)
+        question = next(
+            (q for q in tries if q.text not in exercises and q.text not in without), None
+        )
         if question is None:
-            have = sum(q.kind == kind for q in found.values())
+            have = sum(q.kind == kind for q in exercises.values())
             raise ConfigError(
                 f"{count} distinct {split} questions asked, but these operand ranges hold only "
                 f"about {have} of kind {kind}: widen the dataset's ranges or ask for fewer"
             )
-        found[question.text] = question
-    return list(found.values())
+        exercises[question.text] = question
+    return list(exercises.values())
 
 
 def worked(exercise: Exercise) -> str:
@@ -202,12 +204,13 @@ class Arithmetic:
     def questions(self, split: str) -> list[Question]:
         """The split's questions, in the order in which they were drawn."""
         return [
-            Question(q.text, q.text, str(q.answer), q.kind, worked(q)) for q in self._drawn(split)
+            Question(q.text, q.text, str(q.answer), q.kind, worked(q))
+            for q in self._exercises(split)
         ]
 
-    def _drawn(self, split: str) -> list[Exercise]:
+    def _exercises(self, split: str) -> list[Exercise]:
         if split != "examples":
             return draw(split, self._sizes[split], self._ranges, self._seed)
-        trained = {q.text for q in self._drawn("train")}
+        trained = {q.text for q in self._exercises("train")}
         seed = f"examples/{self._examples_seed}"
         return draw("train", self._sizes[split], self._ranges, seed, without=trained)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Protocol
 
 import numpy as np
 
-from grpo_ustat.ranks import is_main
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.records import Prompt, Question, Rollouts
 from grpo_ustat.tasks.answers import final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
 
 
 class Source(Protocol):
-    """Questions of each split.
+    """A data set: the questions of each split.
 
     Attributes:
         counts: of what was dropped and why, told once a run; may be missing.
@@ -39,7 +41,7 @@ class Judge(Protocol):
     counts: Counter[str]
 
     def extract(self, completion: str) -> str | None:
-        """The final answer that a completion states, None where none is found."""
+        """The final answer that a completion states; None where it states none."""
         ...
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
@@ -103,16 +105,16 @@ class Task:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many questions the source left out, by reason; reasons without any are not named."""
+        """How many questions the source left out, by reason; reasons with count 0 are absent."""
         counts = getattr(self._source, "counts", {})
         return {reason: count for reason, count in counts.items() if count}
 
 
 def tell_dropped(task: Task) -> None:
-    """Say, once for all ranks, what the data set left out."""
-    told = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items())
-    if told and is_main():
-        print(f"note: questions left out: {told}", file=sys.stderr)
+    """Print once, on rank 0, how many questions the data set left out and why."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items())
+    if reasons and is_main():
+        print(f"note: questions left out: {reasons}", file=sys.stderr)
 
 
 def rewards(task: Task, rollouts: Rollouts) -> np.ndarray:
@@ -123,14 +125,14 @@ def rewards(task: Task, rollouts: Rollouts) -> np.ndarray:
     """
     texts = [text for texts in rollouts.texts_PG for text in texts]
     prompts = [p for p, of_p in zip(rollouts.prompts, rollouts.texts_PG, strict=True) for _ in of_p]
-    found = np.array(task.rewards(prompts, texts), dtype=np.float64)
-    found_PG = found.reshape(len(rollouts.prompts), -1)
-    for p, i in np.argwhere(~np.isfinite(found_PG)):
+    rewards = np.array(task.rewards(prompts, texts), dtype=np.float64)
+    rewards_PG = rewards.reshape(len(rollouts.prompts), -1)
+    for p, i in np.argwhere(~np.isfinite(rewards_PG)):
         raise FloatingPointError(
-            f"the reward of completion {i} of prompt {rollouts.prompts[p].id} is {found_PG[p, i]}: "
-            "a reward must be a finite number"
+            f"the reward of completion {i} of prompt {rollouts.prompts[p].id} is "
+            f"{rewards_PG[p, i]}: a reward must be a finite number"
         )
-    return found_PG
+    return rewards_PG
 
 
 def answered(task: Task, rollouts: Rollouts) -> np.ndarray:
@@ -138,3 +140,54 @@ def answered(task: Task, rollouts: Rollouts) -> np.ndarray:
     return np.array(
         [[task.extract(text) is not None for text in texts] for texts in rollouts.texts_PG]
     )
+
+
+class Fitting:
+    """The questions of a source whose prompts have at most `max_length` tokens.
+
+    Args:
+        source: of the questions.
+        prompting: how they are put.
+        lengths: tokens of each text.
+        max_length: of a prompt, `prompt.max_length`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        prompting: Prompting,
+        lengths: Callable[[list[str]], list[int]],
+        max_length: int,
+    ):
+        self._source, self._prompting = source, prompting
+        self._lengths, self._most = lengths, max_length
+        self._fitting_by_split: dict[str, list[Question]] = {}
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Questions left out, by reason: by the source, and too long ones of splits read so far."""
+        return Counter(getattr(self._source, "counts", {})) + self._counts
+
+    def questions(self, split: str) -> list[Question]:
+        """See `Source.questions`.
+
+        Raises:
+            ConfigError: none is left.
+        """
+        if split not in self._fitting_by_split:
+            self._fitting_by_split[split] = self._fitting(split)
+        return list(self._fitting_by_split[split])
+
+    def _fitting(self, split: str) -> list[Question]:
+        every = self._source.questions(split)
+        lengths = self._lengths([self._prompting.prompt(question).text for question in every])
+        fitting = [q for q, length in zip(every, lengths, strict=True) if length <= self._most]
+        if every and not fitting:
+            raise ConfigError(
+                f"prompt.max_length={self._most} leaves out all {len(every)} {split} questions, "
+                f"whose prompts have {min(lengths)} to {max(lengths)} tokens: raise it, or use null"
+            )
+        reason = f"{split} questions whose prompts exceed prompt.max_length={self._most} tokens"
+        self._counts[reason] = len(every) - len(fitting)
+        return fitting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from grpo_ustat.data_config import Gsm8kConfig
+from grpo_ustat.config.data import Gsm8kConfig
 from grpo_ustat.records import Question
 from grpo_ustat.tasks.answers import MARK, number, plain
 from grpo_ustat.tasks.rows import Row, train_and_test

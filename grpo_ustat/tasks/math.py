@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.data_config import MathConfig
+from grpo_ustat.config.data import MathConfig
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
 from grpo_ustat.tasks.answers import last_boxed
 from grpo_ustat.tasks.rows import Row, train_and_test
@@ -39,10 +39,10 @@ def question_of(row: Row) -> Question:
     empty where that has none either.
     """
     text, solution = row.text("problem"), row.text("solution")
-    given = row.value("answer") if row.has("answer") else ""
-    if not isinstance(given, str):
-        raise row.refused("answer", given, "a text")
-    answer = given.strip() or boxed(solution).strip()
+    answer_field = row.value("answer") if row.has("answer") else ""
+    if not isinstance(answer_field, str):
+        raise row.refused("answer", answer_field, "a text")
+    answer = answer_field.strip() or boxed(solution).strip()
     return Question(question_id("math", text), text, answer, subject_of(row), solution)
 
 
@@ -52,9 +52,9 @@ def boxed(solution: str) -> str:
     >>> boxed(r"so $\boxed{\frac{1}{2}}$"), boxed(r"so $x = \boxed 5$."), boxed("so 5")
     ('\\frac{1}{2}', '5', '')
     """
-    found = last_boxed(solution, len(solution))
+    content = last_boxed(solution, len(solution))
     bare = re.findall(r"\\boxed ([^{}$]+)\$", solution)
-    return found if found is not None else (bare or [""])[-1]
+    return content if content is not None else (bare or [""])[-1]
 
 
 def subject_of(row: Row) -> str:
@@ -65,44 +65,44 @@ def subject_of(row: Row) -> str:
 def level_of(row: Row) -> int | None:
     """1 to 5, written as a number or as `Level 3`; None for the few rows that say `Level ?`."""
     value = row.value("level")
-    found = re.fullmatch(r"(?:Level )?([1-5?])", str(value).strip())
-    if not found:
+    match = re.fullmatch(r"(?:Level )?([1-5?])", str(value).strip())
+    if not match:
         raise row.refused("level", value, "1 to 5, or Level 1 to Level 5")
-    return None if found[1] == "?" else int(found[1])
+    return None if match[1] == "?" else int(match[1])
 
 
 def _filtered(rows: list[Row], dataset: MathConfig, name: str, counts: Counter[str]) -> list[Row]:
     subjects, levels = dataset.subjects, dataset.levels
     if subjects is not None:
-        there = {subject_of(row) for row in rows}
-        for subject in set(subjects) - there:
+        available = {subject_of(row) for row in rows}
+        for subject in set(subjects) - available:
             raise ConfigError(
                 f"dataset.subjects names {subject!r}, which no {name} row has: there are "
-                f"{', '.join(sorted(there))}"
+                f"{', '.join(sorted(available))}"
             )
-    kept = [row for row in rows if subjects is None or subject_of(row) in subjects]
-    counts[f"{name} questions of other subjects"] += len(rows) - len(kept)
-    fitting = [row for row in kept if levels is None or level_of(row) in levels]
-    counts[f"{name} questions of other levels"] += len(kept) - len(fitting)
+    of_subjects = [row for row in rows if subjects is None or subject_of(row) in subjects]
+    counts[f"{name} questions of other subjects"] += len(rows) - len(of_subjects)
+    fitting = [row for row in of_subjects if levels is None or level_of(row) in levels]
+    counts[f"{name} questions of other levels"] += len(of_subjects) - len(fitting)
     return fitting
 
 
 def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
     """The rows whose `unique_id` stands on a line of the file."""
-    wanted = set(Path(file).expanduser().read_text().split("\n")) - {""}
-    kept = [row for row in rows if row.text("unique_id") in wanted]
-    missing = wanted - {row.text("unique_id") for row in kept}
-    if missing or not wanted:
+    ids = set(Path(file).expanduser().read_text().split("\n")) - {""}
+    named_rows = [row for row in rows if row.text("unique_id") in ids]
+    missing = ids - {row.text("unique_id") for row in named_rows}
+    if missing or not ids:
         raise ConfigError(
-            f"dataset.test_ids={file} names {len(wanted)} rows, of which {len(missing)} are no "
+            f"dataset.test_ids={file} names {len(ids)} rows, of which {len(missing)} are no "
             f"test rows, such as {min(missing, default='')!r}: use unique_id of test rows"
         )
-    counts["test questions that test_ids does not name"] += len(rows) - len(kept)
-    return kept
+    counts["test questions that test_ids does not name"] += len(rows) - len(named_rows)
+    return named_rows
 
 
 def _answered(rows: list[Row], name: str, counts: Counter[str]) -> list[Question]:
     questions = [question_of(row) for row in rows]
-    kept = [question for question in questions if question.answer]
-    counts[f"{name} questions without an answer"] += len(questions) - len(kept)
-    return kept
+    answered = [question for question in questions if question.answer]
+    counts[f"{name} questions without an answer"] += len(questions) - len(answered)
+    return answered

@@ -27,6 +27,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.answers import last_boxed
@@ -36,11 +37,11 @@ from grpo_ustat.tasks.math_latex import (
     as_box,
     bare,
     forms,
+    misshapen,
     read_based,
     read_number,
     words,
 )
-from grpo_ustat.tasks.math_shapes import misshapen
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
 LONGEST = 300  # characters of a box
@@ -71,7 +72,9 @@ class MathJudge:
         self._verifier, self._longest = verifier, longest
 
     def extract(self, completion: str) -> str | None:
-        """The content of the last box."""
+        """The content of the completion's last box; None without a closed box, or where it is too
+        long.
+        """
         return last_boxed(completion, self._longest)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
@@ -81,12 +84,12 @@ class MathJudge:
             JudgeError: see `verdicts`.
         """
         pairs = zip(prompts, completions, strict=True)
-        found = self.verdicts([(prompt.question, prompt.answer, text) for prompt, text in pairs])
-        self.counts["timeouts"] += found.count(Verdict.TIMEOUT)
-        self.counts["failures"] += found.count(Verdict.FAILURE)
-        return [float(verdict is Verdict.RIGHT) for verdict in found]
+        verdicts = self.verdicts([(prompt.question, prompt.answer, text) for prompt, text in pairs])
+        self.counts["timeouts"] += verdicts.count(Verdict.TIMEOUT)
+        self.counts["failures"] += verdicts.count(Verdict.FAILURE)
+        return [float(verdict is Verdict.RIGHT) for verdict in verdicts]
 
-    def verdicts(self, asked: Sequence[tuple[str, str, str]]) -> list[Verdict]:
+    def verdicts(self, triples: Sequence[tuple[str, str, str]]) -> list[Verdict]:
         """The verdict on each (question, gold, completion), in one batch of the verifier.
 
         Raises:
@@ -94,25 +97,25 @@ class MathJudge:
                 the steps before it, which judge the canaries in every batch.
         """
         _prove()
-        answers = [self.extract(completion) for *_, completion in asked]
+        answers = [self.extract(completion) for *_, completion in triples]
         early = [
             without_sympy(question, gold, answer)
-            for (question, gold, _), answer in zip(asked, answers, strict=True)
+            for (question, gold, _), answer in zip(triples, answers, strict=True)
         ]
         undecided = [i for i, verdict in enumerate(early) if verdict is None]
-        late = self._verifier.judge([(as_box(asked[i][1]), as_box(answers[i])) for i in undecided])
-        found = dict(zip(undecided, late, strict=True))
-        return [found.get(i, verdict) for i, verdict in enumerate(early)]
+        pairs = [(as_box(triples[i][1]), as_box(cast(str, answers[i]))) for i in undecided]
+        late = dict(zip(undecided, self._verifier.judge(pairs), strict=True))
+        return [late[i] if verdict is None else verdict for i, verdict in enumerate(early)]
 
 
 def _prove() -> None:
     for question, gold, text, expected in CANARIES:
         judged = without_sympy(question, gold, last_boxed(text, LONGEST))
         if judged is not expected:
-            found = "undecided" if judged is None else judged.value
+            result = "undecided" if judged is None else judged.value
             raise JudgeError(
                 f"the judge of answers is broken: gold {gold} and answer {text} are "
-                f"{expected.value}, judged {found}: install grpo_ustat afresh"
+                f"{expected.value}, judged {result}: install grpo_ustat afresh"
             )
 
 
@@ -130,35 +133,39 @@ def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | Non
         return Verdict.RIGHT
     if (based := read_based(gold)) is not None:
         return Verdict.RIGHT if _states(answer, *based, question) else Verdict.WRONG
-    if (wanted := read_number(gold)) is not None:
-        given = read_number(answer)
-        right = given is not None and _meets(wanted, given, f"{question} {gold}")
-        if right and (given.form == wanted.form or not _copied(answer, question)):
-            return Verdict.RIGHT
-        return Verdict.WRONG
+    if (gold_number := read_number(gold)) is not None:
+        answer_number = read_number(answer)
+        if answer_number is None or not _meets(gold_number, answer_number, f"{question} {gold}"):
+            return Verdict.WRONG
+        worked_out = answer_number.form == gold_number.form or not _copied(answer, question)
+        return Verdict.RIGHT if worked_out else Verdict.WRONG
     unfit = misshapen(question, gold, answer) or _copied(answer, question)
     return Verdict.WRONG if unfit else None
 
 
-def _meets(wanted: Number, given: Number, named: str) -> bool:
-    """Whether a number answers for a gold number; units come from `named`, question and gold."""
-    if given.value != wanted.value:
+def _meets(gold: Number, answer: Number, named: str) -> bool:
+    """Whether an answer's number counts as the gold's: equal value, in a form and with a unit that
+    `named`, question and gold, allows.
+    """
+    if answer.value != gold.value:
         return False
-    fractions = {"reduced", "mixed"} if wanted.value.denominator > 1 else set()
-    if wanted.form == "decimal" and given.form not in {"decimal", "scientific"} | fractions:
+    fractions = {"reduced", "mixed"} if gold.value.denominator > 1 else set()
+    if gold.form == "decimal" and answer.form not in {"decimal", "scientific"} | fractions:
         return False
-    known = UNITS.union(words(named))
-    if wanted.percent or "%" in named:
-        known.add("percent")
-    if given.percent and "percent" not in known:
+    units = UNITS.union(words(named))
+    if gold.percent or "%" in named:
+        units.add("percent")
+    if answer.percent and "percent" not in units:
         return False
-    return all(known & forms(word) for word in given.words)
+    return all(units & forms(word) for word in answer.words)
 
 
 def _states(answer: str, digits: str, base: int, question: str) -> bool:
-    """Whether an answer has these digits and this base, or none where the question names it."""
-    if (given := read_based(answer)) is not None:
-        return given[1] == base and int(given[0], base) == int(digits, base)
+    """Whether an answer has these digits and this base; the base may be missing where the question
+    names it.
+    """
+    if (based := read_based(answer)) is not None:
+        return based[1] == base and int(based[0], base) == int(digits, base)
     names = "|".join([str(base), *BASES[base - 2 : base - 1]])
     named = re.search(rf"\bbase[^a-z0-9]{{0,4}}(?:{names})(?![a-z0-9])", question.lower())
     return named is not None and bare(answer).lstrip("0") == digits.lstrip("0")

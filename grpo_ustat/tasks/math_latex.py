@@ -52,6 +52,19 @@ _NUMBER = re.compile(
 _DIGITS = "-?[0-9A-Z]+"
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two digits: 1 2 is not 12
 
+FITTING = {  # shapes of answers to each shape of a gold
+    "one": {"one", "list", "set", "tuple", "named", "range"},
+    "range": {"one", "list", "set", "tuple", "named", "range"},
+    "list": {"one", "list", "set", "named"},
+    "set": {"one", "list", "set"},
+    "named": {"list", "tuple", "named"},
+    "tuple": {"tuple", "named"},
+}
+_UNEQUAL = re.compile(r"\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?)(?![a-zA-Z])|>")
+_IN = re.compile(r"^\s*[a-zA-Z] ?\\in(?![a-zA-Z])")
+_RELATION = re.compile("[<=]")
+_NAME = re.compile(r"[a-zA-Z]|[a-zA-Z]\([a-z]\)|\([a-z](?:,[a-z])+\)")
+
 
 @dataclass(frozen=True)
 class Number:
@@ -64,22 +77,22 @@ class Number:
 
 
 def read_based(latex: str) -> tuple[str, int] | None:
-    r"""The digits and the base of a number that names its base, else None.
+    r"""The digits and the base of a number that states its base, or None.
 
     >>> [read_based(t) for t in ("204_5", r"204_{\text{five}}", "1A_{16}", "204_3", "x_1", "204")]
     [('204', 5), ('204', 5), ('1A', 16), None, None, None]
     """
-    found = re.fullmatch(rf"({_DIGITS})_(?:(\d)|\{{(?:base)?(\d\d?|[a-z]+)\}})", bare(latex))
-    if found is None:
+    match = re.fullmatch(rf"({_DIGITS})_(?:(\d)|\{{(?:base)?(\d\d?|[a-z]+)\}})", bare(latex))
+    if match is None:
         return None
-    digits, name = found[1], found[2] or found[3]
+    digits, name = match[1], match[2] or match[3]
     base = int(name) if name.isdigit() else BASES.index(name) + 2 if name in BASES else 0
-    known = 2 <= base <= 36 and all(int(d, 36) < base for d in digits.lstrip("-"))
-    return (digits, base) if known else None
+    valid = 2 <= base <= 36 and all(int(d, 36) < base for d in digits.lstrip("-"))
+    return (digits, base) if valid else None
 
 
 def bare(latex: str) -> str:
-    r"""LaTeX without spaces and decoration, for comparing.
+    r"""LaTeX without spaces and decoration, so that equal answers are equal texts.
 
     >>> bare(r"\left( \dfrac12,\, 1{,}000 \right)."), bare(r"\text{ 1 2 }")
     ('(\\frac{1}{2},1,000)', '1 2')
@@ -91,52 +104,51 @@ def bare(latex: str) -> str:
 
 
 def read_number(latex: str) -> Number | None:
-    r"""The number that LaTeX is and nothing else, else None.
+    r"""The number that a LaTeX text consists of and nothing else, or None.
 
     >>> [str(read_number(t).value) for t in (r"-\frac{2}{4}", r"1\tfrac34", r"\$1{,}000.50", "7/2")]
     ['-1/2', '7/4', '2001/2', '7/2']
     >>> [read_number(t) for t in ("1 2", "6+1", "x=7", r"5\text{ million}", "1,00", r"\frac{1}{0}")]
     [None, None, None, None, None, None]
     """
-    found = _NUMBER.fullmatch(_peeled(latex))
-    value = None if found is None else _value(found)
-    if value is None:
+    match = _NUMBER.fullmatch(_peeled(latex))
+    if match is None or (value := _value(match)) is None:
         return None
-    unit = words(found["unit"] or "")
+    unit = words(match["unit"] or "")
     if any(NO_UNITS & forms(word) for word in unit):
         return None
-    sign = -1 if found["sign"] == "-" else 1
-    return Number(sign * value, _form(found), bool(found["percent"]) or "percent" in unit, unit)
+    sign = -1 if match["sign"] == "-" else 1
+    return Number(sign * value, _form(match), bool(match["percent"]) or "percent" in unit, unit)
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
-    if found["decimal"]:
-        value = number(found["decimal"])
-        power = int(found["power"] or found["powers"] or 0)
+def _value(match: re.Match[str]) -> Fraction | None:
+    if match["decimal"]:
+        value = number(match["decimal"])
+        power = int(match["power"] or match["powers"] or 0)
         return None if value is None else Fraction(value) * Fraction(10) ** power
-    above, below = _fraction(found)
-    if not below or (found["whole"] and min(above, below) < 0):
+    above, below = _fraction(match)
+    if not below or (match["whole"] and min(above, below) < 0):
         return None
-    return Fraction(int(found["whole"] or 0) * below + above, below)
+    return Fraction(int(match["whole"] or 0) * below + above, below)
 
 
-def _form(found: re.Match[str]) -> str:
-    if found["power"] or found["powers"]:
-        return "scientific" if 1 <= float(found["decimal"].replace(",", "")) < 10 else "unreduced"
-    if found["decimal"]:
+def _form(match: re.Match[str]) -> str:
+    if match["power"] or match["powers"]:
+        return "scientific" if 1 <= float(match["decimal"].replace(",", "")) < 10 else "unreduced"
+    if match["decimal"]:
         return "decimal"
-    above, below = _fraction(found)
-    if gcd(above, below) > 1 or (found["whole"] and above > below):
+    above, below = _fraction(match)
+    if gcd(above, below) > 1 or (match["whole"] and above > below):
         return "unreduced"
-    return "mixed" if found["whole"] else "reduced"
+    return "mixed" if match["whole"] else "reduced"
 
 
-def _fraction(found: re.Match[str]) -> tuple[int, int]:
-    return int(found["p"] or found["over"]), int(found["q"] or found["under"])
+def _fraction(match: re.Match[str]) -> tuple[int, int]:
+    return int(match["p"] or match["over"]), int(match["q"] or match["under"])
 
 
 def _cleaned(latex: str) -> str:
-    """In one writing of spaces, fractions and degrees, one space at most between two signs."""
+    """LaTeX with one spelling of spaces, fractions and degrees; at most one space in a row."""
     latex = " ".join(latex.split())
     for pattern, by in _CLEANED:
         latex = pattern.sub(by, latex)
@@ -144,11 +156,11 @@ def _cleaned(latex: str) -> str:
 
 
 def _peeled(latex: str) -> str:
-    """Cleaned and without what stands around the whole."""
+    """As `_cleaned`, without the text commands and brackets around the whole answer."""
     text = _cleaned(latex).removesuffix(".")
     for pattern, by in _PEELED:
-        found = re.fullmatch(pattern, text)
-        text = found.expand(by).strip() if found else text
+        match = re.fullmatch(pattern, text)
+        text = match.expand(by).strip() if match else text
     return text
 
 
@@ -158,12 +170,82 @@ def words(text: str) -> list[str]:
 
 
 def forms(word: str) -> set[str]:
-    """A word as it is and without a plural's ending."""
+    """A word as it is, and without the endings s and es of a plural."""
     return {word, word.removesuffix("s"), word.removesuffix("es")}
 
 
 def as_box(latex: str) -> str:
-    r"""As math-verify reads it, which knows no `\frac\pi2`."""
+    r"""The LaTeX in a box, with fractions written as math-verify needs them (it cannot read a
+    fraction without braces).
+    """
     for pattern, by in _FRACTIONS:
         latex = re.sub(pattern, by, latex)
     return rf"\boxed{{{latex}}}"
+
+
+def misshapen(question: str, gold: str, answer: str) -> bool:
+    r"""Whether an answer that is not the gold's text has a form that cannot answer for it.
+
+    A time, a ratio or a subscript of digits is met by its text alone; a tuple by a tuple; a list by
+    a list or a set. An answer to a gold without a relation has none but of one name and what it
+    is (`x=5`, `0<x<2`), and a range answers only for an interval.
+
+    >>> pairs = ("6:00", "6"), ("(1,2)", r"\{1,2\}"), (r"\pi", r"\pi=\pi"), ("[0,1)", r"x^2<x")
+    >>> [misshapen("", *pair) for pair in pairs], misshapen("", "[0,1)", r"0\le x<1")
+    ([True, True, True, True], False)
+    """
+    gold, answer = (bare(_UNEQUAL.sub("<", _IN.sub("", latex))) for latex in (gold, answer))
+    if re.search(r"\d:\d|\d_", gold) or (re.search(r"[\d})]_", answer) and "_" not in gold):
+        return True
+    gold, answer = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))  # of sums: k=1
+    gold_shape, answer_shape = _shape(gold), _shape(answer)
+    if _RELATION.search(answer) and not _RELATION.search(gold):
+        if not all(map(_says_of_one_name, _parts(answer))):
+            return True
+        if answer_shape == "range" and gold_shape == "tuple":
+            return not _is_interval(gold, question)
+    return answer_shape not in FITTING[gold_shape]
+
+
+def _shape(text: str) -> str:
+    """One of `FITTING`: "named" is a list such as x=1,y=2, "range" what an inequality says."""
+    parts = _parts(text)
+    if len(parts) > 1:
+        names = [part[0] for part in parts if re.match("[a-zA-Z]=", part)]
+        return "named" if len(set(names)) == len(parts) and names == sorted(names) else "list"
+    if "=" not in text and _RELATION.search(text):
+        return "range"
+    text = text.rpartition("=")[2]
+    if len(_parts(text[1:-1])) > 1 and text[0] in "([" and text[-1] in ")]":
+        return "tuple"
+    return "set" if text.startswith("\\{") and text.endswith("\\}") else "one"
+
+
+def _parts(text: str) -> list[str]:
+    """Split at the commas outside brackets; at none where a bracket closes that was not open."""
+    depth, cuts = 0, [-1]
+    for i, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth < 0:
+            return [text]
+        if sign == "," and not depth:
+            cuts.append(i)
+    return [text[a + 1 : b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+
+def _says_of_one_name(part: str) -> bool:
+    """Whether a part has no relation, or one between a single name and terms without it."""
+    terms = _RELATION.split(part)
+    names = [term for term in terms if _NAME.fullmatch(term)]
+    if len(terms) == 1:
+        return True
+    if len(names) != 1 or len(terms) > 3 or ("=" in part and terms != [*names, terms[1]]):
+        return False
+    letters = set(re.findall("[a-zA-Z]", names[0].partition("(")[0] or names[0]))
+    others = [re.sub(r"\\[a-zA-Z]+", "", term) for term in terms if term != names[0]]
+    return not letters.intersection("".join(others))
+
+
+def _is_interval(gold: str, question: str) -> bool:
+    """Whether a pair in brackets is certainly an interval and not a point."""
+    return "\\infty" in gold or gold[0] + gold[-1] != "()" or "interval" in question.lower()

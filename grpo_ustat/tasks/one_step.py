@@ -12,7 +12,7 @@ import operator
 import random
 from dataclasses import dataclass
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
 
 SPLITS = ("train", "train", "test", "study", "study", "examples")
@@ -42,15 +42,15 @@ class Exercise:
 
 def exercises(tables: list[str]) -> list[Exercise]:
     """Every question of these tables, names of `TABLES`; a question of two of them once."""
-    found = {}
+    by_text = {}
     for name in tables:
         sign, result, lefts, rights = TABLES[name]
         for a in lefts:
             for b in rights:
                 canonical = f"{min(a, b)}{sign}{max(a, b)}"
                 exercise = Exercise(f"{a} {sign} {b}", result(a, b), name, canonical)
-                found.setdefault(exercise.text, exercise)
-    return list(found.values())
+                by_text.setdefault(exercise.text, exercise)
+    return list(by_text.values())
 
 
 def draw(tables: list[str], split: str, count: int, seed: int) -> list[Exercise]:
@@ -85,7 +85,7 @@ class OneStep:
     """
 
     def __init__(self, tables: list[str], sizes: dict[str, int], seed: int, examples_seed: int = 0):
-        self._drawn = {
+        self._exercises = {
             split: draw(tables, split, size, examples_seed if split == "examples" else seed)
             for split, size in sizes.items()
         }
@@ -94,5 +94,5 @@ class OneStep:
         """The split's questions, in the order in which they were drawn."""
         return [
             Question(q.text, q.text, str(q.answer), q.table, f"{q.text} = {q.answer}")
-            for q in self._drawn[split]
+            for q in self._exercises[split]
         ]

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.data_config import TASKS
+from grpo_ustat.config.data import TASKS
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
 
 APART = {  # what a split must not share questions with
@@ -43,46 +43,46 @@ class OwnSource:
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], sizes: Mapping[str, int | None]):
-        self._told, self._sizes = told(TASKS, name), sizes
-        with blamed(self._told):
+        self._name, self._sizes = describe(TASKS, name), sizes
+        with user_errors(self._name):
             self.task = entry_point(TASKS, name)(**options)
 
     def questions(self, split: str) -> list[Question]:
-        """The first so many of the task's.
+        """The task's first questions of a split, as many as its size says.
 
         Raises:
             ConfigError: there are fewer, one of them is no question, or an id comes twice here or
                 also in a split that this one must not share questions with.
         """
-        found = self._cut(split)
+        questions = self._cut(split)
         others = [q for other in APART[split] if self._sizes[other] != 0 for q in self._cut(other)]
-        counts = Counter(question.id for question in found)
+        counts = Counter(question.id for question in questions)
         counts.update({question.id for question in others})
         twice = next((name for name, count in counts.items() if count > 1), None)
         if twice is not None:
             raise ConfigError(
-                f"{self._told} has two {split} questions of id {twice!r}, or one that is also in "
+                f"{self._name} has two {split} questions of id {twice!r}, or one that is also in "
                 f"{' or '.join(APART[split])}: every id must be another, and no question in two"
             )
-        return found
+        return questions
 
     def _cut(self, split: str) -> list[Question]:
-        with blamed(f"{self._told}, questions({split!r})"):
-            found = list(self.task.questions(split))
-        for question in found:
+        with user_errors(f"{self._name}, questions({split!r})"):
+            questions = list(self.task.questions(split))
+        for question in questions:
             if not isinstance(question, Question):
                 raise ConfigError(
-                    f"{self._told}: questions({split!r}) holds {question!r:.60}, it must hold "
+                    f"{self._name}: questions({split!r}) holds {question!r:.60}, it must hold "
                     "grpo_ustat.records.Question"
                 )
         count = self._sizes[split]
-        if count is not None and count > len(found):
+        if count is not None and count > len(questions):
             key = "prompt.shots" if split == "examples" else f"dataset.{split}_size"
             raise ConfigError(
-                f"{key}={count}, but {self._told} has {len(found)} {split} questions: "
-                f"use {key}={len(found)} or less"
+                f"{key}={count}, but {self._name} has {len(questions)} {split} questions: "
+                f"use {key}={len(questions)} or less"
             )
-        return found[:count]
+        return questions[:count]
 
 
 class OwnJudge:
@@ -101,13 +101,13 @@ class OwnJudge:
         name: str = "the reward",
     ):
         self.counts: Counter[str] = Counter()
-        self._reward, self._extract, self._told = reward, extract, name
+        self._reward, self._extract, self._name = reward, extract, name
 
     def extract(self, completion: str) -> str | None:
         """See `Judge.extract`."""
         if self._extract is None:
             return completion.strip() or None
-        with blamed(f"{self._told}, extract"):
+        with user_errors(f"{self._name}, extract"):
             return self._extract(completion)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
@@ -119,18 +119,18 @@ class OwnJudge:
         return [self._one(p, text) for p, text in zip(prompts, completions, strict=True)]
 
     def _one(self, prompt: Prompt, completion: str) -> float:
-        with blamed(f"{self._told}, prompt {prompt.id}"):
-            found = self._reward(prompt, completion)
-        if not isinstance(found, Real) or not 0 <= found <= 1:
+        with user_errors(f"{self._name}, prompt {prompt.id}"):
+            reward = self._reward(prompt, completion)
+        if not isinstance(reward, Real) or not 0 <= reward <= 1:
             raise ConfigError(
-                f"{self._told}, prompt {prompt.id}: the reward is {found!r:.60}, it must be a "
+                f"{self._name}, prompt {prompt.id}: the reward is {reward!r:.60}, it must be a "
                 "number from 0 to 1"
             )
-        return float(found)
+        return float(reward)
 
 
-def told(group: str, name: str) -> str:
-    """What to call an entry point in errors."""
+def describe(group: str, name: str) -> str:
+    """How errors name an entry point: its group and its name."""
     return f"{group} entry point {name!r}"
 
 
@@ -140,12 +140,14 @@ def entry_point(group: str, name: str) -> Any:
 
 
 @contextmanager
-def blamed(told: str) -> Iterator[None]:
-    """Whatever a user's code raises, as one line with its place."""
+def user_errors(source: str) -> Iterator[None]:
+    """Within, an exception of the user's code becomes a ConfigError of one line that names its
+    place.
+    """
     try:
         yield
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"{told}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+            f"{source}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
         ) from error

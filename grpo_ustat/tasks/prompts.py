@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from grpo_ustat.records import Prompt, Question
 
@@ -20,16 +21,16 @@ def render(template: str, question: Question) -> str:
     """
     values = {"question": question.text, "answer": question.answer, "solution": question.solution}
     pattern = "|".join(f"{{{name}}}" for name in FIELDS)
-    return re.sub(pattern, lambda found: values[found.group()[1:-1]], template)
+    return re.sub(pattern, lambda match: values[match.group()[1:-1]], template)
 
 
 @dataclass(frozen=True)
 class Prompting:
-    """The way from questions to prompts.
+    """How a question becomes a prompt.
 
     Attributes:
         template: of a question.
-        reply: of what follows a solved example's question.
+        reply: of what follows a solved example's question; None: there are no examples.
         examples: questions that are shown solved, the same before every question.
         system: the system turn of a chat; None: the chat template's own, if it has one.
         chat: writes turns in the model's chat format; None: plain text.
@@ -42,18 +43,20 @@ class Prompting:
     chat: Callable[[list[Turn]], str] | None = None
 
     def prompt(self, question: Question) -> Prompt:
-        """The question as the policy reads it."""
+        """The prompt of a question, as the policy reads it."""
         text = self._chat(question) if self.chat else self._plain(question)
         return Prompt(question.id, text, question.text, question.answer, question.kind)
 
     def _plain(self, question: Question) -> str:
-        solved = [render(part, q) for q in self.examples for part in (self.template, self.reply)]
+        templates = (self.template, cast(str, self.reply))
+        solved = [render(template, q) for q in self.examples for template in templates]
         return "".join(solved) + render(self.template, question)
 
     def _chat(self, question: Question) -> str:
+        assert self.chat is not None
         turns = [] if self.system is None else [{"role": "system", "content": self.system}]
         for example in self.examples:
             turns.append({"role": "user", "content": render(self.template, example)})
-            turns.append({"role": "assistant", "content": render(self.reply, example)})
+            turns.append({"role": "assistant", "content": render(cast(str, self.reply), example)})
         turns.append({"role": "user", "content": render(self.template, question)})
         return self.chat(turns)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpo_ustat.config import Common
-from grpo_ustat.data_config import REWARDS, TASKS
+from grpo_ustat.config.common import Common
+from grpo_ustat.config.data import REWARDS, TASKS
 from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges
-from grpo_ustat.tasks.base import Judge, NumberJudge, Source, Task
-from grpo_ustat.tasks.fitting import Fitting
+from grpo_ustat.tasks.base import Fitting, Judge, NumberJudge, Source, Task
 from grpo_ustat.tasks.gsm8k import gsm8k
 from grpo_ustat.tasks.math import math
 from grpo_ustat.tasks.math_answers import MathJudge
 from grpo_ustat.tasks.one_step import OneStep
-from grpo_ustat.tasks.own import OwnJudge, OwnSource, blamed, entry_point, told
+from grpo_ustat.tasks.plugins import OwnJudge, OwnSource, describe, entry_point, user_errors
 from grpo_ustat.tasks.prompts import Prompting, Turn
 from grpo_ustat.tasks.verifier import Verifier
 
@@ -39,12 +38,13 @@ def make_task(
     prompting = Prompting(prompt.template, prompt.reply, examples, prompt.system, chat)
     judge = make_judge(config, source)
     if prompt.max_length is not None:
+        assert lengths is not None, "prompt.max_length needs the lengths of prompts"
         source = Fitting(source, prompting, lengths, prompt.max_length)
     return Task(source, prompting, judge)
 
 
 def make_source(config: Common) -> Source:
-    """The configured questions."""
+    """The configured data set."""
     dataset, prompt = config.dataset, config.prompt
     sizes = {split: getattr(dataset, f"{split}_size") for split in ("train", "test", "study")}
     sizes["examples"] = prompt.shots
@@ -64,11 +64,14 @@ def make_source(config: Common) -> Source:
 
 
 def make_judge(config: Common, source: Source) -> Judge:
-    """The configured judge; with a reward of the user's own, the data set's still reads answers."""
+    """The configured judge. A user's own reward replaces the data set's, which still extracts
+    answers.
+    """
     dataset = config.dataset
     if dataset.kind == "own":
+        assert isinstance(source, OwnSource)
         own = source.task
-        judge = OwnJudge(own.reward, getattr(own, "extract", None), told(TASKS, dataset.name))
+        judge = OwnJudge(own.reward, getattr(own, "extract", None), describe(TASKS, dataset.name))
     elif dataset.kind == "math":
         limits = (config.launch.judge_workers, dataset.judge_seconds, dataset.judge_memory_gb)
         judge = MathJudge(Verifier(*limits), dataset.max_answer_length)
@@ -76,7 +79,7 @@ def make_judge(config: Common, source: Source) -> Judge:
         judge = NumberJudge()
     if dataset.reward is None:
         return judge
-    named = told(REWARDS, dataset.reward)
-    with blamed(named):
+    named = describe(REWARDS, dataset.reward)
+    with user_errors(named):
         reward = entry_point(REWARDS, dataset.reward)
     return OwnJudge(reward, judge.extract, named)

@@ -9,21 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.data_config import Gsm8kConfig
+from grpo_ustat.config.data import Gsm8kConfig
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.tasks.hub import go_offline_if_unreachable
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datasets` calls them
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row.
+    """One row of a data set.
 
     Attributes:
         fields: values by name.
@@ -34,7 +35,7 @@ class Row:
     where: str
 
     def has(self, name: str) -> bool:
-        """Whether it has a value of this name."""
+        """Whether the row has a value in the field of this name."""
         return self.fields.get(name) is not None
 
     def value(self, *names: str) -> Any:
@@ -46,9 +47,9 @@ class Row:
         for name in names:
             if self.has(name):
                 return self.fields[name]
-        there = ", ".join(name for name in self.fields if self.has(name)) or "none"
+        present = ", ".join(name for name in self.fields if self.has(name)) or "none"
         raise ConfigError(
-            f"{self.where}: field {' or '.join(names)} is missing, the fields there are: {there}"
+            f"{self.where}: field {' or '.join(names)} is missing, the fields there are: {present}"
         )
 
     def text(self, *names: str) -> str:
@@ -62,14 +63,16 @@ class Row:
             raise self.refused(" or ".join(names), value, "a text that is not empty")
         return value.strip()
 
-    def refused(self, name: str, value: Any, wanted: str) -> ConfigError:
-        """What to raise of a field's value."""
-        return ConfigError(f"{self.where}: field {name} is {_short(value)}, it must be {wanted}")
+    def refused(self, name: str, value: Any, requirement: str) -> ConfigError:
+        """The error for a field whose value does not meet a requirement."""
+        return ConfigError(
+            f"{self.where}: field {name} is {_short(value)}, it must be {requirement}"
+        )
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows come from.
+    """The place that rows are read from.
 
     Attributes:
         key: the configuration key that names the path, for errors.
@@ -84,7 +87,7 @@ class Origin:
     revision: str | None = None
 
     def rows(self, split: str) -> list[Row]:
-        """All rows of a split; a single file is the split that it is asked for.
+        """All rows of a split; a single file holds the rows of any split.
 
         Raises:
             ConfigError: nothing can be read there, or there is no such split; names file and row,
@@ -98,7 +101,7 @@ class Origin:
         return self._of_hub(split)
 
     def _files(self, folder: Path, split: str) -> list[Path]:
-        """The files of a split, told by their names or by the folder's card."""
+        """The files of a split, known by their names or by the folder's card."""
         from datasets import get_dataset_config_names, load_dataset_builder
 
         try:
@@ -116,29 +119,32 @@ class Origin:
                 f"{self.key}={self.path} holds no jsonl, json or Parquet file: put train.jsonl and "
                 "test.jsonl there, or use another folder"
             )
-        files = {str(name): paths for name, paths in builder.config.data_files.items()}
+        data_files = cast(dict[Any, list[Any]], builder.config.data_files)
+        files = {str(name): paths for name, paths in data_files.items()}
         return [Path(file) for file in self._chosen(split, files)]
 
     def _of_hub(self, split: str) -> list[Row]:
         from datasets import load_dataset
 
+        unreachable = go_offline_if_unreachable()
         try:
             with _quiet():
-                found = load_dataset(self.path, self.subset, revision=self.revision)
+                splits = load_dataset(self.path, self.subset, revision=self.revision)
         except Exception as error:
+            hint = ", or download it elsewhere and set HF_HUB_OFFLINE=1" if unreachable else ""
             raise ConfigError(
                 f"{self.key}={self.path} is no file or folder here, and as a hub id it could not "
-                f"be loaded ({_reason(error)}): use {self.key}=FILE_OR_FOLDER"
+                f"be loaded ({_reason(error)}): use {self.key}=FILE_OR_FOLDER{hint}"
             ) from error
-        return _numbered(self._chosen(split, found), f"{self.path} split {split}")
+        return _numbered(self._chosen(split, splits), f"{self.path} split {split}")
 
-    def _chosen(self, split: str, there: dict[str, Iterable]) -> Iterable:
-        if split not in there:
+    def _chosen(self, split: str, splits: Mapping[Any, Iterable]) -> Iterable:
+        if split not in splits:
             raise ConfigError(
-                f"{self.key}={self.path} has no split {split!r}, only {', '.join(there)}: set "
+                f"{self.key}={self.path} has no split {split!r}, only {', '.join(splits)}: set "
                 "dataset.train_split and dataset.test_split, or dataset.test_path"
             )
-        return there[split]
+        return splits[split]
 
 
 def train_and_test(dataset: Gsm8kConfig) -> tuple[list[Row], list[Row]]:
@@ -169,19 +175,19 @@ def _of_file(file: Path) -> list[Row]:
 
     kind = kind_of(file)
     if kind is None:
-        known = ", ".join(KINDS)
-        raise ConfigError(f"{file} cannot be read: its name must end in one of {known}")
+        endings = ", ".join(KINDS)
+        raise ConfigError(f"{file} cannot be read: its name must end in one of {endings}")
     try:
         with _quiet() as cache:  # streamed: nothing is left in a cache that could grow stale
             options = {"split": "train", "streaming": True, "cache_dir": cache}
             rows = list(load_dataset(kind, data_files=str(file), **options))
     except Exception as error:
-        told = _reason(error)
-        if "zstd" in told:
-            told += ": pip install zstandard, or use .gz"
+        reason = _reason(error)
+        if "zstd" in reason:
+            reason += ": pip install zstandard, or use .gz"
         elif kind == "json":
-            told = _broken(file) or told
-        raise ConfigError(f"{file} cannot be read: {told}") from error
+            reason = _broken(file) or reason
+        raise ConfigError(f"{file} cannot be read: {reason}") from error
     return _numbered(rows, str(file))
 
 
@@ -190,12 +196,12 @@ def _numbered(rows: Iterable[dict[str, Any]], place: str) -> list[Row]:
 
 
 def _broken(file: Path) -> str | None:
-    """The first row of a json file that is none, None where every one is."""
+    """What is wrong with the first invalid row of a json file; None where every row is valid."""
     import fsspec
 
     try:
         with fsspec.open(str(file), "rt", encoding="utf-8", compression="infer") as opened:
-            text = opened.read()
+            text = cast(TextIO, opened).read()
     except (OSError, ValueError, EOFError) as error:
         return _reason(error)
     if not text.strip():
@@ -203,17 +209,17 @@ def _broken(file: Path) -> str | None:
     rows = [text] if text.lstrip().startswith("[") else filter(str.strip, text.splitlines())
     for number, row in enumerate(rows, start=1):
         try:
-            found = json.loads(row)
+            value = json.loads(row)
         except ValueError as error:
             return f"row {number} is no json ({error})" if row is not text else f"no json ({error})"
-        if row is not text and not isinstance(found, dict):
-            return f"row {number} is {_short(found)}, it must be an object with named fields"
+        if row is not text and not isinstance(value, dict):
+            return f"row {number} is {_short(value)}, it must be an object with named fields"
     return None
 
 
 @contextmanager
 def _quiet() -> Iterator[str]:
-    """The library without its bars and logs, and a folder for what it would leave in its cache."""
+    """Within, the library prints no bars and logs; yields a temporary folder for its cache."""
     import datasets
     import huggingface_hub
 

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
 
 
@@ -65,12 +65,12 @@ class Splits:
         rest = _shuffled(self._once(clean, "train"), f"train/{seed}")
         study = _first(rest, sizes["study"], "dataset.study_size")
         rest = rest[len(study) :]
-        shown = _shuffled(rest, f"examples/{examples_seed}")
-        examples = _first(shown, sizes["examples"], "prompt.shots")
+        shuffled = _shuffled(rest, f"examples/{examples_seed}")
+        examples = _first(shuffled, sizes["examples"], "prompt.shots")
         solved = {question.id for question in examples}
-        left = [question for question in rest if question.id not in solved]
+        remaining = [question for question in rest if question.id not in solved]
         self._splits = {
-            "train": _first(left, sizes["train"], "dataset.train_size"),
+            "train": _first(remaining, sizes["train"], "dataset.train_size"),
             "test": _first(tests, sizes["test"], "dataset.test_size"),
             "study": study,
             "examples": examples,
@@ -81,12 +81,12 @@ class Splits:
         return list(self._splits[split])
 
     def _once(self, questions: list[Question], rows: str) -> list[Question]:
-        """Each question where it comes first."""
-        found: dict[str, Question] = {}
+        """The questions without repetitions: of equal ids the first one."""
+        first_by_id: dict[str, Question] = {}
         for question in questions:
-            found.setdefault(question.id, question)
-        self.counts[f"repeated {rows} questions"] += len(questions) - len(found)
-        return list(found.values())
+            first_by_id.setdefault(question.id, question)
+        self.counts[f"repeated {rows} questions"] += len(questions) - len(first_by_id)
+        return list(first_by_id.values())
 
 
 def _shuffled(questions: list[Question], seed: str) -> list[Question]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,14 +21,14 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.pace import Pace
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.processes import kill_group
+from grpo_ustat.progress import Progress
 
 SCRIPT = Path(__file__).with_name("verify_worker.py")
 START_SECONDS = 120.0  # for a worker's imports on a busy machine
@@ -108,11 +107,11 @@ class Verifier:
         if self._process != os.getpid():  # after a fork: workers and lock are the parent's
             self._begin()
         with self._lock:
-            known = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
-            new = [pair for pair in dict.fromkeys(pairs) if pair not in known]
-            known |= self._judged(new) if new else {}
-            self._remember(known)
-        return [known[pair] for pair in pairs]
+            verdicts = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
+            new = [pair for pair in dict.fromkeys(pairs) if pair not in verdicts]
+            verdicts |= self._judged(new) if new else {}
+            self._remember(verdicts)
+        return [verdicts[pair] for pair in pairs]
 
     def close(self) -> None:
         """End the workers; a later call starts others."""
@@ -128,11 +127,11 @@ class Verifier:
             self._cache.popitem(last=False)
 
     def _judged(self, pairs: list[Pair]) -> dict[Pair, Verdict]:
-        """Verdicts of pairs that differ; a thread waits for each worker."""
-        waiting, found, pace = deque(pairs), {}, Pace("judging", len(pairs))
+        """The verdict on each of these distinct pairs; one thread per worker."""
+        waiting, verdicts, progress = deque(pairs), {}, Progress("judging", len(pairs))
         with ThreadPoolExecutor(self._places) as threads:
             try:
-                serve = partial(self._serve, waiting=waiting, found=found, pace=pace)
+                serve = partial(self._serve, waiting=waiting, verdicts=verdicts, progress=progress)
                 places = [threads.submit(serve, place) for place in range(self._places)]
                 for served in as_completed(places):  # the first to fail is heard at once
                     served.result()
@@ -141,24 +140,26 @@ class Verifier:
                 for worker in list(self._workers.values()):
                     worker.kill()
                 raise
-        return found
+        return verdicts
 
     def _serve(
-        self, place: int, waiting: deque[Pair], found: dict[Pair, Verdict], pace: Pace
+        self, place: int, waiting: deque[Pair], verdicts: dict[Pair, Verdict], progress: Progress
     ) -> None:
-        """Have the worker of one place judge pairs until none is left."""
+        """Let worker number `place` judge pairs until none is waiting, into `verdicts`."""
         worker = None
         while waiting and (worker := worker or self._proved(place, waiting)):
             try:
                 pair = waiting.popleft()
             except IndexError:
                 return
-            found[pair] = worker.ask(pair)
-            pace.add(1)
+            verdicts[pair] = worker.ask(pair)
+            progress.add(1)
             worker = None if worker.lost else worker
 
     def _proved(self, place: int, waiting: deque[Pair]) -> _Worker | None:
-        """The worker of a place once it has judged the canaries; None if nothing is waiting."""
+        """Worker number `place`, after it has judged the canaries rightly; None if no pair is
+        waiting.
+        """
         for last in (False, True):
             worker = self._workers.get(place)
             if worker is None or worker.lost or worker.process.poll() is not None:
@@ -172,7 +173,7 @@ class Verifier:
         return None
 
     def _replaced(self, place: int) -> _Worker:
-        """A fresh worker for a place, starting."""
+        """A newly started worker in the place of worker number `place`."""
         if place in self._workers:
             self._workers[place].end()
         self._workers[place] = _Worker(*self._limits)
@@ -183,19 +184,19 @@ class _Worker:
     """A process of `verify_worker.py`, which leads a session of its own and so sees no Ctrl-C."""
 
     def __init__(self, deadline: float, memory_bytes: int, max_tasks: int) -> None:
-        self.pipe, there = Pipe()
+        self.pipe, worker_end = Pipe()
         self.deadline, self.started, self.lost = deadline, False, False
-        own = (there.fileno(), os.getpid(), deadline, memory_bytes, max_tasks)
+        own = (worker_end.fileno(), os.getpid(), deadline, memory_bytes, max_tasks)
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(SCRIPT), *map(str, own)],
-            pass_fds=[there.fileno()],
+            pass_fds=[worker_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        there.close()  # so that the pipe ends with the worker
+        worker_end.close()  # so that the pipe ends with the worker
 
     def ready(self, waiting: Sequence[Pair]) -> bool:
         """Wait for the imports, False as soon as nothing is left to judge.
@@ -258,13 +259,12 @@ class _Worker:
         return Verdict.TIMEOUT
 
     def kill(self) -> None:
-        """End its processes, whatever they do; whoever waits for it hears of it."""
+        """Kill its processes; a thread that waits for an answer sees the pipe close."""
         self.lost = True
-        with suppress(ProcessLookupError, PermissionError):  # the latter for zombies on macOS
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
 
     def end(self) -> None:
-        """Kill and forget it."""
+        """Kill the processes and release the worker's pipe."""
         self.kill()
         self.process.wait()
         self.pipe.close()

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from multiprocessing.connection import Connection
+from typing import Any
 
 READY = "ready"
 LOOK = 2.0  # seconds between two looks whether the run that asks still lives
@@ -34,7 +35,7 @@ Judge = Callable[[str, str], bool]
 
 
 def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) -> None:
-    """Answer pairs until the run closes the pipe or is gone."""
+    """Judge the pairs that arrive on the pipe until the run closes it or is gone."""
     _ignore_signals()
     pipe = Connection(handle)
     try:
@@ -56,8 +57,8 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
 
 
 def _limited(what: int, most: int) -> int:
-    """The limit of this process on a resource, `most` or where it is lower the one that it has; a
-    system that knows no such limit, as macOS of address space, goes without.
+    """Set this process's limit on a resource to `most`, or to the present one if that is lower, and
+    return it; on systems without that limit nothing is set.
     """
     hard = resource.getrlimit(what)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -67,7 +68,7 @@ def _limited(what: int, most: int) -> int:
 
 
 def _ignore_signals() -> None:
-    """A request to stop is for the run to answer; the alarm takes its course without Python."""
+    """Ignore requests to stop, which only the run answers; let SIGALRM end the process."""
     for name in ("INT", "TERM", "USR1", "USR2", "HUP"):
         signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -105,7 +106,8 @@ def _serve(
             return DONE
         busy[0] = 1
         signal.setitimer(signal.ITIMER_REAL, deadline)
-        verdict = _verdict(judge, *pair, memory_bytes)
+        gold, answer = pair
+        verdict = _verdict(judge, gold, answer, memory_bytes)
         signal.setitimer(signal.ITIMER_REAL, 0)
         busy[0] = 0
         _say(pipe, verdict)
@@ -135,7 +137,9 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
 
 
 def _peak_bytes() -> int:
-    """The most address space that this process has had; where that is not told, of its memory."""
+    """The largest address space that this process has had, bytes; where the system does not say,
+    its largest memory.
+    """
     if not os.path.exists("/proc/self/status"):
         unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, bytes
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -156,7 +160,9 @@ def _judge() -> Judge:
 
     def read(text: str) -> list:
         """What math-verify makes of a text."""
-        return parse(text, config, "no_fallback", parsing_timeout=None, raise_on_error=True)
+        # parsing_timeout=None is math-verify's own way to set no alarm, which its type leaves out
+        options: dict[str, Any] = {"parsing_timeout": None, "raise_on_error": True}
+        return parse(text, config, "no_fallback", **options)
 
     def judge(gold: str, answer: str) -> bool:
         """Whether any reading of the answer equals one of the gold."""
@@ -175,6 +181,5 @@ def _judge() -> Judge:
 
 
 if __name__ == "__main__":
-    main(
-        *(kind(word) for kind, word in zip((int, int, float, int, int), sys.argv[1:], strict=True))
-    )
+    handle, run, deadline, memory_bytes, tasks = sys.argv[1:]
+    main(int(handle), int(run), float(deadline), int(memory_bytes), int(tasks))

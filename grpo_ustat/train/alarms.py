@@ -1,7 +1,7 @@
-"""One clear line for each well-known trap, with what to do about it.
+"""Alarms: one clear line for each well-known failure of a run, with what to do about it.
 
-A trap is a condition on a step's metrics row that has held for some steps in a row. Each is told
-once a run; result.json counts the steps at which it held.
+An alarm goes off where a condition on a step's metrics row has held for some steps in a row. It is
+printed once a run; result.json counts the steps at which it held.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ustat.config import TrainConfig
+from grpo_ustat.config.train import TrainConfig
 
-MOST = 0.5  # above it a share is most of them
-UNJUDGED = 0.01  # of a step's completions, from which on rewards are no longer what they say
-LARGEST_GAP = {  # mean nats a token that sampler and trainer may differ, by the type computed in
+MAJORITY = 0.5  # above it a share is most of them
+MAX_UNJUDGED = 0.01  # share of a step's completions; above it rewards are no longer what they say
+MAX_LOGPROB_GAP = {  # mean nats a token between sampler and trainer, by the type computed in
     "float64": 1e-8,
     "float32": 1e-3,
     "bfloat16": 1e-1,
@@ -23,12 +23,12 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Trap:
-    """What goes wrong.
+class Alarm:
+    """A failure that a step's metrics row shows.
 
     Attributes:
-        steps: in a row, after which it is told.
-        holds: of a step's row.
+        steps: in a row that the condition holds, until the alarm is printed.
+        holds: the condition, on a step's row.
         text: what it means and what to do.
     """
 
@@ -37,25 +37,25 @@ class Trap:
     text: Callable[[TrainConfig, Row], str]
 
 
-def ring(
+def check_alarms(
     config: TrainConfig, row: Row, streaks: dict[str, int], alarms: dict[str, int]
 ) -> list[str]:
-    """Lines of the traps that are to be told at this step.
+    """Lines of the alarms to print at this step.
 
     Args:
         config: the run's.
         row: the step's metrics.
         streaks: steps in a row that each condition has held; updated.
-        alarms: steps at which each trap was there; updated.
+        alarms: steps at which each alarm has held; updated.
     """
     lines = []
-    for name, trap in TRAPS.items():
-        streaks[name] = streaks.get(name, 0) + 1 if trap.holds(config, row) else 0
-        if streaks[name] < trap.steps:
+    for name, alarm in ALARMS.items():
+        streaks[name] = streaks.get(name, 0) + 1 if alarm.holds(config, row) else 0
+        if streaks[name] < alarm.steps:
             continue
         if name not in alarms:
-            lines.append(f"{name}, step {row['step']}: {trap.text(config, row)}")
-            alarms[name] = trap.steps - 1
+            lines.append(f"{name}, step {row['step']}: {alarm.text(config, row)}")
+            alarms[name] = alarm.steps - 1
         alarms[name] += 1
     return lines
 
@@ -65,37 +65,33 @@ def computing_type(config: TrainConfig) -> str:
     return "bfloat16" if config.bf16 else config.model.dtype
 
 
-def _gap_is_large(config: TrainConfig, row: Row) -> bool:
-    gap = row.get("sampling/sampling_logp_difference/mean", 0.0)
-    return not gap <= LARGEST_GAP[computing_type(config)]
-
-
 def _unjudged(row: Row) -> int:
+    """Completions of the step that the judge gave up on."""
     return row.get("judge/timeouts", 0) + row.get("judge/failures", 0)
 
 
-TRAPS = {
-    "truncated": Trap(
+ALARMS = {
+    "truncated": Alarm(
         1,
-        lambda config, row: row["completions/clipped_ratio"] > MOST,
+        lambda config, row: row["completions/clipped_ratio"] > MAJORITY,
         lambda config, row: (
             f"{row['completions/clipped_ratio']:.0%} of the completions were cut at "
             f"max_completion_length={config.max_completion_length} and rarely hold an answer: "
             "raise it, or set prompt.stop to what ends an answer"
         ),
     ),
-    "extraction_failed": Trap(
+    "extraction_failed": Alarm(
         1,
-        lambda config, row: row["completions/extraction_failure_ratio"] > MOST,
+        lambda config, row: row["completions/extraction_failure_ratio"] > MAJORITY,
         lambda config, row: (
             f"no answer was found in {row['completions/extraction_failure_ratio']:.0%} of the "
             "completions, which earn nothing whatever they say: read some in completions.parquet, "
             "and ask for the expected format in prompt.template"
         ),
     ),
-    "unjudged": Trap(
+    "unjudged": Alarm(
         1,
-        lambda config, row: _unjudged(row) > UNJUDGED * config.budget.rollouts,
+        lambda config, row: _unjudged(row) > MAX_UNJUDGED * config.budget.rollouts,
         lambda config, row: (
             f"{_unjudged(row)} answers of a step with {config.budget.rollouts} could not be judged "
             f"({row['judge/timeouts']} timed out, {row['judge/failures']} failed) and earned "
@@ -103,7 +99,7 @@ TRAPS = {
             "launch.judge_workers or raise dataset.judge_seconds"
         ),
     ),
-    "silent": Trap(
+    "silent": Alarm(
         3,
         lambda config, row: row["frac_reward_zero_std"] == 1,
         lambda config, row: (
@@ -112,7 +108,7 @@ TRAPS = {
             f"{config.group_size}"
         ),
     ),
-    "constant_reward": Trap(
+    "constant_reward": Alarm(
         5,
         lambda config, row: row["reward_std"] == 0,
         lambda config, row: (
@@ -120,18 +116,21 @@ TRAPS = {
             "reward on completions.parquet; if it is right, the questions are too hard or solved"
         ),
     ),
-    "logprob_gap": Trap(
+    "logprob_gap": Alarm(
         1,
-        _gap_is_large,
+        lambda config, row: (
+            not row.get("sampling/sampling_logp_difference/mean", 0.0)
+            <= MAX_LOGPROB_GAP[computing_type(config)]
+        ),
         lambda config, row: (
             "the sampler's log-probabilities are "
             f"{row['sampling/sampling_logp_difference/mean']:.3g} nats a token away from the "
-            f"trainer's, above {LARGEST_GAP[computing_type(config)]:.0e} for "
+            f"trainer's, above {MAX_LOGPROB_GAP[computing_type(config)]:.0e} for "
             f"{computing_type(config)}: what is sampled is not what is trained; check the "
             "sampler's weights, temperature and type, or use rollout=local"
         ),
     ),
-    "zero_learning_rate": Trap(
+    "zero_learning_rate": Alarm(
         2,  # a warm-up may begin at 0
         lambda config, row: row["learning_rate"] == 0,
         lambda config, row: (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ import torch.distributed as dist
 from accelerate.utils import parse_flag_from_env
 from accelerate.utils.imports import is_deepspeed_available
 
+from grpo_ustat.distributed.ranks import RefusedByRank, is_main
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.ranks import RefusedByRank, is_main
 
 FLAG = "ACCELERATE_USE_DEEPSPEED"
 SHIPPED = "grpo_ustat/launch/accelerate/deepspeed.yaml"
 ENGINE = {
-    "train_micro_batch_size_per_gpu": 1,  # asked for, and used by what feeds an engine batches
+    "train_micro_batch_size_per_gpu": 1,  # required; only DeepSpeed's own data loading uses it
     "zero_allow_untested_optimizer": True,
     "gradient_clipping": 0.0,  # else to a norm of 1; max_grad_norm is ours
     "zero_optimization": {
@@ -39,7 +38,7 @@ def check_options() -> None:
     """Refuse what cannot work, before accelerate sets it up; without DeepSpeed nothing happens.
 
     Raises:
-        ConfigError: DeepSpeed is missing, or was given options that are not supported here.
+        ConfigError: DeepSpeed is missing, or has options that are not supported here.
     """
     if not parse_flag_from_env(FLAG):
         return
@@ -49,15 +48,15 @@ def check_options() -> None:
             "deepspeed, or use fsdp2 (launch.accelerate=fsdp2), which shards more and needs "
             "nothing else"
         )
-    for name, variable, wanted in (
+    for name, variable, required in (
         ("deepspeed_config_file", "ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"),
         ("zero_stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", "1"),
         ("offload_optimizer_device", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
         ("offload_param_device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
         ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", "auto"),
     ):
-        value = os.environ.get(variable, wanted)
-        if value != wanted:
+        value = os.environ.get(variable, required)
+        if value != required:
             raise RefusedByRank(
                 f"accelerate's {name}={value} is not supported: DeepSpeed shards the optimizer's "
                 f"state alone here (zero_stage=1), without more options, as {SHIPPED} says; "
@@ -65,8 +64,8 @@ def check_options() -> None:
             )
 
 
-def asked() -> bool:
-    """Whether ranks were launched with DeepSpeed (grpo_ustat/launch/accelerate/deepspeed.yaml)."""
+def is_configured() -> bool:
+    """Whether accelerate launched the ranks with DeepSpeed, as `SHIPPED` says."""
     return parse_flag_from_env(FLAG) and dist.is_initialized()
 
 
@@ -83,21 +82,26 @@ class ZeroOptimizer:
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer):
         (group,) = optimizer.param_groups
-        parameters = list(group["params"])
-        dtype = parameters[0].dtype
+        self._optimizer, self._parameters = optimizer, list(group["params"])
+        dtype = self._parameters[0].dtype
         if dtype != torch.float32:
             raise RefusedByRank(
                 f"DeepSpeed keeps weights in float32 for its updates, asked is {dtype}: use "
                 "model.dtype=float32 (and bf16=true), or launch.accelerate=ddp or fsdp2"
             )
-        self._own, self._parameters = optimizer, parameters
-        self._engine = _engine(policy, optimizer)
+        os.environ.setdefault("DS_ACCELERATOR", policy.model.device.type)  # else a GPU if any
+        import deepspeed  # optional: without the package, pyright takes this module for it
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        self._engine = deepspeed.initialize(  # pyright: ignore[reportAttributeAccessIssue]
+            model=policy.model, optimizer=optimizer, config=ENGINE, dist_init_required=False
+        )[0]
         self._zero = self._engine.optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Of the wrapped optimizer: one, with its learning rate."""
-        return self._own.param_groups
+        return self._optimizer.param_groups
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -112,46 +116,40 @@ class ZeroOptimizer:
         self._zero.step()
 
     def moments(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """The whole state as `parameter/field`, on rank 0's CPU; on all ranks at once.
+        """The full state as `parameter/field`, on rank 0's CPU; on all ranks at once.
 
         Args:
             names: of the trained parameters, in their order.
         """
-        return {key: value for key, value in self._whole(names) if is_main()}
+        from deepspeed.utils import (  # pyright: ignore[reportMissingImports]
+            safe_get_full_optimizer_state,
+        )
 
-    def load_moments(self, names: list[str], stored: dict[str, torch.Tensor]) -> None:
-        """Put this rank's part of what `moments` gave back, and of the weights as they are now."""
-        from deepspeed.utils import safe_set_full_optimizer_state
+        result = {}
+        (part,) = self.param_groups[0]["params"]
+        for name, parameter in zip(names, self._parameters, strict=True):
+            for field, value in self._optimizer.state[part].items():
+                if value.ndim:  # a collective
+                    value = safe_get_full_optimizer_state(parameter, field)
+                if is_main():
+                    result[f"{name}/{field}"] = value.cpu().clone()
+        return result
+
+    def load_moments(self, names: list[str], entries: dict[str, torch.Tensor]) -> None:
+        """Restore this rank's part of what `moments` returned; its weights are the current ones."""
+        from deepspeed.utils import (  # pyright: ignore[reportMissingImports]
+            safe_set_full_optimizer_state,
+        )
 
         self._zero.refresh_fp32_params()
         (part,) = self.param_groups[0]["params"]
-        for key, value in stored.items():  # every parameter has the same fields
+        for key, value in entries.items():  # every parameter has the same fields
             field = key.rpartition("/")[2]
             like = torch.zeros_like(part) if value.ndim else value.to(part.device)
-            self._own.state[part].setdefault(field, like)
+            self._optimizer.state[part].setdefault(field, like)
         self._zero._lazy_init_hp_params_optimizer_state()  # each parameter's view of it
         for name, parameter in zip(names, self._parameters, strict=True):
-            for field, like in self._own.state[part].items():
+            for field, like in self._optimizer.state[part].items():
                 if like.ndim:
-                    value = stored[f"{name}/{field}"].to(part.device)
+                    value = entries[f"{name}/{field}"].to(part.device)
                     safe_set_full_optimizer_state(parameter, value, field)
-
-    def _whole(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        (part,) = self.param_groups[0]["params"]
-        for name, parameter in zip(names, self._parameters, strict=True):
-            for field, value in self._own.state[part].items():
-                if value.ndim:
-                    value = safe_get_full_optimizer_state(parameter, field)
-                yield f"{name}/{field}", value.cpu().clone()
-
-
-def _engine(policy: Policy, optimizer: torch.optim.Optimizer):
-    os.environ.setdefault("DS_ACCELERATOR", policy.model.device.type)  # else a GPU wherever one is
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    return deepspeed.initialize(
-        model=policy.model, optimizer=optimizer, config=ENGINE, dist_init_required=False
-    )[0]

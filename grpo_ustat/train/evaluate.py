@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from grpo_ustat.estimators.intervals import clustered_wilson
 from grpo_ustat.estimators.ustatistic import pass_at_k
 from grpo_ustat.rollout.local import Sampling
-from grpo_ustat.training.batch import Batch, written
-
-if TYPE_CHECKING:
-    from grpo_ustat.training.setup import Run
+from grpo_ustat.train.batch import sample_batch
+from grpo_ustat.train.context import Batch, TrainContext
 
 
-def held_out(run: Run, decoding: str) -> Batch:
-    """Completions of the test questions, of all ranks: one greedy or `eval.num_generations` sampled
-    ones of each.
+def sample_eval(run: TrainContext, decoding: str) -> Batch:
+    """Completions of all test questions: of each one greedy or `eval.num_generations` sampled.
 
     Draws are keyed by prompt alone, so evaluations at different steps share their randomness and
     differences between them are paired.
     """
     greedy = decoding == "greedy"
     count = 1 if greedy else run.config.eval.num_generations
-    return written(run, run.test_prompts, count, Sampling.of(run.config, "eval", greedy=greedy))
+    sampling = Sampling.of(run.config, "eval", greedy=greedy)
+    return sample_batch(run, run.test_prompts, count, sampling)
 
 
-def right(batch: Batch) -> np.ndarray:
-    """Which completions are right, bool [P, K]: those with reward 1, the largest there is."""
+def correct(batch: Batch) -> np.ndarray:
+    """Which completions are correct, bool [P, K]: those with reward 1, the largest there is."""
     return batch.rewards_PG == 1
 
 
@@ -41,22 +39,22 @@ def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> di
         step: updates before it.
         decoding: `sampled` or `greedy`.
         batch: its completions.
-        num_generations: up to which k = 2, 4, 8 ... pass@k is asked for; None in a row with fewer
+        num_generations: up to which k = 2, 4, 8 ... pass@k has a column; None in a row with fewer
             completions. pass@1 is the accuracy.
     """
-    right_PK = right(batch)
-    questions, count = right_PK.shape
-    accuracy = clustered_wilson(right_PK.mean(axis=1), most=count)
+    correct_PK = correct(batch)
+    questions, count = correct_PK.shape
+    accuracy = clustered_wilson(correct_PK.mean(axis=1), most=count)
     row = {"step": step, "split": "test", "decoding": decoding, "accuracy": accuracy.estimate}
     row |= {"low": accuracy.low, "high": accuracy.high, "n": questions, "num_generations": count}
     row["clipped_ratio"] = float((~batch.ended_PG).mean())
     row["extraction_failure_ratio"] = float((~batch.answered_PG).mean())
     for k in powers_of_two(num_generations):
-        names, found = (f"pass@{k}", f"pass@{k}_low", f"pass@{k}_high"), (None, None, None)
+        values = (None, None, None)
         if k <= count:
-            solved_P = pass_at_k(right_PK.sum(axis=1), count, k)
-            found = clustered_wilson(solved_P, most=count // k)
-        row |= zip(names, found, strict=True)
+            solved_P = pass_at_k(correct_PK.sum(axis=1), count, k)
+            values = clustered_wilson(solved_P, most=count // k)
+        row |= zip((f"pass@{k}", f"pass@{k}_low", f"pass@{k}_high"), values, strict=True)
     return row
 
 

@@ -10,30 +10,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
-from grpo_ustat.estimators.scaling import correlation, scaling_from_arrays
-from grpo_ustat.policy.batches import score_rollouts
-from grpo_ustat.policy.scores import parameter_sizes
-from grpo_ustat.policy.sketch import Sketch
-from grpo_ustat.training.batch import Batch, gathered
-
-if TYPE_CHECKING:
-    from grpo_ustat.training.setup import Run
+from grpo_ustat.estimators.scaling import correlation, prompt_scaling
+from grpo_ustat.policy.scores.backward import parameter_sizes
+from grpo_ustat.policy.scores.rollouts import score_rollouts
+from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.train.batch import gather_by_prompt
+from grpo_ustat.train.context import Batch, TrainContext
 
 REPORTED = ("c1", "c2", "c3", "gstar", "corr")
 
 
 @dataclass(frozen=True)
 class GroupScores:
-    """What one prompt's group says.
+    """Score norms and gradient of one prompt's group.
 
     Attributes:
         sq_norm_G: squared score norms q, float64.
@@ -46,32 +43,68 @@ class GroupScores:
     ghat_R: np.ndarray
 
 
-def gradient_mse(run: Run, batch: Batch) -> dict[str, Any]:
+def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     """`monitor/...` of a metrics row: C1, C2, C3, G* and corr(q, Z) with intervals over prompts.
 
     The constants are those of the population that the step's prompts are drawn from and of the
     rewards as judged by the task. A bound that is not finite is None, and `..._reason` says why.
+    `monitor/mse` is the error of leave_one_out's gradient from a step of so many prompts and
+    completions, `(G C1 + C2 + C3/(G-1)) / n`, unbiased. `monitor/heavy_tails` is 1 where the
+    intervals are likely to cover less than 90 % (see `intervals.Tails`), 0 where not.
     The same on any number of ranks; parameters and gradients stay as they are.
     """
-    start = time.perf_counter()
-    if (batch.rewards_PG == batch.rewards_PG[:, :1]).all():
-        found = dict.fromkeys(REPORTED, Interval(math.nan, math.nan, math.nan))
-    else:
-        found = _constants(run, batch)
+    start, heavy = time.perf_counter(), None
+    intervals: dict[str, Interval] = dict.fromkeys(REPORTED, Interval(math.nan, math.nan, math.nan))
+    if not (batch.rewards_PG == batch.rewards_PG[:, :1]).all():
+        groups_P = gather_by_prompt(own_group_scores(run, batch))
+        q_PG = np.stack([group.sq_norm_G for group in groups_P])
+        intervals, tails = prompt_scaling(batch.rewards_PG, q_PG, gradient_gram(groups_P))
+        ghat_sq_P = np.array([group.ghat_sq for group in groups_P])
+        intervals["corr"] = correlation(norm_moments(q_PG, batch.rewards_PG, ghat_sq_P))
+        heavy = int(tails.heavy)
     row: dict[str, Any] = {}
     for name in REPORTED:
-        row |= _fields(name, found)
+        keys = (f"monitor/{name}", f"monitor/{name}_low", f"monitor/{name}_high")
+        values = [value if math.isfinite(value) else None for value in intervals[name]]
+        row |= dict(zip(keys, values, strict=True))
+        if None in values:
+            row[f"monitor/{name}_reason"] = _reason(name, intervals)
+    c1, c2, c3 = (intervals[name].estimate for name in ("c1", "c2", "c3"))
+    size = batch.rewards_PG.shape[1]
+    error = (size * c1 + c2 + c3 / (size - 1)) / batch.rewards_PG.size
+    row["monitor/mse"] = error if math.isfinite(error) else None
+    row["monitor/heavy_tails"] = heavy
     return row | {"monitor/seconds": time.perf_counter() - start}
 
 
-def _constants(run: Run, batch: Batch) -> dict[str, Interval]:
+def own_group_scores(run: TrainContext, batch: Batch) -> list[GroupScores]:
+    """Score norms and leave-one-out gradient of each of this rank's prompts, in order.
+
+    Where memory runs out a prompt is read again, fewer completions at once.
+    """
+    rollouts, budget = batch.own_rollouts, run.token_budget
     sketch = Sketch(parameter_sizes(run.policy.model), run.config.monitor.gradient_sketch)
-    groups_P = gathered(run.accelerator, list(_own_groups(run, batch, sketch)))
-    q_PG = np.stack([group.sq_norm_G for group in groups_P])
-    found = scaling_from_arrays(batch.rewards_PG, q_PG, gradient_gram(groups_P))
-    own_P = np.array([group.ghat_sq for group in groups_P])
-    found["corr"] = correlation(norm_moments(q_PG, batch.rewards_PG, own_P))
-    return found
+    weights_PG = run.own_rows(pool_gradient_weights(batch.rewards_PG))
+    size = weights_PG.shape[1]
+
+    def group_scores(p: int) -> GroupScores:
+        """Of prompt `p`, as many completions at once as the token budget of now allows."""
+        longest = len(rollouts.prompt_tokens[p]) + int(rollouts.lengths_PG[p].max())
+        at_once = max(1, budget.tokens // longest)
+        norms, ghat = [], {}
+        for part in np.split(np.arange(size), range(at_once, size, at_once)):
+            scores = score_rollouts(
+                run.policy, rollouts, p * size + part, run.config.temperature,
+                weights_KB=weights_PG[p][None, part],
+            )  # fmt: skip
+            norms.append(scores.sq_norm_B.cpu().numpy())
+            for name, value in scores.gradients_K[0].items():
+                ghat[name] = ghat[name] + value if name in ghat else value
+        ghat_sq = sum(float(value.double().square().sum()) for value in ghat.values())
+        ghat_R = sketch.of(ghat).double().cpu().numpy()
+        return GroupScores(np.concatenate(norms), ghat_sq, ghat_R)
+
+    return [budget.attempt(partial(group_scores, p)) for p in range(len(weights_PG))]
 
 
 def gradient_gram(groups_P: list[GroupScores]) -> np.ndarray:
@@ -82,45 +115,11 @@ def gradient_gram(groups_P: list[GroupScores]) -> np.ndarray:
     return gram_PP
 
 
-def _own_groups(run: Run, batch: Batch, sketch: Sketch) -> Iterator[GroupScores]:
-    """Of this rank's prompts, in order; again in smaller parts where memory runs out."""
-    rank, world = run.accelerator.process_index, run.accelerator.num_processes
-    weights_PG = pool_gradient_weights(batch.rewards_PG)[rank::world]
-    for row, weights_G in enumerate(weights_PG):
-        yield run.passes.attempt(partial(_group, run, batch, row, weights_G, sketch))
-
-
-def _group(run: Run, batch: Batch, row: int, weights_G: np.ndarray, sketch: Sketch) -> GroupScores:
-    rollouts, size = batch.rollouts, len(weights_G)
-    longest = len(rollouts.prompt_tokens[row]) + int(rollouts.lengths_PG[row].max())
-    at_once = max(1, run.passes.tokens // longest)
-    norms, ghat = [], {}
-    for part in np.split(np.arange(size), range(at_once, size, at_once)):
-        scores = score_rollouts(
-            run.policy, rollouts, row * size + part, run.config.temperature,
-            weights_KB=weights_G[None, part],
-        )  # fmt: skip
-        norms.append(scores.sq_norm_B.cpu().numpy())
-        for name, value in scores.gradients_K[0].items():
-            ghat[name] = ghat[name] + value if name in ghat else value
-    ghat_sq = sum(float(value.double().square().sum()) for value in ghat.values())
-    return GroupScores(np.concatenate(norms), ghat_sq, sketch.of(ghat).double().cpu().numpy())
-
-
-def _fields(name: str, found: dict[str, Interval]) -> dict[str, Any]:
-    interval = found[name]
-    keys = (f"monitor/{name}", f"monitor/{name}_low", f"monitor/{name}_high")
-    values = [value if math.isfinite(value) else None for value in interval]
-    row = dict(zip(keys, values, strict=True))
-    if None in values:
-        row[f"monitor/{name}_reason"] = _reason(name, found)
-    return row
-
-
-def _reason(name: str, found: dict[str, Interval]) -> str:
-    if math.isnan(found["c1"].estimate):
-        return "every group is silent"
+def _reason(name: str, intervals: dict[str, Interval]) -> str:
+    """Why an interval has a bound that is not finite."""
+    if math.isnan(intervals["c1"].estimate):
+        return "every group has zero variance"
     if name == "corr":
         return "rewards or score norms vary within one group at most"
-    unsure = [constant for constant in ("c1", "c3") if not found[constant].low > 0]
+    unsure = [constant for constant in ("c1", "c3") if not intervals[constant].low > 0]
     return f"the interval of {' and '.join(unsure)} reaches 0: more prompts a step, or an average"

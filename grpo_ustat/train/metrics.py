@@ -3,91 +3,94 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
 
 from grpo_ustat.estimators.ustatistic import silent_share_if_alike
 from grpo_ustat.records import Rollouts
-from grpo_ustat.training.batch import Batch
-from grpo_ustat.training.update import Constants, Found
-
-if TYPE_CHECKING:
-    from grpo_ustat.training.setup import Run
+from grpo_ustat.train.context import Batch, TrainContext
+from grpo_ustat.train.update import FixedLogprobs, UpdateStats
 
 
 def batch_metrics(batch: Batch) -> dict[str, Any]:
-    """Of rewards and lengths.
+    """Fields of rewards and lengths.
 
     As in TRL, `reward_std` is over the whole batch with divisor n - 1, and lengths of terminated
     completions are 0 where all were cut. `frac_reward_zero_std` counts groups of exactly equal
     rewards; `..._expected`, of 0/1 rewards alone, is `silent_share_if_alike`.
     """
     rewards_PG, size = batch.rewards_PG, batch.rewards_PG.shape[1]
+    equal = (rewards_PG == rewards_PG[0, 0]).all()  # the mean of equal floats may differ from them
     row = {
         "reward": float(rewards_PG.mean()),
-        "reward_std": _spread(rewards_PG),
+        "reward_std": 0.0 if equal else float(rewards_PG.std(ddof=1)),
         "frac_reward_zero_std": float((rewards_PG == rewards_PG[:, :1]).all(axis=1).mean()),
     }
     if np.isin(rewards_PG, (0, 1)).all():
         expected = silent_share_if_alike(rewards_PG.sum(axis=1), size)
         row["frac_reward_zero_std_expected"] = expected
+    for name, lengths in (
+        ("length", batch.lengths_PG),
+        ("terminated_length", batch.lengths_PG[batch.ended_PG]),
+    ):
+        lengths = lengths if lengths.size else np.zeros(1)
+        row[f"completions/mean_{name}"] = float(lengths.mean())
+        row[f"completions/min_{name}"] = float(lengths.min())
+        row[f"completions/max_{name}"] = float(lengths.max())
     return row | {
-        **_lengths("length", batch.lengths_PG),
-        **_lengths("terminated_length", batch.lengths_PG[batch.ended_PG]),
         "completions/clipped_ratio": float((~batch.ended_PG).mean()),
         "completions/extraction_failure_ratio": float((~batch.answered_PG).mean()),
         "tokens": int(batch.lengths_PG.sum()),
     }
 
 
-def _spread(rewards_PG: np.ndarray) -> float:
-    """Standard deviation, exactly 0 for equal values."""
-    return 0.0 if (rewards_PG == rewards_PG[0, 0]).all() else float(rewards_PG.std(ddof=1))
-
-
-def _lengths(name: str, lengths: np.ndarray) -> dict[str, float]:
-    lengths = lengths if lengths.size else np.zeros(1)
-    return {
-        f"completions/{kind}_{name}": float(getattr(lengths, kind)())
-        for kind in ("mean", "min", "max")
-    }
-
-
-def judging(run: Run) -> dict[str, int]:
-    """Answers of all ranks that could not be judged since the last call: `judge/timeouts` and
-    `judge/failures`, with a judge that can fail; they earned nothing.
+def judge_failures(run: TrainContext) -> dict[str, int]:
+    """Completions of all ranks that could not be judged since the last call, and earned nothing:
+    `judge/timeouts` and `judge/failures`, with a judge that can fail.
     """
-    mine = run.task.take_counts()
-    if not mine:
+    own_counts = run.task.take_counts()
+    if not own_counts:
         return {}
-    total = sum((Counter(counts) for counts in gather_object([mine])), Counter())
-    return {f"judge/{name}": total[name] for name in mine}
+    total = sum((Counter(counts) for counts in gather_object([own_counts])), Counter())
+    return {f"judge/{name}": total[name] for name in own_counts}
 
 
-def tokens_seen(batch: Batch) -> int:
-    """What TRL's `num_tokens` adds up: a prompt's tokens once per completion, and completions."""
+def num_tokens(batch: Batch) -> int:
+    """Tokens of a batch as TRL's `num_tokens` adds them up: those of a prompt once for each of its
+    completions, and those of the completions.
+    """
     return int(batch.prompt_lengths_P.sum() * batch.lengths_PG.shape[1] + batch.lengths_PG.sum())
 
 
-def update_metrics(found: Found, rollouts: Rollouts, constants: Constants) -> dict[str, Any]:
-    """Of the step's updates and of the sampler's own figures, summed over ranks; only what the
-    objective and the sampler have.
+def update_metrics(stats: UpdateStats, rollouts: Rollouts, fixed: FixedLogprobs) -> dict[str, Any]:
+    """Fields of the step's updates and of the sampler, over all ranks; only what the objective and
+    the sampler have.
+
+    Entropy is a mean over all tokens; `sampling_logp_difference` is between the sampler's
+    log-probabilities and the trainer's before the update, over the tokens that the trainer read.
     """
-    mine = Counter(found.sums)
-    mine.update(_sampler_sums(found, rollouts, constants))
-    sums: Counter = Counter()
-    largest = []
-    for share in gather_object([mine]):
-        largest.append(share.pop("gap_max", 0.0))
-        sums.update(share)
+    own_sums, mask_PGT = Counter(stats.sums), rollouts.mask_PGT
+    if rollouts.entropy_PGT is not None:
+        own_sums["entropy_sum"] = rollouts.entropy_PGT[mask_PGT].sum(dtype=np.float64).item()
+        own_sums["entropy_count"] = int(mask_PGT.sum())
+    gap = np.concatenate([np.zeros(0), *stats.gap])
+    if fixed.old_NT is not None and rollouts.logprobs_PGT is not None:
+        trainer_PGT = fixed.old_NT.double().cpu().numpy().reshape(mask_PGT.shape)
+        gap = np.abs(rollouts.logprobs_PGT - trainer_PGT)[mask_PGT]
+    own_sums.update({"gap_sum": gap.sum().item(), "gap_count": gap.size})
+    largest_gaps, sums = [], Counter()
+    for gap_max, rank_sums in gather_object([(gap.max(initial=0.0).item(), own_sums)]):
+        largest_gaps.append(gap_max)
+        sums.update(rank_sums)
+
     row = {"frac_completions_skipped": sums["skipped"] / sums["rows"]}
     if sums["entropy_count"]:
         row["entropy"] = sums["entropy_sum"] / sums["entropy_count"]
     if sums["gap_count"]:
         row["sampling/sampling_logp_difference/mean"] = sums["gap_sum"] / sums["gap_count"]
-        row["sampling/sampling_logp_difference/max"] = max(largest)
+        row["sampling/sampling_logp_difference/max"] = max(largest_gaps)
     if sums["ratio_count"]:
         row["ratio/mean"] = sums["ratio_sum"] / sums["ratio_count"]
         for side in ("low", "high"):
@@ -99,18 +102,34 @@ def update_metrics(found: Found, rollouts: Rollouts, constants: Constants) -> di
     return row
 
 
-def _sampler_sums(found: Found, rollouts: Rollouts, constants: Constants) -> dict[str, float]:
-    """Entropy over this rank's tokens; distances of the sampler's log-probabilities from the
-    trainer's before the update, over the tokens that it read.
+def completion_rows(
+    run: TrainContext, batch: Batch, advantage_PG: np.ndarray, step: int
+) -> list[dict[str, Any]]:
+    """Rows of completions.parquet: the step's first `log_completions` completions, so whole groups
+    of its first prompts, which were drawn at random; the same on every rank.
     """
-    sums, mask_PGT = {}, rollouts.mask_PGT
-    if rollouts.entropy_PGT is not None:
-        sums["entropy_sum"] = float(rollouts.entropy_PGT[mask_PGT].sum(dtype=np.float64))
-        sums["entropy_count"] = int(mask_PGT.sum())
-    gap = np.concatenate([np.zeros(0), *found.gap])
-    if constants.old_NT is not None and rollouts.logprobs_PGT is not None:
-        ours_PGT = constants.old_NT.double().cpu().numpy().reshape(mask_PGT.shape)
-        gap = np.abs(rollouts.logprobs_PGT - ours_PGT)[mask_PGT]
-    if gap.size:
-        sums |= {"gap_sum": float(gap.sum()), "gap_count": gap.size, "gap_max": float(gap.max())}
-    return sums
+    count = run.config.log_completions
+    if not count:
+        return []
+    rollouts, size = batch.own_rollouts, batch.rewards_PG.shape[1]
+    rank, world = run.accelerator.process_index, run.accelerator.num_processes
+    own_rows = {}
+    for place, p in enumerate(range(rank, len(batch.prompts), world)):
+        prompt = rollouts.prompts[place]
+        for i in range(min(size, count - p * size)):
+            text = rollouts.texts_PG[place][i]
+            own_rows[p * size + i] = {
+                "prompt": prompt.text,
+                "completion": text,
+                "prompt_id": prompt.id,
+                "completion_index": i,
+                "length": int(rollouts.lengths_PG[place, i]),
+                "ended": bool(rollouts.ended_PG[place, i]),
+                "answer": prompt.answer,
+                "extracted": run.task.extract(text),
+                "reward": float(batch.rewards_PG[p, i]),
+                "step": step,
+                "advantage": float(advantage_PG[p, i]),
+            }
+    rows = {number: row for share in gather_object([own_rows]) for number, row in share.items()}
+    return [rows[number] for number in sorted(rows)]

@@ -1,4 +1,4 @@
-"""How an update's completions are cut into backward passes: for memory and speed only."""
+"""How an update's completions are cut into micro-batches: for memory and speed only."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TypeVar
 import numpy as np
 from accelerate.utils.memory import clear_device_cache
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.policy.devices import out_of_memory
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.loading import out_of_memory
 from grpo_ustat.records import Rollouts
 from grpo_ustat.runs.log import warn
 
 Result = TypeVar("Result")
 
-FULL = 8  # a part of 1/FULL of the tokens allowed makes large enough products
+ENOUGH = 1 / 8  # share of the tokens allowed from which on a part makes large enough products
 RAGGED = 0.9  # of a part's longest completion: shorter ones go into a part of their own
 
 
 @dataclass(frozen=True)
-class Pass:
+class MicroBatch:
     """Prompts read together, and the completions that continue them, part by part.
 
     Attributes:
@@ -34,56 +34,68 @@ class Pass:
     parts: list[np.ndarray]
 
 
-def plan(rollouts: Rollouts, index: np.ndarray, tokens: int, share: bool) -> list[Pass]:
-    """Cut completions into passes whose padded tokens stay below a limit.
+def plan(rollouts: Rollouts, index: np.ndarray, tokens: int, share: bool) -> list[MicroBatch]:
+    """Cut completions into micro-batches whose padded tokens stay below a limit.
 
     Args:
         rollouts: prompts and completions.
         index: flat indices of the completions that count.
         tokens: padded prompt and completion tokens at a time; a single row may exceed them.
-        share: whether a pass reads each of its prompts once.
+        share: whether a micro-batch reads each of its prompts once.
     """
     size = rollouts.mask_PGT.shape[1]
     heads_N = np.array([len(rollouts.prompt_tokens[i // size]) for i in index], dtype=np.int64)
     lengths_N = rollouts.lengths_PG.ravel()[index]
     if not share or len(index) < 2 * len(np.unique(index // size)):
         order = np.lexsort((index, -(heads_N + lengths_N)))
-        rows = [(index[k], heads_N[k], lengths_N[k]) for k in order]
-        return [Pass(np.unique(part // size), [part]) for part in _parts(rows, tokens)]
-    known = dict(zip((index // size).tolist(), heads_N.tolist(), strict=True))
-    prompts = sorted(known, key=lambda p: (-known[p], p))
-    passes = []
-    for chosen in _parts([(p, known[p], 0) for p in prompts], max(1, tokens // 4)):
-        inside = np.flatnonzero(np.isin(index // size, chosen))
-        head = max(known[p] for p in chosen.tolist())
+        columns = (index[order], heads_N[order], lengths_N[order])
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [MicroBatch(np.unique(part // size), [part]) for part in _parts(rows, tokens)]
+    heads = dict(zip((index // size).tolist(), heads_N.tolist(), strict=True))
+    longest_first = sorted(heads, key=lambda p: (-heads[p], p))
+    micro_batches = []
+    for prompts in _parts([(p, heads[p], 0) for p in longest_first], max(1, tokens // 4)):
+        inside = np.flatnonzero(np.isin(index // size, prompts))
+        head = max(heads[p] for p in prompts.tolist())
         order = inside[np.lexsort((index[inside], -lengths_N[inside]))]
-        rows = [(index[k], head, lengths_N[k]) for k in order]
-        left = max(1, tokens - head * len(chosen))
-        passes.append(Pass(np.sort(chosen), list(_parts(rows, left, tokens // FULL))))
-    return passes
+        rows = [(int(index[k]), head, int(lengths_N[k])) for k in order]
+        rest = max(1, tokens - head * len(prompts))
+        parts = list(_parts(rows, rest, int(tokens * ENOUGH)))
+        micro_batches.append(MicroBatch(np.sort(prompts), parts))
+    return micro_batches
 
 
 def _parts(
     rows: Iterable[tuple[int, int, int]], tokens: int, enough: float = math.inf
 ) -> Iterator[np.ndarray]:
-    """Consecutive (name, head, tail) while count x (longest head + longest tail) <= tokens.
+    """Cut consecutive rows while count x (longest head + longest tail) <= tokens.
 
     Once a part has enough tokens, it also ends before a tail that would be padded by much.
+
+    Args:
+        rows: (number, head, tail): what is cut, its prompt tokens and its completion tokens.
+        tokens: padded tokens of a part at most.
+        enough: padded tokens of a part that is large enough.
+
+    Yields:
+        The numbers of each part.
     """
-    names: list[int] = []
-    head = tail = 0
-    for name, own_head, own_tail in rows:
-        padded = len(names) * (head + tail) >= enough and own_tail < RAGGED * tail
-        head, tail = max(head, own_head), max(tail, own_tail)
-        if names and (padded or (len(names) + 1) * (head + tail) > tokens):
-            yield np.array(names)
-            names, head, tail = [], own_head, own_tail
-        names.append(name)
-    if names:
-        yield np.array(names)
+    numbers: list[int] = []
+    longest_head = longest_tail = 0
+    for number, head, tail in rows:
+        padded = len(numbers) * (longest_head + longest_tail)
+        ragged = padded >= enough and tail < RAGGED * longest_tail
+        longest_head, longest_tail = max(longest_head, head), max(longest_tail, tail)
+        full = (len(numbers) + 1) * (longest_head + longest_tail) > tokens
+        if numbers and (ragged or full):
+            yield np.array(numbers)
+            numbers, longest_head, longest_tail = [], head, tail
+        numbers.append(number)
+    if numbers:
+        yield np.array(numbers)
 
 
-class Limit:
+class TokenBudget:
     """Padded tokens of a backward pass; halved where memory runs out, which changes no gradient.
 
     Args:
@@ -105,17 +117,16 @@ class Limit:
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-            self._halve()  # not in the handler: the error holds all that was allocated
-
-    def _halve(self) -> None:
-        if self.tokens < 2:
-            raise ConfigError(
-                "out of memory with one completion at a time: use gradient_checkpointing=true, "
-                "bf16=true, lora=r16, or a smaller max_completion_length"
+            # Not in the handler: the error holds all that was allocated.
+            if self.tokens < 2:
+                raise ConfigError(
+                    "out of memory with one completion at a time: use "
+                    "gradient_checkpointing=true, bf16=true, lora=r16, or a smaller "
+                    "max_completion_length"
+                )
+            self.tokens //= 2
+            clear_device_cache(garbage_collection=True)
+            warn(
+                f"out of memory in an update; the same gradient again with "
+                f"micro_batch_tokens={self.tokens}"
             )
-        self.tokens //= 2
-        clear_device_cache(garbage_collection=True)
-        warn(
-            f"out of memory in an update; the same gradient again with "
-            f"micro_batch_tokens={self.tokens}"
-        )

@@ -1,7 +1,7 @@
 r"""What an update ascends, as a function of the completion tokens' log-probabilities.
 
-With `l_it` the log-probability of token t of completion i, `o_it` that of the policy that wrote it,
-`r_it` that of the reference model, `A_i` the advantage, and `w_i` the divisor of `loss_type`:
+With `l_it` the log-probability of token t of completion i, `o_it` that of the policy that sampled
+it, `r_it` that of the reference model, `A_i` the advantage, and `w_i` the divisor of `loss_type`:
 
     algorithm1       1/n sum_i A_i sum_t l_it                                 paper, Algorithm 1
     none             sum_i w_i sum_t   A_i l_it
@@ -9,13 +9,17 @@ With `l_it` the log-probability of token t of completion i, `o_it` that of the p
     sequence         sum_i 1/n         clip( exp(1/L_i sum_t (l_it - o_it)), A_i ) Zheng et al. 2025
     whole_sequence   sum_i 1/n         clip( exp(sum_t (l_it - o_it)), A_i )  the unbiased reference
 
+`sequence` has the gradient `sum_i 1/(n L_i) ratio_i A_i grad sum_t l_it`: it divides by n L_i.
+
     loss_type        sum: w_i = 1/n    dr_grpo: 1/(n max_completion_length)   dapo: 1/sum_i L_i
                      grpo: 1/(n L_i)
 
 n and the sums are over the update's minibatch on all ranks. `clip(rho, A)` is `rho A`, with epsilon
 `min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017). At the policy that
-wrote the completions every ratio is 1, and each form has the gradient of `none`; off it token-level
-ratios are biased and whole-sequence ones are unbiased with a variance that explodes (Theorem 12).
+sampled the completions every ratio is 1, and each form has the gradient of `none`. Off it
+token-level ratios are biased; whole-sequence ratios are unbiased, with a variance that explodes
+(Theorem 12), as long as the completions at hand had no part in moving the policy: in one pass over
+minibatches of prompts drawn independently. A second pass over a batch is biased whatever the ratio.
 
 A penalty in the loss subtracts `beta K` from each token's term, a bonus adds `entropy_coef H`:
 
@@ -34,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_ustat.config import ObjectiveConfig
+from grpo_ustat.config.train import ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Part:
     Attributes:
         advantage_B: advantages.
         mask_BT: 1 on completion tokens.
-        old_BT: log-probabilities under the policy that wrote them; None while it is still the
+        old_BT: log-probabilities under the policy that sampled them; None while it is still the
             policy at hand.
         reference_BT: log-probabilities under the reference model, None without one.
         weight_B: w_i, see `token_weights`.
@@ -60,15 +64,19 @@ class Part:
 
 
 def token_weights(
-    loss_type: str, lengths_N: np.ndarray, num_rollouts: int, num_tokens: int, longest: int
+    loss_type: str,
+    lengths_N: np.ndarray,
+    num_rollouts: int,
+    num_tokens: int,
+    max_completion_length: int,
 ) -> np.ndarray:
-    """w_i of completions of the given lengths.
+    """w_i of completions of these lengths, [N], float64.
 
     Args:
         loss_type: sum, dr_grpo, dapo or grpo.
         lengths_N: L_i in tokens.
         num_rollouts, num_tokens: n and sum L of the whole update.
-        longest: max_completion_length.
+        max_completion_length: tokens after which a completion is cut.
 
     >>> token_weights("grpo", np.array([2, 4]), 2, 6, 8).tolist()
     [0.25, 0.125]
@@ -78,7 +86,7 @@ def token_weights(
     ones_N = np.ones(len(lengths_N))
     return {
         "sum": ones_N / num_rollouts,
-        "dr_grpo": ones_N / (num_rollouts * longest),
+        "dr_grpo": ones_N / (num_rollouts * max_completion_length),
         "dapo": ones_N / num_tokens,
         "grpo": 1 / (num_rollouts * np.asarray(lengths_N, dtype=np.float64)),
     }[loss_type]
@@ -93,24 +101,27 @@ def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) 
         part: what is constant.
     """
     assert logprob_BT.shape == part.mask_BT.shape
-    token_BT = part.weight_B[:, None] * part.mask_BT
-    policy = _policy_term(objective, logprob_BT, part, token_BT)
-    if not objective.beta or objective.kl_in != "loss":
-        return policy
-    return policy - objective.beta * (token_BT * penalty(objective, logprob_BT, part)).sum()
+    token_BT, advantage_B1 = part.weight_B[:, None] * part.mask_BT, part.advantage_B[:, None]
+    level = objective.importance_sampling_level
+    if level == "none":
+        value = (token_BT * advantage_B1 * logprob_BT).sum()
+    else:
+        ratio, _ = ratios(objective, logprob_BT, part)  # [B, T] of tokens, [B] of sequences
+        advantage = advantage_B1 if level == "token" else part.advantage_B
+        term = ratio * advantage
+        if objective.epsilon is not None:
+            assert objective.epsilon_high is not None
+            bounded = ratio.clamp(1 - objective.epsilon, 1 + objective.epsilon_high)
+            term = torch.minimum(term, bounded * advantage)
+        value = (token_BT * term).sum() if level == "token" else term.sum() / part.num_rollouts
+    if objective.beta and objective.kl_in == "loss":
+        value = value - objective.beta * (token_BT * penalty(objective, logprob_BT, part)).sum()
+    return value
 
 
-def _policy_term(objective, logprob_BT, part: Part, token_BT) -> torch.Tensor:
-    advantage_B1 = part.advantage_B[:, None]
-    if objective.importance_sampling_level == "none":
-        return (token_BT * advantage_B1 * logprob_BT).sum()
-    ratio, _ = ratios(objective, logprob_BT, part)
-    if objective.importance_sampling_level == "token":
-        return (token_BT * _clipped(objective, ratio, advantage_B1)).sum()
-    return _clipped(objective, ratio, part.advantage_B).sum() / part.num_rollouts
-
-
-def ratios(objective, logprob_BT: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+def ratios(
+    objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Importance ratios, [B, T] of tokens or [B] of sequences, and a mask of those that count."""
     old_BT = logprob_BT.detach() if part.old_BT is None else part.old_BT
     change_BT = (logprob_BT - old_BT) * part.mask_BT
@@ -122,15 +133,9 @@ def ratios(objective, logprob_BT: torch.Tensor, part: Part) -> tuple[torch.Tenso
     return total_B.exp(), torch.ones_like(total_B, dtype=torch.bool)
 
 
-def _clipped(objective: ObjectiveConfig, ratio, advantage) -> torch.Tensor:
-    if objective.epsilon is None:
-        return ratio * advantage
-    bounded = ratio.clamp(1 - objective.epsilon, 1 + objective.epsilon_high)
-    return torch.minimum(ratio * advantage, bounded * advantage)
-
-
 def penalty(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
     """K of each token, [B, T]: an estimate of the divergence from the reference model."""
+    assert part.reference_BT is not None
     log_BT = (part.reference_BT - logprob_BT) * part.mask_BT
     if objective.kl_estimator == "k2":
         return log_BT.square() / 2
@@ -152,43 +157,50 @@ def factors(
     return factor_BT, objective.entropy_coef * part.weight_B[:, None] * part.mask_BT
 
 
+def penalised_loss(objective: ObjectiveConfig) -> bool:
+    """Whether the loss holds a penalty for leaving the reference model."""
+    return objective.beta > 0 and objective.kl_in == "loss"
+
+
+def has_ratio(objective: ObjectiveConfig, part: Part) -> bool:
+    """Whether importance ratios can differ from 1: they are asked for, and the policy has moved."""
+    return part.old_BT is not None and objective.importance_sampling_level != "none"
+
+
 def depends_on_logprobs(objective: ObjectiveConfig, part: Part) -> bool:
-    """Whether `factors` need the log-probabilities of now: not for a plain on-policy update."""
-    penalised = objective.beta > 0 and objective.kl_in == "loss"
-    return penalised or (part.old_BT is not None and _has_ratio(objective))
-
-
-def _has_ratio(objective: ObjectiveConfig) -> bool:
-    return objective.importance_sampling_level != "none"
+    """Whether `factors` need the policy's current log-probabilities: not for a plain on-policy
+    update.
+    """
+    return penalised_loss(objective) or has_ratio(objective, part)
 
 
 def skips_silent(objective: ObjectiveConfig) -> bool:
     """Whether a completion with advantage exactly 0 adds exactly nothing."""
-    penalised = objective.beta > 0 and objective.kl_in == "loss"
-    return not penalised and not objective.entropy_coef
+    return not penalised_loss(objective) and not objective.entropy_coef
 
 
 def needs_old(objective: ObjectiveConfig, num_rollouts: int) -> bool:
     """Whether the log-probabilities before a step's first update are needed: some update follows
     another one on the same batch, or the reward has a penalty.
     """
-    several = objective.num_iterations > 1 or objective.minibatch_size not in (None, num_rollouts)
+    several = objective.num_iterations > 1 or objective.update_size(num_rollouts) < num_rollouts
     return several or (objective.beta > 0 and objective.kl_in == "reward")
 
 
 @torch.no_grad()
-def diagnostics(objective, logprob_BT: torch.Tensor, part: Part) -> dict[str, Any]:
+def diagnostics(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> dict[str, Any]:
     """Sums over tokens (or sequences) for the step's metrics: how much was clipped, and the K."""
-    found: dict[str, Any] = {}
-    if part.old_BT is not None and _has_ratio(objective):
+    sums: dict[str, Any] = {}
+    if has_ratio(objective, part):
         ratio, counts = ratios(objective, logprob_BT, part)
         advantage = part.advantage_B if ratio.dim() == 1 else part.advantage_B[:, None]
-        found |= {"ratio_count": int(counts.sum()), "ratio_sum": float(ratio[counts].sum())}
+        sums |= {"ratio_count": int(counts.sum()), "ratio_sum": float(ratio[counts].sum())}
         if objective.epsilon is not None:
+            assert objective.epsilon_high is not None
             low = (ratio < 1 - objective.epsilon) & (advantage < 0) & counts
             high = (ratio > 1 + objective.epsilon_high) & (advantage > 0) & counts
-            found |= {"clip_low": int(low.sum()), "clip_high": int(high.sum())}
+            sums |= {"clip_low": int(low.sum()), "clip_high": int(high.sum())}
     if part.reference_BT is not None and objective.kl_in == "loss":
         kl_BT = penalty(objective, logprob_BT, part) * part.mask_BT
-        found |= {"kl_sum": float(kl_BT.sum()), "kl_count": int(part.mask_BT.sum())}
-    return found
+        sums |= {"kl_sum": float(kl_BT.sum()), "kl_count": int(part.mask_BT.sum())}
+    return sums

@@ -1,142 +1,97 @@
-"""What a training run holds on to, and how it is put together."""
+"""Before the first step: the ranks, the policy and everything else that a run holds."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import get_scheduler
 
-from grpo_ustat.config import TrainConfig
-from grpo_ustat.policy.adapters import with_adapters
-from grpo_ustat.policy.devices import check_device
-from grpo_ustat.policy.lengths import check_lengths
+from grpo_ustat.config.train import ENDING, TrainConfig
+from grpo_ustat.distributed.ranks import RefusedByRank, is_main
+from grpo_ustat.policy.adapters import checkpoint_layers, with_adapters
 from grpo_ustat.policy.loading import (
     Policy,
+    check_device,
+    check_lengths,
     configured_policy,
     configured_task,
     configured_tokenizer,
 )
 from grpo_ustat.policy.output_layer import causal
-from grpo_ustat.policy.reading import can_share
-from grpo_ustat.policy.recomputing import checkpoint_layers
-from grpo_ustat.ranks import RefusedByRank, is_main
-from grpo_ustat.records import Prompt
-from grpo_ustat.rollout.engine import Engine, make_engine
+from grpo_ustat.policy.prompt_sharing import can_share
+from grpo_ustat.rollout.engine import make_engine
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.tasks.base import Task, tell_dropped
-from grpo_ustat.train_checks import ENDING
-from grpo_ustat.training import deepspeed, sharded
-from grpo_ustat.training.memory import Memory, make_memory
-from grpo_ustat.training.plan import Limit
+from grpo_ustat.tasks.base import tell_dropped
+from grpo_ustat.train import deepspeed, fsdp2
+from grpo_ustat.train.baseline_state import make_baseline_state
+from grpo_ustat.train.context import TrainContext
+from grpo_ustat.train.micro_batches import TokenBudget
 
 PATIENCE = timedelta(hours=2)  # that a rank waits for the slowest one; NCCL's own are 10 minutes
 
 
-@dataclass(frozen=True)
-class Run:
-    """Everything the loop holds on to.
-
-    Attributes:
-        policy: whole on every rank; under FSDP2 it only reads, see `sharded`.
-        sharded: the policy that FSDP2 trains, in shards; None without it.
-        engine: what writes completions; `refresh` it after every change of the policy's weights.
-        reference: a frozen copy of the policy before training; None without a penalty or with
-            adapters, which are switched off instead.
-        optimizer: moves the parameters; under DeepSpeed it holds a part of its state.
-        memory: what the baseline remembers.
-        passes: how many tokens a backward pass may take.
-        shares: whether updates read a prompt once for its group.
-    """
-
-    config: TrainConfig
-    folder: RunFolder
-    accelerator: Accelerator
-    policy: Policy
-    sharded: Policy | None
-    engine: Engine
-    reference: Policy | None
-    optimizer: torch.optim.Optimizer | deepspeed.ZeroOptimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    task: Task
-    train_prompts: list[Prompt]
-    test_prompts: list[Prompt]
-    memory: Memory
-    passes: Limit
-    shares: bool
-
-    @property
-    def trained(self) -> Policy:
-        """The policy whose parameters the optimizer moves."""
-        return self.policy if self.sharded is None else self.sharded
-
-    def all_ranks_sum(self, values: np.ndarray) -> np.ndarray:
-        """The sum of the ranks' arrays, exact for integers."""
-        if self.accelerator.num_processes == 1:
-            return values
-        total = torch.from_numpy(values).to(self.accelerator.device)
-        dist.all_reduce(total)
-        return total.cpu().numpy()
-
-
-def set_up(config: TrainConfig, folder: RunFolder) -> Run:
+def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
     """Load the policy and everything around it; what can be refused without its weights, before.
 
     Raises:
         ConfigError: what only the model or the machine can show to be impossible.
     """
-    accelerator = joined(config)
+    accelerator = join_ranks(config)
     device = str(accelerator.device)
     tokenizer = configured_tokenizer(config)
-    task, train, test = _task_and_prompts(config, tokenizer, accelerator.num_processes)
-    policy = _trained(config, configured_policy(config, device, tokenizer))
-    shards = sharded.shard(policy, accelerator.device) if sharded.asked(accelerator) else None
-    optimizer = _optimizer(config, shards or policy)
-    scheduler = _scheduler(config, optimizer)
-    if deepspeed.asked():
-        optimizer = deepspeed.ZeroOptimizer(policy, optimizer)
-    return Run(
+    task = configured_task(config, tokenizer)
+    train_prompts, test_prompts = task.prompts("train"), task.prompts("test")
+    tell_dropped(task)
+    check_sizes(config, len(train_prompts), len(test_prompts), accelerator.num_processes)
+    check_lengths(config, tokenizer, train_prompts + test_prompts)
+
+    policy = configured_policy(config, device, tokenizer)
+    if config.lora.r:
+        policy = replace(policy, model=with_adapters(config, policy.model))
+    if config.gradient_checkpointing:
+        checkpoint_layers(policy.model)
+    policy = replace(policy, bf16=config.bf16)
+
+    sharded_policy = None
+    if fsdp2.is_configured(accelerator):
+        sharded_policy = fsdp2.shard(policy, accelerator.device)
+    optimizer, scheduler = make_optimizer(config, sharded_policy or policy)
+    zero = deepspeed.ZeroOptimizer(policy, optimizer) if deepspeed.is_configured() else None
+    engine = make_engine(config, policy)
+    reference = None
+    if config.objective.beta and not config.lora.r:
+        reference = replace(configured_policy(config, device, tokenizer), bf16=config.bf16)
+        reference.model.requires_grad_(False)
+    return TrainContext(
         config=config,
         folder=folder,
         accelerator=accelerator,
         policy=policy,
-        sharded=shards,
-        engine=make_engine(config, policy),
-        reference=_reference(config, device, tokenizer),
-        optimizer=optimizer,
+        sharded_policy=sharded_policy,
+        engine=engine,
+        reference=reference,
+        optimizer=zero or optimizer,
         scheduler=scheduler,
         task=task,
-        train_prompts=train,
-        test_prompts=test,
-        memory=make_memory(config.baseline),
-        passes=Limit(config.micro_batch_tokens),
-        shares=_shares(config, policy),
+        train_prompts=train_prompts,
+        test_prompts=test_prompts,
+        baseline_state=make_baseline_state(config.baseline),
+        token_budget=TokenBudget(config.micro_batch_tokens),
+        share_prompts=shares_prompts(config, policy),
     )
 
 
-def _task_and_prompts(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, world: int
-) -> tuple[Task, list[Prompt], list[Prompt]]:
-    """The task with train and test prompts, as many and as long as they may be."""
-    task = configured_task(config, tokenizer)
-    train, test = task.prompts("train"), task.prompts("test")
-    tell_dropped(task)
-    check_sizes(config, len(train), len(test), world)
-    check_lengths(config, tokenizer, train + test)
-    return task, train, test
-
-
-def joined(config: TrainConfig) -> Accelerator:
-    """The ranks, the same at every call; each has a prompt of every step and of the evaluation.
+def join_ranks(config: TrainConfig) -> Accelerator:
+    """Connect this process with the other ranks; the same accelerator at every call.
 
     Raises:
-        ConfigError: there are too many of them, or accelerate was configured for what is ours.
+        ConfigError: there are more ranks than prompts of a step, or accelerate is configured for
+            what this program does itself.
     """
     check_device(config.launch.device)
     deepspeed.check_options()
@@ -162,7 +117,7 @@ def joined(config: TrainConfig) -> Accelerator:
 
 
 def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
-    """There are as many questions as a step and the ranks of an evaluation need.
+    """Refuse a data set with fewer questions than a step and the ranks of an evaluation need.
 
     Raises:
         ConfigError: naming how many there are.
@@ -179,8 +134,35 @@ def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
         )
 
 
-def _shares(config: TrainConfig, policy: Policy) -> bool:
-    """Whether updates read prompts once per group; where they can't, that is said."""
+def make_optimizer(
+    config: TrainConfig, policy: Policy
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """The configured optimizer of the trained parameters, and the schedule of its learning rate.
+
+    The schedule has one tick a step, whatever the number of its updates: its state is the step.
+    """
+    options, schedule = config.optimizer, config.schedule
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    rate, decay = config.learning_rate, options.weight_decay
+    if options.name == "sgd":
+        optimizer = torch.optim.SGD(parameters, lr=rate, weight_decay=decay)
+    else:
+        betas = (options.beta1, options.beta2)
+        optimizer = torch.optim.AdamW(
+            parameters, lr=rate, weight_decay=decay, betas=betas, fused=True
+        )
+    kind = schedule.lr_scheduler_type
+    scheduler = get_scheduler(
+        kind,
+        optimizer,
+        num_warmup_steps=None if kind == "constant" else schedule.warmup_steps,
+        num_training_steps=config.max_steps if kind in ENDING else None,
+    )
+    return optimizer, scheduler
+
+
+def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
+    """Whether updates read a prompt once for its group; where they can't, a note says why."""
     if not config.share_prompts:
         return False
     if config.gradient_checkpointing:
@@ -194,8 +176,9 @@ def _shares(config: TrainConfig, policy: Policy) -> bool:
     return False
 
 
-def check_same_start(run: Run, step: int) -> None:
-    """Ranks apply the same updates to weights that no collective ever compares again.
+def check_same_start(run: TrainContext, step: int) -> None:
+    """Refuse ranks that start apart: they apply the same updates to weights that no collective
+    compares again.
 
     Raises:
         ConfigError: their weights or steps differ; on all ranks.
@@ -204,56 +187,19 @@ def check_same_start(run: Run, step: int) -> None:
         return
     starts = gather_object([(step, checksum(run.policy.model))])
     if len(set(starts)) > 1:
-        told = ", ".join(f"rank {r} at step {s} with {c}" for r, (s, c) in enumerate(starts))
+        ranks = ", ".join(f"rank {r} at step {s} with {c}" for r, (s, c) in enumerate(starts))
         raise RefusedByRank(
-            f"ranks start from different weights or steps ({told}): give every one of them the "
+            f"ranks start from different weights or steps ({ranks}): give every one of them the "
             "same model files and the same run folder"
         )
 
 
 @torch.no_grad()
 def checksum(model: torch.nn.Module) -> str:
-    """Of all parameters' bits: a sum of integers, exact in any order and on any device."""
+    """A hash of all parameters' bits: a sum of integers, exact in any order and on any device."""
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     total = 0
     for place, parameter in enumerate(model.parameters(), start=1):
         bits = parameter.contiguous().view(integers[parameter.element_size()])
         total += place * int(bits.sum(dtype=torch.int64))
     return f"{total % 2**64:016x}"
-
-
-def _trained(config: TrainConfig, policy: Policy) -> Policy:
-    """The policy with adapters, precision and checkpointing as configured."""
-    if config.lora.r:
-        policy = replace(policy, model=with_adapters(config, policy.model))
-    if config.gradient_checkpointing:
-        checkpoint_layers(policy.model)
-    return replace(policy, bf16=config.bf16)
-
-
-def _reference(
-    config: TrainConfig, device: str, tokenizer: PreTrainedTokenizerBase
-) -> Policy | None:
-    if not config.objective.beta or config.lora.r:
-        return None
-    policy = configured_policy(config, device, tokenizer)
-    policy.model.requires_grad_(False)
-    return replace(policy, bf16=config.bf16)
-
-
-def _optimizer(config: TrainConfig, policy: Policy) -> torch.optim.Optimizer:
-    options = config.optimizer
-    parameters = [p for p in policy.model.parameters() if p.requires_grad]
-    common = dict(lr=config.learning_rate, weight_decay=options.weight_decay)
-    if options.name == "sgd":
-        return torch.optim.SGD(parameters, **common)
-    betas = (options.beta1, options.beta2)
-    return torch.optim.AdamW(parameters, betas=betas, fused=True, **common)
-
-
-def _scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer):
-    """One tick a step, whatever the number of its updates: its state is the step alone."""
-    kind, warmup = config.schedule.lr_scheduler_type, config.schedule.warmup_steps
-    end = config.max_steps if kind in ENDING else None
-    warms = None if kind == "constant" else warmup
-    return get_scheduler(kind, optimizer, num_warmup_steps=warms, num_training_steps=end)

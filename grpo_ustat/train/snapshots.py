@@ -1,4 +1,4 @@
-"""Numbered folders of a run that are whole or not there, and known by their checksums.
+"""Numbered folders of a run that are complete or absent, and verified by their checksums.
 
 A snapshot is staged in a hidden folder beside its place; its files are synced to the disk, their
 sizes and checksums go last into a manifest, and the folder is renamed. Only then do older ones go,
@@ -12,11 +12,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs.files import hidden_path
 from grpo_ustat.runs.log import warn
 
 PREFIX = "checkpoint-"
@@ -24,28 +25,28 @@ MANIFEST = "grpo_ustat_manifest.json"
 FORMAT = 1
 
 
-class Damaged(ValueError):
-    """A snapshot that is not what was written; the message names the file."""
+class DamagedSnapshot(ValueError):
+    """A snapshot whose files are not those of its manifest; the message names the file."""
 
 
 def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a staged folder and make it `checkpoint-<step>`.
+    """Let `write` fill a staging folder and make it `checkpoint-<step>`.
 
     Raises:
         Exception: whatever `write` or the disk raised; nothing is left of the staged folder.
     """
     target = folder / f"{PREFIX}{step}"
-    staged = _hidden(target)
-    shutil.rmtree(staged, ignore_errors=True)
+    staging = hidden_path(target)
+    shutil.rmtree(staging, ignore_errors=True)
     try:
-        staged.mkdir()
-        write(staged)
-        _seal(staged, step)
+        staging.mkdir()
+        write(staging)
+        _seal(staging, step)
         if target.exists():  # it did not verify, or this run would have gone on from it
             _remove(target, ".replaced")
-        os.replace(staged, target)
+        os.replace(staging, target)
     except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
     _sync(folder)
     return target
@@ -57,13 +58,15 @@ def prune(folder: Path, step: int, limit: int | None) -> None:
     Later ones did not verify, or `step` would not have been written after them, and go too.
     Folders without our manifest and links are left alone.
     """
-    for staged in folder.glob(f".{PREFIX}*.tmp"):
-        shutil.rmtree(staged)
-    ours = [(n, p) for n, p in _numbered(folder) if (p / MANIFEST).is_file()]
-    done = [path for number, path in ours if number <= step and not path.is_symlink()]
-    later = [path for number, path in ours if number > step and not path.is_symlink()]
+    for staging in folder.glob(f".{PREFIX}*.tmp"):
+        shutil.rmtree(staging)
+    snapshots = [
+        (n, p) for n, p in _numbered(folder) if (p / MANIFEST).is_file() and not p.is_symlink()
+    ]
+    earlier = [path for number, path in snapshots if number <= step]
+    later = [path for number, path in snapshots if number > step]
     if limit is not None:
-        for path in later + done[:-limit]:
+        for path in later + earlier[:-limit]:
             _remove(path)
 
 
@@ -74,16 +77,16 @@ def newest_whole(folder: Path) -> Path | None:
     Raises:
         ConfigError: there are snapshots but none verifies, or one is of another format.
     """
-    found = _numbered(folder)[::-1]
-    for _, path in found:
+    snapshots = _numbered(folder)[::-1]
+    for _, path in snapshots:
         try:
             verify(path)
-        except (Damaged, OSError) as error:
+        except (DamagedSnapshot, OSError) as error:
             warn(f"{path.name} is passed over: {error}")
             continue
         return path
-    if found:
-        names = ", ".join(path.name for _, path in found)
+    if snapshots:
+        names = ", ".join(path.name for _, path in snapshots)
         raise ConfigError(
             f"no checkpoint in {folder} can be used ({names}; reasons above): restore one, or "
             "start anew with on_existing=overwrite"
@@ -95,53 +98,54 @@ def verify(snapshot: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        Damaged: naming the first file that differs and how.
+        DamagedSnapshot: naming the first file that differs and how.
         ConfigError: the format is not the one this version reads.
     """
-    for name, told in _manifest(snapshot)["files"].items():
+    for name, entry in _manifest(snapshot)["files"].items():
         file = snapshot / name
         if not file.is_file():
-            raise Damaged(f"{name} is missing")
+            raise DamagedSnapshot(f"{name} is missing")
         size = file.stat().st_size
-        if size != told["bytes"]:
-            raise Damaged(f"{name} has {size} bytes, {told['bytes']} were written")
-        if _digest(file) != told["sha256"]:
-            raise Damaged(f"{name} does not have the checksum (sha256) that was written")
+        if size != entry["bytes"]:
+            raise DamagedSnapshot(f"{name} has {size} bytes, {entry['bytes']} were written")
+        if _digest(file) != entry["sha256"]:
+            raise DamagedSnapshot(f"{name} does not have the checksum (sha256) that was written")
 
 
-def _seal(staged: Path, step: int) -> None:
+def _seal(staging: Path, step: int) -> None:
     """Sync all files, then write the manifest and sync it."""
-    files = [path for path in sorted(staged.rglob("*")) if path.is_file()]
+    files = [path for path in sorted(staging.rglob("*")) if path.is_file()]
     for file in files:
         _sync(file)
-    told = {
-        file.relative_to(staged).as_posix(): {
+    entries = {
+        file.relative_to(staging).as_posix(): {
             "bytes": file.stat().st_size,
             "sha256": _digest(file),
         }
         for file in files
     }
-    (staged / MANIFEST).write_text(_rendered({"format": FORMAT, "step": step, "files": told}))
-    _sync(staged / MANIFEST)
-    for inside in [path for path in staged.rglob("*") if path.is_dir()]:
-        _sync(inside)
-    _sync(staged)
+    content = {"format": FORMAT, "step": step, "files": entries}
+    (staging / MANIFEST).write_text(_manifest_text(content))
+    _sync(staging / MANIFEST)
+    for folder in [path for path in staging.rglob("*") if path.is_dir()]:
+        _sync(folder)
+    _sync(staging)
 
 
 def _manifest(snapshot: Path) -> dict[str, Any]:
     if not (snapshot / MANIFEST).is_file():
-        raise Damaged(
+        raise DamagedSnapshot(
             f"{MANIFEST} is missing: it is not whole, or of a version that wrote no manifest"
         )
     text = (snapshot / MANIFEST).read_bytes()
     try:
         content = json.loads(text)
         content.pop("sha256")
-        whole = _rendered(content).encode() == text
+        intact = _manifest_text(content).encode() == text
     except (ValueError, KeyError, AttributeError, TypeError):
-        whole = False
-    if not whole:
-        raise Damaged(f"{MANIFEST} does not have its own checksum")
+        intact = False
+    if not intact:
+        raise DamagedSnapshot(f"{MANIFEST} does not have its own checksum")
     if content["format"] != FORMAT:
         raise ConfigError(
             f"{snapshot} has format {content['format']}, this version reads {FORMAT}: use the "
@@ -150,32 +154,22 @@ def _manifest(snapshot: Path) -> dict[str, Any]:
     return content
 
 
-def _rendered(content: dict[str, Any]) -> str:
+def _manifest_text(content: dict[str, Any]) -> str:
     """The manifest's text; its last field is the checksum of the others."""
     text = json.dumps(content, indent=1)
-    own = hashlib.sha256(text.encode()).hexdigest()
-    return json.dumps(content | {"sha256": own}, indent=1) + "\n"
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps(content | {"sha256": checksum}, indent=1) + "\n"
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
     """Every (step, folder) that looks like a snapshot, in order."""
-    return sorted(_steps(folder))
-
-
-def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
-    for path in folder.glob(f"{PREFIX}*"):
-        digits = path.name.removeprefix(PREFIX)
-        if digits.isdecimal() and path.is_dir():
-            yield int(digits), path
-
-
-def _hidden(path: Path, mark: str = "") -> Path:
-    return path.with_name(f".{path.name}{mark}.tmp")
+    names = {path: path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")}
+    return sorted((int(n), path) for path, n in names.items() if n.isdecimal() and path.is_dir())
 
 
 def _remove(path: Path, mark: str = "") -> None:
     """Take the name away first: a half removed folder is never taken for a snapshot."""
-    hidden = _hidden(path, mark)
+    hidden = hidden_path(path, mark)
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(path, hidden)
     shutil.rmtree(hidden)

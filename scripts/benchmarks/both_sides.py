@@ -1,4 +1,4 @@
-"""What both sides of `compare_trl.py` and `bench_train.py` share; knows neither project."""
+"""What both sides of `compare_trl.py` and `train.py` share; knows neither project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient errors by brute force, replicate by replicate: what `bench_mse.py` times.
+"""Gradient errors by brute force, replicate by replicate: what `mse.py` times.
 
 A replicate draws the largest group of every question and splits it into disjoint groups for the
 smaller sizes. Each (baseline, group) has a gradient of its own, formed in one of two ways:
@@ -22,12 +22,7 @@ import torch
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.policy.logprobs import completion_logprobs, pack
-from grpo_ustat.policy.scores import parameter_sizes, trainable
-from grpo_ustat.policy.sketch import Sketch
-from grpo_ustat.records import BaselineContext
-from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.study.monte_carlo import (
+from grpo_ustat.mse.monte_carlo import (
     NUMBERS,
     ROWS,
     _gradients,
@@ -35,7 +30,12 @@ from grpo_ustat.study.monte_carlo import (
     curve,
     group_weights,
 )
-from grpo_ustat.study.pool import rows_that_fit
+from grpo_ustat.mse.pool import rows_that_fit
+from grpo_ustat.policy.logprobs import completion_logprobs, pack
+from grpo_ustat.policy.scores.backward import parameter_sizes, trainable
+from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.records import BaselineContext
+from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.tasks.base import rewards
 
 LEAST = 4  # replicates before a curve may count as known

@@ -1,7 +1,7 @@
 r"""Our gradient against TRL's, parameter by parameter, on the same rollouts.
 
-    python scripts/compare_trl.py                      # float64 and float32
-    python scripts/compare_trl.py --dtype float32 --environment DIR
+    python scripts/benchmarks/compare_trl.py                      # float64 and float32
+    python scripts/benchmarks/compare_trl.py --dtype float32 --environment DIR
 
 Ours samples groups of several prompt and completion lengths from `embedded:tiny_base` and draws
 rewards; from there each side goes through its own training code, TRL in an environment of its own:
@@ -45,22 +45,22 @@ from both_sides import InDouble, put
 from safetensors.torch import load_file, save_file
 from trl_environment import add_environment_argument, environment, run_worker
 
-from grpo_ustat.composing import composed
-from grpo_ustat.config import TrainConfig
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.policy.loading import configured_task, load_policy, resolve
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.training.batch import Batch
-from grpo_ustat.training.setup import set_up
-from grpo_ustat.training.update import (
-    Found,
+from grpo_ustat.train.context import Batch
+from grpo_ustat.train.setup import set_up
+from grpo_ustat.train.update import (
+    UpdateStats,
     accumulate_gradient,
     fixed_logprobs,
-    judged_rewards,
     minibatches,
+    penalised_rewards,
 )
 
 MODEL, GROUP, LENGTH = "embedded:tiny_base", 8, 80
@@ -109,14 +109,15 @@ def per_token_and_centred(group: int, length: int) -> float:
 
 
 def moved(name: str, ours: tuple[str, ...], trainer: str, arguments: dict, **options) -> Setting:
-    """A setting off the sampling policy: the second update on a batch."""
+    """A setting off the sampling policy: the second update on a whole batch."""
     arguments = {"num_iterations": 2, "beta": 0.0} | arguments
-    ours = (*ours, "objective.num_iterations=2")
+    ours = (*ours, "objective.num_iterations=2", "objective.num_minibatches=1")
     return Setting(f"{name}, moved", ours, trainer, arguments, off_policy=True, **options)
 
 
 LEAVE_ONE_OUT, GROUP_STD = ("baseline=leave_one_out",), ("baseline=group_std",)
 GROUP_MEAN = ("baseline=group_mean",)
+WHOLE_SEQUENCE = ("objective=grpo", "objective.importance_sampling_level=whole_sequence")
 DR_GRPO = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0}
 K3 = {"beta": 0.04, "use_bias_correction_kl": False}
 CLIPPED = ("objective.epsilon=0.2", "objective.epsilon_high=0.28")
@@ -141,9 +142,9 @@ SETTINGS = (
                    "objective.epsilon_high=0.004"),
           "grpo", {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.003,
                    "epsilon_high": 0.004}),
-    moved("whole_sequence = RLOO", ("objective=whole_sequence", *LEAVE_ONE_OUT, *CLIPPED), "rloo",
-          CLIP),
-    moved("k1 in the reward = RLOO", ("objective=whole_sequence", *LEAVE_ONE_OUT, *CLIPPED,
+    moved("whole_sequence = RLOO",
+          (*WHOLE_SEQUENCE, "objective.beta=0", *LEAVE_ONE_OUT, *CLIPPED), "rloo", CLIP),
+    moved("k1 in the reward = RLOO", (*WHOLE_SEQUENCE, *LEAVE_ONE_OUT, *CLIPPED,
                             "objective.beta=0.04", "objective.kl_estimator=k1",
                             "objective.kl_in=reward"), "rloo", CLIP | {"beta": 0.04}),
     moved("control: K3 times ratio", ("objective=grpo_original", *GROUP_STD), "grpo",
@@ -196,7 +197,7 @@ def configured(dtype: str, overrides: tuple[str, ...]) -> TrainConfig:
     """The project's own configuration of one setting."""
     fixed = ("model=tiny_base", f"model.dtype={dtype}", f"group_size={GROUP}")
     rest = (f"max_completion_length={LENGTH}", "budget.rollouts=64", "micro_batch_tokens=1024")
-    return composed("train", [*fixed, *rest, *overrides])
+    return compose_config("train", [*fixed, *rest, *overrides])
 
 
 def our_gradient(setting: Setting, found: Given, dtype: str):
@@ -206,7 +207,7 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
         run = set_up(config, RunFolder(Path(folder), config))
     if run.reference:
         put(found.reference, run.reference.model)
-    rollouts, noted = found.rollouts, Found()
+    rollouts, noted = found.rollouts, UpdateStats()
     batch = Batch(
         prompts=rollouts.prompts, rollouts=rollouts, rewards_PG=found.rewards_PG,
         lengths_PG=rollouts.lengths_PG, ended_PG=rollouts.ended_PG, answered_PG=rollouts.ended_PG,
@@ -214,7 +215,7 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
     )  # fmt: skip
     with InDouble() if dtype == "float64" else nullcontext():
         constants = fixed_logprobs(run, rollouts)
-        judged_PG, rule = judged_rewards(run, batch, constants), config.baseline
+        judged_PG, rule = penalised_rewards(run, batch, constants), config.baseline
         advantage_PG = advantages(rule.name, judged_PG, BaselineContext(), rule.options)
         if setting.off_policy:
             put(found.current, run.policy.model)

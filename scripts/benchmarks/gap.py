@@ -1,7 +1,7 @@
 """How fast Algorithm 1 runs on beds whose truth is known: replicates, steps and seconds.
 
-    python scripts/bench_gap.py
-    python scripts/bench_gap.py --replicates 1000 --rounds 3
+    python scripts/benchmarks/gap.py
+    python scripts/benchmarks/gap.py --replicates 1000 --rounds 3
 
 10 000 replicates of 1 000 steps, n = 16 completions a step, 8 parameters, 2 processes; the seconds
 are those of the clock, starting the processes included, and their CPU time beside them.
@@ -15,10 +15,9 @@ import time
 
 import numpy as np
 
-from grpo_ustat.composing import composed
-from grpo_ustat.theorems.algorithm1 import Estimator
-from grpo_ustat.theorems.jobs import Job, Rate, simulated
-from grpo_ustat.theorems.studies import bed_of
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, run_simulations
+from grpo_ustat.gap.testbeds import build_testbed
 
 CASES = {
     "coins, vanilla": ("coins", Estimator("none", 16, 1)),
@@ -41,15 +40,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     print(f"{'case':24}{'seconds, median [all]':>36}{'CPU seconds':>14}")
-    for name, (bed, one) in CASES.items():
-        policy = bed_of(composed("gap", [f"bed={bed}"]))
-        job = Job(one, Rate("constant", 0.05), (asked.steps,))
+    for name, (bed, estimator) in CASES.items():
+        testbed = build_testbed(compose_config("gap", [f"bed={bed}"]).bed)
+        simulation = Simulation(estimator, Rate("constant", 0.05), (options.steps,))
         wall, used = [], []
-        for turn in range(asked.rounds):
+        for turn in range(options.rounds):
             start, before = time.perf_counter(), cpu()
-            simulated([job], policy, asked.replicates, turn, asked.workers)
+            run_simulations([simulation], testbed, options.replicates, turn, options.workers)
             wall.append(time.perf_counter() - start)
             used.append(cpu() - before)
         times = f"{np.median(wall):.1f} [{', '.join(f'{x:.1f}' for x in sorted(wall))}]"

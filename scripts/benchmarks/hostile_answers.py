@@ -1,6 +1,6 @@
 r"""What the judges of answers make of texts written to hang, crash or fool them.
 
-    python scripts/hostile_answers.py [--memory 50000] [--workers 2]
+    python scripts/benchmarks/hostile_answers.py [--memory 50000] [--workers 2]
 
 Prints four tables:
 

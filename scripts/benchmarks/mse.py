@@ -1,7 +1,7 @@
 """Time until every curve of a study is known to +-5 %: closed forms against brute force.
 
-    python scripts/bench_mse.py --state mse.state
-    python scripts/bench_mse.py dataset=plus_one prompt=few_shot max_completion_length=4 \\
+    python scripts/benchmarks/mse.py --state mse.state
+    python scripts/benchmarks/mse.py dataset=plus_one prompt=few_shot max_completion_length=4 \\
         --state smol.state --model FOLDER --questions 24 \\
         --extrapolate --replicates 4 --timed-questions 2
 
@@ -34,13 +34,13 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from scipy import stats
 
-from grpo_ustat.composing import composed
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.mse import monte_carlo, pool
+from grpo_ustat.mse.closed_form import closed_form
+from grpo_ustat.mse.replay import replay
+from grpo_ustat.mse.result import closed_form_request
+from grpo_ustat.mse.study import _next_pool_size
 from grpo_ustat.policy.loading import configured_policy, configured_task
-from grpo_ustat.study import monte_carlo, pool
-from grpo_ustat.study.closed_form import closed_form
-from grpo_ustat.study.replay import replay
-from grpo_ustat.study.result import asked_of
-from grpo_ustat.study.run import _wanted
 
 BASELINES = ("none", "leave_one_out", "oracle")
 
@@ -69,7 +69,8 @@ class ClosedForms:
         """The first pool, or the next larger one."""
         if self.ready:
             self.size = min(
-                _wanted(self.found, target, self.size), self.config.budget.max_pool_completions
+                _next_pool_size(self.found, target, self.size),
+                self.config.budget.max_pool_completions,
             )
         with self.spent.on("pool"):
             scored = self._measure()
@@ -77,7 +78,7 @@ class ClosedForms:
 
     def _measure(self):
         scored, took = pool.build_pool(self.config, self.prompts, self.folder, self.size)
-        asked = asked_of(self.config, scored, self.facts, took)
+        asked = closed_form_request(self.config, scored, self.facts, took)
         self.found = closed_form(scored, asked, self.config.study.interval)
         return scored
 
@@ -105,7 +106,7 @@ def configured(asked):
         f"group_sizes={asked.group_sizes}", "launch.workers=1", "launch.num_threads=1",
         "study.methods=[closed_form,monte_carlo]", "budget.max_pool_completions=8192",
     ]  # fmt: skip
-    return composed("mse", [*overrides, *asked.overrides])
+    return compose_config("mse", [*overrides, *asked.overrides])
 
 
 def methods(asked, config):

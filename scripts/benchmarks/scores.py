@@ -1,7 +1,7 @@
 """Cost of exact scores against an ordinary forward and backward of the same batch.
 
-    python scripts/bench_scores.py FOLDER [--rows 16 --prompt 40 --completion 88 --repeats 5]
-    python scripts/bench_scores.py qwen2.5-0.5b --device cuda --dtype bfloat16 \\
+    python scripts/benchmarks/scores.py FOLDER [--rows 16 --prompt 40 --completion 88 --repeats 5]
+    python scripts/benchmarks/scores.py qwen2.5-0.5b --device cuda --dtype bfloat16 \\
         --rows 64 --prompt 40 --completion 256
 
 `qwen2.5-0.5b` stands for random weights of that shape. Four programs take turns, each in a process
@@ -25,8 +25,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_ustat.policy.logprobs import Rows, completion_logprobs
-from grpo_ustat.policy.scores import completion_scores, parameter_sizes
-from grpo_ustat.policy.sketch import Sketch
+from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
+from grpo_ustat.policy.scores.sketch import Sketch
 
 PROGRAMS = ("ordinary", "scores", "gram", "study")
 QWEN = dict(

@@ -1,7 +1,7 @@
 """What a tracker that fails does to a run: to its results, its rows, its steps and its end.
 
-    python scripts/bench_trackers.py
-    python scripts/bench_trackers.py --steps 40 --only "hangs in log" "server: 401"
+    python scripts/benchmarks/trackers.py
+    python scripts/benchmarks/trackers.py --steps 40 --only "hangs in log" "server: 401"
 
 A run without a tracker and runs with one, fault by fault, each a fork of this process. The real
 wandb speaks to a server on loopback that refuses, fails or hangs; where a tracker itself is to
@@ -35,15 +35,16 @@ import numpy as np
 import psutil
 from scipy.stats import binom
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from wandb_server import WandbServer  # noqa: E402
 
-from grpo_ustat.composing import composed  # noqa: E402
-from grpo_ustat.runs import log, mirroring  # noqa: E402
+from grpo_ustat.cli.compose import compose_config  # noqa: E402
+from grpo_ustat.mirror import follow  # noqa: E402
+from grpo_ustat.runs import log  # noqa: E402
 from grpo_ustat.runs.folder import RunFolder  # noqa: E402
-from grpo_ustat.training import trainer  # noqa: E402
+from grpo_ustat.train import trainer  # noqa: E402
 
 WARM, BLOCK = 4, 4  # first steps of a run, which do not count; steps between turns
 STUBBED = (
@@ -102,7 +103,7 @@ def _kill_mirror() -> None:
     while not mirrors:
         time.sleep(0.2)
         mirrors = [
-            x for x in psutil.Process().children() if "grpo_ustat.runs.mirror" in x.cmdline()
+            x for x in psutil.Process().children() if "grpo_ustat.mirror.follow" in x.cmdline()
         ]
     mirrors[0].send_signal(signal.SIGKILL)
 
@@ -144,7 +145,7 @@ def _train(case: Case, folder: Path, asked: argparse.Namespace) -> None:
     _timed(times)
     if case.during is not None:
         threading.Thread(target=case.during, daemon=True).start()
-    config = composed("train", [
+    config = compose_config("train", [
         f"logger={case.logger}", f"max_steps={asked.steps}", f"eval_steps={asked.steps}",
         "model=tiny_direct", "max_completion_length=6", "group_size=4", "log_completions=2",
         f"save_steps={asked.steps}", "dataset.test_size=10", f"budget.rollouts={asked.rollouts}",
@@ -156,7 +157,7 @@ def _train(case: Case, folder: Path, asked: argparse.Namespace) -> None:
 
 def _timed(times: dict) -> None:
     """Have steps and the wait for the mirror timed, and the mirror stand still in turns."""
-    write, finish = log.RunLog.write, mirroring.Mirroring.finish
+    write, finish = log.RunLog.write, follow.Mirroring.finish
 
     def timed_write(self, *arguments):
         write(self, *arguments)
@@ -172,7 +173,7 @@ def _timed(times: dict) -> None:
         finish(self, *arguments)
         times["waited"] = time.perf_counter() - start
 
-    log.RunLog.write, mirroring.Mirroring.finish = timed_write, timed_finish
+    log.RunLog.write, follow.Mirroring.finish = timed_write, timed_finish
 
 
 def _tell_others(number: int) -> None:

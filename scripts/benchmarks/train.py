@@ -1,7 +1,7 @@
 """One training step of ours against one of TRL's GRPOTrainer with transformers generation.
 
-    python scripts/bench_train.py --model FOLDER --questions gsm8k/train.jsonl
-    python scripts/bench_train.py --model FOLDER --questions gsm8k/train.jsonl --device cuda \\
+    python scripts/benchmarks/train.py --model FOLDER --questions gsm8k/train.jsonl
+    python scripts/benchmarks/train.py --model FOLDER --questions gsm8k/train.jsonl --device cuda \\
         --shape qwen2.5-0.5b --dtype bfloat16 --prompts 16 --length 256 --peak-tflops 989
 
 Same model, questions, group size, completion length, sampling (temperature 1, whole vocabulary),
@@ -41,11 +41,11 @@ from both_sides import DrawnRewards, clock, peak_memory
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from trl_environment import add_environment_argument, environment, run_worker
 
-from grpo_ustat.composing import composed
-from grpo_ustat.config import TrainConfig
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.training import setup, trainer
+from grpo_ustat.train import setup, trainer
 
 TEMPLATE = "Question: {question}\nAnswer:"
 QWEN = dict(
@@ -120,7 +120,7 @@ class Questions:
 
 def our_configuration(job: dict) -> TrainConfig:
     """The project's own configuration of a job."""
-    return composed("train", [
+    return compose_config("train", [
         "model=hub", f"model.model_name_or_path={job['model']}", f"model.dtype={job['dtype']}",
         f"launch.device={job['device']}", f"launch.num_threads={job['threads']}",
         "baseline=leave_one_out", f"group_size={job['group_size']}",
@@ -135,20 +135,20 @@ def our_configuration(job: dict) -> TrainConfig:
 def our_turn(folder: Path) -> None:
     """Steps of our trainer on the job in `folder`, as `trl_worker.steps` does with TRL's."""
     job = json.loads((folder / "job.json").read_text())
-    now, rows, original = clock(job), [], trainer.draw_batch
+    now, rows, original = clock(job), [], trainer.sample_batch
 
-    def draw_batch(*arguments):
+    def sample_batch(*arguments):
         start = now()
         batch = original(*arguments)
         rows.append({"generate": now() - start, "tokens": int(batch.lengths_PG.sum())})
         return batch
 
-    setup.configured_task, trainer.draw_batch = lambda *_: Questions(job), draw_batch
+    setup.configured_task, trainer.sample_batch = lambda *_: Questions(job), sample_batch
     config = our_configuration(job)
-    run, progress = setup.set_up(config, RunFolder(folder, config)), trainer.Progress()
+    run, progress = setup.set_up(config, RunFolder(folder, config)), trainer.TrainProgress()
     for _ in range(job["warm"] + job["steps"]):
         start = now()
-        trainer._finite_step(run, progress)
+        trainer.train_step(run, progress)
         rows[-1]["step"] = now() - start
     found = {"rows": rows, "peak": peak_memory(job["device"])}
     (folder / "result.json").write_text(json.dumps(found))

@@ -13,7 +13,7 @@ import sys
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 PINNED = ("trl==1.16.0", "datasets==5.2.0")
 WORKER = Path(__file__).with_name("trl_worker.py")

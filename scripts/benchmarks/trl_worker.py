@@ -1,4 +1,4 @@
-"""TRL's side of `compare_trl.py` and `bench_train.py`; runs in TRL's environment.
+"""TRL's side of `compare_trl.py` and `train.py`; runs in TRL's environment.
 
     python trl_worker.py gradients FOLDER     what each setting would hand to the optimizer
     python trl_worker.py steps FOLDER         seconds and memory of training steps
@@ -8,8 +8,8 @@ FOLDER holds `job.json`, see the two scripts; the answers are written beside it.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -186,9 +186,13 @@ def steps(job: dict, folder: Path) -> None:
 
 def main() -> None:
     """Entry."""
-    task, folder = sys.argv[1], Path(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=("gradients", "steps"))
+    parser.add_argument("folder", type=Path, help="holds job.json")
+    arguments = parser.parse_args()
+    folder = arguments.folder
     job = json.loads((folder / "job.json").read_text()) | {"output_dir": str(folder / "trainer")}
-    {"gradients": gradients, "steps": steps}[task](job, folder)
+    {"gradients": gradients, "steps": steps}[arguments.task](job, folder)
 
 
 if __name__ == "__main__":

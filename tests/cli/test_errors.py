@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_ustat.composing import CONF
-from grpo_ustat.config import SCHEMAS
-from grpo_ustat.messages import one_line
-from grpo_ustat.overlays import fits, overlays
+from grpo_ustat.cli.errors import fits, is_overlay, one_line
+from grpo_ustat.config.load import CONF, SCHEMAS
 
 FILES = {  # file: the entries that know all it sets
     "study/lemma6": {"gap"}, "study/best_group_size": {"gap"}, "study/figure4": {"mse"},
@@ -30,22 +28,22 @@ def test_a_readers_own_file_may_say_anything(text, tmp_path):
     (tmp_path / "own").mkdir()
     file = tmp_path / "own" / "mine.yaml"
     file.write_text(f"# @package _global_\n{text}")
-    assert overlays(file) and fits(file, SCHEMAS["gap"]) and fits(file, SCHEMAS["mse"])
+    assert is_overlay(file) and fits(file, SCHEMAS["gap"]) and fits(file, SCHEMAS["mse"])
 
 
 MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of it
     "In 'study/lemma6': Could not override 'bed'. No match in the defaults list.": (
-        "mse", "study=lemma6 is one of gap's, python -m grpo_ustat.gap"
+        "mse", "study=lemma6 is one of gap's, grpo-ustat gap"
     ),
     "In 'mine/own': Could not override 'bed'. No match in the defaults list.": (
         "mse", "In 'mine/own': Could not override 'bed'. No match in the defaults list."
     ),
     "Could not override 'model'. No match in the defaults list.": (
         "gap", "unknown key model: it is one of mse's or train's, "
-        "python -m grpo_ustat.mse or python -m grpo_ustat.train"
+        "grpo-ustat mse or grpo-ustat train"
     ),
     "Could not override 'group_size'. Key 'group_size' is not in struct": (
-        "report", "unknown key group_size: it is one of train's, python -m grpo_ustat.train"
+        "report", "unknown key group_size: it is one of train's, grpo-ustat train"
     ),
     "Could not override 'nme'. Key 'nme' is not in struct": (
         "report", "unknown key nme: did you mean name?"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import toys
 import yaml
-from test_config import CONF, compose, run
+from commands import CONF, compose, run
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.cli import show_prompts as shown
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
-from grpo_ustat.runs import prompts as shown
 from grpo_ustat.tasks.base import NumberJudge, Task
 from grpo_ustat.tasks.prompts import Prompting
 
@@ -55,6 +55,7 @@ def test_texts_are_shown_as_they_are(monkeypatch, capsys, tmp_path):
     assert f"can reach {total} tokens, the model has positions for 64" in err.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_what_ends_a_completion_is_told(monkeypatch, capsys, tmp_path):
     path = toys.folder(tmp_path / "m")
     model = ["model=hub", f"model.model_name_or_path={path}"]
@@ -65,6 +66,7 @@ def test_what_ends_a_completion_is_told(monkeypatch, capsys, tmp_path):
         preview(monkeypatch, capsys, toys.QUESTIONS, [*model, "prompt=plain_icl"])
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fits_is_no_warning(monkeypatch, capsys):
     questions = [Question("q", "1+1", "2", "sum", "1+1=2 #### 2")]
     out, err = preview(monkeypatch, capsys, questions, entry="mse", split="study")

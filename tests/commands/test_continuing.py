@@ -1,6 +1,6 @@
 """A sweep that is typed again does what is left of it, and refuses what could not go on.
 
-The work of a run is a stand-in that takes no time; tests/test_sweep_kill.py trains.
+The work of a run is a stand-in that takes no time; tests/commands/test_sweep_kill.py trains.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
-from grpo_ustat import cli  # noqa: E402
-from grpo_ustat import sweep as status  # noqa: E402
-from grpo_ustat.checks import ConfigError  # noqa: E402
-from grpo_ustat.composing import asked_for  # noqa: E402
-from grpo_ustat.launch import job  # noqa: E402
+from slow_cases import slow_but  # noqa: E402
+
+from grpo_ustat.cli import app  # noqa: E402
+from grpo_ustat.cli.compose import parse  # noqa: E402
+from grpo_ustat.config.schema import ConfigError  # noqa: E402
+from grpo_ustat.distributed.lock import Lock  # noqa: E402
+from grpo_ustat.launch import run as job  # noqa: E402
+from grpo_ustat.launch.command import load_command  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
-from grpo_ustat.runs.lock import Lock  # noqa: E402
+from grpo_ustat.sweep import __main__ as status  # noqa: E402
 
 SWEEP = ("-m", "model=tiny_direct", "max_steps=4", "eval_steps=2")
 
@@ -29,7 +32,7 @@ def work(entry, config, folder):
     """What a run leaves that matters here."""
     result = folder.result()
     if result is None or result["steps"] < config.max_steps:
-        with folder.held():
+        with folder.lock():
             folder.open()
             folder.finish({"steps": config.max_steps, "seconds": 1.0, "final_accuracy": 0.5}
                           | {"accuracy_low": 0.25, "accuracy_high": 0.75})  # fmt: skip
@@ -40,12 +43,12 @@ def work(entry, config, folder):
 def typed(tmp_path, monkeypatch, capsys):
     """Type a sweep: exit code, what it printed to the output and to the error stream."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "work", work)
+    monkeypatch.setattr(job, "make_run", work)
 
     def command(*words):
         monkeypatch.setattr(sys, "argv", ["train", *SWEEP, *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main("train")
+            app.main(load_command("train"))
         return ended.value.code, *capsys.readouterr()
 
     return command
@@ -83,7 +86,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words, match", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("words, match", slow_but(REFUSED, "max_steps", "launch"))
 def test_what_could_not_go_on_is_refused_in_one_line(typed, tmp_path, words, match):
     code, out, err = typed(*words)
     assert (code, out, len(err.splitlines())) == (2, "", 1), err
@@ -92,14 +95,14 @@ def test_what_could_not_go_on_is_refused_in_one_line(typed, tmp_path, words, mat
 
 
 def test_a_schedule_that_ends_makes_the_number_of_steps_part_of_the_run():
-    found = asked_for("train", [*SWEEP, "schedule=linear", "max_steps=4,6"]).points
+    found = parse("train", [*SWEEP, "schedule=linear", "max_steps=4,6"]).planned_runs
     assert len({point.folder.path for point in found}) == 2
 
 
 def test_a_launcher_without_a_sweep_is_refused():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     with pytest.raises(ConfigError, match="hydra/launcher=submitit_local .* add -m"):
-        asked_for("train", ["hydra/launcher=submitit_local"])
+        parse("train", ["hydra/launcher=submitit_local"])
 
 
 @pytest.mark.slow
@@ -168,7 +171,7 @@ def test_a_point_that_is_taken_meanwhile_is_not_noted_as_a_failure(typed, tmp_pa
             locks[0].take()
         return work(entry, config, folder)
 
-    monkeypatch.setattr(job, "work", taken)
+    monkeypatch.setattr(job, "make_run", taken)
     before = (path / history.NAME).read_text()
     code, _, err = typed("seed=0,1")
     locks[0].release()
@@ -180,12 +183,12 @@ def test_a_point_that_is_taken_meanwhile_is_not_noted_as_a_failure(typed, tmp_pa
 def test_a_point_that_failed_is_named_and_tried_again(typed, tmp_path, monkeypatch, capsys):
     def failing(entry, config, folder):
         if config.seed == 1:
-            with folder.held():
+            with folder.lock():
                 folder.open()
                 raise RuntimeError("CUDA error: an illegal memory access\nwas encountered [1/2]")
         return work(entry, config, folder)
 
-    monkeypatch.setattr(job, "work", failing)
+    monkeypatch.setattr(job, "make_run", failing)
     code, out, err = typed("seed=0,1,2")
     assert code == 1 and starts(tmp_path) == {0: 1, 1: 1, 2: 1}
     assert "2 done, 1 failed of 3 runs" in out and err.count("RuntimeError: CUDA error") == 1
@@ -194,7 +197,7 @@ def test_a_point_that_failed_is_named_and_tried_again(typed, tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["sweep", "status", "outputs/train"])
     status.main()
     assert f"failed: seed=1: {last}" in capsys.readouterr().out
-    monkeypatch.setattr(job, "work", work)
+    monkeypatch.setattr(job, "make_run", work)
     code, out, err = typed("seed=0,1,2")
     assert code == 0 and not err and starts(tmp_path) == {0: 1, 1: 2, 2: 1}
     assert f"failed before, again now: seed=1: {last}" in out
@@ -205,12 +208,12 @@ def test_a_point_that_fails_before_its_folder_is_open_is_noted_once(typed, tmp_p
     def failing(entry, config, folder):
         raise ValueError("no such device")
 
-    monkeypatch.setattr(job, "work", failing)
+    monkeypatch.setattr(job, "make_run", failing)
     for count in (1, 2):
         assert typed("seed=0")[0] == 1
         rows = history.launches(run_of(tmp_path, 0))
         assert [row.get("error") for row in rows] == ["ValueError: no such device"] * count
-    monkeypatch.setattr(job, "work", work)
+    monkeypatch.setattr(job, "make_run", work)
     assert typed("seed=0")[0] == 0
 
 
@@ -223,18 +226,19 @@ def test_a_done_point_that_fails_in_being_overwritten_fails_the_sweep(typed, mon
             raise ValueError("no such device")
         return work(entry, config, folder)
 
-    monkeypatch.setattr(job, "work", failing)
+    monkeypatch.setattr(job, "make_run", failing)
     code, _, err = typed("seed=0,1", "on_existing=overwrite")
     assert code == 1 and "no such device" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_lost_another_is_told_and_noted_as_an_error_once(typed, tmp_path, monkeypatch):
     def losing(entry, config, folder):
-        with folder.held():
+        with folder.lock():
             folder.open()
             raise SystemExit("error: rank 0 of 2 lost another rank")
 
-    monkeypatch.setattr(job, "work", losing)
+    monkeypatch.setattr(job, "make_run", losing)
     code, _, err = typed("seed=0,1")
     assert code == 1 and f"error: {run_of(tmp_path, 1)}: rank 0 of 2 lost another rank" in err
     assert history.launches(run_of(tmp_path, 1))[-1]["error"] == "rank 0 of 2 lost another rank"

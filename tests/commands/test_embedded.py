@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_config import compose, run
+from commands import compose, run
 
 from grpo_ustat.estimators.intervals import clustered_mean
 from grpo_ustat.policy.loading import configured_policy, configured_task, load_policy
@@ -28,24 +28,23 @@ def test_accuracy_on_the_study_questions(name):
     assert rollouts.ended_PG.mean() > 0.99
 
 
-@pytest.mark.slow(minutes=3)
+@pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_default_training_gains_ten_points(seed, tmp_path):
-    """Evaluated before and after alone."""
-    code, _, err = run("train", f"seed={seed}", "eval_steps=80", cwd=tmp_path)
+def test_the_default_training_gains_ten_points(tmp_path):
+    """With the seed that a user gets; evaluated before and after alone."""
+    code, _, err = run("train", "eval_steps=80", cwd=tmp_path)
     assert code == 0, err
-    (file,) = tmp_path.glob(f"outputs/train/*/seed={seed}/result.json")
+    (file,) = tmp_path.glob("outputs/train/*/seed=0/result.json")
     result = json.loads(file.read_text())
     assert result["gain"] >= 0.10 and result["gain_low"] > 0, result["summary"]
     assert result["seconds"] < 1800
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, sign", [("tiny", -1), ("tiny_direct", 1)])
 def test_one_policy_of_each_regime_is_shipped(name, sign, tmp_path):
-    """A_V - A_0 of the default study is surely negative (the paper's ordering) or positive."""
-    code, _, err = run("mse", f"model={name}", cwd=tmp_path)
+    """A_V - A_0 is surely negative (the paper's ordering) or positive, by 100 questions."""
+    code, _, err = run("mse", f"model={name}", "study.questions=100", cwd=tmp_path)
     assert code == 0, err
     (file,) = tmp_path.glob("outputs/mse/*/seed=0/result.json")
     found = json.loads(file.read_text())["assumption2"]

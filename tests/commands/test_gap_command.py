@@ -1,4 +1,4 @@
-"""`python -m grpo_ustat.gap` from the command line to the folder that it leaves."""
+"""`grpo-ustat gap` from the command line to the folder that it leaves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import subprocess
 import sys
 
 import pytest
+from commands import compose
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.composing import CONF, composed
-from grpo_ustat.gap_config import BEDS, STUDIES
-from grpo_ustat.runs.gap_page import TITLES
-from grpo_ustat.theorems import studies
-from grpo_ustat.theorems.plan import completions
+from grpo_ustat.config.beds import BEDS
+from grpo_ustat.config.gap import STUDIES
+from grpo_ustat.config.load import CONF
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.gap.evidence import theorem
+from grpo_ustat.gap.testbeds import build_testbed
+from grpo_ustat.report.study_page import TITLES
 
 SMALL = ("study.replicates=20", "study.steps=5", "study.constant_rates=[0.1]", "launch.workers=1")
 
@@ -24,27 +26,39 @@ def gap(folder, *arguments):
     return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_every_study_and_every_bed_has_a_file_of_its_name():
-    files = {file.stem for file in (CONF / "study").glob("*.yaml")}
-    assert set(STUDIES) <= files and set(STUDIES) == set(TITLES) == set(studies.RUN)
-    beds = [composed("gap", [f"bed={f.stem}", *_suits(f.stem)]) for f in (CONF / "bed").glob("*")]
+    names = {file.stem for file in (CONF / "study").glob("*.yaml")}
+    assert set(STUDIES) <= names and set(STUDIES) == set(TITLES)
+    for kind, schema in STUDIES.items():
+        assert theorem(kind).schema is schema and theorem(kind).title and theorem(kind).statement
+    files = (CONF / "bed").glob("*")
+    beds = [compose("gap", f"bed={f.stem}", *_suits(f.stem)) for f in files]
     assert {config.bed.kind for config in beds} == set(BEDS)
-    planes = [config for config in beds if config.bed.kind in ("coins", "softmax")]
-    assert len(planes) == 4 and all(0 < studies.bed_of(config).highest < 1 for config in planes)
+    kinds = ("coins", "ridge_coins", "softmax")
+    planes = [config for config in beds if config.bed.kind in kinds]
+    assert len(planes) == 5 and all(0 < build_testbed(config.bed).highest < 1 for config in planes)
 
 
 def _suits(bed):
-    return {"sequences": ["study=theorem12"], "none": ["study=best_group_size"]}.get(bed, [])
+    suits = {"sequences": "theorem12", "graded_sequences": "theorem12"}
+    suits |= {"none": "best_group_size", "ridge_coins": "theorem8"}
+    return [f"study={suits[bed]}"] if bed in suits else []
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [*STUDIES, "theorem7_uneven", "theorem7_total", "theorem8_mixture"]
+)
 def test_every_study_composes_on_its_bed(name):
-    config = composed("gap", [f"study={name}"])
-    assert config.study.kind == name and config.bed.kind in config.study.beds
+    config = compose("gap", f"study={name}")
+    assert config.study.kind == name.partition("_")[0] if name not in STUDIES else name
+    assert config.bed.kind in config.study.beds
     if name != "best_group_size":  # which needs runs
-        studies.check_asked(config)
+        theorem(config.study.kind).check(config)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_folder_and_is_shown_again(tmp_path):
     first = gap(tmp_path, *SMALL)
     assert first.returncode == 0, first.stderr
@@ -67,7 +81,7 @@ def test_a_run_leaves_a_folder_and_is_shown_again(tmp_path):
 
 
 WRONG = {
-    "study=lemma7": "unknown study 'lemma7': choose from",
+    "study=lemma7": "unknown study 'lemma7': did you mean lemma6? choose from",
     "bed=cards": "unknown bed 'cards': choose from",
     "study=theorem12 bed=coins": "study=theorem12 with bed.kind=coins: it runs on a bed of kind "
     "sequences",
@@ -80,6 +94,19 @@ WRONG = {
     "study=lemma11 study.epsilon=-1": "an epsilon of 0 or more",
     "study=theorem12 study.learning_rates=[0.1]": "use at least three, all above 0",
     "study=theorem12 study.beta=-1": "beta=-1.0: use at least 0",
+    "study=theorem12 study.normalisations=[sigma]": "unknown study.normalisations 'sigma': choose",
+    "study=theorem12 study.normalisations=[]": "name at least one of none, group_std",
+    "study=theorem12 study.minibatches=3": "study.num_prompts=40 with study.minibatches=3: use 2",
+    "study=theorem12 study.group_size=3": "study.group_size=3 with study.group_sizes=[2, 4, 8, 16",
+    "study=theorem12 study.limit_sizes=[2,4,9]": "study.limit_sizes=[2, 4, 9]: use three, each tw",
+    "study=theorem12 study.floor=0": "study.floor=0.0 must be above 0",
+    "study=theorem12 bed.reward_levels=33": "bed.reward_levels=33: use 2 to as many as there are",
+    "study=theorem12 bed.difficulties=[1,2]": "bed.difficulties=[1.0, 2.0] with bed.prompts=4",
+    "study=theorem12 bed.difficulties=[1,2,3,40]": "leaves prompt 3 with reward 0 alone",
+    "study=proposition13 study.minibatches=3": "study.num_prompts=4 with study.minibatches=3: use",
+    "study=proposition13 study.reference=[0.9]": "study.reference=[0.9] on bed=unequal_coins: give",
+    "study=proposition13 study.limit_sizes=[8]": "study.limit_sizes=[8]: use three, each twice",
+    "study=proposition13 study.variant_sizes=[1]": "study.variant_sizes=[1]: use sizes of 2 or",
     "study=corollaries9_10 study.steps=3": "study.steps=3: use 4 or more",
     "study.replicates=3": "use 10 replicates or more",
     "study.baselines=[group_std]": "unknown study.baselines 'group_std': choose from none",
@@ -92,6 +119,13 @@ WRONG = {
     "bed.parameters=1": "use bed.parameters=2 or more",
     "bed.values=[0.5,0.5,0.5,1.5]": "must be between 0 and 1",
     "bed=softmax bed.rewards=[[1,0,0,0,0],[1,0,0,0,0],[1,0,0,0,0],[1,0,0,0,0]]": "finite maximum",
+    "study=theorem7_total study.totals=[1000]": "1000 is no multiple of T=[400, 800]",
+    "study=theorem7_total study.totals=[]": "name rollouts of a step or a run",
+    "study=theorem8_mixture bed.along=[0.6]": "bed.along has 1 numbers, bed.values has 4",
+    "study=theorem8_mixture bed.bend=2.5": "makes the curvature negative: lower one",
+    "study=theorem8_mixture bed.width=0.9": "let a probability fall to",
+    "study=theorem8_mixture study.decaying_rate=0.8": "use more than 0.8333",
+    "bed=ridge_coins": "study=lemma6 with bed.kind=ridge_coins",
     "launch.workers=0": "launch.workers=0 must be above 0",
 }
 
@@ -99,11 +133,12 @@ WRONG = {
 @pytest.mark.parametrize("words", WRONG)
 def test_a_wrong_input_is_one_line_that_names_the_fix(words):
     with pytest.raises(ConfigError) as caught:
-        config = composed("gap", words.split())
-        studies.check_asked(config)
+        config = compose("gap", *words.split())
+        theorem(config.study.kind).check(config)
     assert WRONG[words] in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_refused_bed_leaves_no_folder(tmp_path):
     (tmp_path / "other").touch()
     refused = gap(tmp_path, "study.decaying_rate=0.5")
@@ -111,16 +146,18 @@ def test_a_refused_bed_leaves_no_folder(tmp_path):
     assert refused.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_study_of_runs_that_are_not_there_names_the_command_and_leaves_no_folder(tmp_path):
     (tmp_path / "other").touch()
     refused = gap(tmp_path, "study=best_group_size")
     assert refused.returncode == 2 and not (tmp_path / "run").exists()
-    assert "holds no run: python -m grpo_ustat.mse study=best_group_size_start" in refused.stderr
+    assert "holds no run: grpo-ustat mse study=best_group_size_start" in refused.stderr
 
 
+@pytest.mark.slow
 def test_dry_run_counts_what_a_run_draws(tmp_path):
-    config = composed("gap", list(SMALL))
-    assert completions(config) == 20 * 5 * 16 * 6
+    config = compose("gap", *SMALL)
+    assert theorem("lemma6").completions(config) == 20 * 5 * 16 * 6
     shown = gap(tmp_path, "dry_run=true", "study=theorem7")
     assert shown.returncode == 0 and "1,433.6 M" in shown.stdout
     assert not list(tmp_path.iterdir())

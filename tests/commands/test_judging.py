@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
-from test_config import compose
+from commands import compose
 
+from grpo_ustat.mse import study as study_run
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.study import run as study_run
 from grpo_ustat.tasks import registry
 from grpo_ustat.tasks.base import NumberJudge
 
-sys.path.insert(0, str(Path(__file__).parent / "training"))
-from test_trainer import fit  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from training_runs import fit  # noqa: E402
 
 
 class Fragile(NumberJudge):

@@ -1,17 +1,18 @@
-"""The wheel in a clean environment, and the multirun that the README shows."""
+"""The wheel in a clean environment, and a multirun and two processes as the pages show them."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_config import run
+from commands import run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -40,8 +41,42 @@ def test_a_wheel_finds_its_configurations(tmp_path):
         assert "embedded:tiny" in done.stdout
     assets = clean.glob("lib/*/site-packages/grpo_ustat/assets/*/model.safetensors")
     assert {p.parent.name for p in assets} == {"tiny", "tiny_base", "tiny_direct"}
-    templates = clean.glob("lib/*/site-packages/grpo_ustat/runs/templates/*")
+    assert [*clean.glob("lib/*/site-packages/grpo_ustat/py.typed")]  # type checkers read our types
+    templates = clean.glob("lib/*/site-packages/grpo_ustat/report/templates/*")
     assert {p.name for p in templates} == {"page.html.j2", "page.css", "page.js"}
+
+
+def test_of_outputs_only_the_page_about_it_is_in_git():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "outputs"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert listed.stdout.split() == ["outputs/README.md"]
+    left = ["outputs/train/a/seed=0/result.json", "outputs/report/a/report.html", "outputs/x.csv"]
+    done = subprocess.run(
+        ["git", "check-ignore", *left, "outputs/README.md"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == left
+
+
+def unnamed(page, files):
+    """The files that a page about a folder does not name, themselves or a folder of theirs."""
+    names = set()
+    for quoted in re.findall(r"`([^`]+)`", page):
+        stem, endings = re.match(r"([^{]*)(?:\{(.*)\})?", quoted).groups()
+        names |= {(stem + ending).rstrip("/") for ending in (endings or "").split(",")}
+    return {
+        str(path) for path in files
+        if not names & {str(path), *path.parts[:-1], re.sub(r"\d+", "STEP", path.parts[0])}
+    }  # fmt: skip
+
+
+def test_a_file_that_a_page_does_not_name():
+    files = map(Path, ("a.pdf", "a.svg", "a.csv", "pool/x", "checkpoint-2/y", ".hydra/c.yaml"))
+    page = "| `a.{pdf,svg}` `pool/` `checkpoint-STEP/` | `.hydra/c.yaml`"
+    assert unnamed(page, files) == {"a.csv"}
 
 
 def test_embedded_policies_are_small():
@@ -56,6 +91,9 @@ def test_a_sweep_gives_every_job_its_own_folder(tmp_path):
     assert code == 0, err
     results = sorted(tmp_path.glob("outputs/train/*/seed=*/result.json"))
     assert len(results) == 4
+    folder = results[0].parent
+    left = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    assert unnamed((ROOT / "outputs" / "README.md").read_text(), left) == set()
     names = {(p.parts[-3].rpartition("-n=")[0][-3:], p.parts[-2]) for p in results}
     assert names == {(g, s) for g in ("G=4", "G=8") for s in ("seed=0", "seed=1")}
     accuracies = {json.loads(p.read_text())["tokens"] for p in results}

@@ -16,7 +16,7 @@ from slurm_cluster import Cluster, missing, wait_for
 
 from grpo_ustat.runs import history
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "slurm" / "run.sbatch"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "run.sbatch"
 STEPS = 30
 PATIENCE = 400  # seconds; a busy machine may need minutes for what takes seconds
 TRAIN = (  # steps of a few tenths of a second, in which some group of a few earns unequal rewards
@@ -392,8 +392,10 @@ def test_a_preempted_study_goes_on(scenario, tmp_path):
 @pytest.mark.timeout(300)
 def test_a_job_submitted_from_within_another_knows_its_own(scenario, tmp_path):
     """The outer one is of an array and started again, so that there is much to inherit."""
-    ask = f"{sys.executable} -c 'from grpo_ustat.slurm import *; "
-    ask += "print(address(), restart_count(), ends(), requeue() if not restart_count() else 0)'"
+    ask = f"{sys.executable} -c 'from grpo_ustat.distributed.slurm import *; "
+    ask += (
+        "print(address(), restart_count(), next_action(), requeue() if not restart_count() else 0)'"
+    )
     inner = f"sbatch --parsable -o {tmp_path}/inner.out --open-mode=append inner.sh > inner.id"
     outer = f"[ $SLURM_RESTART_COUNT ] && {inner} || scontrol requeue 1_3; sleep 5"
     for name, text in {"inner": f"{ask}; sleep 5", "outer": outer}.items():

@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from launching import Command, finished  # noqa: E402
 from resuming import differences  # noqa: E402
 
-from grpo_ustat import multirun  # noqa: E402
-from grpo_ustat.reports import figures, report  # noqa: E402
-from grpo_ustat.runs import history, learning  # noqa: E402
+from grpo_ustat.cli import multirun  # noqa: E402
+from grpo_ustat.report import aggregate, figures, learning  # noqa: E402
+from grpo_ustat.runs import history  # noqa: E402
 from grpo_ustat.runs.folder import RunFolder  # noqa: E402
-from grpo_ustat.runs.sweeps import MISSING, Entry, State  # noqa: E402
+from grpo_ustat.runs.status import MISSING, Entry, RunState  # noqa: E402
 
 pytestmark = pytest.mark.slow
 SAVE_STEPS = 2
@@ -79,8 +79,8 @@ def undrawn():
     """Runs and the joint report without their figures, which take longer than all the rest."""
     learning.draw_learning = lambda _: None
     figures.accuracy_figure = lambda *_: None
-    report.learning_figure = lambda folder, name, runs: learning.learning_rows(runs)
-    report.page = report.render = lambda _: ""
+    aggregate.learning_figure = lambda folder, name, runs: learning.learning_rows(runs)
+    aggregate.page = aggregate.render = lambda _: ""
 
 
 def typed(place, before=undrawn):
@@ -134,14 +134,14 @@ def assert_as_undisturbed(place, through):
         assert (place / "sweep/joint" / name).read_text() == there.read_text()
 
 
-def test_ten_kills_of_a_sweep(tmp_path, through, capsys):
-    """At moments that are uniform over the time of a whole sweep, in sweeps that go on."""
+def test_kills_of_a_sweep(tmp_path, through, capsys):
+    """Six, at moments that are uniform over the time of a whole sweep, in sweeps that go on."""
     place, seconds = through
     rng, start, hit, number = np.random.default_rng(20261122), time.perf_counter(), Counter(), 0
-    while hit["kills"] < 10:
+    while hit["kills"] < 6:
         here = tmp_path / f"sweep-{number}"
         here.mkdir()
-        hit += kill_until_it_ends(here, rng.uniform(0, seconds, size=10 - hit["kills"]))
+        hit += kill_until_it_ends(here, rng.uniform(0, seconds, size=6 - hit["kills"]))
         assert_as_undisturbed(here, place)
         number += 1
     with capsys.disabled():
@@ -155,9 +155,9 @@ def test_a_sweep_that_starts_finished_runs_again_is_caught(tmp_path, through):
 
     def before():
         undrawn()
-        Entry.state = lambda one: State(MISSING)
+        Entry.state = lambda one: RunState(MISSING)
         RunFolder.result = lambda folder: None
-        multirun._end = lambda *_: 0
+        multirun._print_outcome = lambda *_: 0
 
     with pytest.raises(AssertionError, match="was done and started again"):
         watched(tmp_path, typed, before)
@@ -175,9 +175,11 @@ def test_a_sweep_that_ignores_fingerprints_is_caught(tmp_path, through):
 
     def before():
         undrawn()
-        look = Entry.state
+        look, launches = Entry.state, history.launches
         Entry.state = lambda one: look(replace(one, config_hash=None))
-        Entry._is_own = lambda *_: False
+        history.launches = lambda folder: [  # nor does the launch count that was refused
+            row for row in launches(folder) if row.get("outcome") != "failed"
+        ]
 
     typed(tmp_path, before)
     with pytest.raises(AssertionError, match="result.json"):

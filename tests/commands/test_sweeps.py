@@ -12,15 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_config import run  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from commands import run  # noqa: E402
 
-from grpo_ustat import cli
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.composing import asked_for
-from grpo_ustat.launch import job
-from grpo_ustat.runs.cost import cost, model_size, total
-from grpo_ustat.runs.cost_table import show_costs
+from grpo_ustat.cli import app
+from grpo_ustat.cli.compose import parse
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.costs.cost import cost, model_size, total
+from grpo_ustat.costs.table import show_costs
+from grpo_ustat.launch import run as job
+from grpo_ustat.launch.command import load_command  # noqa: E402
 
 SIZES = [4, 8, 16, 32, 64, 128]
 SEEDS = [0, 1, 2, 3, 4]
@@ -47,7 +48,7 @@ def a_cached_smollm2(tmp_path_factory):
 
 @cache
 def points(entry, *arguments):
-    return asked_for(entry, list(arguments)).points
+    return parse(entry, list(arguments)).planned_runs
 
 
 @pytest.mark.slow
@@ -140,6 +141,7 @@ def test_the_command_line_wins_over_the_sweep(entry, arguments, count):
         assert found[0].config.model.name == "tiny"
 
 
+@pytest.mark.slow
 def test_a_sweep_under_ranks_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -157,6 +159,7 @@ def test_any_bad_point_refuses_the_sweep_of_an_overlay(tmp_path):
     assert len(err.splitlines()) == 1 and not out and not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../up", "a/b", ""])
 def test_a_report_has_a_plain_name(name):
     with pytest.raises(ConfigError, match="report.name"):
@@ -197,18 +200,18 @@ def test_costs_of_every_overlay_are_shown(entry, overlay, count, rollouts, capsy
 def test_the_costs_shown_of_table_2_are_those_worked_by_hand(capsys):
     """P = 7.6156e9 parameters: 16 P = 121.85 GB, keys and values 16.52, logits 1.07; a checkpoint
     12 P = 91.39 GB, two while one is written; of 18 runs one stays of each, and one beside them.
-    Six evaluations of 500 questions; (102 400 + 3000) x 3000 tokens.
+    Six evaluations of 5000 questions; (102 400 + 30 000) x 3000 tokens.
     """
     lines = shown(points("train", "experiment=table2_math"), capsys)
     tables = {line[0]: line[1:] for line in lines if len(line) > 3}
-    one = ["102 400", "3 000", "316.2 M", "139.4 GB", "182.8 GB"]
+    one = ["102 400", "30 000", "397.2 M", "139.4 GB", "182.8 GB"]
     assert tables["G 8, n 1024, P 128"] == one
-    assert tables["G 128, n 4096, P 32"] == ["409 600", "3 000", "1 237.8 M", *one[3:]]
-    assert tables["all"] == ["4 300 800", "54 000", "13 064.4 M", "139.4 GB", "1.7 TB"]
+    assert tables["G 128, n 4096, P 32"] == ["409 600", "30 000", "1 318.8 M", *one[3:]]
+    assert tables["all"] == ["4 300 800", "540 000", "14 522.4 M", "139.4 GB", "1.7 TB"]
     text = " ".join(" ".join(line) for line in lines)
     assert "weights 30.5 GB, gradients and optimizer 91.4 GB, keys and values 16.5 GB" in text
     assert "FSDP2 on 8 processes: 15.2 GB of" in text and "30.5 GB of whole weights while" in text
-    assert "dataset.test_size=null, published size 500 taken" in text
+    assert "dataset.test_size=null, published size 5000 taken" in text
     for setting in (
         "objective algorithm1", "bf16 true", "temperature 1.0", "eval_steps 20", "decoding greedy",
         "rollout local", "save_steps 20", "device cuda", "prompt.max_length 1024",
@@ -233,14 +236,16 @@ def test_a_reference_is_whole_beside_the_shards(capsys):
 
 SIZES_OF_TESTS = {
     "gsm8k": (["dataset=gsm8k"], 1319),
-    "math": (["dataset=math"], 500),
+    "math": (["dataset=math"], 5000),
+    "math500": (["dataset=math500"], 500),
     "asked for": (["dataset=gsm8k", "dataset.test_size=7"], 7),
     "another copy": (["dataset=gsm8k", "dataset.path=org/name"], None),
-    "filtered": (["dataset=math", "dataset.filter_test=true"], None),
-    "all MATH test rows": (["dataset=math", "dataset.test_path=null"], None),
+    "filtered": (["dataset=math500", "dataset.filter_test=true"], None),
+    "all test rows of another copy": (["dataset=math", "dataset.path=org/name"], None),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides, size", SIZES_OF_TESTS.values(), ids=SIZES_OF_TESTS)
 def test_published_sizes_stand_in_for_unknown_ones(overrides, size):
     arguments = ("prompt=qwen_math_cot", "max_steps=2", "eval_steps=2", "eval.decoding=[greedy]")
@@ -258,11 +263,11 @@ def test_a_sweep_goes_on_after_a_point_that_is_refused_while_it_runs(monkeypatch
         done.append(config.seed)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "work", work)
+    monkeypatch.setattr(job, "make_run", work)
     for arguments, code in ((["-m", "seed=0,1,2"], 1), (["seed=1"], 2)):
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
         with pytest.raises(SystemExit) as ended:
-            cli.main("train")
+            app.main(load_command("train"))
         assert ended.value.code == code
         assert "a prompt of 500 tokens" in capsys.readouterr().err
     assert done == [0, 2]
@@ -276,6 +281,7 @@ def test_a_dry_run_on_the_command_line(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_what_is_known_of_a_model_comes_from_its_folder():
     """Against the model itself; other sizes by hand."""
     from grpo_ustat.policy.loading import load_policy
@@ -288,6 +294,7 @@ def test_what_is_known_of_a_model_comes_from_its_folder():
     assert cost(point.config).memory is None and cost(point.config).rollouts == 80 * 256
 
 
+@pytest.mark.slow
 def test_costs_by_hand():
     """Qwen2.5-Math-7B, n = 1024, 100 steps."""
     arguments = (
@@ -302,7 +309,7 @@ def test_costs_by_hand():
     assert found.tokens == 105_400 * 3000
     assert found.weights + found.training == 16 * parameters
     assert found.cache == 64 * 3000 * 28 * 512 * (4 + 2)
-    assert (found.disk, found.kept) == (2 * 12 * parameters, 12 * parameters)
+    assert (found.disk, found.disk_after) == (2 * 12 * parameters, 12 * parameters)
     assert total([found] * 3).disk == (3 + 1) * 12 * parameters
     (point,) = points("train", *arguments, "baseline=oracle", "lora=r16", "objective.beta=0")
     found = cost(point.config)

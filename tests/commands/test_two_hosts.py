@@ -15,7 +15,7 @@ from forks import FSDP2
 from resuming import SHORT, rows, weights
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 TRAIN = ("grpo_ustat.train", *SHORT, "model.dtype=float64", "optimizer=sgd")
 STUDY = ("grpo_ustat.mse", "debug=mse", "model=tiny_direct", "study.questions=6")
@@ -57,7 +57,7 @@ def crossed(hosts):
 
 def environment(launch=()):
     """Gloo finds its interface by the host's name, which nothing here resolves: it is told."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")])
     given = {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     return os.environ | given | dict(launch)
 
@@ -69,7 +69,7 @@ def start(hosts, number, folder, words, launch=()):
         "ip", "netns", "exec", hosts[number], "unshare", "--uts", "sh", "-c", named,
         f"host-{number}", sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
         f"--node_rank={number}", "--nproc_per_node=1", f"--master_addr={ADDRESSES[0]}",
-        "--master_port=29511", str(ROOT / "tests" / "in_double.py"), *words,
+        "--master_port=29511", str(ROOT / "tests/helpers/in_double.py"), *words,
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=folder, env=environment(launch), text=True, start_new_session=True,
@@ -93,7 +93,7 @@ def on_both(hosts, folder, words, launch=()):
 
 def alone(folder, words):
     folder.mkdir()
-    command = [sys.executable, str(ROOT / "tests" / "in_double.py"), *words]
+    command = [sys.executable, str(ROOT / "tests/helpers/in_double.py"), *words]
     subprocess.run(command, cwd=folder, env=environment(), check=True, timeout=90)
     return only_run(folder)
 

@@ -6,12 +6,13 @@ import json
 
 import pytest
 import readme
-from test_own_readme import only
+import yaml
+from commands import compose
+from launching import finished
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.composing import composed
-from grpo_ustat.identity import data_fingerprint, folder_name, identity
-from grpo_ustat.study.store import PoolStore, draws_of
+from grpo_ustat.config.identity import data_fingerprint, folder_name, identity
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.mse.pool_store import PoolStore, draws_of
 
 
 def rows(first, count):
@@ -28,9 +29,10 @@ def kept(folder, train, test):
 
 
 def train_config(*overrides):
-    return composed("train", ["dataset=gsm8k", *overrides])
+    return compose("train", "dataset=gsm8k", *overrides)
 
 
+@pytest.mark.slow
 def test_a_file_counts_by_its_content_and_a_hub_id_by_its_revision(tmp_path):
     folder = kept(tmp_path / "data", rows(0, 20), rows(50, 5))
     before = train_config(f"dataset.path={folder}")
@@ -54,7 +56,7 @@ def test_a_card_says_what_is_train_and_test_and_counts(tmp_path):
 
 
 def composed_study(folder):
-    return composed("mse", ["dataset=gsm8k", f"dataset.path={folder}"])
+    return compose("mse", "dataset=gsm8k", f"dataset.path={folder}")
 
 
 def test_a_list_of_ids_and_a_test_file_count_too(tmp_path):
@@ -66,12 +68,13 @@ def test_a_list_of_ids_and_a_test_file_count_too(tmp_path):
         "dataset.path=org/name",
         f"dataset.test_ids={listed}",
     ]
-    config = composed("train", overrides)
+    config = compose("train", *overrides)
     before = folder_name(config)
     listed.write_text("b\n")
     assert folder_name(config) != before
 
 
+@pytest.mark.slow
 def test_a_pool_of_other_data_is_refused(tmp_path):
     folder = kept(tmp_path / "data", rows(0, 20), rows(50, 5))
     PoolStore(tmp_path / "pool", draws_of(composed_study(folder))).open()
@@ -86,9 +89,9 @@ def test_a_pool_of_other_data_is_refused(tmp_path):
 def test_what_was_left_out_is_told_and_recorded(entry, tmp_path):
     train = [*rows(0, 40), *rows(50, 2), *rows(3, 1)]
     folder = kept(tmp_path / "data", train, [*rows(50, 20), *rows(1000, 1)])
-    command = f"x {entry} dataset=gsm8k dataset.path={folder} dataset.study_size=8 debug={entry}"
+    command = f"{entry} dataset=gsm8k dataset.path={folder} dataset.study_size=8 debug={entry}"
     command += " prompt.max_length=6"  # characters: all but the last test question's
-    code, told = readme.run(command.split(), tmp_path)
+    code, told = finished(*command.split(), cwd=tmp_path, seconds=600)
     assert code == 0, told
     left_out = {
         "train questions that are also test questions": 2,
@@ -96,5 +99,22 @@ def test_what_was_left_out_is_told_and_recorded(entry, tmp_path):
     }
     if entry == "train":
         left_out["test questions whose prompts exceed prompt.max_length=6 tokens"] = 1
-    assert json.loads(only(tmp_path, "result.json").read_text())["left_out"] == left_out
+    assert json.loads(readme.only(tmp_path, "result.json").read_text())["left_out"] == left_out
     assert told.count("note: questions left out: 2 train questions that are also test quest") == 1
+
+
+def test_a_run_that_was_stored_with_top_p_and_top_k_goes_on(tmp_path):
+    """Both were fields of one value each; folder, hash and what tells runs apart are as before."""
+    from grpo_ustat.runs.folder import RunFolder
+    from grpo_ustat.runs.record import identity_keys
+
+    config = compose("train")
+    assert {key: identity(config)[key] for key in ("top_p", "top_k")} == {"top_p": 1.0, "top_k": 0}
+    folder = RunFolder(tmp_path, config)
+    folder.open()
+    file = tmp_path / ".hydra" / "config.yaml"
+    stored = yaml.safe_load(file.read_text())
+    old = stored | {"top_p": 1.0, "top_k": 0}
+    file.write_text(yaml.safe_dump(old))
+    folder.check()
+    assert identity_keys(old) == identity_keys(stored)

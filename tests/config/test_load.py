@@ -2,67 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 import time
-from functools import cache
-from pathlib import Path
 
 import pytest
+from commands import CONF, GROUPS, compose, run
+from launching import finished
+from shipped_files import SCHEMAS, group_files
+from slow_cases import slow_but
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.composing import composed
-from grpo_ustat.config import GapConfig, MseConfig, TrainConfig
-from grpo_ustat.identity import fingerprint, folder_name, identity
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.config.identity import fingerprint, folder_name, identity
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import load_policy
 
-CONF = Path(__file__).parents[1] / "conf"
-SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig}
 FEW_SHOT = ("one_digit_product", "one_digit_sum", "plus_one")
-
-
-def run(entry, *arguments, cwd):
-    """The entrypoint as a user starts it; returns (exit code, standard output, standard error)."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"grpo_ustat.{entry}", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
-
-
-MODELS = ("budget", "dataset", "debug", "model", "prompt")  # groups of what a bed has none of
-TRAINING = ("baseline", "optimizer", "objective", "schedule", "lora", "rollout")
-TAKERS = {  # of each group's files, where not all entries take them
-    **dict.fromkeys(MODELS, ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
-    "policy": ("mse",), "bed": ("gap",), "study": ("gap",), "experiment": ("train",),
-}  # fmt: skip
-OTHER_TAKERS = {  # files that are not as others of their group
-    ("study", "figure4"): ("mse",), ("study", "figure4_offline"): ("mse",),
-    ("study", "best_group_size_start"): ("mse",),
-    ("experiment", "monte_carlo_check"): ("mse",), ("experiment", "smollm2"): ("mse",),
-    ("experiment", "theorems"): ("gap",),
-    ("debug", "mse"): ("mse",), ("debug", "train"): ("train",),
-}  # fmt: skip
-
-
-OVERLAYS = ("experiment", "study", "policy", "debug")  # each composes files of other groups
-
-
-def takers(group, name):
-    if group == "budget":
-        return ("mse",) if name.startswith("study") else ("train",)
-    return OTHER_TAKERS.get((group, name), TAKERS.get(group, tuple(SCHEMAS)))
-
-
-def group_files():
-    for file in sorted(CONF.glob("*/*.yaml")):
-        group, name = file.parent.name, file.stem
-        for entry in SCHEMAS:
-            if entry not in takers(group, name) or name == "own":
-                continue  # own needs an installed package: tests/tasks/test_own_readme.py
-            marks = [pytest.mark.slow(minutes=0.01)] * (group not in OVERLAYS)
-            yield pytest.param(entry, group, name, id=f"{entry}-{group}-{name}", marks=marks)
 
 
 @pytest.mark.parametrize("entry, group, name", list(group_files()))
@@ -71,7 +26,12 @@ def test_every_shipped_file_composes(entry, group, name):
     assert isinstance(config, SCHEMAS[entry])
 
 
-BED_OF = {"none": "best_group_size", "sequences": "theorem12"}  # studies of beds of other kinds
+BED_OF = {  # studies of beds of other kinds
+    "none": "best_group_size",
+    "sequences": "theorem12",
+    "graded_sequences": "theorem12",
+    "ridge_coins": "theorem8",
+}
 
 
 def extra(entry, group, name):
@@ -80,27 +40,15 @@ def extra(entry, group, name):
         return [f"study={BED_OF[name]}"]
     if name == "hub" or name.startswith("smollm2"):
         return ["model.model_name_or_path=org/name"]
-    needs = {"few_shot": "dataset=plus_one", "math": "prompt=chat_boxed"} | dict.fromkeys(
-        FEW_SHOT, "prompt=few_shot"
-    )
+    needs = {
+        "few_shot": "dataset=plus_one",
+        "math": "prompt=chat_boxed",
+        "math500": "prompt=chat_boxed",
+    } | dict.fromkeys(FEW_SHOT, "prompt=few_shot")
     needs["trackio"] = "dry_run=true"  # the package need not be installed
     if name not in needs:
         return []
     return [needs[name], "group_size=16"] if entry == "train" else [needs[name]]
-
-
-def compose(entry, *overrides):
-    """The configuration; one that names nothing outside the package is composed once."""
-    if any(
-        place in word for word in overrides for place in ("/", "cached", "smollm2", "hub", "logger")
-    ):
-        return composed(entry, list(overrides))
-    return copy.deepcopy(_composed_once(entry, overrides))
-
-
-@cache
-def _composed_once(entry, overrides):
-    return composed(entry, list(overrides))
 
 
 CARLO = "study.methods=[monte_carlo]"
@@ -108,19 +56,27 @@ PLUS_ONE = ("dataset=plus_one", "prompt=few_shot")
 WRONG = {
     "loo of one": ("train", ["group_size=1"], "group_size=1 with baseline leave_one_out"),
     "indivisible": ("train", ["group_size=7"], "budget.rollouts=256 is not a multiple of group"),
-    "top_p": ("train", ["top_p=0.9"], "top_p=0.9"),
+    "top_p": (
+        "train", ["top_p=0.9"],
+        "unknown key top_p: what is sampled is what is scored, so there is no top_p",
+    ),
     "dtype": ("mse", ["model.dtype=int8"], "choose from float32"),
-    "baseline": ("mse", ["baselines=[nope]"], "unknown baselines 'nope': choose from none"),
+    "baseline": ("mse", ["baselines=[nope]"], "unknown baselines 'nope': did you mean none?"),
     "method": ("mse", ["study.methods=[magic]"], "choose from closed_form"),
     "group size": ("mse", ["group_sizes=[1,2]"], "needs at least 2"),
     "questions": ("mse", ["study.questions=501"], "dataset.study_size=500"),
     "pool": ("mse", ["budget.pool_completions=3"], "at least 4"),
+    "pool for optimal": (
+        "mse",
+        ["budget.pool_completions=5", "baselines=[optimal]"],
+        "at least 6",
+    ),
     "negative": ("train", ["learning_rate=-1"], "learning_rate=-1.0 must be above 0 and finite"),
     "no model": ("train", ["model=hub", "model.model_name_or_path=/tmp"], "no config.json"),
     "template": ("train", ["prompt.template=hi"], "never shows the question"),
     "existing": ("train", ["on_existing=maybe"], "choose from resume, error, overwrite"),
     "prompts": ("train", ["dataset.train_size=10"], "raise group_size or train_size"),
-    "extra key": ("train", ["+foo=1"], "Key 'foo' not in 'TrainConfig'"),
+    "extra key": ("train", ["+foo=1"], "unknown key foo: see --help"),
     "twice": ("mse", ["group_sizes=[2,2,4]"], "names 2 twice"),
     "two blocks": ("mse", [CARLO, "budget.reference_blocks=2"], "3 or more"),
     "few questions": ("mse", ["study.interval=questions", "study.questions=3"], "needs 4"),
@@ -131,6 +87,7 @@ WRONG = {
         "mse", ["dataset=plus_one", "dataset.tables=[x]"], "unknown dataset.tables 'x': choose"
     ),
     "beta": ("train", ["optimizer.beta1=1.0"], "optimizer.beta1=1.0 must be in [0, 1)"),
+    "device": ("mse", ["launch.device=gpu"], "unknown launch.device 'gpu': choose from cpu, cuda"),
     "gpu index": ("train", ["launch.device=cuda:1"], "CUDA_VISIBLE_DEVICES"),
     "embedded": ("mse", ["model.model_name_or_path=embedded:x"], "choose from embedded:tiny"),
     "unknown option": (
@@ -156,37 +113,37 @@ WRONG = {
     ),
     "kind": ("mse", ["dataset.kind=x"], "unknown dataset.kind 'x': choose from arithmetic"),
     "another kind": ("mse", ["dataset.kind=one_step"], "means nothing to dataset.kind=one_step"),
-    "null": ("mse", ["dataset.max_term=null"], "Incompatible value 'None' for field"),
+    "null": ("mse", ["dataset.max_term=null"], "dataset.max_term=null: a whole number is"),
     "all": ("mse", ["dataset.train_size=null"], "train_size=null: dataset.kind=arithmetic needs"),
     "no tables": ("mse", ["dataset=plus_one", "dataset.tables=[]"], "tables=[] holds no question"),
-    "shots": ("mse", ["prompt.shots=-1"], "prompt.shots=-1: use 0 or more"),
+    "shots": ("mse", ["prompt.shots=-1"], "prompt.shots=-1 must be 0 or more"),
     "hidden reply": ("mse", ["prompt.shots=2"], "prompt.shots=2 with prompt.reply=None: examples"),
     "system": ("mse", ["prompt.system=hi"], "a turn of a chat: use prompt.chat=true"),
     "own task": ("mse", ["dataset.reward=x"], "unknown dataset.reward 'x': entry points of"),
     "no box": (
         "train", ["dataset=math", "prompt=gsm8k"], "which prompt=gsm8k does not ask: use prompt="
     ),
-    "other entry": ("train", ["study.questions=3"], "it is one of mse's, python -m grpo_ustat.mse"),
+    "other entry": ("train", ["study.questions=3"], "it is one of mse's, grpo-ustat mse"),
     "other overlay": (
-        "mse", ["experiment=figure5_offline"], "one of train's, python -m grpo_ustat.train"
+        "mse", ["experiment=figure5_offline"], "one of train's, grpo-ustat train"
     ),
-    "other budget": ("train", ["budget=study"], "budget=study is one of mse's, python -m grpo"),
-    "study of gap": ("mse", ["study=lemma6"], "study=lemma6 is one of gap's, python -m grpo_"),
+    "other budget": ("train", ["budget=study"], "budget=study is one of mse's, grpo-ustat"),
+    "study of gap": ("mse", ["study=lemma6"], "study=lemma6 is one of gap's, grpo-ustat"),
     "study of mse": (
-        "gap", ["study=figure4"], "study=figure4 is one of mse's, python -m grpo_ustat.mse"
+        "gap", ["study=figure4"], "study=figure4 is one of mse's, grpo-ustat mse"
     ),
     "size of train": (
-        "gap", ["group_size=4"], "group_size: it is one of train's, python -m grpo_ustat.train"
+        "gap", ["group_size=4"], "group_size: it is one of train's, grpo-ustat train"
     ),
     "model of two": (
         "gap", ["model=tiny"],
-        "it is one of mse's or train's, python -m grpo_ustat.mse or python -m grpo_ustat.train",
+        "it is one of mse's or train's, grpo-ustat mse or grpo-ustat train",
     ),
-    "bed of gap": ("train", ["bed=coins"], "bed: it is one of gap's, python -m grpo_ustat.gap"),
+    "bed of gap": ("train", ["bed=coins"], "bed: it is one of gap's, grpo-ustat gap"),
     "field of mse": ("gap", ["study.questions=3"], "study.questions: it is one of mse's"),
-    "field of gap": ("mse", ["study.updates=3"], "study.updates: it is one of gap's"),
+    "field of gap": ("mse", ["study.shift=3"], "study.shift: it is one of gap's"),
     "field of a study": (
-        "gap", ["study.updates=3"], "it is of study.kind=theorem12, choose such a study by study="
+        "gap", ["study.shift=3"], "it is of study.kind=theorem12, choose such a study by study="
     ),
     "field of a data set": ("train", ["dataset.levels=[3]"], "it is of dataset.kind=math, choose"),
     "studies of gap": ("gap", ["study=x"], "choose from best_group_size, corollaries9_10, lemma11"),
@@ -203,7 +160,14 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("entry, overrides, message", WRONG.values(), ids=WRONG)
+OF_SHARED_FILES = [  # the others' files are composed for one case alone
+    name
+    for name, (_, words, _) in WRONG.items()
+    if not {w.partition("=")[0] for w in words} & GROUPS
+]
+
+
+@pytest.mark.parametrize("entry, overrides, message", slow_but(WRONG, *OF_SHARED_FILES))
 def test_wrong_values_are_refused_with_both_values(entry, overrides, message):
     with pytest.raises(ConfigError) as caught:
         compose(entry, *overrides)
@@ -211,18 +175,32 @@ def test_wrong_values_are_refused_with_both_values(entry, overrides, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("entry, overrides, message", WRONG.values(), ids=WRONG)
+def test_the_command_line_refuses_them_in_the_same_words(entry, overrides, message):
+    """`commands.compose` composes files once and sets values afterwards."""
+    with pytest.raises(ConfigError) as by_hydra:
+        compose_config(entry, overrides)
+    with pytest.raises(ConfigError) as by_tests:
+        compose(entry, *overrides)
+    assert str(by_hydra.value) == str(by_tests.value)
+
+
 COMMANDS = {
     "misspelt": (["grop_size=4"], "error: unknown key grop_size: did you mean group_size?"),
     "model": (["model=foo"], "error: unknown model 'foo': choose from hub, qwen2_5_0_5b, "),
     "baseline": (["baseline=foo"], "error: unknown baseline 'foo': choose from batch_std, beta"),
-    "type": (["group_size=abc"], "Value 'abc' of type 'str' could not be converted to Integer"),
+    "type": (
+        ["group_size=abc"],
+        "error: group_size=abc: a whole number is needed, such as group_size=8\n",
+    ),
     "unwritable": (["hydra.run.dir=/dev/null/x"], "/dev/null is not a writable folder"),
     "one bad point": (["-m", "group_size=4,7"], "is not a multiple of group_size=7"),
     "missing path": (["model=hub"], "error: model.model_name_or_path has no value"),
 }
 
 
-@pytest.mark.parametrize("arguments, message", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("arguments, message", slow_but(COMMANDS, "misspelt", "one bad point"))
 def test_wrong_commands_get_one_line_and_leave_nothing(arguments, message, tmp_path):
     code, out, err = run("train", *arguments, cwd=tmp_path)
     assert code == 2
@@ -235,20 +213,20 @@ def test_wrong_commands_get_one_line_and_leave_nothing(arguments, message, tmp_p
 @pytest.mark.slow
 def test_an_unreachable_hub_id_is_one_line(tmp_path):
     arguments = ("model=hub", "model.model_name_or_path=no-org/no-model")
-    code, _, err = run("train", *arguments, cwd=tmp_path)
+    code, said = finished("train", *arguments, cwd=tmp_path)
     assert code == 2
-    assert "error: no model could be loaded from model_name_or_path=no-org/no-model" in err
-    assert "Traceback" not in err
+    assert "error: no model could be loaded from model_name_or_path=no-org/no-model" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ["mse", "train"])
 def test_a_device_that_is_not_there_is_one_line(entry, tmp_path):
     device = "launch.device=" + {"mse": "cuda:7", "train": "cuda"}[entry]
-    code, _, err = run(entry, f"debug={entry}", device, cwd=tmp_path)
+    code, said = finished(entry, f"debug={entry}", device, cwd=tmp_path)
     assert code == 2
-    assert "error: launch.device=cuda" in err
-    assert "Traceback" not in err
+    assert "error: launch.device=cuda" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow
@@ -324,20 +302,20 @@ def test_a_folder_without_a_model_is_named(tmp_path):
     ],
 )  # fmt: skip
 def test_ranges_that_are_too_narrow_are_one_line(arguments, message, tmp_path):
-    code, _, err = run("mse", "debug=mse", *arguments, cwd=tmp_path)
-    assert code == 2 and message in err and "Traceback" not in err
+    code, said = finished("mse", "debug=mse", *arguments, cwd=tmp_path)
+    assert code == 2 and message in said and "Traceback" not in said
 
 
 def test_other_weights_are_another_run(tmp_path, monkeypatch):
     """Retrained embedded weights never show an old study as their own."""
-    from grpo_ustat import checks
+    from grpo_ustat.config import model
 
     base = compose("train")
     before = folder_name(base)
     folder = tmp_path / "tiny_base"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"other")
-    monkeypatch.setattr(checks, "ASSETS", tmp_path)
+    monkeypatch.setattr(model, "ASSETS", tmp_path)
     assert folder_name(base) != before
 
 
@@ -384,3 +362,14 @@ def test_a_result_of_another_configuration_is_never_shown(tmp_path):
     folder.write("result.json", '{"steps": 80, "config_hash": "0"}')
     with pytest.raises(ConfigError, match="is of configuration 0"):
         folder.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry, overrides", [
+    ("train", ("max_steps=4", "model=tiny_base", "baseline=oracle", "learning_rate=1e-3")),
+    ("mse", ("study.questions=5", "group_sizes=[2,4]", "debug=mse")),
+    ("gap", ("study=lemma11", "bed=coins", "seed=3")),
+])  # fmt: skip
+def test_tests_compose_what_a_command_line_composes(entry, overrides):
+    """`commands.compose` composes files once and sets values afterwards."""
+    assert compose(entry, *overrides) == compose_config(entry, list(overrides))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.secrecy import check_no_secrets, is_secret, redacted
+from grpo_ustat.config.run import check_no_secrets
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.secrets import is_secret, redact, redact_text
 
 KEYS = {
     "hugging face": "hf_" + "aB3" * 10,
@@ -14,6 +15,7 @@ KEYS = {
     "github": "ghp_" + "a1" * 18,
     "aws": "AKIA" + "A1" * 8,
     "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.x",
+    "private": "-----BEGIN RSA PRIVATE KEY----- MIIEpAIBAAKCAQEA7 -----END RSA PRIVATE KEY-----",
     "bearer": "Authorization: Bearer abcdefgh12",
     "password in an address": "https://me:secret@host.example/path",
     "token in an address": "https://:secret@host.example/path",
@@ -47,4 +49,21 @@ def test_options_that_are_named_like_keys_are_refused():
 
 def test_all_else_is_kept():
     check_no_secrets(HARMLESS, {})
-    assert redacted(HARMLESS, environ={}) == HARMLESS
+    assert redact(HARMLESS, environ={}) == HARMLESS
+
+
+SHOWN = {  # what may be read beside a key; of the others nothing
+    "bearer": "Authorization: ***",
+    "password in an address": "https://***@host.example/path",
+    "token in an address": "https://***@host.example/path",
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_what_a_configuration_may_not_hold_is_hidden_in_texts_too(kind):
+    assert redact_text(f"before {KEYS[kind]}", {}) == f"before {SHOWN.get(kind, '***')}"
+
+
+def test_a_text_shows_no_value_of_an_environment_variable_that_is_a_key():
+    assert redact_text("x=correct-horse-battery", {"MY_TOKEN": "correct-horse-battery"}) == "x=***"
+    assert redact_text("/home/me/abcdefgh", {"HOME": "/home/me/abcdefgh"}) == "/home/me/abcdefgh"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from test_config import compose, run
+from commands import compose, run
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.identity import folder_name
+from grpo_ustat.config.identity import drop_neutral_keys, folder_name
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.train import OBJECTIVES
 
 REFUSED = {
     "algorithm1 has no ratio": (
@@ -18,7 +19,8 @@ REFUSED = {
     ),
     "several updates without a ratio": (
         ["objective=grpo", "objective.importance_sampling_level=none"],
-        "num_iterations=2 .* needs a ratio: use objective.importance_sampling_level=token",
+        "updates of 64 of budget.rollouts=256 completions.*needs a ratio: use "
+        "objective.importance_sampling_level=token",
     ),
     "k1 in the loss": (
         ["objective=grpo", "objective.kl_estimator=k1"],
@@ -33,7 +35,7 @@ REFUSED = {
     ),
     "clipping without a ratio": (
         ["objective=grpo", "objective.importance_sampling_level=none",
-         "objective.num_iterations=1", "objective.epsilon=0.2", "objective.epsilon_high=0.2"],
+         "objective.num_minibatches=1", "objective.epsilon=0.2", "objective.epsilon_high=0.2"],
         "epsilon=0.2 clips a ratio, and importance_sampling_level=none has none",
     ),
     "one bound": (
@@ -45,6 +47,16 @@ REFUSED = {
     "minibatches of broken groups": (
         ["objective=grpo", "objective.minibatch_size=12"],
         "minibatch_size=12 must be a multiple of group_size=8",
+    ),
+    "minibatches of broken groups by their number": (
+        ["objective=dapo", "group_size=64"],
+        r"num_minibatches=16 does not divide the 4 prompts of a step \(budget.rollouts=256 / "
+        r"group_size=64\): use objective.num_minibatches=4",
+    ),
+    "no minibatch": (["objective.num_minibatches=0"], "objective.num_minibatches=0"),
+    "a second pass where unbiasedness is claimed": (
+        ["objective=whole_sequence", "objective.num_iterations=2"],
+        "num_iterations=2: a second pass over the same completions is biased",
     ),
     "an unknown loss": (["objective=grpo", "objective.loss_type=bnpo"], "unknown objective.loss_"),
     "a negative coefficient": (["objective=grpo", "objective.beta=-1"], "beta=-1.0 must be 0 or"),
@@ -86,6 +98,46 @@ def test_what_means_nothing_is_refused(overrides, message):
 )  # fmt: skip
 def test_what_means_something_is_not(overrides):
     compose("train", *overrides)
+
+
+PRESETS = {  # passes, minibatches, level, divisor, clipping below and above, penalty and its place
+    "algorithm1": (1, 1, "none", "sum", None, None, 0.0, None, None),
+    "grpo": (1, 4, "token", "sum", None, None, 0.04, "k3", "loss"),
+    "grpo_original": (1, 1, "token", "grpo", 0.2, 0.2, 0.04, "k3", "loss"),
+    "dr_grpo": (1, 8, "token", "dr_grpo", 0.2, 0.2, 0.0, "k3", "loss"),
+    "dapo": (1, 16, "token", "dapo", 0.2, 0.28, 0.0, "k3", "loss"),
+    "gspo": (1, 4, "sequence", "grpo", 3e-4, 4e-4, 0.0, "k3", "loss"),
+    "whole_sequence": (1, 4, "whole_sequence", "sum", None, None, 0.0, "k3", "loss"),
+}
+FIELDS = ("num_iterations", "num_minibatches", "importance_sampling_level", "loss_type", "epsilon",
+          "epsilon_high", "beta", "kl_estimator", "kl_in")  # fmt: skip
+
+
+def test_every_preset_has_the_values_of_its_source():
+    """The sources stand beside the values in conf/objective/; no preset is left out here."""
+    assert set(OBJECTIVES) == set(PRESETS)
+    for name, values in PRESETS.items():
+        objective = compose("train", f"objective={name}").objective
+        assert dict(zip(FIELDS, values, strict=True)) == {f: getattr(objective, f) for f in FIELDS}
+        assert objective.minibatch_size is None and objective.entropy_coef == 0
+
+
+def test_algorithm_2_in_full():
+    """Normalised advantages, ratios of tokens, K3, one pass in minibatches."""
+    config = compose("train", "experiment=algorithm2")
+    assert (config.baseline.name, config.objective.name) == ("group_std", "grpo")
+    assert config.objective.num_iterations == 1 and config.objective.num_minibatches > 1
+
+
+def test_a_batch_that_is_left_whole_keeps_its_folder():
+    """Minibatches by number came later: what runs had before is the same run still."""
+    keys = drop_neutral_keys({"objective": {"minibatch_size": None, "num_minibatches": 1}})
+    assert (
+        keys["objective"] == drop_neutral_keys({"objective": {"minibatch_size": None}})["objective"]
+    )
+    assert folder_name(compose("train", "objective=grpo")) != folder_name(
+        compose("train", "objective=grpo", "objective.num_minibatches=1")
+    )
 
 
 def test_an_end_of_the_learning_rate_belongs_to_the_run():

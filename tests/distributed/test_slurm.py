@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_ustat import multirun, slurm
+from grpo_ustat.cli import multirun
+from grpo_ustat.distributed import slurm
 from grpo_ustat.runs import history
-from grpo_ustat.runs.points import Point
+from grpo_ustat.runs.status import PlannedRun
 
 SHOWN = """\
 JobId=11 {array}JobName=a JobState=FAILED Requeue=0 Restarts=7
@@ -29,7 +30,7 @@ def scontrol(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     monkeypatch.setenv("SLURM_JOB_PARTITION", "main")
-    monkeypatch.setattr(slurm, "_first_told", {})
+    monkeypatch.setattr(slurm, "_first_record", {})
     for name in ("ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "STEP_NUM_TASKS", "NTASKS"):
         monkeypatch.delenv(f"SLURM_{name}", raising=False)
 
@@ -81,7 +82,7 @@ def test_what_becomes_of_a_job(scontrol, monkeypatch, job, restart_count, ending
     asked = scontrol(job)
     if restart_count is not None:
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart_count))
-    assert slurm.ends() == ending
+    assert slurm.next_action() == ending
     assert set(asked.read_text().splitlines()) == {"show job 11"}
 
 
@@ -91,7 +92,7 @@ def test_a_job_of_an_array_is_acted_on_alone(scontrol, monkeypatch):
     asked = scontrol(others + shown(array=of_array(11)) + others)
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "11")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert slurm.ends() == "requeue" and slurm.requeue()
+    assert slurm.next_action() == "requeue" and slurm.requeue()
     assert asked.read_text() == "show job 11\nrequeue 11_3\n"
 
 
@@ -100,10 +101,10 @@ def test_what_the_job_outside_left_is_not_ours(scontrol, monkeypatch):
     for name, told in {"ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "3", "RESTART_COUNT": "2"}.items():
         monkeypatch.setenv(f"SLURM_{name}", told)
     asked = scontrol(shown())
-    assert (slurm.address(), slurm.restart_count(), slurm.ends()) == ("11", 0, "requeue")
+    assert (slurm.address(), slurm.restart_count(), slurm.next_action()) == ("11", 0, "requeue")
     assert slurm.requeue() and asked.read_text().endswith("requeue 11\n")
     scontrol(shown("COMPLETING", restarts=1))  # what it was at first counts
-    assert slurm.ends() == "comes_back" and slurm.restart_count() == 0
+    assert slurm.next_action() == "comes_back" and slurm.restart_count() == 0
 
 
 def test_a_restart_under_way_is_not_counted(scontrol, monkeypatch):
@@ -119,7 +120,7 @@ def test_jobs_submitted_here_inherit_nothing_of_this_one(monkeypatch):
     for name, value in (ours | kept).items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    with slurm.outside():
+    with slurm.without_job_env():
         assert not set(ours) & set(os.environ) and kept.items() <= os.environ.items()
     assert dict(os.environ) == before
 
@@ -128,7 +129,7 @@ def test_one_failure_and_a_second_signal_are_borne(scontrol, tmp_path):
     """TERM comes again after KillWait, to all that a task has started."""
     once = f"if mkdir {tmp_path}/once; then exit 1; fi; kill -TERM $$; cat {tmp_path}/answer"
     asked = scontrol(shown(), script=once)
-    assert slurm.ends() == "requeue"
+    assert slurm.next_action() == "requeue"
     assert asked.read_text() == "show job 11\n" * 2
 
 
@@ -169,7 +170,7 @@ def test_where_slurm_does_not_tell_a_job_ends_for_good(scontrol, monkeypatch, ca
         scontrol(script=script)
     else:
         monkeypatch.setenv("PATH", "/nowhere")
-    assert slurm.ends() == "for_good"
+    assert slurm.next_action() == "for_good"
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("SLURM: scontrol show job 11: ") and why in said
 
@@ -178,7 +179,7 @@ def test_outside_slurm_nothing_is_asked(scontrol, monkeypatch, capsys):
     asked = scontrol(shown())
     for name in ("SLURM_JOB_ID", "SLURM_JOB_PARTITION"):
         monkeypatch.delenv(name)
-    assert (slurm.ends(), slurm.grace()) == ("for_good", (None, None))
+    assert (slurm.next_action(), slurm.grace()) == ("for_good", (None, None))
     assert not asked.exists() and capsys.readouterr().err == ""
 
 
@@ -265,7 +266,7 @@ def test_a_run_whose_job_waits_is_left_to_it(tmp_path, monkeypatch, capsys, job,
     monkeypatch.setattr(slurm, "queue", lambda: {"11_0", "9"})
     monkeypatch.setattr(slurm, "await_end", awaited.append)
     todo = [
-        Point(name, None, SimpleNamespace(path=tmp_path / name), tmp_path, (name,))
+        PlannedRun(name, None, SimpleNamespace(path=tmp_path / name), tmp_path, (name,))
         for name in ("seed=0", "seed=1")
     ]
     multirun._submit(launcher := Launcher(), todo, str(tmp_path / "jobs" / "%j"))

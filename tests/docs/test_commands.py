@@ -1,20 +1,16 @@
-"""Each command of the README is taken by the command line, and those of its tour run."""
+"""Each command of the README and of docs/ is taken by the command line; those of the tour run."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from readme import PAGES, ROOT, commands, run, section
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from readme import ROOT, TEXT, commands, run  # noqa: E402
-
-from grpo_ustat.composing import asked_for  # noqa: E402
+from grpo_ustat.cli.compose import parse
 
 READERS = {  # what is a reader's own, and what stands for it here
     "org/name": "Qwen/Qwen2.5-0.5B",
@@ -23,19 +19,20 @@ READERS = {  # what is a reader's own, and what stands for it here
     "completions.parquet": "README.md.parquet",
     "$SLURM_ARRAY_TASK_ID": "1",
 }
-OWN = ("sorting", "lenient", "median")  # packages of the README: test_own_readme, test_own_baseline
+OWN = ("sorting", "lenient", "median")  # of docs/extending.md: test_own_task, test_own_baseline
 RUN_BY = {  # commands of other kinds, and the file that runs them
     "./scripts/test": ".ci/run",
-    "./scripts/run doctor": "tests/checkup/test_doctor.py",
-    "./scripts/run report": "tests/reports/test_report.py",
-    "./scripts/run sweep": "tests/test_status.py",
-    "./scripts/run mirror": "tests/test_mirror.py",
-    "sbatch scripts/slurm": "tests/test_slurm_cluster.py",
-    "python scripts/along_training.py": "tests/test_scripts.py",
-    "python scripts/try_vllm.py": "tests/rollout/test_vllm.py",
-    ".venv/bin/python scripts/fetch_smollm2.py": "tests/test_models.py",
-    "eval": "tests/test_completion.py",
+    "doctor": "tests/doctor/test_runner.py",
+    "report": "tests/report/test_aggregate.py",
+    "sweep": "tests/runs/test_status.py",
+    "mirror": "tests/mirror/test_follow.py",
+    "sbatch scripts/slurm": "tests/commands/test_slurm_cluster.py",
+    "python scripts/tools/along_training.py": "tests/scripts/test_tools.py",
+    "python scripts/tools/try_vllm.py": "tests/rollout/test_vllm.py",
+    ".venv/bin/python scripts/tools/fetch_smollm2.py": "tests/policy/test_loading.py",
+    "eval": "tests/cli/test_completion.py",
 }
+PROGRAMS = ("./scripts/run", "grpo-ustat")  # the same command, in a checkout and installed
 INSTALLS = ("python3 -m venv", "uv venv", "pip install", ".venv/bin/pip install")  # by setup.sh
 SMALL = {
     "mse": ["study.questions=8", "budget.pool_completions=8", "launch.workers=1"],
@@ -50,17 +47,18 @@ def of_entry(words):
     if words[0] == "sbatch":
         return "train", words[2:]
     for at, word in enumerate(words):
-        if word in ("grpo_ustat.train", "grpo_ustat.mse", "grpo_ustat.gap"):
+        if word in ("grpo_ustat.train", "grpo_ustat.mse", "grpo_ustat.gap"):  # by torchrun
             return word.partition(".")[2], words[at + 1 :]
-    if words[0] == "./scripts/run" and words[1] in ("train", "mse", "gap"):
-        return words[1], words[2:]
+        if word.endswith(PROGRAMS) and words[at + 1] in ("train", "mse", "gap"):
+            return words[at + 1], words[at + 2 :]
     return None
 
 
+COMMANDS = [(page, words) for page, text in PAGES.items() for words in commands(text)]
 COMPOSED = [
-    pytest.param(*found, id=" ".join(found[1])[:60] or found[0])
-    for words in commands()
-    if (found := of_entry(words)) and not any(name in " ".join(words) for name in OWN)
+    pytest.param(*entry, id=f"{page}: {' '.join(entry[1])[:60] or entry[0]}")
+    for page, words in COMMANDS
+    if (entry := of_entry(words)) and not any(name in " ".join(words) for name in OWN)
 ]
 
 
@@ -73,26 +71,46 @@ def test_the_command_line_takes_it(entry, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for theirs, ours in READERS.items():
         arguments = [word.replace(theirs, ours) for word in arguments]
-    asked = asked_for(entry, [*arguments, "dry_run=true"])
-    assert len(asked.points) >= (2 if "-m" in arguments else 1)
+    asked = parse(entry, [*arguments, "dry_run=true"])
+    assert len(asked.planned_runs) >= (2 if "-m" in arguments else 1)
 
 
-def test_every_other_command_is_run_by_a_test():
-    for words in commands():
-        line = " ".join(words)
-        known = [file for start, file in RUN_BY.items() if line.startswith(start)]
-        ours = line.startswith(INSTALLS) or any(name in line for name in OWN)
-        assert of_entry(words) or ours or known, line
-        for file in known:
-            named = Path(next((w for w in words if w.startswith("scripts/")), " ".join(words[1:2])))
-            assert (ROOT / file).is_file(), file
-            assert named.stem in (ROOT / file).read_text(), (line, file)
+def script_of(words):
+    """The script of scripts/benchmarks/ or scripts/tools/ that a command runs; None where none."""
+    return next((ROOT / w for w in words if re.match(r"scripts/(benchmarks|tools)/", w)), None)
+
+
+@pytest.mark.parametrize(
+    "page, words",
+    [pytest.param(*pair, id=": ".join([pair[0], " ".join(pair[1])[:60]])) for pair in COMMANDS],
+)
+def test_every_other_command_is_run_by_a_test(page, words):
+    entry, words = of_entry(words), words[1:] if words[0] in PROGRAMS else words
+    line = " ".join(words)
+    files = [file for start, file in RUN_BY.items() if line.startswith(start)]
+    ours = line.startswith(INSTALLS) or any(name in line for name in OWN)
+    assert entry or ours or files or script_of(words), line
+    for file in files:
+        named = Path(next((w for w in words if w.startswith("scripts/")), words[0]))
+        assert (ROOT / file).is_file(), file
+        assert named.stem in (ROOT / file).read_text(), (line, file)
+
+
+SCRIPTED = [words for _, words in COMMANDS if script_of(words)]
+
+
+@pytest.mark.parametrize("words", SCRIPTED, ids=" ".join)
+def test_every_script_has_the_options_that_a_page_gives_it(words):
+    """test_scripts.py runs the help of each."""
+    source = script_of(words).read_text()
+    for option in (word for word in words if word.startswith("--")):
+        assert f'"{option}"' in source or f"{option[2:]}=" in source, option
 
 
 @pytest.mark.slow(minutes=2)
 def test_the_tour_runs_as_it_stands(tmp_path):
     """On fewer questions and steps, in its order; and the script that redraws a figure."""
-    tour = re.split(r"\n## ", TEXT.split("## Ten minutes\n")[1])[0]
+    tour = section(PAGES["README.md"], "Ten minutes")
     ran = []
     for words in commands(tour):
         if words[0] == "./scripts/run" and words[1] != "doctor":

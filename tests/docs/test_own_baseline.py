@@ -1,19 +1,14 @@
-"""The README's own baseline, laid out as an installed package and run by its commands."""
+"""The baseline that docs/extending.md shows, laid out as an installed package and run."""
 
 from __future__ import annotations
 
 import csv
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import readme  # noqa: E402
+import readme
 
 SECTION = "A baseline of your own"
 
@@ -24,29 +19,23 @@ def site(tmp_path_factory):
 
 
 def commands():
-    found = readme.commands(f"```bash\n{readme.blocks(SECTION)['bash']}```")
-    found = [words for words in found if words[0] == "./scripts/run"]
-    assert [words[1] for words in found] == ["mse", "train"]
-    return found
-
-
-def only(folder, pattern):
-    (found,) = folder.glob(f"outputs/*/*/seed=0/{pattern}")
-    return found
+    rows = readme.own_commands(SECTION)
+    assert [words[1] for words in rows] == ["mse", "train"]
+    return rows
 
 
 @pytest.mark.slow
-def test_training_by_the_readme_uses_the_rule(site, tmp_path):
+def test_training_by_the_page_uses_the_rule(site, tmp_path):
     """The kept completions are a whole group: advantages worked out again from its rewards."""
     code, told = readme.run(commands()[1], tmp_path, site)
     assert code == 0, told
-    rows = pq.read_table(only(tmp_path, "completions.parquet")).to_pylist()
+    rows = pq.read_table(readme.only(tmp_path, "completions.parquet")).to_pylist()
     for step in (1, 2):
         rewards = [row["reward"] for row in rows if row["step"] == step]
         assert len(rewards) == 8
         expected = [r - np.median(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
         assert [row["advantage"] for row in rows if row["step"] == step] == pytest.approx(expected)
-    before = only(tmp_path, "result.json").parent
+    before = readme.only(tmp_path, "result.json").parent
     source = site / "median.py"
     source.write_text(source.read_text() + "\n")  # an edit makes another run
     assert readme.run(commands()[1], tmp_path, site)[0] == 0
@@ -54,16 +43,23 @@ def test_training_by_the_readme_uses_the_rule(site, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_study_by_the_readme_measures_the_rule(site, tmp_path):
+def test_a_study_by_the_page_measures_the_rule(site, tmp_path):
     code, told = readme.run(commands()[0], tmp_path, site)
     assert code == 0, told
-    rows = list(csv.DictReader(only(tmp_path, "curves.csv").open()))
+    rows = list(csv.DictReader(readme.only(tmp_path, "curves.csv").open()))
     mine = {row["group_size"]: row for row in rows if row["baseline"] == "median"}
     loo = {row["group_size"]: row for row in rows if row["baseline"] == "leave_one_out"}
     assert mine and set(mine) == set(loo)
     assert mine["2"]["mse"] == loo["2"]["mse"]  # the median of one other is its mean
     assert all(row["bias2"] == "0.0" for row in mine.values())
-    assert json.loads(only(tmp_path, "result.json").read_text())["curves"]
+    assert json.loads(readme.only(tmp_path, "result.json").read_text())["curves"]
+    for place in (site, None):  # its package need not be installed where the report is made
+        code, told = readme.run(
+            ["grpo-ustat", "report", "runs=outputs/mse", "name=own"], tmp_path, place
+        )
+        assert code == 0, told
+        page = (tmp_path / "outputs/report/own/report.html").read_text()
+        assert ">median</text>" in page
 
 
 @pytest.mark.slow
@@ -86,6 +82,6 @@ def test_a_wrong_rule_is_refused_before_anything_starts(site, tmp_path, argument
     points.write_text(
         points.read_text().partition("gone")[0] + "gone = median:gone\nother = median:median\n"
     )
-    code, told = readme.run(["", "train", *arguments.split()], tmp_path, site)
+    code, told = readme.run(["grpo-ustat", "train", *arguments.split()], tmp_path, site)
     assert code == 2 and len(told.splitlines()) == 1 and told.startswith("error: ")
     assert match in told

@@ -1,4 +1,4 @@
-"""The README's own task and reward, laid out as an installed package and run by its commands."""
+"""The task and the reward that docs/extending.md shows, laid out as installed and run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ SECTION = "A task and a reward of your own"
 
 
 def commands():
-    found = readme.commands(f"```bash\n{readme.blocks(SECTION)['bash']}```")
-    found = [words for words in found if words[0] == "./scripts/run"]
-    assert [words[1] for words in found] == ["train", "mse", "train"]
-    return found
+    rows = readme.own_commands(SECTION)
+    assert [words[1] for words in rows] == ["train", "mse", "train"]
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -32,43 +31,38 @@ def package(tmp_path_factory):
     del sys.modules["sorting"]
 
 
-def only(folder, pattern):
-    (found,) = folder.glob(f"outputs/*/*/seed=0/{pattern}")
-    return found
-
-
 @pytest.mark.slow
-def test_training_by_the_readme_uses_the_tasks_questions_and_reward(package, tmp_path):
+def test_training_by_the_page_uses_the_tasks_questions_and_reward(package, tmp_path):
     site, sorting = package
     code, told = readme.run(commands()[0], tmp_path, site)
     assert code == 0, told
     task = sorting.Sorting(digits=3)
     answers = {q.text + "=": q for q in task.questions("train")}
-    rows = pq.read_table(only(tmp_path, "completions.parquet")).to_pylist()
+    rows = pq.read_table(readme.only(tmp_path, "completions.parquet")).to_pylist()
     assert len(rows) == 16 and {row["step"] for row in rows} == {1, 2}
     for row in rows:
         assert row["reward"] == task.reward(answers[row["prompt"]], row["completion"])
-    result = json.loads(only(tmp_path, "result.json").read_text())
+    result = json.loads(readme.only(tmp_path, "result.json").read_text())
     assert result["steps"] == 2 and result["left_out"] == {}
 
 
 @pytest.mark.slow
-def test_a_study_by_the_readme_uses_the_reward(package, tmp_path):
+def test_a_study_by_the_page_uses_the_reward(package, tmp_path):
     site, _ = package
     code, told = readme.run(commands()[1], tmp_path, site)
     assert code == 0, told
-    pools = only(tmp_path, "pool").glob("*.safetensors")
+    pools = readme.only(tmp_path, "pool").glob("*.safetensors")
     rewards = {round(float(r), 6) for pool in pools for r in load_file(pool)["rewards_N"]}
     assert rewards - {0.0, 1.0}  # shaped, as no judge of ours is
-    assert json.loads(only(tmp_path, "result.json").read_text())["left_out"] == {}
+    assert json.loads(readme.only(tmp_path, "result.json").read_text())["left_out"] == {}
 
 
 @pytest.mark.slow
-def test_a_reward_by_the_readme_takes_the_place_of_a_judge(package, tmp_path):
+def test_a_reward_by_the_page_takes_the_place_of_a_judge(package, tmp_path):
     site, sorting = package
     code, told = readme.run(commands()[2], tmp_path, site)
     assert code == 0, told
-    rows = pq.read_table(only(tmp_path, "completions.parquet")).to_pylist()
+    rows = pq.read_table(readme.only(tmp_path, "completions.parquet")).to_pylist()
     rewards = {row["reward"] for row in rows}
     assert rewards <= {0.0, 0.2, 1.0} and 0.2 in rewards
 
@@ -89,5 +83,5 @@ def test_a_reward_by_the_readme_takes_the_place_of_a_judge(package, tmp_path):
 )
 def test_a_wrong_name_is_refused_before_anything_starts(package, tmp_path, arguments, match):
     site, _ = package
-    code, told = readme.run(["", "train", *arguments.split()], tmp_path, site)
+    code, told = readme.run(["grpo-ustat", "train", *arguments.split()], tmp_path, site)
     assert code == 2 and re.search(f"^error: .*{match}", told) and len(told.splitlines()) == 1

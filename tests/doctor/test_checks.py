@@ -15,22 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 
-from grpo_ustat.checkup import (
-    attention,
-    cluster,
-    devices,
-    hub,
-    judging,
-    machine,
-    packages,
-    reaching,
-    storage,
-    trackers,
-)
-from grpo_ustat.runs import lock
+from grpo_ustat.distributed import lock
+from grpo_ustat.doctor import cluster, hardware, software, storage
+from grpo_ustat.tasks.verifier import GRACE
 
-STUB = Path(__file__).parents[1] / "tasks" / "stub"
+STUB = Path(__file__).parents[1] / "helpers" / "stub_math_verify"
 ROOT = os.geteuid() == 0
 
 
@@ -52,13 +43,13 @@ def site(tmp_path, monkeypatch):
 
 
 def test_versions_in_range():
-    assert packages.python(Path()).status == packages.packages(Path()).status == "ok"
+    assert software.python(Path()).status == software.packages(Path()).status == "ok"
 
 
 def test_a_wrong_python(site):
     installed(site, "grpo-ustat", "0.1.0", python=">=3.99")
-    found = packages.python(site)
-    assert found.status == "failed" and "needed is >=3.99" in found.said
+    found = software.python(site)
+    assert found.status == "failed" and "needed is >=3.99" in found.message
 
 
 def test_missing_old_and_mismatched_packages(site):
@@ -67,49 +58,49 @@ def test_missing_old_and_mismatched_packages(site):
         "judge[antlr]>=1", 'absent ; extra == "lora"', 'tomli ; python_version < "3"',
     )  # fmt: skip
     installed(site, "judge", "1.5", 'antlr4-python3-runtime==4.7 ; extra == "antlr"')
-    found = packages.packages(site)
+    found = software.packages(site)
     assert found.status == "failed"
-    assert "no-such-package is missing, needed is no-such-package>=2" in found.said
-    assert "numpy is 2" in found.said and "needed is numpy<100,>=99" in found.said
-    assert "antlr4-python3-runtime is 4.9.3, needed is antlr4-python3-runtime==4.7" in found.said
-    assert "scipy" not in found.said + found.fix and "tomli" not in found.said
+    assert "no-such-package is missing, needed is no-such-package>=2" in found.message
+    assert "numpy is 2" in found.message and "needed is numpy<100,>=99" in found.message
+    assert "antlr4-python3-runtime is 4.9.3, needed is antlr4-python3-runtime==4.7" in found.message
+    assert "scipy" not in found.message + found.fix and "tomli" not in found.message
     assert found.fix.count("'") == 6
 
 
 def test_an_extra_that_is_too_old_is_a_warning(site):
     installed(site, "grpo-ustat", "0.1.0", 'peft>=99 ; extra == "lora"', extras=["lora"])
-    found = packages.packages(site)
-    assert found.status == "warning" and "needed is peft>=99" in found.said
+    found = software.packages(site)
+    assert found.status == "warning" and "needed is peft>=99" in found.message
     assert found.fix == "pip install -c constraints.txt 'peft>=99'"
 
 
 def test_threads(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     for asked, status in (("1", "ok"), ("4096", "warning"), ("0", "failed"), ("two", "failed")):
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
-        assert machine.threads(tmp_path).status == status
+        assert hardware.threads(tmp_path).status == status
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert machine.threads(tmp_path).status == "ok"
+    assert hardware.threads(tmp_path).status == "ok"
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
-    assert "1 cores (SLURM_CPUS_PER_TASK)" in machine.threads(tmp_path).said
-    assert machine.threads(tmp_path).status == "warning"
+    assert "1 cores (SLURM_CPUS_PER_TASK)" in hardware.threads(tmp_path).message
+    assert hardware.threads(tmp_path).status == "warning"
     monkeypatch.delenv("SLURM_CPUS_PER_TASK")
     (tmp_path / "cpu.max").write_text("100000 100000\n")
-    assert "1 cores (of the container)" in machine.threads(tmp_path).said
+    assert "1 cores (of the container)" in hardware.threads(tmp_path).message
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert machine.threads(tmp_path).status == "ok"
+    assert hardware.threads(tmp_path).status == "ok"
 
 
 def test_memory_that_a_container_grants(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     (tmp_path / "memory.current").write_text("1000000000\n")
     for limit, status in (("1500000000", "failed"), ("3000000000", "warning")):
         (tmp_path / "memory.max").write_text(limit + "\n")
-        found = machine.memory(tmp_path)
-        assert found.status == status and "granted by the container" in found.said
+        found = hardware.memory(tmp_path)
+        assert found.status == status and "granted by the container" in found.message
     (tmp_path / "memory.max").write_text("max\n")
-    assert "granted" not in machine.memory(tmp_path).said
+    assert "granted" not in hardware.memory(tmp_path).message
 
 
 @contextlib.contextmanager
@@ -126,21 +117,21 @@ def mounted(folder, options):
 def test_a_full_disk(tmp_path):
     with mounted(tmp_path, "size=4m"):
         found = storage.disk(tmp_path)
-        assert found.status == "failed" and "No space left on device" in found.said
+        assert found.status == "failed" and "No space left on device" in found.message
         assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_with_little_room(tmp_path):
     with mounted(tmp_path, "size=40m"):
         found = storage.disk(tmp_path / "run")
-        assert found.status == "warning" and "41.9 MB free" in found.said
+        assert found.status == "warning" and "41.9 MB free" in found.message
 
 
 def test_a_read_only_disk(tmp_path):
     with mounted(tmp_path, "size=40m,ro"):
         for check in (storage.disk, storage.locks):
             found = check(tmp_path)
-            assert found.status == "failed" and "Read-only file system" in found.said
+            assert found.status == "failed" and "Read-only file system" in found.message
             assert "hydra.run.dir=DIR" in found.fix
 
 
@@ -162,9 +153,9 @@ def test_a_disk_that_loses_bytes_or_takes_long(tmp_path, monkeypatch):
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: time.sleep(0.1) or fsync(file))
     found = storage.disk(tmp_path)
-    assert found.status == "warning" and "checkpoints will take long" in found.said
+    assert found.status == "warning" and "checkpoints will take long" in found.message
     monkeypatch.setattr(os, "fsync", lambda file: os.ftruncate(file, 1000))
-    assert "gave back other bytes" in storage.disk(tmp_path).said
+    assert "gave back other bytes" in storage.disk(tmp_path).message
 
 
 def _flock_is(monkeypatch, function):
@@ -178,13 +169,13 @@ def test_a_file_system_without_flock(tmp_path, monkeypatch):
 
     _flock_is(monkeypatch, unsupported)
     found = storage.locks(tmp_path)
-    assert found.status == "warning" and "has no flock" in found.said
+    assert found.status == "warning" and "has no flock" in found.message
 
 
 def test_a_flock_that_keeps_nobody_out(tmp_path, monkeypatch):
     _flock_is(monkeypatch, lambda *_: None)
     found = storage.locks(tmp_path)
-    assert found.status == "failed" and "a second process got the lock" in found.said
+    assert found.status == "failed" and "a second process got the lock" in found.message
 
 
 def test_a_flock_that_outlives_its_owner(tmp_path, monkeypatch):
@@ -194,65 +185,69 @@ def test_a_flock_that_outlives_its_owner(tmp_path, monkeypatch):
 
     _flock_is(monkeypatch, forever)
     found = storage.locks(tmp_path)
-    assert found.status == "failed" and "is still held" in found.said
+    assert found.status == "failed" and "is still held" in found.message
 
 
 def test_a_device_that_computes_wrongly(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert devices.torch_devices(Path()).status == devices.bf16(Path()).status == "ok"
+    assert hardware.torch_devices(Path()).status == hardware.bf16(Path()).status == "ok"
     right = torch.Tensor.__matmul__
     for wrong in (1.01, float("nan")):
         monkeypatch.setattr(
             torch.Tensor, "__matmul__",
             lambda a, b, by=wrong: right(a, b) * (by if a.dtype is torch.float32 else 1),
         )  # fmt: skip
-        assert devices.torch_devices(Path()).status == "failed"
+        assert hardware.torch_devices(Path()).status == "failed"
 
 
 def test_a_bfloat16_that_is_none(monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
-    found = devices.bf16(Path())
-    assert found.status == "failed" and "is not bfloat16's" in found.said
+    found = hardware.bf16(Path())
+    assert found.status == "failed" and "is not bfloat16's" in found.message
 
 
 def test_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
     _program(tmp_path / "nvidia-smi", "echo 550.1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(torch.version, "cuda", None)
-    found = devices.torch_devices(tmp_path)
-    assert found.status == "warning" and "has a GPU (driver 550.1)" in found.said
+    found = hardware.torch_devices(tmp_path)
+    assert found.status == "warning" and "has a GPU (driver 550.1)" in found.message
     monkeypatch.setattr(torch.version, "cuda", "99.0")
-    found = devices.torch_devices(tmp_path)
-    assert found.status == "failed" and "built for CUDA 99.0 and the driver is 550.1" in found.said
+    found = hardware.torch_devices(tmp_path)
+    assert (
+        found.status == "failed" and "built for CUDA 99.0 and the driver is 550.1" in found.message
+    )
 
 
 def test_attention_that_ignores_padding_or_order(monkeypatch):
-    assert attention.attention(Path()).status == "ok"
+    assert hardware.attention(Path()).status == "ok"
     right = torch.nn.functional.scaled_dot_product_attention
 
     def broken(q, k, v, attn_mask=None, is_causal=False, **options):
         return right(q, k, v, attn_mask=None, is_causal=True, **options)  # padding is read too
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", broken)
-    found = attention.attention(Path())
-    assert found.status == "failed" and "sdpa and eager differ" in found.said
+    found = hardware.attention(Path())
+    assert found.status == "failed" and "sdpa and eager differ" in found.message
     assert found.fix == "model.attn_implementation=eager"
-    monkeypatch.setattr(attention, "_model", lambda kind: model("sdpa"))  # both the broken one
+    monkeypatch.setattr(
+        hardware, "attention_model", lambda kind: model("sdpa")
+    )  # both the broken one
     model = ATTENTION_MODEL
-    assert "left padding moves sdpa's logits" in attention.attention(Path()).said
+    assert "left padding moves sdpa's logits" in hardware.attention(Path()).message
 
 
-ATTENTION_MODEL = attention._model
+ATTENTION_MODEL = hardware.attention_model
 
 
 def test_what_is_in_the_hubs_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(hub.constants, "HF_HOME", str(tmp_path))
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
-    found = hub.cache(tmp_path)
-    assert found.status == "warning" and "here: none" in found.said
-    assert "not here: Qwen/Qwen2.5-0.5B, " in found.said and "openai/gsm8k" in found.said
+    found = software.cache(tmp_path)
+    assert found.status == "warning" and "here: none" in found.message
+    assert "not here: Qwen/Qwen2.5-0.5B, " in found.message and "openai/gsm8k" in found.message
     assert "hf download Qwen/Qwen2.5-0.5B;" in found.fix
     place = tmp_path / "hub/models--Qwen--Qwen2.5-0.5B"
     files = place / "snapshots/abc"
@@ -263,24 +258,25 @@ def test_what_is_in_the_hubs_cache(monkeypatch, tmp_path):
     (files / "model.safetensors.index.json").write_text(json.dumps(parts))
     for name in ("config.json", "tokenizer_config.json", "model-1.safetensors"):
         (files / name).write_text("{}")
-    assert "here: none" in hub.cache(tmp_path).said  # one part of two
+    assert "here: none" in software.cache(tmp_path).message  # one part of two
     (files / "model-2.safetensors").touch()
     rows = tmp_path / "datasets/DigitalLearningGmbH___math-lighteval/default/0.0.0"
     rows.mkdir(parents=True)
     (rows / "train.arrow").touch()
-    assert "here: Qwen/Qwen2.5-0.5B, DigitalLearningGmbH/MATH-lighteval" in hub.cache(tmp_path).said
+    assert (
+        "here: Qwen/Qwen2.5-0.5B, DigitalLearningGmbH/MATH-lighteval"
+        in software.cache(tmp_path).message
+    )
 
 
 def test_a_hub_that_does_not_answer(monkeypatch, tmp_path, silent):
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr(
-            hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}"
-        )
-        assert hub.cache(tmp_path).said.endswith("fetched when first used")
-    found = hub.cache(tmp_path)
-    assert found.status == "warning" and "cannot be reached (Connection refused)" in found.said
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert software.cache(tmp_path).message.endswith("fetched when first used")
+    found = software.cache(tmp_path)
+    assert found.status == "warning" and "cannot be reached (Connection refused)" in found.message
 
 
 @pytest.fixture
@@ -298,53 +294,55 @@ def too_late(*_, **__):
 def test_a_name_that_is_looked_up_forever(monkeypatch, silent):
     monkeypatch.setattr(socket, "create_connection", too_late)
     start = time.monotonic()
-    assert "no answer in 0.1 s" in reaching.reach("https://example.invalid", 0.1)
+    assert "no answer in 0.1 s" in software.connection_error("https://example.invalid", 0.1)
     assert time.monotonic() - start < 5
 
 
 def test_the_proxy_is_what_must_be_reached(monkeypatch, silent):
     monkeypatch.setenv("HTTPS_PROXY", "http://me:secret@127.0.0.1:9")
-    assert reaching.reach("https://example.invalid").startswith("127.0.0.1:9 cannot be reached")
+    assert software.connection_error("https://example.invalid").startswith(
+        "127.0.0.1:9 cannot be reached"
+    )
 
 
 def test_trackers(monkeypatch, site, silent):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(site))
-    monkeypatch.setattr(trackers, "TRACKERS", ("no-tracker",))
-    assert trackers.trackers(site).said.startswith("none installed")
-    monkeypatch.setattr(trackers, "TRACKERS", ("wandb",))
+    monkeypatch.setattr(software, "TRACKERS", ("no-tracker",))
+    assert software.trackers(site).message.startswith("none installed")
+    monkeypatch.setattr(software, "TRACKERS", ("wandb",))
     installed(site, "wandb", "0.99")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    assert trackers.trackers(site).fix == "export WANDB_MODE=offline, later `wandb sync`"
+    assert software.trackers(site).fix == "export WANDB_MODE=offline, later `wandb sync`"
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
-        assert "there is no key" in trackers.trackers(site).said
+        assert "there is no key" in software.trackers(site).message
         monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-        found = trackers.trackers(site)
-        assert found.status == "ok" and "kkk" not in found.said
+        found = software.trackers(site)
+        assert found.status == "ok" and "kkk" not in found.message
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert trackers.trackers(site).said == "wandb 0.99; WANDB_MODE=offline"
+    assert software.trackers(site).message == "wandb 0.99; WANDB_MODE=offline"
 
 
 def test_a_judge_that_judges_wrongly_or_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("PYTHONPATH", str(STUB), prepend=os.pathsep)  # right only if written alike
-    found = judging.judge(tmp_path)
-    assert found.status == "failed" and "the judge of answers is broken" in found.said
+    found = software.judge(tmp_path)
+    assert found.status == "failed" and "the judge of answers is broken" in found.message
     (tmp_path / "math_verify.py").write_text('raise ImportError("no math_verify")')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    found = judging.judge(tmp_path)
-    assert found.status == "failed" and "no math_verify" in found.said
+    found = software.judge(tmp_path)
+    assert found.status == "failed" and "no math_verify" in found.message
     assert "math-verify[antlr4-9-3]" in found.fix
 
 
 @pytest.mark.slow
 def test_a_judge_that_is_not_stopped_in_time(monkeypatch, tmp_path):
-    assert judging.judge(tmp_path).status == "ok"
-    monkeypatch.setattr(judging, "SPARE", -judging.GRACE - 0.5)
-    found = judging.judge(tmp_path)
-    assert found.status == "failed" and "was judged timeout after" in found.said
+    assert software.judge(tmp_path).status == "ok"
+    monkeypatch.setattr(software, "JUDGE_SPARE", -GRACE - 0.5)
+    found = software.judge(tmp_path)
+    assert found.status == "failed" and "was judged timeout after" in found.message
 
 
 def _program(file, text):
@@ -364,7 +362,7 @@ def _program(file, text):
     ],
 )  # fmt: skip
 def test_slurm(monkeypatch, tmp_path, says, inside, status, told):
-    monkeypatch.setattr(cluster, "ANSWER", 0.2 if says == "sleep 20" else 10.0)
+    monkeypatch.setattr(cluster, "SCONTROL_DEADLINE", 0.2 if says == "sleep 20" else 10.0)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if inside:
         monkeypatch.setenv("SLURM_JOB_ID", inside)
@@ -372,20 +370,20 @@ def test_slurm(monkeypatch, tmp_path, says, inside, status, told):
         _program(tmp_path / "scontrol", says.replace("sleep", "exec sleep"))
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if says else str(tmp_path))
     found = cluster.slurm(tmp_path)
-    assert found.status == status and told in found.said
+    assert found.status == status and told in found.message
     if status == "ok" and says:
         monkeypatch.setattr(cluster, "PLUGIN", "hydra_plugins.not_installed")
-        assert "needs hydra-submitit-launcher" in cluster.slurm(tmp_path).said
+        assert "needs hydra-submitit-launcher" in cluster.slurm(tmp_path).message
         monkeypatch.setattr(cluster, "PLUGIN", "no_plugins.at_all")
         assert cluster.slurm(tmp_path).status == "warning"
 
 
 def test_ranks(monkeypatch, tmp_path):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert cluster.ranks(tmp_path).said == "gloo: two ranks add up"
+    assert cluster.ranks(tmp_path).message == "gloo: two ranks add up"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     found = cluster.ranks(tmp_path)
-    assert found.status == "failed" and "two ranks do not add up (RuntimeError" in found.said
+    assert found.status == "failed" and "two ranks do not add up (RuntimeError" in found.message
 
 
 def test_ranks_that_hang_die_or_cannot_find_each_other(monkeypatch, tmp_path):
@@ -401,7 +399,7 @@ def test_ranks_that_hang_die_or_cannot_find_each_other(monkeypatch, tmp_path):
     found = cluster.ranks(tmp_path)
     assert found.status == "warning" and "export GLOO_SOCKET_IFNAME=lo" in found.fix
     monkeypatch.setattr(cluster, "_rank", lambda *_: os._exit(9))
-    assert cluster.together("gloo", 2) == "a rank died"
-    monkeypatch.setattr(cluster, "JOIN", 0.2)
+    assert cluster.all_reduce_error("gloo", 2) == "a rank died"
+    monkeypatch.setattr(cluster, "SUM_DEADLINE", 0.2)
     monkeypatch.setattr(cluster, "_rank", lambda *_: time.sleep(30))
-    assert cluster.together("gloo", 2) == "no sum after 0.2 s"
+    assert cluster.all_reduce_error("gloo", 2) == "no sum after 0.2 s"

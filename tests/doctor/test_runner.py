@@ -12,11 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_ustat.checkup.catalogue import CHECKS, Check
-from grpo_ustat.checkup.findings import shareable
-from grpo_ustat.checkup.runner import examine
+from grpo_ustat.doctor.runner import CHECKS, Check, examine, shareable
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "helpers"
 
 
 def doctor(*arguments, path=None, **environment):
@@ -35,16 +33,16 @@ def test_whatever_a_check_does_it_is_one_line(tmp_path, monkeypatch):
     found = {one.name: one.finding for one in examine(checks, tmp_path)}
     assert list(found) == list(names)
     assert [one.status for one in found.values()] == ["ok"] + ["failed"] * 7
-    assert found["well"].said == f"well in {tmp_path}; WANDB_API_KEY=***"
-    assert "exit code 1): RuntimeError: Bearer *** was refused" in found["crash"].said
-    assert "signal 11): it said nothing" in found["segfault"].said
-    assert "exit code 0)" in found["silence"].said
-    assert "TypeError" in found["nonsense"].said
-    assert "No module named 'no_such_package'" in found["missing"].said
+    assert found["well"].message == f"well in {tmp_path}; WANDB_API_KEY=***"
+    assert "exit code 1): RuntimeError: *** was refused" in found["crash"].message
+    assert "signal 11): it said nothing" in found["segfault"].message
+    assert "exit code 0)" in found["silence"].message
+    assert "TypeError" in found["nonsense"].message
+    assert "No module named 'no_such_package'" in found["missing"].message
     assert found["missing"].fix.startswith("pip install the missing package")
-    assert found["hang"].said == "no answer within 1.5 s; it was stopped"
-    assert "module 'faults' has no attribute 'absent'" in found["absent"].said
-    assert all(one.fix and "\n" not in one.said + one.fix for one in list(found.values())[1:])
+    assert found["hang"].message == "no answer within 1.5 s; it was stopped"
+    assert "module 'faults' has no attribute 'absent'" in found["absent"].message
+    assert all(one.fix and "\n" not in one.message + one.fix for one in list(found.values())[1:])
     left = [
         p for p in psutil.process_iter(["cmdline"]) if "faults:hang" in (p.info["cmdline"] or [])
     ]

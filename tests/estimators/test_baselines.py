@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from reference import joint_mean, softmax_policy, true_gradient, zoo_advantages
+from reference import BASELINE_OPTIONS, joint_mean, softmax_policy, true_gradient, zoo_advantages
 
 from grpo_ustat.estimators.baselines import (
     BASELINES,
@@ -19,19 +19,6 @@ from grpo_ustat.estimators.baselines import (
 )
 from grpo_ustat.records import BaselineContext
 
-OPTIONS = {
-    "constant": {"value": 0.3},
-    "running_mean": {"decay": 0.9},
-    "critic": {"decay": 0.9, "ridge": 1.0},
-    "group_std": {"epsilon": 1e-4},
-    "maxrl": {"epsilon": 1e-4},
-    "batch_std": {"epsilon": 1e-4},
-    "reinforce_pp": {"epsilon": 1e-8},
-    "reinforce_pp_baseline": {"epsilon": 1e-8},
-    "james_stein": {"epsilon": 1e-8},
-    "beta": {"minimum": 0.0, "maximum": 1.0, "ceiling": 1e6},
-    "spo": {"epsilon": 1e-8, "rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06},
-}
 PROMPTS = [  # logits, rewards and lengths of three outcomes
     ([0.3, -0.8, 0.5], [1.0, 0.0, 0.25], [2, 5, 1]),
     ([-0.2, 1.1, 0.4], [0.0, 1.0, 0.75], [3, 1, 4]),
@@ -39,7 +26,7 @@ PROMPTS = [  # logits, rewards and lengths of three outcomes
 ]
 CENTRED = [
     "leave_one_out", "group_mean", "group_std", "maxrl", "opo", "opo_self", "batch_std",
-    "reinforce_pp", "reinforce_pp_baseline", "james_stein", "beta",
+    "reinforce_pp", "reinforce_pp_baseline", "james_stein", "jspo", "beta",
 ]  # fmt: skip
 EPSILON = [name for name, rule in BASELINES.items() if "epsilon" in rule.options]
 
@@ -56,7 +43,7 @@ def context_of(known, lengths):
 
 
 def apply(name, rewards, lengths, known, **changes):
-    options = OPTIONS.get(name, {}) | changes
+    options = BASELINE_OPTIONS.get(name, {}) | changes
     return advantages(name, np.array(rewards), context_of(known, lengths), options)
 
 
@@ -70,7 +57,7 @@ def test_every_rule_is_the_one_written_out(name, rng):
         rewards = (np.round(rewards) if trial % 2 else rewards).tolist()
         lengths = rng.integers(1, 9, size=(prompts, size)).tolist()
         known = side(rng, prompts)
-        slow = zoo_advantages(name, rewards, lengths, known, OPTIONS.get(name, {}))
+        slow = zoo_advantages(name, rewards, lengths, known, BASELINE_OPTIONS.get(name, {}))
         np.testing.assert_allclose(
             apply(name, rewards, lengths, known), slow, rtol=1e-10, atol=1e-10
         )
@@ -87,8 +74,18 @@ def gradient(prompts):
     return sum(true_gradient(logits, rewards) for logits, rewards, _ in prompts) / len(prompts)
 
 
-@pytest.mark.parametrize("group_size", [2, 3])
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize(
+    "name, group_size",
+    [
+        pytest.param(
+            name,
+            size,
+            marks=pytest.mark.slow if (name, size) in (("jspo", 3), ("james_stein", 3)) else (),
+        )
+        for name in BASELINES
+        for size in (2, 3)
+    ],
+)
 def test_a_rule_is_unbiased_exactly_when_it_says_so(name, group_size):
     """Joint enumeration of all outcomes of prompts that share their parameters."""
     size = np.abs(bias(name, group_size)).max()
@@ -127,6 +124,19 @@ def test_a_prompt_in_its_own_shrinkage_would_be_noticed():
     assert np.abs(joint_mean(PROMPTS, 2, whole_batch) - gradient(PROMPTS)).max() > 1e-4
 
 
+def test_the_published_shrinkage_worked_by_hand():
+    """Three prompts of two: equation 15 of arXiv 2511.03710v1 beside what its authors' code does.
+
+    Prompt 0 sees means 1 and 1/2 of the others: v = (0 + (1/2)/2)/2 = 1/8, s = 1/16, so that
+    v/(v+s) = 2/3 of which the paper takes (3-1)/3; its rewards are 1 and 0, the pooled mean 3/4.
+    """
+    z = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    for name, shrink in (("james_stein", 4 / 9), ("jspo", 2 / 3)):
+        expected = [1 - shrink * 3 / 4, -(1 - shrink) - shrink * 3 / 4]
+        found = advantages(name, z, BaselineContext(), {"epsilon": 0.0})[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-14)
+
+
 def binary_mean(name, probability, group_size):
     """Exact mean of the estimate for one logit and 0/1 rewards, a sum over success counts."""
     successes = np.arange(group_size + 1)
@@ -141,7 +151,7 @@ def binary_mean(name, probability, group_size):
     return float(np.dot(weights, estimates))
 
 
-TARGETS = {"arcsin": lambda p: math.sqrt(p * (1 - p)), "log_value": lambda p: 1 - p}
+TARGETS = {"g_over_sigma": lambda p: math.sqrt(p * (1 - p)), "g_over_v": lambda p: 1 - p}
 
 
 @pytest.mark.parametrize("probability", [0.2, 0.5, 0.7])
@@ -173,8 +183,8 @@ def test_a_shift_of_all_rewards_changes_nothing(name, rng):
 @pytest.mark.parametrize(
     "name, power",
     [("none", 1), ("leave_one_out", 1), ("group_mean", 1), ("opo", 1), ("opo_self", 1),
-     ("james_stein", 1), ("group_std", 0), ("batch_std", 0), ("maxrl", 0), ("reinforce_pp", 0),
-     ("reinforce_pp_baseline", 0)],
+     ("james_stein", 1), ("jspo", 1), ("group_std", 0), ("batch_std", 0), ("maxrl", 0),
+     ("reinforce_pp", 0), ("reinforce_pp_baseline", 0)],
 )  # fmt: skip
 def test_scaled_rewards_scale_advantages_or_leave_them(name, power, rng):
     z, lengths, known = rng.random((4, 3)), rng.integers(1, 7, (4, 3)), side(rng, 4)
@@ -225,7 +235,7 @@ def test_a_rule_reads_what_it_says_and_no_more(name, rng):
     z, lengths = rng.random((4, 3)), rng.integers(1, 7, (4, 3))
     full, rule = context_of(side(rng, 4), lengths), BASELINES[name]
     alone = BaselineContext(**{key: getattr(full, key) for key in rule.needs})
-    options = OPTIONS.get(name, {})
+    options = BASELINE_OPTIONS.get(name, {})
     np.testing.assert_array_equal(
         advantages(name, z, alone, options), advantages(name, z, full, options)
     )

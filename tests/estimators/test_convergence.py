@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from grpo_ustat.estimators.gap import (
+from grpo_ustat.estimators.convergence import (
     decaying_bound,
     limit_weights,
     mixture_cdf,
@@ -48,6 +48,7 @@ def test_one_step_of_a_quadratic_by_hand():
     assert found.tolist() == [2.0, 1.0]
 
 
+@pytest.mark.slow
 def test_the_limit_is_that_of_the_recursion():
     """T times the mean gap of the quadratic tends to the sum of the weights."""
     basis = np.linalg.qr(np.array([[1.0, 2.0], [0.5, -1.0]]))[0]
@@ -68,7 +69,7 @@ def test_mixtures_of_equal_weights_are_chi_squares():
         found = mixture_cdf(np.full(count, 0.3), x)
         np.testing.assert_allclose(found, chi2.cdf(x / 0.3, count), atol=2e-6)
         quantiles = mixture_quantiles(np.full(count, 0.3), [0.05, 0.5, 0.99])
-        np.testing.assert_allclose(quantiles, 0.3 * chi2.ppf([0.05, 0.5, 0.99], count), rtol=1e-8)
+        np.testing.assert_allclose(quantiles, 0.3 * chi2.ppf([0.05, 0.5, 0.99], count), rtol=1e-6)
 
 
 def test_unequal_mixtures_are_as_simulated(rng):

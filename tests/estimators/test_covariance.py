@@ -9,7 +9,7 @@ import pytest
 from beds import coins, softmax, unequal
 
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.covariance import UNBIASED, parts, subtracted
+from grpo_ustat.estimators.covariance import UNBIASED, baseline_values, covariance_parts
 from grpo_ustat.estimators.moments import exact_moments
 from grpo_ustat.records import BaselineContext
 
@@ -22,7 +22,7 @@ def law_at(bed):
 def walked(bed, baseline, group_size):
     """Mean and covariance of one group's estimate, over every prompt and every group."""
     probability_PY, score_PYK = law_at(bed)
-    value_P = subtracted(*bed.law(bed.start_K[:, None]), bed.rewards_PY, baseline)[:, 0]
+    value_P = baseline_values(*bed.law(bed.start_K[:, None]), bed.rewards_PY, baseline)[:, 0]
     first, second, total = 0.0, 0.0, 0.0
     for x, (probability_Y, score_YK) in enumerate(zip(probability_PY, score_PYK, strict=True)):
         for group in product(range(len(probability_Y)), repeat=group_size):
@@ -44,7 +44,7 @@ def test_it_is_that_of_every_batch_there_is(make, baseline):
     bed = make()
     mean_K, covariance = walked(bed, baseline, 3)
     np.testing.assert_allclose(mean_K, bed.gradient(bed.start_K[:, None])[:, 0], atol=1e-14)
-    found = parts(*bed.law(bed.start_K[:, None]), bed.rewards_PY, baseline)
+    found = covariance_parts(*bed.law(bed.start_K[:, None]), bed.rewards_PY, baseline)
     np.testing.assert_allclose(found.covariance(1, 3)[..., 0], covariance, atol=1e-14)
     np.testing.assert_allclose(found.covariance(5, 3)[..., 0], covariance / 5, atol=1e-14)
 
@@ -55,7 +55,7 @@ def test_traces_are_the_closed_forms_of_the_moments():
     g_PK = np.einsum("py,pyk->pk", probability_PY * bed.rewards_PY, score_PYK)
     q_PY, g_sq_P = np.square(score_PYK).sum(axis=2), np.square(g_PK).sum(axis=1)
     moments = exact_moments(q_PY, bed.rewards_PY, probability_PY, g_sq_P)
-    found = parts(*bed.law(bed.start_K[:, None]), bed.rewards_PY, "leave_one_out")
+    found = covariance_parts(*bed.law(bed.start_K[:, None]), bed.rewards_PY, "leave_one_out")
     traces = [np.trace(x[..., 0]) for x in (found.prompts, found.completions, found.pairs)]
     grad_sq = np.square(g_PK.mean(axis=0)).sum()
     expected = [
@@ -69,7 +69,7 @@ def test_traces_are_the_closed_forms_of_the_moments():
 def test_without_style_a_fair_coin_is_worked_by_hand():
     """s = +-2a, z in {0, 1}, V = 1/2: E[s^2 (z - V)^2] = a^2, g = a, E[s^2] sigma^2 = a^2."""
     bed = unequal(value_P=np.array([0.5, 0.5]))
-    found = parts(*bed.law(np.zeros((1, 1))), bed.rewards_PY, "leave_one_out")
+    found = covariance_parts(*bed.law(np.zeros((1, 1))), bed.rewards_PY, "leave_one_out")
     a = 0.15
     numbers = [float(x[0, 0, 0]) for x in (found.prompts, found.completions, found.pairs)]
     np.testing.assert_allclose(numbers, [a**2, 0.0, 2 * a**2], atol=1e-15)
@@ -78,4 +78,4 @@ def test_without_style_a_fair_coin_is_worked_by_hand():
 def test_a_rule_that_is_biased_has_none():
     bed = unequal()
     with pytest.raises(ValueError, match="'group_mean' has no covariance here: use none, oracle"):
-        parts(*bed.law(np.zeros((1, 1))), bed.rewards_PY, "group_mean")
+        covariance_parts(*bed.law(np.zeros((1, 1))), bed.rewards_PY, "group_mean")

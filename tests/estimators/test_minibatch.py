@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from reference import enumerate_prompt, true_gradient
 
-from grpo_ustat.estimators.settings import decompose
+from grpo_ustat.estimators.minibatch import decompose
 
 PROMPTS = [
     ([0.3, -0.8, 0.5], [1.0, 0.0, 0.25]),

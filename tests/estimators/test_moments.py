@@ -8,7 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from grpo_ustat.estimators.moments import pool_gradient_weights, pool_moments
+from grpo_ustat.estimators.moments import (
+    covariance_excess,
+    pool_gradient_weights,
+    pool_moments,
+    squared_covariance,
+)
 from grpo_ustat.policy.tabular import TabularPolicy
 
 
@@ -93,3 +98,41 @@ def test_adding_a_constant_to_rewards_changes_only_vanilla(rng):
 def test_too_small_a_pool_is_refused():
     with pytest.raises(ValueError, match="at least 3 completions a prompt, got 2"):
         pool_moments(np.zeros((1, 2)), np.zeros((1, 2, 2)))
+
+
+def test_the_square_of_a_covariance_is_unbiased_by_enumeration():
+    """All 3^5 samples of five from three outcomes."""
+    p, q, z = np.array([0.2, 0.5, 0.3]), np.array([1.0, 2.0, 7.0]), np.array([1.0, 0.0, 1.0])
+    draws = np.array(list(itertools.product(range(3), repeat=5)))
+    covariance = (p * q * z).sum() - (p * q).sum() * (p * z).sum()
+    mean = p[draws].prod(axis=1) @ squared_covariance(q[draws], z[draws])
+    assert mean == pytest.approx(covariance**2, rel=1e-12)
+
+
+def test_the_square_of_a_covariance_is_the_mean_over_four_distinct_completions(rng):
+    q, z = 100 + 9 * rng.random(7), rng.random(7)
+    pairs = [
+        (q[i] - q[j]) * (z[i] - z[j]) * (q[k] - q[m]) * (z[k] - z[m]) / 4
+        for i, j, k, m in itertools.permutations(range(7), 4)
+    ]
+    assert squared_covariance(q, z) == pytest.approx(np.mean(pairs), rel=1e-9)
+    with pytest.raises(ValueError, match="needs 4 completions, got 3"):
+        squared_covariance(q[:3], z[:3])
+
+
+def test_the_excess_is_the_jackknife_of_a_ratio_and_of_mean_0_under_assumption_2(rng):
+    """By hand; and over all rewards of six completions, independent of heavy-tailed norms."""
+    q = rng.lognormal(0, 2, 6)
+    z = rng.random(6)
+
+    def ratio(kept):
+        return squared_covariance(q[kept], z[kept]) / q[kept].mean()
+
+    left = [ratio(np.delete(np.arange(6), i)) for i in range(6)]
+    by_hand = 6 * ratio(np.arange(6)) - 5 * np.mean(left)
+    assert covariance_excess(q, z) == pytest.approx(by_hand, rel=1e-9)
+    rewards = np.array(list(itertools.product([0.0, 1.0], repeat=6)))
+    chance = np.where(rewards == 1, 0.3, 0.7).prod(axis=1)
+    mean = chance @ covariance_excess(np.tile(q, (64, 1)), rewards)
+    assert mean == pytest.approx(0, abs=1e-12 * q.max())
+    assert np.isnan(covariance_excess(q[:4], z[:4]))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from reference import softmax_policy
 
-from grpo_ustat.estimators.normalised import RightAndWrong, normalised, right_and_wrong
+from grpo_ustat.estimators.normalised import RightAndWrong, normalised_moments, right_and_wrong
 
 LOGITS = [[0.3, -0.8, 0.5], [-0.2, 1.1, 0.4]]
 REWARDS = [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]
@@ -49,7 +49,7 @@ def every_group(prompt, group_size, epsilon):
 @pytest.mark.parametrize("epsilon", [0.0, 0.3])
 @pytest.mark.parametrize("group_size", [2, 3, 5])
 def test_equals_a_walk_over_all_groups(group_size, epsilon):
-    found = normalised(right_and_wrong(*policy_arrays()), group_size, epsilon)
+    found = normalised_moments(right_and_wrong(*policy_arrays()), group_size, epsilon)
     for prompt in range(2):
         expected = every_group(prompt, group_size, epsilon)
         mine = (found.difference, found.variance, found.plain_variance, found.bias)
@@ -60,7 +60,7 @@ def test_limits_for_large_groups():
     """The delta method's constants; what is left falls like 1/G."""
     moments = right_and_wrong(*policy_arrays())
     for group_size in (2**12, 2**16):
-        found = normalised(moments, group_size, 0.0)
+        found = normalised_moments(moments, group_size, 0.0)
         near = {"rtol": 40 / group_size}
         np.testing.assert_allclose(group_size * found.difference, moments.shift, **near)
         np.testing.assert_allclose(
@@ -82,7 +82,7 @@ def test_shift_is_that_of_the_fourth_moment():
 
 def test_an_epsilon_leaves_a_floor():
     moments = right_and_wrong(*policy_arrays())
-    found = normalised(moments, 2**18, 0.2)
+    found = normalised_moments(moments, 2**18, 0.2)
     np.testing.assert_allclose(found.difference, moments.floor(0.2), rtol=1e-4)
 
 
@@ -91,14 +91,14 @@ def test_where_scores_follow_the_reward_a_quarter_is_the_differences():
     p, scores, rewards = (x[:, :2] for x in policy_arrays())
     moments = right_and_wrong(p / p.sum(axis=1, keepdims=True), scores, rewards)
     np.testing.assert_allclose(moments.within, 0, atol=1e-15)
-    found = normalised(moments, 2**16, 0.0)
+    found = normalised_moments(moments, 2**16, 0.0)
     np.testing.assert_allclose(found.difference / found.plain_variance, 0.25, rtol=1e-3)
 
 
 def test_a_fair_coin_has_the_faster_rate():
     coin = RightAndWrong(*(np.array([x]) for x in (0.5, 0.25, 1.0, 1.0)))
     assert coin.shift[0] == coin.bias[0] == 0
-    small, large = (normalised(coin, size, 0.0).difference[0] for size in (2**12, 2**13))
+    small, large = (normalised_moments(coin, size, 0.0).difference[0] for size in (2**12, 2**13))
     assert math.log2(small / large) == pytest.approx(2, abs=2e-3)
 
 

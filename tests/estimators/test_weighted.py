@@ -40,8 +40,8 @@ def test_equals_a_walk_over_all_groups(outcomes, group_size):
     mean = chance @ estimate
     np.testing.assert_allclose(found.mean_PD.mean(axis=0), mean, atol=1e-14)
     variance = chance @ np.square(estimate - mean).sum(axis=1)
-    assert found.variance(1, group_size) == pytest.approx(variance, rel=1e-12)
-    assert found.variance(5, group_size) == pytest.approx(variance / 5, rel=1e-12)
+    assert found.at(group_size).variance(1) == pytest.approx(variance, rel=1e-12)
+    assert found.at(group_size).variance(5) == pytest.approx(variance / 5, rel=1e-12)
 
 
 def test_with_scores_it_is_the_closed_form_of_leave_one_out(outcomes):

@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 from beside import ALIKE, CLOSE, GAIN, POLICY, WORSE, study, sweep
-from reports.folders import trained
+from folders import trained
+from scipy import stats
 from scipy.stats import spearmanr
 
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.rollout.draws import generator
-from grpo_ustat.theorems.best_group_size import (
+from grpo_ustat.gap.best_group_size import (
     LAST,
     MEAN,
     RESAMPLES,
@@ -20,6 +20,7 @@ from grpo_ustat.theorems.best_group_size import (
     nearest,
     rank_correlation,
 )
+from grpo_ustat.rollout.draws import generator
 
 TOLD = {2: WORSE, 8: ALIKE, 32: CLOSE}
 
@@ -66,12 +67,26 @@ def test_the_answer_names_what_is_told_and_what_is_not(found):
     assert (best.predicted, best.measured, best.low, best.high) == (8.0, 8.0, 8.0, 32.0)
     assert best.verdict == order.verdict == found.verdict == "agrees"
     assert order.measured == pytest.approx(1)
+    assert best.severity == "2 of 3 group sizes would have agreed: 8, 32"
     assert found.answer == (
-        "G* = 8.0 [7.5, 8.5] predicts G = 8: at n = 32 it cannot be told from the best (best G = "
-        "8, not told from it 8, 32, told 2)."
+        "G* = 8.0 [7.5, 8.5] predicts G = 8: at n = 32 it is not significantly different from the "
+        "best (best G = 8, not significantly different 8, 32, different 2)."
     )
-    assert json.loads(json.dumps(found.result()))["verdict"] == "agrees"
+    assert json.loads(json.dumps(found.record()))["verdict"] == "agrees"
     assert found.rollouts == 12 * 8 * 32 + 128
+
+
+def test_a_group_size_is_told_from_the_best_where_its_p_value_is_at_most_5_percent(tmp_path):
+    """G = 2 and 8: by hand t_3 of -0.18 with s = 0.023094 over 4 seeds, two-sided."""
+    found = best_group_size(sweep(tmp_path / "a", {2: WORSE, 8: ALIKE}), study(tmp_path / "s"))
+    wrong = study(tmp_path / "t", c3=1.0, ends=(1.5, 2.5))  # predicts G = 2
+    other = best_group_size([str(tmp_path / "a")], wrong)
+    assert found.claims[0].p_value == 1.0 and found.claims[0].verdict == "agrees"
+    expected = 2 * stats.t.sf(0.18 / (0.0230940 / 2), 3)
+    assert other.claims[0].p_value == pytest.approx(expected, rel=1e-4)
+    assert other.claims[0].holm_p == pytest.approx(2 * expected, rel=1e-4)  # of two claims
+    assert other.claims[1].p_value == 1 / 16  # four seeds, each of the opposite order
+    assert other.claims[0].verdict == other.verdict == "disagrees"
 
 
 VERDICTS = {
@@ -96,6 +111,7 @@ BEST_AT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, last, verdict, ratio", BEST_AT.values(), ids=BEST_AT)
 def test_whether_one_group_size_is_best_at_every_budget(first, last, verdict, ratio, tmp_path):
     sweep(tmp_path / "runs", first, rollouts=32)
@@ -116,9 +132,10 @@ def test_the_mean_of_the_evaluations_decides_and_the_last_one_does_not(tmp_path)
     found = best_group_size([str(tmp_path / "runs")], study(tmp_path / "study"))
     assert found.rows[0]["difference"] == pytest.approx(-0.1)
     assert found.claims[0].verdict == "agrees"
-    assert any("told none: not decided" in note for note in found.notes)
+    assert any("different none: not decided" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_panels_show_both_budgets_and_the_law(tmp_path):
     sweep(tmp_path / "runs", TOLD, rollouts=32)
     runs = sweep(tmp_path / "runs", TOLD, rollouts=64)
@@ -130,6 +147,7 @@ def test_panels_show_both_budgets_and_the_law(tmp_path):
     assert law.curves[0].predicted and law.curves[0].x == [2, 4]  # as the folder has them
 
 
+@pytest.mark.slow
 def test_notes_say_where_the_experiment_is_not_the_theorem(tmp_path):
     adam = best_group_size(sweep(tmp_path / "runs", TOLD), study(tmp_path / "study")).notes
     assert any("adamw scales each coordinate" in note for note in adam)
@@ -162,6 +180,7 @@ def test_seeds_that_agree_leave_no_doubt_of_the_order_and_none_an_order(rng):
     assert rank_correlation(np.full((10, 3), 0.5), np.array([1.0, 2.0, 3.0])) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_the_bootstrap_is_over_seeds(rng):
     """The same seeds drawn again, one resample after the other."""
     accuracy_SG, error_G = rng.random((6, 5)), rng.random(5)

@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators import ustatistic
 from grpo_ustat.estimators.baselines import group_std
+from grpo_ustat.gap.claims import AGREES, DISAGREES, OPEN
+from grpo_ustat.gap.lemma11 import lemma11
 from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import BaselineContext
-from grpo_ustat.theorems.finding import AGREES, DISAGREES, OPEN
-from grpo_ustat.theorems.lemma11 import lemma11
 
 SIZES = [4, 16, 64, 256]
 REWARDS = np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
@@ -67,11 +67,13 @@ def test_small_groups_decide_no_rate(policy):
 
 def test_a_rate_that_goes_elsewhere_disagrees(policy, monkeypatch):
     """Were an epsilon as large as the standard deviation taken for none."""
-    from grpo_ustat.theorems import lemma11 as module
+    from grpo_ustat.gap import lemma11 as module
 
-    normalised = module.normalised
+    normalised_moments = module.normalised_moments
     monkeypatch.setattr(
-        module, "normalised", lambda moments, size, epsilon: normalised(moments, size, 0.5)
+        module,
+        "normalised_moments",
+        lambda moments, size, epsilon: normalised_moments(moments, size, 0.5),
     )
     found = study(policy, epsilon=0.0)
     assert found.claims[0].verdict == found.verdict == DISAGREES

@@ -10,8 +10,8 @@ import pytest
 from offpolicy_bed import BETA, GROUP, LENGTH, small_setting
 from reference import plain_advantages
 
-from grpo_ustat.policy.sequences import SequencePolicy
-from grpo_ustat.theorems.offpolicy import Setting, estimate
+from grpo_ustat.gap.offpolicy import Setting, estimate
+from grpo_ustat.gap.sequences import SequencePolicy
 
 STEP = 1e-5
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from offpolicy_bed import small_setting
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.theorems.offpolicy import estimate
-from grpo_ustat.theorems.offpolicy_paths import draw, exact_path, measure, random_path
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.gap.offpolicy import estimate
+from grpo_ustat.gap.offpolicy_paths import draw, exact_path, path_errors, random_path
 
 RATES = np.array([1e-3, 1e-2, 1e-1])
 
@@ -38,7 +38,7 @@ def test_paths_are_steps_one_after_the_other(setting):
         )
         target = target + 0.1 * sum(setting.target(setting.old.at(target)))
     np.testing.assert_array_equal(random_path(setting, draws, 0.1).theta_D, theta)
-    np.testing.assert_array_equal(exact_path(setting, 2, 0.1).theta_D, target)
+    np.testing.assert_array_equal(exact_path(setting, 2, 0.1)[-1].theta_D, target)
 
 
 def test_a_path_that_runs_away_is_refused(setting):
@@ -49,27 +49,27 @@ def test_a_path_that_runs_away_is_refused(setting):
 
 
 def test_errors_are_those_at_the_ends_of_the_paths(setting):
-    found = measure(setting, RATES, updates=2, replicates=3, seed=7)
+    found = path_errors(setting, RATES, updates=2, replicates=3, seed=7)
     for replicate in range(3):
         draws = draw(setting, 2, seed=7, replicate=replicate)
         for e, rate in enumerate(RATES):
             expected = setting.quality(random_path(setting, draws, rate))
             own = {name: values[e, replicate] for name, values in found.random.items()}
             assert own == expected
-    at_end = setting.quality(exact_path(setting, 2, RATES[2]))
+    at_end = setting.quality(exact_path(setting, 2, RATES[2])[-1])
     assert {name: values[2] for name, values in found.exact.items()} == at_end
     assert found.start == setting.quality(setting.old)
 
 
 def test_leading_terms_are_the_limits_of_bias_squared(setting):
-    found = measure(setting, np.array([1e-5, 1e-4, 1e-3]), updates=3, replicates=4, seed=1)
+    found = path_errors(setting, np.array([1e-5, 1e-4, 1e-3]), updates=3, replicates=4, seed=1)
     limits = found.random["token_bias2"][0] / 1e-10
-    np.testing.assert_allclose(limits, found.random_leading_R, rtol=1e-3)
-    assert found.exact["token_bias2"][0] / 1e-10 == pytest.approx(found.exact_leading, rel=1e-3)
+    np.testing.assert_allclose(limits, found.leading.random_R, rtol=1e-3)
+    assert found.exact["token_bias2"][0] / 1e-10 == pytest.approx(found.leading.exact, rel=1e-3)
 
 
 def test_slope_and_its_jackknife_are_those_written_out(setting):
-    found = measure(setting, RATES, updates=1, replicates=4, seed=2)
+    found = path_errors(setting, RATES, updates=1, replicates=4, seed=2)
     low, high = found.random["token_bias2"][:2]
 
     def slope(kept):
@@ -84,7 +84,7 @@ def test_slope_and_its_jackknife_are_those_written_out(setting):
 
 def test_at_the_tie_both_levels_have_one_error(setting):
     """Variances are those of B prompts divided; biases are not."""
-    found = measure(setting, RATES, updates=2, replicates=3, seed=7)
+    found = path_errors(setting, RATES, updates=2, replicates=3, seed=7)
     mean = {name: values.mean(axis=1) for name, values in found.random.items()}
     fewer = setting.num_prompts / found.tie()
     token, sequence = (

@@ -8,9 +8,9 @@ import torch
 from offpolicy_bed import BETA, LENGTH, small_setting
 from reference import plain_advantages
 
-from grpo_ustat.theorems.offpolicy import estimate
-from grpo_ustat.train_config import ObjectiveConfig
-from grpo_ustat.training.objective import Part, surrogate
+from grpo_ustat.config.train import ObjectiveConfig
+from grpo_ustat.gap.offpolicy import estimate
+from grpo_ustat.train.objective import Part, surrogate
 
 PROMPTS, OUTCOMES = np.array([1, 0]), np.array([[0, 3, 1], [2, 2, 1]])
 
@@ -21,6 +21,7 @@ def objective(level, beta):
         importance_sampling_level=level,
         loss_type="sum",
         num_iterations=1,
+        num_minibatches=1,
         minibatch_size=None,
         epsilon=None,
         epsilon_high=None,

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_ustat.policy.sequences import SequencePolicy
+from grpo_ustat.gap.sequences import SequencePolicy
 
 STEP = 1e-5
 LENGTH, SIZE, PROMPTS = 3, 3, 2

@@ -7,20 +7,33 @@ import pytest
 from beds import coins, softmax, unequal
 
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.covariance import parts, subtracted
+from grpo_ustat.estimators.covariance import baseline_values, covariance_parts
+from grpo_ustat.gap.simulate import (
+    BLOCK,
+    STREAM,
+    Estimator,
+    Rate,
+    Simulation,
+    gradient,
+    reference_law,
+    run_simulations,
+    simulate,
+)
 from grpo_ustat.records import BaselineContext
-from grpo_ustat.theorems.algorithm1 import BLOCK, Estimator, gradient, simulate
-from grpo_ustat.theorems.jobs import Job, Rate, simulated
+from grpo_ustat.rollout.draws import generator
 
-EVERY = ("none", "oracle", "optimal", "leave_one_out", "group_mean", "group_std")
+EVERY = (
+    "none", "oracle", "optimal", "leave_one_out", "group_mean", "group_std", "leave_one_out_std",
+)  # fmt: skip
 
 
-def slow_gradient(bed, one, u_K, uniform):
-    """Completion by completion, with the baselines of the zoo."""
-    probability_PYR, score_PYKR = bed.law(u_K[:, None])
+def slow_gradient(bed, one, u_K, uniform, old_K=None):
+    """Completion by completion, with the baselines of the zoo; pi_old at another u writes."""
+    own_PYR, score_PYKR = bed.law(u_K[:, None])
+    probability_PYR = own_PYR if old_K is None else bed.law(old_K[:, None])[0]
     known_P = None
     if one.baseline in ("oracle", "optimal"):
-        known_P = subtracted(probability_PYR, score_PYKR, bed.rewards_PY, one.baseline)[:, 0]
+        known_P = baseline_values(probability_PYR, score_PYKR, bed.rewards_PY, one.baseline)[:, 0]
     total = np.zeros(len(u_K))
     prompts, rest = uniform[: one.num_prompts], uniform[one.num_prompts :]
     for b, draw in enumerate(prompts):
@@ -32,11 +45,18 @@ def slow_gradient(bed, one, u_K, uniform):
         if known_P is not None:
             advantages = rewards - known_P[x]
         else:
-            options = {"epsilon": one.epsilon} if one.baseline == "group_std" else {}
-            advantages = BASELINES[one.baseline].advantage(
-                rewards[None], BaselineContext(), **options
-            )[0]
-        total += advantages @ score_PYKR[x, drawn, :, 0]
+            longer, name = 1.0, one.baseline
+            if name == "leave_one_out_std":
+                longer, name = one.group_size / (one.group_size - 1), "group_std"
+            options = {"epsilon": one.epsilon} if name == "group_std" else {}
+            rule = BASELINES[name].advantage
+            advantages = longer * rule(rewards[None], BaselineContext(), **options)[0]
+        ratios = own_PYR[x, drawn, 0] / probability_PYR[x, drawn, 0]
+        penalties = np.zeros(one.group_size)
+        if one.beta:
+            reference_PY = bed.law(np.array(one.reference)[:, None])[0][..., 0]
+            penalties = one.beta * (reference_PY[x, drawn] / own_PYR[x, drawn, 0] - 1)
+        total += (ratios * advantages + penalties) @ score_PYKR[x, drawn, :, 0]
     return total / one.rollouts
 
 
@@ -51,6 +71,33 @@ def test_a_step_is_that_of_single_completions(make, baseline, rng):
     np.testing.assert_allclose(found, np.array(slow).T, atol=1e-13)
 
 
+@pytest.mark.parametrize("make", [coins, softmax])
+def test_ratios_and_the_kl_term_are_those_of_single_completions(make, rng):
+    bed = make()
+    one = Estimator("leave_one_out_std", 3, 4, 1e-3, beta=0.4, reference=(0.1, -0.2))
+    u_KR = bed.best_K[:, None] + rng.uniform(-0.1, 0.1, (2, 30))
+    old_KR = bed.best_K[:, None] + rng.uniform(-0.1, 0.1, (2, 30))
+    uniform = rng.random((15, 30), dtype=np.float32)
+    found = gradient(bed, one, bed.law(u_KR), uniform, bed.law(old_KR)[0], reference_law(bed, one))
+    columns = zip(u_KR.T, uniform.T, old_KR.T, strict=True)
+    slow = [slow_gradient(bed, one, u, d, old) for u, d, old in columns]
+    np.testing.assert_allclose(found, np.array(slow).T, atol=1e-13)
+
+
+def test_a_batch_is_one_pass_over_its_minibatches(rng):
+    """Updates written out: pi_old changes after every second one."""
+    bed, rates = coins(), np.array([0.3, 0.2, 0.1, 0.4])
+    one = Estimator("leave_one_out_std", 2, 4, minibatches=2, beta=0.2, reference=(0.0, 0.1))
+    found = simulate(bed, one, rates, range(3), 5, [0, 1, 2, 3, 4])
+    for number in range(3):
+        uniforms = generator(5, STREAM, number).random((4, 2 + 8), dtype=np.float32)
+        u_K = old_K = bed.start_K
+        for t, rate in enumerate(rates):
+            old_K = u_K if t % 2 == 0 else old_K
+            u_K = u_K + rate * slow_gradient(bed, one, u_K, uniforms[t], old_K)
+            np.testing.assert_allclose(found.u_SKR[t + 1, :, number], u_K, atol=1e-12)
+
+
 @pytest.mark.parametrize("baseline", ["none", "leave_one_out", "oracle"])
 def test_mean_and_covariance_are_the_enumerated_ones(baseline, rng):
     """20 000 batches: z values of 2 means and 3 second moments are standard normal, within 4."""
@@ -59,7 +106,7 @@ def test_mean_and_covariance_are_the_enumerated_ones(baseline, rng):
     law = bed.law(bed.start_K[:, None])
     drawn = gradient(bed, one, bed.law(u_KR), rng.random((8, count), dtype=np.float32))
     off = drawn - bed.gradient(bed.start_K[:, None])
-    expected = parts(*law, bed.rewards_PY, baseline).covariance(2, 3)[..., 0]
+    expected = covariance_parts(*law, bed.rewards_PY, baseline).covariance(2, 3)[..., 0]
     products = [off[k] * off[m] - expected[k, m] for k, m in ((0, 0), (0, 1), (1, 1))]
     for values in (*off, *products):
         assert abs(values.mean()) < 4 * values.std() / np.sqrt(count)
@@ -91,20 +138,21 @@ def test_replicates_that_leave_the_sublevel_set_are_known_and_kept_on_the_bed():
     paths = simulate(bed, Estimator("none", 1, 2), np.full(50, 0.8), range(40), 0, list(range(51)))
     outside_SR = paths.gap_SR > bed.reach
     first_R = np.where(outside_SR.any(axis=0), outside_SR.argmax(axis=0), 0)
-    assert (paths.left_R == first_R).all() and (first_R > 0).sum() > 0
+    assert (paths.exit_R == first_R).all() and (first_R > 0).sum() > 0
     assert (np.abs(paths.u_SKR) <= bed.box_K[:, None] + 1e-15).all()
 
 
 @pytest.mark.slow
 def test_the_number_of_processes_changes_nothing():
     jobs = [
-        Job(Estimator(name, 2, 2), Rate("constant", 0.1), (3, 9)) for name in ("none", "oracle")
+        Simulation(Estimator(name, 2, 2), Rate("constant", 0.1), (3, 9))
+        for name in ("none", "oracle")
     ]
-    one, drawn = simulated(jobs, unequal(), BLOCK + 20, 3, 1)
-    two, _ = simulated(jobs, unequal(), BLOCK + 20, 3, 2)
+    one, drawn = run_simulations(jobs, unequal(), BLOCK + 20, 3, 1)
+    two, _ = run_simulations(jobs, unequal(), BLOCK + 20, 3, 2)
     assert drawn == 2 * (BLOCK + 20) * 9 * 4
     for a, b in zip(one, two, strict=True):
-        assert (a.u_SKR == b.u_SKR).all() and (a.left_R == b.left_R).all()
+        assert (a.u_SKR == b.u_SKR).all() and (a.exit_R == b.exit_R).all()
 
 
 def test_without_noise_it_is_gradient_ascent():

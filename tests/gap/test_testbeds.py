@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from beds import coins, softmax
 
-from grpo_ustat.policy.beds import projection
+from grpo_ustat.gap.testbeds import projection
 
 SMALL = 1e-6
 

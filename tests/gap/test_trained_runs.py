@@ -8,11 +8,11 @@ from dataclasses import asdict
 import pytest
 from beside import ALIKE, CLOSE, WORSE, study, sweep
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.composing import composed
-from grpo_ustat.reports.series import identity_keys
-from grpo_ustat.theorems.best_group_size import best_group_size
-from grpo_ustat.theorems.trained_runs import OF_POLICY, STUDY, TRAIN, trained_runs
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.gap.best_group_size import best_group_size
+from grpo_ustat.gap.trained_runs import POLICY_KEYS, STUDY, TRAIN, trained_runs
+from grpo_ustat.runs.record import identity_keys
 
 TOLD = {2: WORSE, 8: ALIKE, 32: CLOSE}
 
@@ -25,6 +25,7 @@ def refused(trained, measured):
     return message
 
 
+@pytest.mark.slow
 def test_without_runs_the_command_that_makes_them_is_named(tmp_path):
     nothing, runs = [str(tmp_path / "nothing")], sweep(tmp_path / "runs", TOLD)
     measured = study(tmp_path / "study")
@@ -63,6 +64,7 @@ def test_too_few_whole_seeds_are_refused_with_what_is_missing(tmp_path):
     assert "missing: n=32 G=8 seed=0, n=32 G=8 seed=3" in message and TRAIN in message
 
 
+@pytest.mark.slow
 def test_a_group_size_that_one_budget_lacks_is_missing_there(tmp_path):
     sweep(tmp_path / "runs", TOLD, rollouts=64)
     runs = sweep(tmp_path / "runs", {2: WORSE, 8: ALIKE}, rollouts=32)
@@ -72,6 +74,7 @@ def test_a_group_size_that_one_budget_lacks_is_missing_there(tmp_path):
     assert "n=32 has 0 seeds" in refused(runs, study(tmp_path / "study"))
 
 
+@pytest.mark.slow
 def test_many_missing_runs_are_named_in_part(tmp_path):
     runs = sweep(tmp_path / "runs", {2: ALIKE * 5, 8: ALIKE[:2]})
     assert "G=8 seed=9 and 10 more" in refused(runs, study(tmp_path / "study"))
@@ -90,6 +93,7 @@ def test_runs_that_differ_in_more_are_refused(changes, message, tmp_path):
     assert message in refused(runs, study(tmp_path / "study"))
 
 
+@pytest.mark.slow
 def test_runs_of_one_group_size_or_another_baseline_are_refused(tmp_path):
     measured = study(tmp_path / "study")
     assert "G=[8] alone" in refused(sweep(tmp_path / "one", {8: ALIKE}), measured)
@@ -97,6 +101,7 @@ def test_runs_of_one_group_size_or_another_baseline_are_refused(tmp_path):
     assert "baseline=group_mean: G* is that of leave_one_out" in refused(other, measured)
 
 
+@pytest.mark.slow
 def test_a_study_of_another_policy_is_refused(tmp_path):
     runs = sweep(tmp_path / "runs", TOLD)
     warm = study(tmp_path / "warm", changes={"temperature": 0.7})
@@ -115,13 +120,14 @@ def test_studies_that_give_no_one_answer_are_refused(tmp_path):
     assert "has no G* with an interval" in message and "budget.pool_completions" in message
 
 
+@pytest.mark.slow
 def test_the_commands_that_are_named_are_of_one_policy():
     """Their overlays, whose runs are compared with each other."""
     training, measuring = (
-        identity_keys(asdict(composed(entry, [command.split()[-1]])))
+        identity_keys(asdict(compose_config(entry, [command.split()[-1]])))
         for entry, command in (("train", TRAIN), ("mse", STUDY))
     )
-    asked = [key for key in training if key.startswith(OF_POLICY)]
+    asked = [key for key in training if key.startswith(POLICY_KEYS)]
     assert [training[key] for key in asked] == [measuring[key] for key in asked]
     assert training["model.name"] == "tiny_base" and training["optimizer.name"] == "sgd"
     assert measuring["study.interval"] == "questions"

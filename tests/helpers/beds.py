@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.policy.beds import Coins, Softmax, projection
+from grpo_ustat.gap.testbeds import CoinTestbed, RidgeCoinTestbed, SoftmaxTestbed, projection
 
 SLOPES = np.array([[0.25, 0.125], [-0.25, 0.125], [0.125, -0.25], [-0.125, 0.0]])
 STYLES = np.array([[0.63, 0.09], [-0.63, 0.09], [0.63, -0.09], [-0.63, -0.09]])
 
 
-def coins(prompts: int = 4, **changes) -> Coins:
+def coins(prompts: int = 4, **changes) -> CoinTestbed:
     """As conf/bed/coins.yaml, unless changed."""
     given = dict(
         rewards_PY=np.tile([1.0, 1.0, 0.0, 0.0], (prompts, 1)),
@@ -22,10 +22,10 @@ def coins(prompts: int = 4, **changes) -> Coins:
         style_PK=STYLES,
         lambda_K=np.array([1.0, 0.6]),
     )
-    return Coins(**given | changes)
+    return CoinTestbed(**given | changes)
 
 
-def unequal(**changes) -> Coins:
+def unequal(**changes) -> CoinTestbed:
     """Two prompts of which one is easier, one coordinate, no style."""
     given = dict(
         prompts=2, projection_KD=projection(1, 4, 0), start_K=np.array([0.1]),
@@ -35,7 +35,23 @@ def unequal(**changes) -> Coins:
     return coins(**given | changes)
 
 
-def softmax(**changes) -> Softmax:
+def ridge(**changes) -> RidgeCoinTestbed:
+    """As conf/bed/ridge_coins.yaml, unless changed."""
+    given = dict(
+        rewards_PY=np.tile([1.0, 1.0, 0.0, 0.0], (4, 1)),
+        projection_KD=projection(2, 8, 0),
+        start_K=np.array([0.1, 0.0]),
+        reach=0.012,
+        value_P=np.full(4, 0.5),
+        slope_P=np.array([0.1, -0.1, 0.1, -0.1]),
+        style_P=np.array([0.4, 0.4, -0.4, -0.4]),
+        along_P=np.array([0.6, -0.6, -0.6, 0.6]),
+        curvature=1.0, bend=0.8, spread=1.8, width=0.5,
+    )  # fmt: skip
+    return RidgeCoinTestbed(**given | changes)
+
+
+def softmax(**changes) -> SoftmaxTestbed:
     """As conf/bed/softmax.yaml, unless changed."""
     features = np.array([[2.0, 0.0], [-2.0, 0.0], [0.0, 2.0], [0.0, -2.0], [0.0, 0.0]])
     centres = np.array([[0.4, 0.0], [-0.4, 0.0], [0.0, 0.3], [0.0, -0.3]])
@@ -47,4 +63,4 @@ def softmax(**changes) -> Softmax:
         feature_YK=features,
         offset_PY=-centres @ features.T,
     )
-    return Softmax(**given | changes)
+    return SoftmaxTestbed(**given | changes)

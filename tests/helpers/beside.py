@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from reports.folders import studied, trained
+from folders import studied, trained
 
 POLICY = {"model.name": "tiny_base", "model.model_name_or_path": "embedded:tiny_base"}
 GAIN = 0.1  # of the last evaluation over the one before

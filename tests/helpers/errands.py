@@ -12,40 +12,41 @@ import sys
 import time
 from pathlib import Path
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.cli import main
-from grpo_ustat.launch import job
-from grpo_ustat.pace import Pace
-from grpo_ustat.ranks import barrier, is_main, on_main
-from grpo_ustat.study.workers import Done, share
+from grpo_ustat.cli.app import main
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.ranks import barrier, is_main, main_only
+from grpo_ustat.distributed.workers import WorkCost, share
+from grpo_ustat.launch import run
+from grpo_ustat.launch.command import load_command
+from grpo_ustat.progress import Progress
 
 ITEMS, WEIGHTS = list(range(7)), [1, 1, 9, 1, 4, 1, 3]
 
 
 def square(items):
-    pace = Pace("squaring", len(items))
+    progress = Progress("squaring", len(items))
     for item in items:
-        pace.add(1, tokens=item)
-        yield Done(rollouts=1, tokens=item)
+        progress.add(1, tokens=item)
+        yield WorkCost(rollouts=1, tokens=item)
         yield item, item**2
 
 
 def refuse(items):
-    yield Done(rollouts=1)
+    yield WorkCost(rollouts=1)
     if 2 in items:
         raise ConfigError("item=2 is above 1: use item=1")
     yield from sleep(items)
 
 
 def fail(items):
-    yield Done(rollouts=1)
+    yield WorkCost(rollouts=1)
     if 2 in items:
         raise ZeroDivisionError("item 2")
     yield from sleep(items)
 
 
 def die(items):
-    yield Done(rollouts=1)
+    yield WorkCost(rollouts=1)
     if 2 in items:
         os.kill(os.getpid(), signal.SIGKILL)
     yield from sleep(items)
@@ -55,11 +56,11 @@ def sleep(items):
     Path(os.environ["PIDS"], str(os.getpid())).touch()
     for _ in range(600):
         time.sleep(0.1)
-        yield Done()
+        yield WorkCost()
 
 
 def work(_, config, folder):
-    on_main(folder.open)
+    main_only(folder.open)
     barrier()
     found, spent = share(
         globals()[os.environ["WORK"]], ITEMS, config.launch.workers, "errand", len(ITEMS),
@@ -75,5 +76,5 @@ def work(_, config, folder):
 
 if __name__ == "__main__":
     sys.argv[0] = "mse"
-    job.work = work
-    main("mse")
+    run.make_run = work
+    main(load_command("mse"))

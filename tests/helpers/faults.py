@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from grpo_ustat.checkup.findings import ok
+from grpo_ustat.doctor.runner import ok
 
 
 def well(folder):

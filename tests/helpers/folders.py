@@ -8,8 +8,8 @@ from functools import cache
 
 import yaml
 
-from grpo_ustat.composing import composed
-from grpo_ustat.runs.summary import csv_text
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.report.tables import csv_text
 
 DONE = ({"event": "start", "host": "h", "pid": 1}, {"event": "end", "outcome": "done"})
 KILLED = DONE[:1]
@@ -20,7 +20,7 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 72 72">
 
 @cache
 def composed_once(entry, *overrides):
-    return json.dumps(asdict(composed(entry, list(overrides))))
+    return json.dumps(asdict(compose_config(entry, list(overrides))))
 
 
 def configured(entry, changes, *overrides):

@@ -10,7 +10,7 @@ import traceback
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from grpo_ustat import ranks
+from grpo_ustat.distributed import ranks
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",

@@ -22,8 +22,11 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from forks import free_port
 
-from grpo_ustat import cli, ranks
-from grpo_ustat.launch import parent, worker
+from grpo_ustat.cli import app
+from grpo_ustat.distributed import ranks
+from grpo_ustat.launch import rank as worker
+from grpo_ustat.launch import torchrun
+from grpo_ustat.launch.command import load_command
 
 
 class Command:
@@ -69,10 +72,10 @@ class Command:
         return os.waitstatus_to_exitcode(done[1]), self.said.read_text()
 
 
-def finished(entry, *arguments, cwd, before=lambda: None):
+def finished(entry, *arguments, cwd, before=lambda: None, seconds=60):
     """See `Command.end`."""
     with Command(entry, *arguments, cwd=cwd, before=before) as command:
-        return command.end()
+        return command.end(seconds)
 
 
 def until(condition, seconds=30):
@@ -124,10 +127,10 @@ def _main(entry, arguments, cwd, said, before):
     os.dup2(file, 1), os.dup2(file, 2)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1)
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
-    parent.subprocess = SimpleNamespace(Popen=_Torchrun, TimeoutExpired=subprocess.TimeoutExpired)
+    torchrun.subprocess = SimpleNamespace(Popen=_Torchrun, TimeoutExpired=subprocess.TimeoutExpired)
     sys.argv = [entry, *arguments]
     before()
-    cli.main(entry)
+    app.main(load_command(entry))
 
 
 class _Torchrun:
@@ -135,7 +138,7 @@ class _Torchrun:
 
     def __init__(self, command, env, start_new_session, preexec_fn):
         (count,) = (int(word.split("=")[1]) for word in command if "--nproc_per_node" in word)
-        words = command[command.index("grpo_ustat.launch.worker") + 1 :]
+        words = command[command.index("grpo_ustat.launch.rank") + 1 :]
 
         def act():
             os.setsid() if start_new_session else None

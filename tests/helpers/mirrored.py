@@ -10,8 +10,8 @@ import pyarrow
 import yaml
 from pyarrow import parquet
 
-from grpo_ustat.runs.completions import COLUMNS
-from grpo_ustat.runs.folder import write_whole
+from grpo_ustat.runs.files import write_whole
+from grpo_ustat.runs.log import COLUMNS
 
 STUBS = Path(__file__).parent / "stub_trackers"
 PNG = bytes.fromhex(  # a grey pixel

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.policy.sequences import SequencePolicy
-from grpo_ustat.theorems.offpolicy import Setting
+from grpo_ustat.gap.offpolicy import Setting
+from grpo_ustat.gap.sequences import SequencePolicy
 
 LENGTH, SIZE, GROUP, BETA = 2, 2, 3, 0.3
 

@@ -9,6 +9,21 @@ import numpy as np
 import torch
 from scipy import stats
 
+BASELINE_OPTIONS = {  # of every rule that has any
+    "constant": {"value": 0.3},
+    "running_mean": {"decay": 0.9},
+    "critic": {"decay": 0.9, "ridge": 1.0},
+    "group_std": {"epsilon": 1e-4},
+    "maxrl": {"epsilon": 1e-4},
+    "batch_std": {"epsilon": 1e-4},
+    "reinforce_pp": {"epsilon": 1e-8},
+    "reinforce_pp_baseline": {"epsilon": 1e-8},
+    "james_stein": {"epsilon": 1e-8},
+    "jspo": {"epsilon": 1e-6},
+    "beta": {"minimum": 0.0, "maximum": 1.0, "ceiling": 1e6},
+    "spo": {"epsilon": 1e-8, "rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06},
+}
+
 
 def softmax_policy(logits):
     """Probabilities and score vectors of a softmax over a few actions; theta is the logits."""
@@ -66,12 +81,12 @@ def beta_weights(means, ceiling):
     return [min(1 / d, ceiling) if d > 0 else ceiling for d in density]
 
 
-def james_stein_row(rewards, p, epsilon):
+def james_stein_row(rewards, p, epsilon, factor):
     """Advantages of prompt p's group."""
     others = [row for k, row in enumerate(rewards) if k != p]
     means = [mean_of(row) for row in others]
     noise = mean_of([variance_of(row) / len(row) for row in others])
-    shrink = noise / (noise + variance_of(means, ddof=0) + epsilon)
+    shrink = factor * noise / (noise + variance_of(means, ddof=0) + epsilon)
     result = []
     for i, r in enumerate(rewards[p]):
         own = mean_of([x for j, x in enumerate(rewards[p]) if j != i])
@@ -101,8 +116,9 @@ def zoo_advantages(name, rewards, lengths, context, options):
         weights = beta_weights([mean_of(row) for row in rewards], options["ceiling"])
     for p, row in enumerate(rewards):
         centre = mean_of(row)
-        if name == "james_stein":
-            result.append(james_stein_row(rewards, p, options["epsilon"]))
+        if name in ("james_stein", "jspo"):
+            factor = 1 - 1 / len(rewards) if name == "james_stein" else 1
+            result.append(james_stein_row(rewards, p, options["epsilon"], factor))
             continue
         group = []
         for i, r in enumerate(row):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 
+from commands import compose
 from safetensors.torch import load_file
-from test_config import compose
 
-from grpo_ustat.runs import history, lock, page
+from grpo_ustat.distributed import lock
+from grpo_ustat.report import page
+from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.snapshots import MANIFEST
-from grpo_ustat.training import card, trainer
-from grpo_ustat.training.checkpoint import STATE
+from grpo_ustat.train import model_card, trainer
+from grpo_ustat.train.checkpoint import STATE
+from grpo_ustat.train.snapshots import MANIFEST
 
 SHORT = (  # answers of three tokens; every item of state matters: moments, schedule, running mean
     "model=tiny_direct", "max_steps=4", "eval_steps=2", "save_steps=1", "save_total_limit=null",
@@ -20,7 +22,14 @@ SHORT = (  # answers of three tokens; every item of state matters: moments, sche
     "max_completion_length=6", "rollout_batch_size=64", "learning_rate=1e-3",
     "baseline=running_mean", "schedule=linear", "schedule.warmup_steps=2",
 )  # fmt: skip
-VIEWS = (history.NAME, lock.NAME, page.NAME, card.NAME, card.PICTURE, card.CONFIG)  # of launches
+VIEWS = (
+    history.NAME,
+    lock.NAME,
+    page.NAME,
+    model_card.NAME,
+    model_card.PICTURE,
+    model_card.CONFIG,
+)  # of launches
 CLOCK = ("step_time", "versions")  # and whatever says seconds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
-from grpo_ustat.training import batch as batch_module
+from grpo_ustat.train import batch as batch_module
 
 
 class Heard(Exception):

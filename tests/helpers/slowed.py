@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from grpo_ustat.study import pool
+from grpo_ustat.mse import pool
 
 score_chunks = pool._score_chunks
 

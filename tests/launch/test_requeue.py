@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from submitit.core.job_environment import JobEnvironment, SignalHandler
 
-from grpo_ustat import slurm
-from grpo_ustat.launch import requeue
-from grpo_ustat.signals import Stopped, StopRequest
+from grpo_ustat.distributed import slurm
+from grpo_ustat.distributed.signals import Stopped, StopRequest
+from grpo_ustat.launch import submitit
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def job(monkeypatch):
             seen.done.append("requeue")
             raise SystemExit(-1)
 
-    def ends():
+    def next_action():
         seen.done.append("asked")
         return seen.endings.pop(0)
 
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    monkeypatch.setattr(slurm, "ends", ends)
-    monkeypatch.setattr(requeue, "is_main", lambda: seen.main)
-    monkeypatch.setattr(requeue.time, "sleep", lambda s: seen.done.append(f"slept {s} s"))
+    monkeypatch.setattr(slurm, "next_action", next_action)
+    monkeypatch.setattr(submitit, "is_main", lambda: seen.main)
+    monkeypatch.setattr(submitit.time, "sleep", lambda s: seen.done.append(f"slept {s} s"))
     seen.number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
     before = signal.signal(seen.number, Handler().checkpoint_and_try_requeue)
     yield seen
@@ -43,7 +43,7 @@ def job(monkeypatch):
 def left():
     """The exit code."""
     with pytest.raises(SystemExit) as left:
-        requeue.leave(Stopped("stopped by SIGTERM"))
+        submitit.leave(Stopped("stopped by SIGTERM"))
     return left.value.code
 
 
@@ -60,10 +60,10 @@ def test_the_others_wait_for_it(job):
 
 def test_the_others_do_not_wait_for_ever(job, monkeypatch):
     clock = iter(range(0, 1000, 30))
-    monkeypatch.setattr(requeue.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(submitit.time, "monotonic", lambda: next(clock))
     job.endings, job.main = ["requeue"] * 9, False
-    with pytest.raises(requeue.EndedForGood, match="SIGTERM; the job was not requeued"):
-        requeue.leave(Stopped("stopped by SIGTERM"))
+    with pytest.raises(submitit.EndedForGood, match="SIGTERM; the job was not requeued"):
+        submitit.leave(Stopped("stopped by SIGTERM"))
     assert len(job.endings) == 9 - 4  # at 0 (before the first look), 30, 60 and 90 s
 
 
@@ -76,8 +76,8 @@ def test_a_job_that_comes_back_is_not_asked_for(job, main):
 @pytest.mark.parametrize("main", [True, False])
 def test_a_cancelled_job_leaves_a_result(job, main):
     job.endings, job.main = ["for_good"], main
-    with pytest.raises(requeue.EndedForGood, match="cancelled"):
-        requeue.leave(Stopped("stopped by SIGTERM"))
+    with pytest.raises(submitit.EndedForGood, match="cancelled"):
+        submitit.leave(Stopped("stopped by SIGTERM"))
     assert job.done == ["asked"]
 
 
@@ -112,5 +112,5 @@ def test_what_to_type_is_told(monkeypatch, capsys, on_existing, within, said):
     if within:
         monkeypatch.setenv("SLURM_JOB_ID", within)
     with pytest.raises(SystemExit):
-        requeue.leave(Stopped("stopped by SIGTERM"), on_existing)
+        submitit.leave(Stopped("stopped by SIGTERM"), on_existing)
     assert capsys.readouterr().err == f"stopped by SIGTERM; {said} from there\n"

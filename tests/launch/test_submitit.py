@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from launching import alive, lines, until  # noqa: E402
 from resuming import SHORT, rows  # noqa: E402
 

@@ -15,20 +15,22 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from launching import Command, alive, finished, lines, until  # noqa: E402
 from precision import compute_in_double  # noqa: E402
 from resuming import SHORT, differences, fit, rows  # noqa: E402
 
-from grpo_ustat.checks import ConfigError  # noqa: E402
-from grpo_ustat.launch import job, sharing, worker  # noqa: E402
-from grpo_ustat.launch.sharing import check_sharing, export_sharing  # noqa: E402
-from grpo_ustat.launch.tasks import join_tasks  # noqa: E402
+from grpo_ustat.config.schema import ConfigError  # noqa: E402
+from grpo_ustat.distributed.slurm import join_tasks  # noqa: E402
+from grpo_ustat.launch import rank as worker
+from grpo_ustat.launch import run as job  # noqa: E402
+from grpo_ustat.launch import sharding
+from grpo_ustat.launch.sharding import check_sharing, export_sharing  # noqa: E402
+from grpo_ustat.mse import study as study_run  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
-from grpo_ustat.runs.snapshots import newest_whole  # noqa: E402
-from grpo_ustat.runs.sweeps import Entry  # noqa: E402
-from grpo_ustat.study import run as study_run  # noqa: E402
-from grpo_ustat.training import trainer  # noqa: E402
+from grpo_ustat.runs.status import Entry  # noqa: E402
+from grpo_ustat.train import trainer  # noqa: E402
+from grpo_ustat.train.snapshots import newest_whole  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -148,7 +150,7 @@ def test_the_order_of_the_ways(task, monkeypatch):
     monkeypatch.setattr(job, "run_ranks", lambda *_: ways.append("parent"))
 
     def way(config):
-        job.run("train", config, SimpleNamespace(path=Path("nowhere")))
+        job.run(SimpleNamespace(name="train"), config, SimpleNamespace(path=Path("nowhere")))
         return ways[-1]
 
     as_rank(monkeypatch, 2)  # and a task of four
@@ -180,7 +182,7 @@ def test_sharing_is_what_accelerate_launch_exports(tmp_path, name):
         "if os.environ['RANK'] == '0':\n"
         f"    json.dump(dict(os.environ), open({str(tmp_path / 'there.json')!r}, 'w'))\n"
     )
-    file = str(sharing.FOLDER / f"{name}.yaml")
+    file = str(sharding.FOLDER / f"{name}.yaml")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file]
     subprocess.run([*command, str(script)], check=True, capture_output=True, timeout=120)
     there = json.loads((tmp_path / "there.json").read_text())
@@ -227,8 +229,8 @@ def through(one, tmp_path_factory):
 
 def slowly():
     """A step takes a third of a second, so that a signal meets it."""
-    draw_batch = trainer.draw_batch
-    trainer.draw_batch = lambda *given: time.sleep(0.3) or draw_batch(*given)
+    sample_batch = trainer.sample_batch
+    trainer.sample_batch = lambda *given: time.sleep(0.3) or sample_batch(*given)
 
 
 def command(place, *overrides, before=slowly):
@@ -376,14 +378,14 @@ def test_a_signal_to_ranks_that_are_still_importing_is_not_lost(tmp_path, throug
 @pytest.mark.slow
 def test_ranks_that_do_not_end_are_killed_after_the_grace(tmp_path, through):
     def before():
-        draw_batch = trainer.draw_batch
+        sample_batch = trainer.sample_batch
 
         def stuck(*given):
             if os.environ["RANK"] == "1" and lines(tmp_path / "run/metrics.jsonl"):
                 time.sleep(600)
-            return draw_batch(*given)
+            return sample_batch(*given)
 
-        trainer.draw_batch = stuck
+        trainer.sample_batch = stuck
 
     with command(tmp_path, "launch.grace_seconds=2", before=before) as run:
         until(lambda: lines(tmp_path / "run/metrics.jsonl") >= 1)
@@ -424,8 +426,8 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path, one):
 
     def before():
         slowly()
-        tell = job._tell_of
-        job._tell_of = lambda *given: time.sleep(7) or tell(*given)
+        tell = job.note_failed_ranks
+        job.note_failed_ranks = lambda *given: time.sleep(7) or tell(*given)
 
     with command(tmp_path, "max_steps=99", before=before) as run:
         until(lambda: lines(tmp_path / "run/metrics.jsonl") >= 1)
@@ -442,14 +444,14 @@ def test_a_sweep_starts_the_ranks_of_each_run(tmp_path, through):
     """Then one whose second run loses a rank: named, tried again, and both end as they should."""
 
     def before():
-        draw_batch = trainer.draw_batch
+        sample_batch = trainer.sample_batch
 
         def die(run, *given):
             if (run.config.seed, os.environ["RANK"]) == (1, "1"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return draw_batch(run, *given)
+            return sample_batch(run, *given)
 
-        trainer.draw_batch = die
+        trainer.sample_batch = die
 
     sweep = ("-m", *TWO, "seed=1,0", "hydra.sweep.dir=sweep")
     code, said = finished("train", *sweep, cwd=tmp_path, before=before)

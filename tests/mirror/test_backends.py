@@ -18,18 +18,18 @@ from mirrored import PNG, STUBS, Folder, row, timeless, wandb_history, wandb_rec
 from resuming import SHORT, differences
 from wandb_server import WandbServer
 
-from grpo_ustat.checks import ConfigError, check_logger
-from grpo_ustat.identity import identity
-from grpo_ustat.runs import mirror
-from grpo_ustat.runs.mirror import End, Task
-from grpo_ustat.runs.mirroring import Mirroring
+from grpo_ustat.config.identity import identity
+from grpo_ustat.config.run import LoggerConfig
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.mirror import follow
+from grpo_ustat.mirror.follow import End, Mirroring, MirrorJob
 
 ROWS = (1, 2, 3)
 
 
 def send(path, name, outcome="done"):
-    task = Task(str(path), {"name": name, "project": "p"}, outcome=outcome)
-    return mirror.follow(task, End(task), lambda text: None)
+    job = MirrorJob(str(path), {"name": name, "project": "p"}, outcome=outcome)
+    return follow.follow(job, End(job), lambda text: None)
 
 
 def whole(path):
@@ -125,20 +125,20 @@ def test_tensorboard_holds_what_a_rewound_run_made_anew(tmp_path):
 
 
 def asked(**given):
-    return SimpleNamespace(**({"name": "wandb", "project": "p", "finish_seconds": 1} | given))
+    return LoggerConfig(**({"name": "wandb", "project": "p", "finish_seconds": 1} | given))
 
 
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"name": "tensorbord"}, "unknown logger 'tensorbord': choose from none, wandb"),
+        ({"name": "tensorbord"}, "unknown logger.name 'tensorbord': did you mean tensorboard"),
         ({"finish_seconds": -1}, "logger.finish_seconds=-1 must be 0 or more"),
         ({"project": ""}, "logger=wandb needs logger.project=NAME"),
     ],
 )
 def test_a_wrong_logger_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        check_logger(asked(**given))
+        asked(**given).check()
 
 
 def test_a_package_that_is_missing_is_refused_before_any_work(monkeypatch, tmp_path):
@@ -147,13 +147,13 @@ def test_a_package_that_is_missing_is_refused_before_any_work(monkeypatch, tmp_p
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     sys.modules.pop("trackio", None)
     importlib.invalidate_caches()
-    with pytest.raises(ConfigError, match=r"needs the package trackio: pip install 'grpo-ustat\["):
-        check_logger(asked(name="trackio"))
-    check_logger(asked(name="trackio"), needed=False)
+    with pytest.raises(ConfigError, match=r"needs the package trackio: pip install -e '.\["):
+        asked(name="trackio").check()
+    asked(name="trackio").check(needed=False)
 
 
 def test_a_logger_is_no_part_of_what_a_run_is(monkeypatch):
-    from test_config import compose
+    from commands import compose
 
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     with_wandb = compose("train", "logger=wandb")
@@ -162,7 +162,7 @@ def test_a_logger_is_no_part_of_what_a_run_is(monkeypatch):
 
 
 def test_a_key_in_a_configuration_is_refused_unseen():
-    from test_config import compose
+    from commands import compose
 
     key = "hf_" + "a1" * 15
     with pytest.raises(ConfigError, match="prompt.template looks like a key") as caught:
@@ -229,7 +229,7 @@ def test_a_study_of_a_theorem_is_mirrored(tmp_path, monkeypatch, logger):
         return
     rows = wandb_history(tmp_path / "run")
     assert ["figure/sha256" in row for row in rows] == [True, False]
-    assert rows[1]["claims/nrows"] == 6 and rows[1]["claims/ncols"] == 7
+    assert rows[1]["claims/nrows"] == 6 and rows[1]["claims/ncols"] == 12
 
 
 @pytest.fixture

@@ -15,13 +15,12 @@ import pytest
 from launching import alive, until
 from mirrored import STUBS, Folder, row, timeless
 
-from grpo_ustat import mirror as command
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.runs import mirror
-from grpo_ustat.runs.journal import InUse, Journal
-from grpo_ustat.runs.mirror import End, Task
-from grpo_ustat.runs.mirroring import Mirroring
-from grpo_ustat.runs.sources import Source
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.mirror import __main__ as command
+from grpo_ustat.mirror import follow
+from grpo_ustat.mirror.follow import End, Mirroring, MirrorJob
+from grpo_ustat.mirror.journal import InUse, Journal
+from grpo_ustat.mirror.source import FolderReader
 
 WANDB = SimpleNamespace(name="wandb", project="p", finish_seconds=20)
 
@@ -56,13 +55,13 @@ def opened(monkeypatch):
         found.append(Kept(about))
         return found[-1]
 
-    monkeypatch.setitem(mirror.OPENERS, "kept", opener)
+    monkeypatch.setitem(follow.OPENERS, "kept", opener)
     return found
 
 
 def send(path, outcome="done"):
-    task = Task(str(path), {"name": "kept", "project": "p"}, outcome=outcome)
-    return mirror.follow(task, End(task), lambda text: None)
+    job = MirrorJob(str(path), {"name": "kept", "project": "p"}, outcome=outcome)
+    return follow.follow(job, End(job), lambda text: None)
 
 
 def keys(tracker):
@@ -108,20 +107,20 @@ def test_a_rewound_step_with_other_numbers_is_sent_again(tmp_path, opened):
 
 
 def test_a_source_reads_while_it_is_written_and_rewound(tmp_path):
-    folder, source = Folder(tmp_path / "run"), Source(tmp_path / "run")
-    assert source.items() == []
+    folder, source = Folder(tmp_path / "run"), FolderReader(tmp_path / "run")
+    assert source.new_events() == []
     folder.rows(1)
     file = folder.path / "metrics.jsonl"
     whole = file.read_bytes()
     file.write_bytes(whole + b'{"step": 2, "rew')
-    assert [item.key for item in source.items()] == ["row 1"]
-    assert source.items() == []
+    assert [item.key for item in source.new_events()] == ["row 1"]
+    assert source.new_events() == []
     file.write_bytes(whole)
     folder.rows(2)
-    assert [item.key for item in source.items()] == ["row 2"]
+    assert [item.key for item in source.new_events()] == ["row 2"]
     folder.rewind(0)
     folder.rows(1, 2, 3)
-    assert [item.key for item in source.items()] == ["row 1", "row 2", "row 3"]
+    assert [item.key for item in source.new_events()] == ["row 1", "row 2", "row 3"]
 
 
 @pytest.fixture
@@ -235,10 +234,10 @@ def test_a_mirror_ends_with_its_run(tmp_path, stub):
 
 
 def test_the_command_reads_a_trackers_configuration():
-    found = command._logger(["logger=tensorboard", "logger.finish_seconds=3"])
+    found = command.parse_logger(["logger=tensorboard", "logger.finish_seconds=3"])
     assert (found.name, found.finish_seconds) == ("tensorboard", 3.0)
     with pytest.raises(ConfigError, match="name one tracker: logger=wandb"):
-        command._logger(["logger=none"])
+        command.parse_logger(["logger=none"])
 
 
 @pytest.mark.slow

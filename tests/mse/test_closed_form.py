@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 
 import numpy as np
 import pytest
 
-from grpo_ustat.estimators.moments import deleted_moments, pool_moments
-from grpo_ustat.estimators.scaling import best_group_size, scaling_from_arrays
+from grpo_ustat.estimators.intervals import jackknife_interval
+from grpo_ustat.estimators.moments import delete_one_moments, pool_moments
+from grpo_ustat.estimators.scaling import HeavyTails, best_group_size, scaling_from_arrays
+from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, _change_between, closed_form
+from grpo_ustat.mse.verdict import refutes_assumption2
 from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import ScorePool
-from grpo_ustat.study.closed_form import (
-    Asked,
-    ClosedForm,
-    Row,
-    _change_between,
-    closed_form,
-)
 
 BASELINES = ["none", "leave_one_out", "group_mean", "oracle"]
 PROMPT_ONLY = ["optimal", "constant", "remax"]
@@ -57,15 +54,15 @@ def statistics(pool, baselines, group_sizes, interval, setting="all_questions_on
     """`closed_form` of one setting, curves named `mse/<baseline>/<G>`."""
     questions = len(pool.rewards_PN)
     point = (setting, count or questions)
-    rows = [Row(b, g, *point) for b in baselines for g in group_sizes]
+    rows = [CurvePoint(b, g, *point) for b in baselines for g in group_sizes]
     options = {"constant": {"value": 0.4}}
-    asked = Asked(rows, options, questions, interval == "questions", {"tokens": (5.0, 2.0)})
+    asked = Request(rows, options, questions, interval == "questions", {"tokens": (5.0, 2.0)})
     found = closed_form(pool, asked, interval)
     short = {
         "/".join(name.split("/")[:3]) if name.startswith("mse/") else name: value
         for name, value in found.statistics.items()
     }
-    return ClosedForm(short, found.parts)
+    return ClosedForm(short, found.parts, found.scaling, found.tails)
 
 
 def truth(policy, group_sizes):
@@ -78,6 +75,7 @@ def truth(policy, group_sizes):
         "c3": (moments.d + moments.g_sq).mean(),
         "av_minus_a0": (moments.a_v - moments.a_0).mean(),
         "av_minus_abstar": (moments.cov_qz**2 / moments.m0).mean(),
+        "share": (moments.cov_qz**2 / moments.m0).mean() / moments.a_v.mean(),
         "corr": moments.cov_qz.mean() / np.sqrt(moments.var_q.mean() * moments.var_z.mean()),
     }
     c2 = (moments.a_v - moments.g_sq).mean()
@@ -98,6 +96,7 @@ def truth(policy, group_sizes):
     return result
 
 
+@pytest.mark.slow
 def test_large_pools_meet_the_truth():
     policy = tabular()
     found = statistics(pool_of(policy, 400, np.random.default_rng(0)), EVERY, [2, 8], "completions")
@@ -113,27 +112,30 @@ EVERY = [*BASELINES, *PROMPT_ONLY]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heavy, low", [(False, 0.93), (True, 0.87)], ids=["light", "heavy"])
-@pytest.mark.parametrize("pool_size", [16, 32])
-def test_intervals_cover(pool_size, heavy, low):
+def test_intervals_cover(heavy, low):
     """1000 repeated studies, intervals given the questions: the share that holds the truth.
 
+    Pools of 16, the least that a study is to have: normal limits are least true of them.
+
     The standard error of a coverage of 95 % over 1000 studies is 0.7 %. Estimates are unbiased and
-    standard errors right in all cases, but with heavy tails, and for the square in A_V - A_b*, a
-    low estimate comes with a short interval: less is promised there.
+    standard errors right in all cases, but with heavy tails a low estimate comes with a short
+    interval, and A_V - A_b*, a ratio, is understated by a fifth at 16 completions where a rare loud
+    outcome decides: less is promised there. Fieller's sets of G* may cover more than they say.
     """
     policy, rng = tabular(heavy=heavy), np.random.default_rng(1)
     exact = truth(policy, [2, 16])
     hits = dict.fromkeys(exact, 0)
     studies = 1000
     for _ in range(studies):
-        found = statistics(pool_of(policy, pool_size, rng), EVERY, [2, 16], "completions")
+        found = statistics(pool_of(policy, 16, rng), EVERY, [2, 16], "completions")
         for name, value in exact.items():
             hits[name] += int(found[name].low <= value <= found[name].high)
     coverage = {name: count / studies for name, count in hits.items()}
     print(coverage)
     for name, share in coverage.items():
-        promised = 0.87 if name == "av_minus_abstar" else low
-        assert promised <= share <= 0.99, (name, share)
+        ratio = name in ("av_minus_abstar", "share")
+        promised = (0.7 if heavy else 0.87) if ratio else low
+        assert promised <= share <= (1 if "gstar" in name else 0.99), (name, share)
 
 
 @pytest.mark.slow
@@ -169,17 +171,19 @@ def test_identical_questions_vary_not_at_all():
     assert interval.high - interval.low < 1e-9
 
 
-def test_a_best_group_size_needs_a_c1_above_zero():
-    """With the same gradient at every question C1 is 0, and G* has no finite interval."""
-    rng, finite = np.random.default_rng(6), 0
+@pytest.mark.slow
+def test_without_spread_between_questions_the_best_group_size_has_no_upper_end():
+    """With the same gradient at every question C1 is 0 and G* infinite: [low, infinity)."""
+    rng, bounded = np.random.default_rng(6), 0
     one = tabular(1)
     same = TabularPolicy(
         np.repeat(one.features_PYD, 30, axis=0), one.theta_D, np.repeat(one.rewards_PY, 30, axis=0)
     )
-    for _ in range(100):
+    for _ in range(40):
         found = statistics(pool_of(same, 16, rng), ["oracle"], [4], "completions")
-        finite += math.isfinite(found["gstar"].low)
-    assert finite <= 8
+        bounded += math.isfinite(found["gstar"].high)
+        assert found["gstar"].low > 1
+    assert bounded <= 5
 
 
 def test_over_questions_is_wider_than_given_the_questions():
@@ -192,7 +196,7 @@ def test_over_questions_is_wider_than_given_the_questions():
 
 def test_leaving_one_out_fast_equals_leaving_it_out(rng):
     pool = pool_of(tabular(3), 6, rng)
-    fast = deleted_moments(pool.rewards_PN, pool.gram_PNN)
+    fast = delete_one_moments(pool.rewards_PN, pool.gram_PNN)
     for i in range(6):
         kept = np.delete(np.arange(6), i)
         slow = pool_moments(pool.rewards_PN[:, kept], pool.gram_PNN[:, kept[:, None], kept])
@@ -215,6 +219,65 @@ def test_leaving_one_out_moves_products_between_questions(rng):
             assert fast[x, i] == pytest.approx((without - whole[x]) @ others, abs=1e-10)
 
 
+def opposite_questions(prompts=2):
+    """Three outcomes each; Cov(q, z) is +0.375 at every other question and -0.375 at the rest.
+
+    Four equally likely outcomes with scores a, -a, 0, 0 of one parameter, a^2 = 3/2; reward 1 on
+    the first two, or on the last two: V = 1/2, M_0 = 3/4, E[q z] = 3/4 or 0.
+    """
+    features = np.sqrt(1.5) * np.array([1.0, -1.0, 0.0, 0.0])[None, :, None]
+    rewards = np.array([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
+    each = np.arange(prompts) % 2
+    return TabularPolicy(np.repeat(features, prompts, axis=0), np.zeros(1), rewards[each])
+
+
+def test_covariances_of_opposite_sign_cancel_in_the_correlation_and_not_in_the_share():
+    """By enumeration: corr(q, Z) = 0, and Cov^2/M_0 = 3/16 is all of A_V: b* has no error."""
+    moments = opposite_questions().moments()
+    np.testing.assert_allclose(moments.cov_qz, [0.375, -0.375])
+    assert moments.cov_qz.mean() == 0
+    np.testing.assert_allclose(moments.m0, 0.75)
+    np.testing.assert_allclose(moments.a_v, 0.1875)  # E q (z - 1/2)^2 = M_0 / 4
+    np.testing.assert_allclose(moments.cov_qz**2 / moments.m0, moments.a_v)
+    fails = 0
+    for seed in range(20):
+        pool = pool_of(opposite_questions(12), 16, np.random.default_rng(seed))
+        found = statistics(pool, ["oracle"], [4], "completions")
+        fails += refutes_assumption2(found)
+        assert found["share"].estimate == pytest.approx(1.0, abs=0.1)
+    assert fails == 20
+
+
+@pytest.mark.slow
+def test_a_norm_that_is_independent_of_the_reward_seldom_refutes_the_assumption():
+    """Assumption 2 holds at every prompt of 60 pools; 4 false alarms at most (a rate of 5 % gives
+    more than 6 in 3 % of the runs), and an estimate whose mean is 0."""
+    rng, fails, estimates = np.random.default_rng(8), 0, []
+    for _ in range(60):
+        found = statistics(independent_pool(rng, 12, 16), ["oracle"], [4], "completions")
+        fails += refutes_assumption2(found)
+        estimates.append(found["share"].estimate)
+    assert fails <= 4
+    assert abs(np.mean(estimates)) < 3.5 * np.std(estimates) / 60**0.5
+
+
+def independent_pool(rng, questions, count):
+    """Scores of lognormal length in random directions, rewards that do not look at the length."""
+    length = rng.lognormal(0, 0.5, (questions, count, 1))
+    direction = rng.normal(size=(questions, count, 2))
+    unit = direction / np.linalg.norm(direction, axis=2, keepdims=True)
+    z = (rng.random((questions, count)) < 0.5 + 0.3 * unit[..., 0]).astype(float)
+    scores = length * unit
+    return ScorePool(
+        rewards_PN=z,
+        gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
+        lengths_PN=np.ones_like(z, dtype=int),
+        features_PNR=scores,
+        reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
+        score_sums_PR=scores.sum(axis=1),
+    )
+
+
 def test_the_best_group_size_at_a_cost_is_where_the_error_is_smallest():
     sizes = np.linspace(1.01, 60, 400_000)
     for k, c in ((0.0, 1.0), (10.0, 1.0), (3.0, 7.0)):
@@ -225,18 +288,61 @@ def test_the_best_group_size_at_a_cost_is_where_the_error_is_smallest():
 
 def test_a_hidden_change_of_sign_in_deleting_would_be_noticed(monkeypatch):
     """Mutation: intervals that leave nothing out have no width."""
-    from grpo_ustat.study import closed_form as module
+    from grpo_ustat.mse import closed_form as module
 
     pool = pool_of(tabular(), 16, np.random.default_rng(2))
     whole = pool_moments(pool.rewards_PN, pool.gram_PNN)
     same = type(whole)(**{k: np.repeat(v[:, None], 16, axis=1) for k, v in vars(whole).items()})
-    monkeypatch.setattr(module, "deleted_moments", lambda *_: same)
+    monkeypatch.setattr(module, "delete_one_moments", lambda *_: same)
     found = statistics(pool, ["oracle"], [4], "completions")["mse/oracle/4"]
     assert found.high - found.low < 1e-9
 
 
+def heavy_pool(questions, count, rng, sd=1.0):
+    """Log-normal score norms of so many questions, sd that of the logarithm of the length."""
+    pool = independent_pool(rng, questions, count)
+    stretch = rng.lognormal(0, sd, (questions, count, 1)) / 2
+    scores = pool.features_PNR * stretch
+    z = pool.rewards_PN
+    return dataclasses.replace(
+        pool,
+        gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
+        features_PNR=scores,
+        reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
+        score_sums_PR=scores.sum(axis=1),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interval", ["completions", "questions"])
+def test_a_small_pool_of_heavy_tails_is_told_from_a_large_and_from_a_light_one(interval):
+    """12 x 16 heavy: warned; 60 x 32 of the tabular bed and light ones: not (coverage .95)."""
+    rng = np.random.default_rng(4)
+    heavy = [
+        statistics(heavy_pool(12, 16, rng), ["oracle"], [4], interval).tails.heavy
+        for _ in range(10)
+    ]
+    light = [
+        statistics(pool_of(tabular(120), 32, rng), ["oracle"], [4], interval).tails.heavy
+        for _ in range(10)
+    ]
+    assert sum(heavy) >= 9 and sum(light) <= 1
+
+
+def test_plain_arrays_warn_of_heavy_tails_by_the_same_rule(rng):
+    pool = heavy_pool(24, 16, rng)
+    gram = pool.gradients_PR @ pool.gradients_PR.T
+    with pytest.warns(HeavyTails, match="heavy tails: the prompts say as much as"):
+        scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN, gram)
+    pool = pool_of(tabular(120), 64, rng)
+    gram = pool.gradients_PR @ pool.gradients_PR.T
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN, gram)
+
+
 def test_plain_arrays_give_the_same_constants(rng):
-    pool = pool_of(tabular(), 16, rng)
+    pool = pool_of(tabular(120), 16, rng)
     gram = pool.gradients_PR @ pool.gradients_PR.T
     plain = scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN, gram)
     found = statistics(pool, ["oracle"], [4], "questions")
@@ -260,3 +366,54 @@ def test_the_running_mean_is_that_of_all_questions_and_unbiased():
         for _ in range(3000)
     ]
     assert abs(np.mean(found) - exact) < 4 * np.std(found) / 3000**0.5
+
+
+def ratio_of(found, baseline, size, setting="all_questions_once"):
+    """The interval of one error over the oracle's."""
+    prefix = f"ratio/{baseline}/{size}/{setting}/"
+    (value,) = (x for name, x in found.statistics.items() if name.startswith(prefix))
+    return value
+
+
+def test_a_ratio_to_the_oracle_is_that_of_the_errors_and_paired_over_questions(rng):
+    """Slow reference: the ratio of the errors of the pools that lack one question."""
+    pool, names = pool_of(tabular(12), 8, rng), ["none", "leave_one_out"]
+    found = statistics(pool, [*names, "oracle"], [4], "questions")
+    for name in names:
+        delete_one = []
+        for x in range(12):
+            rest = np.delete(np.arange(12), x)
+            arrays = {
+                f.name: getattr(pool, f.name)[rest]
+                for f in dataclasses.fields(pool)
+                if isinstance(getattr(pool, f.name), np.ndarray)
+            }
+            part = statistics(ScorePool(**arrays), [name, "oracle"], [4], "questions")
+            errors = [part[f"mse/{rule}/4"].estimate for rule in (name, "oracle")]
+            delete_one.append(errors[0] / errors[1])
+        ratio = ratio_of(found, name, 4)
+        whole = [found[f"mse/{rule}/4"].estimate for rule in (name, "oracle")]
+        assert ratio.estimate == pytest.approx(whole[0] / whole[1])
+        slow = jackknife_interval(ratio.estimate, np.array([delete_one]), positive=True)
+        assert ratio == pytest.approx(slow)
+    assert ratio_of(found, "oracle", 4) == pytest.approx((1.0, 1.0, 1.0))
+
+
+@pytest.mark.slow
+def test_ratios_to_the_oracle_cover_the_truth(rng):
+    """120 pools: of leave_one_out and of none, given the questions; 2.5 % the standard error."""
+    policy = tabular(12)
+    exact, inside, widths = truth(policy, [4]), {"none": 0, "leave_one_out": 0}, []
+    for _ in range(120):
+        found = statistics(pool_of(policy, 24, rng), [*inside, "oracle"], [4], "completions")
+        for name in inside:
+            ratio = ratio_of(found, name, 4)
+            inside[name] += (
+                ratio.low <= exact[f"mse/{name}/4"] / exact["mse/oracle/4"] <= ratio.high
+            )
+        own, oracle = found["mse/leave_one_out/4"], found["mse/oracle/4"]
+        apart = math.hypot(math.log(own.high / own.low), math.log(oracle.high / oracle.low))
+        ratio = ratio_of(found, "leave_one_out", 4)
+        widths.append(math.log(ratio.high / ratio.low) / apart)
+    assert all(count / 120 > 0.88 for count in inside.values())
+    assert np.median(widths) < 0.5  # pairing is what makes the ratio sharp

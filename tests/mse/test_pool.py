@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from grpo_ustat.mse import pool as pool_module
+from grpo_ustat.mse import study as study_run
+from grpo_ustat.mse.pool import build_pool
+from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.study import pool as pool_module
-from grpo_ustat.study import run as study_run
-from grpo_ustat.study.pool import build_pool
-from grpo_ustat.study.store import PoolStore, draws_of
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_config import compose  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from commands import compose  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
 
@@ -53,6 +53,7 @@ def test_pools_do_not_depend_on_workers_or_batch_size(tmp_path):
     assert_close(one, two)
 
 
+@pytest.mark.slow
 def test_sketched_sums_are_those_of_the_gram_matrices(tmp_path):
     """In full, ||sum_i z_i s_i||^2 follows from the Gram matrix alone."""
     pool, _ = build(tmp_path, "budget.gradient_sketch=300000", "budget.feature_sketch=300000")
@@ -180,6 +181,7 @@ def test_a_damaged_part_is_named(tmp_path):
     assert part.is_file() and load_file(part)["rewards_N"].shape == (8,)
 
 
+@pytest.mark.slow
 def test_half_written_parts_do_not_count(tmp_path):
     build(tmp_path)
     part = sorted(tmp_path.glob("*.safetensors"))[0]

@@ -13,24 +13,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.identity import folder_name
+from grpo_ustat.config.identity import folder_name
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.mse import pool as pool_module
+from grpo_ustat.mse import study as study_run
+from grpo_ustat.mse.pool import _chunks_to_sample, build_part, build_pool
 from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.study import pool as pool_module
-from grpo_ustat.study import run as study_run
-from grpo_ustat.study.pool import _missing, build_part, build_pool
-from grpo_ustat.study.workers import Done
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_config import compose  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from commands import compose  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SMALL = (  # 4 completions each: chunks of 2, 2 and 1 questions
     "debug=mse", "model=tiny_direct", "study.questions=5", "rollout_batch_size=8",
     "budget.pool_completions=4", "budget.feature_sketch=64", "budget.gradient_sketch=64",
 )  # fmt: skip
-SECONDS = [field.name.startswith("seconds") for field in fields(Done)]
+SECONDS = [field.name.startswith("seconds") for field in fields(WorkCost)]
 
 
 def asked(*overrides):
@@ -83,10 +83,10 @@ def test_parts_share_out_every_chunk_whatever_is_there(rng):
     owner = {}
     for _ in range(30):
         shelf = Shelf({prompt.id: int(rng.choice([0, 4, 6])) for prompt in prompts})
-        whole = _missing(config, prompts, shelf, 6)
+        whole = _chunks_to_sample(config, prompts, shelf, 6)
         for k in (1, 2, 3):
             study = replace(config.study, part=f"{k}/3")
-            for first, chunk in _missing(replace(config, study=study), prompts, shelf, 6):
+            for first, chunk in _chunks_to_sample(replace(config, study=study), prompts, shelf, 6):
                 assert owner.setdefault((first, tuple(chunk)), k) == k
                 whole.remove((first, chunk))
         assert whole == []
@@ -118,6 +118,7 @@ def test_pools_of_several_folders_merge_by_copying(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "curves.csv").is_file()
 
 
+@pytest.mark.slow
 def test_the_part_is_not_what_the_run_is(tmp_path):
     one, other = (compose("mse", *SMALL, f"pool={tmp_path}", *x) for x in ((), ("study.part=1/2",)))
     assert folder_name(one) == folder_name(other)

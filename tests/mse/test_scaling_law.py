@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from grpo_ustat.mse.closed_form import CurvePoint, Request, closed_form
+from grpo_ustat.mse.pool import build_pool
 from grpo_ustat.policy.loading import configured_task
-from grpo_ustat.study.closed_form import Asked, Row, closed_form
-from grpo_ustat.study.pool import build_pool
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from commands import compose  # noqa: E402
 from test_closed_form import pool_of, tabular  # noqa: E402
-from test_config import compose  # noqa: E402
 
 
 def predicted(pool, setting, points):
     """{G: Interval} of leave-one-out minibatches of (G, B) points."""
-    rows = [Row("leave_one_out", size, setting, count) for size, count in points]
-    asked = Asked(rows, {}, len(pool.rewards_PN), False, {})
+    rows = [CurvePoint("leave_one_out", size, setting, count) for size, count in points]
+    asked = Request(rows, {}, len(pool.rewards_PN), False, {})
     found = closed_form(pool, asked, "completions")
     return {row.group_size: found[row.key] for row in rows}
 
@@ -33,6 +33,7 @@ def leave_one_out(z, scores):
     return np.einsum("...g,...gd->...d", advantage, scores) / size
 
 
+@pytest.mark.slow
 def test_minibatches_of_a_tabular_policy_follow_the_prediction():
     """n = 24 rollouts split six ways, 20 000 fresh minibatches each, |z| < 3.5 for all."""
     policy, rng, replicates = tabular(), np.random.default_rng(3), 20_000

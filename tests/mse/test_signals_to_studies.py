@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
 from launching import Command, alive, finished, until  # noqa: E402
 from slowed import slow_down  # noqa: E402
 
+from grpo_ustat.mse import study as study_run  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
-from grpo_ustat.study import run as study_run  # noqa: E402
 
 QUESTIONS = 8  # two in a chunk
 STUDY = (

@@ -17,13 +17,12 @@ from scipy import stats
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.runs.curves import COLUMNS, write_curves
+from grpo_ustat.mse import study as study_run
+from grpo_ustat.mse.result import COLUMNS, verdict, write_curves
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.study import run as study_run
-from grpo_ustat.study.result import verdict
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_config import compose, run  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from commands import compose, run  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base")
 CURVE_KEYS = {
@@ -59,7 +58,7 @@ def test_the_folder_holds_what_it_promises(finished):
     assert len(result["curves"]) == 2 * 4 * 2
     for name in ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens"):
         assert {name, f"{name}_low", f"{name}_high"} <= set(result["scaling"])
-    for name in ("corr", "av_minus_abstar", "av_minus_a0"):
+    for name in ("corr", "share", "av_minus_abstar", "av_minus_a0"):
         assert {name, f"{name}_low", f"{name}_high"} <= set(result["assumption2"])
     assert {"a0", "a_v", "a_bstar", "crossover_group_size", "silent_share_at_crossover"} <= set(
         result["assumption2"]
@@ -90,7 +89,7 @@ def test_a_column_of_another_name_or_type_is_refused(tmp_path):
     class Folder:
         path = tmp_path
 
-        def check_held(self):
+        def check_lock(self):
             pass
 
     row = dict.fromkeys(COLUMNS)
@@ -102,9 +101,10 @@ def test_a_column_of_another_name_or_type_is_refused(tmp_path):
     assert not (tmp_path / "curves.parquet").exists()
 
 
+@pytest.mark.slow
 def test_the_figure_can_be_redrawn(finished, tmp_path):
     path, result = finished
-    script = Path(__file__).parents[2] / "scripts" / "redraw_figure4.py"
+    script = Path(__file__).parents[2] / "scripts/tools/redraw_figure4.py"
     shutil.copy(path / "curves.parquet", tmp_path)
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -217,20 +217,16 @@ def test_closed_form_and_monte_carlo_agree(tmp_path):
     assert max(map(abs, scores.values())) < limit, scores
 
 
-LAUNCHERS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"],
-    "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "-m"],
-}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_processes_give_the_figures_of_one(tmp_path, launcher):
+def test_two_processes_give_the_figures_of_one(tmp_path):
     """All three methods; draws are equal, figures to 1e-6."""
     wanted = [*SMALL, "study.methods=[closed_form,replay,monte_carlo]", "group_sizes=[2,4]",
               "baselines=[none,leave_one_out,oracle,batch_std]", "budget=study_smoke",
               "budget.pool_completions=16", "launch.workers=1"]  # fmt: skip
-    for name, way in {"one": ["-m"], "two": LAUNCHERS[launcher]}.items():
+    for name, way in {"one": ["-m"], "two": TORCHRUN}.items():
         command = [
             sys.executable,
             *way,
@@ -309,6 +305,7 @@ def test_one_question_is_enough(tmp_path):
     assert result["questions"] == 1 and result["policy"]["accuracy_low"] is not None
 
 
+@pytest.mark.slow
 def test_monte_carlo_without_signal_still_ends(tmp_path):
     result = study(tmp_path, "study.methods=[monte_carlo]", "prompt.template='zz{question}'",
                    "max_completion_length=3", "budget=study_smoke", "group_sizes=[2]")  # fmt: skip
@@ -329,17 +326,17 @@ class Found(dict):
         return self
 
 
-def verdict_of(low, high, corr=(-0.1, 0.1)):
+def verdict_of(low, high, corr=(-0.1, 0.1), share=(-0.1, 0.3), gstar=(4.0, 3.0, math.inf)):
     middle = (low + high) / 2
     found = Found(
         {
             "corr": Interval(sum(corr) / 2, *corr),
             "av_minus_a0": Interval(middle, low, high),
-            "av_minus_abstar": Interval(1.0, 0.5, 1.5),
-            "a0": Interval(10.0, 9, 11),
-            "a_v": Interval(10.0 + middle, 9, 11),
+            "share": Interval(sum(share) / 2, *share),
+            "a0": Interval(0.0123, 0.01, 0.02),
+            "a_v": Interval(2647.0, 2600.0, 2700.0),
             "crossover": Interval(3.0, 2.0, math.inf),
-            "gstar": Interval(4.0, math.nan, math.nan),
+            "gstar": Interval(*gstar),
             "mse/none/2/all_questions_once/1": Interval(1.0, 0.5, 1.5),
             "mse/oracle/2/all_questions_once/1": Interval(2.0, 1.5, 2.5),
         }
@@ -350,11 +347,37 @@ def verdict_of(low, high, corr=(-0.1, 0.1)):
 def test_the_verdict_follows_the_intervals():
     assert "the oracle beats vanilla at every G" in verdict_of(-3, -1)
     assert "vanilla beats the oracle" in verdict_of(1, 3)
-    assert "is not decided by this pool" in verdict_of(-1, 3)
+    assert "is not decided by this pool (A_V - A_0 in [-1.00, 3.00])" in verdict_of(-1, 3)
     assert "is not refuted" in verdict_of(-1, 3)
-    assert "wrong answers carry the larger scores" in verdict_of(1, 3, corr=(-0.4, -0.2))
     assert "none at G = 2" in verdict_of(1, 3)
-    assert "G* has no finite interval" in verdict_of(1, 3)
+    assert "A_0 = 0.0123, A_V = 2650" in verdict_of(1, 3)
+
+
+def test_the_share_decides_on_assumption_2_and_the_correlation_stands_beside_it():
+    """A correlation of 0 hides covariances of both signs."""
+    both = verdict_of(1, 3, share=(0.2, 0.4))
+    assert "fails, in opposite directions" in both and "takes 30.0% [20.0%, 40.0%] off" in both
+    assert "corr(q, Z) = 0.000 [-0.100, 0.100] averaged over prompts" in both
+    assert "wrong answers carry the larger" in verdict_of(1, 3, (-0.4, -0.2), (0.2, 0.4))
+    assert "wrong answers carry the larger" in verdict_of(1, 3, (-0.4, -0.2), (-0.1, 0.1))
+    near = verdict_of(1, 3, (-0.41, -0.01), (-0.1, 0.1))  # misses 0, by less than the margin
+    assert "is not refuted" in near
+    assert "not judged" in verdict_of(1, 3, share=(math.nan, math.nan))
+
+
+@pytest.mark.parametrize(
+    "gstar, sentence",
+    [
+        ((4.0, 3.0, 6.0), "G* = 4.0 [3.0, 6.0]."),
+        ((4.0, 3.0, math.inf), "G* = 4.0 [3.0, infinity): C1 is not distinguishable from 0"),
+        ((math.nan, 3.0, math.inf), "G* = - [3.0, infinity)"),
+        ((4.0, 1.0, math.inf), "G* is not decided"),
+        ((math.nan, math.inf, math.inf), "G* is not decided"),
+        ((math.nan, math.nan, math.nan), "G* is not decided"),
+    ],
+)
+def test_the_verdict_gives_the_ends_of_the_best_group_size_that_exist(gstar, sentence):
+    assert sentence in verdict_of(1, 3, gstar=gstar)
 
 
 def test_the_console_shows_brackets(finished, capsys):

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from reference import one_score
 
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
-from grpo_ustat.policy.scores import completion_scores, covered_parameters
+from grpo_ustat.policy.scores.backward import completion_scores, covered_parameters
 
 
 def letters(name="llama"):

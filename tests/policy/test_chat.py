@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import toys
-from test_config import compose
+from commands import compose
 
-from grpo_ustat.checks import ConfigError, cache_folder
+from grpo_ustat.config.model import cache_folder
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.chat import ChatFormat
 from grpo_ustat.policy.loading import (
     chat_format,
@@ -87,7 +88,7 @@ def test_a_format_without_a_system_turn_says_so(template, what):
 
 @pytest.mark.skipif(
     not (cache_folder() / "smollm2-135m" / "config.json").is_file(),
-    reason="scripts/fetch_smollm2.py has not been run",
+    reason="scripts/tools/fetch_smollm2.py has not been run",
 )
 def test_smollm2_reads_its_own_format():
     config = compose("mse", "model=smollm2_135m", "prompt=chat", "prompt.system=Short.")

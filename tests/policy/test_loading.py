@@ -12,15 +12,17 @@ import pytest
 import torch
 import toys
 import yaml
-from test_config import CONF, compose, run
+from commands import CONF, compose, run
+from launching import finished
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from grpo_ustat.checks import ConfigError, cache_folder, model_folder
-from grpo_ustat.identity import folder_name, weights_fingerprint
+from grpo_ustat.config.identity import folder_name, weights_fingerprint
+from grpo_ustat.config.model import cache_folder, model_folder
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.mse.pool_store import draws_of
 from grpo_ustat.policy.loading import load_policy, resolve
-from grpo_ustat.study.store import draws_of
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+TOOLS = Path(__file__).parents[2] / "scripts/tools"
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def test_the_cache_is_where_it_was_asked_for(monkeypatch):
 def test_a_cached_model_is_made_by_its_script_first(cache):
     with pytest.raises(ConfigError) as caught:
         compose("train", "model=smollm2_135m")
-    assert "python scripts/fetch_smollm2.py" in str(caught.value)
+    assert "python scripts/tools/fetch_smollm2.py" in str(caught.value)
     assert str(cache) in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="choose from cached:smollm2-135m"):
         compose("train", "model.model_name_or_path=cached:../secrets")
@@ -159,9 +161,9 @@ def test_a_model_with_code_trains_where_the_command_line_says_so(tmp_path, monke
         f"model.model_name_or_path={path}",
         "max_completion_length=8",
     )
-    code, _, err = run("train", *given, cwd=tmp_path)
-    assert code == 2 and "trust_remote_code=true to the command line" in err
-    assert "Traceback" not in err
+    code, said = finished("train", *given, cwd=tmp_path)
+    assert code == 2 and "trust_remote_code=true to the command line" in said
+    assert "Traceback" not in said
     code, out, err = run("train", *given, "model.trust_remote_code=true", cwd=tmp_path)
     assert code == 0 and "code of the model runs" in out, err
 
@@ -169,7 +171,7 @@ def test_a_model_with_code_trains_where_the_command_line_says_so(tmp_path, monke
 @pytest.fixture
 def fetch(monkeypatch):
     """The script, with nothing to download and little to convert."""
-    spec = importlib.util.spec_from_file_location("fetch_smollm2", SCRIPTS / "fetch_smollm2.py")
+    spec = importlib.util.spec_from_file_location("fetch_smollm2", TOOLS / "fetch_smollm2.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     made = []

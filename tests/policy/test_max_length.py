@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import toys
-from test_config import compose
+from commands import compose
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.mse import study as study_run
 from grpo_ustat.policy import loading
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer, encode
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.study import run as study_run
-from grpo_ustat.training import setup
+from grpo_ustat.train import setup
 
 LONG = "x" * 40
 
@@ -44,6 +44,7 @@ def longer(split, count, most):
     return {f"{split} questions whose prompts exceed prompt.max_length={most} tokens": count}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [15, 45])
 def test_only_longer_prompts_are_left_out_and_counted_by_split(tmp_path, most):
     """A token is a byte: "train 01 ?" has 10, and <s>; long ones have 40 more."""
@@ -86,6 +87,7 @@ def test_the_turns_of_a_chat_count(tmp_path):
     assert len(task.prompts("test")) == sum(x <= 80 for x in lengths) == 6
 
 
+@pytest.mark.slow
 def test_nothing_left_is_refused_with_the_lengths(tmp_path):
     config = configured("mse", tmp_path, "prompt.max_length=5")
     with pytest.raises(ConfigError, match="all 10 study questions, .* have 11 to 51 tokens"):
@@ -108,6 +110,7 @@ def start(entry, config, tmp_path):
     return study_run.study(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["train", "mse"])
 def test_what_cannot_fit_is_refused_before_weights_are_loaded(entry, tmp_path, monkeypatch):
     """51 + 8 tokens of 58; each of the two fixes that are named lets the run reach its weights."""
@@ -136,6 +139,7 @@ def test_vllm_s_own_limit_counts_too(tmp_path):
         start("train", config, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_study_counts_what_is_left(tmp_path, capsys):
     config = configured("mse", tmp_path, "prompt.max_length=20")
     prompts, left_out = study_run._prompts(config)
@@ -146,6 +150,7 @@ def test_a_study_counts_what_is_left(tmp_path, capsys):
         study_run._prompts(config)
 
 
+@pytest.mark.slow
 def test_a_run_s_tokenizer_is_loaded_once(tmp_path, monkeypatch):
     loaded, original = [], loading.load_tokenizer
 
@@ -154,7 +159,11 @@ def test_a_run_s_tokenizer_is_loaded_once(tmp_path, monkeypatch):
         return original(*arguments, **options)
 
     monkeypatch.setattr(loading, "load_tokenizer", counting)
-    chat = ("prompt.chat=true", "prompt.max_length=120", "objective=grpo")  # with a reference
+    chat = (
+        "prompt.chat=true",
+        "prompt.max_length=120",
+        "objective=grpo_original",
+    )  # with a reference
     config = configured("train", tmp_path, *SMALL, *chat, chat_template=toys.CHATML, positions=256)
     run = start("train", config, tmp_path)
     assert len(loaded) == 1 and run.reference is not None

@@ -9,10 +9,10 @@ from architectures import UNPADDED, VOCAB, build, every_architecture
 from fakes import LetterTokenizer, random_rollouts
 from peft import LoraConfig, get_peft_model
 
-from grpo_ustat.policy import head as head_module
-from grpo_ustat.policy.head import Head
+from grpo_ustat.policy import output_layer
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.policy.reading import Prompts, Whole, can_share
+from grpo_ustat.policy.output_layer import Head
+from grpo_ustat.policy.prompt_sharing import FullReader, SharedPromptReader, can_share
 
 PARTS = ([0, 1, 2, 3, 4], [5, 8], [6, 7, 9, 10, 11])  # of prompts 0; 1; 1 and 2, with gaps
 
@@ -77,11 +77,11 @@ def assert_equal(found, expected):
 
 @every_architecture
 def test_gradients_are_those_of_a_plain_pass(name, tied, monkeypatch):
-    monkeypatch.setitem(head_module.LOGITS, "cpu", 3 * 8 * VOCAB)  # three tokens at a time
+    monkeypatch.setitem(output_layer.CHUNK_BYTES, "cpu", 3 * 8 * VOCAB)  # three tokens at a time
     policy, rollouts = case(name, tied)
     factors = coefficients()
     expected, logprobs = plain(policy, rollouts, factors, 0.7)
-    ways = [Whole] + [Prompts] * can_share(policy)
+    ways = [FullReader] + [SharedPromptReader] * can_share(policy)
     for way in ways:
         grads, found = read(policy, rollouts, factors, 0.7, way)
         torch.testing.assert_close(found, logprobs, rtol=1e-10, atol=1e-10)
@@ -103,7 +103,7 @@ def test_adapters_get_their_gradients():
     policy = Policy(get_peft_model(policy.model, options).double().eval(), None, frozenset({1}), 0)
     factors = coefficients()
     expected, _ = plain(policy, rollouts, factors, 1.0)
-    for way in (Prompts, Whole):
+    for way in (SharedPromptReader, FullReader):
         grads, _ = read(policy, rollouts, factors, 1.0, way)
         assert "lora_A" in "".join(grads) and not any("base_layer" in n for n in grads)
         assert_equal(grads, expected)
@@ -113,7 +113,7 @@ def test_tokens_without_a_factor_are_not_computed(monkeypatch):
     policy, rollouts = case("llama")
     seen, final = [], Head._logits
     monkeypatch.setattr(Head, "_logits", lambda self, h: (seen.append(len(h)), final(self, h))[1])
-    reader = Prompts(policy, rollouts, np.arange(3))
+    reader = SharedPromptReader(policy, rollouts, np.arange(3))
     window = reader.window(np.arange(4))
     factors = torch.zeros(window.mask_BT.shape, dtype=torch.float64)
     factors[1, 0] = factors[2, 0] = 1.0
@@ -127,7 +127,7 @@ def test_without_what_reached_the_prompts_the_gradient_differs():
     factors = coefficients()
     expected, _ = plain(policy, rollouts, factors, 1.0)
 
-    class Forgetful(Prompts):
+    class Forgetful(SharedPromptReader):
         def backward(self):
             pass
 

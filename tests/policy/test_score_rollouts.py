@@ -8,7 +8,7 @@ import torch
 from fakes import random_policy, random_rollouts
 from reference import one_flat_score
 
-from grpo_ustat.policy.batches import distinct, score_rollouts
+from grpo_ustat.policy.scores.rollouts import distinct, score_rollouts
 
 
 @pytest.fixture

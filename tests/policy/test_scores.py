@@ -11,17 +11,17 @@ import torch
 from fakes import random_policy, random_rollouts
 from reference import one_flat_score
 
-from grpo_ustat.policy import layers, output_layer, totals
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
-from grpo_ustat.policy.scores import (
+from grpo_ustat.policy.scores import accumulate, layers, output_layer
+from grpo_ustat.policy.scores.accumulate import Accumulator
+from grpo_ustat.policy.scores.backward import (
     check_scores,
     completion_scores,
     covered_parameters,
     parameter_sizes,
 )
-from grpo_ustat.policy.sketch import Sketch
-from grpo_ustat.policy.totals import Totals
+from grpo_ustat.policy.scores.sketch import Sketch
 
 
 def reference(policy, rollouts, temperature=1.0):
@@ -102,7 +102,7 @@ def test_dropping_the_tied_cross_term_would_be_noticed(monkeypatch):
     """Mutation: square embedding and output layer on their own, as if they were two weights."""
     policy, rollouts = random_policy(tied=True), random_rollouts([3], group_size=4, longest=5)
     slow = reference(policy, rollouts).square().sum(1)
-    monkeypatch.setattr(Totals, "cross", lambda *_: None)
+    monkeypatch.setattr(Accumulator, "cross", lambda *_: None)
     broken = fast(policy, rollouts, gram=False).sq_norm_B
     assert not torch.allclose(broken, slow, rtol=1e-3)
 
@@ -165,10 +165,10 @@ def test_chunks_and_ways_do_not_matter(monkeypatch, tied, gram, weight_way):
     policy, rollouts = random_policy(tied=tied), random_rollouts([2, 5], group_size=4, longest=6)
     weights = torch.randn(2, 8, dtype=torch.float64)
     slow = reference(policy, rollouts)
-    monkeypatch.setitem(output_layer.LOGITS, "cpu", 700)
-    monkeypatch.setitem(totals.CHUNK, "cpu", 500)
+    monkeypatch.setitem(output_layer.LOGIT_BYTES, "cpu", 700)
+    monkeypatch.setitem(accumulate.CHUNK, "cpu", 500)
     monkeypatch.setattr(layers, "DENSE", 3000)
-    monkeypatch.setattr(Totals, "_squares_are_cheaper", lambda *_: not weight_way)
+    monkeypatch.setattr(Accumulator, "_squares_are_cheaper", lambda *_: not weight_way)
     result = fast(policy, rollouts, weights, gram=gram)
     torch.testing.assert_close(result.sq_norm_B, slow.square().sum(1), rtol=1e-10, atol=1e-10)
     for gradient, row in zip(result.gradients_K, weights, strict=True):

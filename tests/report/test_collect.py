@@ -8,16 +8,15 @@ import shutil
 import pytest
 from folders import studied, trained
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.reports.found import entries_in, read
-from grpo_ustat.reports.report import missing_cells
-from grpo_ustat.reports.series import label, telling
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.report.aggregate import missing_cells
+from grpo_ustat.report.collect import distinguishing_keys, entries_in, key_label, read_runs
 
 ACCURACIES = {0: 0.2, 4: 0.3, 8: 0.4}
 
 
 def found(*patterns):
-    return read(entries_in([str(pattern) for pattern in patterns]))
+    return read_runs(entries_in([str(pattern) for pattern in patterns]))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_every_folder_is_shown_or_named(tmp_path):
     assert {line.split(":")[0] for line in got.damaged} == {"lost", "garbled", "foreign", "old"}
     assert got.twins == ["whole-again: the same run as whole, left out"]
     by_label = {run.label: run for run in got.runs}
-    assert "step 4 of 8 (killed)" in by_label["killed"].lacking
+    assert "step 4 of 8 (killed)" in by_label["killed"].unfinished
     assert [row["accuracy"] for row in by_label["killed"].evals] == [0.2, 0.3]
     assert any("result.json" in note for note in by_label["torn"].notes)
     assert [row["accuracy"] for row in by_label["torn"].evals] == [0.2, 0.3, 0.4]
@@ -90,9 +89,9 @@ def test_runs_that_differ_in_more_than_swept_keys_are_of_other_series(tmp_path):
     trained(tmp_path / "c", 4, 0, ACCURACIES, changes=faster | oracle)
     trained(tmp_path / "d", 4, 0, ACCURACIES, changes=faster)
     runs = found(tmp_path).runs
-    asked = telling([run.keys for run in runs])
+    asked = distinguishing_keys([run.keys for run in runs])
     assert asked == ["baseline.name", "learning_rate"]
-    labels = [label(run.keys, asked) for run in runs]
+    labels = [key_label(run.keys, asked) for run in runs]
     assert labels == [
         "baseline=leave_one_out learning_rate=0.0001",
         "baseline=leave_one_out learning_rate=0.0001",
@@ -105,7 +104,7 @@ def test_other_weights_under_one_name_are_another_series(tmp_path):
     trained(tmp_path / "a", 4, 0, ACCURACIES)
     other = trained(tmp_path / "b", 4, 1, ACCURACIES)
     (other / "code.json").write_text(json.dumps({"commit": None, "weights": "other"}))
-    assert telling([run.keys for run in found(tmp_path).runs]) == ["weights"]
+    assert distinguishing_keys([run.keys for run in found(tmp_path).runs]) == ["weights"]
 
 
 def test_cells_without_a_run_are_listed(tmp_path):

@@ -10,10 +10,10 @@ import pytest
 from jinja2 import Environment, FileSystemLoader
 from test_page import page_of
 
-from grpo_ustat.runs import page as page_module
-from grpo_ustat.runs.page import TEMPLATES, render, visible
+from grpo_ustat.report import page as page_module
+from grpo_ustat.report.page import TEMPLATES, render, visible
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import browser as browsers  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def test_without_escaping_the_same_data_run(browser, tmp_path, monkeypatch, unes
     """So that the test above can fail: twice careless, then with the policy alone."""
     page = page_of(hostile.TEXTS)
     with monkeypatch.context() as without_policy:
-        without_policy.setattr(page_module, "_policy", lambda *_: "")
+        without_policy.setattr(page_module, "_content_policy", lambda *_: "")
         opened(browser, tmp_path, render(page))
         assert hits(browser) > 0 and browser.requests()
     opened(browser, tmp_path, render(page_of([hostile.MARKUP[0], hostile.MARKUP[5]])))

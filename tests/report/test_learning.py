@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from grpo_ustat.runs.learning import ACCURACY, Learning, draw_learning, learning_rows
+from grpo_ustat.estimators.scaling import group_size_interval
+from grpo_ustat.report.learning import (
+    ACCURACY,
+    ERROR,
+    GSTAR,
+    Learning,
+    draw_learning,
+    learning_rows,
+    seed_rows,
+)
 
 
 def eval_row(step, accuracy):
@@ -56,6 +66,43 @@ def test_series_are_never_mixed_and_a_run_without_rows_hides_none():
         ("G=4", 0.2, 1),
         ("G=8", 0.6, 1),
     ]
+
+
+def monitor_row(step, c1, c3, gstar=5.0):
+    row = {"step": step, "monitor/c1": c1, "monitor/c2": 0.0, "monitor/c3": c3}
+    row |= {"monitor/gstar": gstar, "monitor/gstar_low": 4.0, "monitor/gstar_high": None}
+    return row | {"monitor/mse": c1}
+
+
+def test_the_best_group_size_of_several_seeds_is_that_of_their_mean_constants():
+    """C1 1, 3, 2 and C3 16, 20, 18: 1 + sqrt(54/6) = 4, less the jackknife's correction; never the
+    mean of the seeds' own.
+    """
+    constants = [(1.0, 16.0), (3.0, 20.0), (2.0, 18.0)]
+    runs = [Learning("", [monitor_row(4, *one)], []) for one in constants]
+    (row,) = of(learning_rows(runs), GSTAR)
+    (error,) = of(learning_rows(runs), ERROR)
+    c1, c3 = np.array(constants).T
+    delete_one = {"c1": (6 - c1)[None] / 2, "c2": np.zeros((1, 3)), "c3": (54 - c3)[None] / 2}
+    slow = group_size_interval({"c1": 2.0, "c2": 0.0, "c3": 18.0}, delete_one)
+    assert row["mean"] == pytest.approx(slow.estimate) and abs(row["mean"] - 4) < 1
+    assert row["low"] == pytest.approx(slow.low) and row["seeds"] == 3
+    assert error["mean"] == pytest.approx(2.0)
+
+
+def test_one_step_has_the_intervals_of_its_own_and_what_is_not_decided_no_point():
+    rows = [monitor_row(1, 1.0, 16.0), monitor_row(3, -1.0, 2.0, gstar=None)]
+    (row,) = of(learning_rows([Learning("", rows, [])]), GSTAR)
+    assert (row["step"], row["mean"], row["low"], row["high"]) == (1, 5.0, 4.0, None)
+
+
+def test_every_seed_of_several_has_a_line():
+    runs = [Learning("a", [metrics_row(1, 0.2), metrics_row(2, 0.4)], []) for _ in range(2)]
+    runs.append(Learning("b", [metrics_row(1, 0.9)], []))
+    lines = of(seed_rows(runs), "reward")
+    assert [(x["series"], x["steps"], x["values"]) for x in lines] == [
+        ("a", [1, 2], [0.2, 0.4])
+    ] * 2
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ import hostile
 import pytest
 import yaml
 
-from grpo_ustat.runs.figures import FONTS, plt
-from grpo_ustat.runs.page import (
+from grpo_ustat.report.figures import FONTS, plt
+from grpo_ustat.report.page import (
     Completions,
     Figure,
     Page,
@@ -27,7 +27,7 @@ from grpo_ustat.runs.page import (
     sort_value,
     visible,
 )
-from grpo_ustat.runs.svg import inlined
+from grpo_ustat.report.svg import inlined
 
 
 def drawn(title: str = "a title", colour: str = "#332288") -> str:
@@ -61,9 +61,9 @@ def page_of(texts, rewards=(0.0, 1.0)) -> Page:
         answer=texts[0],
         notes=texts,
         facts=[(text, text) for text in texts],
-        overview=Table(texts[0], texts[:1] + ["cell", "place"], rows, note=texts[0]),
+        overview=Table(texts[0], texts[:1] + ["cell", "place"], rows, notes=[texts[0]]),
         figures=[Figure(text, SVG, caption=text, data=text) for text in texts[:4]],
-        tables=[Table(texts[0], texts[:1] + ["cell", "place"], rows, note=texts[0])],
+        tables=[Table(texts[0], texts[:1] + ["cell", "place"], rows, notes=[texts[0]])],
         completions=Completions(completions, note=texts[0]),
         difference={text: {other: text for other in texts} for text in texts[:3]},
         configuration={text: text for text in texts},
@@ -173,6 +173,7 @@ def test_ids_are_unique_and_references_lead_somewhere():
     assert set(referred) <= set(ids)
 
 
+@pytest.mark.slow
 def test_equal_pages_are_equal_text():
     """And the pictures in them, drawn anew."""
     pages = [Page("a", "b", figures=[Figure("f", drawn(), "c", "d.csv")]) for _ in range(2)]
@@ -271,8 +272,6 @@ def test_the_configuration_can_be_read_back():
 
 
 def test_a_page_is_made_without_torch():
-    words = (
-        "import sys, grpo_ustat.runs.page, grpo_ustat.runs.run_page; print('torch' in sys.modules)"
-    )
+    words = "import sys, grpo_ustat.report.run_page; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from test_page import SVG, Skeleton
 
-from grpo_ustat.runs import run_page as pages
-from grpo_ustat.runs.completions import write_rows
-from grpo_ustat.runs.page import render, visible
-from grpo_ustat.runs.run_page import leave_page, run_page
+from grpo_ustat.report import run_page as pages
+from grpo_ustat.report.page import render, visible
+from grpo_ustat.report.run_page import leave_page, run_page
+from grpo_ustat.runs.log import write_rows
 
 CONFIG = {
     "model": {"name": "small", "model_name_or_path": "here", "dtype": "float32"},
@@ -40,11 +40,12 @@ EVAL = """step,split,decoding,accuracy,low,high,n,clipped_ratio
 STUDIED = {
     "curves": [
         {"method": "closed_form", "baseline": "none", "group_size": g, "mse": 8.0 / g,
-         "low": 7.0 / g, "high": None if g == 4 else 9.0 / g, "cosine": None}
+         "low": 7.0 / g, "high": None if g == 4 else 9.0 / g, "cosine": None,
+         "interval": "completions"}
         for g in (2, 4)
     ],
-    "scaling": {"c1": 1.0, "c1_low": 0.5, "c1_high": 2.0, "gstar": 4.25, "gstar_low": 4.0,
-                "gstar_high": 4.5},
+    "scaling": {"c1": 1.0, "c1_low": 0.5, "c1_high": 2.0, "c2": 2.0, "c3": 9.0,
+                "gstar": 4.25, "gstar_low": 4.0, "gstar_high": 4.5},
     "assumption2": {"corr": -0.5, "av_minus_a0": -2.0, "av_minus_a0_low": -3.0,
                     "av_minus_a0_high": -1.0, "crossover_group_size": 3.0,
                     "crossover_group_size_low": 2.5, "crossover_group_size_high": None},
@@ -101,6 +102,23 @@ def test_a_finished_training_run_says_what_it_found(tmp_path):
     assert set(page.completions.rows[0]) == {"step", "prompt", "completion", "reward"}
 
 
+def test_what_the_monitor_measured_is_on_the_page(tmp_path):
+    folder = folder_of(tmp_path, TRAIN, RESULT, steps=1)
+    assert "Best group size" not in render(run_page(folder))
+    monitored = {f"monitor/{name}": 2.0 for name in ("c1", "c1_low", "c1_high", "mse")}
+    sizes = {"monitor/gstar": 8.94, "monitor/gstar_low": 7.1, "monitor/gstar_high": None}
+    unknown = dict.fromkeys([*monitored, *sizes])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "tokens": 1} | monitored | sizes) + "\n")
+        file.write(json.dumps({"step": 4, "tokens": 1} | unknown) + "\n")
+    page = run_page(folder)
+    (table,) = (one for one in page.tables if one.title.startswith("Best group size"))
+    first, last = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    assert first["G*"] == "8.9 [7.1, infinity)" and first["MSE of leave one out's gradient"] == 2.0
+    assert first["C1"] == "2.00 [2.00, 2.00]" and (last["step"], last["G*"]) == (4, "not decided")
+    assert dict(page.facts)["G* of the gradient, latest"] == "not decided, step 4"
+
+
 def test_a_page_before_its_result_is_that_after_it(tmp_path):
     """As a run leaves it, the result being written last."""
     folder = folder_of(tmp_path, TRAIN)
@@ -130,44 +148,35 @@ def test_an_unfinished_training_run_says_so(tmp_path, evals, answer):
     assert page.title in render(page)
 
 
-def test_a_study_says_its_best_size_and_its_winner(tmp_path):
+def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
     folder = folder_of(tmp_path, MSE, STUDIED)
     (folder / "figure.svg").write_text(SVG)
+    (folder / "scaling.svg").write_text(SVG)
     (folder / "own.svg").write_text(SVG)
     (folder / "curves.csv").write_text("mse\n")
     page = run_page(folder)
-    assert page.answer == (
-        "At a fixed number of rollouts GRPO's best group size is G* = 4.2 [4.0, 4.5]; the oracle "
-        "beats vanilla at every G, and GRPO beats vanilla from G > 3.0 [2.5, infinity] on."
+    assert page.answer.startswith(
+        "Best G is about 4.2 [4.0, 4.5] for any number of rollouts. At n = 256: G = 4, 64 prompts. "
+        "G = 2 costs +44 % error, "
     )
+    assert page.next_step.startswith("grpo-ustat train model=") and "group_size=4" in page.next_step
+    assert page.next_step in render(page)
+    assert page.notes[0].startswith("Intervals of 95 %") and page.notes[1] == "corr(q, Z) = -0.5."
     assert [(f.title, f.data) for f in page.figures] == [
+        ("What each group size costs at the same number of rollouts", None),
         ("Mean squared error of the gradient against group size", "curves.csv"), ("own", None),
     ]  # fmt: skip
     curves, law = page.tables[:2]
     assert curves.rows == [["none", 2, "4.00 [3.50, 4.50]"], ["none", 4, "2.00 (no interval)"]]
-    assert "method: closed_form" in curves.note and law.note == "not above 0"
+    assert "method: closed_form" in curves.notes[0] and law.notes == ["not above 0"]
     assert law.rows[0] == ["C1", 1.0, 0.5, 2.0]
     assert dict(page.facts)["Answers not judged"] == 3
 
 
-@pytest.mark.parametrize(
-    "scaling, found, answer",
-    [
-        ({"gstar_low": None}, {"av_minus_a0_low": 1.0, "av_minus_a0_high": 2.0},
-         "The best group size G* has no finite interval; vanilla beats the oracle and GRPO at "
-         "every G."),
-        ({}, {"av_minus_a0_low": -1.0, "av_minus_a0_high": 1.0},
-         "At a fixed number of rollouts GRPO's best group size is G* = 4.2 [4.0, 4.5]; which of "
-         "vanilla and the oracle is better is not decided."),
-        ({}, {"corr": None}, "corr(q, Z) = -0.5."),
-    ],
-)  # fmt: skip
-def test_what_a_study_cannot_decide_it_does_not_say(tmp_path, scaling, found, answer):
-    changed = {
-        "scaling": STUDIED["scaling"] | scaling,
-        "assumption2": STUDIED["assumption2"] | found,
-    }
-    assert run_page(folder_of(tmp_path, MSE, STUDIED | changed)).answer == answer
+def test_a_study_without_signal_answers_in_its_own_words_once(tmp_path):
+    result = STUDIED | {"assumption2": STUDIED["assumption2"] | {"corr": None}}
+    page = run_page(folder_of(tmp_path, MSE, result))
+    assert page.answer == "corr(q, Z) = -0.5." and page.answer not in page.notes
 
 
 def test_an_unfinished_study_counts_its_questions(tmp_path):
@@ -238,7 +247,7 @@ def test_a_long_run_has_a_page_of_some_thousand_completions_within_a_second(tmp_
     assert gaps <= {2, 3}
     assert f"holds 8000 completions; here are {len(shown)}, those of evenly spaced steps" in text
     steps = next(table for table in page.tables if table.title == "Steps")
-    assert len(steps.rows) == 200 and steps.note.startswith("200 of 1000 steps")
+    assert len(steps.rows) == 200 and steps.notes[0].startswith("200 of 1000 steps")
 
 
 def test_few_large_steps_are_cut_to_what_a_page_holds(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 from test_page import SVG, Skeleton
 from test_run_page import folder_of
 
-from grpo_ustat.runs.page import render, visible
-from grpo_ustat.runs.run_page import run_page
+from grpo_ustat.report.page import render, visible
+from grpo_ustat.report.run_page import run_page
 
 CONFIG = {
     "seed": 2, "study": {"kind": "theorem8", "steps": [10, 100]},
@@ -18,7 +18,8 @@ CONFIG = {
 }  # fmt: skip
 CLAIMS = [
     {"what": "T times the gap", "predicted": 0.123456, "measured": 0.12, "low": 0.1, "high": 0.14,
-     "verdict": "agrees", "how": "95 %, 2000 replicates"},
+     "verdict": "agrees", "how": "95 %, 2000 replicates", "p_value": 0.04, "holm_p": 0.2,
+     "severity": "2 of 8 alternatives would also have agreed"},
     {"what": "gap over the bound", "predicted": "<= 1", "measured": 1.5, "low": None, "high": None,
      "verdict": "disagrees", "how": "enumerated"},
 ]  # fmt: skip
@@ -61,9 +62,10 @@ def test_predictions_stand_beside_measurements(folder):
     table = run_page(folder).tables[0]
     assert table.title == "Predicted and measured"
     assert table.rows == [
-        ["T times the gap", "0.1235", "0.12", "[0.1, 0.14]", "agrees", "95 %, 2000 replicates"],
-        ["gap over the bound", "<= 1", "1.5", "", "disagrees", "enumerated"],
-    ]
+        ["T times the gap", "0.1235", "0.12", "[0.1, 0.14]", "0.04 (0.2)", "agrees",
+         "2 of 8 alternatives would also have agreed", "95 %, 2000 replicates"],
+        ["gap over the bound", "<= 1", "1.5", "", "", "disagrees", "", "enumerated"],
+    ]  # fmt: skip
 
 
 def test_a_study_that_enumerates_says_so_and_one_of_runs_has_no_bed(tmp_path):

@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 from folders import claim, proved, studied, trained
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.reports import report
-from grpo_ustat.reports.found import entries_in, read
-from grpo_ustat.reports.report import report_runs, report_sweep
-from grpo_ustat.reports.sheets import tex
-from grpo_ustat.reports.theorems import (
-    claims_sheet,
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.report import aggregate
+from grpo_ustat.report.aggregate import report_runs, report_sweep
+from grpo_ustat.report.collect import entries_in, read_runs
+from grpo_ustat.report.tables import tex
+from grpo_ustat.report.verdicts import (
+    claims_table,
     in_order,
     study_figures,
-    theorems_sheet,
+    theorems_table,
     verdict_sentence,
 )
-from grpo_ustat.runs.sweeps import Entry
+from grpo_ustat.runs.status import Entry
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import hostile  # noqa: E402
 
 AGREES, DISAGREES, OPEN = (claim(verdict) for verdict in ("agrees", "disagrees", "not decided"))
@@ -34,7 +34,7 @@ BOUND = claim("agrees", "gap over the bound", predicted="<= 1", low=None, high=N
 
 
 def found(*folders):
-    return read(entries_in([str(folder) for folder in folders]))
+    return read_runs(entries_in([str(folder) for folder in folders]))
 
 
 def theorems(*folders):
@@ -70,7 +70,7 @@ class Shown(HTMLParser):
 
 
 def test_results_come_in_the_order_of_the_paper_with_counts_verdict_and_answer(tmp_path):
-    sheet = theorems_sheet(theorems(two(tmp_path)))
+    sheet = theorems_table(theorems(two(tmp_path)))
     assert sheet.columns == [
         "result", "about", "bed", "agree", "disagree", "not decided", "verdict", "answer",
     ]  # fmt: skip
@@ -84,13 +84,21 @@ def test_results_come_in_the_order_of_the_paper_with_counts_verdict_and_answer(t
 
 
 def test_every_claim_has_prediction_measurement_interval_and_verdict(tmp_path):
-    sheet = claims_sheet(theorems(two(tmp_path)))
+    """A result of before there were p-values is shown without them."""
+    tested = {"p_value": 0.001, "holm_p": 0.003, "alternatives": {"half": 0.2, "twice": 1e-9}}
+    tested |= {"severity": "1 of 2 alternatives would also have agreed"}
+    proved(tmp_path / "a", "theorem8", AGREES, BOUND)
+    proved(tmp_path / "b", "lemma6", DISAGREES | tested, AGREES, OPEN, bed="softmax")
+    sheet = claims_table(theorems(tmp_path))
+    assert "alternatives" not in sheet.data[0] and sheet.data[0]["holm_p"] == 0.003
     assert sheet.rows[:2] == [
-        ["Lemma 6 (softmax)", "slope of the error", "-1", "-0.75", "[-0.9, -0.6]", "disagrees"],
-        ["Lemma 6 (softmax)", "slope of the error", "-1", "-0.75", "[-0.9, -0.6]", "agrees"],
-    ]
+        ["Lemma 6 (softmax)", "slope of the error", "-1", "-0.75", "[-0.9, -0.6]",
+         "0.001 (0.003)", "disagrees", "1 of 2 alternatives would also have agreed"],
+        ["Lemma 6 (softmax)", "slope of the error", "-1", "-0.75", "[-0.9, -0.6]", "-", "agrees",
+         "-"],
+    ]  # fmt: skip
     assert sheet.rows[-1] == [
-        "Theorem 8 (coins)", "gap over the bound", "<= 1", "-0.75", "-", "agrees"
+        "Theorem 8 (coins)", "gap over the bound", "<= 1", "-0.75", "-", "-", "agrees", "-"
     ]  # fmt: skip
     assert sheet.data[-1]["how"] == "95 % over 100 replicates" and sheet.data[-1]["low"] is None
 
@@ -125,7 +133,7 @@ def test_studies_of_one_result_are_told_apart_by_bed_and_by_what_else_they_diffe
     proved(tmp_path / "b", "lemma6", DISAGREES, bed="softmax")
     proved(tmp_path / "c", "lemma6", DISAGREES, bed="softmax", seed=1)
     runs = theorems(tmp_path)
-    assert [row[2] for row in theorems_sheet(runs).rows] == [
+    assert [row[2] for row in theorems_table(runs).rows] == [
         "coins\nseed=0", "softmax\nseed=0", "softmax\nseed=1",
     ]  # fmt: skip
     said = "some claims of Lemma 6 (softmax, seed=0) and Lemma 6 (softmax, seed=1) disagree"
@@ -135,11 +143,12 @@ def test_studies_of_one_result_are_told_apart_by_bed_and_by_what_else_they_diffe
 def test_a_study_of_finished_runs_has_no_bed(tmp_path):
     proved(tmp_path / "a", "best_group_size", AGREES, bed="none")
     runs = theorems(tmp_path)
-    (row,) = theorems_sheet(runs).rows
+    (row,) = theorems_table(runs).rows
     assert row[:3] == ["The scaling law in training", "-", "-"]
     assert study_figures(runs)[0][0].title == "The scaling law in training"
 
 
+@pytest.mark.slow
 def test_unfinished_and_damaged_studies_are_named_and_count_nowhere(tmp_path):
     two(tmp_path)
     proved(tmp_path / "c", "theorem7", done=False)
@@ -154,7 +163,7 @@ def test_unfinished_and_damaged_studies_are_named_and_count_nowhere(tmp_path):
     assert [line.split(":")[0] for line in got.damaged] == ["e", "f"]
     assert "no statement: of another version" in got.damaged[0]
     assert "a claim without a measured that can be shown" in got.damaged[1]
-    rows = theorems_sheet(in_order(got.runs)).rows
+    rows = theorems_table(in_order(got.runs)).rows
     assert [(row[0], row[3], row[6]) for row in rows] == [
         ("Lemma 6", "1", "disagrees"), ("Theorem 7", "-", "unfinished"),
         ("Theorem 8", "2", "agrees"), ("Theorem 8", "1", "agrees"),
@@ -219,7 +228,7 @@ def test_a_report_of_a_sweep_names_what_has_not_begun(tmp_path):
 
 def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
     """Theorems on top; verdicts, accuracies and policies each where they belong."""
-    monkeypatch.setattr(report, "learning_figure", lambda *_: [])
+    monkeypatch.setattr(aggregate, "learning_figure", lambda *_: [])
     two(tmp_path / "gap")
     trained(tmp_path / "train/G=4", 4, 0, {0: 0.2, 8: 0.4}, done=False)
     home = tmp_path / "report"
@@ -244,8 +253,8 @@ def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
     assert places == sorted(places)
     assert texts[texts.index("Beds") + 1] == "coins (1); softmax (1)"
     assert texts[texts.index("Policies") + 1] == "tiny_base, bare"
-    (answer,) = (text for text in texts if text.startswith("1 of 2 studies agree"))
-    assert "held-out accuracy at step 8 is largest" in answer
+    (agreement,) = (place for place, text in enumerate(texts) if "1 of 2 studies agree" in text)
+    assert "held-out accuracy at step 8 is 0.400" in texts[agreement + 1]
 
 
 @pytest.mark.slow

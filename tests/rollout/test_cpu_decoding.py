@@ -12,7 +12,7 @@ from architectures import VOCAB, build
 from fakes import LetterTokenizer, letter_prompts, random_policy
 
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.rollout import cache, packed
+from grpo_ustat.rollout import cpu_decoding
 from grpo_ustat.rollout.draws import uniforms
 from grpo_ustat.rollout.local import Sampling, sample
 
@@ -48,13 +48,24 @@ def one_by_one(policy, prompt, completion, sampling):
 
 
 @pytest.mark.parametrize(
-    "kind, in_place", [*((kind, True) for kind in KINDS), ("llama", False), ("gemma3", False)]
+    "kind, in_place",
+    [
+        ("llama", True),
+        ("llama", False),
+        ("gemma2", True),
+        *(
+            pytest.param(kind, True, marks=pytest.mark.slow)
+            for kind in KINDS
+            if kind not in ("llama", "gemma2")
+        ),
+        pytest.param("gemma3", False, marks=pytest.mark.slow),
+    ],
 )
 def test_sampling_equals_one_full_forward_pass_per_token(kind, in_place, monkeypatch):
     """Float64; sliding windows of 3, prompts of three lengths, rows that leave, buffers that fill
     up, groups that are split."""
-    monkeypatch.setattr(cache, "IN_PLACE_FROM", 0 if in_place else 2**60)
-    monkeypatch.setattr(cache, "ROOM", 2)
+    monkeypatch.setattr(cpu_decoding, "IN_PLACE_FROM", 0 if in_place else 2**60)
+    monkeypatch.setattr(cpu_decoding, "ROOM", 2)
     policy = Policy(build(kind, tied=False), Letters(), frozenset(range(1, VOCAB, 9)), 0)
     found = [sample(policy, PROMPTS, 4, dataclasses.replace(SAMPLING, rows=r)) for r in (512, 7)]
     assert len(set(found[0].lengths_PG.flatten())) > 2
@@ -69,9 +80,9 @@ def test_sampling_equals_one_full_forward_pass_per_token(kind, in_place, monkeyp
 
 
 def test_a_buffer_is_extended_in_place_until_it_is_full(monkeypatch):
-    monkeypatch.setattr(cache, "IN_PLACE_FROM", 0)
-    monkeypatch.setattr(cache, "ROOM", 3)
-    layer, whole, places = cache.GrowingLayer(), torch.randn(2, 1, 12, 4), []
+    monkeypatch.setattr(cpu_decoding, "IN_PLACE_FROM", 0)
+    monkeypatch.setattr(cpu_decoding, "ROOM", 3)
+    layer, whole, places = cpu_decoding.GrowingLayer(), torch.randn(2, 1, 12, 4), []
     for t in range(12):
         keys, _ = layer.update(whole[:, :, t : t + 1], whole[:, :, t : t + 1])
         assert torch.equal(keys, whole[:, :, : t + 1])
@@ -83,12 +94,12 @@ def test_a_buffer_is_extended_in_place_until_it_is_full(monkeypatch):
 
 
 def test_packed_layers_compute_the_same_and_are_put_back(monkeypatch):
-    monkeypatch.setattr(packed, "PACK_FROM", 1)
+    monkeypatch.setattr(cpu_decoding, "PACK_FROM", 1)
     model = random_policy(dtype=torch.float32).model
     ids = torch.tensor([[2, 3, 4], [5, 6, 7]])
     with torch.inference_mode():
         plain = model(input_ids=ids).logits
-        with packed.packed_linears(model, rows=2):
+        with cpu_decoding.packed_linears(model, rows=2):
             assert any("forward" in vars(module) for module in model.modules())
             found = model(input_ids=ids).logits
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-5)
@@ -96,11 +107,11 @@ def test_packed_layers_compute_the_same_and_are_put_back(monkeypatch):
 
 
 def test_weights_beyond_the_share_of_memory_and_other_types_are_not_packed(monkeypatch):
-    monkeypatch.setattr(packed, "PACK_FROM", 1)
+    monkeypatch.setattr(cpu_decoding, "PACK_FROM", 1)
     double = random_policy().model
-    with packed.packed_linears(double, rows=2):
+    with cpu_decoding.packed_linears(double, rows=2):
         assert not any("forward" in vars(module) for module in double.modules())
-    monkeypatch.setattr(packed, "SHARE_OF_MEMORY", 0)
+    monkeypatch.setattr(cpu_decoding, "SHARE_OF_MEMORY", 0)
     single = random_policy(dtype=torch.float32).model
-    with packed.packed_linears(single, rows=2):
+    with cpu_decoding.packed_linears(single, rows=2):
         assert not any("forward" in vars(module) for module in single.modules())

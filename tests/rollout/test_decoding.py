@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from grpo_ustat.rollout import tokens
-from grpo_ustat.rollout.tokens import choose
+from grpo_ustat.rollout import decoding
+from grpo_ustat.rollout.decoding import choose
 
 
 def test_a_token_its_logprob_and_entropy_by_hand():
@@ -39,7 +39,7 @@ def test_greedy_is_the_first_of_the_largest_with_its_logprob_at_the_temperature(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rows_by_parts_equal_plain_softmaxes_of_widened_logits(dtype, monkeypatch):
-    monkeypatch.setitem(tokens.LOGITS_AT_ONCE, "cpu", 300)  # three rows at a time
+    monkeypatch.setitem(decoding.LOGITS_AT_ONCE, "cpu", 300)  # three rows at a time
     torch.manual_seed(0)
     logits, uniform = 3 * torch.randn(50, 97, dtype=dtype), torch.rand(50, dtype=torch.float64)
     token, logprob, entropy = choose(logits, uniform, 0.7)

@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from commands import compose
 from fakes import LetterTokenizer, letter_prompts, random_policy
-from test_config import compose
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.pace import heard_by
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import configured_policy, load_policy, stop_tokens
 from grpo_ustat.policy.logprobs import completion_logprobs, pack, token_logprobs
+from grpo_ustat.progress import listening
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout import local
 from grpo_ustat.rollout.draws import generator, uniforms
@@ -32,6 +32,7 @@ def same(a, b):
     return np.array_equal(padded(a), padded(b)) and np.array_equal(a.lengths_PG, b.lengths_PG)
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_the_batch_size_in_float64():
     policy = random_policy()
     whole = sample(policy, PROMPTS, 6, SAMPLING)
@@ -179,23 +180,24 @@ def test_greedy_is_the_likeliest_token_each_time():
             ids.append(int(token))
 
 
+@pytest.mark.slow
 def test_where_memory_runs_out_fewer_rows_are_written_with_the_same_draws(monkeypatch):
-    policy, write, tried = random_policy(), local._write, []
+    policy, decode, tried = random_policy(), local.decode, []
     whole = sample(policy, PROMPTS, 6, SAMPLING)
 
-    def small(policy, prompts, draws_RT, sampling, pace):
+    def small(policy, prompts, draws_RT, sampling, progress):
         tried.append(len(draws_RT))
         if len(draws_RT) > 4:
-            pace.add(len(draws_RT), tokens=7)
+            progress.add(len(draws_RT), tokens=7)
             raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried")
-        return write(policy, prompts, draws_RT, sampling, pace)
+        return decode(policy, prompts, draws_RT, sampling, progress)
 
-    monkeypatch.setattr(local, "_write", small)
+    monkeypatch.setattr(local, "decode", small)
     told = []
-    with pytest.warns(UserWarning, match="completions side by side"), heard_by(told.append):
+    with pytest.warns(UserWarning, match="completions side by side"), listening(told.append):
         assert same(whole, sample(policy, PROMPTS, 6, SAMPLING))
     assert tried == [30, 15, 7] + [3] * 10
-    assert (told[-1].done, told[-1].total) == (30, 30)
+    assert (told[-1].completed, told[-1].total) == (30, 30)
     assert told[-1].tokens == whole.lengths_PG.sum()
 
 
@@ -206,7 +208,7 @@ def test_no_memory_for_one_completion_and_other_errors_are_raised(error, monkeyp
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(local, "_write", fail)
+    monkeypatch.setattr(local, "decode", fail)
     rows = 1 if isinstance(error, torch.OutOfMemoryError) else 8
     with pytest.raises(type(error), match=str(error)):
         sample(random_policy(), PROMPTS, 6, dataclasses.replace(SAMPLING, rows=rows))

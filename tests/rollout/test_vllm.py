@@ -1,4 +1,4 @@
-"""The vLLM engine against a stand-in for vLLM; scripts/try_vllm.py runs it for real."""
+"""The vLLM engine against a stand-in for vLLM; scripts/tools/try_vllm.py runs it for real."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from commands import compose
 from fakes import letter_prompts, random_policy
-from test_config import compose
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.config import RolloutConfig
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.train import RolloutConfig
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.rollout.engine import LocalEngine, make_engine
 from grpo_ustat.rollout.local import Sampling, sample
@@ -107,6 +107,7 @@ def gaps(policy, rollouts, temperature=0.8):
     return np.abs(rollouts.logprobs_PGT - own)[mask]
 
 
+@pytest.mark.slow
 def test_rollouts_are_those_that_vllm_wrote(policy):
     rollouts = engine_of(policy).sample(PROMPTS, 8, SAMPLING)
     tokens, mask, lengths = rollouts.tokens_PGT, rollouts.mask_PGT, rollouts.lengths_PG
@@ -121,6 +122,7 @@ def test_rollouts_are_those_that_vllm_wrote(policy):
         assert texts == policy.tokenizer.batch_decode(decoded, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_policy_at_its_temperature(policy):
     """Of every token of its own row and prompt; another temperature or order would show."""
     rollouts = engine_of(policy).sample(PROMPTS, 8, SAMPLING)
@@ -162,6 +164,7 @@ def test_greedy_is_the_likeliest_token_each_time(policy):
     assert rollouts.texts_PG == own.texts_PG and rollouts.logprobs_PGT is None
 
 
+@pytest.mark.slow
 def test_stop_tokens_beside_the_models_own_end_a_completion(policy):
     stopped = dataclasses.replace(policy, end_tokens=frozenset({1, 5}))
     rollouts = engine_of(stopped).sample(PROMPTS, 8, SAMPLING)
@@ -280,6 +283,6 @@ def test_what_vllm_cannot_run_is_refused(policy, monkeypatch):
 
 def test_without_vllm_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigError, match=r"pip install 'grpo-ustat\[vllm\]'") as caught:
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[vllm\]'") as caught:
         engine_of(random_policy(dtype=torch.float32))
     assert "\n" not in str(caught.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_ustat.runs.rowfiles import read_rows
+from grpo_ustat.runs.files import read_rows
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
-from grpo_ustat import sweep as command  # noqa: E402
+from grpo_ustat.distributed.lock import Lock  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
-from grpo_ustat.runs.lock import Lock  # noqa: E402
-from grpo_ustat.runs.points import Point  # noqa: E402
-from grpo_ustat.runs.sweeps import Entry, note_sweep, sweeps_in  # noqa: E402
+from grpo_ustat.runs.status import (  # noqa: E402
+    Entry,
+    PlannedRun,  # noqa: E402
+    note_sweep,
+    sweeps_in,
+)
+from grpo_ustat.sweep import __main__ as command  # noqa: E402
 
 RESULT = {
     "config_hash": "abc", "steps": 4, "seconds": 83.4, "final_accuracy": 0.625,
@@ -165,7 +169,7 @@ def noted(place, entry="train"):
             folder(path, *history_of, result=RESULT if name == "done" else None, steps=2)
         of = SimpleNamespace(path=path, config_hash="abc")
         config = SimpleNamespace(max_steps=4)
-        points.append(Point(f"group_size={2**seed} seed={seed}", config, of, place))
+        points.append(PlannedRun(f"group_size={2**seed} seed={seed}", config, of, place))
     return note_sweep(entry, points)
 
 
@@ -203,7 +207,7 @@ def of_theorems(place):
         if history_of:
             folder(path, *history_of, result=OF_THEOREM if name == "lemma6" else None)
         of = SimpleNamespace(path=path, config_hash="abc")
-        points.append(Point(f"study={name}", SimpleNamespace(), of, place))
+        points.append(PlannedRun(f"study={name}", SimpleNamespace(), of, place))
     return note_sweep("gap", points)
 
 
@@ -235,7 +239,7 @@ def test_runs_of_several_entries_have_a_table_each(tmp_path, capsys, monkeypatch
         if config:
             (path / ".hydra").mkdir()
             (path / ".hydra/config.yaml").write_text(json.dumps(config))
-    found = {s.entry: [one.label for one in s.entries] for s in sweeps_in(tmp_path)}
+    found = {s.command: [one.label for one in s.entries] for s in sweeps_in(tmp_path)}
     assert found == {"gap": ["gap/x", "other/x"], "mse": ["mse/x"], "train": ["train/x"]}
     code, out, err = shown(capsys, monkeypatch, tmp_path)
     rows = {words[0]: words[1:] for line in out if "/x" in line and (words := line.split())}
@@ -297,7 +301,7 @@ def test_the_command_needs_neither_torch_nor_hydra(tmp_path):
     script = (
         "import sys\n"
         f"sys.argv = ['sweep', 'status', {str(tmp_path)!r}]\n"
-        "from grpo_ustat.sweep import main\n"
+        "from grpo_ustat.sweep.__main__ import main\n"
         "main()\n"
         "print({'torch', 'hydra', 'transformers', 'datasets'} & set(sys.modules))\n"
     )

@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_mse.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/mse.py"
 SMALL = (
     "budget.pool_completions=8", "budget.reference_completions=16",
     "budget.reference_blocks=4", "budget.value_completions=8",

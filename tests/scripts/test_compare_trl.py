@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+BENCHMARKS = Path(__file__).parents[2] / "scripts/benchmarks"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def scripts():
-    sys.path.insert(0, str(SCRIPTS))
+    sys.path.insert(0, str(BENCHMARKS))
     yield
-    sys.path.remove(str(SCRIPTS))
+    sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def compare():
 
 @pytest.fixture(scope="module")
 def bench():
-    import bench_train
+    import train
 
-    return bench_train
+    return train
 
 
 def softmax_gradient(logits, weigh):
@@ -143,7 +143,7 @@ def test_drawn_rewards_leave_no_advantage_zero():
 def test_peak_memory_is_this_process_own():
     from both_sides import peak_memory
 
-    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import both_sides; "
+    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import both_sides; "
     code += "before = both_sides.peak_memory('cpu'); x = b'1' * 100_000_000; "
     code += "print(before, both_sides.peak_memory('cpu'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -185,6 +185,7 @@ def test_a_micro_batch_is_a_number(bench):
             bench.micro_batch(wrong)
 
 
+@pytest.mark.slow
 def test_both_sides_see_the_same_questions(bench, tmp_path):
     asked = argparse.Namespace(
         dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
@@ -209,7 +210,7 @@ def test_our_turn_goes_through_the_trainer(bench, tmp_path):
     texts, program = [f"{i}+1=" for i in range(9)], bench.Program("ours", 64, False, True)
     job = bench.job_of(program, asked, "embedded:tiny_base", texts, 3)
     (tmp_path / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, str(SCRIPTS / "bench_train.py"), "--turn", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "train.py"), "--turn", str(tmp_path)]
     subprocess.run(command, check=True, timeout=300)
     found = json.loads((tmp_path / "result.json").read_text())
     assert len(found["rows"]) == 2 and found["peak"] > 10**8
@@ -217,12 +218,14 @@ def test_our_turn_goes_through_the_trainer(bench, tmp_path):
 
 
 @pytest.mark.slow
-def test_wrong_arguments_are_refused_in_one_line(tmp_path):
+def test_wrong_arguments_are_refused_in_one_line(bench, tmp_path, monkeypatch, capsys):
     def refused(*arguments):
-        command = [sys.executable, str(SCRIPTS / "bench_train.py"), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-        return done.stderr
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            bench.main()
+        assert isinstance(ended.value.code, str)  # printed by Python, which then ends with 1
+        assert "\n" not in ended.value.code and capsys.readouterr() == ("", "")
+        return ended.value.code
 
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"question": "1+1"}))

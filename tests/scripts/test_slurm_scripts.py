@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.composing import asked_for, composed, hydra_node, initialized
+from grpo_ustat.cli.compose import compose_config, parse
+from grpo_ustat.cli.hydra_api import hydra_session, sweep_node
+from grpo_ustat.config.schema import ConfigError
 
-SCRIPTS = Path(__file__).parents[1] / "scripts" / "slurm"
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 SWEEP = {"SLURM_ARRAY_TASK_MAX": "29", "SLURM_ARRAY_JOB_ID": "10", "SLURM_JOB_ID": "11"}
 
 
@@ -90,13 +91,14 @@ def test_slurm_reads_every_option(script):
     assert not [line for line in lines[first:] if "#SBATCH" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["slurm", "slurm_multinode"])
 def test_a_job_has_time_to_save_before_its_limit(name):
     """SLURM signals up to a minute early, ranks are killed after the grace; and submitit takes
     every preemption of a job of ten minutes or fewer for its time limit."""
-    grace = composed("train", []).launch.grace_seconds
-    with initialized("train"):
-        launcher = hydra_node("train", [f"hydra/launcher={name}"]).hydra.launcher
+    grace = compose_config("train", []).launch.grace_seconds
+    with hydra_session("train"):
+        launcher = sweep_node("train", [f"hydra/launcher={name}"]).hydra.launcher
     assert launcher.signal_delay_s >= grace + 60
     assert launcher.timeout_min * 60 > 2 * launcher.signal_delay_s and launcher.timeout_min > 10
     assert launcher.max_num_timeout > 0 and launcher.additional_parameters.requeue is True
@@ -107,15 +109,15 @@ def test_a_warning_shorter_than_the_grace_is_refused(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: name)  # an sbatch
     words = ["-m", "hydra/launcher=slurm", "seed=0,1", "hydra.launcher.signal_delay_s=119"]
     with pytest.raises(ConfigError, match="119 s before .*launch.grace_seconds=120 to save"):
-        asked_for("train", words)
-    asked_for("train", [*words, "launch.grace_seconds=119"])
-    asked_for("train", words[:-1])
+        parse("train", words)
+    parse("train", [*words, "launch.grace_seconds=119"])
+    parse("train", words[:-1])
 
 
 @pytest.mark.slow
 def test_without_the_plugin_only_its_launchers_are_refused(tmp_path):
     program = "import hydra_plugins; hydra_plugins.__path__ = []\n"
-    program += "from grpo_ustat.train import main; main()"
+    program += "from grpo_ustat.train.__main__ import main; main()"
 
     def run(*arguments):
         command = [sys.executable, "-c", program, *arguments]
@@ -124,9 +126,9 @@ def test_without_the_plugin_only_its_launchers_are_refused(tmp_path):
     refused = run("-m", "hydra/launcher=slurm", "seed=0,1")
     assert refused.returncode == 2
     assert refused.stderr == (
-        "error: SLURM needs hydra-submitit-launcher: pip install 'grpo-ustat[slurm]'\n"
+        "error: SLURM needs hydra-submitit-launcher: pip install -e '.[slurm]'\n"
     )
-    assert "(pip install 'grpo-ustat[slurm]')" in " ".join(run("--help").stdout.split())
+    assert "(pip install 'grpo_ustat[slurm]')" in " ".join(run("--help").stdout.split())
     assert (
         "budget.rollouts=16 is not a multiple" in run("group_size=5", "budget.rollouts=16").stderr
     )

@@ -13,7 +13,7 @@ from grpo_ustat.tasks.arithmetic import KINDS, Arithmetic, Exercise, Ranges, dra
 from grpo_ustat.tasks.base import NumberJudge, Task
 from grpo_ustat.tasks.prompts import Prompting
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/tools"))
 from worked_solutions import Writer, decides_answer, direct  # noqa: E402
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.base import NumberJudge
 from grpo_ustat.tasks.gsm8k import question_of

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import compose
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.data_config import MathConfig
+from grpo_ustat.config.data import MathConfig
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.math import boxed, level_of, math, question_of
 from grpo_ustat.tasks.rows import Origin, Row
 
@@ -120,12 +121,16 @@ def test_a_given_answer_goes_before_the_box_and_an_empty_one_does_not():
         ({"subjects": ["Prealgebra"], "filter_test": True}, "'Prealgebra', which no test row has"),
         ({"test_ids": "nowhere.txt"}, "dataset.test_ids=nowhere.txt: no such file"),
         ({"subjects": ["Precalculus"]}, "dataset.study_size=1, but only 0 questions"),
-        ({"judge_seconds": 0.0}, "dataset.judge_seconds=0.0 must be above 0"),
     ],
 )
 def test_wrong_options_are_refused(fields, match):
     with pytest.raises(ConfigError, match=match):
         found(**fields)
+
+
+def test_a_judge_without_time_is_refused():
+    with pytest.raises(ConfigError, match="dataset.judge_seconds=0.0 must be above 0"):
+        compose("train", "dataset=math", "prompt=qwen_math_cot", "dataset.judge_seconds=0")
 
 
 @pytest.mark.parametrize(

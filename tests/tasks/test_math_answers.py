@@ -168,6 +168,7 @@ def test_what_was_not_judged_earns_nothing_and_is_counted():
     assert [judge.extract(text) for text in texts[4:]] == ["4+x", "x+1", None]
 
 
+@pytest.mark.slow
 def test_with_math_verify():
     judge = MathJudge(Verifier(1, 20.0, 2.0))
     cases = [

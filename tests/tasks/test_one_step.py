@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.base import NumberJudge, Task
 from grpo_ustat.tasks.one_step import OneStep, draw, exercises
 from grpo_ustat.tasks.prompts import Prompting

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
-from grpo_ustat.tasks import own
-from grpo_ustat.tasks.own import OwnJudge, OwnSource
+from grpo_ustat.tasks import plugins
+from grpo_ustat.tasks.plugins import OwnJudge, OwnSource
 
 PROMPT = Prompt("p7", "3 1 2 =", "3 1 2", "1 2 3", "sorting")
 
@@ -34,7 +34,7 @@ class Letters:
 
 
 def source(monkeypatch, task=Letters, options=None, **sizes):
-    monkeypatch.setattr(own, "entry_point", lambda group, name: task)
+    monkeypatch.setattr(plugins, "entry_point", lambda group, name: task)
     asked = {"train": None, "test": None, "study": 2, "examples": 0} | sizes
     return OwnSource("letters", options or {}, asked)
 
@@ -71,7 +71,7 @@ def test_only_what_is_asked_for_must_be_there(monkeypatch):
             "train",
             r"questions\('train'\) holds '1\+1', it must hold grpo_ustat",
         ),
-        ({"train": 3}, "train", r"questions\('train'\): TypeError: .*own.py, line \d+\)"),
+        ({"train": 3}, "train", r"questions\('train'\): TypeError: .*plugins.py, line \d+\)"),
         (
             {"many": 1, "lots": 2},
             "examples",

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.data_config import Gsm8kConfig
+from grpo_ustat.config.data import Gsm8kConfig
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.gsm8k import gsm8k
 from grpo_ustat.tasks.rows import Origin
 

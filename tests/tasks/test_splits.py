@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
 from grpo_ustat.tasks.splits import Splits, question_id
 

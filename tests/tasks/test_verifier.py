@@ -14,16 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.answers import final_number
 from grpo_ustat.tasks.math_answers import MathJudge
 from grpo_ustat.tasks.verifier import CANARIES, JudgeError, Verdict, Verifier
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "scripts"))
-sys.path.insert(0, str(HERE.parent / "training"))
+HERE = Path(__file__).parents[1] / "helpers"
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/benchmarks"))
 import hostile_answers  # noqa: E402
-from test_trainer import fit  # noqa: E402
+from training_runs import fit  # noqa: E402
 
 RIGHT, WRONG, TIMEOUT, FAILURE = Verdict
 BOX = r"\boxed{%s}"
@@ -48,7 +47,7 @@ def limited():
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
     """What the stub was asked, as (process, answer), once it stands in for math-verify."""
-    monkeypatch.setenv("PYTHONPATH", str(HERE / "stub"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(HERE / "stub_math_verify"), prepend=os.pathsep)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
 
     def read():
@@ -111,10 +110,13 @@ def test_several_threads_judge_at_once(math_verify):
 def test_workers_import_neither_torch_nor_this_package(math_verify):
     assert "torch" in sys.modules
     math_verify.judge([(BOX % "a", BOX % "b")])
+    maps = []
     for process in descendants():
-        files = Path(f"/proc/{process.pid}/maps").read_text()
-        assert "libpython" in files or "python" in files
-        assert "torch" not in files and "numpy" not in files
+        # workers of earlier tests may be ending
+        with suppress(FileNotFoundError, ProcessLookupError):
+            maps.append(Path(f"/proc/{process.pid}/maps").read_text())
+    assert any("python" in files for files in maps)
+    assert not any("torch" in files or "numpy" in files for files in maps)
 
 
 def test_hostile_answers_end_at_the_deadline(stub, calls):
@@ -356,6 +358,7 @@ def test_workers_ignore_the_signals_of_a_run(stub):
     assert {process.pid for process in stub.processes()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["end", "fork"])
 def test_a_run_that_ends_and_one_that_forks(how, calls):
     process = start(how)
@@ -381,6 +384,7 @@ def test_ordinary_answers_are_judged_as_they_are(limited):
     assert found == [RIGHT if right else WRONG for *_, right in asked]
 
 
+@pytest.mark.slow
 def test_leniency_is_not_ours(math_verify):
     judged = MathJudge(math_verify).verdicts(hostile_answers.LENIENT)
     alone = math_verify.judge([(BOX % gold, text) for _, gold, text in hostile_answers.LENIENT])

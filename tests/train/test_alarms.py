@@ -8,11 +8,11 @@ import re
 import numpy as np
 import pytest
 from test_metrics import batch_of
-from test_trainer import config_of, fit
+from training_runs import config_of, fit
 
-from grpo_ustat.training import trainer
-from grpo_ustat.training.alarms import LARGEST_GAP, TRAPS, ring
-from grpo_ustat.training.metrics import batch_metrics
+from grpo_ustat.train import trainer
+from grpo_ustat.train.alarms import ALARMS, MAX_LOGPROB_GAP, check_alarms
+from grpo_ustat.train.metrics import batch_metrics
 
 HEALTHY = {
     "completions/clipped_ratio": 0.1,
@@ -40,11 +40,13 @@ def heard(rows, *overrides):
     """(step, line) of what is told, and the counts."""
     config, streaks, alarms, lines = config_of(*overrides), {}, {}, []
     for step, row in enumerate(rows, start=1):
-        lines += [(step, line) for line in ring(config, row | {"step": step}, streaks, alarms)]
+        lines += [
+            (step, line) for line in check_alarms(config, row | {"step": step}, streaks, alarms)
+        ]
     return lines, alarms
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize("name", ALARMS)
 def test_each_trap_is_told_once_and_counted(name):
     injected, after, pattern = INJECTED[name]
     lines, alarms = heard([HEALTHY, *[HEALTHY | injected] * 7])
@@ -54,7 +56,7 @@ def test_each_trap_is_told_once_and_counted(name):
     assert alarms == {name: 7}
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize("name", ALARMS)
 def test_a_streak_that_breaks_starts_again(name):
     injected, after, _ = INJECTED[name]
     rows = ([HEALTHY | injected] * (after - 1) + [HEALTHY]) * 3
@@ -69,7 +71,7 @@ def test_a_gap_is_judged_by_the_type_computed_in():
     asked["bfloat16"] = ("bf16=true",)
     for name, overrides in asked.items():
         for factor, count in ((10, 1), (0.1, 0)):
-            row = HEALTHY | {key: factor * LARGEST_GAP[name]}
+            row = HEALTHY | {key: factor * MAX_LOGPROB_GAP[name]}
             assert len(heard([row], *overrides)[0]) == count
     assert len(heard([HEALTHY | {key: float("nan")}])[0]) == 1
     assert heard([{k: v for k, v in HEALTHY.items() if k != key}]) == ([], {})
@@ -80,14 +82,14 @@ def test_a_healthy_run_is_quiet_and_a_sick_one_is_not(tmp_path, capsys, monkeypa
     quiet = fit(tmp_path / "quiet", "max_completion_length=96")
     assert "ALARM" not in capsys.readouterr().err
     assert json.loads((quiet / "result.json").read_text())["alarms"] == {}
-    whole = trainer.draw_batch
+    whole = trainer.sample_batch
 
     def broken(*arguments):
         batch = whole(*arguments)
         batch.rewards_PG[:] = 0
         return batch
 
-    monkeypatch.setattr(trainer, "draw_batch", broken)
+    monkeypatch.setattr(trainer, "sample_batch", broken)
     sick = fit(tmp_path / "sick", "max_completion_length=5")
     err = capsys.readouterr().err
     for name in ("truncated", "extraction_failed", "silent"):
@@ -104,7 +106,7 @@ def test_alarms_survive_a_resume(tmp_path, capsys, monkeypatch, forgotten):
 
     Forgetting either is noticed.
     """
-    whole, resume = trainer.draw_batch, trainer.resume
+    whole, resume = trainer.sample_batch, trainer.resume
 
     def broken(*arguments):
         batch = whole(*arguments)
@@ -117,7 +119,7 @@ def test_alarms_survive_a_resume(tmp_path, capsys, monkeypatch, forgotten):
             setattr(progress, forgotten, {})
         return progress
 
-    monkeypatch.setattr(trainer, "draw_batch", broken)
+    monkeypatch.setattr(trainer, "sample_batch", broken)
     fit(tmp_path, "max_completion_length=5", "max_steps=2")
     assert capsys.readouterr().err.count("ALARM truncated") == 1
     monkeypatch.setattr(trainer, "resume", forgetful)

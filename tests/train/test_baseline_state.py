@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from reference import one_flat_score
-from test_trainer import SMALL, first_batch, fit
+from training_runs import SMALL, first_batch, fit
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.tasks.base import rewards
-from grpo_ustat.training import batch as batch_module
-from grpo_ustat.training.batch import fresh, gathered, optimal_baseline
-from grpo_ustat.training.memory import _answers, make_memory
+from grpo_ustat.train import batch as batch_module
+from grpo_ustat.train.baseline_state import first_completions, make_baseline_state
+from grpo_ustat.train.batch import gather_by_prompt, optimal_baseline, sample_extra
 
 FEW = ("max_steps=2", "dataset.test_size=2", "budget.value_completions=3")
 EXTRA = {"oracle": 24, "optimal": 24, "remax": 8}  # 2 steps of 4 prompts, 3 completions each or 1
@@ -41,21 +41,22 @@ def test_ranks_restore_the_order_of_the_prompts(monkeypatch):
     prompts = list(range(7))
     shares = [prompts[rank::3] for rank in range(3)]
     monkeypatch.setattr(batch_module, "gather_object", lambda mine: shares)
-    assert gathered(None, shares[1]) == prompts
+    assert gather_by_prompt(shares[1]) == prompts
 
 
+@pytest.mark.slow
 def test_the_tracker_starts_outside_the_batch_and_follows_its_formula(tmp_path):
     run, batch = first_batch(tmp_path, "baseline=spo", "budget.value_completions=5")
-    fields, extra = run.memory.recall(run, batch, 0)
-    rollouts, _ = fresh(run, batch.prompts, 5, 0)
+    fields, extra = run.baseline_state.context(run, batch, 0)
+    rollouts, _ = sample_extra(run, batch.prompts, 5, 0)
     right = rewards(run.task, rollouts).sum(axis=1)
     np.testing.assert_allclose(fields["tracker_P"], (right + 0.5) / 6)
     assert extra.rollouts == 20 and extra.tokens == rollouts.lengths_PG.sum()
-    run.memory.learn(run, batch)
+    run.baseline_state.update(run, batch)
     start = 8 * (right + 0.5) / 6  # 1 / (1 - 0.875) = 8 observations; a first visit has D = 0
     successes = batch.rewards_PG.sum(axis=1)
     expected = (0.96 * start + successes) / (0.96 * 8 + 4)
-    fields, extra = run.memory.recall(run, batch, 1)
+    fields, extra = run.baseline_state.context(run, batch, 1)
     np.testing.assert_allclose(fields["tracker_P"], expected)
     assert extra.rollouts == 0
 
@@ -64,31 +65,33 @@ def test_the_tracker_starts_outside_the_batch_and_follows_its_formula(tmp_path):
 def test_the_tracker_forgets_faster_when_the_policy_moved(tmp_path):
     """D is the mean absolute change of the stored answer's token log-probabilities."""
     run, batch = first_batch(tmp_path, "baseline=spo", "model.dtype=float64")
-    run.memory.recall(run, batch, 0)
-    run.memory.learn(run, batch)
-    before = _answers(run, batch.rollouts)
-    assert max(run.memory._distances(run, batch.rollouts).values()) < 1e-12
+    run.baseline_state.context(run, batch, 0)
+    run.baseline_state.update(run, batch)
+    before = first_completions(run, batch.rollouts)
+    assert max(run.baseline_state.distances(run, batch.rollouts).values()) < 1e-12
     with torch.no_grad():
         run.policy.model.lm_head.weight *= 1.05
-    after = _answers(run, batch.rollouts)
-    for name, distance in run.memory._distances(run, batch.rollouts).items():
+    after = first_completions(run, batch.rollouts)
+    for name, distance in run.baseline_state.distances(run, batch.rollouts).items():
         expected = np.abs(before[name][1] - after[name][1]).mean()
         assert distance == pytest.approx(expected, rel=1e-9) and distance > 1e-4
 
 
+@pytest.mark.slow
 def test_the_critic_never_sees_the_batch_it_judges(tmp_path):
     """Other rewards of the batch at hand leave its values alone and change those of the next."""
     run, batch = first_batch(tmp_path, "baseline=critic", "model.dtype=float64")
-    assert (run.memory.recall(run, batch, 0)[0]["critic_P"] == 0).all()
-    run.memory.learn(run, batch)
-    fitted = run.memory.recall(run, batch, 1)[0]["critic_P"]
-    x, y = run.memory.features_PD, batch.rewards_PG.mean(axis=1)
+    assert (run.baseline_state.context(run, batch, 0)[0]["critic_P"] == 0).all()
+    run.baseline_state.update(run, batch)
+    fitted = run.baseline_state.context(run, batch, 1)[0]["critic_P"]
+    x, y = run.baseline_state.features_PD, batch.rewards_PG.mean(axis=1)
     dual = np.linalg.solve(x @ x.T + np.eye(4), y)  # the ridge solution, written the other way
     np.testing.assert_allclose(fitted, x @ x.T @ dual, rtol=1e-6, atol=1e-9)
     other = dataclasses.replace(batch, rewards_PG=1 - batch.rewards_PG)
-    np.testing.assert_array_equal(run.memory.recall(run, other, 1)[0]["critic_P"], fitted)
+    np.testing.assert_array_equal(run.baseline_state.context(run, other, 1)[0]["critic_P"], fitted)
 
 
+@pytest.mark.slow
 def test_the_optimal_baseline_weighs_by_squared_score_norms(tmp_path):
     run, batch = first_batch(tmp_path, "baseline=optimal", "model.dtype=float64")
     found, z = optimal_baseline(run, batch.rollouts), batch.rewards_PG
@@ -101,23 +104,27 @@ def test_the_optimal_baseline_weighs_by_squared_score_norms(tmp_path):
         assert found[p] == pytest.approx(np.dot(q, z[p]) / sum(q), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["running_mean", "spo", "critic"])
 def test_a_memory_survives_its_state(tmp_path, name):
     run, batch = first_batch(tmp_path, f"baseline={name}", "budget.value_completions=3")
-    run.memory.recall(run, batch, 0)
-    run.memory.learn(run, batch)
-    twin = make_memory(run.config.baseline)
-    twin.load_state_dict(run.memory.state_dict())
-    left, right = run.memory.recall(run, batch, 1)[0], twin.recall(run, batch, 1)[0]
+    run.baseline_state.context(run, batch, 0)
+    run.baseline_state.update(run, batch)
+    twin = make_baseline_state(run.config.baseline)
+    twin.load_state_dict(run.baseline_state.state_dict())
+    left, right = run.baseline_state.context(run, batch, 1)[0], twin.context(run, batch, 1)[0]
     for key, value in left.items():
         np.testing.assert_array_equal(value, right[key])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["spo", "critic", "reinforce_pp"])
-def test_two_processes_take_the_step_of_one(tmp_path, name):
-    """In float64 the metrics of three steps agree to rounding, whoever holds which prompt."""
-    found = [run_on(count, tmp_path / str(count), name) for count in (1, 2)]
+def test_two_processes_take_the_step_of_one(tmp_path):
+    """In float64 the metrics of three steps agree to rounding, whoever holds which prompt.
+
+    With `spo`, which draws as it starts and remembers prompts; all rules with a memory, on forked
+    ranks: tests/train/test_two_processes.py.
+    """
+    found = [run_on(count, tmp_path / str(count), "spo") for count in (1, 2)]
     for one, two in zip(*found, strict=True):
         for key in ("reward", "grad_norm", "num_tokens", "value_rollouts"):
             assert two[key] == pytest.approx(one[key], rel=1e-9)

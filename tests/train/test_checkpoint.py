@@ -8,13 +8,13 @@ import pytest
 import torch
 from resuming import config_of, differences, fit, left, rewind, rows
 
-from grpo_ustat.checks import ConfigError
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.snapshots import MANIFEST, newest_whole, prune, publish, verify
-from grpo_ustat.training import checkpoint, trainer
-from grpo_ustat.training.memory import make_memory
-from grpo_ustat.training.setup import set_up
+from grpo_ustat.train import checkpoint, trainer
+from grpo_ustat.train.baseline_state import make_baseline_state
+from grpo_ustat.train.setup import set_up
+from grpo_ustat.train.snapshots import MANIFEST, newest_whole, prune, publish, verify
 
 MORE = ("optimizer=sgd", "baseline=spo", "baseline=critic", "lora=r16", "model.dtype=float64",
         "objective=grpo")  # fmt: skip
@@ -42,13 +42,18 @@ def test_resuming_equals_running_through(tmp_path, override):
     """Every file bit by bit: weights, moments, schedule, memory, counters, rows, tables."""
     overrides = (override, "budget.value_completions=3")
     if override == "objective=grpo":
-        overrides += ("baseline=group_std", "objective.num_iterations=2")
+        overrides += (
+            "baseline=group_std",
+            "objective.num_iterations=2",
+            "objective.num_minibatches=2",
+        )
     through = fit(tmp_path / "through", *overrides)
     parts = broken(through, tmp_path)
     fit(parts, *overrides)
     assert differences(parts, through) == []
 
 
+@pytest.mark.slow
 def test_the_run_is_one_in_which_every_step_moves(through):
     found = rows(through)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
@@ -77,7 +82,7 @@ def forget_rate(run, state):
 
 
 def forget_memory(run, state):
-    run.memory.running = 0.0
+    run.baseline_state.running = 0.0
 
 
 def forget_counter(name):
@@ -115,7 +120,7 @@ def test_every_field_of_progress_has_a_control_or_a_reason():
     rewritten = {"clipped_ratio", "rewards_last"}  # by the last step and the last evaluation
     clock = {"seconds", "seconds_save"}
     failures = {"failed_saves"}  # see test_storage
-    assert set(vars(trainer.Progress())) <= covered | rewritten | clock | failures
+    assert set(vars(trainer.TrainProgress())) <= covered | rewritten | clock | failures
 
 
 @pytest.mark.slow
@@ -138,11 +143,12 @@ def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
 def test_forgetting_a_memory_is_noticed(tmp_path, monkeypatch, baseline):
     overrides = (f"baseline={baseline}", "budget.value_completions=3")
     through = fit(tmp_path / "through", *overrides)
-    kind = type(make_memory(config_of(*overrides).baseline))
+    kind = type(make_baseline_state(config_of(*overrides).baseline))
     monkeypatch.setattr(kind, "load_state_dict", lambda self, state: None)
     assert differences(fit(broken(through, tmp_path), *overrides), through)
 
 
+@pytest.mark.slow
 def test_rows_after_the_checkpoint_are_written_again(through, tmp_path):
     parts = broken(through, tmp_path)
     with (parts / "metrics.jsonl").open("a") as file:
@@ -150,6 +156,7 @@ def test_rows_after_the_checkpoint_are_written_again(through, tmp_path):
     assert differences(fit(parts), through) == []
 
 
+@pytest.mark.slow
 def test_rows_that_are_gone_are_missed_aloud(through, tmp_path, capsys):
     parts = broken(through, tmp_path)
     (parts / "metrics.jsonl").unlink()
@@ -168,6 +175,7 @@ def test_a_checkpoint_loads_as_any_model(through):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_loads_as_any_adapter(tmp_path):
     from peft import AutoPeftModelForCausalLM
     from safetensors.torch import load_file
@@ -202,6 +210,7 @@ def test_only_our_own_whole_folders_are_counted_and_removed(tmp_path):
     verify(tmp_path / "checkpoint-4")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_before_manifests_is_passed_over_by_name(through, tmp_path, capsys):
     parts = broken(through, tmp_path, 4)
     (parts / "checkpoint-3" / MANIFEST).unlink()
@@ -217,7 +226,7 @@ def test_a_checkpoint_of_before_manifests_is_passed_over_by_name(through, tmp_pa
 
 
 def test_a_manifest_of_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_ustat.runs.snapshots.FORMAT", 2)
+    monkeypatch.setattr("grpo_ustat.train.snapshots.FORMAT", 2)
     publish(tmp_path, 3, lambda staged: (staged / "a").write_text("a"))
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="has format 2, this version reads 1"):
@@ -242,6 +251,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(through, tmp_path, tensor, 
         checkpoint.load(found, run.policy, run.optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", ["model.dtype=float64", "model=hub"])
 def test_another_model_is_refused_before_it_is_loaded(through, tmp_path, override):
     overrides = [override]

@@ -7,10 +7,10 @@ import shutil
 import pytest
 from resuming import differences, fit, rewind
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.runs.snapshots import MANIFEST, newest_whole
-from grpo_ustat.training import card
-from grpo_ustat.training.checkpoint import MEMORY, OPTIMIZER, STATE
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.train import model_card
+from grpo_ustat.train.checkpoint import BASELINE_STATE, OPTIMIZER, STATE
+from grpo_ustat.train.snapshots import MANIFEST, newest_whole
 
 
 def truncate(file):
@@ -44,7 +44,7 @@ def delete(file):
 DAMAGES = {f.__name__: f for f in (truncate, halve, flip, flip_last, empty, delete)}
 FILES = (
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-    "tokenizer_config.json", OPTIMIZER, MEMORY, STATE, MANIFEST,
+    "tokenizer_config.json", OPTIMIZER, BASELINE_STATE, STATE, MANIFEST,
 )  # and in the last one a card with what it shows  # fmt: skip
 
 
@@ -69,10 +69,11 @@ def unwrapped(capsys):
     return " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_these_are_all_files_of_a_checkpoint(through):
     assert {path.name for path in (through / "checkpoint-3").iterdir()} == set(FILES)
     last = {path.name for path in (through / "checkpoint-4").iterdir()}
-    assert last == {*FILES, card.NAME, card.PICTURE, card.CONFIG}
+    assert last == {*FILES, model_card.NAME, model_card.PICTURE, model_card.CONFIG}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -97,6 +98,7 @@ def test_where_all_are_damaged_nothing_starts_anew(stopped, capsys, name):
     assert contents(stopped) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, damage", [(OPTIMIZER, "flip"), (MANIFEST, "delete")])
 def test_the_run_ends_as_if_nothing_had_happened(stopped, through, capsys, name, damage):
     DAMAGES[damage](stopped / "checkpoint-3" / name)
@@ -104,12 +106,19 @@ def test_the_run_ends_as_if_nothing_had_happened(stopped, through, capsys, name,
     assert f"checkpoint-3 is passed over: {name} " in unwrapped(capsys)
 
 
+def two_damages_of_each_file():
+    """Damages in turn, and the one three further: each of the six hits three of the nine files."""
+    names = list(DAMAGES)
+    assert len(names) == 6
+    return [(file, names[(i + j) % 6]) for i, file in enumerate(FILES) for j in (0, 3)]
+
+
 @pytest.mark.slow(minutes=0.03)
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name, damage", two_damages_of_each_file())
 def test_whatever_is_damaged_the_run_ends_as_if_nothing_had_happened(
     stopped, through, name, damage
 ):
+    """That each of the 54 pairs sends a run to the checkpoint before is tested above."""
     DAMAGES[damage](stopped / "checkpoint-3" / name)
     assert differences(fit(stopped), through) == []
 
@@ -123,6 +132,7 @@ def test_a_refusal_leaves_the_folder_as_it_is(stopped):
     assert contents(stopped) == before
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_never_displaces_a_whole_one(through, tmp_path):
     """With one checkpoint to keep, a damaged later one takes no place."""
     shutil.copytree(through, tmp_path / "run")

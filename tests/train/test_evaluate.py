@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from simulated import on_ranks
 from test_metrics import batch_of
-from test_trainer import config_of, fit
+from training_runs import config_of, fit
 
 from grpo_ustat.estimators.intervals import clustered_wilson, wilson
 from grpo_ustat.estimators.ustatistic import pass_at_k
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import rewards
-from grpo_ustat.training.evaluate import eval_row, held_out
-from grpo_ustat.training.setup import set_up
+from grpo_ustat.train.evaluate import eval_row, sample_eval
+from grpo_ustat.train.setup import set_up
 
 COUNT = 6
 
@@ -50,6 +50,7 @@ def test_with_one_completion_a_question_the_interval_is_wilsons(rng):
         np.testing.assert_allclose(found, wilson(one.sum(), len(one)), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_intervals_cover_over_questions():
     """Unequal questions, eight completions each; counted as independent they cover far less."""
     rng, size, hits = np.random.default_rng(4), 8, np.zeros(4)
@@ -109,11 +110,12 @@ def test_every_decoding_has_its_rows(tmp_path):
     assert "greedy" in result["summary"]
 
 
+@pytest.mark.slow
 def test_evaluations_at_two_steps_share_their_draws(tmp_path):
     """The same policy gives the same completions, so that a difference is the policy's."""
     config = config_of("eval.num_generations=2")
     run = set_up(config, RunFolder(tmp_path, config))
-    one, two = (held_out(run, "sampled") for _ in range(2))
+    one, two = (sample_eval(run, "sampled") for _ in range(2))
     np.testing.assert_array_equal(one.lengths_PG, two.lengths_PG)
     assert one.rollouts.texts_PG == two.rollouts.texts_PG
     assert one.rollouts.texts_PG[0][0] != one.rollouts.texts_PG[0][1]
@@ -125,8 +127,8 @@ def test_any_number_of_ranks_evaluates_the_same(tmp_path, monkeypatch, world):
     """Four questions on three ranks, unequally, and on five, of which one has none."""
     config = config_of("dataset.test_size=4", "eval.num_generations=2")
     run = set_up(config, RunFolder(tmp_path, config))
-    alone = held_out(run, "sampled")
-    for found in on_ranks(monkeypatch, run, world, lambda own: held_out(own, "sampled")):
+    alone = sample_eval(run, "sampled")
+    for found in on_ranks(monkeypatch, run, world, lambda own: sample_eval(own, "sampled")):
         for name in ("rewards_PG", "lengths_PG", "ended_PG", "answered_PG", "prompt_lengths_P"):
             np.testing.assert_array_equal(getattr(found, name), getattr(alone, name), name)
         assert eval_row(0, "sampled", found, 2) == eval_row(0, "sampled", alone, 2)

@@ -11,8 +11,8 @@ from resuming import config_of, differences, fit
 from safetensors.torch import load_file
 
 from grpo_ustat.policy.loading import configured_task
-from grpo_ustat.runs.snapshots import newest_whole
-from grpo_ustat.training import trainer, update
+from grpo_ustat.train import trainer, update
+from grpo_ustat.train.snapshots import newest_whole
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def test_a_reward(tmp_path, monkeypatch, through, bad):
     prompts = configured_task(config).prompts("train")
     victim = trainer.choose_prompts(config, prompts, 2)[1].id
     kind = type(configured_task(config))
-    rewards, step = kind.rewards, trainer._step
+    rewards, step = kind.rewards, trainer.train_step
     now = []
 
     def stepping(run, progress):
@@ -70,7 +70,7 @@ def test_a_reward(tmp_path, monkeypatch, through, bad):
         hit = [now == [2] and prompt.id == victim for prompt in prompts]
         return [bad if h else r for h, r in zip(hit, found, strict=True)]
 
-    monkeypatch.setattr(trainer, "_step", stepping)
+    monkeypatch.setattr(trainer, "train_step", stepping)
     monkeypatch.setattr(kind, "rewards", unfinite)
     stopped_in(
         tmp_path / "run", 3, rf"the reward of completion 0 of prompt {re.escape(victim)} is {bad}"
@@ -83,8 +83,9 @@ def test_a_reward(tmp_path, monkeypatch, through, bad):
 def test_a_gradient(tmp_path, monkeypatch, through, bad):
     def spoilt(result, run, *_):
         next(iter(update.trainable(run.policy))).grad.view(-1)[0] = bad
+        return result
 
-    in_step(2, monkeypatch, update, "sum_over_ranks", spoilt)
+    in_step(2, monkeypatch, update, "sum_gradients", spoilt)
     stopped_in(tmp_path / "run", 2, "the gradient's norm is (nan|inf)")
     monkeypatch.undo()
     assert differences(fit(tmp_path / "run"), through) == []

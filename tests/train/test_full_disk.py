@@ -14,8 +14,8 @@ from resuming import differences, fit, left, rows
 
 from grpo_ustat.runs.folder import NotSaved
 from grpo_ustat.runs.log import MetricsLog, attempt
-from grpo_ustat.runs.snapshots import newest_whole, verify
-from grpo_ustat.training import checkpoint, trainer
+from grpo_ustat.train import checkpoint, trainer
+from grpo_ustat.train.snapshots import newest_whole, verify
 
 pytestmark = pytest.mark.slow
 
@@ -170,7 +170,7 @@ def test_a_disk_without_room_for_a_row(small_disk, tmp_path):
 
 
 def test_a_disk_that_turns_read_only(small_disk, monkeypatch, capsys):
-    judged, calls = trainer.judged_rewards, []
+    judged, calls = trainer.penalised_rewards, []
 
     def turned(*arguments):
         calls.append(1)
@@ -179,7 +179,7 @@ def test_a_disk_that_turns_read_only(small_disk, monkeypatch, capsys):
                 subprocess.run(["mount", *options, small_disk, small_disk], check=True)
         return judged(*arguments)
 
-    monkeypatch.setattr(trainer, "judged_rewards", turned)
+    monkeypatch.setattr(trainer, "penalised_rewards", turned)
     with pytest.raises(NotSaved):
         fit(small_disk / "run")
     assert len(calls) == 4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_ustat import slurm
-from grpo_ustat.ranks import PARENT
-from grpo_ustat.training.grace import tell_grace
+from grpo_ustat.distributed import slurm
+from grpo_ustat.distributed.ranks import PARENT
+from grpo_ustat.train.trainer import report_grace
 
 PARENTS, PREEMPTED = "s to ranks (launch.grace_seconds)", "s after a preemption (GraceTime)"
 CANCELLED = "s after scancel (KillWait)"
@@ -39,7 +39,7 @@ def test_what_is_granted_is_said_and_warned_of_where_steps_would_be_lost(
     if parent:
         monkeypatch.setenv(PARENT, "1")
     monkeypatch.setattr(slurm, "grace", lambda: slurm.Grace(preempted, killed))
-    tell_grace(step, save, 20)
+    report_grace(step, save, 20)
     out, err = capsys.readouterr()
     if said is None:
         assert (out, err) == ("", "")
@@ -53,6 +53,6 @@ def test_what_is_granted_is_said_and_warned_of_where_steps_would_be_lost(
 def test_slurm_is_not_asked_outside_of_it(monkeypatch, capsys):
     for name in (PARENT, "SLURM_JOB_PARTITION"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(slurm, "_asked", lambda *words: pytest.fail(f"asked {words}"))
-    tell_grace(1000.0, 1000.0, 1)
+    monkeypatch.setattr(slurm, "_query", lambda *words: pytest.fail(f"asked {words}"))
+    report_grace(1000.0, 1000.0, 1)
     assert capsys.readouterr() == ("", "")

@@ -8,18 +8,18 @@ import sys
 import numpy as np
 import pytest
 import torch
+from commands import compose
 from fakes import random_rollouts
 from safetensors.torch import load_file, save_file
-from test_config import compose
-from test_trainer import config_of
+from training_runs import config_of
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.identity import weights_fingerprint
+from grpo_ustat.config.identity import weights_fingerprint
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.training import checkpoint
-from grpo_ustat.training.setup import set_up
+from grpo_ustat.train import checkpoint
+from grpo_ustat.train.setup import set_up
 
 ROLLOUTS = random_rollouts([5, 3, 8], group_size=2, longest=6)
 
@@ -39,7 +39,8 @@ def saved(folder, *overrides):
     for name, parameter in policy.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter.data, std=0.02)
-    return policy, checkpoint.save(folder, 1, policy, {}, {}, {})
+    card = {"README.md": "the run's own card"}
+    return policy, checkpoint.write_checkpoint(folder, 1, policy, {}, {}, {}, card)
 
 
 def told(folder, **changes):
@@ -55,8 +56,10 @@ def assert_same_policy(loaded, trained):
     assert all(p.requires_grad for p in loaded.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_loads_as_the_policy_that_was_trained(tmp_path):
     trained, folder = saved(tmp_path)
+    assert (folder / "README.md").read_text() == "the run's own card"  # in the place of PEFT's
     start = load_policy("embedded:tiny_base")
     assert (logprobs(trained) - logprobs(start)).abs().max() > 0.01
     assert_same_policy(load_policy(str(folder)), trained)
@@ -69,6 +72,7 @@ def test_a_checkpoint_of_adapters_loads_as_the_policy_that_was_trained(tmp_path)
         assert_same_policy(load_policy(str(folder)), trained)
 
 
+@pytest.mark.slow
 def test_adapters_on_merged_adapters_name_them_as_their_base(tmp_path):
     trained, folder = saved(tmp_path / "one")
     model = ("model=hub", f"model.model_name_or_path={folder}")
@@ -85,6 +89,7 @@ def test_a_checkpoint_names_the_revision_of_its_base(tmp_path):
     assert stored["revision"] == "abc" and stored["base_model_name_or_path"].endswith("/tiny_base")
 
 
+@pytest.mark.slow
 def test_what_adapters_are_and_what_they_are_added_to_is_another_run(tmp_path):
     _, folder = saved(tmp_path)
     found = [weights_fingerprint(str(folder))]

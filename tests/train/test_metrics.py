@@ -13,10 +13,10 @@ import torch
 from fakes import random_rollouts
 
 from grpo_ustat.estimators.ustatistic import silent_share_if_alike
-from grpo_ustat.training import metrics
-from grpo_ustat.training.batch import Batch
-from grpo_ustat.training.metrics import batch_metrics, tokens_seen, update_metrics
-from grpo_ustat.training.update import Constants, Found
+from grpo_ustat.train import metrics
+from grpo_ustat.train.context import Batch
+from grpo_ustat.train.metrics import batch_metrics, num_tokens, update_metrics
+from grpo_ustat.train.update import FixedLogprobs, UpdateStats
 
 
 def batch_of(rewards_PG, lengths_PG=None, ended_PG=None, answered_PG=None):
@@ -48,7 +48,7 @@ def test_a_row_worked_by_hand():
     }  # fmt: skip
     expected["frac_reward_zero_std_expected"] = silent_share_if_alike(np.array([3, 1]), 3)
     assert row == pytest.approx(expected)
-    assert tokens_seen(batch) == 3 * (3 + 5) + 30
+    assert num_tokens(batch) == 3 * (3 + 5) + 30
 
 
 def test_without_a_terminated_completion_its_lengths_are_zero():
@@ -64,6 +64,7 @@ def test_a_silent_group_is_one_of_exactly_equal_rewards():
     assert "frac_reward_zero_std_expected" not in row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_expected_silent_share_is_unbiased(size):
     """Exact enumeration of what three unequal prompts' groups may show; the plug-in is biased."""
@@ -85,6 +86,7 @@ def test_the_expected_silent_share_is_unbiased(size):
         assert sure > truth + 0.1  # unequal prompts are silent more often
 
 
+@pytest.mark.slow
 def test_large_groups_keep_their_digits():
     """Against exact rationals, one factorial at a time."""
     size, successes = 200, np.array([190, 60, 200, 120])
@@ -113,27 +115,29 @@ def test_entropy_and_gap_are_over_tokens():
     rollouts = type(plain)(**vars(plain) | {"entropy_PGT": entropy, "logprobs_PGT": theirs})
     gaps = np.abs(theirs - ours)[mask]
     counted = Counter(rows=4, skipped=1)
-    old = Constants(old_NT=torch.from_numpy(ours.reshape(4, -1)))
+    old = FixedLogprobs(old_NT=torch.from_numpy(ours.reshape(4, -1)))
     for found, constants in (
-        (Found(counted, np.split(gaps, [3])), Constants()),
-        (Found(counted), old),
+        (UpdateStats(counted, np.split(gaps, [3])), FixedLogprobs()),
+        (UpdateStats(counted), old),
     ):
         row = update_metrics(found, rollouts, constants)
         assert row["entropy"] == pytest.approx(entropy[mask].mean())
         assert row["sampling/sampling_logp_difference/mean"] == pytest.approx(gaps.mean())
         assert row["sampling/sampling_logp_difference/max"] == gaps.max()
         assert row["frac_completions_skipped"] == 0.25
-    assert update_metrics(Found(counted), plain, Constants()) == {"frac_completions_skipped": 0.25}
+    assert update_metrics(UpdateStats(counted), plain, FixedLogprobs()) == {
+        "frac_completions_skipped": 0.25
+    }
 
 
 def test_ranks_count_by_their_tokens(monkeypatch):
     """Means are over all tokens, not over ranks; a negative sum is not lost on the way."""
     own, others = (
-        Found(Counter(rows=2, kl_sum=-1.0, kl_count=4), [np.array([0.5])]),
-        [Counter(rows=2, kl_sum=-3.0, kl_count=1, gap_sum=0.9, gap_count=9, gap_max=0.1)],
+        UpdateStats(Counter(rows=2, kl_sum=-1.0, kl_count=4), [np.array([0.5])]),
+        [(0.1, Counter(rows=2, kl_sum=-3.0, kl_count=1, gap_sum=0.9, gap_count=9))],
     )
     monkeypatch.setattr(metrics, "gather_object", lambda mine: [*mine, *others])
-    row = update_metrics(own, random_rollouts([2], 2, 4), Constants())
+    row = update_metrics(own, random_rollouts([2], 2, 4), FixedLogprobs())
     assert row["kl"] == pytest.approx(-0.8)
     assert row["sampling/sampling_logp_difference/mean"] == pytest.approx(0.14)
     assert row["sampling/sampling_logp_difference/max"] == 0.5

@@ -12,17 +12,17 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from commands import compose
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from matplotlib.axes import Axes
 from resuming import SHORT, config_of, fit, rewind
-from test_config import compose
 
-from grpo_ustat.composing import asked_for
-from grpo_ustat.runs.curve_svg import Curve, curve_svg
-from grpo_ustat.runs.markdown import fenced, plain, table
-from grpo_ustat.runs.snapshots import MANIFEST, Damaged, verify
-from grpo_ustat.training import card as cards
-from grpo_ustat.training.card import CONFIG, NAME, PICTURE, front_matter
+from grpo_ustat.cli.compose import parse
+from grpo_ustat.report.tables import Table, fenced, plain
+from grpo_ustat.train import model_card as cards
+from grpo_ustat.train.model_card import CONFIG, NAME, PICTURE, front_matter
+from grpo_ustat.train.snapshots import MANIFEST, DamagedSnapshot, verify
 
 HOSTILE = (
     "<script>alert(1)</script> [x](javascript:alert(1)) ![i](http://a.b/c) | `x` ``` *b* _u_\n"
@@ -60,7 +60,7 @@ def test_the_last_checkpoint_alone_has_one_and_the_manifest_covers_it(finished):
 def test_a_changed_card_is_a_damaged_checkpoint(finished, tmp_path):
     copy = shutil.copytree(finished / "checkpoint-4", tmp_path / "checkpoint-4")
     (copy / NAME).write_text(text_of(finished).replace("0.", "0,", 1))
-    with pytest.raises(Damaged, match="README.md does not have the checksum"):
+    with pytest.raises(DamagedSnapshot, match="README.md does not have the checksum"):
         verify(copy)
 
 
@@ -75,13 +75,14 @@ def test_the_hub_reads_its_front_matter(finished):
     assert data.tags == ["grpo", "grpo-ustat", "reinforcement-learning"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides, expected",
     [
         (("model=qwen2_5_0_5b", "dataset=gsm8k", "prompt=gsm8k"),
          {"base_model": "Qwen/Qwen2.5-0.5B", "base_model_relation": "finetune",
           "datasets": ["openai/gsm8k"], "library_name": "transformers", "license": None}),
-        (("model=qwen2_5_0_5b", "dataset=math", "prompt=qwen_math_cot", "lora=r16"),
+        (("model=qwen2_5_0_5b", "dataset=math500", "prompt=qwen_math_cot", "lora=r16"),
          {"base_model_relation": "adapter", "library_name": "peft",
           "datasets": ["DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"]}),
     ],
@@ -132,15 +133,15 @@ def test_it_says_what_the_run_files_say(finished):
 def test_the_stored_configuration_is_the_same_run(finished):
     arguments = [f"--config-dir={finished / 'checkpoint-4'}", f"--config-name={CONFIG[:-5]}"]
     assert arguments[1] in text_of(finished)
-    asked = asked_for("train", arguments)
-    assert asked.points[0].config == config_of()
-    other = asked_for("train", [*arguments, "seed=5"]).points[0]
+    asked = parse("train", arguments)
+    assert asked.planned_runs[0].config == config_of()
+    other = parse("train", [*arguments, "seed=5"]).planned_runs[0]
     assert other.config.seed == 5 and other.folder.path.name == "seed=5"
 
 
 def test_a_thousand_steps_stay_a_small_table():
     rows = [{"step": n} for n in range(1, 1001)]
-    assert [row["step"] for row in cards._thinned(rows)] == [
+    assert [row["step"] for row in cards.thinned(rows)] == [
         1, 112, 223, 334, 445, 556, 667, 778, 889, 1000,
     ]  # fmt: skip
 
@@ -191,25 +192,19 @@ def _outside_code(text):
     return re.sub(r"(?s)(`{3,}).*?\n\1\n", "", text)
 
 
-def test_it_takes_the_place_of_pefts(tmp_path):
-    (tmp_path / NAME).write_text("PEFT's own")
+def test_a_card_of_adapters_names_them(tmp_path):
     run, progress = pretended(tmp_path, lora=True)
-    cards.write_card(tmp_path, run, progress)
-    data = ModelCard((tmp_path / NAME).read_text()).data
+    text = cards.card_files(run, progress)[NAME]
+    data = ModelCard(text).data
     assert data.library_name == "peft" and "lora" in data.tags
-    assert "LoRA adapters of rank 16 for " in (tmp_path / NAME).read_text()
+    assert "LoRA adapters of rank 16 for " in text
 
 
 def test_a_card_that_cannot_be_made_costs_no_checkpoint(tmp_path, monkeypatch, capsys):
-    """A disk that refuses it is another matter: then the checkpoint is not whole."""
     run, progress = pretended(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(cards, "curve_svg", lambda curves: 1 / 0)
-        cards.write_card(tmp_path, run, progress)
+    monkeypatch.setattr(cards, "curves_svg", lambda *_: 1 / 0)
+    assert cards.card_files(run, progress) == {}
     assert "no model card: ZeroDivisionError" in capsys.readouterr().err
-    assert not (tmp_path / NAME).exists()
-    with pytest.raises(OSError):
-        cards.write_card(tmp_path / "gone", run, progress)
 
 
 def test_plain_text_is_read_back_as_it_was():
@@ -217,20 +212,34 @@ def test_plain_text_is_read_back_as_it_was():
     text = MarkdownIt("commonmark").render("x " + plain(HOSTILE.replace("\x1b", " ")))
     shown = ElementTree.fromstring(text).text
     assert shown.split() == ["x", *HOSTILE.replace("\x1b", " ").split()]
-    cells = table(["a|b"], [[HOSTILE], [None]]).splitlines()
+    cells = Table("", ["a|b"], [[HOSTILE], [None]]).markdown().splitlines()
     assert len(cells) == 4 and cells[0] == "| a\\|b |" and cells[3] == "|  |"
     assert fenced("````").startswith("`````\n````\n")
 
 
-def test_the_picture_puts_points_where_they_belong():
-    """By hand: 0..10 steps over 572 points from 52, 0..1 over 172 points up from 202."""
-    bars = [(0.25, 0.75), (1.0, 1.0)]
-    text = curve_svg([Curve("a < b", [(0, 0.5), (10, 1.0)], bars)])
-    root = ElementTree.fromstring(text)
-    space = {"s": "http://www.w3.org/2000/svg"}
-    assert root.find("s:polyline", space).get("points") == "52.0,116.0 624.0,30.0"
-    assert 'd="M52.0 159.0V73.0"' in text and "a &lt; b" in text
-    for points in ([], [(1, 0.0)], [(1, -2.0), (2, -1.0)]):
-        ElementTree.fromstring(curve_svg([Curve("a", points)]))
-    many = curve_svg([Curve("a", [(n, 0.1) for n in range(10_000)])])
-    assert len(many) < 10_000
+@pytest.mark.slow
+def test_the_picture_holds_every_number(monkeypatch):
+    """The line of rewards, and accuracies with both ends of their intervals."""
+    drawn = []
+    for name in ("plot", "errorbar"):
+        draw = getattr(Axes, name)
+        monkeypatch.setattr(
+            Axes, name, lambda *args, draw=draw, **kw: drawn.append(args[1:]) or draw(*args, **kw)
+        )
+    evals = [
+        {"step": 0, "decoding": "sampled", "accuracy": 0.5, "low": 0.25, "high": 0.75},
+        {"step": 2, "decoding": "sampled", "accuracy": 1.0, "low": 0.5, "high": 1.0},
+        {"step": 2, "decoding": "greedy", "accuracy": 0.0, "low": 0.0, "high": 0.5},
+    ]
+    cards.curves_svg([{"step": 1, "reward": 0.5}, {"step": 2, "reward": -2.0}], evals)
+    assert drawn == [
+        ([1, 2], [0.5, -2.0]),
+        ([0, 2], [0.5, 1.0], ([0.25, 0.5], [0.25, 0.0])),
+        ([2], [0.0], ([0.0], [0.5])),
+    ]
+    monkeypatch.undo()
+    for rows in ([], [{"step": n, "reward": 0.1} for n in range(10_000)]):
+        text = cards.curves_svg(rows, evals)
+        ElementTree.fromstring(text)
+        assert text == cards.curves_svg(rows, evals) and len(text) < 50_000
+        assert all(name in text for name in ("mean reward", "accuracy (sampled)", "(greedy)"))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_ustat.config import ObjectiveConfig
-from grpo_ustat.training.objective import Part, diagnostics, factors, surrogate, token_weights
+from grpo_ustat.config.train import ObjectiveConfig
+from grpo_ustat.train.objective import Part, diagnostics, factors, surrogate, token_weights
 
 VOCAB = 3
 SEQUENCES = list(itertools.product(range(VOCAB), repeat=2))
@@ -53,8 +53,8 @@ class Table:
 def objective(**fields):
     neutral = dict(
         name="grpo", importance_sampling_level="token", loss_type="sum", num_iterations=1,
-        minibatch_size=None, epsilon=None, epsilon_high=None, beta=0.0, kl_estimator=None,
-        kl_in=None, entropy_coef=0.0,
+        num_minibatches=1, minibatch_size=None, epsilon=None, epsilon_high=None, beta=0.0,
+        kl_estimator=None, kl_in=None, entropy_coef=0.0,
     )  # fmt: skip
     return ObjectiveConfig(**neutral | fields)
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 from simulated import on_ranks
-from test_trainer import first_batch, fit
+from training_runs import first_batch, fit
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.policy.batches import score_rollouts
-from grpo_ustat.runs.completions import NAME, CompletionLog
-from grpo_ustat.study.imported import import_pool
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.mse.import_rollouts import import_pool
+from grpo_ustat.policy.scores.rollouts import score_rollouts
+from grpo_ustat.runs.log import NAME, CompletionLog
 from grpo_ustat.tasks.base import rewards
-from grpo_ustat.training import samples
-from grpo_ustat.training.samples import completion_rows
+from grpo_ustat.train import metrics
+from grpo_ustat.train.metrics import completion_rows
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_config import compose  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from commands import compose  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def test_ranks_keep_what_one_process_keeps(tmp_path, monkeypatch, world):
         share = type(batch)(**vars(batch) | {"rollouts": rollouts})
         return completion_rows(own, share, advantage_PG, 1)
 
-    for found in on_ranks(monkeypatch, run, world, work, samples):
+    for found in on_ranks(monkeypatch, run, world, work, metrics):
         assert found == alone
 
 
@@ -89,12 +89,12 @@ def test_no_step_is_missing_or_twice_after_a_resume(tmp_path):
 
 def test_rows_are_on_disk_before_their_checkpoint(tmp_path, monkeypatch):
     """Killed within the first save: the file already holds the two steps; without it, it lacks."""
-    from grpo_ustat.training import progress
+    from grpo_ustat.train import checkpoint
 
     def die(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(progress.checkpoint, "save", die)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", die)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path)
     assert {row["step"] for row in table(tmp_path)} == {1, 2}

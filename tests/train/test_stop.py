@@ -12,11 +12,11 @@ import pytest
 from forks import in_ranks
 from resuming import SHORT, differences, fit, rows
 
-from grpo_ustat.ranks import RefusedByRank
-from grpo_ustat.runs.snapshots import newest_whole
-from grpo_ustat.signals import STOPPING, Stopped
-from grpo_ustat.training import trainer
-from grpo_ustat.training.checkpoint import STATE
+from grpo_ustat.distributed.ranks import RefusedByRank
+from grpo_ustat.distributed.signals import STOPPING, Stopped
+from grpo_ustat.train import trainer
+from grpo_ustat.train.checkpoint import STATE
+from grpo_ustat.train.snapshots import newest_whole
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +40,9 @@ def signalling(monkeypatch, name, number, at):
 
 
 MOMENTS = [  # (part of the loop, its which call, steps done when the run stops)
-    ("set_up", 1, 0), ("_evaluate", 1, 0), ("draw_batch", 1, 1), ("judged_rewards", 2, 2),
-    ("update", 3, 3), ("_step", 4, 4), ("_evaluate", 2, 2),
-    ("_evaluate", 3, 4),
+    ("set_up", 1, 0), ("evaluate", 1, 0), ("sample_batch", 1, 1), ("penalised_rewards", 2, 2),
+    ("update", 3, 3), ("train_step", 4, 4), ("evaluate", 2, 2),
+    ("evaluate", 3, 4),
 ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_a_signal_stops_between_steps(tmp_path, monkeypatch, through, part, at, 
 
 
 def test_a_signal_in_the_last_save_is_too_late_to_stop_anything(tmp_path, monkeypatch, through):
-    signalling(monkeypatch, "save", signal.SIGTERM, 1)
+    signalling(monkeypatch, "save_checkpoint", signal.SIGTERM, 1)
     assert differences(fit(tmp_path / "run", "save_steps=4"), through) == []
 
 
@@ -81,10 +81,12 @@ COMMAND = (sys.executable, "-m", "grpo_ustat.train", *SHORT, "save_steps=4")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-@pytest.mark.parametrize("lines", [0, 1, 2, 3])
+@pytest.mark.parametrize("lines, number", list(enumerate((*STOPPING, STOPPING[0]))))
 def test_the_command_ends_with_code_75_and_goes_on(tmp_path, through, number, lines):
-    """A real process, signalled once so many rows are written."""
+    """A real process, signalled once so many rows are written: before each step, signals in turn.
+
+    Every signal at every moment, in this process: `test_a_signal_stops_between_steps`.
+    """
     run = tmp_path / "run"
     command = [*COMMAND, f"hydra.run.dir={run}"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as child:
@@ -125,7 +127,7 @@ def test_a_signal_to_one_rank_stops_both_and_one_process_goes_on(tmp_path):
 
     def told(rank):
         if rank == 1:
-            signalling(pytest.MonkeyPatch(), "draw_batch", signal.SIGUSR1, 2)
+            signalling(pytest.MonkeyPatch(), "sample_batch", signal.SIGUSR1, 2)
         with pytest.raises(Stopped):
             fit(tmp_path / "run", *overrides)
         return "stopped"

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
 from forks import FSDP2, in_ranks  # noqa: E402
 from resuming import rows, weights  # noqa: E402
-from test_trainer import SMALL as BASE  # noqa: E402
-from test_trainer import config_of, first_batch, fit  # noqa: E402
+from training_runs import SMALL as BASE  # noqa: E402
+from training_runs import config_of, first_batch, fit  # noqa: E402
 
+from grpo_ustat.distributed.ranks import RefusedByRank, barrier  # noqa: E402
 from grpo_ustat.policy.loading import load_policy  # noqa: E402
-from grpo_ustat.ranks import RefusedByRank, barrier  # noqa: E402
 from grpo_ustat.runs.folder import RunFolder  # noqa: E402
-from grpo_ustat.training import checkpoint, setup, sharded, trainer  # noqa: E402
-from grpo_ustat.training import update as updates  # noqa: E402
-from grpo_ustat.training.update import Found, minibatches  # noqa: E402
+from grpo_ustat.train import checkpoint, fsdp2, setup, trainer  # noqa: E402
+from grpo_ustat.train import update as updates  # noqa: E402
+from grpo_ustat.train.update import UpdateStats, minibatches  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,13 +48,14 @@ SLOW_CASES = {
     "reinforce_pp": ("objective=grpo_original", "objective.num_iterations=2",
                      "objective.minibatch_size=12", "baseline=reinforce_pp"),
     "gspo": ("objective=gspo", "objective.num_iterations=2", "objective.minibatch_size=12"),
-    "entropy": ("objective=grpo", "objective.entropy_coef=0.01"),
-    "penalty in the reward": ("objective=grpo", "objective.beta=0.1", "objective.kl_estimator=k1",
-                              "objective.kl_in=reward"),
+    "entropy": ("objective=grpo", "objective.num_minibatches=3", "objective.entropy_coef=0.01"),
+    "penalty in the reward": ("objective=grpo", "objective.num_minibatches=3", "objective.beta=0.1",
+                              "objective.kl_estimator=k1", "objective.kl_in=reward"),
     "spo": ("baseline=spo", "dataset.train_size=12", "budget.value_completions=3"),
     "critic": ("baseline=critic",),
     "optimal": ("baseline=optimal", "budget.value_completions=3"),
-    "adapters": ("lora=r16", "objective=grpo", "objective.beta=0.1"),
+    "adapters": ("lora=r16", "objective=grpo", "objective.num_minibatches=3",
+                 "objective.beta=0.1"),
     "checkpointing": ("gradient_checkpointing=true",),
     "monitor": ("monitor.gradient_mse_every=1", "eval.decoding=[sampled,greedy]",
                 "eval.num_generations=3"),
@@ -69,16 +70,16 @@ def first_gradient(path, *overrides, silent=slice(0), number=0):
     run, batch = first_batch(path, *SMALL, *overrides)
     context, _ = trainer.baseline_context(run, batch, 0)
     constants = trainer.fixed_logprobs(run, batch.rollouts)
-    judged_PG = trainer.judged_rewards(run, batch, constants)
+    judged_PG = trainer.penalised_rewards(run, batch, constants)
     options = run.config.baseline.options
     advantage_PG = trainer.advantages(run.config.baseline.name, judged_PG, context, options)
     advantage_PG[silent] = 0
-    mine_PG, found = trainer.own_rows(run, advantage_PG), Found()
+    mine_PG, found = run.own_rows(advantage_PG), UpdateStats()
     minibatch = list(minibatches(run, batch.lengths_PG, 0))[number]
-    with sharded.updating(run):
+    with fsdp2.release_full_copy(run):
         updates.accumulate_gradient(run, batch.rollouts, mine_PG, minibatch, constants, found)
-        updates.sum_over_ranks(run)
-    grads = [sharded.whole(p.grad) for p in updates.trainable(run.trained)]
+        updates.sum_gradients(run)
+    grads = [fsdp2.full_tensor(p.grad) for p in updates.trainable(run.trained_policy)]
     return {
         "ids": [prompt.id for prompt in batch.prompts],
         "texts": batch.rollouts.texts_PG,
@@ -87,7 +88,7 @@ def first_gradient(path, *overrides, silent=slice(0), number=0):
         "advantages": advantage_PG,
         "gradient": torch.cat([g.flatten() for g in grads]).numpy(),
         "prompts": sorted(set(minibatch.index // 4)),
-        "tokens": run.passes.tokens,
+        "tokens": run.token_budget.tokens,
     }
 
 
@@ -168,15 +169,27 @@ def assert_same_run(one, two, rtol=1e-9, but=()):
     assert (one / "eval.csv").read_text() == (two / "eval.csv").read_text()
 
 
-def assert_same_training(tmp_path, launch, overrides, but=()):
-    one = fit(tmp_path / "one", *SMALL, *overrides)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process with these overrides, trained once for both launches."""
+    paths = {}
+
+    def trained_alone(*overrides):
+        if overrides not in paths:
+            paths[overrides] = fit(tmp_path_factory.mktemp("alone") / "one", *SMALL, *overrides)
+        return paths[overrides]
+
+    return trained_alone
+
+
+def assert_same_training(one, tmp_path, launch, overrides, but=()):
     two = tmp_path / "two"
     checksums = on_two(launch, lambda _: trained(two, *SMALL, *overrides))
     assert checksums[0] == checksums[1]  # replicas stay equal bit by bit
     assert_same_run(one, two, but=but)
     stored = [next((path / "checkpoint-3").glob("*model.safetensors")) for path in (one, two)]
     assert stored[0].name == stored[1].name
-    return one, two
+    return two
 
 
 def trained(path, *overrides):
@@ -191,8 +204,9 @@ def trained(path, *overrides):
 @pytest.mark.slow
 @both_launches
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_train_as_one(tmp_path, launch, case):
-    one, two = assert_same_training(tmp_path, launch, CASES[case])
+def test_two_ranks_train_as_one(tmp_path, alone, launch, case):
+    one = alone(*CASES[case])
+    two = assert_same_training(one, tmp_path, launch, CASES[case])
     for name, value in weights(one, 3).items():
         torch.testing.assert_close(weights(two, 3)[name], value, rtol=0, atol=1e-9)
 
@@ -200,19 +214,20 @@ def test_two_ranks_train_as_one(tmp_path, launch, case):
 @pytest.mark.slow
 @both_launches
 @pytest.mark.parametrize("case", SLOW_CASES)
-def test_every_objective_and_memory_trains_as_one(tmp_path, launch, case):
+def test_every_objective_and_memory_trains_as_one(tmp_path, alone, launch, case):
     # A penalised reward is the others' up to rounding only, and so is an advantage of zero: what
     # is counted over completions with another advantage differs.
     counted = ("frac_completions_skipped", "ratio/mean", "clip_ratio/region_mean")
     but = counted if case == "penalty in the reward" else ()
-    assert_same_training(tmp_path, launch, (*SLOW_CASES[case], "optimizer=sgd"), but)
+    overrides = (*SLOW_CASES[case], "optimizer=sgd")
+    assert_same_training(alone(*overrides), tmp_path, launch, overrides, but)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["two then one", "one then two"])
-def test_a_checkpoint_of_shards_resumes_anywhere(tmp_path, order):
+def test_a_checkpoint_of_shards_resumes_anywhere(tmp_path, alone, order):
     """One step in one world and two in the other; weights are a plain folder in both."""
-    one = fit(tmp_path / "one", *SMALL)
+    one = alone()
     path, first = tmp_path / "parts", ("max_steps=1",)
     if order == "two then one":
         on_two("shards", lambda _: str(fit(path, *SMALL, *first)))
@@ -232,14 +247,14 @@ def assert_same_run_but_evaluations(one, path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forgotten", ["scatter", "load_moments"])
-def test_shards_that_forget_would_be_noticed(tmp_path, forgotten):
+@pytest.mark.parametrize("forgotten", ["scatter_weights", "load_moments"])
+def test_shards_that_forget_would_be_noticed(tmp_path, alone, forgotten):
     """Negative control: without the weights or Adam's state in the shards, the rows differ."""
-    one, path = fit(tmp_path / "one", *SMALL), tmp_path / "parts"
+    one, path = alone(), tmp_path / "parts"
     fit(path, *SMALL, "max_steps=1")
 
     def forgetful(_):
-        for module in (sharded, checkpoint):
+        for module in (fsdp2, checkpoint):
             if hasattr(module, forgotten):
                 setattr(module, forgotten, lambda *_: None)
         return str(fit(path, *SMALL))
@@ -251,15 +266,16 @@ def test_shards_that_forget_would_be_noticed(tmp_path, forgotten):
 
 def out_of_memory_once(rank):
     """Rank 1's memory runs out in the middle of its first gradient."""
-    form, failed = updates._carry_back, []
+    backward, failed = updates.Head.backward, []
 
-    def fail(*given):
-        form(*given)
+    def fail(*arguments):
+        result = backward(*arguments)
         if rank == 1 and not failed:
             failed.append(True)
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return result
 
-    updates._carry_back = fail
+    updates.Head.backward = fail
 
 
 def test_memory_that_runs_out_on_one_replica_changes_no_gradient(tmp_path):
@@ -299,12 +315,12 @@ def raise_in_the_update(rank):
         raise ValueError("a fault of rank 1")
 
     if rank == 1:
-        updates._carry_back = fail
+        updates.Head.backward = fail
 
 
 def die_in_the_update(rank):
     if rank == 1:
-        updates._carry_back = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        updates.Head.backward = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @both_launches
@@ -366,12 +382,12 @@ def launched(name, folder, *overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_the_shipped_configurations_launch(tmp_path, name):
+def test_the_shipped_configurations_launch(tmp_path, alone, name):
     """The float64 models of a fresh process have float32 norms, so only rewards are compared."""
     done = launched(name, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Wrote ") == 1
-    one = fit(tmp_path / "one", *SMALL)
+    one = alone()
     assert [row["reward"] for row in rows(tmp_path / name)] == [row["reward"] for row in rows(one)]
     assert json.loads((tmp_path / name / "result.json").read_text())["steps"] == 3
 

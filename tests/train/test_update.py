@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 from fakes import random_rollouts
-from test_trainer import first_batch
+from training_runs import first_batch
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.policy.devices import out_of_memory
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.loading import out_of_memory
 from grpo_ustat.rollout import local
-from grpo_ustat.training import update as update_module
-from grpo_ustat.training.plan import Limit, plan
-from grpo_ustat.training.update import (
-    Constants,
-    Found,
+from grpo_ustat.train import update as update_module
+from grpo_ustat.train.micro_batches import TokenBudget, plan
+from grpo_ustat.train.update import (
+    FixedLogprobs,
+    UpdateStats,
     accumulate_gradient,
     fixed_logprobs,
-    judged_rewards,
     minibatches,
+    penalised_rewards,
     update,
 )
 
@@ -70,7 +70,8 @@ def slow_updates(run, rollouts, advantage_N):
 def test_algorithm_2_in_full_equals_the_slow_trainer(tmp_path, optimizer, tokens):
     """Two iterations over minibatches of half a batch; parameters after four updates."""
     overrides = (
-        *EXACT, "objective=grpo_original", "objective.minibatch_size=8", f"optimizer={optimizer}",
+        *EXACT, "objective=grpo_original", "objective.num_iterations=2",
+        "objective.minibatch_size=8", f"optimizer={optimizer}",
         "objective.entropy_coef=0.01", "objective.epsilon=0.02", "objective.epsilon_high=0.03",
     )  # fmt: skip
     run, batch = first_batch(tmp_path, *overrides, f"micro_batch_tokens={tokens}")
@@ -89,6 +90,7 @@ def test_algorithm_2_in_full_equals_the_slow_trainer(tmp_path, optimizer, tokens
     assert found.sums["rows"] == 32 and found.sums["skipped"] == 0
 
 
+@pytest.mark.slow
 def test_every_iteration_visits_each_group_once(tmp_path):
     run, batch = first_batch(
         tmp_path, "objective=dr_grpo", "objective.minibatch_size=8", "objective.num_iterations=3"
@@ -107,8 +109,8 @@ def test_every_iteration_visits_each_group_once(tmp_path):
 
 def gradient_of(run, rollouts, advantages, constants=None):
     (whole,) = list(minibatches(run, rollouts.lengths_PG, 0))[:1]
-    found = Found()
-    accumulate_gradient(run, rollouts, advantages, whole, constants or Constants(), found)
+    found = UpdateStats()
+    accumulate_gradient(run, rollouts, advantages, whole, constants or FixedLogprobs(), found)
     named = run.policy.model.named_parameters()
     return {name: p.grad.clone() for name, p in named if p.grad is not None}, found
 
@@ -134,6 +136,7 @@ def test_what_saves_memory_or_time_changes_no_gradient(tmp_path, override):
     assert_same(left, right)
 
 
+@pytest.mark.slow
 def test_padding_of_prompts_changes_no_gradient(tmp_path):
     """A prompt beside a much longer one, whose completions count for nothing."""
     run, batch = first_batch(tmp_path, *EXACT)
@@ -145,6 +148,7 @@ def test_padding_of_prompts_changes_no_gradient(tmp_path):
     assert_same(gradient_of(run, rollouts, advantages)[0], gradient_of(run, changed, advantages)[0])
 
 
+@pytest.mark.slow
 def test_silent_completions_are_skipped_only_where_that_is_exact(tmp_path, monkeypatch):
     advantages = ADVANTAGES * (np.arange(16).reshape(4, 4) % 3 == 0)
     run, batch = first_batch(tmp_path, *EXACT)
@@ -175,7 +179,7 @@ def test_out_of_memory_gives_the_same_gradient_from_smaller_passes(tmp_path, mon
     monkeypatch.setattr(update_module.Head, "backward", failing)
     found, sums = gradient_of(run, batch.rollouts, ADVANTAGES)
     assert_same(found, expected)
-    assert run.passes.tokens < 16384 and sums.sums["rows"] == 16
+    assert run.token_budget.tokens < 16384 and sums.sums["rows"] == 16
     assert "out of memory in an update" in capsys.readouterr().err
 
 
@@ -184,21 +188,23 @@ def test_other_errors_and_hopeless_ones_are_not_swallowed():
         raise error
 
     with pytest.raises(RuntimeError, match="something else"):
-        Limit(100).attempt(lambda: failing(RuntimeError("something else")))
+        TokenBudget(100).attempt(lambda: failing(RuntimeError("something else")))
     with pytest.raises(ConfigError, match="out of memory with one completion at a time"):
-        Limit(4).attempt(lambda: failing(torch.OutOfMemoryError("no more")))
+        TokenBudget(4).attempt(lambda: failing(torch.OutOfMemoryError("no more")))
     assert out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes"))
 
 
+@pytest.mark.slow
 def test_long_gradients_are_shortened(tmp_path):
     run, batch = first_batch(tmp_path, *EXACT, "optimizer=sgd", "max_grad_norm=0.5")
     before = [p.detach().clone() for p in run.policy.model.parameters()]
-    norm, _ = update(run, batch, 100 * ADVANTAGES, Constants(), 0)
+    norm, _ = update(run, batch, 100 * ADVANTAGES, FixedLogprobs(), 0)
     pairs = zip(before, run.policy.model.parameters(), strict=True)
     moved = torch.nn.utils.get_total_norm([(p - q).detach() for p, q in pairs])
     assert norm > 0.5 and moved.item() == pytest.approx(0.01 * 0.5)
 
 
+@pytest.mark.slow
 def test_a_penalty_in_the_reward_is_k1(tmp_path):
     run, batch = first_batch(
         tmp_path, *EXACT, "objective=whole_sequence", "objective.beta=0.5",
@@ -207,7 +213,7 @@ def test_a_penalty_in_the_reward_is_k1(tmp_path):
     with torch.no_grad():
         run.reference.model.lm_head.weight *= 1.05
     constants = fixed_logprobs(run, batch.rollouts)
-    judged = judged_rewards(run, batch, constants)
+    judged = penalised_rewards(run, batch, constants)
     with torch.no_grad():
         for i in (0, 5, 15):
             policy, reference = (
@@ -218,6 +224,7 @@ def test_a_penalty_in_the_reward_is_k1(tmp_path):
             assert judged.ravel()[i] == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_adapters_train_alone_and_their_absence_is_the_reference(tmp_path):
     run, batch = first_batch(tmp_path, *EXACT, "lora=r16", "objective=grpo")
     assert run.reference is None
@@ -232,6 +239,7 @@ def test_adapters_train_alone_and_their_absence_is_the_reference(tmp_path):
     assert base and all(torch.equal(value, named[name]) for name, value in base.items())
 
 
+@pytest.mark.slow
 def test_bf16_samples_what_it_scores(tmp_path, monkeypatch):
     """Weights stay float32; sampler and update compute in bfloat16."""
     seen, choose = set(), local.choose
@@ -292,6 +300,7 @@ def test_too_small_a_target_of_adapters_is_refused(tmp_path):
         first_batch(tmp_path, "lora=r16", "lora.target_modules=nothing_of_that_name")
 
 
+@pytest.mark.slow
 def test_layers_are_recomputed_in_updates_and_nowhere_else(tmp_path):
     """Each layer reads an update's tokens twice; sampling keeps its cache and its completions."""
     counts, texts = {}, {}
@@ -313,7 +322,9 @@ def test_what_does_not_fit_into_the_model_is_refused(tmp_path):
 
 def test_prompts_that_cannot_be_shared_are_said(tmp_path, capsys):
     run, _ = first_batch(tmp_path, "gradient_checkpointing=true")
-    assert not run.shares and "gradient_checkpointing=true keeps no" in capsys.readouterr().err
+    assert (
+        not run.share_prompts and "gradient_checkpointing=true keeps no" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -323,7 +334,7 @@ def test_gradients_and_prompts_are_let_go(tmp_path, monkeypatch):
     import weakref
 
     run, batch = first_batch(tmp_path, "micro_batch_tokens=60")
-    alive, init = [], update_module.Prompts.__init__
+    alive, init = [], update_module.SharedPromptReader.__init__
 
     def counting(self, *rest):
         gc.collect()
@@ -331,6 +342,6 @@ def test_gradients_and_prompts_are_let_go(tmp_path, monkeypatch):
         init(self, *rest)
         alive.append(weakref.ref(self))
 
-    monkeypatch.setattr(update_module.Prompts, "__init__", counting)
-    update(run, batch, ADVANTAGES, Constants(), 0)
+    monkeypatch.setattr(update_module.SharedPromptReader, "__init__", counting)
+    update(run, batch, ADVANTAGES, FixedLogprobs(), 0)
     assert len(alive) > 1 and all(p.grad is None for p in run.policy.model.parameters())

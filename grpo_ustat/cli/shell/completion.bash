@@ -7,7 +7,7 @@ _grpo_ustat() {
     read -ra words <<< "$line"
     local run=("${words[0]/#\~/$HOME}")
     if [[ ${words[0]##*/} == python* ]]; then
-        if ! [[ ${words[1]} == -m && ${words[2]} =~ ^grpo_ustat\.(ENTRIES)$ ]] ||
+        if ! [[ ${words[1]} == -m && ${words[2]} =~ ^grpo_ustat(\.(ENTRIES))?$ ]] ||
             [[ $line == "${words[*]:0:3}" ]]; then
             [ -n "$_grpo_ustat_before" ] && "$_grpo_ustat_before" "$@"
             return
@@ -25,4 +25,4 @@ _grpo_ustat() {
     fi
 }
 
-complete -o nospace -o default -F _grpo_ustat python python3 COMMANDS
+complete -o nospace -o default -F _grpo_ustat python python3 COMMANDS IN_CHECKOUT

@@ -1,7 +1,7 @@
 # Completion of groups, choices and fields by Tab, as the command line up to the cursor has them.
 function __grpo_ustat_ours
     set -l words (commandline -opc)
-    test "$words[2]" = -m; and string match -qr '^grpo_ustat\.(ENTRIES)$' -- "$words[3]"
+    test "$words[2]" = -m; and string match -qr '^grpo_ustat(\.(ENTRIES))?$' -- "$words[3]"
 end
 
 function __grpo_ustat
@@ -20,3 +20,4 @@ complete -c python3 -n __grpo_ustat_ours -f -a '(__grpo_ustat)'
 for command in COMMANDS
     complete -c $command -f -a '(__grpo_ustat)'
 end
+complete -p '*/scripts/run' -f -a '(__grpo_ustat)'

@@ -5,7 +5,7 @@ _grpo_ustat() {
     local -a run found
     run=(${~words[1]})
     if [[ ${words[1]:t} == python* ]]; then
-        if [[ $words[2] != -m || ! $words[3] =~ '^grpo_ustat\.(ENTRIES)$' || $CURRENT -le 3 ]]; then
+        if [[ $words[2] != -m || ! $words[3] =~ '^grpo_ustat(\.(ENTRIES))?$' || $CURRENT -le 3 ]]; then
             if [[ -n $_grpo_ustat_before ]]; then $_grpo_ustat_before "$@"; else _default; fi
             return
         fi
@@ -24,4 +24,4 @@ _grpo_ustat() {
 }
 
 _grpo_ustat_before=${_comps[python]:#_grpo_ustat}
-compdef _grpo_ustat python python3 COMMANDS
+compdef _grpo_ustat python python3 COMMANDS IN_CHECKOUT

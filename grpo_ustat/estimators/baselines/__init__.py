@@ -14,6 +14,7 @@ from grpo_ustat.estimators.baselines.batch import (
     batch_std,
     beta,
     james_stein,
+    jspo,
     reinforce_pp,
     reinforce_pp_baseline,
 )
@@ -25,14 +26,6 @@ from grpo_ustat.estimators.baselines.group import (
     opo,
     opo_self,
 )
-from grpo_ustat.estimators.baselines.memory import (
-    critic,
-    running_mean,
-    running_update,
-    spo,
-    tracker_discount,
-    tracker_start,
-)
 from grpo_ustat.estimators.baselines.prompt_only import (
     best_constant,
     constant,
@@ -43,16 +36,26 @@ from grpo_ustat.estimators.baselines.prompt_only import (
 )
 from grpo_ustat.estimators.baselines.registry import (
     BASELINES,
-    OWN,
+    OURS,
+    PLUGIN_GROUP,
     advantages,
     check_options,
     check_shape,
     own_rules,
 )
+from grpo_ustat.estimators.baselines.stateful import (
+    critic,
+    running_mean,
+    running_update,
+    spo,
+    tracker_discount,
+    tracker_start,
+)
 
 __all__ = [
     "BASELINES",
-    "OWN",
+    "OURS",
+    "PLUGIN_GROUP",
     "Baseline",
     "advantages",
     "batch_std",
@@ -65,6 +68,7 @@ __all__ = [
     "group_mean",
     "group_std",
     "james_stein",
+    "jspo",
     "leave_one_out",
     "maxrl",
     "none",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from grpo_ustat.records import BaselineContext
+from grpo_ustat.records import Array
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -21,16 +24,18 @@ class Baseline:
         min_group_size: the smallest group it is defined for.
         needs: names of the `BaselineContext` fields that it reads.
         options: names of its options, of which the rule takes all but `of_memory`.
-        of_memory: those options that belong to the memory behind the rule, see `training.memory`.
-        target: whose gradient the estimate tends to for large groups: `expected_reward`,
-            `arcsin` for E[2 arcsin sqrt V] (g / sigma), `log_value` for E[log V] (g / V).
+        of_memory: those of its options that belong to the memory behind the rule, see
+            `train.baseline_state`.
+        target: where its mean goes as groups grow: `expected_reward` for g, `g_over_sigma` for
+            g / sigma (for 0/1 rewards the gradient of E[2 arcsin sqrt V]), `g_over_v` for g / V
+            (the gradient of E[log V]).
         couples_prompts: whether a prompt's advantages depend on other prompts' rewards.
         prompt_only: whether `A_i = r_i - b(x)` with b independent of the group.
         min_prompts: the fewest prompts it is defined for.
     """
 
     name: str
-    advantage: Callable[..., np.ndarray]
+    advantage: Callable[..., Array]
     unbiased: bool
     min_group_size: int
     needs: frozenset[str] = frozenset()
@@ -52,20 +57,24 @@ class Baseline:
         return bool(self.needs & {"tracker_P", "critic_P"})
 
 
-def field(context: BaselineContext, name: str, rule: str):
-    """A context field that a rule cannot do without.
+def require(value: Value | None, name: str, rule: str) -> Value:
+    """The value of a `BaselineContext` field that a rule cannot do without.
+
+    Args:
+        value: of the field.
+        name: of the field, for the message.
+        rule: the baseline's name, for the message.
 
     Raises:
-        ValueError: it is None.
+        ValueError: the value is None.
     """
-    value = getattr(context, name)
     if value is None:
         raise ValueError(f"baseline {rule} needs BaselineContext.{name}, got None: pass {name}=...")
     return value
 
 
-def centred(rewards_PG: np.ndarray) -> np.ndarray:
-    """Rewards minus their group's mean; exactly 0 where all are equal.
+def centre(rewards_PG: Array) -> Array:
+    """Rewards minus their group's mean, [P, G]; exactly 0 where a group's rewards are all equal.
 
     Shifting by the first reward beforehand keeps rounding of the mean out of equal groups, where a
     small divisor would magnify it.
@@ -74,10 +83,10 @@ def centred(rewards_PG: np.ndarray) -> np.ndarray:
     return shifted_PG - shifted_PG.mean(axis=1, keepdims=True)
 
 
-def divided(numerator: np.ndarray, denominator: np.ndarray | float) -> np.ndarray:
-    """The quotient, 0 where the numerator is 0, whatever the denominator.
+def quotient(numerator: Array, denominator: Array | float) -> Array:
+    """`numerator / denominator`, elementwise; 0 where the numerator is 0, whatever the denominator.
 
-    >>> divided(np.array([0.0, 1.0]), np.array([0.0, 2.0])).tolist()
+    >>> quotient(np.array([0.0, 1.0]), np.array([0.0, 2.0])).tolist()
     [0.0, 0.5]
     """
     result = np.zeros_like(numerator)

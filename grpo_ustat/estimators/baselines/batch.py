@@ -6,14 +6,16 @@ import math
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines.base import centred, divided, field
-from grpo_ustat.records import BaselineContext
+from grpo_ustat.estimators.baselines.base import centre, quotient, require
+from grpo_ustat.records import Array, BaselineContext, Integers
 
 NO_SPREAD = 1e-12  # variance of group means in [0, 1] below which no Beta distribution is fitted
 
 
-def batch_std(rewards_PG: np.ndarray, context: BaselineContext, *, epsilon: float) -> np.ndarray:
-    """Batch scaling (Liu et al. 2025, TRL): `A_i = (r_i - rbar) / (std of the batch + epsilon)`.
+def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+    """Batch scaling (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221; an option of TRL).
+
+    `A_i = (r_i - rbar) / (std of the batch + epsilon)`, rbar the group's own mean.
 
     Biased by a scale common to all prompts that depends on the rewards at hand; in direction by
     O(1/(P G)). The std has divisor P G - 1.
@@ -21,26 +23,24 @@ def batch_std(rewards_PG: np.ndarray, context: BaselineContext, *, epsilon: floa
     >>> batch_std(np.array([[1.0, 0.0], [0.0, 0.0]]), BaselineContext(), epsilon=0.5).tolist()
     [[0.5, -0.5], [0.0, 0.0]]
     """
-    return divided(centred(rewards_PG), (rewards_PG - rewards_PG[0, 0]).std(ddof=1) + epsilon)
+    return quotient(centre(rewards_PG), (rewards_PG - rewards_PG[0, 0]).std(ddof=1) + epsilon)
 
 
-def reinforce_pp(rewards_PG: np.ndarray, context: BaselineContext, *, epsilon: float) -> np.ndarray:
+def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
     """REINFORCE++ (Hu 2025): `(r_i - batch mean)`, then whitened over all tokens of the batch.
 
     Biased: token-weighted mean and scale hold the completion's own reward and length. The batch
-    mean cancels in the whitening, see `_whitened`.
+    mean cancels in the whitening, see `_whiten`.
 
     >>> context = BaselineContext(lengths_PG=np.array([[3, 1]]))
     >>> reinforce_pp(np.array([[1.0, 0.0]]), context, epsilon=0.0).tolist()
     [[0.5, -1.5]]
     """
-    lengths_PG = field(context, "lengths_PG", "reinforce_pp")
-    return _whitened(rewards_PG - rewards_PG[0, 0], lengths_PG, epsilon)
+    lengths_PG = require(context.lengths_PG, "lengths_PG", "reinforce_pp")
+    return _whiten(rewards_PG - rewards_PG[0, 0], lengths_PG, epsilon)
 
 
-def reinforce_pp_baseline(
-    rewards_PG: np.ndarray, context: BaselineContext, *, epsilon: float
-) -> np.ndarray:
+def reinforce_pp_baseline(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
     """REINFORCE++-baseline (Hu 2025): `r_i - rbar`, then whitened over all tokens of the batch.
 
     Biased for the reasons of `reinforce_pp` and `group_mean`.
@@ -49,11 +49,11 @@ def reinforce_pp_baseline(
     >>> reinforce_pp_baseline(np.array([[1.0, 0.0]]), context, epsilon=0.0).tolist()
     [[0.5, -1.5]]
     """
-    lengths_PG = field(context, "lengths_PG", "reinforce_pp_baseline")
-    return _whitened(centred(rewards_PG), lengths_PG, epsilon)
+    lengths_PG = require(context.lengths_PG, "lengths_PG", "reinforce_pp_baseline")
+    return _whiten(centre(rewards_PG), lengths_PG, epsilon)
 
 
-def _whitened(values_PG: np.ndarray, lengths_PG: np.ndarray, epsilon: float) -> np.ndarray:
+def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
     """Values minus their mean over tokens, over sqrt(variance over tokens + epsilon).
 
     Each value counts once per token of its completion; the variance has divisor tokens - 1 and
@@ -62,45 +62,66 @@ def _whitened(values_PG: np.ndarray, lengths_PG: np.ndarray, epsilon: float) -> 
     tokens = lengths_PG.sum()
     deviation_PG = values_PG - (lengths_PG * values_PG).sum() / tokens
     variance = (lengths_PG * deviation_PG**2).sum() / max(tokens - 1, 1)
-    return divided(deviation_PG, math.sqrt(variance + epsilon))
+    return quotient(deviation_PG, math.sqrt(variance + epsilon))
 
 
-def james_stein(rewards_PG: np.ndarray, context: BaselineContext, *, epsilon: float) -> np.ndarray:
-    """Shrinkage towards the other prompts (arXiv 2511.03710, the form that excludes prompt x).
+def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+    """Shrinkage towards the other prompts (Zeng et al. 2025, arXiv 2511.03710v1, section 3.3).
 
         b_i = (1 - lambda_x) leave-one-out mean_i + lambda_x mean of the other prompts' means
-        lambda_x = v / (v + s + epsilon)
+        lambda_x = (P - 1) / P * v / (v + s + epsilon)
         v = mean over other prompts of (variance, divisor G-1) / G
         s = mean over other prompts of (prompt mean - their mean)^2
 
+    The factor (P - 1)/P, P prompts in the batch, is the paper's equation 15; the authors' released
+    code leaves it out, see `jspo`. epsilon is not in the paper: it keeps 0/0 away.
+
     Unbiased: lambda and pooled mean hold no reward of prompt x. Needs three prompts: a single
-    other prompt has no spread s, and lambda would be 1 whatever the rewards.
+    other prompt has no spread s, and v / (v + s) would be 1 whatever the rewards.
 
     >>> rewards = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     >>> james_stein(rewards, BaselineContext(), epsilon=0.0)[0].tolist()
     [1.0, -1.0]
-    >>> james_stein(rewards, BaselineContext(), epsilon=0.0)[1].tolist()  # lambda = 2/3
+    >>> james_stein(rewards, BaselineContext(), epsilon=0.0)[1].round(4).tolist()  # lambda = 4/9
+    [0.3333, 0.3333]
+    """
+    count = len(rewards_PG)
+    return _shrink(rewards_PG, (count - 1) / count, epsilon)
+
+
+def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+    """`james_stein` as its authors' code has it (JSPO-Official, epsilon 1e-6): no factor (P - 1)/P.
+
+    Unbiased for the reasons of `james_stein`.
+
+    >>> rewards = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    >>> jspo(rewards, BaselineContext(), epsilon=0.0)[1].tolist()  # lambda = 2/3
     [0.5, 0.5]
     """
+    return _shrink(rewards_PG, 1.0, epsilon)
+
+
+def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
+    """Advantages with lambda_x = factor v / (v + s + epsilon), see `james_stein`."""
     count, size = rewards_PG.shape
     loo_PG = (rewards_PG.sum(axis=1, keepdims=True) - rewards_PG) / (size - 1)
     mean_P, noise_P = rewards_PG.mean(axis=1), rewards_PG.var(axis=1, ddof=1) / size
     others_PQ = np.broadcast_to(mean_P, (count, count))[~np.eye(count, dtype=bool)]
     others_PQ = others_PQ.reshape(count, count - 1)
     noise_P = (noise_P.sum() - noise_P) / (count - 1)
-    shrink_P1 = divided(noise_P, noise_P + others_PQ.var(axis=1) + epsilon)[:, None]
-    pooled_P1 = others_PQ.mean(axis=1, keepdims=True)
+    shrink_P = factor * quotient(noise_P, noise_P + others_PQ.var(axis=1) + epsilon)
+    shrink_P1, pooled_P1 = shrink_P[:, None], others_PQ.mean(axis=1, keepdims=True)
     return rewards_PG - (1 - shrink_P1) * loo_PG - shrink_P1 * pooled_P1
 
 
 def beta(
-    rewards_PG: np.ndarray,
+    rewards_PG: Array,
     context: BaselineContext,
     *,
     minimum: float,
     maximum: float,
     ceiling: float,
-) -> np.ndarray:
+) -> Array:
     """BNPO (Xiao et al. 2025): `A_i = (r_i - rbar) / f(rbar)`, f the density of a Beta law.
 
     Rewards are first mapped from [minimum, maximum] to [0, 1]. Its parameters 1 + a/3 and 1 + b/3,
@@ -125,27 +146,17 @@ def beta(
             "widen its options minimum and maximum"
         )
     scaled_PG = (rewards_PG - minimum) / (maximum - minimum)
-    weight_P = _inverse_density(scaled_PG.mean(axis=1), ceiling)
-    return weight_P[:, None] * centred(scaled_PG)
-
-
-def _inverse_density(mean_P: np.ndarray, ceiling: float) -> np.ndarray:
-    """1/f at each group mean, at most `ceiling`; 0 at means 0 and 1, whose groups are equal."""
-    alpha, gamma = _beta_fit(mean_P)
-    log_norm = math.lgamma(alpha) + math.lgamma(gamma) - math.lgamma(alpha + gamma)
-    inside = (mean_P > 0) & (mean_P < 1)
-    p = mean_P[inside]
-    log_inverse = log_norm - (alpha - 1) * np.log(p) - (gamma - 1) * np.log1p(-p)
-    result = np.zeros_like(mean_P)
-    result[inside] = np.exp(np.minimum(log_inverse, math.log(ceiling)))
-    return result
-
-
-def _beta_fit(mean_P: np.ndarray) -> tuple[float, float]:
-    """(1 + a/3, 1 + b/3), at least 1, of the moment fit Beta(a, b)."""
+    mean_P = scaled_PG.mean(axis=1)
     variance = mean_P.var(ddof=1) if len(mean_P) > 1 else 0.0
-    if variance < NO_SPREAD:
-        return 1.0, 1.0
-    centre = mean_P.mean()
-    both = centre * (1 - centre) / variance - 1
-    return max(1.0, 1 + both * centre / 3), max(1.0, 1 + both * (1 - centre) / 3)
+    alpha = gamma = 1.0
+    if variance >= NO_SPREAD:
+        mean = mean_P.mean()
+        both = mean * (1 - mean) / variance - 1
+        alpha, gamma = max(1.0, 1 + both * mean / 3), max(1.0, 1 + both * (1 - mean) / 3)
+    log_norm = math.lgamma(alpha) + math.lgamma(gamma) - math.lgamma(alpha + gamma)
+    inside_P = (mean_P > 0) & (mean_P < 1)  # at means 0 and 1 all rewards of the group are equal
+    p = mean_P[inside_P]
+    log_inverse = log_norm - (alpha - 1) * np.log(p) - (gamma - 1) * np.log1p(-p)
+    weight_P = np.zeros_like(mean_P)
+    weight_P[inside_P] = np.exp(np.minimum(log_inverse, math.log(ceiling)))
+    return weight_P[:, None] * centre(scaled_PG)

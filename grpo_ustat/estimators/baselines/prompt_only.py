@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines.base import field
-from grpo_ustat.records import BaselineContext
+from grpo_ustat.estimators.baselines.base import require
+from grpo_ustat.records import Array, BaselineContext
 
 
-def none(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
+def none(rewards_PG: Array, context: BaselineContext) -> Array:
     """REINFORCE (Williams 1992), "vanilla" in the paper: `A_i = r_i`.
 
     Unbiased: E[S Z | x] is the gradient by definition.
@@ -22,7 +22,7 @@ def none(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
     return rewards_PG.copy()
 
 
-def constant(rewards_PG: np.ndarray, context: BaselineContext, *, value: float) -> np.ndarray:
+def constant(rewards_PG: Array, context: BaselineContext, *, value: float) -> Array:
     """One number for all prompts (Williams 1992): `A_i = r_i - value`.
 
     Unbiased: the number is fixed beforehand.
@@ -33,7 +33,7 @@ def constant(rewards_PG: np.ndarray, context: BaselineContext, *, value: float) 
     return rewards_PG - value
 
 
-def oracle(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
+def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     """The paper's oracle: `A_i = r_i - V(x)`, V from completions outside the group.
 
     Unbiased for every V that is independent of the group, exact or estimated; K completions behind
@@ -42,10 +42,10 @@ def oracle(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
     >>> oracle(np.array([[1.0, 0.0]]), BaselineContext(value_P=np.array([0.25]))).tolist()
     [[0.75, -0.25]]
     """
-    return rewards_PG - field(context, "value_P", "oracle")[:, None]
+    return rewards_PG - require(context.value_P, "value_P", "oracle")[:, None]
 
 
-def optimal(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
+def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
     """The prompt-only baseline of least variance (Greensmith et al. 2004, Hao et al. 2025).
 
     `A_i = r_i - b*(x)`, `b* = E[q Z | x] / E[q | x]` with q the squared score norm. Unbiased for
@@ -54,10 +54,10 @@ def optimal(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
     >>> optimal(np.array([[1.0, 0.0]]), BaselineContext(optimal_P=np.array([0.625]))).tolist()
     [[0.375, -0.625]]
     """
-    return rewards_PG - field(context, "optimal_P", "optimal")[:, None]
+    return rewards_PG - require(context.optimal_P, "optimal_P", "optimal")[:, None]
 
 
-def best_constant(q_PK: np.ndarray, rewards_PK: np.ndarray) -> np.ndarray:
+def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
     """b*(x) = sum q z / sum q of completions outside the group, [P]; 0 where every q is 0.
 
     >>> norms = np.array([[3.0, 1.0], [0.0, 0.0]])
@@ -69,7 +69,7 @@ def best_constant(q_PK: np.ndarray, rewards_PK: np.ndarray) -> np.ndarray:
     return np.divide(weighted_P, total_P, out=np.zeros_like(total_P), where=total_P > 0)
 
 
-def remax(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
+def remax(rewards_PG: Array, context: BaselineContext) -> Array:
     """ReMax (Li et al. 2023): `A_i = r_i - r(greedy completion of x)`.
 
     Unbiased: the greedy completion is a function of the prompt and the policy alone.
@@ -77,4 +77,4 @@ def remax(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
     >>> remax(np.array([[1.0, 0.0]]), BaselineContext(greedy_P=np.array([1.0]))).tolist()
     [[0.0, -1.0]]
     """
-    return rewards_PG - field(context, "greedy_P", "remax")[:, None]
+    return rewards_PG - require(context.greedy_P, "greedy_P", "remax")[:, None]

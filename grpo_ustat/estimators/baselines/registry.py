@@ -3,65 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from importlib.metadata import entry_points
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines import batch, group, memory, prompt_only
+from grpo_ustat.estimators.baselines import batch, group, prompt_only, stateful
 from grpo_ustat.estimators.baselines.base import Baseline
-from grpo_ustat.records import BaselineContext
+from grpo_ustat.records import Array, BaselineContext
 
-_PROMPT_ONLY = {"unbiased": True, "min_group_size": 1, "prompt_only": True}
-_WHOLE_BATCH = {"unbiased": False, "couples_prompts": True}
+_prompt_only_rule = partial(Baseline, unbiased=True, min_group_size=1, prompt_only=True)
+_batch_rule = partial(Baseline, unbiased=False, couples_prompts=True)
 _LENGTHS = frozenset({"lengths_PG"})
 _EPSILON = ("epsilon",)
 
-OWN = "grpo_ustat.baselines"  # the group of entry points, each a `Baseline` of the same name
+PLUGIN_GROUP = "grpo_ustat.baselines"  # entry points, each a `Baseline` of the same name
 
 
 class _Rules(dict[str, Baseline]):
-    """Rules by name; one of an installed package joins when it is first asked for."""
+    """Rules by name; one of an installed package is loaded when it is first looked up.
+
+    Raises:
+        KeyError: no rule has this name.
+        TypeError: the entry point is no `Baseline` of this name.
+    """
 
     def __missing__(self, name: str) -> Baseline:
-        self[name] = _own(name)
-        return self[name]
+        rule = entry_points(group=PLUGIN_GROUP)[name].load()
+        if not isinstance(rule, Baseline) or rule.name != name:
+            raise TypeError(
+                f"entry point {name} of {PLUGIN_GROUP} is {rule!r:.80}: it must be a Baseline of "
+                f"name {name!r}"
+            )
+        self[name] = rule
+        return rule
 
 
 BASELINES = _Rules(
     (rule.name, rule)
     for rule in (
-        Baseline("none", prompt_only.none, **_PROMPT_ONLY),
+        _prompt_only_rule("none", prompt_only.none),
         Baseline("leave_one_out", group.leave_one_out, unbiased=True, min_group_size=2),
         Baseline("group_mean", group.group_mean, unbiased=False, min_group_size=2),
-        Baseline("oracle", prompt_only.oracle, **_PROMPT_ONLY, needs=frozenset({"value_P"})),
-        Baseline("constant", prompt_only.constant, **_PROMPT_ONLY, options=("value",)),
-        Baseline(
-            "running_mean", memory.running_mean, **_PROMPT_ONLY,
+        _prompt_only_rule("oracle", prompt_only.oracle, needs=frozenset({"value_P"})),
+        _prompt_only_rule("constant", prompt_only.constant, options=("value",)),
+        _prompt_only_rule(
+            "running_mean", stateful.running_mean,
             needs=frozenset({"running"}), options=("decay",), of_memory=("decay",),
         ),
-        Baseline("optimal", prompt_only.optimal, **_PROMPT_ONLY, needs=frozenset({"optimal_P"})),
-        Baseline("remax", prompt_only.remax, **_PROMPT_ONLY, needs=frozenset({"greedy_P"})),
-        Baseline(
-            "critic", memory.critic, **_PROMPT_ONLY, needs=frozenset({"critic_P"}),
+        _prompt_only_rule("optimal", prompt_only.optimal, needs=frozenset({"optimal_P"})),
+        _prompt_only_rule("remax", prompt_only.remax, needs=frozenset({"greedy_P"})),
+        _prompt_only_rule(
+            "critic", stateful.critic, needs=frozenset({"critic_P"}),
             options=("decay", "ridge"), of_memory=("decay", "ridge"),
         ),
         Baseline(
-            "group_std", group.group_std, unbiased=False, min_group_size=2, target="arcsin",
+            "group_std", group.group_std, unbiased=False, min_group_size=2, target="g_over_sigma",
             options=_EPSILON,
         ),
         Baseline(
-            "maxrl", group.maxrl, unbiased=False, min_group_size=2, target="log_value",
+            "maxrl", group.maxrl, unbiased=False, min_group_size=2, target="g_over_v",
             options=_EPSILON,
         ),
         Baseline("opo", group.opo, unbiased=True, min_group_size=2, needs=_LENGTHS),
         Baseline("opo_self", group.opo_self, unbiased=False, min_group_size=2, needs=_LENGTHS),
-        Baseline("batch_std", batch.batch_std, **_WHOLE_BATCH, min_group_size=2, options=_EPSILON),
-        Baseline(
-            "reinforce_pp", batch.reinforce_pp, **_WHOLE_BATCH, min_group_size=1, needs=_LENGTHS,
+        _batch_rule("batch_std", batch.batch_std, min_group_size=2, options=_EPSILON),
+        _batch_rule(
+            "reinforce_pp", batch.reinforce_pp, min_group_size=1, needs=_LENGTHS,
             options=_EPSILON,
         ),
-        Baseline(
-            "reinforce_pp_baseline", batch.reinforce_pp_baseline, **_WHOLE_BATCH, min_group_size=2,
+        _batch_rule(
+            "reinforce_pp_baseline", batch.reinforce_pp_baseline, min_group_size=2,
             needs=_LENGTHS, options=_EPSILON,
         ),
         Baseline(
@@ -69,11 +81,15 @@ BASELINES = _Rules(
             min_group_size=2, min_prompts=3, options=_EPSILON,
         ),
         Baseline(
-            "beta", batch.beta, **_WHOLE_BATCH, min_group_size=2,
+            "jspo", batch.jspo, unbiased=True, couples_prompts=True,
+            min_group_size=2, min_prompts=3, options=_EPSILON,
+        ),
+        _batch_rule(
+            "beta", batch.beta, min_group_size=2,
             options=("minimum", "maximum", "ceiling"),
         ),
-        Baseline(
-            "spo", memory.spo, **_WHOLE_BATCH, min_group_size=1, needs=frozenset({"tracker_P"}),
+        _batch_rule(
+            "spo", stateful.spo, min_group_size=1, needs=frozenset({"tracker_P"}),
             options=("epsilon", "rho_min", "rho_max", "half_distance"),
             of_memory=("rho_min", "rho_max", "half_distance"),
         ),
@@ -81,38 +97,23 @@ BASELINES = _Rules(
 )  # fmt: skip
 
 
-_OURS = frozenset(BASELINES)
+OURS = tuple(BASELINES)
 
 
 def own_rules(names: Iterable[str] | None = None) -> set[str]:
     """Rules that installed packages offer, of these names or all; ours cannot be replaced."""
-    if names is not None and _OURS.issuperset(names):
+    if names is not None and set(OURS).issuperset(names):
         return set()
-    found = entry_points(group=OWN).names - _OURS
-    return found if names is None else found.intersection(names)
-
-
-def _own(name: str) -> Baseline:
-    """A rule of an installed package.
-
-    Raises:
-        KeyError: none is called so.
-        TypeError: it is no `Baseline` of that name.
-    """
-    rule = entry_points(group=OWN)[name].load()
-    if not isinstance(rule, Baseline) or rule.name != name:
-        raise TypeError(
-            f"entry point {name} of {OWN} is {rule!r:.80}: it must be a Baseline of name {name!r}"
-        )
-    return rule
+    offered = entry_points(group=PLUGIN_GROUP).names.difference(OURS)
+    return offered if names is None else offered.intersection(names)
 
 
 def advantages(
     name: str,
-    rewards_PG: np.ndarray,
+    rewards_PG: Array,
     context: BaselineContext,
     options: Mapping[str, float] | None = None,
-) -> np.ndarray:
+) -> Array:
     """Advantages of a baseline by name, shape [P, G], float64.
 
     Args:
@@ -128,8 +129,8 @@ def advantages(
     assert rewards_PG.ndim == 2 and rewards_PG.dtype == np.float64
     check_options(name, options)
     check_shape(name, *rewards_PG.shape)
-    mine = {key: value for key, value in options.items() if key not in rule.of_memory}
-    return rule.advantage(rewards_PG, context, **mine)
+    rule_options = {key: value for key, value in options.items() if key not in rule.of_memory}
+    return rule.advantage(rewards_PG, context, **rule_options)
 
 
 def check_options(name: str, options: Mapping[str, float]) -> None:
@@ -138,14 +139,16 @@ def check_options(name: str, options: Mapping[str, float]) -> None:
     Raises:
         ValueError: naming those unknown or missing.
     """
-    known = BASELINES[name].options
-    unknown, missing = sorted(set(options) - set(known)), sorted(set(known) - set(options))
-    if unknown or missing:
-        wrong = [f"{word} {', '.join(x)}" for word, x in
-                 (("unknown", unknown), ("missing", missing)) if x]  # fmt: skip
+    names = BASELINES[name].options
+    faults = {
+        "unknown": sorted(set(options) - set(names)),
+        "missing": sorted(set(names) - set(options)),
+    }
+    if any(faults.values()):
+        wrong = [f"{word} {', '.join(names)}" for word, names in faults.items() if names]
         raise ValueError(
             f"options of baseline {name}: {'; '.join(wrong)}; "
-            f"it takes {', '.join(known) if known else 'none'}"
+            f"it takes {', '.join(names) if names else 'none'}"
         )
 
 

@@ -1,6 +1,6 @@
 """Rules whose baseline was learned from past batches, and how the past is weighed.
 
-The memory itself lives where batches follow each other, in `training.memory`; here is its
+The memory itself lives where batches follow each other, in `train.baseline_state`; here is its
 arithmetic. A memory is read before the batch at hand is added to it: given the past, b is then
 independent of the batch's completions. Updated first, the same rule would be biased.
 """
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines.base import divided, field
-from grpo_ustat.records import BaselineContext
+from grpo_ustat.estimators.baselines.base import quotient, require
+from grpo_ustat.records import Array, BaselineContext
 
 
-def running_mean(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
+def running_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Moving average of past rewards (Williams 1992; prime-rl's rae): `A_i = r_i - b`.
 
     Unbiased given the past: b is used before `running_update` sees the batch.
@@ -21,10 +21,10 @@ def running_mean(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray
     >>> running_mean(np.array([[1.0, 0.0]]), BaselineContext(running=0.25)).tolist()
     [[0.75, -0.25]]
     """
-    return rewards_PG - field(context, "running", "running_mean")
+    return rewards_PG - require(context.running, "running", "running_mean")
 
 
-def running_update(running: float, rewards_PG: np.ndarray, decay: float) -> float:
+def running_update(running: float, rewards_PG: Array, decay: float) -> float:
     """`b <- decay b + (1 - decay) mean reward`.
 
     >>> running_update(0.5, np.array([[1.0, 1.0]]), decay=0.75)
@@ -33,7 +33,7 @@ def running_update(running: float, rewards_PG: np.ndarray, decay: float) -> floa
     return decay * running + (1 - decay) * float(rewards_PG.mean())
 
 
-def critic(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
+def critic(rewards_PG: Array, context: BaselineContext) -> Array:
     """A learned value (A2C, Mnih et al. 2016): `A_i = r_i - v(x)`.
 
     Unbiased given the past: v was fitted on past batches only and reads the prompt alone.
@@ -41,10 +41,10 @@ def critic(rewards_PG: np.ndarray, context: BaselineContext) -> np.ndarray:
     >>> critic(np.array([[1.0, 0.0]]), BaselineContext(critic_P=np.array([0.75]))).tolist()
     [[0.25, -0.75]]
     """
-    return rewards_PG - field(context, "critic_P", "critic")[:, None]
+    return rewards_PG - require(context.critic_P, "critic_P", "critic")[:, None]
 
 
-def spo(rewards_PG: np.ndarray, context: BaselineContext, *, epsilon: float) -> np.ndarray:
+def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
     """SPO (Xu and Ding 2025): `r_i - tracker(x)`, minus its batch mean, over (std + epsilon).
 
     Before the batch's mean and std it is unbiased given the past; these hold the completion's own
@@ -55,13 +55,13 @@ def spo(rewards_PG: np.ndarray, context: BaselineContext, *, epsilon: float) -> 
     >>> spo(np.array([[1.0], [0.0]]), context, epsilon=0.0).round(4).tolist()
     [[0.7071], [-0.7071]]
     """
-    surprise_PG = rewards_PG - field(context, "tracker_P", "spo")[:, None]
+    surprise_PG = rewards_PG - require(context.tracker_P, "tracker_P", "spo")[:, None]
     surprise_PG -= surprise_PG[0, 0]
     deviation_PG = surprise_PG - surprise_PG.mean()
-    return divided(deviation_PG, deviation_PG.std(ddof=1) + epsilon)
+    return quotient(deviation_PG, deviation_PG.std(ddof=1) + epsilon)
 
 
-def tracker_start(rewards_PK: np.ndarray, rho_min: float) -> tuple[np.ndarray, np.ndarray]:
+def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
     """(alpha, beta) from K draws before the first visit, worth 1/(1 - rho_min) observations.
 
     >>> [x.tolist() for x in tracker_start(np.array([[1.0, 1.0, 0.0]]), rho_min=0.75)]
@@ -73,8 +73,8 @@ def tracker_start(rewards_PK: np.ndarray, rho_min: float) -> tuple[np.ndarray, n
 
 
 def tracker_discount(
-    distance_P: np.ndarray, half_distance: float, rho_min: float, rho_max: float
-) -> np.ndarray:
+    distance_P: Array, half_distance: float, rho_min: float, rho_max: float
+) -> Array:
     """rho = 2^(-D / half_distance) within [rho_min, rho_max].
 
     D is the mean absolute change of a token's log-probability on the prompt's last answer.

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import torch
 
-from grpo_ustat.policy.sketch import Sketch
+from grpo_ustat.policy.logprobs import widen
+from grpo_ustat.policy.scores.sketch import Sketch
 
 PASS = 24  # multiplications that cost as much as one more look at an entry in memory
 CHUNK = {"cpu": 2**22, "cuda": 2**28}  # bytes of gradients formed at a time
 SQUARE = 2**28  # bytes of a T x T product over a whole batch
 
 
-class Totals:
+class Accumulator:
     """Running totals of B completions; every parameter's gradients pass once.
 
     Args:
@@ -54,10 +55,10 @@ class Totals:
         self.features_BR = zeros(batch, features.dimension) if features else None
         self.pooled_KR = zeros(count, pooled.dimension) if pooled else None
 
-    def outer(
+    def add_outer(
         self, name: str, shape: torch.Size, left_NTR, right_NTC, first_row: int = 0, rows=None
     ) -> None:
-        """Take `sum_t left_t right_t'` of N completions.
+        """Add the gradient `sum_t left_t right_t'`, [R, C], of each of N completions.
 
         Args:
             name: of the parameter.
@@ -71,25 +72,25 @@ class Totals:
             return
         count, _, columns = right_NTC.shape
         step = max(1, CHUNK[self.device.type] // (4 * count * columns))
-        right_NTC = widened(right_NTC)
+        right_NTC = widen(right_NTC)
         for low in range(0, left_NTR.shape[2], step):
             part = left_NTR[:, :, low : low + step].transpose(1, 2)
             flat = product(part, right_NTC).flatten(1)
-            self.take(name, shape, flat, (first_row + low) * columns, rows)
+            self.add_flat(name, shape, flat, (first_row + low) * columns, rows)
 
-    def take(
+    def add_flat(
         self, name: str, shape: torch.Size, flat_NC: torch.Tensor, start: int = 0, rows=None
     ) -> None:
-        """Take entries `start ... start + C` of N completions' gradients; overwrites them."""
+        """Add entries `start ... start + C` of N completions' gradients; overwrites `flat_NC`."""
         self.names.add(name)
-        flat_NC = widened(flat_NC)
+        flat_NC = widen(flat_NC)
         self._square(flat_NC, rows)
         if self.weights_KB is not None:
             self._pool(name, shape, self._weights(rows, flat_NC.dtype) @ flat_NC, start)
         self._sketch_features(name, flat_NC, start, rows)
 
-    def take_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
-        """Take whole rows of a matrix's gradients, those of sorted ids; overwrites them."""
+    def add_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
+        """Add whole rows of a matrix's gradients, those with the sorted ids; overwrites them."""
         if self.features is None and self.pooled is None:
             self.names.add(name)
             flat = dense_NUD.flatten(1)
@@ -102,10 +103,10 @@ class Totals:
         edges, width = [0, *breaks.tolist(), len(ids_U)], dense_NUD.shape[2]
         for low, high in zip(edges[:-1], edges[1:], strict=True):
             flat = dense_NUD[:, low:high].flatten(1)
-            self.take(name, shape, flat, int(ids_U[low]) * width)
+            self.add_flat(name, shape, flat, int(ids_U[low]) * width)
 
     def cross(self, first_NC: torch.Tensor, second_NC: torch.Tensor) -> None:
-        """Add what the sum of two parts of one gradient has beyond the parts: 2 <first, second>."""
+        """Add 2 <first, second>, what ||first + second||^2 has beyond the two squared norms."""
         if self.gram_BB is None:
             self.sq_norm_B += 2 * torch.linalg.vecdot(first_NC, second_NC)
             return
@@ -141,7 +142,7 @@ class Totals:
         return squares < whole
 
     def _squares(self, name, shape, left_NTR, right_NTC, first_row, rows) -> None:
-        left, right = widened(left_NTR), widened(right_NTC)
+        left, right = widen(left_NTR), widen(right_NTC)
         if self.gram_BB is None:
             both = product(left, left.transpose(1, 2)).mul_(product(right, right.transpose(1, 2)))
             self._add_norms(both.sum(dim=(1, 2)), rows)
@@ -162,6 +163,7 @@ class Totals:
                 self._pool(name, shape, value, first_row * right.shape[2], k)
 
     def _weights(self, rows, dtype: torch.dtype) -> torch.Tensor:
+        assert self.weights_KB is not None
         chosen = self.weights_KB if rows is None else self.weights_KB[:, rows]
         return chosen.to(dtype)
 
@@ -173,6 +175,7 @@ class Totals:
 
     def _pool(self, name, shape, values_KC: torch.Tensor, start: int, first: int = 0) -> None:
         if self.pooled is not None:
+            assert self.pooled_KR is not None
             self.pooled.add(self.pooled_KR[first : first + len(values_KC)], name, start, values_KC)
             return
         stop = start + values_KC.shape[1]
@@ -191,17 +194,13 @@ class Totals:
     def _sketch_features(self, name: str, flat_NC, start: int, rows) -> None:
         if self.features is None:
             return
+        assert self.features_BR is not None
         if rows is None:
             self.features.add(self.features_BR, name, start, flat_NC)
             return
-        mine = torch.zeros_like(self.features_BR[rows])
-        self.features.add(mine, name, start, flat_NC)
-        self.features_BR[rows] += mine
-
-
-def widened(values: torch.Tensor) -> torch.Tensor:
-    """At least float32, in which everything is summed."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+        sketch_BR = torch.zeros_like(self.features_BR[rows])
+        self.features.add(sketch_BR, name, start, flat_NC)
+        self.features_BR[rows] += sketch_BR
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

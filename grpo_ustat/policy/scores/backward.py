@@ -14,17 +14,19 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from grpo_ustat.checks import ConfigError
-from grpo_ustat.policy import layers
-from grpo_ustat.policy.logprobs import positions
-from grpo_ustat.policy.output_layer import OutputLayer, Window, add_output_layer, body, causal
-from grpo_ustat.policy.sketch import Sketch
-from grpo_ustat.policy.totals import SQUARE, Totals, widened
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.logprobs import positions, widen
+from grpo_ustat.policy.output_layer import OutputLayer, Window, body, causal
+from grpo_ustat.policy.scores import layers
+from grpo_ustat.policy.scores.accumulate import SQUARE, Accumulator
+from grpo_ustat.policy.scores.output_layer import add_output_layer
+from grpo_ustat.policy.scores.sketch import Sketch
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,11 @@ def completion_scores(
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
     names = {id(parameter): name for name, parameter in trainable(model)}
     batch, device = len(input_ids_BT), input_ids_BT.device
-    totals = Totals(batch, device, weights_KB, gram, features, pooled)
+    totals = Accumulator(batch, device, weights_KB, gram, features, pooled)
     with _activations_only(model):
-        seen = _Backward(model, names, input_ids_BT, attention_mask_BT, totals)
-        seen.run(completion_mask_BT, temperature)
-    rest = [(name, p) for name, p in trainable(model) if name not in seen.added]
+        backward_pass = _Backward(model, names, input_ids_BT, attention_mask_BT, totals)
+        backward_pass.run(completion_mask_BT, temperature)
+    rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
     one_by_one(model, rest, rows, temperature, totals)
     missing = set(covered_parameters(model)) - totals.names
@@ -101,12 +103,12 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     Raises:
         ConfigError: there are none, or the model is in training mode.
     """
-    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not found:
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not parameters:
         raise ConfigError("the model has no trainable parameter: nothing to differentiate")
     if model.training:
         raise ConfigError("the model is in training mode: scores need model.eval()")
-    return found
+    return parameters
 
 
 def covered_parameters(model: PreTrainedModel) -> list[str]:
@@ -150,13 +152,14 @@ class _Backward:
         self.left_out: set[str] = set()
         self.roots: list[torch.Tensor] = []
         self.shapes = {names[id(p)]: p.shape for p in model.parameters() if id(p) in names}
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedding = cast(nn.Embedding, self.model.get_input_embeddings())
+        head = cast(nn.Linear, self.model.get_output_embeddings())
         self.shared = names.get(id(head.weight)) if head.weight is embedding.weight else None
         if self.shared and None in (layers.kind(embedding), layers.kind(head)):
             self.names = {key: name for key, name in names.items() if name != self.shared}
 
     def run(self, completion_mask_BT: torch.Tensor, temperature: float) -> None:
-        """Both passes."""
+        """Run the forward and the backward pass; the scores are then in the totals."""
         with self._hooks():
             hidden_BTD = self._forward()
         grad_hidden_BTD = self._output_layer(hidden_BTD.detach(), completion_mask_BT, temperature)
@@ -167,8 +170,8 @@ class _Backward:
 
     def _forward(self) -> torch.Tensor:
         base = body(self.model)
-        known = inspect.signature(base.forward).parameters
-        extra = {"position_ids": positions(self.attention)} if "position_ids" in known else {}
+        parameters = inspect.signature(base.forward).parameters
+        extra = {"position_ids": positions(self.attention)} if "position_ids" in parameters else {}
         output = base(input_ids=self.ids, attention_mask=self.attention, use_cache=False, **extra)
         self.output = type(output)
         return output.last_hidden_state
@@ -193,7 +196,8 @@ class _Backward:
                 return self._root(module, args, output)
             if not output.requires_grad:  # functional_call inside a rule comes by here too
                 return None
-            held = [self._by_row(path, args, kwargs)]  # dropped as soon as the gradient is there
+            # dropped as soon as the gradient arrives
+            held: list[Any] = [self._by_row(path, args, kwargs)]
             if held[0] is None:
                 self.left_out.update(self._own(module))
             elif self._own(module):
@@ -204,7 +208,7 @@ class _Backward:
         return watch
 
     def _root(self, module: nn.Embedding, args, output: torch.Tensor) -> torch.Tensor:
-        """Backward ends at embeddings: their outputs become leaves."""
+        """Make an embedding's output a leaf, so that the backward pass ends there."""
         leaf = output.detach().requires_grad_()
         self.roots.append(leaf)
         if layers.kind(module) and args and args[0].shape == self.ids.shape:
@@ -215,7 +219,9 @@ class _Backward:
         return leaf.clone()  # a model may scale its embeddings in place
 
     def _by_row(self, path: str, args: tuple, kwargs: dict) -> tuple | None:
-        """Arguments with the batch first; None where rows can't be told apart, as in experts."""
+        """A module's arguments with the batch dimension first; None where the completions cannot be
+        told apart, as in mixtures of experts.
+        """
         batch, length = self.ids.shape
         if kwargs or ".experts." in f".{path}." or not args:
             return None
@@ -251,6 +257,7 @@ class _Backward:
         if part is None or name in self.left_out:
             return  # scored one completion at a time
         if name == self.shared:
+            assert isinstance(part, layers.Lookup)
             self._cross(part)
         layers.add(self.totals, name, self.shapes[name], part)
         self.added.add(name)
@@ -266,27 +273,30 @@ class _Backward:
         layer = OutputLayer(self.model, self.output, temperature)
         self.tokens_U = self.ids.unique() if self.shared else self.ids.new_zeros(0)
         with torch.no_grad():
-            found = add_output_layer(layer, window, self.names, self.totals, self.tokens_U)
-        self.grads_BTU, self.seen_BTD = found[1], window.hidden_BTD
+            grad_window_BTD, self.grads_BTU = add_output_layer(
+                layer, window, self.names, self.totals, self.tokens_U
+            )
+        self.window_hidden_BTD = window.hidden_BTD
         own = [] if layer.opaque else self._own(layer.head)
         self.added.update(name for name in own if name != self.shared)
         grad_hidden_BTD = torch.zeros_like(hidden_BTD)
-        grad_hidden_BTD[:, first - 1 : last - 1] = found[0]
+        grad_hidden_BTD[:, first - 1 : last - 1] = grad_window_BTD
         return grad_hidden_BTD
 
     def _cross(self, lookup: layers.Lookup) -> None:
-        """The output layer shares the embedding's weight: H_i + E_i is one gradient.
+        """Add the inner product of the two gradients of a weight that output layer and embedding
+        share.
 
         `||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>`, and E lives on the tokens that occur.
         """
-        hidden = widened(self.seen_BTD)
+        hidden = widen(self.window_hidden_BTD)
         for ids_U, dense_BUD in layers.dense_rows(lookup):
             place = torch.searchsorted(self.tokens_U, ids_U)
             grads = self.grads_BTU[:, :, place].transpose(1, 2).to(hidden)
             self.totals.cross(torch.bmm(grads, hidden).flatten(1), dense_BUD.flatten(1))
 
 
-def one_by_one(model, rest, rows: tuple, temperature: float, totals: Totals) -> None:
+def one_by_one(model, rest, rows: tuple, temperature: float, totals: Accumulator) -> None:
     """Add the parameters that no rule covers, differentiating one completion at a time.
 
     Args:
@@ -298,7 +308,7 @@ def one_by_one(model, rest, rows: tuple, temperature: float, totals: Totals) -> 
     """
     batch = len(rows[0])
     for group in _groups(rest, batch):
-        found = [widened(p.new_empty((batch, stop - start))) for _, p, start, stop in group]
+        slots = [widen(p.new_empty((batch, stop - start))) for _, p, start, stop in group]
         for i in range(batch):
             ids, attention, completion = (x[i] for x in rows)
             real = attention.bool()
@@ -306,14 +316,16 @@ def one_by_one(model, rest, rows: tuple, temperature: float, totals: Totals) -> 
             grads = torch.autograd.grad(
                 total, [p for _, p, _, _ in group], allow_unused=True, materialize_grads=True
             )
-            for slot, grad, (_, _, start, stop) in zip(found, grads, group, strict=True):
+            for slot, grad, (_, _, start, stop) in zip(slots, grads, group, strict=True):
                 slot[i] = grad.flatten()[start:stop]
-        for slot, (name, p, start, _) in zip(found, group, strict=True):
-            totals.take(name, p.shape, slot, start)
+        for slot, (name, p, start, _) in zip(slots, group, strict=True):
+            totals.add_flat(name, p.shape, slot, start)
 
 
 def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[tuple]]:
-    """Pieces (name, parameter, start, stop) whose gradients of all completions fit together."""
+    """Lists of pieces (name, parameter, start, stop) of parameters; the gradients of all
+    completions at the pieces of one list fit into memory together.
+    """
     room, group, used = max(1, SQUARE // (4 * batch)), [], 0
     for name, p in rest:
         for start in range(0, p.numel(), room):
@@ -330,7 +342,7 @@ def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[t
 def _logprob(model, ids_T, completion_T, temperature: float) -> torch.Tensor:
     """Log-probability of one unpadded completion."""
     logits = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
-    logprobs = (widened(logits) / temperature).log_softmax(dim=-1)
+    logprobs = (widen(logits) / temperature).log_softmax(dim=-1)
     chosen = logprobs.gather(1, ids_T[1:, None])[:, 0]
     return (chosen * completion_T[1:]).sum()
 
@@ -349,15 +361,16 @@ def check_scores(model, input_ids_BT, attention_mask_BT, completion_mask_BT) -> 
     """
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
     weights = torch.linspace(0.5, 1.5, len(input_ids_BT), dtype=torch.float64)
-    found = completion_scores(model, *rows, weights_KB=weights[None]).gradients_K[0]
-    total = sum(
-        weight * _logprob(model, *(x[mask.bool()] for x in (ids, completion)), 1.0)
+    gradients = completion_scores(model, *rows, weights_KB=weights[None]).gradients_K[0]
+    logprobs = (
+        weight * _logprob(model, ids[mask.bool()], completion[mask.bool()], 1.0)
         for weight, ids, mask, completion in zip(weights.tolist(), *rows, strict=True)
     )
+    total = cast(torch.Tensor, sum(logprobs))
     names, parameters = zip(*trainable(model), strict=True)
     plain = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
     whole = torch.stack([g.double().norm() for g in plain]).norm()
-    errors = [(found[n] - g).double().norm() for n, g in zip(names, plain, strict=True)]
+    errors = [(gradients[n] - g).double().norm() for n, g in zip(names, plain, strict=True)]
     worst = max(range(len(names)), key=lambda k: errors[k])
     if errors[worst] > TOLERANCE.get(parameters[0].dtype, 0.1) * whole:
         raise ConfigError(

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from grpo_ustat.policy.totals import Totals, widened
+from grpo_ustat.policy.logprobs import widen
+from grpo_ustat.policy.scores.accumulate import Accumulator
 
 DENSE = 2**25  # bytes of embedding rows held at a time
 
@@ -75,6 +77,7 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
     """
     sort = kind(module)
     if sort == "embedding":
+        assert isinstance(module, nn.Embedding)
         yield "weight", _lookup(module, arguments[0], grads)
         return
     if sort == "norm":
@@ -84,16 +87,16 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
     straight = sort == "linear"
     yield "weight", Outer(grads, inputs) if straight else Outer(inputs, grads)
     if module.bias is not None:
-        yield "bias", Small(widened(grads).sum(dim=1))
+        yield "bias", Small(widen(grads).sum(dim=1))
 
 
 def _by_token(inputs: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch = inputs.shape[0]
-    return tuple(x.reshape(batch, -1, x.shape[-1]) for x in (inputs, grads))
+    return inputs.reshape(batch, -1, inputs.shape[-1]), grads.reshape(batch, -1, grads.shape[-1])
 
 
 def _lookup(module: nn.Embedding, ids: torch.Tensor, grads: torch.Tensor) -> Lookup:
-    """As in backpropagation, looking up `padding_idx` gives no gradient."""
+    """An embedding's contribution; as in backpropagation, `padding_idx` gets no gradient."""
     if module.padding_idx is not None:
         grads = grads * (ids != module.padding_idx)[..., None]
     scale = getattr(module, "embed_scale", None)
@@ -101,7 +104,7 @@ def _lookup(module: nn.Embedding, ids: torch.Tensor, grads: torch.Tensor) -> Loo
 
 
 def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """The output is affine in the weight: what weights of one add to weights of zero is xhat."""
+    """A norm's contributions by parameter name, [B, *shape]."""
     own = dict(module.named_parameters(recurse=False))
 
     def output(value: float) -> torch.Tensor:
@@ -113,40 +116,41 @@ def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
     batch = grads.shape[0]
     for name, parameter in own.items():
         with torch.no_grad():
-            change = widened(grads)
+            change = widen(grads)
             if name == "weight":
                 change = change * (output(1.0) - output(0.0))
         yield name, Small(change.reshape(batch, -1, *parameter.shape).sum(dim=1))
 
 
-def joined(found: list[Part]) -> Part | None:
-    """One contribution from several of one parameter; None where their kinds differ."""
-    if len(found) == 1:
-        return found[0]
-    if all(isinstance(part, Small) for part in found):
-        return Small(sum(part.gradient_B for part in found))
+def joined(parts: list[Part]) -> Part | None:
+    """One parameter's contributions as a single one; None where their kinds differ."""
+    if len(parts) == 1:
+        return parts[0]
+    small = [part.gradient_B for part in parts if isinstance(part, Small)]
+    if len(small) == len(parts):
+        return Small(cast(torch.Tensor, sum(small)))
     for cls in (Outer, Lookup):
-        if all(isinstance(part, cls) for part in found):
-            first, second = zip(*(vars(part).values() for part in found), strict=True)
+        if all(isinstance(part, cls) for part in parts):
+            first, second = zip(*(vars(part).values() for part in parts), strict=True)
             return cls(torch.cat(first, dim=1), torch.cat(second, dim=1))
     return None
 
 
-def add(totals: Totals, name: str, shape: torch.Size, part: Part) -> None:
+def add(totals: Accumulator, name: str, shape: torch.Size, part: Part) -> None:
     """Add one parameter's contribution to the totals."""
     if isinstance(part, Outer):
-        totals.outer(name, shape, part.left_BTR, part.right_BTC)
+        totals.add_outer(name, shape, part.left_BTR, part.right_BTC)
     elif isinstance(part, Small):
-        totals.take(name, shape, part.gradient_B.flatten(1))
+        totals.add_flat(name, shape, part.gradient_B.flatten(1))
     else:
         for ids_U, dense in dense_rows(part):
-            totals.take_rows(name, shape, ids_U, dense)
+            totals.add_rows(name, shape, ids_U, dense)
 
 
 def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The embedding's gradients on the tokens that occur: ids [U] and rows [B, U, D], in chunks."""
     unique, place_BT = part.ids_BT.unique(return_inverse=True)
-    grads = widened(part.grads_BTD)
+    grads = widen(part.grads_BTD)
     batch, _, width = grads.shape
     step = max(1, DENSE // (4 * batch * width))
     for low in range(0, len(unique), step):

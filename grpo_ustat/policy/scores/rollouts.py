@@ -9,8 +9,8 @@ import torch
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.scores import CompletionScores, completion_scores
-from grpo_ustat.policy.sketch import Sketch
+from grpo_ustat.policy.scores.backward import CompletionScores, completion_scores
+from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
 
 
@@ -39,7 +39,8 @@ def score_rollouts(
     weights = None
     if weights_KB is not None:
         merged = np.zeros((len(weights_KB), len(first)))
-        np.add.at(merged, (slice(None), place_B), weights_KB)
+        # NumPy's stub of `at` knows no tuples of indices
+        np.add.at(merged, (slice(None), place_B), weights_KB)  # pyright: ignore[reportArgumentType]
         weights = torch.from_numpy(merged)
     rows = pack(rollouts, index[first], policy.pad_token, policy.model.device)
     scores = completion_scores(
@@ -57,10 +58,12 @@ def score_rollouts(
 
 
 def distinct(rollouts: Rollouts, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places in `index` of the distinct completions, and for each entry which of these it is."""
+    """Places in `index` of the distinct completions, [U], and for each entry of `index` its place
+    among these, [B].
+    """
     size, width = rollouts.mask_PGT.shape[1:]
-    written = np.where(rollouts.mask_PGT, rollouts.tokens_PGT, -1).reshape(-1, width)[index]
-    keyed = np.column_stack([index // size, written])
+    tokens_NT = np.where(rollouts.mask_PGT, rollouts.tokens_PGT, -1).reshape(-1, width)[index]
+    keyed = np.column_stack([index // size, tokens_NT])
     _, first, place_B = np.unique(keyed, axis=0, return_index=True, return_inverse=True)
     return first, place_B.ravel()
 

@@ -38,7 +38,7 @@ class Sketch:
         self._signs: dict[str, torch.Tensor] = {}
 
     def signs(self, name: str, device: torch.device) -> torch.Tensor:
-        """The +-1 of one parameter's entries, int8 [entries]; kept once made."""
+        """The random signs +-1 of one parameter's entries, int8 [entries]; computed once."""
         if name not in self._signs:
             digest = hashlib.blake2b(f"{self.seed}\x1f{name}".encode(), digest_size=16).digest()
             bits = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64))

@@ -1,0 +1,44 @@
+"""`grpo-ustat VERB ...`, or `python -m grpo_ustat VERB ...`: all that the package does."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from argparse import Namespace
+from typing import NoReturn
+
+from grpo_ustat import __version__
+from grpo_ustat.cli.verbs import VERBS, help_text, unknown_verb
+
+
+def main() -> None:
+    """Console entry: the rest of the command line is the verb's own."""
+    verb, *arguments = sys.argv[1:] or [""]
+    if verb in ("", "-h", "--help", "help"):
+        print(help_text(), file=sys.stdout if verb else sys.stderr)
+        raise SystemExit(0 if verb else 2)
+    if verb == "--version":
+        print(f"grpo-ustat {__version__}")
+        return
+    if verb in ("-sc", "--shell-completion"):
+        from grpo_ustat.cli.completion import complete
+        from grpo_ustat.config.schema import ConfigError
+
+        try:
+            complete(None, Namespace(overrides=arguments))
+        except ConfigError as error:
+            _refuse(error)
+        return
+    if verb not in VERBS:
+        _refuse(unknown_verb(verb))
+    sys.argv[1:] = arguments
+    importlib.import_module(f"grpo_ustat.{verb}.__main__").main()
+
+
+def _refuse(message: object) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

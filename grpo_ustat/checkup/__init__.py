@@ -1,1 +1,0 @@
-"""What `python -m grpo_ustat.doctor` looks at; each check is a function of the output folder."""

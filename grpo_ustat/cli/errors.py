@@ -1,0 +1,194 @@
+"""What Hydra and OmegaConf complain of, in one line that says what to type instead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import yaml
+from hydra.errors import OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ValidationError
+
+from grpo_ustat.config.command_line import command_line, install_line
+from grpo_ustat.config.load import SCHEMAS, WORDS, all_fields, kinds_of, type_error
+from grpo_ustat.config.run import Shared
+from grpo_ustat.config.schema import did_you_mean
+from grpo_ustat.config.values import field_at, quote_for_shell, wrong_value
+
+NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
+    "num_generations": "group_size",
+    "lr": "learning_rate",
+    "gradient_accumulation_steps": "micro_batch_tokens, the padded tokens of a backward pass",
+    "per_device_train_batch_size": "budget.rollouts, completions a step on all devices",
+    "num_train_epochs": "max_steps",
+    "loss_type": "objective=dapo and the like, or objective.loss_type",
+    "beta": "objective.beta",
+    "use_vllm": "rollout=vllm",
+}
+CUTS = ("top_p", "top_k", "min_p")  # of the sampled distribution, which other trainers have
+RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
+EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}  # that are no fields of the schema
+
+
+def one_line(error: Exception, schema: type, conf: Path) -> str:
+    """A message in one line, with the known names where one is unknown.
+
+    Args:
+        error: of Hydra or OmegaConf, while a configuration was composed.
+        schema: of the command.
+        conf: the folder of configuration files.
+    """
+    text = " ".join(f"{error} {error.__cause__ or ''}".split())
+
+    # A value has the wrong type, or is several values.
+    cause = error if isinstance(error, ValidationError) else error.__cause__
+    typed = re.match(r"Error merging override [+]*[^=]+=(.*)", str(error))
+    if isinstance(cause, ValidationError) and (typed or cause is error):
+        return type_error(cause, schema, {}, typed[1] if typed else None)
+    if several := re.match(r"Ambiguous value for argument '([^=]+)=(.*)' 1\. To use it", text):
+        return several_values(several[1], several[2], schema)
+    if isinstance(error, OverrideParseException) and error.override:
+        key, _, value = error.override.partition("=")
+        field = field_at(key.lstrip("+~"), all_fields(schema))
+        if field and not field.kind.startswith("str"):
+            return wrong_value(field, value, conf)
+        return f"{error.override}: this cannot be read, quote it: {quote_for_shell(key, value)}"
+
+    # A group has no such choice: list those that the command can take.
+    choice = re.search(
+        r"Could not find '([^']+)/([^'/]*)' Available options in '[^']+': (.*?) Conf", text
+    )
+    if choice:
+        group, name, options = choice.groups()
+        files = {other: conf / group / f"{other}.yaml" for other in options.split()}
+        fit = [other for other, file in files.items() if not file.is_file() or fits(file, schema)]
+        if not name:
+            return f"{group}= has no value: choose from {', '.join(fit)}"
+        return f"unknown {group} {name!r}: {did_you_mean(name, fit)}choose from {', '.join(fit)}"
+
+    # A file sets fields that the command does not have: name the commands that have them.
+    in_file = re.match(r"In '([^']+)': (Could not override|ConfigKeyError raised)", text)
+    file = conf / f"{in_file[1]}.yaml" if in_file else None
+    if in_file and file and file.is_file():
+        group = set() if is_overlay(file) else {file.parent.name}
+        others = [x for x in RUN_SCHEMAS.values() if group <= top_names(x) and fits(file, x)]
+        if others and schema not in others:
+            return f"{in_file[1].replace('/', '=')} is {_one_of_commands(others)}"
+
+    if "hydra/launcher/submitit" in text:
+        return f"SLURM needs hydra-submitit-launcher: {install_line('slurm')}"
+    if missing := re.search(r"Missing mandatory value: (\S+)", text):
+        return f"{missing.group(1)} has no value: set {missing.group(1)}=..."
+    if unknown := re.match(r"Could not override '([^']+)'", text):
+        return unknown_key(unknown.group(1), schema)
+    return text.removesuffix(" None")
+
+
+def several_values(key: str, value: str, schema: type) -> str:
+    """The line that refuses `key=a,b` where no sweep is typed."""
+    field = field_at(key.lstrip("+"), all_fields(schema))
+    as_list = f"write {key}=[{value}]" if field and field.kind.startswith("list") else ""
+    command = next(name for name, other in SCHEMAS.items() if other is schema)
+    runs = command_line(command, "-m", f"{key}={value}")
+    sweep = f"add -m for a run of each, as in {runs}" if schema in RUN_SCHEMAS.values() else ""
+    fixes = ", or ".join(filter(None, [as_list, sweep]))
+    fixes = fixes or f"quote it, {quote_for_shell(key, value)}"
+    return f"{key}={value} names several values: {fixes}"
+
+
+def unknown_key(key: str, schema: type) -> str:
+    """The line that refuses a key that a command does not have: who has it, or the nearest name."""
+    if key in CUTS:
+        return f"unknown key {key}: what is sampled is what is scored, so there is no {key}"
+    if key in NAMES_OF_OTHERS:
+        where = "here" if schema is SCHEMAS["train"] else "in train"
+        return f"unknown key {key}: {where} it is {NAMES_OF_OTHERS[key]}"
+
+    node, _, name = key.partition(".")
+    kinds = [
+        kind
+        for kind, of_kind in kinds_of(schema).get(node, {}).items()
+        if name in {field.name for field in fields(of_kind)}
+    ]
+    if kinds:
+        return (
+            f"unknown key {key}: it is of {node}.kind={' or '.join(kinds)}, choose such a "
+            f"{WORDS[node]} by {node}=NAME"
+        )
+
+    others = [other for other in RUN_SCHEMAS.values() if other is not schema]
+    owners = [other for other in others if key in _keys(other)]
+    owners = owners or [other for other in others if node in top_names(other) - top_names(schema)]
+    if owners:
+        return f"unknown key {key}: it is {_one_of_commands(owners)}"
+    if key.startswith("dataset.options"):
+        return f"unknown key {key}: options of a task of your own are added, +{key}=..."
+    near = difflib.get_close_matches(key, _keys(schema), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
+    return f"unknown key {key}: {hint}"
+
+
+def is_overlay(file: Path) -> bool:
+    """Whether a file sets fields of any node."""
+    return "# @package _global_" in file.read_text()
+
+
+def fits(file: Path, schema: type) -> bool:
+    """Whether a command knows all that a file of its groups sets, and all that it sweeps over, as
+    far as that can be told without composing it.
+    """
+    text = file.read_text()
+    keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
+    if not is_overlay(file):
+        node = get_type_hints(schema).get(file.parent.name)
+        return not is_dataclass(node) or keys <= {field.name for field in fields(node)}
+    keys |= set(re.findall(r"^ +- override /(\w+)", text, re.MULTILINE)) - {"hydra"}
+    if not keys <= top_names(schema):
+        return False
+    try:
+        params = dict(yaml.safe_load(text)["hydra"]["sweeper"]["params"])
+    except (yaml.YAMLError, LookupError, TypeError, ValueError):  # it says nothing of a sweep
+        return True
+    others = [
+        file.parent.parent / group / f"{choice}.yaml"
+        for group, choices in params.items()
+        for choice in str(choices).split(",")
+    ]
+    return all(fits(other, schema) for other in others if other.is_file())
+
+
+def top_names(schema: type) -> set[str]:
+    """What an override of a command can begin with."""
+    groups = [extra for name, extra in EXTRA_GROUPS.items() if SCHEMAS[name] is schema]
+    return {field.name for field in fields(schema)}.union(*groups)
+
+
+def _one_of_commands(schemas: Sequence[type]) -> str:
+    names = [name for name, schema in RUN_SCHEMAS.items() if schema in schemas]
+    owners = " or ".join(f"{name}'s" for name in names)
+    commands = " or ".join(map(command_line, names))
+    return f"one of {owners}, {commands}"
+
+
+def _keys(schema: type) -> list[str]:
+    """Every key, those of all kinds included."""
+
+    def below(node: DictConfig, prefix: str) -> Iterator[str]:
+        for key in node:
+            yield f"{prefix}{key}"
+            child = node._get_node(key)
+            if isinstance(child, DictConfig):
+                yield from below(child, f"{prefix}{key}.")
+
+    of_kinds = [
+        f"{node}.{field.name}"
+        for node, kinds in kinds_of(schema).items()
+        for kind in kinds.values()
+        for field in fields(kind)
+    ]
+    return list(dict.fromkeys([*below(OmegaConf.structured(schema), ""), *of_kinds]))

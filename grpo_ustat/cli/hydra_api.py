@@ -1,0 +1,175 @@
+"""What the command line takes from inside Hydra: its private modules are imported here only."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig
+
+from grpo_ustat.cli.arguments import check_flags
+from grpo_ustat.config.load import CONF
+from grpo_ustat.config.schema import ConfigError
+
+MULTIRUN = RunMode.MULTIRUN
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """A command line as Hydra reads it: `overrides`, and flags such as `multirun` and `help`.
+
+    Overrides may hold paths such as `pool=outputs/seed=0`, see `quote_equals`; `typed` are they as
+    they were typed.
+
+    Raises:
+        ConfigError: a word with dashes is no flag, or a flag's value is none of its.
+    """
+    parser = get_args_parser()
+    parser.error = _refuse_arguments
+    words, unknown = parser.parse_known_args(list(arguments))
+    check_flags(unknown, arguments, flags())
+    words.typed = words.overrides
+    words.overrides = [quote_equals(override) for override in words.overrides]
+    return words
+
+
+def _refuse_arguments(message: str) -> NoReturn:
+    """In place of argparse's own page of usage."""
+    raise ConfigError(message)
+
+
+def quote_equals(override: str) -> str:
+    """The override with quotes around every value that holds a further `=`, as the names of run
+    folders do, which Hydra does not take unquoted; all else stays as it is.
+
+    Values are those between the commas of a sweep or of a list. Quoted values, interpolations,
+    dictionaries and calls such as `range(start=1,stop=3)` are Hydra's own to read.
+
+    >>> quote_equals("pool=outputs/G=8/seed=0"), quote_equals("pool=a=1,b=2,c")
+    ("pool='outputs/G=8/seed=0'", "pool='a=1','b=2',c")
+    >>> quote_equals("runs=[a=1,b]"), quote_equals("pool='a=1'"), quote_equals("seed=0")
+    ("runs=['a=1',b]", "pool='a=1'", 'seed=0')
+    """
+    key, equals, value = override.partition("=")
+    return key + equals + _quote_values(value) if "=" in value else override
+
+
+def _quote_values(text: str) -> str:
+    """See `quote_equals`; of the values alone, one or several."""
+    outer, first, values = _without_brackets(text), 0, []
+    for last in [i for i, letter in enumerate(outer) if letter == ","] + [len(text)]:
+        value = text[first:last].strip()
+        if value[:1] == "[" and value[-1:] == "]":
+            value = f"[{_quote_values(value[1:-1])}]"
+        elif "=" in outer[first:last] and not re.search("['\"]", value):
+            slashes = value[len(value.rstrip("\\")) :]
+            value = f"'{value}{slashes}'"  # doubled at the end, where one would escape the quote
+        values.append(value)
+        first = last + 1
+    return ",".join(values)
+
+
+def _without_brackets(text: str) -> str:
+    """The text with `_` for every letter that is in quotes or in brackets."""
+    outer, depth, quote = "", 0, ""
+    for i, letter in enumerate(text):
+        inside = depth > 0 or quote or letter in "'\"[{(]})"
+        outer += "_" if inside else letter
+        if quote:
+            quote = "" if letter == quote and text[i - 1] != "\\" else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
+    return outer
+
+
+def flags() -> list[str]:
+    """Every flag of Hydra's, such as `--multirun`."""
+    return [name for action in get_args_parser()._actions for name in action.option_strings]
+
+
+@contextmanager
+def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
+    """Hydra reads `conf/`, and before it the folder of `--config-dir`, which may hold the main file
+    too.
+    """
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
+        if config_dir:
+            path = create_config_search_path(str(CONF))
+            own = f"file://{Path(config_dir).resolve()}"
+            path.prepend("command-line", own, anchor="schema")
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2(task_name=entry, config_search_path=path)
+        yield
+
+
+def sweep_node(name: str, overrides: list[str]) -> DictConfig:
+    """The configuration with Hydra's own node as a sweep has it, before any run is chosen."""
+    return _open_hydra().compose_config(
+        name, overrides, RunMode.MULTIRUN, from_shell=False, validate_sweep_overrides=False
+    )
+
+
+def split_sweep(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep: the product of `key=a,b` values, in Hydra's order.
+
+    Raises:
+        HydraException: an override cannot be parsed.
+    """
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return [list(run) for batch in batches for run in batch]
+
+
+@contextmanager
+def sweep_launcher(name: str, node: DictConfig, task: Callable) -> Iterator[Launcher]:
+    """Hydra's launcher of a sweep, between its callbacks for the start and the end of a sweep.
+
+    Args:
+        name: of the main configuration file.
+        node: see `sweep_node`.
+        task: what the launcher calls with each run's composed configuration.
+    """
+    callbacks = Callbacks(node)
+    launcher = Plugins.instance().instantiate_launcher(
+        hydra_context=HydraContext(config_loader=_open_hydra().config_loader, callbacks=callbacks),
+        task_function=task,
+        config=node,
+    )
+    callbacks.on_multirun_start(config=node, config_name=name)
+    yield launcher
+    callbacks.on_multirun_end(config=node, config_name=name)
+
+
+def run_task(entry: str, task: Callable[[DictConfig], object]) -> None:
+    """Have Hydra read `sys.argv`, compose `conf/<entry>.yaml` and call the task with it."""
+    overrides = {word: quote_equals(word) for word in get_args_parser().parse_args().overrides}
+    sys.argv[1:] = [overrides.get(word, word) for word in sys.argv[1:]]
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)(task)()
+
+
+def output_folder() -> Path:
+    """Where the run at hand writes, once Hydra has started it."""
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def _open_hydra() -> Hydra:
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None, "no hydra_session is open"
+    return hydra

@@ -1,0 +1,108 @@
+"""The verbs of `grpo-ustat VERB ...`: what each does, an example, a misspelt one, and their names
+by Tab. Nothing here imports more than Python's own modules.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from grpo_ustat.config.command_line import command_line, program
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What `grpo-ustat VERB` does.
+
+    Attributes:
+        purpose: in a line.
+        example: arguments that do something useful.
+        arguments: of a verb whose command line is not Hydra's: all that it takes by name.
+    """
+
+    purpose: str
+    example: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+
+
+VERBS = {
+    "train": Verb(
+        "fine-tune a language model by GRPO, with any baseline and group size",
+        ("group_size=16", "max_steps=200"),
+    ),
+    "mse": Verb(
+        "measure the gradient's error at every group size, and the best size",
+        ("model=tiny_base", "study.questions=100"),
+    ),
+    "gap": Verb("test the paper's theorems where the truth can be enumerated", ("study=lemma6",)),
+    "report": Verb(
+        "figures, tables and a page of any runs, finished or not", ("runs=outputs/train",)
+    ),
+    "sweep": Verb("how far the runs of a sweep are", ("status", "outputs/train"), ("status",)),
+    "mirror": Verb(
+        "send run folders to wandb, TensorBoard or trackio",
+        ("outputs/train/NAME/seed=0", "logger=wandb"),
+        ("logger=wandb", "logger=tensorboard", "logger=trackio", "logger.project="),
+    ),
+    "doctor": Verb(
+        "is this machine ready for runs, and what to do where it is not",
+        ("--output", "outputs"),
+        ("--output", "--json", "--only"),
+    ),
+}
+
+
+def help_text() -> str:
+    """All verbs, each with its purpose and an example."""
+    width = max(map(len, VERBS))
+    lines = [
+        "How good a GRPO policy gradient is, which group size to use, training with it.",
+        "",
+        f"usage: {program()} VERB [arguments]",
+        "",
+    ]
+    for name, verb in VERBS.items():
+        lines.append(f"  {name:{width}}  {verb.purpose}")
+        lines.append(f"  {'':{width}}    {command_line(name, *verb.example)}")
+    tab = f'eval "$({program()} -sc install=bash)"'
+    lines += [
+        "",
+        f"{f'{program()} VERB --help':{len(tab)}}  what the verb takes",
+        f"{tab}  Tab completes; also zsh, fish",
+    ]
+    return "\n".join(lines)
+
+
+def unknown_verb(word: str) -> str:
+    """The line that refuses what is no verb."""
+    if word.startswith("-") or "=" in word:
+        return f"{word} comes after a verb, as in {command_line('train', word)}"
+    near = difflib.get_close_matches(word.lower(), VERBS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(VERBS)}"
+    return f"unknown command {word!r}: {hint}"
+
+
+def verb_of(words: list[str]) -> str | None:
+    """The verb of a command line's finished words; None where it has none yet.
+
+    >>> verb_of(["./scripts/run", "mse", "seed=0"]), verb_of(["python", "-m", "grpo_ustat", "gap"])
+    ('mse', 'gap')
+    >>> verb_of(["python3", "-m", "grpo_ustat.train"]), verb_of(["grpo-ustat"])
+    ('train', None)
+    """
+    if "-m" in words[1:2]:
+        module = (words[2:3] or [""])[0]
+        if module.startswith("grpo_ustat."):
+            return module.removeprefix("grpo_ustat.")
+        words = words[2:]
+    return words[1] if len(words) > 1 else None
+
+
+def verb_candidates(line: str) -> list[tuple[str, str]]:
+    """What the last word of a line may become where Hydra does not read it, with its meaning."""
+    *before, word = line.split(" ")
+    verb = verb_of([one for one in before if one])
+    if verb is None:
+        return [(name, one.purpose) for name, one in VERBS.items() if name.startswith(word)]
+    names = VERBS[verb].arguments if verb in VERBS else ()
+    return [(name, "") for name in names if name.startswith(word) and name not in before]

@@ -1,0 +1,191 @@
+"""Typed schemas of the beds, the small policies that the studies of the paper's theorems run on.
+
+A bed's node is typed by its `kind`, see `BEDS`. Values live in `conf/bed/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_ustat.config.schema import ConfigError, field, positive
+
+
+@dataclass
+class BedConfig:
+    """Fields of all kinds."""
+
+    name: str = field("of the bed, in the run folder's name")
+    kind: str = field(
+        "of policy; choose by bed=NAME",
+        choices=("coins", "ridge_coins", "softmax", "sequences", "none"),
+    )
+
+    def check(self) -> None:
+        """Refuse what is no policy.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+
+
+@dataclass
+class PlaneConfig(BedConfig):
+    """A policy that sees its parameters theta through u = Q theta alone."""
+
+    parameters: int = field(
+        "D, of theta; those beyond u's leave a flat set of maximisers", "numbers"
+    )
+    start: list[float] = field("u of the first policy, which has as many coordinates")
+    reach: float = field("J* - J at the border of the set where theory is asked to hold")
+    seed: int = field("of the directions Q")
+
+    def check(self) -> None:
+        """See `BedConfig.check`."""
+        if not self.start:
+            raise ConfigError("bed.start=[] has no coordinate: give one number for each of u")
+        if self.parameters < len(self.start):
+            raise ConfigError(
+                f"bed.parameters={self.parameters} with {len(self.start)} coordinates in bed.start"
+                f": use bed.parameters={len(self.start)} or more"
+            )
+        positive(self, "reach", prefix="bed.")
+
+
+@dataclass
+class CoinPlaneConfig(PlaneConfig):
+    """A policy whose answers are coins: each is right, reward 1, or wrong, reward 0."""
+
+    values: list[float] = field("probability of a right answer at every maximiser, for each prompt")
+
+    def check(self) -> None:
+        """See `BedConfig.check`."""
+        super().check()
+        if not self.values or not all(0 < value < 1 for value in self.values):
+            raise ConfigError(f"bed.values={self.values} must be between 0 and 1")
+
+
+@dataclass
+class CoinsConfig(CoinPlaneConfig):
+    """Answers that are coins, see `gap.testbeds.CoinTestbed`."""
+
+    slopes: list[Any] = field("of that probability in u, for each prompt; their mean is 0")
+    styles: list[Any] = field("slopes of what earns nothing, the score's noise, likewise")
+    curvature: list[float] = field("of -J along each coordinate of u, above 0")
+
+    def check(self) -> None:
+        """See `BedConfig.check`."""
+        super().check()
+        shape = (len(self.values), len(self.start))
+        for name in ("slopes", "styles"):
+            setattr(self, name, _floats(name, getattr(self, name), shape))
+        if len(self.curvature) != len(self.start) or min(self.curvature) <= 0:
+            raise ConfigError(
+                f"bed.curvature={self.curvature}: give a number above 0 for each of the "
+                f"{len(self.start)} coordinates of bed.start"
+            )
+
+
+@dataclass
+class RidgeCoinsConfig(CoinPlaneConfig):
+    """Coins whose maximisers are a ridge, see `gap.testbeds.RidgeCoinTestbed`; u = (v, w)."""
+
+    slopes: list[float] = field("of that probability in v, for each prompt; their mean is 0")
+    styles: list[float] = field("slopes in v of what earns nothing, the score's noise, at w = 0")
+    along: list[float] = field("slopes in w of what earns nothing, for each prompt")
+    curvature: float = field("of -J along v at w = 0, above 0")
+    bend: float = field("what curvature grows by with w, as a share of it")
+    spread: float = field("what styles grow by with w, as a share of them")
+    width: float = field("of the ridge: |w| stays within")
+
+    def check(self) -> None:
+        """See `BedConfig.check`."""
+        super().check()
+        if len(self.start) != 2:
+            raise ConfigError(f"bed.start={self.start}: give v and w, two numbers")
+        for name in ("slopes", "styles", "along"):
+            if len(getattr(self, name)) != len(self.values):
+                raise ConfigError(
+                    f"bed.{name} has {len(getattr(self, name))} numbers, bed.values has "
+                    f"{len(self.values)}: give one for each prompt"
+                )
+        positive(self, "curvature", "width", prefix="bed.")
+        if abs(self.start[1]) > self.width:
+            raise ConfigError(
+                f"bed.start={self.start} has a w beyond bed.width={self.width}: start within"
+            )
+
+
+@dataclass
+class SoftmaxConfig(PlaneConfig):
+    """A tabular softmax policy, see `gap.testbeds.SoftmaxTestbed`."""
+
+    features: list[Any] = field("of each outcome, as many as u has coordinates")
+    centres: list[Any] = field("u at which a prompt's outcomes have equal probability")
+    rewards: list[Any] = field("of each outcome, for each prompt")
+
+    def check(self) -> None:
+        """See `BedConfig.check`."""
+        super().check()
+        prompts, outcomes, width = len(self.centres), len(self.features), len(self.start)
+        self.features = _floats("features", self.features, (outcomes, width))
+        self.centres = _floats("centres", self.centres, (prompts, width))
+        self.rewards = _floats("rewards", self.rewards, (prompts, outcomes))
+
+
+@dataclass
+class SequencesConfig(BedConfig):
+    """A policy that writes token by token, see `gap.sequences`."""
+
+    prompts: int = field("that share the parameters", "prompts")
+    vocabulary: int = field("that can come next", "tokens")
+    length: int = field("of every completion", "tokens")
+    spread: float = field("standard deviation of the parameters, which are drawn")
+    apart: float = field("of what the reference policy's parameters differ by")
+    reward_levels: int = field("of rewards, even steps from 0 to 1; 2: right or wrong", "levels")
+    difficulties: list[float] = field(
+        "of each prompt: a completion's rank among all, to this power, is its reward"
+    )
+    seed: int = field("of parameters and rewards")
+
+    def check(self) -> None:
+        """See `BedConfig.check`."""
+        positive(self, "prompts", "vocabulary", "length", "spread", "apart", prefix="bed.")
+        if self.vocabulary < 2 or self.vocabulary**self.length > 2**14:
+            raise ConfigError(
+                f"bed.vocabulary={self.vocabulary} bed.length={self.length}: use 2 tokens or more, "
+                "and at most 16384 completions in all"
+            )
+        if not 2 <= self.reward_levels <= self.vocabulary**self.length:
+            raise ConfigError(
+                f"bed.reward_levels={self.reward_levels}: use 2 to as many as there are "
+                f"completions, {self.vocabulary**self.length}"
+            )
+        if len(self.difficulties) != self.prompts or min(self.difficulties) <= 0:
+            raise ConfigError(
+                f"bed.difficulties={self.difficulties} with bed.prompts={self.prompts}: give a "
+                "number above 0 for each prompt"
+            )
+
+
+def _floats(name: str, rows: list[Any], shape: tuple[int, int]) -> list[list[float]]:
+    """Rows of numbers, whole ones too, which OmegaConf's typed lists of lists refuse."""
+    try:
+        floats = [[float(number) for number in row] for row in rows]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"bed.{name}={rows}: use rows of numbers, [[..],[..]]") from error
+    if len(floats) != shape[0] or not floats or any(len(row) != shape[1] for row in floats):
+        raise ConfigError(
+            f"bed.{name} has {len(floats)} rows of {sorted({len(row) for row in floats})} numbers: "
+            f"use {shape[0]} of {shape[1]}"
+        )
+    return floats
+
+
+BEDS = {
+    "coins": CoinsConfig,
+    "ridge_coins": RidgeCoinsConfig,
+    "softmax": SoftmaxConfig,
+    "sequences": SequencesConfig,
+    "none": BedConfig,
+}

@@ -1,0 +1,39 @@
+"""What a reader types: a command again, or the installation of an extra, for messages and pages."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").is_file()  # else installed as a wheel
+PROGRAM = (
+    "GRPO_USTAT_COMMAND"  # the environment variable in which scripts/run says how it was typed
+)
+
+
+def program() -> str:
+    """What a command line of this program begins with, as the user typed it."""
+    return os.environ.get(PROGRAM) or "grpo-ustat"
+
+
+def command_line(verb: str, *overrides: str) -> str:
+    """A command line to copy into a shell.
+
+    Args:
+        verb: `train`, `mse`, `gap`, `report`, `sweep`, `mirror` or `doctor`.
+        overrides: its arguments, each of which is quoted where a shell needs it.
+
+    >>> command_line("mse", "model=tiny", "group_sizes=[4, 8]")
+    "grpo-ustat mse model=tiny 'group_sizes=[4, 8]'"
+    """
+    return " ".join([program(), verb, *map(shlex.quote, overrides)])
+
+
+def install_line(extra: str) -> str:
+    """The command that installs an optional dependency of this package.
+
+    Args:
+        extra: a name of `[project.optional-dependencies]`.
+    """
+    return f"pip install -e '.[{extra}]'" if CHECKOUT else f"pip install 'grpo_ustat[{extra}]'"

@@ -1,0 +1,65 @@
+"""The fields that `train` and `mse` share: model, data set, prompt, processes, sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_ustat.config.model import ModelConfig, PromptConfig
+from grpo_ustat.config.run import ProcessConfig, Shared
+from grpo_ustat.config.schema import ConfigError, check_choice, field, node
+
+DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")  # of torch, perhaps with :NUMBER
+
+
+@dataclass
+class LaunchConfig(ProcessConfig):
+    """Processes and devices; none of it changes results."""
+
+    num_threads: int = field("of OpenMP, in each process", "threads", positive=True)
+    device: str = field("cpu, cuda, cuda:1 ...")
+    judge_workers: int = field(
+        "beside each one, which judge answers that need it, such as MATH's",
+        "processes",
+        positive=True,
+    )
+
+
+@dataclass
+class Common(Shared):
+    """Fields of the entrypoints that have a model and questions."""
+
+    model: ModelConfig = node(ModelConfig, "the policy")
+    dataset: Any = field("the questions; fields of other kinds of data sets: dataset=NAME --help")
+    prompt: PromptConfig = node(PromptConfig, "how a question is put to the model")
+    launch: LaunchConfig = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
+        LaunchConfig, "processes and devices; none of it changes results"
+    )
+    temperature: float = field(
+        "divides the logits, in sampling and in scoring alike", positive=True
+    )
+    max_completion_length: int = field(
+        "of a completion; longer ones are cut and counted", "tokens", positive=True
+    )
+    rollout_batch_size: int = field(
+        "written side by side: memory and speed only", "completions", positive=True
+    )
+    show_prompts: int = field(
+        "to print, with how their answers are read, instead of a run; 0: run", "prompts"
+    )
+
+    def check(self) -> None:
+        """See `Shared.check`."""
+        super().check()
+        check_choice("launch.device", self.launch.device.partition(":")[0], DEVICES)
+        self.dataset.check()
+        self.prompt.check()
+        data, prompt = self.dataset, self.prompt
+        boxed = "boxed" in f"{prompt.system} {prompt.template}"
+        if data.kind == "math" and data.reward is None and not prompt.shots and not boxed:
+            raise ConfigError(  # where no box is asked for, every obedient reply would earn nothing
+                f"dataset={data.name} reads answers in \\boxed{{}}, for which "
+                f"prompt={prompt.name} does not ask: use prompt=qwen_math_cot, prompt=chat_boxed, "
+                "or a template that asks for it"
+            )
+        self.model.check(cached=not self.dry_run)

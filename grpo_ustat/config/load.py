@@ -1,0 +1,131 @@
+"""The schema of each command, and how a composed configuration becomes one.
+
+Values live in `conf/`; there is no default here. Nothing in this file imports torch, so a wrong
+configuration is refused before anything slow happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import (
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from grpo_ustat.config.baseline import BaselineConfig
+from grpo_ustat.config.beds import BEDS
+from grpo_ustat.config.data import DATASETS
+from grpo_ustat.config.gap import STUDIES, GapConfig
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.run import ReportEntry
+from grpo_ustat.config.schema import (
+    ConfigError,
+    FieldInfo,
+    check_choice,
+    did_you_mean,
+    fields_of,
+)
+from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.config.values import field_at, typed_value, wrong_value
+from grpo_ustat.estimators.baselines import own_rules
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
+OF_KIND: dict[str, Mapping[str, type]] = {
+    "dataset": DATASETS,
+    "bed": BEDS,
+    "study": STUDIES,
+}  # nodes whose kind has a schema
+WORDS = {"dataset": "data set", "bed": "bed", "study": "study"}
+SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig, "report": ReportEntry}
+
+
+def build_config(config: Any, schema: type) -> Any:
+    """The composed configuration as a checked instance of its schema.
+
+    Args:
+        config: an OmegaConf node or a plain dictionary, without the `hydra` node.
+        schema: one of `SCHEMAS`.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, or a combination that cannot be run.
+    """
+    try:
+        base = OmegaConf.structured(schema)
+        for name, kinds in kinds_of(schema).items():
+            base[name] = _kind_schema(config, name, kinds)
+        result: Any = OmegaConf.to_object(OmegaConf.merge(base, config))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value: set {error.full_key}=...") from error
+    except ValidationError as error:
+        raise ConfigError(type_error(error, schema, config)) from error
+    except ConfigKeyError as error:
+        paths = [field.path for field in all_fields(schema)]
+        hint = did_you_mean(error.full_key or "", paths) or "see --help for the known keys"
+        raise ConfigError(f"unknown key {error.full_key}: {hint.strip()}") from error
+    except OmegaConfBaseException as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError("; ".join(lines[:2])) from error
+    if isinstance(result, MseConfig):  # an own rule needs no entry in conf/, unless it has options
+        for name in own_rules(result.baselines):
+            result.rules.setdefault(name, BaselineConfig(name=name, options={}))
+    result.check()
+    return result
+
+
+def type_error(error: ValidationError, schema: type, config: Any, typed: str | None = None) -> str:
+    """The line that refuses a value of a wrong type.
+
+    Args:
+        error: of OmegaConf.
+        schema: one of `SCHEMAS`.
+        config: an OmegaConf node or a plain dictionary that holds the value.
+        typed: the value as it was typed, where that is known.
+    """
+    field = field_at(error.full_key or "", all_fields(schema))
+    if field is None:
+        return " ".join(str(error).split())
+    if typed is None:
+        typed = typed_value(OmegaConf.select(OmegaConf.create(config), field.path))
+    return wrong_value(field, typed, CONF)
+
+
+def all_fields(schema: type) -> Iterator[FieldInfo]:
+    """Every field of a schema, those of all kinds of its nodes included."""
+    yield from fields_of(schema)
+    for name, kinds in kinds_of(schema).items():
+        for kind in kinds.values():
+            yield from fields_of(kind, f"{name}.")
+
+
+def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
+    """The nodes of a schema that are typed by their kind, with the schema of each.
+
+    >>> list(kinds_of(TrainConfig)), list(kinds_of(GapConfig))
+    (['dataset'], ['bed', 'study'])
+    """
+    hints = get_type_hints(schema)
+    return {name: kinds for name, kinds in OF_KIND.items() if hints.get(name) is Any}
+
+
+def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
+    """The schema that a node's kind names, which must know all of the node's fields."""
+    nodes: Any = OmegaConf.create(config)
+    values = nodes.get(name)
+    if values is None:
+        raise ConfigError(f"{name} has no value: choose by {name}=NAME")
+    check_choice(f"{name}.kind", values.kind, tuple(kinds))
+    schema = kinds[values.kind]
+    for key in set(values) - {declared.name for declared in fields(schema)}:
+        raise ConfigError(
+            f"{name}.{key} means nothing to {name}.kind={values.kind}: choose a {WORDS[name]} as a "
+            f"whole, by {name}=NAME"
+        )
+    return schema

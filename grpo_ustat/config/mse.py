@@ -1,0 +1,363 @@
+"""The typed schema of `mse`, and the checks of what it can measure.
+
+A check refuses in one line that names values and fix.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from grpo_ustat.config.baseline import (
+    BaselineConfig,
+    check_group_size,
+    check_options,
+    check_shape,
+    load_rule,
+)
+from grpo_ustat.config.common import Common, LaunchConfig
+from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
+from grpo_ustat.estimators.baselines import BASELINES, own_rules
+
+METHODS = ("closed_form", "replay", "monte_carlo")
+INTERVALS = ("completions", "questions")
+SETTINGS = ("all_questions_once", "with_replacement", "without_replacement", "one_question")
+CLOSED_FORMS = (
+    "none",
+    "leave_one_out",
+    "group_mean",
+    "oracle",
+    "optimal",
+    "constant",
+    "running_mean",
+    "remax",
+)
+STUDIED = tuple(name for name, rule in BASELINES.items() if not rule.only_trains)
+
+
+@dataclass
+class StudyBudget:
+    """How many completions stand behind each number."""
+
+    pool_completions: int = field(
+        "of each question, N, scored: behind closed_form and replay", "completions"
+    )
+    max_pool_completions: int = field(
+        "of each question, where target_halfwidth stops asking for more", "completions"
+    )
+    replay_draws: int = field(
+        "that replay draws from each question's pool", "groups", positive=True
+    )
+    feature_sketch: int = field(
+        "kept of each completion's score; models with no more parameters are kept in full",
+        "numbers",
+        positive=True,
+    )
+    gradient_sketch: int = field(
+        "kept of each question's gradient; models with no more parameters are kept in full",
+        "numbers",
+        positive=True,
+    )
+    replicates: int = field("of the largest size that monte_carlo draws of each question", "groups")
+    reference_completions: int = field(
+        "of each question behind monte_carlo's reference gradient", "completions"
+    )
+    reference_blocks: int = field("that are independent, into which those are cut", "blocks")
+    value_completions: int = field(
+        "of each question, K, behind monte_carlo's V (oracle), b* (optimal) and running mean",
+        "completions",
+    )
+
+    def check_monte_carlo(self) -> None:
+        """Refuse counts from which monte_carlo makes no interval or no reference gradient.
+
+        Raises:
+            ConfigError: naming the values.
+        """
+        check_positive(self, "value_completions", prefix="budget.")
+        if self.replicates < 2:
+            raise ConfigError(f"budget.replicates={self.replicates}: an interval needs at least 2")
+        completions, blocks = self.reference_completions, self.reference_blocks
+        per_block, rest = divmod(completions, max(1, blocks))
+        if blocks < 3 or rest or per_block < 3:
+            raise ConfigError(
+                f"budget.reference_completions={completions} in budget.reference_blocks={blocks}: "
+                "use 3 or more equal blocks of 3 or more completions"
+            )
+
+
+@dataclass
+class StudyConfig:
+    """What is measured, and how."""
+
+    methods: list[str] = field(
+        "closed_form: exact formulas on the pool; replay: groups drawn from the pool, for every "
+        "baseline; monte_carlo: fresh rollouts and real gradients, as the paper",
+        choices=METHODS,
+    )
+    settings: list[str] = field("how a batch's questions are drawn", choices=SETTINGS)
+    num_prompts: list[int] = field(
+        "of a batch, B, in with_replacement and without_replacement", "questions", positive=True
+    )
+    interval: str = field(
+        "completions: given the questions; questions: as a sample of questions", choices=INTERVALS
+    )
+    questions: int | None = field(
+        "of the study, the first so many; null: all", "questions", positive=True
+    )
+    part: str | None = field(
+        "such as 3/8: fill the 3rd of 8 parts of pool=DIR and end; null: the study"
+    )
+    cut_at: int | None = field(
+        "from which a completion of pool=FILE.parquet counts as cut, below as ended; null: the "
+        "file's column ended says it",
+        "tokens",
+        positive=True,
+    )
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(k, n) of `part`, (1, 1) without; (0, 0) where it is not of the form k/n."""
+        match = re.fullmatch(r"(\d+)/(\d+)", "1/1" if self.part is None else self.part)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+@dataclass
+class StudyLaunch(LaunchConfig):
+    """As `LaunchConfig`, of studies."""
+
+    workers: int = field(
+        "that share the questions, with the same results; under torchrun its ranks do",
+        "processes",
+        positive=True,
+    )
+
+
+@dataclass
+class MseConfig(Common):
+    """What `grpo-ustat mse` runs."""
+
+    launch: StudyLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
+        StudyLaunch, "processes and devices; none of it changes results"
+    )
+    study: StudyConfig = node(StudyConfig, "what is measured, and how")
+    budget: StudyBudget = node(StudyBudget, "how many completions stand behind each number")
+    rules: dict[str, BaselineConfig] = field("the options of each baseline", factory=dict)
+    baselines: list[str] = field(
+        "the rules to compare, with their options under rules",
+        choices=STUDIED,
+        plugins=own_rules,
+    )
+    group_sizes: list[int] = field("in a group, every G of the curves", "completions")
+    target_halfwidth: float | None = field(
+        "such as 0.05: add completions until every curve's 95 % interval is +-5 %; null: do not",
+        positive=True,
+        below=1,
+    )
+    pool: str | None = field(
+        "a folder of scored completions to reuse and extend, or a Parquet file of rollouts made "
+        "elsewhere; null: in the run folder"
+    )
+
+    @property
+    def run_name(self) -> str:
+        """What was measured, in words."""
+        data = "imported" if self.imports_pool else self.dataset.name
+        return f"{self.model.name}-{data}-{'-'.join(self.study.methods)}"
+
+    @property
+    def fills_part(self) -> bool:
+        """Whether only a part of the pool is asked for, which several jobs may fill at once."""
+        return self.study.part is not None
+
+    @property
+    def imports_pool(self) -> bool:
+        """Whether `pool` is a file of rollouts made elsewhere rather than a folder of our own."""
+        return self.pool is not None and self.pool.endswith(".parquet")
+
+    def check(self) -> None:
+        """See `Common.check`."""
+        for name in self.baselines:
+            if name in BASELINES and BASELINES[name].only_trains:
+                raise _only_trains(name)
+        super().check()
+        lists = {"baselines": self.baselines, "group_sizes": self.group_sizes}
+        of_study = ("methods", "settings", "num_prompts")
+        lists |= {f"study.{name}": getattr(self.study, name) for name in of_study}
+        for path, values in lists.items():
+            check_distinct(path, values)
+        if not (self.baselines and self.group_sizes and self.study.methods):
+            raise ConfigError("baselines, group_sizes, study.methods: name at least one")
+        if not self.study.settings:
+            raise ConfigError(f"study.settings=[]: name at least one of {', '.join(SETTINGS)}")
+        batches = {"with_replacement", "without_replacement"} & set(self.study.settings)
+        if batches and not self.study.num_prompts:
+            raise ConfigError(
+                f"study.num_prompts=[]: {' and '.join(sorted(batches))} need at least one number "
+                "of questions a batch"
+            )
+        self._check_baselines()
+        self._check_pool()
+        self._check_part()
+        if not self.imports_pool:  # its file says how many questions and completions there are
+            self._check_counts()
+
+    def _check_baselines(self) -> None:
+        """Refuse a baseline without options of its own, or that no method or group size suits."""
+        for name in self.baselines:
+            if load_rule("baselines", name).only_trains:
+                raise _only_trains(name)
+            if name not in self.rules:
+                raise ConfigError(f"baselines names {name} but rules.{name} is missing: add it")
+            if self.rules[name].name != name:
+                raise ConfigError(
+                    f"rules.{name}.name={self.rules[name].name} is another rule: use {name}"
+                )
+            check_options(self.rules[name], f"rules.{name}.options")
+            if self.study.methods == ["closed_form"] and name not in CLOSED_FORMS:
+                raise ConfigError(
+                    f"baselines names {name}, study.methods only closed_form, which knows "
+                    f"{', '.join(CLOSED_FORMS)}: add replay or monte_carlo to study.methods"
+                )
+            for size in self.group_sizes:
+                check_group_size(name, size)
+
+    def _check_pool(self) -> None:
+        """Refuse a folder that is no pool, and what rollouts made elsewhere cannot give."""
+        if self.study.cut_at is not None and not self.imports_pool:
+            raise ConfigError(
+                f"study.cut_at={self.study.cut_at} is of rollouts made elsewhere, but pool="
+                f"{self.pool} is no Parquet file: use study.cut_at=null"
+            )
+        if self.pool is None:
+            return
+        if not self.imports_pool:
+            check_pool_folder(self.pool)
+            return
+        if not Path(self.pool).is_file():
+            raise ConfigError(f"pool={self.pool} is no file: give a Parquet file, or a folder")
+        needs = {need for name in self.baselines for need in BASELINES[name].needs}
+        for key, samples in (
+            ("study.methods=[monte_carlo]", "monte_carlo" in self.study.methods),
+            (f"target_halfwidth={self.target_halfwidth}", self.target_halfwidth is not None),
+            ("baselines=[remax]", "greedy_P" in needs),
+        ):
+            if samples:
+                raise ConfigError(f"{key} samples completions, which an imported pool cannot")
+
+    def _check_part(self) -> None:
+        """Refuse a part of a pool that is no part, or that does not meet the others."""
+        if self.study.part is None:
+            return
+        part, halfwidth = f"study.part={self.study.part}", self.target_halfwidth
+        k, n = self.study.share
+        if not 1 <= k <= n:
+            raise ConfigError(f"{part}: use k/n with k from 1 to n, such as 3/8")
+        if self.pool is None:
+            raise ConfigError(
+                f"{part} with pool=null: the parts meet in one folder, give all of them the same "
+                "pool=DIR"
+            )
+        if self.imports_pool:
+            raise ConfigError(
+                f"{part} with pool={self.pool}: an imported pool is scored as a whole, use "
+                "study.part=null"
+            )
+        if halfwidth is not None:
+            raise ConfigError(
+                f"{part} with target_halfwidth={halfwidth}: only the whole pool says how many "
+                "completions it takes, use target_halfwidth=null and budget.pool_completions"
+            )
+
+    def _check_counts(self) -> None:
+        """Refuse fewer questions or completions than the methods and baselines need."""
+        questions, size = self.study.questions, self.dataset.study_size
+        if questions is not None and questions > size:
+            raise ConfigError(
+                f"study.questions={questions} of dataset.study_size={size}: choose 1 to {size}"
+            )
+        check_questions(self, size if questions is None else questions)
+        pool, largest = self.budget.pool_completions, self.budget.max_pool_completions
+        if self.target_halfwidth is not None and largest < pool:
+            raise ConfigError(
+                f"budget.max_pool_completions={largest} is below budget.pool_completions={pool}: "
+                "raise it"
+            )
+        enough = max(self.group_sizes) + 3
+        if "replay" in self.study.methods and pool < enough:
+            raise ConfigError(
+                f"budget.pool_completions={pool}: replay of group_size={enough - 3} takes the true "
+                f"gradient from completions outside the group: use at least {enough}"
+            )
+        if pool < 4:
+            raise ConfigError(
+                f"budget.pool_completions={pool}: the unbiased estimators and their jackknife need "
+                "at least 4"
+            )
+        if "optimal" in self.baselines and pool < 6:
+            raise ConfigError(
+                f"budget.pool_completions={pool}: the error of baseline optimal and its jackknife "
+                "need at least 6"
+            )
+        if "monte_carlo" in self.study.methods:
+            self.budget.check_monte_carlo()
+
+
+def _only_trains(name: str) -> ConfigError:
+    return ConfigError(
+        f"baselines names {name}, which remembers past batches of a training run: a study has "
+        f"none; leave it out, or use train baseline={name}"
+    )
+
+
+def check_pool_folder(pool: str) -> None:
+    """Refuse to fill a folder that holds files of somebody's own.
+
+    Args:
+        pool: the folder; it may be missing, empty, or a pool, which holds `pool.json`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    folder = Path(pool)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"pool={pool} is no folder: give a new folder, or a file named *.parquet")
+    if not folder.is_dir() or (folder / "pool.json").is_file():
+        return
+    names = sorted(path.name for path in folder.iterdir())
+    names = [name for name in names if not fnmatch(name, ".pool.json.*.tmp")]  # one that is begun
+    if (folder / "pool" / "pool.json").is_file():
+        raise ConfigError(f"pool={pool} is no pool, it holds one: use pool={folder / 'pool'}")
+    if names:
+        files = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        raise ConfigError(
+            f"pool={pool} is neither empty nor a pool, it holds {files} and no pool.json: give a "
+            f"new folder, such as pool={folder / 'pool'}"
+        )
+
+
+def check_questions(config: MseConfig, count: int) -> None:
+    """Refuse fewer questions than baselines, interval and settings need.
+
+    Args:
+        config: the study's.
+        count: how many questions there are.
+
+    Raises:
+        ConfigError: naming the values and the fix.
+    """
+    key = "study.questions"
+    if config.imports_pool:
+        key = f"study.questions, or the number of prompts in {config.pool}"
+    for name in config.baselines:
+        check_shape(name, count, min(config.group_sizes), key)
+    if config.study.interval == "questions" and count < 4:
+        raise ConfigError(f"study.interval=questions needs 4 questions, got {count}: raise {key}")
+    largest = max(config.study.num_prompts, default=0)
+    if "without_replacement" in config.study.settings and largest > count:
+        raise ConfigError(
+            f"study.num_prompts={largest} of {count} questions without replacement: use at "
+            f"most {count}, or raise {key}"
+        )

@@ -1,0 +1,158 @@
+"""Typed schemas of what every run has: a seed, a folder, processes, a tracker."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any, cast
+
+from grpo_ustat.config.command_line import install_line
+from grpo_ustat.config.schema import ConfigError, check_fields, field, node
+from grpo_ustat.config.secrets import find_secret
+
+TRACKERS = ("wandb", "tensorboard", "trackio")  # each a package and an extra of that name
+ON_EXISTING = ("resume", "error", "overwrite")
+
+
+@dataclass
+class ProcessConfig:
+    """Processes; none of it changes results."""
+
+    num_processes: int = field(
+        "that this command starts on this machine as ranks, by torchrun; 1: none, it is the run",
+        "processes",
+        positive=True,
+    )
+    grace_seconds: int = field(
+        "that ranks have to save after a signal, before they are killed", "seconds", positive=True
+    )
+
+
+@dataclass
+class LoggerConfig:
+    """A tracker that mirrors the run folder, from a process of its own.
+
+    Keys and addresses come from the tracker's own environment variables.
+    """
+
+    name: str = field("of the tracker; choose by logger=NAME", choices=("none", *TRACKERS))
+    project: str | None = field("of the runs there; null: the tracker knows none")
+    finish_seconds: float = field(
+        "that a run which ends waits for its tracker at most", "seconds", at_least=0
+    )
+
+    def check(self, *, needed: bool = True) -> None:
+        """Refuse a tracker that has no project or, where it is needed, is not installed.
+
+        The tracker's package is not imported.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+        check_fields(self, "logger.")
+        if self.name == "none" or not needed:
+            return
+        if not self.project and self.name != "tensorboard":
+            raise ConfigError(f"logger={self.name} needs logger.project=NAME")
+        package = find_spec(self.name)
+        if package is None or package.origin is None:  # a folder that a tracker made is no package
+            raise ConfigError(
+                f"logger={self.name} needs the package {self.name}: {install_line(self.name)}, or "
+                "logger=none"
+            )
+
+
+@dataclass
+class ReportConfig:
+    """What a sweep leaves beside its runs."""
+
+    name: str | None = field("of the folder of its table and figure; null: none")
+    steps: list[int] | None = field(
+        "at which accuracy is drawn; null: at every evaluation", "steps"
+    )
+
+
+@dataclass
+class Shared:
+    """Fields of every entrypoint that runs something."""
+
+    launch: ProcessConfig = node(ProcessConfig, "processes; none of it changes results")
+    seed: int = field("what every random choice of the run depends on")
+    on_existing: str = field(
+        "what to do with a folder that this run has already; resume: go on, or show the result",
+        choices=ON_EXISTING,
+    )
+    dry_run: bool = field("print what would run and what it costs, and end")
+    report: ReportConfig = node(ReportConfig, "what a sweep leaves beside its runs")
+    logger: LoggerConfig = node(LoggerConfig, "a tracker that mirrors the run folder")
+
+    show_prompts, model = 0, None  # no fields here: of entries that have prompts and a model
+
+    @property
+    def only_shows(self) -> bool:
+        """Whether nothing is to be run."""
+        return self.dry_run or bool(self.show_prompts)
+
+    def check(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+        check_fields(self)
+        if self.report.name is not None:
+            check_report_name("report.name", self.report.name)
+        check_no_secrets(asdict(self))
+        self.logger.check(needed=not self.only_shows)
+
+
+def check_no_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a configuration that holds a secret; the message does not show it.
+
+    A configuration is written into run folders and sent to trackers.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    key = find_secret(config, environ)
+    if key is not None:
+        raise ConfigError(
+            f"{key} looks like a key or password, and a configuration is written to disk: "
+            "leave it out and set it in the environment, such as HF_TOKEN or WANDB_API_KEY"
+        )
+
+
+def check_report_name(key: str, name: str) -> None:
+    """The name is one of a folder."""
+    if not re.fullmatch(r"[\w.-]+", name) or not name.strip("."):
+        raise ConfigError(f"{key}={name!r}: use letters, digits, . _ -")
+
+
+@dataclass
+class ReportEntry:
+    """What `grpo-ustat report` shows."""
+
+    runs: Any = field("folders of runs, or patterns of them: one, or a list")
+    name: str = field("of the report's folder")
+    steps: list[int] | None = field(
+        "at which accuracy is shown; null: at every evaluation", "steps"
+    )
+
+    @property
+    def patterns(self) -> list[Any]:
+        """`runs` as a list."""
+        runs = self.runs
+        return cast(list[Any], runs) if isinstance(runs, list) else [runs]
+
+    def check(self) -> None:
+        """Refuse what is no list of folders.
+
+        Raises:
+            ConfigError: naming the value.
+        """
+        if not self.patterns or not all(x and isinstance(x, str) for x in self.patterns):
+            raise ConfigError(f"runs={self.runs}: name folders, such as runs=outputs/train")
+        check_report_name("name", self.name)

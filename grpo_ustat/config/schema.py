@@ -1,0 +1,230 @@
+"""How a schema declares its fields, and the checks of one field.
+
+A field is declared as `name: type = field("meaning", unit="tokens", choices=("a", "b"))`, a node as
+`name: Schema = node(Schema, "meaning")`; `--help`, shell completion and the tests read them here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING as WITHOUT
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from omegaconf import MISSING
+
+
+def flatten(content: Mapping[str, Any], between: str = ".", prefix: str = "") -> dict[str, Any]:
+    """The values of nested dictionaries by path; an empty dictionary has none.
+
+    >>> flatten({"seed": 0, "model": {"name": "tiny", "size": {}}, "sizes": [2, 4]})
+    {'seed': 0, 'model.name': 'tiny', 'sizes': [2, 4]}
+    """
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            values |= flatten(cast(Mapping[str, Any], value), between, f"{path}{between}")
+        else:
+            values[path] = value
+    return values
+
+
+def field(
+    meaning: str,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    *,
+    plugins: Callable[[], Collection[str]] = tuple,
+    positive: bool = False,
+    at_least: float = -math.inf,
+    below: float = math.inf,
+    entries: Mapping[str, str] | None = None,
+    factory: Any = WITHOUT,
+) -> Any:
+    """A field of a schema; its value is in `conf/`, and `check_fields` enforces what is said here.
+
+    Args:
+        meaning: in a few words, `null: ...` where it may be null.
+        unit: of a number.
+        choices: all values that are allowed, of the field or of a list's elements; none: anything.
+        plugins: further choices, those that installed packages offer.
+        positive: whether a number, or each of a list, must be above 0 and finite.
+        at_least: the smallest number that is allowed; a number must then be finite.
+        below: what a number must be smaller than.
+        entries: of a dictionary of options, the meaning of each.
+        factory: of the value of a field that is not in `conf/`.
+    """
+    limits = Limits(choices, plugins, positive, at_least, below)
+    metadata = {"meaning": meaning, "unit": unit, "limits": limits, "entries": entries or {}}
+    if factory is not WITHOUT:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=MISSING, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Which values a field allows; see `field`."""
+
+    choices: tuple[str, ...] = ()
+    plugins: Callable[[], Collection[str]] = tuple
+    positive: bool = False
+    at_least: float = -math.inf
+    below: float = math.inf
+
+    def check(self, path: str, value: Any) -> None:
+        """Refuse a value, or a list with an entry, that is not allowed; null is.
+
+        Raises:
+            ConfigError: naming the field, its value and what is allowed.
+        """
+        entries = cast(list[Any], value) if isinstance(value, list) else [value]
+        for entry in entries:
+            if entry is None:
+                continue
+            if self.choices and entry not in self.choices:
+                check_choice(path, entry, (*self.choices, *sorted(self.plugins())))
+            if not (self.positive or self.at_least > -math.inf):
+                continue
+            smallest = entry > 0 if self.positive else entry >= self.at_least
+            if not (smallest and entry < self.below):
+                named = f"{path}={value}"
+                if isinstance(value, list):
+                    named += f" holds {entry}, which"
+                raise ConfigError(f"{named} must be {self._range(isinstance(entry, float))}")
+
+    def _range(self, real: bool) -> str:
+        """The numbers that are allowed, in words."""
+        if self.below < math.inf:
+            return f"in {'(0' if self.positive else f'[{self.at_least:g}'}, {self.below:g})"
+        smallest = "above 0" if self.positive else f"{self.at_least:g} or more"
+        return f"{smallest} and finite" if real else smallest
+
+
+def check_fields(node: Any, prefix: str = "") -> None:
+    """Refuse a value that its field does not allow, in a node and in all nodes within it.
+
+    Args:
+        node: an instance of a schema.
+        prefix: before every field's name.
+
+    Raises:
+        ConfigError: naming the field, its value and what is allowed.
+    """
+    for declared in dataclasses.fields(node):
+        value, path = getattr(node, declared.name), f"{prefix}{declared.name}"
+        if is_dataclass(value):
+            check_fields(value, f"{path}.")
+        entries = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+        for name, inner in entries.items():
+            if is_dataclass(inner):
+                check_fields(inner, f"{path}.{name}.")
+        declared.metadata.get("limits", Limits()).check(path, value)
+
+
+def node(schema: type, meaning: str) -> Any:
+    """A node of a schema, with fields of its own."""
+    return dataclasses.field(default_factory=schema, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """What a schema says of one field.
+
+    Attributes:
+        path: its name on the command line, `eval.decoding`.
+        kind: its type in words, `list of str`; empty for a node.
+        meaning, unit, choices, entries: see `field`; empty where the schema does not say.
+        schema: a node's; None for fields.
+    """
+
+    path: str
+    kind: str
+    meaning: str
+    unit: str
+    choices: tuple[str, ...]
+    entries: Mapping[str, str]
+    schema: type | None
+
+
+def fields_of(
+    schema: type, prefix: str = "", schemas: Mapping[str, type] | None = None
+) -> Iterator[FieldInfo]:
+    """Every field of a schema, nodes before their fields.
+
+    Args:
+        schema: a dataclass.
+        prefix: before every path.
+        schemas: of nodes whose schema is not in their type, by path.
+    """
+    schemas, hints = schemas or {}, get_type_hints(schema)
+    for declared in dataclasses.fields(schema):
+        path, hint = f"{prefix}{declared.name}", hints[declared.name]
+        nested = schemas.get(path) or (cast(type, hint) if is_dataclass(hint) else None)
+        metadata = declared.metadata
+        yield FieldInfo(
+            path,
+            kind="" if nested else kind_of(hint),
+            meaning=metadata.get("meaning", ""),
+            unit=metadata.get("unit", ""),
+            choices=metadata.get("limits", Limits()).choices,
+            entries=metadata.get("entries", {}),
+            schema=nested,
+        )
+        if nested:
+            yield from fields_of(nested, f"{path}.", schemas)
+
+
+def kind_of(hint: Any) -> str:
+    """A type in words.
+
+    >>> kind_of(list[int] | None), kind_of(bool), kind_of(dict[str, float])
+    ('list of int or null', 'bool', 'dict of float')
+    """
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(kind_of(each) for each in get_args(hint))
+    if get_origin(hint) in (list, dict):
+        return f"{get_origin(hint).__name__} of {kind_of(get_args(hint)[-1])}"
+    return "null" if hint is type(None) else getattr(hint, "__name__", "any").lower()
+
+
+class ConfigError(ValueError):
+    """A mistake in what the user asked for; its message is one line that names values and fix."""
+
+
+def check_positive(node: Any, *names: str, prefix: str = "") -> None:
+    """Refuse a named field of a node that is not above 0 and finite, where only then it counts."""
+    for name in names:
+        Limits(positive=True).check(f"{prefix}{name}", getattr(node, name))
+
+
+def check_distinct(path: str, values: list[Any]) -> None:
+    """Refuse a list that names a value twice."""
+    repeated = [value for i, value in enumerate(values) if value in values[:i]]
+    if repeated:
+        raise ConfigError(f"{path}={values} names {repeated[0]} twice: once is enough")
+
+
+def check_choice(path: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is none of the choices."""
+    if value not in choices:
+        hint = did_you_mean(value, choices)
+        raise ConfigError(f"unknown {path} {value!r}: {hint}choose from {', '.join(choices)}")
+
+
+def did_you_mean(word: str, names: Collection[str]) -> str:
+    """The question after a misspelt or cut word, with a blank at its end; "" where no name is near.
+
+    >>> did_you_mean("qwen2_5_1_5", ("hub", "qwen2_5_1_5b_instruct")), did_you_mean("x", ("hub",))
+    ('did you mean qwen2_5_1_5b_instruct? ', '')
+    """
+    begun = [name for name in names if word and name.startswith(word)]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(word, names, n=1, cutoff=0.7)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+positive, distinct, one_of = check_positive, check_distinct, check_choice

@@ -1,0 +1,467 @@
+"""The typed schema of `train`, and the checks that join its fields.
+
+A check refuses in one line that names values and fix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grpo_ustat.config.baseline import (
+    BaselineConfig,
+    check_group_size,
+    check_options,
+    check_shape,
+    load_rule,
+)
+from grpo_ustat.config.common import Common, LaunchConfig
+from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
+
+FRESH = {"value_P", "optimal_P", "tracker_P"}  # context that budget.value_completions pays for
+OBJECTIVES = (
+    "algorithm1", "grpo", "grpo_original", "dr_grpo", "dapo", "gspo", "whole_sequence"
+)  # fmt: skip
+LEVELS = ("none", "token", "sequence", "whole_sequence")
+LOSS_TYPES = ("sum", "dr_grpo", "dapo", "grpo")
+ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")  # schedules that need no end
+ENDING = ("linear", "cosine")
+OPTIMIZERS = ("adamw", "sgd")
+KL_ESTIMATORS, KL_PLACES = ("k1", "k2", "k3"), ("loss", "reward")
+ROLLOUTS = ("local", "vllm")
+DECODINGS = ("sampled", "greedy")
+DEVICES = ("cpu", "cuda")
+SHARINGS = ("ddp", "deepspeed", "fsdp2")  # the files of launch/accelerate/
+ALGORITHM1 = {  # what the paper's Algorithm 1 has none of
+    "importance_sampling_level": "none",
+    "loss_type": "sum",
+    "num_iterations": 1,
+    "num_minibatches": 1,
+    "minibatch_size": None,
+    "epsilon": None,
+    "epsilon_high": None,
+    "beta": 0.0,
+    "kl_estimator": None,
+    "kl_in": None,
+    "entropy_coef": 0.0,
+}
+
+
+@dataclass
+class OptimizerConfig:
+    """adamw (Loshchilov & Hutter 2019) or sgd, plain."""
+
+    name: str = field("what turns gradients into steps", choices=OPTIMIZERS)
+    weight_decay: float = field(
+        "AdamW's, as a share of the weights for each unit of learning rate", at_least=0
+    )
+    beta1: float = field("decay of AdamW's mean of gradients; sgd has none", at_least=0, below=1)
+    beta2: float = field(
+        "decay of AdamW's mean of squared gradients; sgd has none", at_least=0, below=1
+    )
+
+
+@dataclass
+class ScheduleConfig:
+    """How the learning rate changes; schedules that fall towards an end take it from max_steps."""
+
+    lr_scheduler_type: str = field(
+        "of the learning rate, by transformers' name; linear and cosine fall to 0 at max_steps",
+        choices=ENDLESS + ENDING,
+    )
+    warmup_steps: int = field("of a linear rise at the start", "steps", at_least=0)
+
+    def check(self) -> None:
+        """Refuse steps of warm-up where the schedule has none.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+        if self.lr_scheduler_type == "constant" and self.warmup_steps:
+            raise ConfigError(
+                f"schedule.warmup_steps={self.warmup_steps} with lr_scheduler_type=constant has no "
+                "effect: use constant_with_warmup"
+            )
+
+
+@dataclass
+class ObjectiveConfig:
+    """How advantages and log-probabilities become a gradient; formulas in train/objective.py."""
+
+    name: str = field("in the run folder's name; choose by objective=NAME", choices=OBJECTIVES)
+    importance_sampling_level: str = field(
+        "what the ratio to the sampling policy is of: none, each token, sequence (the geometric "
+        "mean of its tokens' ratios), whole_sequence (their product)",
+        choices=LEVELS,
+    )
+    loss_type: str = field(
+        "what divides the sum over tokens: sum, the n completions of the update; dr_grpo, n x "
+        "max_completion_length; dapo, all tokens of the update; grpo, n x each completion's own",
+        choices=LOSS_TYPES,
+    )
+    num_iterations: int = field("over each batch", "passes", positive=True)
+    num_minibatches: int = field(
+        "of equally many prompts that a batch is split into, an update for each; where "
+        "minibatch_size is given, that counts instead",
+        "minibatches",
+        positive=True,
+    )
+    minibatch_size: int | None = field(
+        "of an update; null: n / num_minibatches", "completions", positive=True
+    )
+    epsilon: float | None = field(
+        "ratios are clipped below at 1 - epsilon; null: not", positive=True, below=1
+    )
+    epsilon_high: float | None = field(
+        "ratios are clipped above at 1 + epsilon_high; null: not", positive=True
+    )
+    beta: float = field("coefficient of the penalty for leaving the reference model", at_least=0)
+    kl_estimator: str | None = field("of that penalty; null: none", choices=KL_ESTIMATORS)
+    kl_in: str | None = field("where that penalty counts; null: nowhere", choices=KL_PLACES)
+    entropy_coef: float = field("coefficient of the bonus for entropy", at_least=0)
+
+    def update_size(self, rollouts: int) -> int:
+        """Completions of one update, of a batch of `rollouts`."""
+        return self.minibatch_size or rollouts // self.num_minibatches
+
+    def check(self) -> None:
+        """Refuse what is no objective; the formulas are in train/objective.py.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+        level, passes = self.importance_sampling_level, self.num_iterations
+        if self.name == "algorithm1":
+            for name, neutral in ALGORITHM1.items():
+                if getattr(self, name) != neutral:
+                    raise ConfigError(
+                        "objective=algorithm1 is a sum over tokens with one update, no ratio and "
+                        f"no penalty, but objective.{name}={getattr(self, name)}: use "
+                        "objective=grpo with it"
+                    )
+        if self.name == "whole_sequence" and passes > 1:
+            raise ConfigError(
+                "objective=whole_sequence is the unbiased reference, but "
+                f"objective.num_iterations={passes}: a second pass over the same completions is "
+                "biased whatever the ratio; use objective.num_minibatches for more updates, or "
+                "objective=grpo objective.importance_sampling_level=whole_sequence for such passes"
+            )
+        divisor = {"sequence": "grpo", "whole_sequence": "sum"}.get(level, self.loss_type)
+        if self.loss_type != divisor:  # the others would weigh a sequence by its length as well
+            raise ConfigError(
+                f"objective.importance_sampling_level={level} with loss_type={self.loss_type} "
+                f"would count a sequence's ratio once per token: use loss_type={divisor}"
+            )
+        low, high = self.epsilon, self.epsilon_high
+        if (low is None) != (high is None):
+            raise ConfigError(
+                f"objective.epsilon={low} epsilon_high={high}: give both (equal ones are PPO's) or "
+                "none"
+            )
+        if low is not None and level == "none":
+            raise ConfigError(
+                f"objective.epsilon={low} clips a ratio, and importance_sampling_level=none has "
+                "none: use token, or epsilon=null epsilon_high=null"
+            )
+        kind, place = self.kl_estimator, self.kl_in
+        if (kind is None) != (place is None):
+            raise ConfigError(
+                f"objective.kl_estimator={kind} kl_in={place}: give both or none, such as "
+                "kl_estimator=k3 kl_in=loss"
+            )
+        if self.beta and kind is None:
+            raise ConfigError(
+                f"objective.beta={self.beta} without a penalty: set kl_estimator=k3 kl_in=loss"
+            )
+        if (kind, place) == ("k1", "loss"):
+            raise ConfigError(
+                "objective.kl_estimator=k1 in the loss has a gradient of mean zero on-policy "
+                "(E grad log pi = 0): use kl_in=reward, or k2 or k3 in the loss"
+            )
+        if place == "reward" and kind != "k1":
+            raise ConfigError(
+                f"objective.kl_estimator={kind} in the reward: only the mean of k1, times the "
+                "score, has the gradient of the divergence: use k1, or kl_in=loss"
+            )
+
+    def check_updates(self, group_size: int, rollouts: int) -> None:
+        """Refuse updates that break groups, or that need a ratio and have none.
+
+        Args:
+            group_size: completions of a prompt.
+            rollouts: completions of a step.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+        count, size, prompts = self.num_minibatches, self.minibatch_size, rollouts // group_size
+        if size is not None and (size % group_size or rollouts % size):
+            raise ConfigError(
+                f"objective.minibatch_size={size} must be a multiple of group_size={group_size} "
+                f"that divides budget.rollouts={rollouts}"
+            )
+        if size is None and prompts % count:
+            fitting = max(d for d in range(1, count + 1) if prompts % d == 0)
+            raise ConfigError(
+                f"objective.num_minibatches={count} does not divide the {prompts} prompts of a "
+                f"step (budget.rollouts={rollouts} / group_size={group_size}): use "
+                f"objective.num_minibatches={fitting}, or another budget.rollouts"
+            )
+        update_size = self.update_size(rollouts)
+        several = self.num_iterations > 1 or update_size < rollouts
+        if several and self.importance_sampling_level == "none":
+            raise ConfigError(
+                f"objective.num_iterations={self.num_iterations} with updates of {update_size} of "
+                f"budget.rollouts={rollouts} completions: all but the first are on completions of "
+                "an older policy, which needs a ratio: use "
+                "objective.importance_sampling_level=token, or one update"
+            )
+
+
+@dataclass
+class LoraConfig:
+    """Adapters by PEFT."""
+
+    r: int = field("rank of the adapters; 0: none, all parameters are trained", at_least=0)
+    lora_alpha: float | None = field("adapters count by lora_alpha / r; null: none", positive=True)
+    target_modules: str | None = field("which layers get adapters, by PEFT's name; null: none")
+
+    def check(self) -> None:
+        """Refuse half a description of adapters.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+        options = [
+            name for name in ("lora_alpha", "target_modules") if getattr(self, name) is not None
+        ]
+        if not self.r and options:
+            raise ConfigError(f"lora.{options[0]} without adapters: set lora=r16 or lora.r=16")
+        if self.r and len(options) < 2:
+            raise ConfigError(
+                f"lora.r={self.r} needs lora_alpha and target_modules: start from lora=r16"
+            )
+
+
+@dataclass
+class RolloutConfig:
+    """What writes completions."""
+
+    name: str = field("local: in this process; vllm: by vLLM in this process", choices=ROLLOUTS)
+    gpu_memory_utilization: float | None = field(
+        "share of the GPU's memory, or of all on a CPU, that vLLM may hold; null: its own choice"
+    )
+    max_model_len: int | None = field(
+        "of prompt and completion that vLLM has room for; null: its own choice", "tokens"
+    )
+    enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
+
+    def check(self) -> None:
+        """Refuse vLLM's options without vLLM.
+
+        Raises:
+            ConfigError: naming the option and the fix.
+        """
+        for name in ("gpu_memory_utilization", "max_model_len", "enforce_eager"):
+            if self.name == "local" and getattr(self, name) is not None:
+                raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")
+
+
+@dataclass
+class EvalConfig:
+    """How held-out questions are answered."""
+
+    decoding: list[str] = field("one row of eval.csv for each", choices=DECODINGS)
+    num_generations: int = field(
+        "sampled of each test question, for pass@k with k = 1, 2, 4 ... up to it",
+        "completions",
+        positive=True,
+    )
+
+    def check(self) -> None:
+        """Refuse an evaluation that decodes nothing, or samples that no decoding draws.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+        if not self.decoding:
+            raise ConfigError("eval.decoding=[] evaluates nothing: use [sampled], [greedy] or both")
+        check_distinct("eval.decoding", self.decoding)
+        if self.num_generations > 1 and "sampled" not in self.decoding:
+            raise ConfigError(
+                f"eval.num_generations={self.num_generations} samples, but eval.decoding="
+                f"{self.decoding}: use [sampled,greedy], or eval.num_generations=1"
+            )
+
+
+@dataclass
+class MonitorConfig:
+    """How good the gradients are, from a step's own rollouts."""
+
+    gradient_mse_every: int = field(
+        "between estimates of C1, C2, C3 and G*; 0: never", "steps", at_least=0
+    )
+    gradient_sketch: int = field("kept of each prompt's gradient for them", "numbers")
+
+    def check(self, group_size: int, prompts: int) -> None:
+        """Refuse estimates from fewer completions or prompts than they need.
+
+        Args:
+            group_size: completions of a prompt.
+            prompts: of a step.
+
+        Raises:
+            ConfigError: naming the values.
+        """
+        every = self.gradient_mse_every
+        if not every:
+            return
+        check_positive(self, "gradient_sketch", prefix="monitor.")
+        if group_size < 3:
+            raise ConfigError(
+                f"monitor.gradient_mse_every={every} with group_size={group_size}: C3 needs at "
+                "least 3 completions a group"
+            )
+        if prompts < 4:
+            raise ConfigError(
+                f"monitor.gradient_mse_every={every} with {prompts} prompts a step "
+                "(budget.rollouts / group_size): intervals over prompts need at least 4"
+            )
+
+
+@dataclass
+class TrainBudget:
+    """What a step may sample."""
+
+    rollouts: int = field("of a step: n = prompts x group_size", "completions", positive=True)
+    value_completions: int = field(
+        "of each prompt, fresh ones, behind V (oracle), b* (optimal) or the start of a tracker "
+        "(spo); outside rollouts but counted as cost",
+        "completions",
+    )
+
+
+@dataclass
+class TrainLaunch(LaunchConfig):
+    """As `LaunchConfig`, of training."""
+
+    device: str = field("which processor; ranks on cuda take a GPU each", choices=DEVICES)
+    accelerate: str | None = field(
+        "how ranks share a policy, a file of grpo_ustat/launch/accelerate/; null: what accelerate "
+        "launch was told, else ddp",
+        choices=SHARINGS,
+    )
+
+
+@dataclass
+class TrainConfig(Common):
+    """What `grpo-ustat train` runs."""
+
+    launch: TrainLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
+        TrainLaunch, "processes and devices; none of it changes results"
+    )
+    baseline: BaselineConfig = node(BaselineConfig, "the rule that turns rewards into advantages")
+    objective: ObjectiveConfig = node(
+        ObjectiveConfig, "how advantages and log-probabilities become a gradient"
+    )
+    optimizer: OptimizerConfig = node(OptimizerConfig, "what turns gradients into steps")
+    schedule: ScheduleConfig = node(ScheduleConfig, "how the learning rate changes")
+    lora: LoraConfig = node(LoraConfig, "adapters (PEFT) in place of training all parameters")
+    rollout: RolloutConfig = node(RolloutConfig, "what writes completions")
+    eval: EvalConfig = node(EvalConfig, "how held-out questions are answered")
+    monitor: MonitorConfig = node(MonitorConfig, "how good the gradients of training are")
+    budget: TrainBudget = node(TrainBudget, "what a step may sample")
+    group_size: int = field("in a group, G: TRL's num_generations", "completions", positive=True)
+    learning_rate: float = field("of the optimizer, at the schedule's highest", positive=True)
+    max_grad_norm: float | None = field(
+        "longer gradients are shortened to this norm; null: never", positive=True
+    )
+    max_steps: int = field("of training; a larger number goes on", "steps", positive=True)
+    eval_steps: int = field("between evaluations", "steps", positive=True)
+    save_steps: int = field("between checkpoints", "steps", positive=True)
+    save_total_limit: int | None = field(
+        "kept, the newest; null: all", "checkpoints", positive=True
+    )
+    log_completions: int = field(
+        "of each step kept in completions.parquet", "completions", at_least=0
+    )
+    bf16: bool = field("compute in bfloat16 over float32 weights, in sampling and updates alike")
+    gradient_checkpointing: bool = field(
+        "compute layers again in place of keeping them: memory only"
+    )
+    share_prompts: bool = field("read a prompt once per group in updates too (not with FSDP2)")
+    micro_batch_tokens: int = field(
+        "of a backward pass, padding included: memory only", "tokens", positive=True
+    )
+
+    @property
+    def run_name(self) -> str:
+        """What is trained, in words."""
+        words = (self.model.name, self.dataset.name, self.objective.name, self.baseline.name)
+        return f"{'-'.join(words)}-G={self.group_size}-n={self.budget.rollouts}"
+
+    @property
+    def prompts_per_step(self) -> int:
+        """P = n / G."""
+        return self.budget.rollouts // self.group_size
+
+    def check(self) -> None:
+        """See `Common.check`."""
+        if self.launch.device.startswith("cuda:"):
+            raise ConfigError(
+                f"launch.device={self.launch.device}: training takes its GPU from the launcher; "
+                "use launch.device=cuda and choose with CUDA_VISIBLE_DEVICES"
+            )
+        super().check()
+        if self.model.dtype == "float16":
+            raise ConfigError(
+                "model.dtype=float16 in training: AdamW's steps underflow in it; use bf16=true, or "
+                "model.dtype=float32"
+            )
+        if self.bf16 and self.model.dtype != "float32":
+            raise ConfigError(
+                f"bf16=true computes in bfloat16 over float32 weights, but model.dtype="
+                f"{self.model.dtype}: use model.dtype=float32, or bf16=false"
+            )
+        if self.dataset.test_size == 1:
+            raise ConfigError("dataset.test_size=1: a paired interval needs at least 2")
+        self._check_batch()
+        self.objective.check()
+        self.objective.check_updates(self.group_size, self.budget.rollouts)
+        self.schedule.check()
+        self.lora.check()
+        self.rollout.check()
+        self.eval.check()
+        self.monitor.check(self.group_size, self.prompts_per_step)
+        for step in self.report.steps or ():
+            if step > self.max_steps:
+                raise ConfigError(
+                    f"report.steps names {step}, beyond max_steps={self.max_steps}: use steps up "
+                    f"to {self.max_steps}, or report.steps=null for every evaluation"
+                )
+            if step < self.max_steps and step % self.eval_steps:
+                raise ConfigError(
+                    f"report.steps names {step}, but eval_steps={self.eval_steps} never evaluates "
+                    "there: use multiples of eval_steps"
+                )
+
+    def _check_batch(self) -> None:
+        """Refuse a baseline's options, and a batch that has not what the baseline needs."""
+        rule = load_rule("baseline.name", self.baseline.name)
+        check_options(self.baseline, "baseline.options")
+        check_group_size(rule.name, self.group_size)
+        rollouts, size = self.budget.rollouts, self.group_size
+        if rollouts < size or rollouts % size:
+            near = [n for n in (rollouts // size * size, (rollouts // size + 1) * size) if n > 0]
+            raise ConfigError(
+                f"budget.rollouts={rollouts} is not a multiple of group_size={size}: "
+                f"use budget.rollouts={' or '.join(map(str, near))}, or another group_size"
+            )
+        if rule.needs & FRESH:
+            check_positive(self.budget, "value_completions", prefix="budget.")
+        check_shape(rule.name, self.prompts_per_step, size, "budget.rollouts")
+        if self.prompts_per_step > (self.dataset.train_size or math.inf):
+            raise ConfigError(
+                f"{self.prompts_per_step} prompts a step (budget.rollouts / group_size) but "
+                f"dataset.train_size={self.dataset.train_size}: raise group_size or train_size"
+            )

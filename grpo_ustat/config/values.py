@@ -1,0 +1,110 @@
+"""Values as a command line has them: how one is typed, and what to type instead of a wrong one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import OmegaConf
+
+from grpo_ustat.config.schema import FieldInfo, flatten
+
+ONE = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
+SEVERAL = {"int": "whole numbers", "float": "numbers", "str": "words"}
+
+
+def typed_value(value: Any) -> str:
+    """A value as one would type it.
+
+    >>> typed_value(None), typed_value([1, 2]), typed_value(True), typed_value("a b")
+    ('null', '[1,2]', 'true', "'a b'")
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if OmegaConf.is_list(value) or isinstance(value, list):
+        return f"[{','.join(map(typed_value, cast(list[Any], value)))}]"
+    if OmegaConf.is_dict(value):
+        return "{" + ",".join(f"{key}:{typed_value(one)}" for key, one in value.items()) + "}"
+    plain = not isinstance(value, str) or re.fullmatch(r"[\w.:/?+-]+", value)
+    return str(value) if plain else repr(value)
+
+
+def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
+    """The line that refuses a value of another type than a field's.
+
+    Args:
+        field: of a schema.
+        value: as it was typed.
+        conf: the folder of configuration files, from which the example is.
+    """
+    path, kind = field.path, field.kind.removesuffix(" or null")
+    typed = f"{path}={value}" if value else f"{path}= has no value"
+    example = example_value(path, kind, conf) or ("[2,4]" if kind == "list of int" else None)
+    such_as = f", such as {path}={example}" if example else ""
+    if field.schema is not None:
+        return f"{typed}: it has fields of its own, see --help {path}"
+
+    if kind.startswith("list of "):
+        of, single = kind.removeprefix("list of "), value and not value.startswith("[")
+        if single and value != "null" and (of == "str" or _is_of_kind(value, of)):
+            return f"{typed}: a list is needed: {path}=[{value}]"
+        return f"{typed}: a list of {SEVERAL.get(of, of)} is needed{such_as}"
+    if value.startswith("[") and kind in ONE:
+        runs = value.strip("[]").replace(" ", "")
+        return f"{typed}: {ONE[kind]} is needed, not a list; for a run of each: -m {path}={runs}"
+    if kind == "int" and _is_of_kind(value, "float") and float(value).is_integer():
+        such_as = f", such as {path}={float(value):.0f}"
+    return f"{typed}: {ONE.get(kind, kind)} is needed{such_as}"
+
+
+def example_value(path: str, kind: str, conf: Path) -> str | None:
+    """A field's value in the first configuration file that has one of its kind, as one types it."""
+    node, _, name = path.rpartition(".")
+    own, rest = sorted((conf / node).glob("*.yaml")), sorted(conf.rglob("*.yaml"))
+    for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *own, *rest]):
+        text = file.read_text()
+        whole = file.parent == conf or "# @package _global_" in text
+        if not (whole or file.parent == conf / node):
+            continue
+        content = cast(dict[str, Any] | None, yaml.safe_load(text)) or {}
+        value = flatten(content).get(path if whole else name)
+        entries = cast(list[Any], value)[:3] if isinstance(value, list) else [value]
+        of = kind.removeprefix("list of ")
+        if isinstance(value, list) == kind.startswith("list") and entries:
+            typed = [typed_value(entry) for entry in entries]
+            if all(_is_of_kind(entry, of) for entry in typed):
+                return f"[{','.join(typed)}]" if isinstance(value, list) else typed[0]
+    return None
+
+
+def quote_for_shell(key: str, value: str) -> str:
+    """`key=value` with quotes for Hydra, and around them those for a shell.
+
+    >>> print(quote_for_shell("name", "a(b"))
+    "name='a(b'"
+    """
+    text = f"{key}='{value}'"
+    return shlex.quote(text) if re.search(r'["$`\\!]', value) else f'"{text}"'
+
+
+def _is_of_kind(value: str, kind: str) -> bool:
+    """Whether a value can be read as `int`, `float`, `bool` or `str`."""
+    if kind in ("int", "float"):
+        try:
+            float(value) if kind == "float" else int(value)
+        except ValueError:
+            return False
+        return True
+    if kind == "bool":
+        return value in ("true", "false")
+    return kind == "str" and bool(re.fullmatch(r"[\w.-]*[a-z][\w.-]*", value)) and value != "null"
+
+
+def field_at(path: str, fields: Iterable[FieldInfo]) -> FieldInfo | None:
+    """The field of this path, or of the list in which the path is an entry; None of none."""
+    path = re.sub(r"\[\d+\].*", "", path)
+    return next((field for field in fields if field.path == path), None)

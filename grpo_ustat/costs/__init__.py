@@ -1,0 +1,1 @@
+"""What a planned run costs: rollouts, tokens, memory, disk, time."""

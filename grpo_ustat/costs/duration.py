@@ -1,0 +1,241 @@
+"""How long runs would take, from earlier runs of the same model on this machine.
+
+Always a range, with what it stands on; without start-up, and where a study was not measured as a
+whole without its closed forms and figures. Where there is no earlier run, nothing is assumed: the
+time is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.costs.cost import Cost
+from grpo_ustat.runs import history
+from grpo_ustat.runs.files import read_rows
+from grpo_ustat.runs.status import PlannedRun
+
+WIDER = 2.0  # runs of another shape: so much faster or slower a token may be sampled and read
+AGAIN = 1.3  # runs of the same shape, from one time to another
+
+MOST = 50  # folders that are read, the newest
+STEPS = 500  # of each, the last
+SAME = (  # keys that an earlier run must share, or nothing can be learnt from it
+    "model.model_name_or_path", "model.dtype", "launch.device", "launch.num_threads",
+    "launch.num_processes", "launch.workers", "bf16", "lora.r", "rollout.name",
+)  # fmt: skip
+SHAPE = (  # keys with which its steps take as long as the planned ones
+    "budget.rollouts", "budget.value_completions", "group_size", "max_completion_length",
+    "dataset.name", "prompt.name", "prompt.shots", "baseline.name", "objective.num_iterations",
+    "objective.num_minibatches", "objective.minibatch_size", "objective.beta",
+    "gradient_checkpointing", "rollout_batch_size",
+    "monitor.gradient_mse_every", "budget.pool_completions", "study.questions", "study.methods",
+)  # fmt: skip
+UNITS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("days", 86400.0))
+
+
+class Span(NamedTuple):
+    """From the least to the most, seconds unless said."""
+
+    low: float
+    high: float
+
+    def __add__(self, other: Span) -> Span:  # type: ignore[override]
+        return Span(self.low + other.low, self.high + other.high)
+
+    def times(self, low: float, high: float | None = None) -> Span:
+        """Both ends scaled, by one factor or by one each."""
+        return Span(self.low * low, self.high * (low if high is None else high))
+
+
+@dataclass(frozen=True)
+class Duration:
+    """What a run would take.
+
+    Attributes:
+        seconds: None where no earlier run says it.
+        basis: the earlier runs, or what to run to have one.
+        gpus: number of GPUs in use.
+    """
+
+    seconds: Span | None
+    basis: str
+    gpus: int
+
+    @property
+    def gpu_hours(self) -> Span | None:
+        """Hours of all GPUs together."""
+        return None if self.seconds is None else self.seconds.times(self.gpus / 3600)
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """One run, finished or interrupted.
+
+    Attributes:
+        same_shape: whether it has the planned run's values of `SHAPE`.
+        steps: rows of metrics.jsonl.
+        cost: of a study's result.json.
+        wall: seconds from start to end of a run that one launch finished, else None.
+    """
+
+    same_shape: bool
+    steps: list[dict[str, Any]]
+    cost: dict[str, float]
+    wall: float | None
+
+
+def duration(planned: PlannedRun, cost: Cost) -> Duration:
+    """What a run would take, see the module."""
+    config = planned.config
+    gpus = config.launch.num_processes if config.launch.device.startswith("cuda") else 0
+    trains = isinstance(config, TrainConfig)
+    runs = [run for run in earlier_runs(planned) if (run.steps if trains else run.cost)]
+    device = config.launch.device
+    if not runs:
+        debug = "debug=train" if trains else "debug=mse"
+        reason = f"left out, for no run of {config.model.name} on {device} is known on this machine"
+        return Duration(None, f"{reason}; run {debug} with this model and device first", gpus)
+
+    seconds = step_seconds(config, cost, runs) if trains else study_seconds(config, cost, runs)
+    steps = f"{sum(len(run.steps) for run in runs)} steps of " if trains else ""
+    count = f"{len(runs)} earlier run{'s' * (len(runs) > 1)}"
+    shape = "this shape" if runs[0].same_shape else f"another shape, so {WIDER:g} times either way"
+    basis = (
+        f"measured: {steps}{count} of {config.model.name} on {device} here, of {shape}; "
+        "on a machine as busy as then"
+    )
+    return Duration(seconds, basis, gpus)
+
+
+def step_seconds(config: TrainConfig, cost: Cost, runs: list[EarlierRun]) -> Span:
+    """Of all steps and evaluations of a training run, from the steps of earlier ones.
+
+    Of the same shape: steps between the 10th and the 90th percentile of those before; evaluations
+    by the seconds of sampling one token, at most what earlier runs took beside their steps. Of
+    another shape: by the seconds of one token.
+    """
+    rows = [row for run in runs for row in run.steps]
+    length = _percentiles([row["completions/mean_length"] for row in rows])
+    sampling = _percentiles([row["seconds_generate"] / row["tokens"] for row in rows])
+    tests = cost.evaluation or 0
+    evaluations = sampling.times(tests * length.low, tests * length.high)
+    if runs[0].same_shape:
+        outside = [evaluations.high]  # evaluations, saving and all else of whole runs
+        for run in runs:
+            if run.wall is not None and run.steps[0]["step"] == 1:
+                outside.append(run.wall - sum(row["step_time"] for row in run.steps))
+        steps = _percentiles([row["step_time"] for row in rows]).times(config.max_steps)
+        return (steps + Span(evaluations.low, max(outside))).times(1 / AGAIN, AGAIN)
+    length = Span(length.low, min(length.high, config.max_completion_length))
+    token = _percentiles([row["step_time"] / row["tokens"] for row in rows])
+    completions = cost.rollouts + cost.values
+    steps = token.times(completions * length.low, completions * length.high)
+    return (steps + evaluations).times(1 / WIDER, WIDER)
+
+
+def study_seconds(config: MseConfig, cost: Cost, runs: list[EarlierRun]) -> Span:
+    """Of a study, by the seconds of one completion in earlier ones, the least and the most: of the
+    whole study, or of its workers' part where several launches finished it.
+    """
+    each = []
+    for run in runs:
+        workers = (run.cost["seconds_generate"] + run.cost["seconds_score"]) / config.launch.workers
+        each.append((run.wall or workers) / run.cost["rollouts"])
+    wide = AGAIN if runs[0].same_shape else WIDER
+    return Span(min(each) / wide, max(each) * wide).times(cost.rollouts + cost.values)
+
+
+def _percentiles(values: Sequence[float]) -> Span:
+    low, high = np.quantile(values, [0.1, 0.9])
+    return Span(float(low), float(high))
+
+
+def earlier_runs(planned: PlannedRun) -> list[EarlierRun]:
+    """Runs of the same model on the same kind of device of this host, beside the planned run and in
+    the usual place; if any has the planned shape, only those that have.
+    """
+    entry = "train" if isinstance(planned.config, TrainConfig) else "mse"
+    places = [(Path("outputs") / entry, "*/*/code.json")]
+    if planned.folder is not None:
+        path = planned.folder.path
+        places.append((path.parent, "*/code.json"))
+        if path.name.startswith("seed="):
+            places.append((path.parent.parent, "*/*/code.json"))
+    marks = chain.from_iterable(islice(place.glob(name), 1000) for place, name in places)
+    times = {file.resolve(): file.stat().st_mtime for file in marks}
+    newest = sorted(times, key=lambda file: times[file], reverse=True)[:MOST]
+    config = asdict(planned.config)
+    runs = [run for file in newest if (run := _read(file.parent, config)) is not None]
+    return [run for run in runs if run.same_shape] or runs
+
+
+def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
+    """None where it is of another model, device or machine, damaged, or has measured nothing."""
+
+    def value(config: Any, key: str) -> Any:
+        for part in key.split("."):  # None where one of the commands does not know the key
+            config = config.get(part) if isinstance(config, dict) else None
+        return config
+
+    def same(keys: tuple[str, ...]) -> bool:
+        return all(value(stored, key) == value(planned, key) for key in keys)
+
+    with suppress(OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError):
+        stored = yaml.safe_load((folder / ".hydra/config.yaml").read_text())
+        launches = history.launches(folder)
+        hosts = {row.get("host") for row in launches if row["event"] == "start"}
+        if hosts != {socket.gethostname()} or not same(SAME):
+            return None
+        needed = {"step_time", "seconds_generate", "tokens", "completions/mean_length"}
+        rows = read_rows(folder / "metrics.jsonl")[0][-STEPS:]
+        steps = [row for row in rows if needed <= row.keys() and row["tokens"] > 0]
+        result, cost = folder / "result.json", {}
+        if result.is_file():
+            cost = json.loads(result.read_text()).get("cost") or {}
+        if not (cost.get("rollouts") and cost.get("seconds_generate")):
+            cost = {}
+        wall = None
+        if len(launches) == 2 and launches[1].get("outcome") == "done":
+            start, end = (datetime.fromisoformat(row["time"]) for row in launches)
+            wall = (end - start).total_seconds() + 0.5  # times are cut to seconds
+        if steps or cost:
+            return EarlierRun(same(SHAPE), steps, cost, wall)
+    return None
+
+
+def span_text(span: Span | None) -> str:
+    """A range of seconds, each end in the unit that suits it.
+
+    >>> span_text(Span(40, 5400)), span_text(Span(3, 4.04)), span_text(None)
+    ('40 s to 1.5 h', '3 to 4 s', 'unknown')
+    """
+    if span is None:
+        return "unknown"
+    ends = []
+    for seconds in span:
+        unit, size = next((one for one in UNITS[::-1] if seconds >= 1.5 * one[1]), UNITS[0])
+        ends.append((_short(seconds / size), unit))
+    (low, unit), (high, upper) = ends
+    return f"{low} to {high} {upper}" if unit == upper else f"{low} {unit} to {high} {upper}"
+
+
+def hours_text(span: Span | None) -> str:
+    """A range of hours."""
+    return "unknown" if span is None else f"{_short(span.low)} to {_short(span.high)}"
+
+
+def _short(number: float) -> str:
+    return f"{number:.2g}" if number < 100 else f"{number:,.0f}".replace(",", " ")

@@ -1,0 +1,1 @@
+"""Several processes: ranks, workers, signals, SLURM."""

@@ -1,0 +1,69 @@
+"""Processes that end together: children with their parent, and on request all that were started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psutil
+
+INTERVAL = 0.5  # seconds between two looks for a parent
+
+
+def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
+    """Children of a process, with theirs if recursive; none where it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive)
+    return []
+
+
+def kill_children(pid: int, recursive: bool = False) -> None:
+    """Kill the children of a process, with theirs if recursive."""
+    for child in children(pid, recursive):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def kill_group(pid: int) -> None:
+    """Kill a process that leads a group, and its group."""
+    with suppress(ProcessLookupError, PermissionError):  # the latter for zombies on macOS
+        os.killpg(pid, signal.SIGKILL)
+
+
+def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[None]:
+    """Yield twice a second while this process's parent, and an ancestor above it, live.
+
+    Neither has a chance to say so when it is killed.
+    """
+    above = []
+    if ancestor is not None:
+        try:
+            above = [psutil.Process(ancestor)]
+        except psutil.NoSuchProcess:
+            return
+    while os.getppid() == parent and all(map(_is_alive, above)):
+        yield
+        time.sleep(INTERVAL)
+
+
+def end_with_parent(parent: int, ancestor: int | None = None) -> None:
+    """From now on this process ends, with code 1 and no cleaning up, when its parent is dead, or an
+    ancestor above it; see `while_parent_lives`.
+    """
+
+    def watch() -> None:
+        for _ in while_parent_lives(parent, ancestor):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -1,0 +1,288 @@
+"""What SLURM says about the job that this process runs in, and what becomes of it.
+
+Which signal reaches whom, and how `scontrol show job` then shows the job (measured on SLURM 22.05,
+preemption by partition with PreemptMode=REQUEUE and a GraceTime):
+
+| event | batch script and its children | tasks of srun | JobState, what else |
+|---|---|---|---|
+| `scancel ID` | CONT, TERM | CONT, TERM | COMPLETING, Restarts as before |
+| `scontrol requeue ID` | CONT, TERM | CONT, TERM | COMPLETING, Restarts one more |
+| preemption | nothing | TERM, CONT | RUNNING, PreemptTime |
+| end of its GraceTime | CONT, TERM | CONT, TERM | COMPLETING, Restarts one more |
+| `--signal=USR2@SECONDS` before the limit | nothing | USR2 | RUNNING |
+| `--signal=B:USR1@SECONDS` | USR1 to the script alone | nothing | RUNNING |
+| `scancel --signal=USR2 ID` | nothing | USR2 | RUNNING |
+| time limit | CONT, TERM | CONT, TERM | COMPLETING, Reason=TimeLimit |
+
+Tasks are signalled with all that they have started, in whatever session; TERM may come twice, and
+is followed by KILL after KillWait, but for preemption's first. A job that ends by itself while
+preempted, with whatever code, does not come back unless it asks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from grpo_ustat.config.schema import ConfigError
+
+Ending = Literal["requeue", "comes_back", "for_good"]
+AT_WORK = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")
+PATIENCE = 20.0  # seconds that scontrol has; it answers within 0.03 on an idle controller
+DEAF = 'trap "" TERM USR1 USR2; exec "$@"'  # a second signal reaches all that a task has started
+OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")  # SBATCH_ is what the user prefers
+OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SUBMITIT_PREEMPT_SIGNAL")
+_first_record: dict[str, dict[str, str]] = {}  # of each job
+
+
+class Grace(NamedTuple):
+    """Seconds that this cluster grants, None where it does not say.
+
+    Attributes:
+        preempted: between the TERM that a preemption sends to srun's tasks and the next one, the
+            partition's GraceTime (a QOS may have one of its own); a batch script has none of it.
+        killed: between any other TERM and KILL, the cluster's KillWait.
+    """
+
+    preempted: float | None
+    killed: float | None
+
+
+def job_id() -> str | None:
+    """The job's own number, which is not that of its array; None outside SLURM.
+
+    The last job of an array to start bears the array's number: `scontrol requeue` with it requeues
+    the whole array. What is to be done to this job alone goes by `address`.
+    """
+    return os.environ.get("SLURM_JOB_ID")
+
+
+def address() -> str | None:
+    """What SLURM's commands call this job and no other, such as 17 or 17_3; None outside SLURM.
+
+    The array may be that of a job from within which this one was submitted: SLURM knows.
+    """
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    if not (job_id() and array and task):
+        return job_id()
+    record = _first() or {"ArrayJobId": array, "ArrayTaskId": task}
+    inherited = "ArrayJobId" not in record
+    return job_id() if inherited else f"{record['ArrayJobId']}_{record['ArrayTaskId']}"
+
+
+def restart_count() -> int:
+    """How often SLURM has started this job again.
+
+    SLURM tells a job so only from the first time on; until then the number may be that of a job
+    from within which this one was submitted, and SLURM's own count, which grows by one as soon as
+    the job is to start again, is below it.
+    """
+    count = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    return min(count, int(_first().get("Restarts", count))) if count and job_id() else count
+
+
+@contextmanager
+def without_job_env() -> Iterator[None]:
+    """Within, the environment has none of SLURM's variables of this job, which jobs submitted here
+    would inherit.
+    """
+    names = [x for x in os.environ if x.startswith(OF_A_JOB) and x not in OF_THE_CLUSTER]
+    removed = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(removed)
+
+
+def is_task_of_several() -> bool:
+    """Whether `srun` started this process as one of several tasks; its rank is SLURM_PROCID.
+
+    A batch script has SLURM_PROCID and SLURM_NTASKS too, but SLURM_STEP_NUM_TASKS only where it was
+    submitted from within a task, and then it is that task's.
+    """
+    of_step = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    return int(of_step) > 1 and of_step == os.environ.get("SLURM_NTASKS")
+
+
+def next_action() -> Ending:
+    """What becomes of this job when this process ends now, after a signal to stop.
+
+    A job that still runs was preempted or warned: it must ask, by `requeue`. So must one that met
+    its time limit. One that is being taken away comes back if SLURM counts one more restart than
+    this process was told at its start; else somebody cancelled it, and a request would undo that.
+
+    Returns:
+        `requeue`: it ends for good unless it asks to be started again. `comes_back`: SLURM starts
+        it again by itself. `for_good`: it is not to start again, or it cannot: SLURM does not tell,
+        or the job was submitted with `--no-requeue` or by `srun` and `salloc`.
+    """
+    job = _job()
+    if int(job.get("Restarts", 0)) > restart_count():
+        return "comes_back"
+    asks = job.get("JobState") in AT_WORK or job.get("Reason") == "TimeLimit"
+    able = job.get("Requeue") == "1" and job.get("BatchFlag") == "1"
+    return "requeue" if able and asks else "for_good"
+
+
+def requeue() -> bool:
+    """Ask SLURM to start this job again; False, said in one line, where it refuses.
+
+    SLURM then ends what is left of the job: CONT and TERM to all of it, KILL after KillWait.
+    """
+    return _query("scontrol", "requeue", address() or "") is not None
+
+
+def submissions(folder: str) -> set[str]:
+    """Jobs that submitit, told to keep its files in `folder`/JOB, has submitted."""
+    return {path.name for path in Path(folder).parent.glob("[0-9]*")}
+
+
+def await_end(jobs: set[str], interval: float = 30) -> None:
+    """Wait while any of these jobs is in the queue, at work or not.
+
+    Args:
+        jobs: as `address` names them.
+        interval: seconds between two looks; a sweep is waited for over days.
+    """
+    while jobs & queue():
+        time.sleep(interval)
+
+
+def queue() -> set[str]:
+    """The user's other jobs that wait or run, named as by `address`; empty where SLURM does not
+    say.
+    """
+    jobs = _query("squeue", "--me", "--array", "-h", "-o", "%i") or ""
+    return set(jobs.split()) - {address()}
+
+
+def grace() -> Grace:
+    """What this cluster grants between a signal and the end, see `Grace`."""
+    partition = os.environ.get("SLURM_JOB_PARTITION")
+    if not partition:
+        return Grace(None, None)
+    of_partition = _query("scontrol", "show", "partition", partition) or ""
+    of_cluster = _query("scontrol", "show", "config") or ""
+    return Grace(
+        _seconds(re.search(r"\bGraceTime=([\d:-]+)", of_partition)),
+        _seconds(re.search(r"(?m)^KillWait\s*=\s*([\d:-]+)", of_cluster)),
+    )
+
+
+def _job() -> dict[str, str]:
+    """JobId, JobState, Reason, Restarts ... of this job now; empty where SLURM does not tell."""
+    job = job_id()
+    if not job:
+        return {}
+    text = _query("scontrol", "show", "job", job) or ""  # of all, where an array has this number
+    records = re.split(r"(?m)^(?=JobId=)", text)
+    own = next((one for one in records if re.match(rf"JobId={job}\b", one)), "")
+    # Only lines in which nothing is a name or a comment, and the first one up to the name.
+    first = re.split(r" JobName=|\n", own, maxsplit=1)[0]
+    lines = re.findall(r"(?m)^\s+((?:JobState|Requeue)=.*)$", own)[:2]
+    words = " ".join([first, *lines]).split()
+    record = dict(word.split("=", 1) for word in words if "=" in word)
+    _first_record[job] = _first_record.get(job) or record
+    return record
+
+
+def _first() -> dict[str, str]:
+    """SLURM's first record of this job; empty if SLURM gave none."""
+    if job_id() not in _first_record:
+        _job()
+    return _first_record.get(job_id() or "", {})
+
+
+def _query(*words: str) -> str | None:
+    """The output of one of SLURM's commands; None, with one line printed, where it fails twice."""
+    why = f"no {words[0]} here"
+    for _ in range(2 if shutil.which(words[0]) else 0):
+        try:
+            process = subprocess.run(
+                ["sh", "-c", DEAF, "sh", *words], capture_output=True, text=True, timeout=PATIENCE
+            )
+        except subprocess.TimeoutExpired:
+            why = f"no answer in {PATIENCE:g} s"
+            break
+        if process.returncode == 0:
+            return process.stdout
+        why = " ".join(process.stderr.split()) or f"code {process.returncode}"
+    print(f"SLURM: {' '.join(words)}: {why}", file=sys.stderr)
+    return None
+
+
+def _seconds(match: re.Match[str] | None) -> float | None:
+    """Seconds of a duration such as `15`, `01:30`, `02:00:00` or `1-00:00:00`."""
+    if not match:
+        return None
+    days, clock = ("0-" + match.group(1)).split("-")[-2:]
+    total = 0
+    for part in clock.split(":"):
+        total = 60 * total + int(part)
+    return float(86400 * int(days) + total)
+
+
+def join_tasks() -> None:
+    """Become a rank where this process is one of several tasks; otherwise nothing.
+
+    Raises:
+        ConfigError: the first host cannot be found.
+    """
+    if "RANK" in os.environ or _join_submitit() or not is_task_of_several():
+        return
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+    os.environ.update(
+        RANK=os.environ["SLURM_PROCID"],
+        WORLD_SIZE=os.environ["SLURM_STEP_NUM_TASKS"],
+        LOCAL_RANK=os.environ["SLURM_LOCALID"],
+        MASTER_ADDR=_first_host(os.environ["SLURM_STEP_NODELIST"]),
+        MASTER_PORT=str(20000 + (7919 * job + step) % 12000),  # below the ports of connections
+    )
+
+
+def _join_submitit() -> bool:
+    """Whether submitit started this task; if there are several, it becomes one of the ranks."""
+    if "SUBMITIT_EXECUTOR" not in os.environ:
+        return False
+    import submitit
+
+    if submitit.JobEnvironment().num_tasks > 1:
+        # accelerate chooses the device, by the local rank among those that are visible
+        submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+    return True
+
+
+def _first_host(nodes: str) -> str:
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"the first of the hosts {nodes} cannot be found ({error}): start the ranks with "
+            "torchrun and --master_addr"
+        ) from error
+    return process.stdout.split()[0]
+
+
+def main() -> None:
+    """For a batch script whose program was stopped and has saved: start the job again if it should.
+
+    Prints what becomes of the job.
+    """
+    ending = next_action()
+    if ending == "requeue" and not requeue():
+        ending = "for_good"
+    texts = {"requeue": "requeued", "comes_back": "comes back", "for_good": "ends for good"}
+    print(f"SLURM job {address()}: {texts[ending]}")
+
+
+if __name__ == "__main__":
+    main()

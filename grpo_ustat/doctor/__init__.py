@@ -1,0 +1,1 @@
+"""What `grpo-ustat doctor` examines; each check is a function of the output folder."""

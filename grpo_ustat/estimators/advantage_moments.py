@@ -1,0 +1,276 @@
+r"""Exact mean and variance of a gradient estimate with normalised advantages, for any reward law.
+
+Of one prompt the estimate is
+
+    N = 1/G sum_i { A_i w_i + a_i }      A_i = (z_i - mean of the group's others) / d(std)
+
+with std of divisor G-1 and d a function of it, see `Normalisation`; w and a are any vectors of a
+completion, as in `grpo_ustat.estimators.weighted`. The others of a group enter A_i through their
+`sum z` and `sum z^2` alone. With rewards on a grid, z = minimum + step j, the joint law of
+`(sum j, sum j^2)` of n completions is the n-fold convolution of that of one, here by a Fourier
+transform, and then
+
+    E N        = E[ w E(A | z) + a ]
+    E||N||^2   = 1/G E||A w + a||^2 + (1 - 1/G) E< A w + a, A' w' + a' >
+
+need no more than the moments of A given z, and of A and A' given z and z'. Where groups are drawn
+again all means are conditional on the group's being accepted. As G grows, with mu = E[w z], the
+central moments mu_k of z, sigma = std of z and d(std) = std,
+
+    G (E N - mu/sigma - E a) -> -( E[w (z-V)^3] - mu sigma^2 ) / (2 sigma^3)
+                                + 3 mu (mu_4 - sigma^4) / (8 sigma^5)
+    G tr Cov N               -> E|| (w (z-V) - mu)/sigma - mu ((z-V)^2 - sigma^2)/(2 sigma^3)
+                                    + a - E a ||^2
+
+of which the estimate divided by sigma itself has only the first and the last term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from scipy import fft
+
+from grpo_ustat.estimators.weighted import EstimateMoments, outcome_mean
+from grpo_ustat.records import Array, Integers, Mask
+
+NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
+ON_GRID = 1e-9  # distance from the grid of rewards, in steps, that is rounding
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What leave-one-out advantages are divided by; those of a silent group are 0.
+
+    Attributes:
+        kind: `none`: 1; `sigma`: the standard deviation of the prompt's rewards;
+            `group_std`: std + epsilon; `group_std_floor`: max(std, floor); `group_std_redrawn`:
+            std, groups with std < floor being drawn again.
+        epsilon: added to the standard deviation.
+        floor: smallest standard deviation, above 0.
+    """
+
+    kind: str = "none"
+    epsilon: float = 0.0
+    floor: float = 0.0
+
+    def factor(self, std: Array) -> Array:
+        """1/d of the kinds that divide by a group's own standard deviation; 0 where silent.
+
+        >>> Normalisation("group_std", epsilon=0.5).factor(np.array([0.0, 0.5])).tolist()
+        [0.0, 1.0]
+        """
+        divisor = std + self.epsilon
+        if self.kind == "group_std_floor":
+            divisor = np.maximum(std, self.floor)
+        if self.kind == "group_std_redrawn":
+            divisor = std
+        return np.where(std > 0, 1 / np.where(std > 0, divisor, 1.0), 0.0)
+
+    def accepts(self, std: Array) -> Mask:
+        """Whether groups of these standard deviations are used, not drawn again."""
+        return std >= self.floor if self.kind == "group_std_redrawn" else np.full(std.shape, True)
+
+
+@dataclass(frozen=True)
+class AdvantageMoments:
+    """Moments of one prompt's advantages, by the K levels of its rewards.
+
+    Attributes:
+        level_Y: which level each outcome's reward is.
+        acceptance: chance that a group is used, not drawn again.
+        zeroth_K, first_K, second_K: E[1], E[A], E[A^2] given the completion's own level. The
+            indicator that the group is accepted, over its chance, is a factor in every mean.
+        zeroth_KK, first_KK, cross_KK: E[1], E[A], E[A A'] given its level and another's.
+    """
+
+    level_Y: Integers
+    acceptance: float
+    zeroth_K: Array
+    first_K: Array
+    second_K: Array
+    zeroth_KK: Array
+    first_KK: Array
+    cross_KK: Array
+
+
+def advantage_moments(
+    probability_Y: Array, reward_Y: Array, group_size: int, rule: Normalisation
+) -> AdvantageMoments:
+    """Moments of one prompt's advantages in groups of G, by the law of the others' sums.
+
+    Args:
+        probability_Y: of the outcomes, under the policy that writes them.
+        reward_Y: their rewards, on a grid.
+        group_size: G >= 2.
+        rule: of a kind that divides by a group's own standard deviation.
+
+    Raises:
+        ValueError: rewards that are all equal or on no grid, or groups that are never accepted.
+
+    >>> coin = np.array([0.5, 0.5]), np.array([1.0, 0.0])
+    >>> moments = advantage_moments(*coin, 2, Normalisation("group_std"))
+    >>> moments.level_Y.tolist(), moments.first_K.round(4).tolist()  # A = 0 or +-sqrt 2
+    ([1, 0], [-0.7071, 0.7071])
+    """
+    levels, level_Y = np.unique(reward_Y, return_inverse=True)
+    if len(levels) < 2:
+        raise ValueError(
+            f"all rewards are {levels[0]}: every group has zero variance, leave it out"
+        )
+    step = float(np.diff(levels).min())
+    steps_K = (levels - levels[0]) / step
+    grid_K = steps_K.round()
+    if np.abs(steps_K - grid_K).max() > ON_GRID:
+        raise ValueError(f"rewards {levels.tolist()} are on no grid: round them to even steps")
+    chance_K: Array = np.bincount(level_Y, weights=probability_Y).astype(np.float64)
+
+    def group_law(own_1: Array, own_2: Array, others: int) -> tuple[Mask, Array, Array, Array]:
+        """A group whose own completions have these sums of j and j^2, by its others' sums.
+
+        Returns acceptance, scale of the advantage and sum of all j, each [own sums, others' sums],
+        and the probabilities of the others' sums.
+        """
+        law, sum_1, sum_2 = _law_of_sums(chance_K, grid_K, others)
+        sum_1, sum_2 = sum_1 + own_1[:, None], sum_2 + own_2[:, None]
+        std = step * np.sqrt((group_size * sum_2 - sum_1**2) / (group_size * (group_size - 1)))
+        return rule.accepts(std), rule.factor(std) * step / (group_size - 1), sum_1, law
+
+    accepted, scale, sum_1, law = group_law(grid_K, grid_K**2, group_size - 1)
+    advantage = scale * (group_size * grid_K[:, None] - sum_1)
+    zeroth_K, first_K, second_K = ((accepted * x) @ law for x in (1.0, advantage, advantage**2))
+    acceptance = float(chance_K @ zeroth_K)
+    if not acceptance > 0:
+        raise ValueError(f"no group of {group_size} has a std of {rule.floor}: lower the floor")
+    own, other = np.repeat(grid_K, len(grid_K)), np.tile(grid_K, len(grid_K))
+    accepted, scale, sum_1, law = group_law(own + other, own**2 + other**2, group_size - 2)
+    first, second = (scale * (group_size * x[:, None] - sum_1) for x in (own, other))
+    shape = len(grid_K), len(grid_K)
+    zeroth_KK, first_KK, cross_KK = (
+        ((accepted * x) @ law).reshape(shape) / acceptance for x in (1.0, first, first * second)
+    )
+    return AdvantageMoments(
+        level_Y=level_Y,
+        acceptance=acceptance,
+        zeroth_K=zeroth_K / acceptance,
+        first_K=first_K / acceptance,
+        second_K=second_K / acceptance,
+        zeroth_KK=zeroth_KK,
+        first_KK=first_KK,
+        cross_KK=cross_KK,
+    )
+
+
+def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Array, Array]:
+    """Probabilities of all pairs (sum j, sum j^2) of `count` completions, and both sums, each [S].
+
+    Args:
+        chance_K: of one completion's levels.
+        grid_K: the levels j, whole numbers.
+        count: completions that are added up; 0 gives the empty sums with certainty.
+    """
+    if count == 0:
+        return np.ones(1), np.zeros(1), np.zeros(1)
+    most = int(grid_K[-1])
+    shape = count * most + 1, count * most**2 + 1
+    padded = tuple(fft.next_fast_len(size, real=True) for size in shape)
+    one = np.zeros(padded)
+    one[grid_K.astype(int), (grid_K**2).astype(int)] = chance_K
+    law = fft.irfft2(fft.rfft2(one) ** count, padded)[: shape[0], : shape[1]]
+    sum_1, sum_2 = np.indices(shape)
+    possible = (sum_1 <= sum_2) & (sum_1**2 <= count * sum_2) & (law > 0)  # the rest is rounding
+    return law[possible], sum_1[possible].astype(float), sum_2[possible].astype(float)
+
+
+def estimate_moments(
+    moments: Sequence[AdvantageMoments],
+    probability_PY: Array,
+    weight_PYD: Array,
+    group_size: int,
+    beside_PYD: Array | float = 0.0,
+) -> EstimateMoments:
+    """Mean and variance of the estimate, exactly; shapes as in `weighted.group_moments`.
+
+    Args:
+        moments: of each prompt's advantages, see `advantage_moments`.
+        probability_PY: of the outcomes, the same as there.
+        weight_PYD: w.
+        group_size: G.
+        beside_PYD: a.
+    """
+    beside_PYD = np.broadcast_to(beside_PYD, weight_PYD.shape)
+    means: list[Array] = []
+    variances: list[float] = []
+    for moment, probability_Y, weight_YD, beside_YD in zip(
+        moments, probability_PY, weight_PYD, beside_PYD, strict=True
+    ):
+        levels_K1 = np.arange(len(moment.zeroth_K))[:, None]
+        chance_KY = (moment.level_Y == levels_K1) * probability_Y
+        weight_KD, beside_KD = chance_KY @ weight_YD, chance_KY @ beside_YD
+        mean_D = moment.first_K @ weight_KD + moment.zeroth_K @ beside_KD
+        own = (
+            moment.second_K @ chance_KY @ np.square(weight_YD).sum(axis=1)
+            + 2 * moment.first_K @ chance_KY @ (weight_YD * beside_YD).sum(axis=1)
+            + moment.zeroth_K @ chance_KY @ np.square(beside_YD).sum(axis=1)
+        )
+        others = (
+            (moment.cross_KK * (weight_KD @ weight_KD.T)).sum()
+            + 2 * (moment.first_KK * (weight_KD @ beside_KD.T)).sum()
+            + (moment.zeroth_KK * (beside_KD @ beside_KD.T)).sum()
+        )
+        second = own / group_size + (1 - 1 / group_size) * others
+        means.append(mean_D)
+        variances.append(second - mean_D @ mean_D)
+    return EstimateMoments(np.array(means), np.array(variances))
+
+
+@dataclass(frozen=True)
+class LargeGroups:
+    """Limits as G grows, by prompt.
+
+    Attributes:
+        bias_PD: of G times the bias against mu/sigma + E a.
+        variance_P: of G times the trace of the covariance.
+        sigma_variance_P: the same of the estimate divided by sigma, the U-statistic's.
+    """
+
+    bias_PD: Array
+    variance_P: Array
+    sigma_variance_P: Array
+
+
+def large_groups(
+    probability_PY: Array,
+    weight_PYD: Array,
+    reward_PY: Array,
+    beside_PYD: Array | float = 0.0,
+) -> LargeGroups:
+    """The limits by the delta method, d(std) = std; shapes as in `weighted.group_moments`.
+
+    Args:
+        probability_PY: of the outcomes, under the policy that writes them.
+        weight_PYD: w.
+        reward_PY: z.
+        beside_PYD: a.
+    """
+    mean = partial(outcome_mean, probability_PY)
+    centred_PY = reward_PY - mean(reward_PY)[:, None]
+    sigma_P = np.sqrt(mean(centred_PY**2))
+    mu_PD = mean(centred_PY[..., None] * weight_PYD)
+    third_PD = mean((centred_PY**3)[..., None] * weight_PYD)
+    kurtosis_P = mean(centred_PY**4) / sigma_P**4 - 1
+    bias_PD = (
+        -(third_PD / sigma_P[:, None] ** 3 - mu_PD / sigma_P[:, None]) / 2
+        + 3 * mu_PD * (kurtosis_P / sigma_P)[:, None] / 8
+    )
+    sigma = sigma_P[:, None, None]
+    beside_PYD = np.broadcast_to(beside_PYD, weight_PYD.shape)
+    plain_PYD = (centred_PY[..., None] * weight_PYD - mu_PD[:, None]) / sigma
+    plain_PYD = plain_PYD + beside_PYD - mean(beside_PYD)[:, None]
+    shift_PY = np.square(centred_PY / sigma_P[:, None]) - 1
+    own_PYD = plain_PYD - mu_PD[:, None] * shift_PY[..., None] / (2 * sigma)
+    variance_P, sigma_variance_P = (mean(np.square(x).sum(axis=-1)) for x in (own_PYD, plain_PYD))
+    return LargeGroups(bias_PD, variance_P, sigma_variance_P)

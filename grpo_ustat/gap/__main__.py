@@ -1,0 +1,35 @@
+"""`grpo-ustat gap`: the paper's theorems, tested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_ustat.cli.app import main as run_command
+from grpo_ustat.launch.command import Command, Run
+from grpo_ustat.runs.status import PlannedRun
+
+
+def load_run() -> Run:
+    """What makes a run; torch is imported with it."""
+    from grpo_ustat.gap.study import run
+
+    return run
+
+
+def show_costs(points: Sequence[PlannedRun]) -> None:
+    """What planned runs would cost."""
+    from grpo_ustat.gap.study import show_plan
+
+    show_plan(points)
+
+
+COMMAND = Command("gap", load_run, show_costs)
+
+
+def main() -> None:
+    """Console entry."""
+    run_command(COMMAND)
+
+
+if __name__ == "__main__":
+    main()

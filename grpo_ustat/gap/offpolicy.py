@@ -1,0 +1,309 @@
+r"""Algorithm 2's gradient estimate at parameters that no longer wrote the completions (section 8).
+
+A minibatch of B prompts, drawn independently, with G completions each of pi_old, gives at theta
+
+    1/(B G) sum_b sum_i { A_i w_i + beta k_i }      A_i = (z_i - mean of the group's others) / d
+
+    level      w                                    k
+    token      sum_t rho_t grad log pi(y_t)         sum_t (pi_ref/pi - 1) grad log pi(y_t)
+    sequence   rho grad log pi(y)                   rho times the same
+
+with rho_t the token's ratio pi_theta / pi_old, rho the whole completion's, and d the group's
+standard deviation, or 1 without normalisation, see `Normalisation`. `token` is Algorithm 2;
+`sequence`, with the ratio on the penalty too, is the unbiased reference.
+
+The target is what both have as their mean at theta = theta_old without normalisation, and with it
+as G grows, for all theta:
+
+    E[ grad V(x) / d(x) ]
+        - beta sum_t E_{y ~ pi_theta} grad KL( pi_ref(.|y_<t) || pi_theta(.|y_<t) )
+
+where d(x) is 1, or sigma(x) of pi_old's rewards, whose completions the advantages are of; with
+sigma(x) of pi_theta, a change of order eta, see `token_bias2_own_sigma`. On the penalty grad acts
+on the divergence of the next token alone. Prefixes have the law of pi_theta, the
+policy at hand, not that of pi_old: the target does not depend on who wrote the completions. With
+prefixes of pi_old in it part of the penalty's bias is not counted: `token_bias2_kl_old_prefixes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from grpo_ustat.estimators.advantage_moments import (
+    AdvantageMoments,
+    Normalisation,
+    advantage_moments,
+    estimate_moments,
+)
+from grpo_ustat.estimators.baselines import leave_one_out
+from grpo_ustat.estimators.weighted import EstimateMoments, group_moments
+from grpo_ustat.gap.sequences import SequencePolicy
+from grpo_ustat.records import BaselineContext
+
+LEVELS = ("token", "sequence")
+ZERO = 1e-20  # a squared bias this far below the variance is rounding
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Who wrote, who is the reference, and the shape of a minibatch.
+
+    Attributes:
+        old: pi_old.
+        reference: pi_ref.
+        reward_PY: rewards of all completions.
+        beta: weight of the penalty.
+        num_prompts: B.
+        group_size: G.
+        normalisation: what advantages are divided by.
+    """
+
+    old: SequencePolicy
+    reference: SequencePolicy
+    reward_PY: np.ndarray
+    beta: float
+    num_prompts: int
+    group_size: int
+    normalisation: Normalisation = Normalisation()
+
+    def __post_init__(self):
+        shape = self.old.logprob_PYL.shape
+        assert self.reference.logprob_PYL.shape == shape and self.reward_PY.shape == shape[:2]
+
+    @property
+    def normalised(self) -> bool:
+        """Whether advantages are divided at all."""
+        return self.normalisation.kind != "none"
+
+    @cached_property
+    def advantages(self) -> list[AdvantageMoments]:
+        """Of each prompt's groups, which pi_old writes.
+
+        Raises:
+            ValueError: rewards of a prompt are all equal or on no grid, or no group is kept.
+        """
+        pairs = zip(self.old.probabilities_PY, self.reward_PY, strict=True)
+        return [advantage_moments(*pair, self.group_size, self.normalisation) for pair in pairs]
+
+    def scale_P(self, policy: SequencePolicy) -> np.ndarray:
+        """1/d(x) with sigma(x) of a policy's rewards; 1 without normalisation."""
+        if not self.normalised:
+            return np.ones(len(self.reward_PY))
+        centred_PY = self.reward_PY - policy.value_P(self.reward_PY)[:, None]
+        return policy.value_P(centred_PY**2) ** -0.5
+
+    def moments(
+        self, weight_PYD: np.ndarray, penalty_PYD: np.ndarray | float = 0.0
+    ) -> EstimateMoments:
+        """Mean and variance of one prompt's estimate with vectors w and beta k."""
+        law_PY, size = self.old.probabilities_PY, self.group_size
+        if self.normalisation.kind in ("none", "sigma"):
+            reward_PY = self.reward_PY * self.scale_P(self.old)[:, None]
+            return group_moments(law_PY, weight_PYD, reward_PY, penalty_PYD).at(size)
+        return estimate_moments(self.advantages, law_PY, weight_PYD, size, penalty_PYD)
+
+    def tables(self, current: SequencePolicy, level: str) -> tuple[np.ndarray, np.ndarray]:
+        """w and beta k of every completion, each [P, Y, D]."""
+        ratio_PYL = np.exp(current.logprob_PYL - self.old.logprob_PYL)
+        excess_PYL = np.exp(self.reference.logprob_PYL - current.logprob_PYL) - 1
+        penalty_PYD = self.beta * current.weighted_scores(excess_PYL)
+        if level == "token":
+            return current.weighted_scores(ratio_PYL), penalty_PYD
+        whole_PY1 = ratio_PYL.prod(axis=2)[..., None]
+        return whole_PY1 * current.scores_PYD, whole_PY1 * penalty_PYD
+
+    def target(
+        self,
+        current: SequencePolicy,
+        prefixes: SequencePolicy | None = None,
+        spread: SequencePolicy | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Both parts of what the estimate is for, reward and penalty, each [D].
+
+        Args:
+            current: pi_theta.
+            prefixes: who writes the prefixes, pi_theta where None.
+            spread: whose rewards have the sigma(x) of normalisation, pi_old where None.
+        """
+        law_PY = (prefixes or current).probabilities_PY
+        penalty_PD = current.token_kl_gradient_PD(self.reference, law_PY)
+        scale_P = self.scale_P(spread or self.old)
+        policy_PD = scale_P[:, None] * current.gradient_PD(self.reward_PY)
+        return policy_PD.mean(axis=0), -self.beta * penalty_PD.mean(axis=0)
+
+    def whole_target(
+        self, current: SequencePolicy, spread: SequencePolicy | None = None
+    ) -> np.ndarray:
+        """Both parts of `target` together, [D]."""
+        policy_D, penalty_D = self.target(current, spread=spread)
+        return policy_D + penalty_D
+
+    def quality(self, current: SequencePolicy) -> dict[str, float]:
+        """Squared biases, variances and errors of both levels; `_kl` of the penalty's part alone.
+
+        `_policy` is without the penalty; `ratio_second_moment` is E rho^2, mean over prompts. With
+        normalisation also `_drift2`, the squared change of the bias since theta_old, and
+        `token_bias2_own_sigma`, against the target with sigma(x) of pi_theta's rewards.
+        """
+        values = {}
+        policy_target_D, penalty_target_D = self.target(current)
+        for level in LEVELS:
+            weight_PYD, penalty_PYD = self.tables(current, level)
+            both, plain = self.moments(weight_PYD, penalty_PYD), self.moments(weight_PYD)
+            policy_D = plain.mean_PD.mean(axis=0) - policy_target_D
+            penalty_D = (both.mean_PD - plain.mean_PD).mean(axis=0) - penalty_target_D
+            variance = both.variance(self.num_prompts)
+            values |= {
+                f"{level}_bias2": squared_norm(policy_D + penalty_D),
+                f"{level}_bias2_policy": squared_norm(policy_D),
+                f"{level}_bias2_kl": squared_norm(penalty_D),
+                f"{level}_variance": variance,
+                f"{level}_variance_policy": plain.variance(self.num_prompts),
+                f"{level}_mse": squared_norm(policy_D + penalty_D) + variance,
+            }
+        if self.normalised:
+            for level in LEVELS:
+                drift_D = self.bias(current, level) - self.bias_at_start_D
+                values[f"{level}_drift2"] = squared_norm(drift_D)
+            shift_D = self.whole_target(current, spread=current) - self.whole_target(current)
+            own_sigma_D = self.bias(current, "token") - shift_D
+            values["token_bias2_own_sigma"] = squared_norm(own_sigma_D)
+        law_PY, penalty_PYD = self.old.probabilities_PY, self.tables(current, "token")[1]
+        mean_D = np.einsum("py,pyd->d", law_PY, penalty_PYD) / len(law_PY)
+        old_prefixes_D = mean_D - self.target(current, self.old)[1]
+        values["token_bias2_kl_old_prefixes"] = squared_norm(old_prefixes_D)
+        ratio_PY = current.probabilities_PY / law_PY
+        values["ratio_second_moment"] = float((law_PY * ratio_PY**2).sum(axis=1).mean())
+        return values
+
+    @cached_property
+    def bias_at_start_D(self) -> np.ndarray:
+        """The bias at theta_old, where both levels are one, [D]."""
+        return self.bias(self.old, "token")
+
+    def bias(self, current: SequencePolicy, level: str) -> np.ndarray:
+        """Mean of the estimate minus the target, both parts, [D]."""
+        mean_D = self.moments(*self.tables(current, level)).mean_PD.mean(axis=0)
+        return mean_D - self.whole_target(current)
+
+    def first_order_bias(self, direction_D: np.ndarray) -> np.ndarray:
+        """Derivative at theta_old of the token level's bias along a direction, [D].
+
+        Without normalisation. With u_t the derivative of token t's log-probability and u their sum
+        over the completion, `E[ z sum_t (u_t - u) grad log pi(y_t) ] - beta E[ u k ]`: ratios of
+        other tokens are missing in the first term, all ratios in the second.
+        """
+        assert not self.normalised
+        change_PYL = self.old.token_scores_PYLD @ direction_D
+        whole_PY1 = change_PYL.sum(axis=2, keepdims=True)
+        other_tokens_PYD = self.old.weighted_scores(change_PYL - whole_PY1)
+        other_tokens_PYD = self.reward_PY[..., None] * other_tokens_PYD
+        bias_PYD = other_tokens_PYD - whole_PY1 * self.tables(self.old, "token")[1]
+        law_PY = self.old.probabilities_PY
+        return np.einsum("py,pyd->d", law_PY, bias_PYD) / len(law_PY)
+
+
+def estimate(
+    setting: Setting, current: SequencePolicy, prompt_B: np.ndarray, outcome_BG: np.ndarray
+) -> np.ndarray:
+    """Algorithm 2's gradient estimate from one minibatch, [D].
+
+    Args:
+        setting: whose normalisation is not one that draws groups again.
+        current: pi_theta.
+        prompt_B: the prompts.
+        outcome_BG: their completions, of pi_old.
+    """
+    weight_PYD, penalty_PYD = setting.tables(current, "token")
+    rows = prompt_B[:, None], outcome_BG
+    reward_BG, rule = setting.reward_PY[rows], setting.normalisation
+    assert rule.kind != "group_std_redrawn"
+    advantage_BG = leave_one_out(reward_BG, BaselineContext())
+    if rule.kind == "sigma":
+        advantage_BG = advantage_BG * setting.scale_P(setting.old)[prompt_B, None]
+    elif setting.normalised:
+        centred_BG = reward_BG - reward_BG[:, :1]  # 0 to the last digit where all are alike
+        advantage_BG = advantage_BG * rule.factor(centred_BG.std(axis=1, ddof=1, keepdims=True))
+    return (advantage_BG[..., None] * weight_PYD[rows] + penalty_PYD[rows]).mean(axis=(0, 1))
+
+
+def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
+    """The B at which both levels have the same error, variances being those of `num_prompts`.
+
+    With more prompts the completion's ratio is the better one; negative where it always is,
+    NaN where there is no bias.
+
+    >>> values = {"sequence_variance": 3.0, "token_variance": 1.0, "token_bias2": 0.5}
+    >>> tie({name: np.array([x]) for name, x in values.items()}, 8).item()
+    32.0
+    """
+    bias2, variance = values["token_bias2"], values["token_variance"]
+    bias2 = np.where(bias2 > ZERO * variance, bias2, np.nan)
+    return num_prompts * (values["sequence_variance"] - variance) / bias2
+
+
+def squared_norm(vector_D: np.ndarray) -> float:
+    """||v||^2."""
+    return float(vector_D @ vector_D)
+
+
+@dataclass(frozen=True)
+class ByLength:
+    """Exact values at every length.
+
+    Attributes:
+        num_prompts: B.
+        lengths: L, ascending.
+        growth: c, E rho_t^2 of a token.
+        values: by name as in `Setting.quality`, an array over the lengths each.
+    """
+
+    num_prompts: int
+    lengths: np.ndarray
+    growth: float
+    values: dict[str, np.ndarray]
+
+    @property
+    def variance_ratio(self) -> np.ndarray:
+        """Variance with the completion's ratio to that with each token's."""
+        return self.values["sequence_variance"] / self.values["token_variance"]
+
+    @property
+    def growth_of_ratio(self) -> float:
+        """Its growth by a token, between the two largest lengths."""
+        steps = np.diff(self.lengths)[-1]
+        return float((self.variance_ratio[-1] / self.variance_ratio[-2]) ** (1 / steps))
+
+    @property
+    def tie(self) -> np.ndarray:
+        """The B at which both levels have the same error; NaN for one token."""
+        return tie(self.values, self.num_prompts)
+
+
+def by_length(lengths: Sequence[int], shift: float, num_prompts: int, group_size: int) -> ByLength:
+    """Bias and variance of both levels at every length, without a penalty.
+
+    One prompt, two tokens; pi_old writes either with chance 1/2, the reward is the square of the
+    share of token 1.
+
+    Args:
+        lengths: at least two.
+        shift: of the logit of token 1.
+        num_prompts, group_size: B and G.
+    """
+    rows, ascending = [], sorted(set(lengths))
+    for length in ascending:
+        old = SequencePolicy(np.zeros((length, 2, 2)), np.zeros((1, 2)))
+        reward_PY = np.square(old.completions_YL.mean(axis=1))[None]
+        theta_LVV = np.zeros((length, 2, 2))
+        theta_LVV[..., 1] = shift
+        setting = Setting(old, old, reward_PY, 0.0, num_prompts, group_size)
+        rows.append(setting.quality(old.at(theta_LVV.ravel())))
+    values = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    chance = 1 / (1 + np.exp(-shift))
+    growth = float(2 * (chance**2 + (1 - chance) ** 2))
+    return ByLength(num_prompts, np.array(ascending), growth, values)

@@ -1,0 +1,436 @@
+"""Proposition 13: with normalised advantages the arcsin objective is what training maximises.
+
+The proposition lets T grow, G and all else fixed. At a fixed G the normalised estimator follows a
+field of its own, the sum over prompts of w_G(V) grad V with w_G enumerated; its root is where
+training ends, and as G grows it tends to the arcsin maximiser. Variants have the KL term, whose
+mean is -beta grad KL(pi_ref || pi), and minibatches with importance ratios: as the learning rate
+falls pi_old tends to pi_theta, so that they change no root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy import stats
+from scipy.optimize import brentq
+
+from grpo_ustat.config.gap import GapConfig, Proposition13Config
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import LEVEL, Interval
+from grpo_ustat.gap.claims import (
+    Claim,
+    comma_list,
+    correct_family,
+    enumeration_converges,
+    interval_p_value,
+    mean_interval,
+    verdict_of,
+)
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
+from grpo_ustat.gap.exact import bed_facts
+from grpo_ustat.gap.lemma11 import at_infinity
+from grpo_ustat.gap.simulate import (
+    Estimator,
+    Rate,
+    Simulation,
+    Trajectories,
+    check_rates,
+    learning_rates,
+    reference_law,
+    run_simulations,
+)
+from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.runs.record import AGREES, DISAGREES
+
+TOLERANCE = 0.01  # of a limit, as a share of the distance between the two maximisers
+
+STATEMENT = (
+    "Proposition 13: with 0/1 rewards and advantages divided by the group's standard deviation, "
+    "group size, batch and the c of the learning rate c/t fixed, training converges as T grows to "
+    "the maximiser of E[2 arcsin sqrt(V(X))] instead of that of E[V(X)]; with a KL term, of the "
+    "same minus beta KL(pi_ref || pi)."
+)
+
+
+@dataclass(frozen=True)
+class EndPoint:
+    """Where runs of one estimator end.
+
+    Attributes:
+        estimator: of their gradients.
+        maximiser: of the objective that the paper names for it.
+        root: where the enumerated mean of the estimate vanishes.
+        run: all replicates, recorded after T/4 and T updates.
+        rate: of learning.
+    """
+
+    estimator: Estimator
+    maximiser: float
+    root: float
+    run: Trajectories
+    rate: Rate
+
+    @property
+    def rule(self) -> str:
+        """What advantages are."""
+        return "GRPO" if self.estimator.baseline == "leave_one_out" else "normalised"
+
+    @property
+    def name(self) -> str:
+        """As in claims and rows."""
+        return f"{self.rule}, G = {self.estimator.group_size}{variant(self.estimator)}"
+
+    @property
+    def measured(self) -> Interval:
+        """Mean end over replicates, with its interval."""
+        return mean_interval(extrapolate(self.run, self.rate))
+
+    @property
+    def at_last_step(self) -> float:
+        """Mean of u after T updates."""
+        return float(self.run.u_SKR[1, 0].mean())
+
+
+def proposition13(bed: Testbed, design: Proposition13Config, seed: int, workers: int) -> Evidence:
+    """Run GRPO with and without normalisation and see where replicates end.
+
+    Args:
+        bed: of one coordinate, rewards 0/1.
+        design: what is run.
+        seed, workers: see `run_simulations`.
+    """
+    (rate,), steps = learning_rates(design), (design.steps // 4, design.steps)
+    estimators = estimators_of(design)
+    simulations = [Simulation(estimator, rate, steps) for estimator in estimators]
+    runs, rollouts = run_simulations(simulations, bed, design.replicates, seed, workers)
+    ends = [
+        EndPoint(each, maximiser(bed, each), root(bed, pull_of(each), each), run, rate)
+        for each, run in zip(estimators, runs, strict=True)
+    ]
+    claims = [
+        *(_maximiser_claim(end) for end in ends),
+        *(_root_claim(end) for end in ends[1:]),
+        _limit_claim(bed, design),
+    ]
+    if design.variant_sizes:
+        claims.append(_limit_claim(bed, design, **kl_term(design)))
+    claims = correct_family(claims)
+    return Evidence(
+        bed=bed_facts(bed)
+        | {
+            "u that maximises J": float(bed.best_K[0]),
+            "u that maximises the arcsin objective": ends[1].maximiser,
+        },
+        claims=claims,
+        panels=_panels(bed, ends),
+        rows=[_row(bed, end) for end in ends],
+        answer=_answer(claims, ends),
+        notes=_notes(ends),
+        rollouts=rollouts,
+    )
+
+
+def estimators_of(design: Proposition13Config) -> list[Estimator]:
+    """GRPO at the largest G, normalised at every G; variants with KL term, minibatches, both."""
+    kl, parts = kl_term(design), design.minibatches
+    split = {"num_prompts": design.num_prompts // parts, "minibatches": parts}
+    return [
+        Estimator("leave_one_out", design.num_prompts, max(design.group_sizes)),
+        *(normalised(design, size) for size in design.group_sizes),
+        *(
+            normalised(design, size, **changes)
+            for size in design.variant_sizes
+            for changes in (kl, split, kl | split)
+        ),
+    ]
+
+
+def normalised(design: Proposition13Config, size: int, **changes: Any) -> Estimator:
+    """The estimator of Algorithm 2 at one G, with changes to its fields."""
+    plain = Estimator("leave_one_out_std", design.num_prompts, size, design.epsilon)
+    return replace(plain, **changes)
+
+
+def kl_term(design: Proposition13Config) -> dict[str, Any]:
+    """The fields of an estimator that has the KL term."""
+    return {"beta": design.beta, "reference": tuple(design.reference)}
+
+
+def variant(estimator: Estimator) -> str:
+    """What an estimator has beside its group, as names have it."""
+    words = ["KL"] * (estimator.beta > 0)
+    words += [f"{estimator.minibatches} minibatches"] * (estimator.minibatches > 1)
+    return "".join(f", {word}" for word in words)
+
+
+def weight(group_size: int, epsilon: float, value: float) -> float:
+    r"""w_G(V): the expected normalised gradient of a prompt is `w_G(V) grad V`, for 0/1 rewards.
+
+    With k successes of G and the group's own mean for a baseline the advantages are
+    `(z - k/G) / (std + epsilon)`, with the others' mean G/(G-1) times that, and
+    `E[s | z] = grad V / V` or `-grad V / (1 - V)`, so
+    `w_G = E[ k/G (1 - k/G) / (std_k + epsilon) ] / (V (1 - V))`.
+
+    >>> round(weight(4096, 0.0, 0.5), 2)  # 1 / sqrt(V (1 - V))
+    2.0
+    """
+    k = np.arange(1, group_size)
+    share = k / group_size
+    std = np.sqrt(share * (1 - share) * group_size / (group_size - 1))
+    gained = share * (1 - share) / (std + epsilon)
+    return float((stats.binom.pmf(k, group_size, value) * gained).sum() / (value * (1 - value)))
+
+
+def pull_of(estimator: Estimator) -> Callable[[np.ndarray], np.ndarray]:
+    """The factor of grad V in an estimator's mean, as a function of V: 1 without normalisation."""
+    if estimator.baseline == "leave_one_out":
+        return np.ones_like
+    size, epsilon = estimator.group_size, estimator.epsilon
+    return np.vectorize(lambda value: size / (size - 1) * weight(size, epsilon, value))
+
+
+def field(bed: Testbed, pull: Callable, u: float, estimator: Estimator | None = None) -> float:
+    """Mean over prompts of `pull(V) dV/du - beta dKL(pi_ref || pi)/du`.
+
+    Args:
+        bed: of one coordinate.
+        pull: of V.
+        u: where.
+        estimator: whose KL term counts; None: no KL term.
+    """
+    probability_PYR, score_PYKR = bed.law(np.array([[u]]))
+    reward_PYR = probability_PYR * bed.rewards_PY[..., None]
+    slope_P = np.einsum("pyr,pykr->p", reward_PYR, score_PYKR)
+    ascent = float((pull(reward_PYR.sum(axis=1)[:, 0]) * slope_P).mean())
+    reference_PY = None if estimator is None else reference_law(bed, estimator)
+    if estimator is None or reference_PY is None:
+        return ascent
+    penalty_P = np.einsum("py,pykr->p", reference_PY, score_PYKR)
+    return ascent + estimator.beta * float(penalty_P.mean())
+
+
+def root(bed: Testbed, pull: Callable, estimator: Estimator | None = None) -> float:
+    """Where the field vanishes, within the bed's box about the maximiser of J."""
+    centre, half = float(bed.best_K[0]), half_width(bed)
+    low, high = centre - half, centre + half
+    zero = brentq(lambda u: field(bed, pull, u, estimator), low, high, xtol=1e-13)
+    return round(float(zero), 12)
+
+
+def half_width(bed: Testbed) -> float:
+    """How far from the maximiser of J roots are looked for."""
+    return min(float(bed.box_K[0]), 10.0)
+
+
+def maximiser(bed: Testbed, estimator: Estimator) -> float:
+    """Of the objective that the paper names: E[2 arcsin sqrt V], J without normalisation, either
+    minus beta KL(pi_ref || pi).
+    """
+
+    def arcsin_pull(value: np.ndarray) -> np.ndarray:
+        return 1 / np.sqrt(value * (1 - value))
+
+    pull = np.ones_like if estimator.baseline == "leave_one_out" else arcsin_pull
+    return root(bed, pull, estimator)
+
+
+def extrapolate(run: Trajectories, rate: Rate) -> np.ndarray:
+    """Where each replicate would end but for the part of order 1/T, from T and a quarter of it.
+
+    Richardson's: with `e(T) = e + b/T`, `e = e(T) + (e(T) - e(T')) / (T/T' - 1)`, T with offset.
+    """
+    early, late = run.steps_S + rate.offset
+    return run.u_SKR[1, 0] + (run.u_SKR[1, 0] - run.u_SKR[0, 0]) / (late / early - 1)
+
+
+def _row(bed: Testbed, end: EndPoint) -> dict:
+    estimator, measured = end.estimator, end.measured
+    return {
+        "estimator": end.rule, "group_size": estimator.group_size,
+        "num_prompts": estimator.num_prompts, "beta": estimator.beta,
+        "minibatches": estimator.minibatches, "maximiser": end.maximiser, "root": end.root,
+        "j_maximiser": float(bed.best_K[0]), "measured": measured.estimate, "low": measured.low,
+        "high": measured.high, "at_last_step": end.at_last_step,
+        "replicates": end.run.u_SKR.shape[2],
+    }  # fmt: skip
+
+
+def _maximiser_claim(end: EndPoint) -> Claim:
+    """The mean end beside the maximiser that the paper names."""
+    objective = "E V" if end.rule == "GRPO" else "E[2 arcsin sqrt V]"
+    objective += " - beta KL" if end.estimator.beta else ""
+    what = f"{end.name}: mean end of u, beside the maximiser of {objective}"
+    return _end_claim(end, what, end.maximiser, f"; the enumerated root is {end.root:.4g}")
+
+
+def _root_claim(end: EndPoint) -> Claim:
+    """The mean end beside the field's root."""
+    return _end_claim(end, f"{end.name}: mean end of u, beside its own field's root", end.root, "")
+
+
+def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim:
+    measured, count = end.measured, end.run.u_SKR.shape[2]
+    distance, change = (abs(measured.estimate - x) for x in (predicted, end.at_last_step))
+    inside = measured.low <= predicted <= measured.high
+    agrees = True if inside else None if distance <= change else False
+    how = (
+        f"{LEVEL:.0%} t interval, {count} replicates, T = {end.run.steps_S[-1]}, extrapolated to "
+        "its limit; outside it but nearer than the extrapolation goes is not decided" + remark
+    )
+    p_value = interval_p_value(measured, count - 1, predicted)
+    return Claim(what, predicted, *measured, verdict_of(agrees), how, p_value)
+
+
+def _limit_claim(bed: Testbed, design: Proposition13Config, **changes: Any) -> Claim:
+    """The roots at growing G tend to the paper's maximiser, with epsilon = 0 and other changes."""
+    exact = [normalised(design, size, epsilon=0.0, **changes) for size in design.limit_sizes]
+    roots, limit = np.array([root(bed, pull_of(x), x) for x in exact]), maximiser(bed, exact[0])
+    distances, measured = np.abs(roots - limit), float(at_infinity(roots))
+    apart = abs(maximiser(bed, replace(exact[0], beta=0.0)) - float(bed.best_K[0]))
+    agrees = abs(measured - limit) <= TOLERANCE * apart
+    agrees = agrees or enumeration_converges(distances[2], distances[1], 0.0)
+    sizes, label = comma_list(design.limit_sizes), " - beta KL" if exact[0].beta else ""
+    how = (
+        f"roots enumerated at G = {sizes}, epsilon = 0, extrapolated in "
+        f"1/G; within {TOLERANCE:.0%} of the distance to J's maximiser, not decided where closer"
+    )
+    what = f"as G grows: limit of the root, beside the maximiser of E[2 arcsin sqrt V]{label}"
+    return Claim(what, limit, measured, None, None, verdict_of(agrees), how)
+
+
+def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
+    """From the verdicts on the maximisers that the paper names, in the order of the ends."""
+    verdict = {end.name: claim.verdict for end, claim in zip(ends, claims, strict=False)}
+    grpo, *by_size = (end for end in ends if not variant(end.estimator))
+    variants = [end for end in ends if variant(end.estimator)]
+    disagreeing = [end for end in by_size if verdict[end.name] == DISAGREES]
+    agreeing = [end for end in by_size if verdict[end.name] == AGREES]
+    sentences = []
+    if disagreeing:
+        at = ", ".join(f"{end.measured.estimate:.4f}" for end in disagreeing)
+        sizes = comma_list(end.estimator.group_size for end in disagreeing)
+        sentences.append(
+            f"At fixed G training ends elsewhere: at u = {at} for G = {sizes}, where "
+            f"E[2 arcsin sqrt V] is largest at {by_size[0].maximiser:.4f}"
+        )
+    if agreeing:
+        sizes = comma_list(end.estimator.group_size for end in agreeing)
+        sentences.append(
+            f"at G = {sizes} the end is not significantly different from the maximiser"
+        )
+    limit = next(claim for claim in claims if claim.what.startswith("as G grows"))
+    if limit.verdict == AGREES:
+        sentences.append("as G grows its end tends to the arcsin maximiser")
+    if variants:
+        count = sum(verdict[end.name] == DISAGREES for end in variants)
+        sentences.append(
+            f"of {len(variants)} variants with KL term or minibatches {count} disagree"
+        )
+    sentences.append(
+        f"GRPO without normalisation ends at {grpo.measured.estimate:.4f}, where J is largest "
+        f"at {grpo.maximiser:.4f}"
+    )
+    return "; ".join(sentences) + "."
+
+
+def _notes(ends: list[EndPoint]) -> list[str]:
+    plain = [end for end in ends[1:] if not variant(end.estimator)]
+    roots = ", ".join(f"{end.root:.4f} at {end.estimator.group_size}" for end in plain)
+    lines = [
+        "At a fixed G the normalised estimator follows a field of its own, the mean over prompts "
+        "of G/(G-1) w_G(V) grad V with w_G enumerated over the law of successes; its roots are "
+        f"{roots}, the arcsin maximiser {plain[0].maximiser:.4f}. More steps, prompts or a smaller "
+        "learning rate do not move a root.",
+        "Without a KL term advantages less the group's own mean, instead of the others', have the "
+        "same roots: their field is (G-1)/G as long.",
+    ]
+    if any(variant(end.estimator) for end in ends):
+        lines.append(
+            "The KL term (pi_ref/pi - 1) s of an on-policy completion has mean "
+            "-grad KL(pi_ref || pi) and so the maximiser of the objective minus beta "
+            "KL(pi_ref || pi) takes the arcsin maximiser's place; minibatches with importance "
+            "ratios of pi_old have the same roots, since pi_old tends to pi_theta as c/t falls."
+        )
+    return lines
+
+
+def _panels(bed: Testbed, ends: list[EndPoint]) -> list[Panel]:
+    """Ends by group size, of the variants, and the two objectives."""
+    by_size = [end for end in ends[1:] if not variant(end.estimator)]
+    x = [end.estimator.group_size for end in by_size]
+    curves = [
+        *_end_lines("normalised", by_size),
+        PlotLine("arcsin maximiser", x, [end.maximiser for end in by_size], predicted=True),
+        PlotLine("maximiser of J", x, [float(bed.best_K[0])] * len(x), predicted=True),
+    ]
+    axes = "group size G", "mean end of u"
+    panels = [Panel("where training ends", *axes, curves, "x")]
+    variants, curves = {variant(end.estimator): None for end in ends}, []
+    for kind in filter(None, variants):
+        same, label = [end for end in ends if variant(end.estimator) == kind], kind[2:]
+        maximisers = [end.maximiser for end in same]
+        x = [end.estimator.group_size for end in same]
+        curves += _end_lines(label, same)
+        curves.append(PlotLine(f"{label}: arcsin maximiser", x, maximisers, bound=True))
+    if curves:
+        panels.append(Panel("variants: ends and roots", *axes, curves, "x"))
+    u = bed.best_K[0] + np.linspace(-half_width(bed), half_width(bed), 81)
+    value_PR = bed.value(bed.law(u[None])[0])
+    objectives = {
+        "J": value_PR.mean(axis=0),
+        "arcsin": 2 * np.arcsin(np.sqrt(value_PR)).mean(axis=0),
+    }
+    curves = [
+        PlotLine(name, list(u), list((y - y.min()) / (y.max() - y.min())), predicted=True)
+        for name, y in objectives.items()
+    ]
+    return [*panels, Panel("the two objectives", "u", "share of its range", curves)]
+
+
+def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
+    """Measured ends with their intervals, and the roots."""
+    x = [end.estimator.group_size for end in ends]
+    y, low, high = (list(values) for values in zip(*(end.measured for end in ends), strict=True))
+    roots = [end.root for end in ends]
+    return [PlotLine(label, x, y, low, high), PlotLine(label, x, roots, predicted=True)]
+
+
+def study(config: GapConfig) -> Evidence:
+    """`proposition13` on a configuration's bed."""
+    bed = build_testbed(config.bed)
+    return proposition13(bed, config.study, config.seed, config.launch.workers)
+
+
+def check(config: GapConfig) -> None:
+    """Refuse a bed of several coordinates, a reference outside it, and a rate too small.
+
+    Raises:
+        ConfigError: naming the values and the fix.
+    """
+    bed, design = build_testbed(config.bed), config.study
+    if len(bed.start_K) != 1:
+        raise ConfigError(
+            f"study=proposition13 with {len(bed.start_K)} coordinates in bed.start: it needs one"
+        )
+    reference, half = design.reference, half_width(bed)
+    if len(reference) != 1 or not abs(reference[0] - bed.best_K[0]) <= half:
+        raise ConfigError(
+            f"study.reference={reference} on bed={config.bed.name}: give one number within "
+            f"{half:.3g} of {bed.best_K[0] + 0.0:.3g}"
+        )
+    check_rates(config, bed, bed.least_curvature)
+
+
+def completions(config: GapConfig) -> int:
+    """Of all replicates: GRPO and the normalised, three variants at each of their sizes."""
+    design: Proposition13Config = config.study
+    sizes, variant_sizes = sum(design.group_sizes), sum(design.variant_sizes)
+    whole = design.num_prompts * (sizes + max(design.group_sizes) + variant_sizes)
+    split = 2 * design.num_prompts // design.minibatches * variant_sizes
+    return (whole + split) * design.steps * design.replicates
+
+
+THEOREM = Theorem(Proposition13Config, STATEMENT, study, check, completions)

@@ -1,0 +1,379 @@
+"""Algorithm 1 on a bed, thousands of replicates at once, each a function of (seed, number) alone.
+
+Replicates run side by side in blocks. Every one draws from its own keyed generator and no sum runs
+over replicates, so one that is run again alone takes the very same path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_ustat.config.gap import GapConfig, SimulatedConfig
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.workers import WorkCost, share
+from grpo_ustat.estimators.covariance import baseline_values
+from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.rollout.draws import generator
+
+BLOCK = 500  # replicates side by side: their arrays stay in a core's cache
+STRETCH = 50  # steps whose uniforms are drawn at once
+STREAM = "algorithm1"
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A gradient estimator of B prompts with G completions each.
+
+    Attributes:
+        baseline: none, oracle, optimal, leave_one_out, group_mean, group_std, or
+            leave_one_out_std, the paper's Algorithm 2: the others' mean, over the group's std.
+        num_prompts: B, of an update.
+        group_size: G.
+        epsilon: added to the standard deviation.
+        beta: weight of the KL term `(pi_ref/pi - 1) s` of a completion, whose mean is
+            -grad KL(pi_ref || pi).
+        reference: u of pi_ref, as many numbers as coordinates; of no use where beta is 0.
+        minibatches: updates on each batch, one pass over its parts of B prompts, with ratios
+            pi_theta / pi_old on advantages, pi_old being the policy at the batch's first update.
+    """
+
+    baseline: str
+    num_prompts: int
+    group_size: int
+    epsilon: float = 0.0
+    beta: float = 0.0
+    reference: tuple[float, ...] = ()
+    minibatches: int = 1
+
+    @property
+    def name(self) -> str:
+        """For legends and rows."""
+        names = {"none": "vanilla", "leave_one_out": "GRPO"}
+        return names.get(self.baseline, self.baseline)
+
+    @property
+    def rollouts(self) -> int:
+        """Of a step, n = B G."""
+        return self.num_prompts * self.group_size
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Where replicates R were at the recorded steps S.
+
+    Attributes:
+        steps_S: after how many updates; 0 is the start.
+        u_SKR: where the policy was.
+        gap_SR: J* - J there.
+        exit_R: the update after which a replicate was first outside the sublevel set, 0: never.
+    """
+
+    steps_S: np.ndarray
+    u_SKR: np.ndarray
+    gap_SR: np.ndarray
+    exit_R: np.ndarray
+
+
+def simulate(
+    bed: Testbed,
+    estimator: Estimator,
+    rates_T: np.ndarray,
+    replicates: range,
+    seed: int,
+    steps: list[int],
+) -> Trajectories:
+    """Run Algorithm 1 from the bed's start, `theta <- theta + eta_t g_hat`.
+
+    In u the update is the same as in theta: the score is Q's and Q Q' = 1.
+
+    Args:
+        bed: what the policy is.
+        estimator: of the gradient.
+        rates_T: eta_1 ... eta_T.
+        replicates: their numbers; they run side by side.
+        seed: with a replicate's number, all that its path depends on.
+        steps: to record, ascending, 0 to T.
+    """
+    u_KR = np.repeat(bed.start_K[:, None], len(replicates), axis=1)
+    exit_R = np.zeros(len(replicates), dtype=int)
+    record: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    low_K1, high_K1 = ((bed.best_K + side * bed.box_K)[:, None] for side in (-1, 1))
+    has_box, reference_PY = np.isfinite(bed.box_K).all(), reference_law(bed, estimator)
+    old_PYR = None
+    for t, uniform in enumerate(_uniforms(replicates, seed, estimator, len(rates_T))):
+        law = bed.law(u_KR)
+        gap_R = bed.highest - bed.value(law[0]).mean(axis=0)
+        exit_R[(gap_R > bed.reach) & (exit_R == 0)] = t
+        if t in steps:
+            record[t] = u_KR, gap_R
+        if t == len(rates_T):
+            break
+        if t % estimator.minibatches == 0:
+            old_PYR = law[0]
+        u_KR = u_KR + rates_T[t] * gradient(bed, estimator, law, uniform, old_PYR, reference_PY)
+        if has_box:
+            u_KR = np.clip(u_KR, low_K1, high_K1)
+    u_SKR, gap_SR = (np.stack([record[step][i] for step in steps]) for i in (0, 1))
+    return Trajectories(np.array(steps), u_SKR, gap_SR, exit_R)
+
+
+def _uniforms(
+    replicates: range, seed: int, estimator: Estimator, count: int
+) -> Iterator[np.ndarray]:
+    """For each step [B + B G, R] float32 uniforms, then once more, for the step after the last."""
+    generators = [generator(seed, STREAM, number) for number in replicates]
+    width = estimator.num_prompts + estimator.rollouts
+    for first in range(0, count, STRETCH):
+        size = min(STRETCH, count - first)
+        uniform_RTn = np.empty((len(replicates), size, width), dtype=np.float32)
+        for uniform_Tn, source in zip(uniform_RTn, generators, strict=True):
+            source.random(dtype=np.float32, out=uniform_Tn)
+        yield from np.ascontiguousarray(uniform_RTn.transpose(1, 2, 0))
+    yield np.empty((0, len(replicates)), dtype=np.float32)
+
+
+def reference_law(bed: Testbed, estimator: Estimator) -> np.ndarray | None:
+    """Probabilities of pi_ref, [P, Y]; None without a KL term."""
+    return bed.law(np.array(estimator.reference)[:, None])[0][..., 0] if estimator.beta else None
+
+
+def gradient(
+    bed: Testbed,
+    estimator: Estimator,
+    law: tuple,
+    uniform: np.ndarray,
+    old_PYR: np.ndarray | None = None,
+    reference_PY: np.ndarray | None = None,
+) -> np.ndarray:
+    """One gradient estimate of each replicate, in u: [K, R].
+
+    Args:
+        bed: whose rewards count.
+        estimator: of the gradient.
+        law: of `bed.law`.
+        uniform: [B + B G, R] in [0, 1): which prompts, then which completions.
+        old_PYR: probabilities of pi_old, which writes; None: of the policy itself.
+        reference_PY: those of pi_ref, where there is a KL term.
+    """
+    probability_PYR, score_PYKR = law
+    prompts, outcomes = probability_PYR.shape[:2]
+    b, old_PYR = estimator.num_prompts, probability_PYR if old_PYR is None else old_PYR
+    prompt_BR = (uniform[:b] * np.float32(prompts)).astype(np.intp)
+    counts_YBR = outcome_counts(old_PYR, prompt_BR, uniform[b:], estimator.group_size)
+    value_BR = None
+    if estimator.baseline in ("oracle", "optimal"):
+        value_PR = baseline_values(probability_PYR, score_PYKR, bed.rewards_PY, estimator.baseline)
+        value_BR = np.take_along_axis(value_PR, prompt_BR, axis=0)
+    rewards_YBR = bed.rewards_PY.T[:, prompt_BR]
+    weight_YBR = counts_YBR * advantage(estimator, counts_YBR, rewards_YBR, value_BR)
+    total_KR = np.zeros(score_PYKR.shape[2:])
+    for x in range(prompts):
+        weight_YR = np.where(prompt_BR == x, weight_YBR, 0.0).sum(axis=1)
+        if old_PYR is not probability_PYR:
+            weight_YR = weight_YR * probability_PYR[x] / old_PYR[x]
+        if estimator.beta:
+            assert reference_PY is not None
+            count_YR = np.where(prompt_BR == x, counts_YBR, 0.0).sum(axis=1)
+            excess_YR = reference_PY[x][:, None] / probability_PYR[x] - 1
+            weight_YR = weight_YR + estimator.beta * count_YR * excess_YR
+        for y in range(outcomes):
+            total_KR += weight_YR[y] * score_PYKR[x, y]
+    return total_KR / estimator.rollouts
+
+
+def outcome_counts(
+    probability_PYR: np.ndarray, prompt_BR: np.ndarray, uniform: np.ndarray, group_size: int
+) -> np.ndarray:
+    """How often each outcome occurs in each group, float64 [Y, B, R], by inverting the law.
+
+    Args:
+        probability_PYR: of the policy that writes.
+        prompt_BR: of each group.
+        uniform: [G B, R] in [0, 1), a group's completions B rows apart.
+        group_size: G.
+    """
+    uniform_GBR = uniform.reshape(group_size, *prompt_BR.shape)
+    edge_PYR = probability_PYR.cumsum(axis=1)[:, :-1].astype(np.float32)
+    beyond = [np.full(prompt_BR.shape, group_size, dtype=np.float32)]
+    for y in range(edge_PYR.shape[1]):
+        edge_BR = np.take_along_axis(edge_PYR[:, y], prompt_BR, axis=0)
+        beyond.append((uniform_GBR >= edge_BR).sum(axis=0, dtype=np.float32))
+    beyond.append(np.zeros(prompt_BR.shape, dtype=np.float32))
+    return -np.diff(np.stack(beyond), axis=0).astype(float)
+
+
+def advantage(
+    estimator: Estimator,
+    counts_YBR: np.ndarray,
+    rewards_YBR: np.ndarray,
+    value_BR: np.ndarray | None = None,
+) -> np.ndarray:
+    """The advantage of each outcome, [Y, B, R]; rules are those of `estimators.baselines`.
+
+    Args:
+        estimator: whose baseline and epsilon count.
+        counts_YBR: of each outcome in each group.
+        rewards_YBR: of each outcome for the group's prompt.
+        value_BR: the baseline of `oracle` and `optimal`.
+
+    Raises:
+        ValueError: a baseline that is not known here.
+    """
+    size, name = estimator.group_size, estimator.baseline
+    if name == "none":
+        return rewards_YBR
+    if name in ("oracle", "optimal"):
+        assert value_BR is not None
+        return rewards_YBR - value_BR
+    mean_BR = (counts_YBR * rewards_YBR).sum(axis=0) / size
+    centred_YBR = rewards_YBR - mean_BR
+    if name == "leave_one_out":
+        return centred_YBR * (size / (size - 1))
+    if name == "group_mean":
+        return centred_YBR
+    if name in ("group_std", "leave_one_out_std"):
+        variance_BR = (counts_YBR * np.square(centred_YBR)).sum(axis=0) / (size - 1)
+        divisor_BR = np.sqrt(variance_BR) + estimator.epsilon
+        silent_BR = variance_BR <= 1e-12  # all alike: no advantage
+        factor = size / (size - 1) if name == "leave_one_out_std" else 1.0
+        return factor * np.where(silent_BR, 0.0, centred_YBR / np.where(silent_BR, 1.0, divisor_BR))
+    raise ValueError(f"baseline {name!r} cannot be simulated here")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A learning rate: constant, `value`, or falling, `value / (t + offset)` for t = 1 ..."""
+
+    kind: str
+    value: float
+    offset: int = 0
+
+    @property
+    def name(self) -> str:
+        """For legends and rows.
+
+        >>> Rate("constant", 0.1).name, Rate("decaying", 2.0, 20).name
+        ('eta = 0.1', 'eta_t = 2 / (t + 20)')
+        """
+        if self.kind == "constant":
+            return f"eta = {self.value:g}"
+        return f"eta_t = {self.value:g} / " + (f"(t + {self.offset})" if self.offset else "t")
+
+    def values(self, steps: int) -> np.ndarray:
+        """eta_1 ... eta_T."""
+        if self.kind == "constant":
+            return np.full(steps, self.value)
+        return self.value / (np.arange(1, steps + 1) + self.offset)
+
+
+def learning_rates(study: SimulatedConfig) -> list[Rate]:
+    """Every learning rate of a study, the falling one last."""
+    constant = [Rate("constant", rate) for rate in getattr(study, "constant_rates", [])]
+    return [*constant, Rate("decaying", study.decaying_rate, study.offset)]
+
+
+def check_rates(config: GapConfig, bed: Testbed, curvature: float) -> None:
+    """Refuse learning rates that theorems say nothing about: eta >= 2/L, 2 mu c <= 1.
+
+    Args:
+        config: whose study has the rates.
+        bed: with L.
+        curvature: mu of the falling rate.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    smoothness, least = bed.constants[1], 0.5 / curvature
+    for rate in getattr(config.study, "constant_rates", []):
+        if rate >= 2 / smoothness:
+            raise ConfigError(
+                f"study.constant_rates has {rate}, L of bed={config.bed.name} is {smoothness:.4g}: "
+                f"use rates below {2 / smoothness:.4g}"
+            )
+    if config.study.decaying_rate <= least:
+        raise ConfigError(
+            f"study.decaying_rate={config.study.decaying_rate} on bed={config.bed.name}: use more "
+            f"than {least:.4g}, so that 2 mu c > 1"
+        )
+
+
+def check_limit_rates(config: GapConfig) -> None:
+    """`check_rates` for theorems on the limit, where the curvature at the maximisers counts.
+
+    Raises:
+        ConfigError: naming the values and the fix; of the bed too.
+    """
+    bed = build_testbed(config.bed)
+    check_rates(config, bed, bed.least_curvature)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Who estimates, how fast it learns, and the steps to record, ascending."""
+
+    estimator: Estimator
+    rate: Rate
+    steps: tuple[int, ...]
+
+    @property
+    def work(self) -> int:
+        """Completions of one replicate."""
+        return self.estimator.rollouts * self.steps[-1]
+
+
+def run_simulations(
+    simulations: Sequence[Simulation], bed: Testbed, replicates: int, seed: int, workers: int
+) -> tuple[list[Trajectories], int]:
+    """Every simulation's trajectories in their order, and how many completions were drawn.
+
+    Args:
+        simulations: to run, all replicates of each.
+        bed: whose policy learns.
+        replicates: R.
+        seed: with a replicate's number, all that its path depends on.
+        workers: processes that share the replicates.
+    """
+    items = [
+        (place, range(first, min(first + BLOCK, replicates)))
+        for place in range(len(simulations))
+        for first in range(0, replicates, BLOCK)
+    ]
+    weights = [float(simulations[place].work * len(block)) for place, block in items]
+    total = int(sum(weights))
+    parts, _ = share(
+        _simulate_blocks, items, workers, "replicates", total, list(simulations), bed, seed,
+        weights=weights,
+    )  # fmt: skip
+    parts.sort(key=lambda part: part[:2])
+    trajectories = []
+    for place in range(len(simulations)):
+        blocks = [block for part, _, block in parts if part == place]
+        u_SKR, gap_SR, exit_R = (
+            np.concatenate([getattr(block, name) for block in blocks], axis=-1)
+            for name in ("u_SKR", "gap_SR", "exit_R")
+        )
+        trajectories.append(Trajectories(blocks[0].steps_S, u_SKR, gap_SR, exit_R))
+    return trajectories, total
+
+
+def _simulate_blocks(
+    items: list[tuple[int, range]], simulations: list[Simulation], bed: Testbed, seed: int
+) -> Iterator:
+    """What a worker does with its blocks of replicates."""
+    for place, block in items:
+        simulation = simulations[place]
+        rates_T, steps = simulation.rate.values(simulation.steps[-1]), list(simulation.steps)
+        yield place, block[0], simulate(bed, simulation.estimator, rates_T, block, seed, steps)
+        yield WorkCost(rollouts=simulation.work * len(block))
+
+
+def log_spaced_steps(last: int, count: int = 12) -> list[int]:
+    """About so many steps from 1 to the last, evenly on a logarithmic axis.
+
+    >>> log_spaced_steps(100, 5)
+    [1, 3, 10, 32, 100]
+    """
+    return sorted({int(round(x)) for x in np.geomspace(1, last, count)})

@@ -1,0 +1,153 @@
+"""One run of `gap`: the study that a configuration names, its folder, table and costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_ustat.config.gap import GapConfig
+from grpo_ustat.costs.duration import Span, span_text
+from grpo_ustat.distributed.ranks import is_main, main_only
+from grpo_ustat.distributed.signals import Stopped
+from grpo_ustat.gap.evidence import theorem
+from grpo_ustat.report.run_page import leave_page
+from grpo_ustat.report.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
+from grpo_ustat.report.tables import write_csv
+from grpo_ustat.runs.folder import RunFolder, versions
+from grpo_ustat.runs.record import AGREES, verdict_counts
+from grpo_ustat.runs.status import PlannedRun
+
+RATE = Span(
+    1.5e6, 2e7
+)  # completions a second and worker, beds of 2 to 5 outcomes, groups of 2 to 32
+ENUMERATED = Span(1.0, 60.0)  # seconds of a study that draws next to nothing
+
+WIDE = 120  # columns of a terminal from which on severities are shown
+
+
+def run(config: GapConfig, folder: RunFolder) -> float | None:
+    """Run the study, or show the one that the folder already holds.
+
+    Returns:
+        How many of its predictions do not agree with what is measured.
+    """
+    console = Console(quiet=not is_main(), highlight=False)
+    result = main_only(folder.result)
+    if result is None:
+        theorem(config.study.kind).check(config)
+        with folder.lock():  # which another process may have finished just now
+            result = main_only(folder.result) or run_study(config, folder)
+    else:
+        text = f"{folder.path} is complete; on_existing=overwrite runs it again."
+        console.print(text, soft_wrap=True, markup=False)
+    console.print(claims_table(result, console.width))
+    if console.width < WIDE and any(claim.get("severity") for claim in result["claims"]):
+        console.print("- which alternatives would also have agreed: see report.html", markup=False)
+    for note in result["notes"]:
+        console.print(f"- {note}", markup=False)
+    console.print(result["answer"], markup=False)
+    console.print(f"Wrote {folder.path}", soft_wrap=True, markup=False)
+    return float(sum(claim["verdict"] != AGREES for claim in result["claims"]))
+
+
+def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
+    """Run the study and write its folder: curves.csv, figure, report.html and result.json.
+
+    Returns:
+        What result.json holds.
+    """
+    main_only(folder.open)
+    start, record = time.perf_counter(), theorem(config.study.kind)
+    try:
+        evidence = record.study(config)
+    except Stopped:
+        if is_main():
+            leave_page(folder)
+        raise
+    result = {"study": config.study.kind, "statement": record.statement} | evidence.record()
+    result["cost"] |= {"seconds": time.perf_counter() - start}
+    counts = verdict_counts(result["claims"])
+    words = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    result |= {"summary": f"{record.title}: {words}. {evidence.answer}", "versions": versions()}
+    columns = dict.fromkeys(key for row in evidence.rows for key in row)
+    rows = [{key: row.get(key) for key in columns} for row in evidence.rows]  # None: it lacks it
+    write_csv(folder, "curves.csv", rows)
+    if is_main():
+        from grpo_ustat.gap.figures import evidence_figure
+
+        evidence_figure(folder.path, evidence, record.title)
+        leave_page(folder, result)
+    folder.finish(result)
+    return result
+
+
+def claims_table(result: dict[str, Any], width: int) -> Table:
+    """Predictions beside measurements, without columns that are empty; severities where there is
+    room for sentences, at 120 columns and more.
+    """
+    table = Table(title=TITLES[result["study"]], caption=result["statement"])
+    claims = result["claims"]
+    columns = {
+        "claim": [claim["what"] for claim in claims],
+        "predicted": [number_text(claim["predicted"]) for claim in claims],
+        "measured": [number_text(claim["measured"]) for claim in claims],
+        "95 % interval": [interval_text(claim) for claim in claims],
+        P_VALUE: [p_value_text(claim) for claim in claims],
+        "verdict": [claim["verdict"] for claim in claims],
+        "severity": [claim.get("severity", "") if width >= WIDE else "" for claim in claims],
+    }
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    for name in columns:
+        words = name in ("claim", "verdict", "severity")
+        table.add_column(name, justify="left" if words else "right", no_wrap=name == "verdict")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def show_plan(runs: Sequence[PlannedRun]) -> None:
+    """Print a line for each run, and their total."""
+    table = Table(box=SIMPLE, pad_edge=False)
+    for name in ("study", "bed", "replicates", "steps", "completions", "time"):
+        side = "left" if name in ("study", "bed") else "right"
+        table.add_column(name, justify=side, no_wrap=name in ("completions", "time"))
+    spans = []
+    for planned in runs:
+        config = planned.config
+        completions = theorem(config.study.kind).completions(config)
+        spans.append(duration(completions, config.launch.workers))
+        sizes = [_size_text(getattr(config.study, name, None)) for name in ("replicates", "steps")]
+        millions = f"{completions / 1e6:,.1f} M" if completions else "-"
+        cells = [config.study.kind, config.bed.name, *sizes, millions, span_text(spans[-1])]
+        table.add_row(*cells)
+    if len(runs) > 1:
+        table.add_section()
+        table.add_row("one after the other", *[""] * 4, span_text(sum(spans[1:], spans[0])))
+    console = Console(highlight=False)
+    console.print(table)
+    workers = runs[0].config.launch.workers
+    console.print(
+        f"Time: assumed, {RATE.low:.1e} to {RATE.high:.0e} completions a second for each of "
+        f"{workers} workers on a core of its own; folders hold less than 10 MB each.",
+        markup=False,
+    )
+
+
+def duration(completions: int, workers: int) -> Span:
+    """Seconds that a study of so many completions takes, from the least to the most."""
+    if not completions:
+        return ENUMERATED
+    least, most = (completions / rate / workers for rate in (RATE.high, RATE.low))
+    return Span(least, most)
+
+
+def _size_text(value: int | list[int] | None) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "-" if value is None else f"{value:,}".replace(",", " ")

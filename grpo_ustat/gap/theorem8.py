@@ -1,0 +1,364 @@
+"""Theorem 8: the law of T times the gap against its mixture of chi-squares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import stats
+
+from grpo_ustat.config.gap import GapConfig, Theorem8Config
+from grpo_ustat.estimators.convergence import limit_weights, mixture_cdf, mixture_quantiles
+from grpo_ustat.estimators.intervals import LEVEL
+from grpo_ustat.gap.claims import (
+    AGREES,
+    DISAGREES,
+    OPEN,
+    Claim,
+    correct_family,
+    mean_interval,
+    replicates_converge,
+)
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
+from grpo_ustat.gap.exact import bed_facts, noise_everywhere
+from grpo_ustat.gap.simulate import (
+    Estimator,
+    Rate,
+    Simulation,
+    Trajectories,
+    check_limit_rates,
+    learning_rates,
+    run_simulations,
+)
+from grpo_ustat.gap.testbeds import Testbed, build_testbed
+
+STATEMENT = (
+    "With eta_t = c/t and a flat set of maximisers, T (J* - J(theta_T)) converges in law to "
+    "sum_j w_j chi2_1; the weights come from the curvature and from the covariance of the gradient "
+    "estimator at the limit. Where those differ along the flat set this is the law given the limit "
+    "that is reached."
+)
+QUANTILES = (np.arange(40) + 0.5) / 40
+GRID = 2000  # points between which quantiles of different limits are interpolated
+ONE_LAW = "the mean weight for all"  # in place of each limit's own
+OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)  # as shares of the weights
+
+
+def theorem8(
+    bed: Testbed,
+    estimators: Sequence[Estimator],
+    rate: Rate,
+    steps: Sequence[int],
+    replicates: int,
+    seed: int,
+    workers: int,
+) -> Evidence:
+    """Run every estimator and compare the law of (T + offset) times the gap with its limit.
+
+    Where J has maximisers that differ, each replicate is compared with the law of its own limit,
+    which its last step names to O(T^(-1/2)): its probability integral transform is uniform.
+
+    Args:
+        bed: the policy.
+        estimators: each has a limit of its own.
+        rate: c / (t + offset), 2 c times the smallest curvature above 1.
+        steps: T, ascending; the verdict is that of the last.
+        replicates, seed, workers: see `run_simulations`.
+    """
+    simulations = [Simulation(estimator, rate, tuple(steps)) for estimator in estimators]
+    runs, rollouts = run_simulations(simulations, bed, replicates, seed, workers)
+    claims, rows, panels = [], [], []
+    for estimator, run in zip(estimators, runs, strict=True):
+        weights_KR = limit_weights_at(bed, estimator, rate, run.u_SKR[-1])
+        rows += _rows(estimator, run, rate, weights_KR)
+        claims += [
+            _law_claim(estimator, run, rate, weights_KR),
+            _mean_claim(estimator, run, rate, weights_KR),
+        ]
+        if weights_KR.shape[1] > 1:
+            claims.append(_trend_claim(bed, estimator, run, rate, weights_KR))
+        panels.append(_panel(estimator, run, rate, weights_KR))
+    claims = correct_family(claims)
+    exits = sum(int((run.exit_R > 0).sum()) for run in runs)
+    agreeing = sum(claim.verdict == AGREES for claim in claims)
+    return Evidence(
+        bed=bed_facts(bed),
+        claims=claims,
+        panels=panels,
+        rows=rows,
+        answer=f"{agreeing} of {len(claims)} comparisons with the limit agree at T = {steps[-1]}.",
+        notes=[
+            f"{exits} of {replicates * len(simulations)} replicates left the sublevel set at some "
+            "step",
+            f"the gap is scaled by T + {rate.offset}, which has the same limit as T",
+            "the distribution function of the mixture is gx2's, Ruben's method",
+        ],
+        rollouts=rollouts,
+    )
+
+
+def label_of(estimator: Estimator) -> str:
+    """An estimator with its batch."""
+    return f"{estimator.name}, B = {estimator.num_prompts}, G = {estimator.group_size}"
+
+
+def scaled_gap(run: Trajectories, rate: Rate, place: int) -> np.ndarray:
+    """(T + offset) times the gap of every replicate at one of the recorded steps, [R]."""
+    return (run.steps_S[place] + rate.offset) * run.gap_SR[place]
+
+
+def limit_weights_at(
+    bed: Testbed, estimator: Estimator, rate: Rate, u_KR: np.ndarray
+) -> np.ndarray:
+    """w_j of the limit that each replicate tends to, [K, R]; [K, 1] where J has one limit only.
+
+    Args:
+        bed: whose curvature and noise at each limit are enumerated.
+        one: the estimator.
+        rate: c / (t + offset).
+        u_KR: where the replicates are.
+    """
+    limit_KR, k = bed.limits(u_KR), bed.curved
+    sigma_KKR = noise_everywhere(bed, limit_KR, estimator)
+    weights = [
+        limit_weights(bed.curvature_at(limit_K)[:k, :k], sigma_KKR[:k, :k, r], rate.value)
+        for r, limit_K in enumerate(limit_KR.T)
+    ]
+    return np.array(weights).T
+
+
+def limit_cdf(weights_KR: np.ndarray, values_R: np.ndarray) -> np.ndarray:
+    """P(sum_j w_j chi2_1 <= x), by each replicate's own weights or by one set for all.
+
+    Args:
+        weights_KR: of `limit_weights_at`.
+        values_R: x; of any shape whose last axis is replicates.
+
+    Raises:
+        ValueError: weights that differ between replicates and are more than one each.
+    """
+    if weights_KR.shape[1] == 1:
+        return mixture_cdf(weights_KR[:, 0], values_R)
+    if len(weights_KR) > 1:
+        raise ValueError(
+            f"{len(weights_KR)} weights for each limit: where limits differ the law is known "
+            "of one weight alone"
+        )
+    return stats.chi2.cdf(values_R / weights_KR[0], 1)
+
+
+def ks_distance(uniform_R: np.ndarray) -> tuple[float, float]:
+    """Kolmogorov-Smirnov distance from the uniform law, and the level at which it is.
+
+    >>> round(ks_distance(np.array([0.1, 0.2, 0.9]))[0], 6), ks_distance(np.array([0.5]))
+    (0.466667, (0.5, 0.5))
+    """
+    test = stats.kstest(uniform_R, "uniform")
+    return float(test.statistic), float(test.statistic_location)
+
+
+def ks_p_value(uniform_R: np.ndarray) -> float:
+    """That values are uniform, exact for continuous ones."""
+    return float(stats.kstwo.sf(ks_distance(uniform_R)[0], len(uniform_R)))
+
+
+def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
+    """Two-sided, that the mean of `sum_j w_j chi2_1 / sum_j w_j` is as the weights have it.
+
+    The law of the total is known, and skew: a chi-square of three cumulants in common with it (Hall
+    1983, Buckley-Eagleson 1988), exact for a single weight. Student's t errs in the tails where
+    Holm's correction looks.
+
+    Args:
+        ratio_R: scaled gaps over the sums of their weights.
+        weights_KR: of `limit_weights_at`; [K, 1] are those of all.
+    """
+    share_KR = np.broadcast_to(weights_KR / weights_KR.sum(axis=0), (len(weights_KR), ratio_R.size))
+    first, second, third = (
+        scale * np.power(share_KR, k).sum() for k, scale in ((1, 1), (2, 2), (3, 8))
+    )
+    dof = 8 * second**3 / third**2
+    total = (ratio_R.sum() - first) * np.sqrt(2 * dof / second) + dof
+    return float(2 * min(stats.chi2.cdf(total, dof), stats.chi2.sf(total, dof)))
+
+
+def _rows(
+    estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.ndarray
+) -> list[dict]:
+    """A row for each recorded step."""
+    band = float(stats.kstwo.ppf(LEVEL, run.gap_SR.shape[1]))
+    rows = []
+    for place, step in enumerate(run.steps_S):
+        values_R = scaled_gap(run, rate, place)
+        mean, low, high = mean_interval(values_R)
+        rows.append(
+            {"estimator": estimator.name, "num_prompts": estimator.num_prompts}
+            | {"group_size": estimator.group_size, "step": int(step)}
+            | {"mean": mean, "low": low, "high": high}
+            | {"predicted_mean": float(weights_KR.sum(axis=0).mean())}
+            | {"ks": float(ks_distance(limit_cdf(weights_KR, values_R))[0]), "ks_band": band}
+            | {"mean_weights": " ".join(f"{w:.6g}" for w in weights_KR.mean(axis=1))}
+            | {"replicates": len(values_R)}
+        )
+    return rows
+
+
+def _law_claim(
+    estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.ndarray
+) -> Claim:
+    """The law at the last step; where it is off and nearing with T nothing is decided."""
+    last_R, one_limit = scaled_gap(run, rate, -1), weights_KR.shape[1] == 1
+    shares_F = np.array([1.0, *OTHER_WEIGHTS])  # weights so many times larger: x so many smaller
+    uniform_R, *others_FR = limit_cdf(weights_KR, last_R / shares_F[:, None])
+    alternatives = {
+        f"weights x {share}": ks_p_value(other_R)
+        for share, other_R in zip(OTHER_WEIGHTS, others_FR, strict=True)
+    }
+    if not one_limit:
+        alternatives[ONE_LAW] = ks_p_value(limit_cdf(_mean_weights(weights_KR), last_R))
+    distance, level = ks_distance(uniform_R)
+    nearing = False
+    if len(run.steps_S) > 1:
+        before_R = limit_cdf(weights_KR, scaled_gap(run, rate, -2))
+        last, before = ((law_R <= level) - level for law_R in (uniform_R, before_R))
+        nearing = replicates_converge(last, before, *_last_steps(run))
+    kind = "from the limit" if one_limit else "of its own limit, from the uniform law"
+    return Claim(
+        what=f"{label_of(estimator)}: Kolmogorov-Smirnov distance {kind}",
+        predicted=f"<= {stats.kstwo.ppf(LEVEL, len(last_R)):.3g}",
+        measured=float(distance),
+        low=None,
+        high=None,
+        verdict=AGREES,
+        how=f"{LEVEL:.0%} band of the null, {_sample(run)}",
+        p_value=ks_p_value(uniform_R),
+        when_rejected=OPEN if nearing else DISAGREES,
+        alternatives=alternatives,
+    )
+
+
+def _mean_claim(
+    estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.ndarray
+) -> Claim:
+    """The mean at the last step; where it is off and nearing with T nothing is decided."""
+    last_R, sums_R = scaled_gap(run, rate, -1), weights_KR.sum(axis=0)
+    ratio_R = last_R / sums_R
+    alternatives = {
+        f"weights x {share}": mean_law_p_value(ratio_R / share, weights_KR)
+        for share in OTHER_WEIGHTS
+    }
+    if weights_KR.shape[1] > 1:
+        mean_K1 = _mean_weights(weights_KR)
+        alternatives[ONE_LAW] = mean_law_p_value(last_R / mean_K1.sum(), mean_K1)
+    nearing = False
+    if len(run.steps_S) > 1:
+        before_R = scaled_gap(run, rate, -2) / sums_R
+        nearing = replicates_converge(ratio_R - 1, before_R - 1, *_last_steps(run))
+    return Claim(
+        f"{label_of(estimator)}: mean of the scaled gap over the sum of the weights",
+        1.0,
+        *mean_interval(ratio_R),
+        verdict=AGREES,
+        how=f"{LEVEL:.0%} interval of Student's t, p-value by the law of the mean, {_sample(run)}",
+        p_value=mean_law_p_value(ratio_R, weights_KR),
+        when_rejected=OPEN if nearing else DISAGREES,
+        alternatives=alternatives,
+    )
+
+
+def _sample(run: Trajectories) -> str:
+    return (
+        f"at T = {run.steps_S[-1]}, {run.gap_SR.shape[1]} replicates; where rejected, not decided "
+        "if it significantly falls with T like T^(-1/4)"
+    )
+
+
+def _last_steps(run: Trajectories) -> tuple[int, int]:
+    """The last recorded step and the one before."""
+    return int(run.steps_S[-1]), int(run.steps_S[-2])
+
+
+def _mean_weights(weights_KR: np.ndarray) -> np.ndarray:
+    """[K, 1]: where limits differ, what one who takes them to be the same may use."""
+    return weights_KR.mean(axis=1, keepdims=True)
+
+
+def _trend_claim(
+    bed: Testbed, estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.ndarray
+) -> Claim:
+    """Given its limit a replicate's transform is uniform, so it does not depend on the limit."""
+    last_R = scaled_gap(run, rate, -1)
+    along_R = bed.limits(run.u_SKR[-1])[bed.curved]
+    trend = stats.spearmanr(along_R, limit_cdf(weights_KR, last_R))
+    of_one_law = stats.spearmanr(along_R, limit_cdf(_mean_weights(weights_KR), last_R))
+    correlation = float(trend.statistic)
+    half = stats.norm.ppf((1 + LEVEL) / 2) / np.sqrt(len(last_R) - 3)  # Fisher's z
+    low, high = (float(np.tanh(np.arctanh(correlation) + side * half)) for side in (-1, 1))
+    return Claim(
+        what=f"{label_of(estimator)}: rank correlation of the limit's w with the transform given "
+        "it",
+        predicted=0.0,
+        measured=correlation,
+        low=low,
+        high=high,
+        verdict=AGREES,
+        how=f"Spearman, {LEVEL:.0%} interval by Fisher's z, {len(last_R)} replicates, T = "
+        f"{run.steps_S[-1]}",
+        p_value=float(trend.pvalue),
+        alternatives={ONE_LAW: float(of_one_law.pvalue)},
+    )
+
+
+def _panel(estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.ndarray) -> Panel:
+    """Quantiles against quantiles, with intervals of order statistics."""
+    sorted_R = np.sort(scaled_gap(run, rate, -1))
+    limit, count = limit_quantiles(weights_KR, 2 * sorted_R[-1]), len(sorted_R)
+    ranks = [stats.binom.ppf(p, count, QUANTILES) for p in ((1 - LEVEL) / 2, (1 + LEVEL) / 2)]
+    low, high = sorted_R[np.clip(np.array(ranks).astype(int), 0, count - 1)]
+    points = np.quantile(sorted_R, QUANTILES)
+    curves = [
+        PlotLine("measured", limit, points, low, high),
+        PlotLine("as predicted", limit, limit, predicted=True),
+    ]
+    if weights_KR.shape[1] > 1:
+        one_law = limit_quantiles(_mean_weights(weights_KR), 2 * sorted_R[-1])
+        curves.append(PlotLine(ONE_LAW, limit, one_law, bound=True))
+    title = f"{label_of(estimator)}, T = {run.steps_S[-1]}"
+    return Panel(title, "quantile of the limit", "quantile of T x gap", curves, "xy")
+
+
+def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
+    """Of the law of all replicates, the mean of their own, at QUANTILES; below `top`."""
+    if weights_KR.shape[1] == 1:
+        return mixture_quantiles(weights_KR[:, 0], QUANTILES)
+    grid = top * np.linspace(0, 1, GRID) ** 3
+    cdf = np.array([limit_cdf(weights_KR, x).mean() for x in grid])
+    return np.interp(QUANTILES, cdf, grid)
+
+
+def study(config: GapConfig) -> Evidence:
+    """`theorem8` of vanilla, of GRPO at every G, and of the oracle."""
+    design: Theorem8Config = config.study
+    first = design.group_sizes[0]
+    rules = [("none", first), *(("leave_one_out", g) for g in design.group_sizes)]
+    rules.append(("oracle", first))
+    (rate,) = learning_rates(design)
+    return theorem8(
+        build_testbed(config.bed),
+        [Estimator(name, design.rollouts // size, size) for name, size in rules],
+        rate,
+        design.steps,
+        design.replicates,
+        config.seed,
+        config.launch.workers,
+    )
+
+
+def completions(config: GapConfig) -> int:
+    """Of all replicates, every estimator."""
+    design: Theorem8Config = config.study
+    estimators = len(design.group_sizes) + 2
+    return estimators * design.rollouts * max(design.steps) * design.replicates
+
+
+THEOREM = Theorem(Theorem8Config, STATEMENT, study, check_limit_rates, completions)

@@ -1,0 +1,33 @@
+"""What a command hands to the machinery below it: one object, so that nothing asks which it is."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Run = Callable[[Any, Any], float | None]
+
+
+@dataclass(frozen=True)
+class Command:
+    """`grpo-ustat NAME`, which composes `conf/NAME.yaml` and makes runs.
+
+    Attributes:
+        name: of the command, its schema in `SCHEMAS`, its main file in `conf/` and its room.
+        load_run: imports what it needs and gives the function that makes one run, from a checked
+            configuration and its `RunFolder` to the number that a sweep shows.
+        show_costs: prints what planned runs would cost.
+        split: the questions that `show_prompts` shows; None where a run asks no questions.
+    """
+
+    name: str
+    load_run: Callable[[], Run]
+    show_costs: Callable[[Sequence[Any]], None]
+    split: str | None = None
+
+
+def load_command(name: str) -> Command:
+    """The command of this name; ranks and jobs, which are started with the name alone, call it."""
+    return importlib.import_module(f"grpo_ustat.{name}.__main__").COMMAND

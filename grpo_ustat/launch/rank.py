@@ -1,0 +1,62 @@
+"""A rank that a parent has started: `python -m grpo_ustat.launch.rank`, without Hydra."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_ustat.config.load import SCHEMAS, build_config
+from grpo_ustat.distributed.processes import end_with_parent
+from grpo_ustat.distributed.ranks import PARENT, RefusedByRank, barrier, is_main, rank
+from grpo_ustat.distributed.signals import Stopped, StopRequest
+from grpo_ustat.launch.command import Command, load_command
+from grpo_ustat.launch.run import REFUSALS, run_here
+from grpo_ustat.runs.files import write_whole
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.history import last_line
+
+
+def main() -> None:
+    """Run this rank; rank 0 writes its outcome to a file for the parent.
+
+    The arguments are the command's name, the configuration's file, the run folder, and the file of
+    the outcome.
+    """
+    name, config_file, folder, outcome_file = sys.argv[1:]
+    end_with_parent(os.getppid(), ancestor=int(os.environ[PARENT]))
+    with StopRequest():
+        config = build_config(yaml.safe_load(Path(config_file).read_text()), SCHEMAS[name])
+        try:
+            outcome, code = _run(load_command(name), config, RunFolder(Path(folder), config))
+        except Exception as error:
+            Path(outcome_file).with_name(f"rank-{rank()}.txt").write_text(last_line(error))
+            raise
+    if is_main():
+        write_whole(Path(outcome_file), json.dumps(outcome))
+    raise SystemExit(code)
+
+
+def _run(command: Command, config: Any, folder: RunFolder) -> tuple[dict[str, Any], int]:
+    """Run the command on this rank; returns its outcome for the parent and the exit code, which is
+    not 0 where other ranks may wait for this one.
+    """
+    try:
+        return {"value": run_here(command, config, folder)}, 0
+    except Stopped as stopped:
+        return {"stopped": str(stopped)}, 0
+    except RefusedByRank as error:
+        barrier()  # the others are on their way to it
+        return {"refused": str(error)}, 0
+    except REFUSALS as error:
+        if not is_main():
+            raise SystemExit(f"error: {error}") from None  # rank 0 does not know of it
+        return {"refused": str(error)}, 1
+
+
+if __name__ == "__main__":
+    main()

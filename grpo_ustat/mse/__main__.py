@@ -1,0 +1,35 @@
+"""`grpo-ustat mse`: a gradient-MSE study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_ustat.cli.app import main as run_command
+from grpo_ustat.launch.command import Command, Run
+from grpo_ustat.runs.status import PlannedRun
+
+
+def load_run() -> Run:
+    """The function that makes one run; importing it here loads torch only when it is needed."""
+    from grpo_ustat.mse.study import run
+
+    return run
+
+
+def show_costs(points: Sequence[PlannedRun]) -> None:
+    """What planned runs would cost."""
+    from grpo_ustat.costs import table
+
+    table.show_costs(points)
+
+
+COMMAND = Command("mse", load_run, show_costs, "study")
+
+
+def main() -> None:
+    """The entry point of the console script."""
+    run_command(COMMAND)
+
+
+if __name__ == "__main__":
+    main()

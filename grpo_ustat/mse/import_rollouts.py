@@ -1,0 +1,247 @@
+"""Pools from rollouts saved elsewhere: a Parquet file with prompts, completions and rewards.
+
+Its rows are read by `logged_rollouts`. The texts are tokenised again, conversations in the model's
+own chat template as TRL writes them, an end token is added to every completion that ended, and the
+model must be the policy that wrote them: their scores are the model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from jinja2 import TemplateError
+
+from grpo_ustat.config.identity import file_digest
+from grpo_ustat.config.mse import MseConfig, check_questions
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.ranks import is_main
+from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.mse.logged_rollouts import LoggedRollout, read_rollouts
+from grpo_ustat.mse.pool import (
+    check_batch,
+    question_cost,
+    read_pool,
+    score_part,
+    score_sketches,
+)
+from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.replay_draws import LEAST_REST
+from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
+from grpo_ustat.records import Prompt, Rollouts, ScorePool
+
+LEAST_COMPLETIONS = 4  # the jackknife leaves three, which the unbiased estimators need
+
+
+def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, list[Prompt]]:
+    """Score the rollouts of `config.pool`, a Parquet file.
+
+    The first `study.questions` prompts are kept, and of each as many completions as the prompt with
+    the fewest has; what is left out is counted on the terminal. What was scored stays in `folder`
+    and is not scored again.
+
+    Raises:
+        ConfigError: the file cannot be used, see `logged_rollouts`; a conversation cannot be
+            written as the model read it; a prompt has too few completions; a completion has no
+            token, or too many for the model.
+    """
+    logged = logged_rollouts(config)
+    assert config.pool is not None  # `config.imports_pool`
+    policy = configured_policy(config)
+    if not isinstance(logged[0].prompt, str):
+        _check_template(policy, config)
+        policy = replace(policy, special_tokens=False)  # the template has written them
+    groups: dict[str, list[LoggedRollout]] = {}
+    for rollout in logged:
+        groups.setdefault(_prompt_text(rollout, policy, config), []).append(rollout)
+    groups = _trim_groups(groups, config)
+    ids = [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in groups]
+    prompts = [
+        Prompt(name, text, text, "", "imported") for name, text in zip(ids, groups, strict=True)
+    ]
+    rollouts = _tokenise(prompts, list(groups.values()), policy, config)
+    file = {"file": file_digest(Path(config.pool)), "cut_at": config.study.cut_at}
+    store = PoolStore(folder, draws_of(config) | file)
+    store.open()
+    rewards_PN = np.array([[x.reward for x in group] for group in groups.values()])
+    sketches = score_sketches(config, policy)
+    check_batch(policy, rollouts, rewards_PN.shape[1])
+    for row, prompt in enumerate(prompts):
+        if not store.parts(prompt):
+            cost = question_cost(rollouts, row)
+            part = score_part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
+            store.write(prompt, 0, part)
+    pool, cost = read_pool(store, prompts, rewards_PN.shape[1])
+    return pool, cost, prompts
+
+
+def logged_rollouts(config: MseConfig) -> list[LoggedRollout]:
+    """The rows of `config.pool`; which of them ended is known or follows from `study.cut_at`.
+
+    Raises:
+        ConfigError: the file cannot be used, see `read_rollouts`, or nothing says what ended.
+    """
+    assert config.pool is not None  # `config.imports_pool`
+    path, cut_at = Path(config.pool), config.study.cut_at
+    rollouts = read_rollouts(path)
+    has_ended = rollouts[0].ended is not None
+    if has_ended and cut_at is not None:
+        raise ConfigError(
+            f"study.cut_at={cut_at}, but {path} has a column ended, which says what was cut: use "
+            "study.cut_at=null"
+        )
+    if not has_ended and cut_at is None:
+        raise ConfigError(
+            f"{path} has no column ended, and study.cut_at=null: a completion's score depends on "
+            "whether it wrote its end token. Say at how many tokens completions were cut "
+            "(study.cut_at=256, TRL's max_completion_length), or add the column"
+        )
+    return rollouts
+
+
+def _check_template(policy: Policy, config: MseConfig) -> None:
+    """Refuse conversations that the model's chat template cannot write as they were."""
+    template = policy.tokenizer.chat_template
+    if template is None:
+        raise ConfigError(
+            f"{config.pool}: prompts are conversations, but {config.model.name} has no chat "
+            "template to write them: score them with the model that read them, or write the "
+            "prompts as the texts that it read"
+        )
+    if "strftime_now" in str(template):
+        raise ConfigError(
+            f"{config.pool}: prompts are conversations, and the chat template of "
+            f"{config.model.name} writes the day's date, not the log's: write the prompts as the "
+            "texts that the model read"
+        )
+
+
+def _prompt_text(rollout: LoggedRollout, policy: Policy, config: MseConfig) -> str:
+    """The text that the model read: the prompt itself, or a conversation in the chat template, up
+    to the beginning of the answer.
+    """
+    if isinstance(rollout.prompt, str):
+        return rollout.prompt
+    place = f"{config.pool} row {rollout.row} (from 0): prompt"
+    template, fix = f"the chat template of {config.model.name}", "write it as the text it became"
+    try:
+        text = policy.tokenizer.apply_chat_template(
+            rollout.prompt, tokenize=False, add_generation_prompt=True
+        )
+    except (TemplateError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{place} is refused by {template} ({reason}): {fix}") from error
+    assert isinstance(text, str)  # tokenize=False
+    for message in rollout.prompt:
+        if message["content"].strip() not in text:
+            raise ConfigError(
+                f"{place} has a message of the {message['role']} that {template} leaves out: {fix}"
+            )
+    return text
+
+
+def _trim_groups(
+    groups: dict[str, list[LoggedRollout]], config: MseConfig
+) -> dict[str, list[LoggedRollout]]:
+    """The first `study.questions` prompts with equally many completions each; prints how many were
+    left out.
+    """
+    chosen = dict(list(groups.items())[: config.study.questions])
+    if len(chosen) < len(groups):
+        _print_on_main(
+            f"{config.pool}: {len(chosen)} of {len(groups)} prompts kept, see study.questions"
+        )
+    check_questions(config, len(chosen))
+    shortest = min(chosen.values(), key=len)
+    size, row, needed = len(shortest), shortest[0].row, LEAST_COMPLETIONS
+    if "replay" in config.study.methods:
+        needed = max(needed, max(config.group_sizes) + LEAST_REST)
+    if size < needed:
+        few = sum(len(group) < needed for group in chosen.values())
+        smaller = ", or use smaller group_sizes" if needed > LEAST_COMPLETIONS else ""
+        raise ConfigError(
+            f"{config.pool}: the prompt of row {row} (from 0) has {size} completions, {needed} "
+            f"are needed of each, and {few} of {len(chosen)} prompts have fewer: drop "
+            f"these{smaller}"
+        )
+    surplus = sum(map(len, chosen.values())) - size * len(chosen)
+    if surplus:
+        _print_on_main(
+            f"{config.pool}: {surplus} completions dropped, {size} kept of each prompt, as many as "
+            f"that of row {row} (from 0) has"
+        )
+    return {text: group[:size] for text, group in chosen.items()}
+
+
+def _tokenise(
+    prompts: list[Prompt], groups: list[list[LoggedRollout]], policy: Policy, config: MseConfig
+) -> Rollouts:
+    """Prompts and completions as tokens, an end token where a completion ended.
+
+    Without a column `ended`, completions of `study.cut_at` tokens and more were cut. Tokens are
+    those of the text: where the policy had split it otherwise, their number may differ by a few.
+    """
+    prompt_ids, end = policy.encode([prompt.text for prompt in prompts]), _end_token(policy)
+    limit, cut_at = context_length(config), config.study.cut_at
+    completion_ids, other_length = [], 0
+    ended = np.zeros((len(groups), len(groups[0])), dtype=bool)
+    for p, group in enumerate(groups):
+        for i, rollout in enumerate(group):
+            place = f"{config.pool} row {rollout.row} (from 0)"
+            (ids,) = encode(policy.tokenizer, [rollout.completion], special_tokens=False)
+            ended[p, i] = rollout.ended if cut_at is None else len(ids) < cut_at
+            if ended[p, i] and not policy.end_tokens.intersection(ids[-1:]):
+                ids = [*ids, end]
+            if not ids or not prompt_ids[p]:
+                empty = "completion" if prompt_ids[p] else "prompt"
+                raise ConfigError(f"{place}: {empty} has no token and cannot be scored: drop it")
+            if limit is not None and len(prompt_ids[p]) + len(ids) > limit:
+                raise ConfigError(
+                    f"{place}: a prompt of {len(prompt_ids[p])} and a completion of {len(ids)} "
+                    f"tokens exceed the model's {limit} tokens: use the model that wrote it"
+                )
+            other_length += rollout.length not in (None, len(ids))
+            completion_ids.append(ids)
+    if cut_at is not None:
+        _print_on_main(
+            f"{config.pool}: {(~ended).sum()} of {ended.size} completions have study.cut_at="
+            f"{cut_at} tokens or more and count as cut, the others as ended"
+        )
+    if other_length:
+        _print_on_main(
+            f"{config.pool}: {other_length} of {ended.size} completions have another number of "
+            "tokens than their column length says: their text is tokenised in another way now"
+        )
+    tokens = np.zeros((ended.size, max(map(len, completion_ids))), dtype=np.int64)
+    mask = np.zeros(tokens.shape, dtype=bool)
+    for i, ids in enumerate(completion_ids):
+        tokens[i, : len(ids)], mask[i, : len(ids)] = ids, True
+    return Rollouts(
+        prompts=prompts,
+        prompt_tokens=prompt_ids,
+        tokens_PGT=tokens.reshape(*ended.shape, -1),
+        mask_PGT=mask.reshape(*ended.shape, -1),
+        ended_PG=ended,
+        texts_PG=[[rollout.completion for rollout in group] for group in groups],
+    )
+
+
+def _end_token(policy: Policy) -> int:
+    """The tokenizer's end token, or the only one that the model names."""
+    end = policy.tokenizer.eos_token_id
+    if end is not None:
+        assert isinstance(end, int)  # one token
+        return end
+    if len(policy.end_tokens) > 1:
+        raise ConfigError(
+            f"the model may end with any of the tokens {sorted(policy.end_tokens)} and its "
+            "tokenizer names none: set eos_token of the tokenizer"
+        )
+    return min(policy.end_tokens)
+
+
+def _print_on_main(message: str) -> None:
+    if is_main():
+        print(message)

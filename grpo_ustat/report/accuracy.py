@@ -1,0 +1,475 @@
+"""Held-out accuracy of training runs: cells over seeds, the best and those like it.
+
+Cells are compared within a family: in the table by steps what was swept, of one line and step (the
+G of the paper's Figure 5), in the table of budgets every (n, G) of one series at one step (its
+Table 2), in the table of settings those of one n, G and step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_ustat.estimators.intervals import LEVEL, Interval, t_interval
+from grpo_ustat.report.settings import Axis, setting_labels
+from grpo_ustat.report.tables import Table
+from grpo_ustat.runs.record import RunRecord
+
+Keys = tuple[str, ...]
+BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)  # of family, of cell
+BY_LINE: tuple[Keys, Keys] = ("line", "step"), ("x",)
+BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
+BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
+CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
+LEGEND = (
+    "±: half the interval's width; its ends, and intervals over questions, are in the CSV file; "
+    "(4 of 5): seeds."
+)
+
+LATEX_MARKS = ("Bold", "underlined")  # of the best, and of those that are not told from it
+
+AccuracyCell = dict[str, Any]
+
+
+def accuracy_rows(
+    runs: Sequence[RunRecord], series_keys: Sequence[str], axis: Axis
+) -> list[dict[str, Any]]:
+    """A row for every run and step.
+
+    Args:
+        runs: of `train`.
+        series_keys: by which series differ.
+        axis: of the figure.
+    """
+    return [
+        {
+            "run": run.label,
+            **setting_labels(run, series_keys, axis),
+            "dataset": run.dataset,
+            "rollouts": run.config["budget"]["rollouts"],
+            "group_size": run.config["group_size"],
+            "seed": run.config["seed"],
+        }
+        | {key: row[key] for key in ("step", "decoding", "accuracy", "low", "high", "n")}
+        for run in runs
+        for row in run.evals
+    ]
+
+
+def accuracy_cells(
+    rows: Sequence[dict[str, Any]], family: tuple[Keys, Keys] = BY_STEP, pooled: bool = False
+) -> list[AccuracyCell]:
+    """One row per cell: mean over its seeds, and how far it is from the best of its family.
+
+    `low` and `high` are over seeds, given the questions (t, seeds - 1 degrees of freedom); with one
+    seed they are the run's own, over questions, and `over` says which. `questions_low` and
+    `questions_high` are over questions, given the seeds: the mean of the runs' own, which is not
+    shorter than the mean's, as a mean's standard deviation is at most the mean of theirs.
+
+    `best` marks the largest mean of a family. The difference from it is paired on the seeds that
+    both have; with one seed it is of two independent samples of questions, wider than a paired one
+    and without the variation of training. `distinct` says whether its interval lies below 0: the
+    k - 1 differences of a family are each at 1 - 0.05 / (k - 1) (Bonferroni), so that a truly best
+    cell is told from the largest mean, whichever that is, in at most 2.5 % of families (Hsu 1984,
+    of comparisons with the best). The best is chosen on the same seeds. `decided` says whether any
+    cell of the family is distinct: where none is, the largest mean is no best one.
+
+    Args:
+        rows: see `accuracy_rows`.
+        family: `BY_STEP`, `BY_LINE`, `BY_BUDGET` or `BY_SETTING`.
+        pooled: whether differences have one variance for a family, see `residual_variance`, of
+            `difference_dof` degrees of freedom; else each has its own.
+    """
+    within, by = family
+    families: dict[tuple, dict[tuple, dict[int, dict]]] = {}
+    for row in rows:
+        cells = families.setdefault(tuple(row[key] for key in within), {})
+        cells.setdefault(tuple(row[key] for key in by), {})[row["seed"]] = row
+    return [cell for cells in families.values() for cell in _compare(cells, pooled)]
+
+
+def _compare(cells: dict[tuple, dict[int, dict]], pooled: bool) -> list[AccuracyCell]:
+    """The cells of one family, each compared with the best."""
+    law = residual_variance(list(cells.values())) if pooled else None
+    means = {key: over_seeds(runs) for key, runs in cells.items()}
+    best = max(means, key=lambda key: means[key].estimate)
+    level = 1 - (1 - LEVEL) / max(len(means) - 1, 1)
+    compared = []
+    for key, runs in cells.items():
+        gap = None if key == best else difference(runs, cells[best], level, law)
+        first = next(iter(runs.values()))
+        row = {name: first[name] for name in CELL_KEYS if name in first}
+        row |= dict(zip(("accuracy", "low", "high"), means[key], strict=True))
+        row |= {"over": "seeds" if len(runs) > 1 else "questions", "seeds": len(runs)}
+        row |= {"questions": first["n"], "sd": None}
+        if len(runs) > 1:
+            row["sd"] = float(np.std([run["accuracy"] for run in runs.values()], ddof=1))
+        for end in ("low", "high"):
+            row[f"questions_{end}"] = float(np.mean([run[end] for run in runs.values()]))
+        row |= {"best": key == best, "shared_seeds": len(runs.keys() & cells[best].keys())}
+        names = ("difference", "difference_low", "difference_high")
+        row |= dict(zip(names, gap or (None, None, None), strict=True))
+        row["difference_dof"] = law[1] if law and row["shared_seeds"] > 1 else None
+        compared.append(row | {"distinct": None if gap is None else gap.high < 0})
+    decided = any(row["distinct"] for row in compared)
+    return [row | {"decided": decided} for row in compared]
+
+
+def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
+    """Cells whose intervals over seeds are from one variance, pooled over the cells of a line and
+    step that have several seeds: `t_dof s / sqrt(seeds)`, `dof` the sum of their seeds - 1.
+
+    Two seeds alone have t_1 = 12.7, six such cells together t_6 = 2.4. The cells' variances are
+    taken to be equal. Where they are not, the interval of a noisier cell is too short and that of
+    another too long: with standard deviations from 1 to 2 over six cells of three seeds, intervals
+    cover 94 % on average, of the noisiest cell 88 %, of the quietest 99 % (40 000 draws).
+
+    Args:
+        cells: of `BY_LINE`; those of a single seed stay as they are, with `dof` None.
+    """
+    groups: dict[tuple, list[AccuracyCell]] = {}
+    for cell in cells:
+        groups.setdefault((cell["line"], cell["step"]), []).append(cell)
+    laws = {}  # variance of one run, and its degrees of freedom
+    for key, group in groups.items():
+        several = [cell for cell in group if cell["sd"] is not None]
+        dof = sum(cell["seeds"] - 1 for cell in several)
+        if dof:
+            variance = sum((cell["seeds"] - 1) * cell["sd"] ** 2 for cell in several) / dof
+            fewest = min(cell["questions"] for cell in several)
+            laws[key] = max(variance, 1 / (12 * fewest**2)), dof
+    pooled = []
+    for cell in cells:
+        if cell["sd"] is None:
+            pooled.append(cell | {"dof": None})
+            continue
+        variance, dof = laws[cell["line"], cell["step"]]
+        interval = t_interval(cell["accuracy"], variance / cell["seeds"], dof)
+        low, high = (min(max(x, 0.0), 1.0) for x in interval[1:])
+        pooled.append(cell | {"low": low, "high": high, "dof": dof})
+    return pooled
+
+
+def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
+    """Mean accuracy of runs by seed, with its interval.
+
+    >>> runs = {seed: {"accuracy": x, "n": 500} for seed, x in enumerate((0.5, 0.6, 0.7))}
+    >>> [round(x, 3) for x in over_seeds(runs)]  # t_2 = 4.303 times 0.1 / sqrt(3)
+    [0.6, 0.352, 0.848]
+    """
+    if len(runs) == 1:
+        (run,) = runs.values()
+        return Interval(run["accuracy"], run["low"], run["high"])
+    accuracies = [run["accuracy"] for run in runs.values()]
+    interval = _share_interval(accuracies, _rounding_variance(runs), LEVEL)
+    return Interval(*(min(max(x, 0.0), 1.0) for x in interval))
+
+
+def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float, int] | None:
+    """What is left of an accuracy's variance beside its cell and its seed, and its degrees of
+    freedom: `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))`, a randomised block design
+    with the S seeds that all C cells of several seeds have; None with fewer than two of either.
+
+    A difference of two cells over S seeds has twice it over S: with two cells it is that of their
+    own differences. The cells' residuals are taken to have one variance.
+
+    Args:
+        cells: runs by seed, of every cell.
+
+    >>> runs = [[0.5, 0.75], [0.25, 1.0]]
+    >>> cells = [{seed: {"accuracy": x} for seed, x in enumerate(own)} for own in runs]
+    >>> residual_variance(cells)  # differences 0.25 and -0.25: variance 0.125
+    (0.0625, 1)
+    """
+    several = [runs for runs in cells if len(runs) > 1]
+    shared = sorted(set.intersection(*map(set, several))) if several else []
+    if len(several) < 2 or len(shared) < 2:
+        return None
+    y_CS = np.array([[runs[seed]["accuracy"] for seed in shared] for runs in several])
+    residual_CS = y_CS - y_CS.mean(axis=1, keepdims=True) - y_CS.mean(axis=0) + y_CS.mean()
+    dof = (len(several) - 1) * (len(shared) - 1)
+    return float(np.square(residual_CS).sum() / dof), dof
+
+
+def difference(
+    runs: dict[int, dict[str, Any]],
+    best: dict[int, dict[str, Any]],
+    level: float = LEVEL,
+    law: tuple[float, int] | None = None,
+) -> Interval | None:
+    """Accuracy less the best one, see `accuracy_cells`; None where too few seeds are shared.
+
+    Args:
+        runs, best: of the two cells, by seed.
+        level: coverage.
+        law: see `residual_variance`; None: the variance is that of the two cells' differences.
+    """
+    shared = sorted(runs.keys() & best.keys())
+    if len(shared) > 1:
+        changes = [runs[seed]["accuracy"] - best[seed]["accuracy"] for seed in shared]
+        rounding = _rounding_variance(runs) + _rounding_variance(best)
+        if law is not None:
+            variance = max(2 * law[0], rounding) / len(shared)
+            return t_interval(float(np.mean(changes)), variance, law[1], level)
+        return _share_interval(changes, rounding, level)
+    if len(runs) > 1 or len(best) > 1:
+        return None
+    (own,), (largest,) = runs.values(), best.values()
+    variance = sum(((x["high"] - x["low"]) / 2 / 1.96) ** 2 for x in (own, largest))
+    return t_interval(own["accuracy"] - largest["accuracy"], variance, math.inf, level)
+
+
+def _rounding_variance(runs: dict[int, dict[str, Any]]) -> float:
+    """Variance of rounding an accuracy to a multiple of 1/n, the fewest questions: 1 / (12 n^2)."""
+    return 1 / (12 * min(run["n"] for run in runs.values()) ** 2)
+
+
+def _share_interval(values: Sequence[float], rounding: float, level: float) -> Interval:
+    """Mean and t interval. Few values of few questions are often all alike, which no variance of 0
+    explains: it is never taken to be less than that of their rounding.
+
+    >>> [round(x, 3) for x in _share_interval([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
+    [0.3, 0.288, 0.312]
+    """
+    variance = max(np.var(values, ddof=1), rounding) / len(values)
+    return t_interval(float(np.mean(values)), float(variance), len(values) - 1, level)
+
+
+def accuracy_table(
+    cells: Sequence[AccuracyCell], data: Sequence[AccuracyCell], axis: Axis
+) -> Table:
+    """A row per line and step, a column per value of the axis.
+
+    Args:
+        cells: of `BY_LINE`, of the steps to show.
+        data: of all steps.
+        axis: of the figure.
+    """
+    present = {cell["x"] for cell in cells}
+    values = [value for value in axis.values if value in present]
+    names = [axis.text(value) for value in values]
+    rows, marks = _grid([(cell["line"], values.index(cell["x"]), cell) for cell in cells], names)
+    among = f"the {axis.symbol} of a row"
+    return Table(
+        name="accuracy",
+        title="Held-out accuracy",
+        columns=["", *names],
+        rows=rows,
+        notes=[*notes(cells, ("*", "~"), among), LEGEND],
+        latex_notes=[*notes(cells, LATEX_MARKS, among), LEGEND],
+        marks=marks,
+        data=data,
+        figure_notes=notes(cells, ("ring", "filled"), f"the {axis.symbol} of a line"),
+        headings=True,
+    )
+
+
+def budget_table(cells: Sequence[AccuracyCell]) -> Table:
+    """The paper's Table 2, a row per series and budget, a column per group size.
+
+    Args:
+        cells: of `BY_BUDGET`.
+    """
+    sizes = sorted({cell["group_size"] for cell in cells})
+    names = [f"G = {size}" for size in sizes]
+    places = [(budget_name(cell), sizes.index(cell["group_size"]), cell) for cell in cells]
+    rows, marks = _grid(places, names)
+    return Table(
+        name="budget",
+        title="Held-out accuracy by rollouts a step (n) and group size (G)",
+        columns=["", *names],
+        rows=rows,
+        notes=[*notes(cells, ("*", "~"), "the (n, G) of a series"), LEGEND],
+        latex_notes=[*notes(cells, LATEX_MARKS, "the (n, G) of a series"), LEGEND],
+        marks=marks,
+        data=cells,
+        headings=True,
+    )
+
+
+def settings_table(cells: Sequence[AccuracyCell]) -> Table:
+    """A row per setting, those of one n and G below each other, each with its difference from the
+    largest mean among them.
+
+    Args:
+        cells: of `BY_SETTING`.
+    """
+    rows, marks = [], {}
+    most = max(cell["seeds"] for cell in cells)
+    names = {cell["setting"].partition("=")[0] for cell in cells}
+    single = len(names) == 1 and not any(" " in cell["setting"] for cell in cells)
+    for cell in cells:
+        heading = " ".join(
+            filter(None, (budget_name(cell | {"series": cell["test"]}), f"G={cell['group_size']}"))
+        )
+        if cell["decided"] and (cell["best"] or cell["distinct"] is False):
+            marks[len(rows), 2] = cell["best"]
+        verdict = "less" if cell["distinct"] else "not told apart"
+        difference = "-"
+        if cell["difference"] is None:
+            verdict = "largest mean" if cell["best"] else "not compared"
+        else:
+            difference = "{difference:+.3f} [{difference_low:+.3f}, {difference_high:+.3f}]".format(
+                **cell
+            )
+        name = cell["setting"].partition("=")[2] if single else cell["setting"] or "-"
+        heading = f"{heading}, step {cell['step']}"
+        rows.append([heading, name, _cell_text(cell, most), difference, verdict])
+    return Table(
+        name="settings",
+        title="Held-out accuracy by setting, and its difference from the largest mean",
+        columns=["", *(names if single else ("setting",)), "accuracy", "difference", "verdict"],
+        rows=rows,
+        notes=[*notes(cells, ("*", "~"), "the settings of one n and G"), LEGEND],
+        latex_notes=[*notes(cells, LATEX_MARKS, "the settings of one n and G"), LEGEND],
+        marks=marks,
+        data=cells,
+        headings=True,
+    )
+
+
+def budget_name(cell: AccuracyCell) -> str:
+    """A cell's budget and series in words."""
+    return " ".join(filter(None, (f"n={cell['rollouts']}", cell["series"])))
+
+
+def _grid(
+    places: Sequence[tuple[str, int, AccuracyCell]], columns: Sequence[str]
+) -> tuple[list[list[str]], dict[tuple[int, int], bool]]:
+    """Rows and marks of a table, see `Table`.
+
+    Args:
+        places: each cell with the heading of its row, to which its step is added, and the place of
+            its column.
+        columns: their names.
+    """
+    most = max(cell["seeds"] for *_, cell in places)
+    rows: dict[str, list[str]] = {}
+    marks = {}
+    for name, column, cell in places:
+        heading = f"{name}, step {cell['step']}"
+        rows.setdefault(heading, ["-"] * len(columns))[column] = _cell_text(cell, most)
+        if cell["decided"] and (cell["best"] or cell["distinct"] is False):
+            marks[list(rows).index(heading), 1 + column] = cell["best"]
+    return [[name, *row] for name, row in rows.items()], marks
+
+
+def _cell_text(cell: AccuracyCell, most: int) -> str:
+    """Mean with its mark, half its interval, and how many of the most seeds it has, in one line.
+
+    Nothing is marked where no cell of a family is significantly different.
+    """
+    mark = ""
+    if cell["decided"]:
+        mark = "*" if cell["best"] else {False: "~", True: "", None: "?"}[cell["distinct"]]
+    few = f" ({cell['seeds']} of {most})" if cell["seeds"] < most else ""
+    return f"{cell['accuracy']:.3f}{mark} ±{(cell['high'] - cell['low']) / 2:.3f}{few}"
+
+
+def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str], among: str) -> list[str]:
+    """Lines for captions: what intervals are over, what the marks mean.
+
+    Args:
+        cells: that are shown.
+        marks: of the best and of those that cannot be told from it.
+        among: the cells that are compared with each other, in words.
+    """
+    best, alike = marks
+    counts = sorted({cell["questions"] for cell in cells})
+    questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    lines = [f"{questions} test questions; 95 % intervals {_interval_source(cells)}."]
+    compared = [cell for cell in cells if cell["distinct"] is not None]
+    if compared:
+        kinds = {cell["shared_seeds"] > 1 for cell in compared}
+        pairing = {(True,): "paired on shared seeds", (False,): "not paired"}.get(
+            tuple(kinds), "paired on shared seeds; of one seed not paired"
+        )
+        if any(cell["difference_dof"] for cell in compared):
+            pairing += ", one variance for all that are compared"
+        simultaneous = (
+            f"intervals of differences ({pairing}) are 95 % simultaneous over {among} (Bonferroni)"
+        )
+        if any(cell["decided"] for cell in compared):
+            lines.append(
+                f"{best}: largest mean; {alike}: not told from it, the interval of the difference "
+                f"reaches 0; {simultaneous}, the best chosen on the same data."
+            )
+            if not all(cell["decided"] for cell in compared):
+                lines.append("Without marks: no significant difference.")
+        else:
+            lines.append(f"No significant difference between {among}; {simultaneous}.")
+    if any(cell["distinct"] is None and not cell["best"] for cell in cells):
+        lines.append("Where fewer than two seeds are shared nothing is compared (?).")
+    return lines
+
+
+def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
+    """One line for within the figure: what dots, bars and rings are.
+
+    Args:
+        cells: of `BY_LINE`, see `pooled_cells`.
+        among: the cells that are compared with each other, in words.
+    """
+    dofs = sorted({cell["dof"] for cell in cells if cell["dof"] is not None})
+    bars = "bars: 95 % intervals over questions, one seed"
+    if dofs:
+        dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
+        bars = f"dots: seeds; bars: 95 % intervals over seeds, pooled variance (t, {dof} dof)"
+    ring = ""
+    if any(cell["decided"] for cell in cells):
+        ring = "; ring: largest mean, hollow: significantly less"
+    elif any(not cell["best"] for cell in cells):
+        ring = f"; no significant difference between {among}"
+    return [f"{bars}{ring}."]
+
+
+def _interval_source(cells: Sequence[AccuracyCell]) -> str:
+    """What the intervals of the means are over; of both kinds, which is which."""
+    counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
+    over_questions = "over questions, without the variation of training (one seed"
+    if not counts:
+        return f"{over_questions})"
+    several = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    seeds = f"over seeds ({several}), given the questions"
+    dofs = sorted({cell["dof"] for cell in cells if cell.get("dof") is not None})
+    if dofs:
+        dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
+        seeds += f", from their variance pooled over a line's cells of a step (t, {dof} degrees of "
+        seeds += "freedom)"
+    single = [cell for cell in cells if cell["seeds"] == 1]
+    if not single:
+        return seeds
+    sizes = sorted({cell["group_size"] for cell in single})
+    return f"{seeds}; {over_questions}: G = {', '.join(map(str, sizes))})"
+
+
+def evaluation_table(result: dict[str, Any]) -> Table:
+    """One run's held-out accuracy by step and decoding, with pass@k of the largest k where there
+    is one.
+    """
+    first = result["evals"][0]
+    pass_at = [key for key in first if key.startswith("pass@") and key[5:].isdigit()][-1:]
+    rows = [
+        [
+            str(row["step"]),
+            row["decoding"],
+            f"{row['accuracy']:.3f}",
+            f"[{row['low']:.3f}, {row['high']:.3f}]",
+            *("-" if row[key] is None else f"{row[key]:.3f}" for key in pass_at),
+            f"{row['clipped_ratio']:.1%}",
+            f"{row['extraction_failure_ratio']:.1%}",
+        ]
+        for row in result["evals"]
+    ]
+    return Table(
+        title=f"Held-out accuracy of {result['run']}",
+        columns=("step", "decoding", "accuracy", "95 % interval", *pass_at, "cut", "no answer"),
+        rows=rows,
+        notes=[
+            f"{first['n']} questions; 95 % intervals over questions; cut: at "
+            "max_completion_length; no answer: none found"
+        ],
+    )

@@ -1,0 +1,201 @@
+"""The runs of a report: of every folder that the patterns match, shown or named as damaged."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs import history
+from grpo_ustat.runs.record import BEYOND, CONFIG, DONE, RunRecord
+from grpo_ustat.runs.status import Entry
+
+CONFIG_KEYS = {  # that a configuration of a command has
+    "train": ("model.name", "prompt.name", "dataset.name", "group_size", "budget.rollouts",
+              "eval.decoding", "max_steps", "seed"),
+    "mse": ("model.name", "prompt.name", "dataset.name", "group_sizes", "seed"),
+    "gap": ("study.kind", "bed.name", "seed"),
+}  # fmt: skip
+RESULT_KEYS = {  # that a result of a command has
+    "train": ("evals",),
+    "mse": ("curves", "scaling", "assumption2", "policy", "questions", "pool_completions"),
+    "gap": ("statement", "claims", "answer", "verdict"),
+}
+CLAIM_TYPES = {
+    "what": str, "predicted": (int, float, str), "measured": (int, float),
+    "low": (int, float, type(None)), "high": (int, float, type(None)), "how": str,
+}  # fmt: skip
+SWEPT = ("group_size", "seed", "budget.rollouts")  # a series holds several values of these
+
+
+@dataclass(frozen=True)
+class RunSet:
+    """The runs of a report, and lines on all that is not among them.
+
+    Attributes:
+        runs: that can be shown in part or whole.
+        damaged: a line for every folder that cannot be read, with the reason.
+        absent: a line for every run of a sweep that has not begun.
+        twins: a line for every folder that holds the same run as another one.
+    """
+
+    runs: list[RunRecord]
+    damaged: list[str]
+    absent: list[str]
+    twins: list[str]
+
+
+def entries_in(patterns: Sequence[str]) -> list[Entry]:
+    """The run folders at or below whatever the patterns match, each once, G=4 before G=16.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or no run.
+    """
+    folders: dict[Path, Path] = {}  # by resolved path
+    for pattern in patterns:
+        matches = [Path(place) for place in glob.glob(os.path.expanduser(pattern), recursive=True)]
+        if not matches:
+            raise ConfigError(
+                f"runs={pattern} matches nothing in {Path.cwd()}: name folders such as "
+                "outputs/train"
+            )
+        places = [place for place in matches if place.is_dir()]
+        if not places:
+            raise ConfigError(
+                f"runs={pattern} matches a file ({matches[0]}), no folder: name run folders, or "
+                "one that they are in"
+            )
+        own = []
+        for place in places:  # by its history, also a run whose configuration is lost
+            own += [file.parent.parent for file in place.rglob(CONFIG)]
+            own += [file.parent for file in place.rglob(history.NAME)]
+        if not own:
+            raise ConfigError(f"runs={pattern} holds no run: name folders such as outputs/train")
+        folders |= {folder.resolve(): folder for folder in dict.fromkeys(own)}
+    ordered = [folders[place] for place in sorted(folders, key=_natural_order)]
+    shared = os.path.commonpath([folder.absolute().parent for folder in ordered])
+    return [
+        Entry(
+            label=os.path.relpath(folder.absolute(), shared),
+            folder=folder,
+            config_hash=None,
+            max_steps=RunRecord(folder).config.get("max_steps"),
+        )
+        for folder in ordered
+    ]
+
+
+def _natural_order(place: Path) -> list[tuple[int, str]]:
+    """A sort key that compares numbers within names as numbers."""
+    parts = re.split(r"(\d+)", str(place))
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def read_runs(entries: Sequence[Entry]) -> RunSet:
+    """Every run that the folders hold, each once: of folders with the same run the one that is
+    further.
+    """
+    runs, damaged, absent = [], [], []
+    for entry in entries:
+        if not entry.folder.is_dir():
+            absent.append(f"{entry.label}: not begun")
+            continue
+        try:
+            run = entry.record()
+            _check(run)
+            runs.append(run)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            damaged.append(f"{entry.label}: {' '.join(str(error).split())}")
+    furthest: dict[str, RunRecord] = {}
+    twins = []
+    for run in sorted(runs, key=lambda r: (r.result is not None, r.state.step or 0), reverse=True):
+        identity = json.dumps([run.command, run.keys], sort_keys=True, default=str)
+        if identity in furthest:
+            twins.append(f"{run.label}: the same run as {furthest[identity].label}, left out")
+        furthest.setdefault(identity, run)
+    single = {id(run) for run in furthest.values()}
+    return RunSet([run for run in runs if id(run) in single], damaged, absent, twins)
+
+
+def _check(run: RunRecord) -> None:
+    """Refuse a run that cannot be shown, and forget a result that is not of this run.
+
+    Raises:
+        ValueError: its configuration is lost, damaged, or of another program; or its result is of
+            another version.
+    """
+    if not run.config:
+        raise ValueError("; ".join(run.notes) or f"{CONFIG} is missing")
+    if any(run.value(key) is None for key in CONFIG_KEYS[run.command]):
+        raise ValueError(f"{CONFIG} is of none of {', '.join(CONFIG_KEYS)}")
+    if run.state.name not in (DONE, BEYOND):
+        run.result = None
+    if run.result is not None:
+        missing = [key for key in RESULT_KEYS[run.command] if key not in run.result]
+        if missing:
+            raise ValueError(
+                f"result.json has no {', '.join(missing)}: of another version, run it again"
+            )
+        for claim in run.result["claims"] if run.command == "gap" else ():
+            wrong = [
+                k for k, kind in CLAIM_TYPES.items() if not isinstance(claim.get(k, ...), kind)
+            ]
+            if wrong:
+                raise ValueError(
+                    f"result.json has a claim without a {' and '.join(wrong)} that can be shown: "
+                    "run it again"
+                )
+    if run.command == "train":
+        _ = run.evals  # which notes damage
+    if not run.code:
+        run.add_note("code.json is lost or damaged: its commit and weights are not known")
+
+
+def distinguishing_keys(
+    runs: Sequence[dict[str, Any]], ignored: Sequence[str] = SWEPT
+) -> list[str]:
+    """Keys by which runs differ, each only if those before it leave some together.
+
+    Names come first: of two models that differ in name, path and weights the name is enough.
+
+    Args:
+        runs: the keys of each, see `RunRecord.keys`.
+        ignored: keys that are never taken.
+
+    >>> one, two = {"seed": 0, "model.name": "a", "path": 1}, {"seed": 1, "model.name": "b"}
+    >>> distinguishing_keys([one, two]), distinguishing_keys([one, one | {"seed": 1}])
+    (['model.name'], [])
+    >>> distinguishing_keys([one, one | {"path": 2}])
+    ['path']
+    """
+    candidates = {key for keys in runs for key in keys if key not in ignored}
+    selection: list[str] = []
+    groups = 1
+    for key in sorted(candidates, key=lambda key: (not key.endswith("name"), key)):
+        trial = [*selection, key]
+        count = len({json.dumps([keys.get(k) for k in trial], default=str) for keys in runs})
+        if count > groups:
+            selection, groups = trial, count
+    return selection
+
+
+def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:
+    """A run's values of some keys, as on a command line.
+
+    >>> keys = {"baseline.name": "opo", "learning_rate": 0.1}
+    >>> key_label(keys, ["baseline.name", "learning_rate"])
+    'baseline=opo learning_rate=0.1'
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, list):
+            return f"[{','.join(map(text, value))}]"
+        return "null" if value is None else str(value)
+
+    return " ".join(f"{name.removesuffix('.name')}={text(keys.get(name))}" for name in names)

@@ -1,0 +1,229 @@
+"""The answer of a study of the gradient's error: which G, at what cost, and what to type next.
+
+It is made from `result.json` alone, for any number of rollouts: at a fixed number the error of
+every G relative to another is the same, only the admissible sizes differ, those that divide it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import yaml
+
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.load import CONF
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.scaling import ScalingEstimate
+
+ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
+WHY_FIXED_ROLLOUTS = (
+    "In the tables the error falls with G since a larger G draws more completions of the same "
+    "questions; a training step has a fixed number of rollouts, where a larger G means fewer "
+    "prompts, so one G is best."
+)
+INTERVALS = {  # what an interval speaks of
+    "completions": "conditional on these {} questions",
+    "questions": "generalising from these {} to new questions of the kind",
+}
+NEIGHBOURS = (-1, 1, 2)  # of the best admissible G, whose costs the sentence names
+
+
+@dataclass(frozen=True)
+class GroupSizeCosts:
+    """The extra error of every admissible group size at a fixed number of rollouts.
+
+    Attributes:
+        rollouts: n of a step.
+        best: the admissible G, one that divides n, of the smallest estimated error.
+        extra: MSE at G over MSE at `best`, less 1, by G; intervals of 95 % that hold together, see
+            `ScalingEstimate.extra_error`, NaN where a result of an earlier version has none.
+    """
+
+    rollouts: int
+    best: int
+    extra: Mapping[int, Interval]
+
+
+def scaling_estimate_of(scaling: Mapping[str, Any]) -> ScalingEstimate:
+    """C1, C2, C3 with their covariance, NaN in a result that has none.
+
+    Args:
+        scaling: of `result.json`.
+    """
+    constants = np.array([scaling[name] for name in ("c1", "c2", "c3")], float)
+    covariance = np.array(scaling.get("covariance", np.full((3, 3), np.nan)), float)
+    return ScalingEstimate(constants, covariance, float(scaling.get("dof", 1.0)))
+
+
+def group_size_costs(scaling: Mapping[str, Any], rollouts: int = ROLLOUTS) -> GroupSizeCosts:
+    """What each admissible group size costs.
+
+    Args:
+        scaling: of `result.json`.
+        rollouts: n of a training step.
+
+    Raises:
+        ValueError: n < 2.
+    """
+    sizes = [size for size in range(2, rollouts + 1) if rollouts % size == 0]
+    if not sizes:
+        raise ValueError(f"rollouts={rollouts}: a group needs at least 2")
+    estimate = scaling_estimate_of(scaling)
+    best = estimate.best_of(sizes)
+    return GroupSizeCosts(
+        rollouts, best, {size: estimate.extra_error(size, best) for size in sizes}
+    )
+
+
+def is_decided(scaling: Mapping[str, Any]) -> bool:
+    """Whether the interval of G* has both ends."""
+    return scaling["gstar_low"] is not None and scaling["gstar_high"] is not None
+
+
+def decision_sentence(result: Mapping[str, Any], rollouts: int = ROLLOUTS) -> str:
+    """Which G is best and what its neighbours cost, or how much is missing to say so.
+
+    Args:
+        result: content of the study's `result.json`.
+        rollouts: n of a training step.
+    """
+    scaling, questions = result["scaling"], result["questions"]
+    if result["assumption2"].get("corr") is None:
+        return result["summary"].split(" WARNING: ")[0]
+    if is_decided(scaling):
+        best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
+        return (
+            f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}] for any number of rollouts. "
+            f"{costs_sentence(group_size_costs(scaling, rollouts))}"
+        )
+    needed = _prompts_needed(result)
+    if needed is None:
+        more = f"more prompts are needed (now {questions}), how many cannot be said yet"
+    else:
+        more = f"about {needed - questions} more prompts are needed (now {questions})"
+    low = scaling["gstar_low"]
+    if low is not None and low > 2:
+        return f"Best G is at least {low:.1f} for any number of rollouts; for an upper end {more}."
+    return f"Not enough data for a best G: {more}."
+
+
+def costs_sentence(costs: GroupSizeCosts) -> str:
+    """The best admissible G and the extra error of its neighbours.
+
+    >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
+    >>> costs_sentence(GroupSizeCosts(4, 4, extra))
+    'At n = 4: G = 4, 1 prompt. G = 2 costs +40 % error [+30 %, +50 %].'
+    """
+    sizes = list(costs.extra)
+    place = sizes.index(costs.best)
+    parts = []
+    for step in NEIGHBOURS:
+        if not 0 <= place + step < len(sizes):
+            continue
+        size = sizes[place + step]
+        extra, low, high = costs.extra[size]
+        if not math.isfinite(extra):
+            continue
+        error = "" if any("costs" in part for part in parts) else " error"
+        if not math.isfinite(low):
+            parts.append(f"G = {size} costs {percent(extra)}{error}")
+        elif low <= 0:
+            parts.append(
+                f"G = {size} is not significantly different ({percent(extra)} [{percent(low)}, "
+                f"{percent(high)}])"
+            )
+        else:
+            parts.append(
+                f"G = {size} costs {percent(extra)}{error} [{percent(low)}, {percent(high)}]"
+            )
+    prompts = costs.rollouts // costs.best
+    first = f"At n = {costs.rollouts}: G = {costs.best}, {prompts} prompt{'s' * (prompts > 1)}."
+    return f"{first} {', '.join(parts)}." if parts else first
+
+
+def percent(share: float) -> str:
+    """A signed share in percent, without decimals.
+
+    >>> percent(0.094), percent(-0.004), percent(12.3)
+    ('+9 %', '0 %', '+1230 %')
+    """
+    value = round(100 * share)
+    return f"{value:+d} %" if value else "0 %"
+
+
+def interval_note(result: Mapping[str, Any]) -> str:
+    """What the intervals of the decision speak of."""
+    interval = result["curves"][0]["interval"]
+    return (
+        f"Intervals of 95 %, {INTERVALS[interval].format(result['questions'])}; those of the extra "
+        "errors are paired and hold together."
+    )
+
+
+def next_step(result: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What to do next, a command where there is one: train with the best G, or study more.
+
+    Args:
+        result: content of the study's `result.json`.
+        config: the study's configuration.
+    """
+    best = group_size_costs(result["scaling"]).best if is_decided(result["scaling"]) else None
+    if (config.get("pool") or "").endswith(".parquet"):  # of another framework, which trains
+        if best is None:
+            return "log more prompts, and import them in the same way"
+        return f"train with num_generations={best} where these rollouts were logged"
+    shared = _policy_overrides(config)
+    if result["assumption2"].get("corr") is None:
+        return command_line("mse", *shared, "debug=prompts")
+    if best is not None:
+        rollouts, most = ROLLOUTS, config["dataset"].get("train_size") or math.inf
+        while rollouts // best > most and rollouts // 2 % best == 0:  # too few training questions
+            rollouts //= 2
+        return command_line("train", *shared, f"budget.rollouts={rollouts}", f"group_size={best}")
+    questions, most = result["questions"], config["dataset"].get("study_size")
+    needed = min(_prompts_needed(result) or 2 * questions, most or math.inf)
+    if needed > questions:
+        return command_line("mse", *shared, f"study.questions={needed}")
+    twice = 2 * result["pool_completions"]
+    return command_line("mse", *shared, f"budget.pool_completions={twice}")
+
+
+def _prompts_needed(result: Mapping[str, Any]) -> int | None:
+    """See `ScalingEstimate.prompts_for_best_size`; more than there are, to two digits."""
+    if "covariance" not in result["scaling"]:
+        return None
+    questions = result["questions"]
+    needed = scaling_estimate_of(result["scaling"]).prompts_for_best_size(questions)
+    return None if needed is None else questions + int(float(f"{max(needed - questions, 1):.2g}"))
+
+
+def _policy_overrides(config: Mapping[str, Any]) -> list[str]:
+    """Overrides that choose the model, the questions and the sampling of a configuration."""
+    overrides = []
+    for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):
+        node = config[group]
+        shipped = (CONF / group / f"{node['name']}.yaml").is_file()
+        name = node["name"] if shipped else other
+        overrides.append(f"{group}={name}")
+        values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+        overrides += _changes(node, values, f"{group}.")
+    values = yaml.safe_load((CONF / "common.yaml").read_text())
+    sampling = {key: config[key] for key in ("temperature", "max_completion_length")}
+    return [*overrides, *_changes(sampling, values)]
+
+
+def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Overrides of the fields of a node that are not as in its file."""
+    for key, value in node.items():
+        default = values.get(key)
+        if value == default or isinstance(value, dict) or str(default).startswith("${"):
+            continue
+        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
+        if isinstance(value, str) and not re.fullmatch(r"[\w./:@+-]+", value):
+            text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        yield f"{prefix}{key}={text}"

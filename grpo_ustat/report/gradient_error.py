@@ -1,0 +1,227 @@
+"""Errors of the gradient in studies: MSE against G, and at a fixed number of rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_ustat.report.collect import key_label
+from grpo_ustat.report.tables import Table, three_digits
+from grpo_ustat.runs.record import RunRecord
+
+CURVE_KEYS = ("method", "target", "setting", "num_prompts")  # of a curve, beside its baseline
+ENDS = ("", "_low", "_high")
+INTERVAL_WORDS = {  # what an interval speaks of
+    "completions": "conditional on these questions",
+    "questions": "generalising to new questions",
+}
+NEED_VALUES = ("oracle", "optimal")
+SMALLEST = (
+    "Bold: the least error of a line, but for the oracle and the optimal baseline; underlined: its "
+    "95 % interval reaches that of the least."
+)
+MOST_BASELINES = 4  # side by side on a terminal of 80 characters
+
+
+def study_tables(result: dict[str, Any]) -> list[Table]:
+    """One study's tables per method, target and setting: a row per group size, a column per
+    baseline.
+    """
+    kinds: dict[tuple, list[dict[str, Any]]] = {}
+    for row in result["curves"]:
+        kinds.setdefault(tuple(row[key] for key in CURVE_KEYS), []).append(row)
+    tables = []
+    for rows in kinds.values():
+        names = list(dict.fromkeys(row["baseline"] for row in rows))
+        for first in range(0, len(names), MOST_BASELINES):
+            part = names[first : first + MOST_BASELINES]
+            tables.append(_study_table(result, [r for r in rows if r["baseline"] in part]))
+    return tables
+
+
+def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Table:
+    policy, first, questions = result["policy"], rows[0], result["questions"]
+    batch = f"B = {first['num_prompts']} of {questions} questions"
+    setting = {
+        "all_questions_once": f"averaged over {questions} questions",
+        "with_replacement": f"{batch} with replacement",
+        "without_replacement": f"{batch} without replacement",
+        "one_question": f"of one question, mean over {questions}",
+    }[first["setting"]]
+    source = f"{result['pool_completions']} completions a question"
+    if first["replicates"] is not None:
+        fewest = min(row["replicates"] for row in rows)
+        source = f"{fewest} replicates at least, from {source}"
+        if first["method"] == "monte_carlo":
+            source = f"replicates of the largest G: {fewest}"
+    unbiased = {row["baseline"]: row["unbiased"] for row in rows}
+    cells = {(row["group_size"], row["baseline"]): mse_text(row) for row in rows}
+    sizes = sorted({row["group_size"] for row in rows})
+    return Table(
+        title=(
+            f"MSE of the gradient, {setting} ({first['method']})\n"
+            f"against the {first['target']}\n"
+            f"policy {policy['name']}, accuracy {policy['accuracy']:.3f} "
+            f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}] over questions"
+        ),
+        columns=["G", *(x if unbiased[x] else f"{x} (biased)" for x in unbiased)],
+        rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
+        notes=[f"95 % intervals {INTERVAL_WORDS[first['interval']]}; {source}"],
+    )
+
+
+def mse_text(row: dict[str, Any]) -> str:
+    """An error with its interval below it."""
+    if row["mse"] is None:
+        return "-"
+    if row["low"] is None or row["high"] is None:
+        return f"{three_digits(row['mse'])}\n(no interval)"
+    return f"{three_digits(row['mse'])}\n[{three_digits(row['low'])}, {three_digits(row['high'])}]"
+
+
+def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
+    """A row per policy, kind of curve and group size, a column per baseline.
+
+    Args:
+        studies: finished ones.
+        study_keys: by which they differ.
+    """
+    data = []
+    for run in studies:
+        result = run.final_result
+        study = _study_columns(run, study_keys) | {"seed": run.config["seed"]}
+        study |= {key: result[key] for key in ("questions", "pool_completions")}
+        study |= {f"accuracy{end}": result["policy"][f"accuracy{end}"] for end in ENDS}
+        data += [study | row for row in result["curves"]]
+    names = list(dict.fromkeys(row["baseline"] for row in data))
+    kinds: dict[tuple, list[dict[str, Any]]] = {}
+    for row in data:
+        kinds.setdefault((row["run"], *(row[key] for key in CURVE_KEYS)), []).append(row)
+    rows, marks = [], {}
+    for kind in kinds.values():
+        first = kind[0]
+        heading = (
+            f"{first['policy']}\n"
+            f"{first['dataset']}, {first['questions']}x{first['pool_completions']}\n"
+            f"{first['accuracy']:.2f} [{first['accuracy_low']:.2f}, {first['accuracy_high']:.2f}]\n"
+            f"{first['method']}\n{first['setting'].replace('_', ' ')}"
+        )
+        cells = {(row["group_size"], row["baseline"]): mse_text(row) for row in kind}
+        for size in sorted({row["group_size"] for row in kind}):
+            of_size = [row for row in kind if row["group_size"] == size]
+            for name, best in smallest(of_size).items():
+                marks[len(rows), 2 + names.index(name)] = best
+            rows.append([heading, str(size), *(cells.get((size, name), "-") for name in names)])
+    notes = [_interval_note(studies), *_missing_points(studies)]
+    return Table(
+        name="mse",
+        title="MSE of the gradient",
+        columns=["policy", "G", *names],
+        rows=rows,
+        notes=notes,
+        data=data,
+        figure_notes=notes,
+        headings=True,
+        marks=marks,
+        latex_notes=[*notes, SMALLEST],
+    )
+
+
+def smallest(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    """Of the baselines of one group size, the one of least error, True, and those whose interval
+    reaches that of the least, False. Rules that need the values of the questions do not take part.
+
+    Intervals that are apart surely tell two errors apart; those that meet may belong to errors
+    that a paired comparison would.
+    """
+    own = [row for row in rows if row["baseline"] not in NEED_VALUES and row["mse"] is not None]
+    if len(own) < 2:
+        return {}
+    least = min(own, key=lambda row: row["mse"])
+    marks = {least["baseline"]: True}
+    for row in own:
+        if row is not least and row["low"] is not None and least["high"] is not None:
+            marks |= {row["baseline"]: False} if row["low"] <= least["high"] else {}
+    return marks
+
+
+def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
+    """A row per policy: the scaling law, G* and when GRPO passes vanilla (paper, section 6).
+
+    Args:
+        studies: finished ones.
+        study_keys: by which they differ.
+    """
+    rows, data = [], []
+    for run in studies:
+        result = run.final_result
+        policy, scaling, assumption = (result[k] for k in ("policy", "scaling", "assumption2"))
+        rows.append([
+            f"{run.policy}\n{run.dataset}",
+            _estimate_text(policy, "accuracy", 2),
+            _estimate_text(assumption, "corr", 2),
+            _estimate_text(assumption, "av_minus_a0", None),
+            _estimate_text(assumption, "crossover_group_size", 1),
+            _estimate_text(scaling, "gstar", 1),
+        ])  # fmt: skip
+        names = [f"{name}{end}" for name in ("c1", "c2", "c3", "gstar") for end in ENDS]
+        study = _study_columns(run, study_keys) | {name: scaling[name] for name in names}
+        data += [study | point for point in scaling["curve"]]
+    interval_note = _interval_note(studies)
+    law = "G* = 1 + sqrt(C3/C1), whatever n; leave_one_out, questions drawn independently."
+    crossover = "Above the crossover G leave_one_out beats none. -: no finite number."
+    return Table(
+        name="fixed_n",
+        title="What each group size costs at the same number of rollouts",
+        columns=["policy", "accuracy", "corr(q, Z)", "A_V - A_0", "crossover G", "G*"],
+        rows=rows,
+        notes=[law, crossover, interval_note],
+        data=data,
+        figure_notes=[f"Extra error over the best size that divides n. {interval_note}"],
+        headings=True,
+    )
+
+
+def _study_columns(run: RunRecord, study_keys: Sequence[str]) -> dict[str, Any]:
+    """Columns of the CSV files that say which study a row is of."""
+    return {
+        "run": run.label,
+        "differs_in": key_label(run.keys, study_keys),
+        "policy": run.policy,
+        "dataset": run.dataset,
+    }
+
+
+def _interval_note(studies: Sequence[RunRecord]) -> str:
+    """What the intervals are over."""
+    curves = [row for run in studies for row in run.final_result["curves"]]
+    kinds = dict.fromkeys(INTERVAL_WORDS[row["interval"]] for row in curves)
+    return f"95 % intervals {' or '.join(kinds)}, of one seed; accuracy [over questions]."
+
+
+def _missing_points(studies: Sequence[RunRecord]) -> list[str]:
+    """Baselines and group sizes that one study has and another has not."""
+    points = {
+        run.label: {(row["baseline"], row["group_size"]) for row in run.final_result["curves"]}
+        for run in studies
+    }
+    every = set().union(*points.values())
+    return [
+        f"Missing in {name}: {', '.join(f'{b} at G = {g}' for b, g in sorted(every - own))}."
+        for name, own in points.items()
+        if every - own
+    ]
+
+
+def _estimate_text(row: dict[str, Any], name: str, digits: int | None) -> str:
+    """Estimate and interval below it, to so many digits or three significant ones; null: `-`."""
+
+    def text(value: float | None) -> str:
+        if value is None:
+            return "-"
+        return three_digits(value) if digits is None else f"{value:.{digits}f}"
+
+    value, low, high = (row.get(f"{name}{end}") for end in ENDS)
+    if low is None:
+        return f"{text(value)}\n-" if value is not None else "-"
+    return f"{text(value)}\n[{text(low)}, {'infinity)' if high is None else f'{text(high)}]'}"

@@ -1,0 +1,138 @@
+"""What the training runs of a report were swept over: a figure's axis, its lines and cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_ustat.report.collect import key_label
+from grpo_ustat.runs.record import RunRecord
+
+SIZE, ROLLOUTS = "group_size", "budget.rollouts"
+OF_TEST = ("dataset.", "eval.", "data")  # runs that differ in these answered other questions
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The key along a figure's horizontal axis.
+
+    Attributes:
+        key: by which the runs differ.
+        values: of the runs, numbers in order, others as the runs have them.
+    """
+
+    key: str = SIZE
+    values: tuple[Any, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Its name in words."""
+        names = {SIZE: "group size G", ROLLOUTS: "rollouts a step, n"}
+        return names.get(self.key, self.key.removesuffix(".name").replace("_", " "))
+
+    @property
+    def symbol(self) -> str:
+        """Its name within a sentence."""
+        return {SIZE: "G", ROLLOUTS: "n"}.get(self.key, "settings")
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether all values are numbers."""
+        return all(_is_number(value) for value in self.values)
+
+    @property
+    def is_logarithmic(self) -> bool:
+        """Whether the values span so much that their ratios count."""
+        if self.key in (SIZE, ROLLOUTS):
+            return True
+        positive = self.is_numeric and min(self.values, default=0) > 0
+        return positive and max(self.values) >= 4 * min(self.values)
+
+    def position(self, value: Any) -> float:
+        """Where a value is on the axis."""
+        if self.key == SIZE or self.is_numeric:
+            return float(value)
+        return float(self.values.index(value))
+
+    def text(self, value: Any) -> str:
+        """A value as columns and answers name it.
+
+        >>> Axis().text(8), Axis("baseline.name", ("none",)).text("none")
+        ('G = 8', 'none')
+        """
+        name = {SIZE: "G = ", ROLLOUTS: "n = "}.get(self.key, "")
+        if self.is_numeric and not name:
+            name = f"{self.label} = "
+        return f"{name}{value_text(value)}"
+
+
+def swept_axis(runs: Sequence[RunRecord], series_keys: Sequence[str]) -> Axis:
+    """The key that a figure of the runs has along its axis: the group size where it was swept; else
+    of the other swept keys a numeric one, the one of the most values; the group size where nothing
+    was swept.
+
+    Args:
+        runs: of `train`.
+        series_keys: by which they differ beside group size, budget and seed.
+    """
+    if len({run.config["group_size"] for run in runs}) > 1:
+        return Axis(SIZE, _values(runs, SIZE))
+    keys = [key for key in series_keys if not key.startswith(OF_TEST)]
+    if len({run.config["budget"]["rollouts"] for run in runs}) > 1:
+        keys.append(ROLLOUTS)
+    axes = [Axis(key, _values(runs, key)) for key in keys]
+    default = Axis(SIZE, _values(runs, SIZE))
+    return max(axes, key=lambda axis: (axis.is_numeric, len(axis.values)), default=default)
+
+
+def setting_labels(run: RunRecord, series_keys: Sequence[str], axis: Axis) -> dict[str, Any]:
+    """Columns that say which setting a run is of.
+
+    Returns:
+        `series`: its values of the series keys; `test`: of those that say which questions it was
+        tested on; `x`: its value along the axis; `line`: everything else that a line of a figure
+        has in common; `setting`: the series without the test.
+    """
+    config, keys = run.config, run.keys
+    test_keys = [key for key in series_keys if key.startswith(OF_TEST)]
+    setting_keys = [key for key in series_keys if key not in test_keys]
+    rollouts, size = config["budget"]["rollouts"], config["group_size"]
+    budget = "" if axis.key == ROLLOUTS else f"n={rollouts}"
+    group = "" if axis.key == SIZE else f"G={size}"
+    others = key_label(keys, [key for key in series_keys if key != axis.key])
+    return {
+        "series": key_label(keys, series_keys),
+        "test": key_label(keys, test_keys),
+        "setting": key_label(keys, setting_keys),
+        "line": " ".join(filter(None, (budget, group, others))),
+        "x": _value(run, axis.key),
+    }
+
+
+def value_text(value: Any) -> str:
+    """A value as on a command line.
+
+    >>> value_text(0.0001), value_text(None), value_text([4, 8])
+    ('0.0001', 'null', '[4,8]')
+    """
+    return key_label({"": value}, [""]).removeprefix("=")
+
+
+def _value(run: RunRecord, key: str) -> Any:
+    """A run's value of a key; lists as text, which can be told apart and sorted."""
+    if key == SIZE:
+        return run.config["group_size"]
+    if key == ROLLOUTS:
+        return run.config["budget"]["rollouts"]
+    value = run.keys.get(key)
+    return value if _is_number(value) else value_text(value)
+
+
+def _values(runs: Sequence[RunRecord], key: str) -> tuple[Any, ...]:
+    values = list(dict.fromkeys(_value(run, key) for run in runs))
+    return tuple(sorted(values) if all(map(_is_number, values)) else values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,200 @@
+"""What the page of a study says: of a theorem claims and verdicts, of the gradient its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_ustat.config.gap import STUDIES
+from grpo_ustat.report.decision import decision_sentence, next_step
+from grpo_ustat.report.tables import Cell, Table, as_cell, rows_table, with_interval
+from grpo_ustat.runs.record import RunRecord
+
+MOST_ROWS = 200  # that a page holds
+P_VALUE = "p (Holm)"  # raw, and corrected for the claims of a study
+FAMILY_RULE = (
+    "p: of the hypothesis that the prediction holds, in brackets with Holm's correction over the "
+    "study's claims that have one; a claim disagrees where that is at most 0.05, so that of "
+    "studies without an error at most 5 % disagree. Intervals are of each claim by itself. Without "
+    "p: enumerated, or not tested. Severity: what else would have agreed."
+)
+TITLES = {kind: schema.title for kind, schema in STUDIES.items()}
+
+QUANTITIES = {  # of the scaling law and of Assumption 2
+    "c1": "C1", "c2": "C2", "c3": "C3",
+    "gstar": "G*, rollouts", "gstar_paper": "G*, as in the paper",
+    "gstar_tokens": "G*, tokens", "gstar_seconds": "G*, seconds",
+    "corr": "corr(q, Z)", "a0": "A_0, vanilla", "a_v": "A_V, oracle", "a_bstar": "A_b*, best",
+    "av_minus_a0": "A_V - A_0", "av_minus_abstar": "A_V - A_b*", "share": "(A_V - A_b*) / A_V",
+    "crossover_group_size": "G from which GRPO beats vanilla",
+}  # fmt: skip
+
+
+def gap_title(run: RunRecord) -> str:
+    """Which result, on which bed."""
+    kind, bed = str(run.value("study.kind")), run.value("bed.name")
+    on_bed = "" if run.value("bed.kind") == "none" else f", on {bed}"
+    return f"{TITLES.get(kind, kind)}{on_bed}, seed {run.value('seed')}"
+
+
+def gap_answer(run: RunRecord) -> str:
+    """The verdict and the study's answer."""
+    if run.result is None:
+        return "Unfinished: nothing is measured yet."
+    return f"Theory and measurement: {run.result['verdict']}. {run.result['answer']}"
+
+
+def gap_facts(run: RunRecord) -> list[tuple[str, Cell]]:
+    """Bed and cost."""
+    if run.result is None:
+        return []
+    bed = "\n".join(f"{name}: {number_text(value)}" for name, value in run.result["bed"].items())
+    rollouts = run.result["cost"]["rollouts"]
+    return [
+        ("Bed", bed),
+        ("Completions drawn", f"{rollouts:,}".replace(",", " ") if rollouts else "0: enumerated"),
+    ]
+
+
+def gap_tables(run: RunRecord) -> list[Table]:
+    """Predictions beside measurements."""
+    if run.result is None:
+        return []
+    rows = [
+        [
+            claim["what"],
+            number_text(claim["predicted"]),
+            number_text(claim["measured"]),
+            interval_text(claim),
+            p_value_text(claim),
+            claim["verdict"],
+            claim.get("severity", ""),
+            claim["how"],
+        ]
+        for claim in run.result["claims"]
+    ]
+    columns = ("claim", "predicted", "measured", "95 % interval", P_VALUE, "verdict", "severity",
+               "how it is decided")  # fmt: skip
+    tables = [Table("Predicted and measured", columns, rows, [FAMILY_RULE])]
+    numbers = run.csv_rows("curves.csv")
+    if numbers:
+        note = f"The first {MOST_ROWS} of {len(numbers)}, all in curves.csv."
+        note = note if len(numbers) > MOST_ROWS else ""
+        tables.append(rows_table("Numbers", numbers[:MOST_ROWS], note))
+    return tables
+
+
+def number_text(value: float | str) -> str:
+    """A number with four significant digits; a text as it is.
+
+    >>> number_text(0.123456), number_text("<= 1"), number_text(-0.0)
+    ('0.1235', '<= 1', '0')
+    """
+    return value if isinstance(value, str) else f"{value + 0.0:.4g}"
+
+
+def interval_text(claim: dict[str, Any]) -> str:
+    """Interval of a claim; "" where it was enumerated."""
+    if claim["low"] is None or claim["high"] is None:
+        return ""
+    return f"[{number_text(claim['low'])}, {number_text(claim['high'])}]"
+
+
+def p_value_text(claim: dict[str, Any]) -> str:
+    """p-value of a claim, raw and with Holm's correction; "" where it has none.
+
+    >>> p_value_text({"p_value": 0.0312, "holm_p": 0.312}), p_value_text({"p_value": None})
+    ('0.0312 (0.312)', '')
+    """
+    if claim.get("p_value") is None:
+        return ""
+    return f"{claim['p_value']:.3g} ({claim.get('holm_p', claim['p_value']):.3g})"
+
+
+def mse_title(run: RunRecord) -> str:
+    """Model, data set and seed."""
+    names = (run.value(key) for key in ("model.name", "dataset.name", "seed"))
+    return "Gradient MSE study of {} on {}, seed {}".format(*names)
+
+
+def mse_answer(run: RunRecord) -> str:
+    """Which G is best and what its neighbours cost."""
+    if run.result is None:
+        parts = (run.folder / "pool").glob("*.safetensors")
+        scored = len({part.name.split("-")[0] for part in parts})
+        questions = run.value("study.questions")
+        return (
+            f"Unfinished: completions of {scored} of {questions} questions are scored, no curve "
+            "is drawn."
+        )
+    return decision_sentence(run.result)
+
+
+def mse_next_step(run: RunRecord) -> str:
+    """What to type next; "" while the study is unfinished."""
+    if run.result is None:
+        return ""
+    return next_step(run.result, run.config)
+
+
+def mse_facts(run: RunRecord) -> list[tuple[str, Cell]]:
+    """Settings and cost."""
+    if run.result is None:
+        return []
+    result, value = run.result, run.value
+    policy, metric, cost = (result.get(key) or {} for key in ("policy", "metric", "cost"))
+    unjudged = sum(cost.get(key, 0) for key in ("judge_timeouts", "judge_failures"))
+    return [
+        ("Accuracy of the policy", with_interval(policy, "accuracy", "accuracy_")),
+        ("Mean length", f"{policy['mean_length']:.1f} tokens"),
+        ("Questions", as_cell(result.get("questions"))),
+        ("Completions a question", as_cell(result.get("pool_completions"))),
+        ("Methods", ", ".join(map(str, value("study.methods") or ()))),
+        ("Parameters measured", f"{metric.get('parameters')}; {metric.get('norm')}"),
+        ("Products between questions", as_cell(metric.get("between_questions"))),
+        ("Sampling", f"temperature {value('temperature')}, at most "
+                     f"{value('max_completion_length')} tokens"),
+        ("Rollouts in all", as_cell(cost.get("rollouts"))),
+        ("Tokens sampled", as_cell(cost.get("tokens"))),
+        ("Answers not judged", unjudged),
+    ]  # fmt: skip
+
+
+def mse_tables(run: RunRecord) -> list[Table]:
+    """Curves, the scaling law with Assumption 2, and what was not measured."""
+    if run.result is None:
+        return []
+    estimates = run.result["scaling"] | run.result["assumption2"]
+    rows = [
+        [name, *(estimates.get(f"{key}{end}") for end in ("", "_low", "_high"))]
+        for key, name in QUANTITIES.items()
+        if key in estimates
+    ]
+    reasons = [run.result[key].get("reason") for key in ("scaling", "assumption2", "grad_sq")]
+    note = ". ".join(dict.fromkeys(reason for reason in reasons if reason))
+    columns = ["quantity", "estimate", "low", "high"]
+    tables = [
+        _curves_table(run.result["curves"]),
+        Table("Scaling law and Assumption 2", columns, rows, [note] if note else []),
+    ]
+    ratios = run.result.get("ratio_to_oracle")
+    if ratios:
+        shown = [row | {"ratio": with_interval(row, "ratio", "ratio_")} for row in ratios]
+        shown = [row | {"ratio_low": None, "ratio_high": None} for row in shown]
+        note = "In brackets: 95 % intervals, paired."
+        tables.append(rows_table("Error of the gradient over the oracle's", shown, note))
+    if run.result.get("not_measured"):
+        tables.append(rows_table("Not measured", run.result["not_measured"]))
+    return tables
+
+
+def _curves_table(rows: list[dict[str, Any]]) -> Table:
+    """A row for every point; a column with one value stands once, in the note."""
+    rows = [row | {"mse": with_interval(row, "mse"), "low": None, "high": None} for row in rows]
+    axes = {"baseline", "group_size", "mse"}
+    same = [key for key in rows[0] if key not in axes and len({row[key] for row in rows}) == 1]
+    values = [
+        f"{key.replace('_', ' ')}: {rows[0][key]}" for key in same if rows[0][key] is not None
+    ]
+    differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
+    note = f"Of all rows: {'; '.join(values)}. In brackets: 95 % intervals."
+    return rows_table("Mean squared error of the gradient", differing, note)

@@ -1,0 +1,189 @@
+"""Studies of theorems together: a verdict on each result, the claims behind it, the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_ustat.report.collect import distinguishing_keys, key_label
+from grpo_ustat.report.page import Figure
+from grpo_ustat.report.run_page import PREDICTED
+from grpo_ustat.report.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
+from grpo_ustat.report.svg import inlined
+from grpo_ustat.report.tables import Table
+from grpo_ustat.runs.record import AGREES, COUNTED, DISAGREES, OPEN, RunRecord, verdict_counts
+
+UNFINISHED = "unfinished"
+RULE = (
+    "A study disagrees where any of its claims does, after Holm's correction over its claims, and "
+    "is else not decided where any is not."
+)
+COUNT_COLUMNS = [name.replace(" ", "_") for name in COUNTED.values()]
+
+
+def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The studies of theorems among the runs, in the paper's order."""
+    kinds = list(TITLES)
+    studies = [run for run in runs if run.command == "gap"]
+    return sorted(studies, key=lambda run: (*kinds, kind_of(run)).index(kind_of(run)))
+
+
+def kind_of(run: RunRecord) -> str:
+    """Which result a study is of."""
+    return run.config["study"]["kind"]
+
+
+def theorems_table(studies: Sequence[RunRecord]) -> Table:
+    """A row per study: how many of its claims agree, the verdict, the answer.
+
+    Args:
+        studies: of theorems in order, finished or not.
+    """
+    rows, data = [], []
+    for run, identity in zip(studies, _identities(studies), strict=True):
+        if run.result is None:
+            outcome = dict.fromkeys(COUNT_COLUMNS) | {
+                "verdict": UNFINISHED, "answer": run.unfinished, "statement": None, "rollouts": None
+            }  # fmt: skip
+        else:
+            counts = verdict_counts(run.result["claims"])
+            outcome = dict(zip(COUNT_COLUMNS, counts.values(), strict=True))
+            outcome |= {k: str(run.result[k]) for k in ("verdict", "answer", "statement")}
+            outcome["rollouts"] = run.result["cost"].get("rollouts")
+        cells = ["-" if outcome[name] is None else str(outcome[name]) for name in COUNT_COLUMNS]
+        result, _, about = identity["result"].partition(", ")
+        bed = _bed_text(identity, "\n")
+        rows.append([result, about or "-", bed, *cells, outcome["verdict"], outcome["answer"]])
+        data.append(identity | outcome)
+    return Table(
+        name="theorems",
+        title="What is predicted, and whether it is measured",
+        columns=["result", "about", "bed", *COUNTED.values(), "verdict", "answer"],
+        rows=rows,
+        notes=[RULE, f"{', '.join(COUNTED.values())}: claims."],
+        data=data,
+        headings=True,
+        sentences=("about", "answer"),
+    )
+
+
+def claims_table(studies: Sequence[RunRecord]) -> Table:
+    """A row per claim: prediction, measurement, interval, verdict.
+
+    Args:
+        studies: finished ones of theorems in order.
+    """
+    rows, data = [], []
+    for run, identity in zip(studies, _identities(studies), strict=True):
+        for claim in run.final_result["claims"]:
+            rows.append([
+                _study_name(identity),
+                claim["what"],
+                number_text(claim["predicted"]),
+                number_text(claim["measured"]),
+                interval_text(claim) or "-",
+                p_value_text(claim) or "-",
+                claim["verdict"],
+                claim.get("severity") or "-",
+            ])  # fmt: skip
+            data.append(identity | {k: x for k, x in claim.items() if k != "alternatives"})
+    return Table(
+        name="claims",
+        title="Every claim, predicted and measured",
+        columns=[
+            "study", "claim", "predicted", "measured", "95 % interval", P_VALUE, "verdict",
+            "severity",
+        ],
+        rows=rows,
+        notes=["Without an interval: enumerated, or compared as one number. p: raw, in brackets "
+               "with Holm's correction over the study's claims; a claim disagrees where that is at "
+               "most 0.05. Severity: what else would have agreed. How each is decided is said in "
+               "claims.csv and on the study's own page."],
+        data=data,
+        headings=True,
+        sentences=("claim", "severity"),
+    )  # fmt: skip
+
+
+def study_figures(studies: Sequence[RunRecord]) -> tuple[list[Figure], list[str]]:
+    """The studies' own figures, and a line for each that cannot be shown.
+
+    Args:
+        studies: finished ones of theorems in order.
+    """
+    figures, lines = [], []
+    for run, identity in zip(studies, _identities(studies), strict=True):
+        bed = _bed_text(identity, ", ")
+        title = identity["result"] if bed == "-" else f"{identity['result']}, on {bed}"
+        try:
+            svg = (run.folder / "figure.svg").read_text()
+            inlined(svg, "figure")
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            lines.append(f"damaged: {run.label}: figure.svg is not shown: {reason}")
+            continue
+        figures.append(Figure(title, svg, f"{PREDICTED}. {run.label}"))
+    return figures, lines
+
+
+def verdict_sentence(studies: Sequence[RunRecord]) -> str:
+    """How many studies agree, and which do not.
+
+    Args:
+        studies: finished ones of theorems in order.
+    """
+    kinds = [kind_of(run) for run in studies]
+    names: dict[str, list[str]] = {AGREES: [], DISAGREES: [], OPEN: []}  # of studies, by verdict
+    for run, identity in zip(studies, _identities(studies), strict=True):
+        several = kinds.count(identity["study"]) > 1
+        name = _study_name(identity) if several else identity["result"].partition(", ")[0]
+        names.setdefault(run.final_result["verdict"], []).append(name)
+    claims = [claim["verdict"] for run in studies for claim in run.final_result["claims"]]
+    agree = names[AGREES]
+    if len(agree) == len(studies):
+        return f"All {len(claims)} claims agree with theory ({_enumeration(agree)})."
+    parts = [f"{len(agree)} of {len(studies)} studies agree with theory in every claim"]
+    if names[DISAGREES]:
+        parts.append(f"some claims of {_enumeration(names[DISAGREES])} disagree")
+    if names[OPEN]:
+        parts.append(f"some claims of {_enumeration(names[OPEN])} are not decided")
+    return f"{', '.join(parts)}; {claims.count(AGREES)} of all {len(claims)} claims agree."
+
+
+def _enumeration(names: Sequence[str]) -> str:
+    """Names as a sentence has them.
+
+    >>> _enumeration(["a"]), _enumeration(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """What each study is of; `differs_in`: from others of the same result, beside its bed."""
+    identities = []
+    for run in studies:
+        alike = [other.keys for other in studies if kind_of(other) == kind_of(run)]
+        keys = distinguishing_keys(alike, ("study.replicates",)) or distinguishing_keys(alike, ())
+        kind = kind_of(run)
+        identities.append(
+            {
+                "result": TITLES.get(kind, kind),
+                "study": kind,
+                "bed": None if run.config["bed"].get("kind") == "none" else run.policy,
+                "differs_in": key_label(run.keys, [key for key in keys if key != "bed.name"]),
+                "run": run.label,
+            }
+        )
+    return identities
+
+
+def _bed_text(identity: dict[str, Any], separator: str) -> str:
+    """Bed, and what else tells a study from another of its kind; - where there is neither."""
+    return separator.join(filter(None, (identity["bed"], identity["differs_in"]))) or "-"
+
+
+def _study_name(identity: dict[str, Any]) -> str:
+    """`Theorem 8 (coins)`."""
+    result, bed = identity["result"].partition(", ")[0], _bed_text(identity, ", ")
+    return result if bed == "-" else f"{result} ({bed})"

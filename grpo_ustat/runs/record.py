@@ -1,0 +1,390 @@
+"""A run as its folder tells it: finished or not, whole or in part.
+
+A file that is not there is empty; one that is damaged is too, and is named in `RunRecord.notes`.
+Whether a run is done is read from its own folder, never from a scheduler: its `result.json` has the
+fingerprint of its configuration and as many steps as that demands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_rules, operational_keys
+from grpo_ustat.config.schema import flatten
+from grpo_ustat.distributed.lock import peek
+from grpo_ustat.runs import history
+from grpo_ustat.runs.files import csv_rows, read_rows
+
+if TYPE_CHECKING:
+    import pyarrow
+
+CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
+METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
+NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)  # notes on other files come after these
+EVAL_NUMBERS = ("step", "accuracy", "low", "high", "n")
+MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000  # that a page holds
+
+DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
+BEYOND = "beyond"
+
+AGREES, DISAGREES, OPEN = "agrees", "disagrees", "not decided"
+COUNTED = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}  # how counts are headed
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run is.
+
+    Attributes:
+        name: done, running, failed, stopped (or killed: started again, it goes on), missing, or
+            beyond: it has done more steps than its configuration demands.
+        detail: of a failed run the last line of its error, of a running one who runs it.
+        launches: how often it was started.
+        step, steps: training steps done and demanded; None of a study.
+        seconds: of work, restarts included; None until the run is done.
+        accuracy, low, high: held-out, or of a study's policy; None until the run is done.
+        verdicts: of a study of a theorem, how many claims have each; None until it is done.
+    """
+
+    name: str
+    detail: str = ""
+    launches: int = 0
+    step: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    accuracy: float | None = None
+    low: float | None = None
+    high: float | None = None
+    verdicts: dict[str, int] | None = None
+
+
+class RunRecord:
+    """A run folder; every file is read once, when it is first needed.
+
+    Args:
+        folder: of the run.
+        label: its name among other runs.
+        config_hash: fingerprint that its result must have; None: any.
+        max_steps: training steps that it must have done; None of a study.
+        result: that the run is about to write to `result.json`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        label: str = "",
+        config_hash: str | None = None,
+        max_steps: int | None = None,
+        result: dict[str, Any] | None = None,
+    ):
+        self.folder, self.label = folder, label
+        self.config_hash, self.max_steps = config_hash, max_steps
+        self._notes: list[str] = []
+        if result is not None:
+            self.result = result
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The configuration, nested."""
+        return self._read(CONFIG, yaml.safe_load) or {}
+
+    @cached_property
+    def code(self) -> dict[str, Any]:
+        """Commit, uncommitted changes, versions, and fingerprints of weights and data."""
+        return self._read(CODE, json.loads) or {}
+
+    @cached_property
+    def result(self) -> dict[str, Any] | None:
+        """Content of `result.json`; None while the run is unfinished."""
+        return self._read(RESULT, json.loads)
+
+    @property
+    def final_result(self) -> dict[str, Any]:
+        """The result of a run that must have one.
+
+        Raises:
+            LookupError: it is unfinished.
+        """
+        if self.result is None:
+            raise LookupError(f"{self.folder} has no result: the run is unfinished")
+        return self.result
+
+    @cached_property
+    def launches(self) -> list[dict[str, Any]]:
+        """Rows of the run's history."""
+        return history.launches(self.folder)
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of the training steps, those without a step left out."""
+        try:
+            rows, damaged = read_rows(self.folder / METRICS)
+        except OSError as error:
+            self.add_note(f"{METRICS} is damaged and not shown: {_one_line(error)}")
+            return []
+        if damaged:
+            self.add_note(f"{METRICS} is damaged in {damaged} lines, which are left out")
+        return [row for row in rows if isinstance(row.get("step"), int)]
+
+    @cached_property
+    def eval_rows(self) -> list[dict[str, Any]]:
+        """Rows of `eval.csv`; a column is of numbers where all of its cells are."""
+        return self.csv_rows(EVALS)
+
+    @cached_property
+    def evals(self) -> list[dict[str, Any]]:
+        """Held-out accuracies by the first decoding; of an unfinished run, so far."""
+        every = (self.result or {}).get("evals", self.eval_rows)
+        decodings = self.value("eval.decoding") or [row.get("decoding") for row in every]
+        rows = [row for row in every if row.get("decoding") == decodings[0]]
+        whole = [
+            row for row in rows if all(isinstance(row.get(k), int | float) for k in EVAL_NUMBERS)
+        ]
+        if len(whole) < len(rows) or bool(every) > bool(rows):
+            self.add_note(f"{EVALS} is damaged in part")
+        return whole
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each damaged file."""
+        for name in ("config", "code", "result", "metrics", "eval_rows"):
+            getattr(self, name)
+        ranks = {name: rank for rank, name in enumerate(NOTE_ORDER)}
+        return sorted(self._notes, key=lambda line: ranks.get(line.split()[0], len(ranks)))
+
+    def add_note(self, line: str) -> None:
+        """Add a line on a damaged file, whose name comes first; each line is kept once."""
+        if line not in self._notes:
+            self._notes.append(line)
+
+    def value(self, key: str) -> Any:
+        """Value of a dotted key of the configuration, None where it has no such key."""
+        value: Any = self.config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    @property
+    def command(self) -> str:
+        """The command that made the run: `train`, `mse` or `gap`."""
+        return command_of(self.config)
+
+    @cached_property
+    def keys(self) -> dict[str, Any]:
+        """Identity by dotted key: the configuration's choices, and fingerprints of weights and
+        data; operational keys differ freely (see `identity.OPERATIONAL`).
+        """
+        return identity_keys(self.config) | {k: self.code.get(k) for k in ("weights", "data")}
+
+    @property
+    def commit(self) -> str | None:
+        """Of the code that the run used, None where unknown."""
+        return self.code.get("commit")
+
+    @property
+    def policy(self) -> str:
+        """Model and prompt, for one model with two prompts is two policies; or the bed."""
+        if self.command == "gap":
+            return self.config["bed"]["name"]
+        prompt = self.config["prompt"]
+        shots = f" x {prompt['shots']}" if prompt.get("shots") else ""
+        return f"{self.config['model']['name']}, {prompt['name']}{shots}"
+
+    @property
+    def dataset(self) -> str | None:
+        """Name of the questions, of which a bed has none."""
+        return None if self.command == "gap" else self.config["dataset"]["name"]
+
+    @property
+    def unfinished(self) -> str:
+        """Why there is no result, for a line of its own; empty where there is one."""
+        if self.result is not None:
+            return ""
+        state = self.state
+        steps = "" if state.steps is None else f", step {state.step} of {state.steps}"
+        detail = f" ({state.detail})" if state.detail else ""
+        return f"{self.label}: {state.name}{steps}{detail}"
+
+    @cached_property
+    def state(self) -> RunState:
+        """How far the run is.
+
+        A launch that failed after the result was written, such as one that was to overwrite it,
+        left the result as it was: the run's state is that of its last launch.
+        """
+        progress: dict[str, Any] = {
+            "launches": sum(row.get("event") == "start" for row in self.launches),
+            "step": self._last_step() if self.max_steps else None,
+            "steps": self.max_steps,
+        }
+        summary, reason = self._result_summary()
+        last = next((row for row in reversed(self.launches) if "event" in row), {})
+        failed = last.get("outcome") == "failed"
+        hashes = {self.config_hash, last.get("config_hash")} - {
+            None
+        }  # of the folder, of the launch
+        if summary is not None and not (failed and len(hashes) < 2):
+            progress |= summary
+            completed_steps = progress["step"] or 0
+            if self.max_steps is None or completed_steps == self.max_steps:
+                return RunState(DONE, **progress)
+            text = (
+                f"{completed_steps} steps are done, {self.max_steps} asked: use "
+                f"max_steps={completed_steps} or more"
+            )
+            return RunState(BEYOND, text, **progress)
+        owner = peek(self.folder)
+        if owner is not None:
+            return RunState(RUNNING, f"{owner.host}, process {owner.pid}", **progress)
+        if failed:
+            return RunState(FAILED, str(last.get("error", "")), **progress)
+        if not self.launches:
+            return RunState(MISSING, **progress)
+        reason = str(last.get("reason", reason)) if "outcome" in last else "killed"
+        return RunState(STOPPED, reason, **progress)
+
+    def _result_summary(self) -> tuple[dict[str, Any] | None, str]:
+        """Seconds, and accuracy or verdicts, of a finished run; else None, and why there is no
+        valid result.
+        """
+        result = self.result
+        try:
+            if result is None:
+                raise ValueError("no result")
+            if "claims" in result:
+                seconds, verdicts = result["cost"]["seconds"], verdict_counts(result["claims"])
+                summary = {"verdicts": verdicts, "seconds": float(seconds)}
+            elif "final_accuracy" in result:
+                accuracy = result["final_accuracy"]
+                summary = {"accuracy": accuracy, "step": result["steps"]}
+                summary |= {"low": result["accuracy_low"], "high": result["accuracy_high"]}
+                summary["seconds"] = result["seconds"]
+            else:
+                policy, cost = result["policy"], result["cost"]
+                summary = {"accuracy": policy["accuracy"]}
+                summary |= {"low": policy["accuracy_low"], "high": policy["accuracy_high"]}
+                summary["seconds"] = cost["seconds_generate"] + cost["seconds_score"]
+        except (ValueError, LookupError, TypeError):
+            return None, "its result is missing or damaged"
+        if self.config_hash not in (None, result.get("config_hash")):
+            return None, "its result is another configuration's"
+        if summary.get("step", 0) < (self.max_steps or 0):
+            return None, f"{self.max_steps} steps are asked now"
+        return summary, ""
+
+    def _last_step(self) -> int:
+        """The last step with a whole row, 0 where there is none."""
+        try:
+            lines = (self.folder / METRICS).read_bytes().splitlines()
+        except OSError:
+            return 0
+        for line in reversed(lines):
+            try:
+                return json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):
+                continue
+        return 0
+
+    def csv_rows(self, name: str) -> list[dict[str, Any]]:
+        """Rows of a table in CSV, none where there is no such file."""
+        return self._read(name, csv_rows, list) or []
+
+    def completions(self) -> tuple[list[dict[str, Any]], str]:
+        """Rows of the log of completions, and a sentence on which they are.
+
+        Where all would be too many for a page, they are those of evenly spaced steps. Columns
+        without any value are left out.
+        """
+        file = self.folder / COMPLETIONS
+        if not file.is_file():
+            return [], ""
+        from pyarrow import parquet  # not at the start of every command
+
+        try:
+            steps = parquet.read_table(file, columns=["step"])["step"].to_pylist()
+            table = _thin(parquet.read_table(file), steps)
+        except (OSError, ValueError, LookupError) as error:
+            self.add_note(f"{COMPLETIONS} is damaged and not shown: {_one_line(error)}")
+            return [], ""
+        columns = [name for name in table.column_names if table[name].null_count < len(table)]
+        columns += [name for name in ("prompt", "completion", "reward") if name not in columns]
+        sentence = f"{COMPLETIONS} holds {len(steps)} completions"
+        if len(table) == len(steps):
+            sentence += ", all of them here."
+        else:
+            which = "the first of them" if None in steps else "those of evenly spaced steps"
+            sentence += f"; here are {len(table)}, {which}."
+        return table.select(columns).to_pylist(), sentence
+
+    def _read(self, name: str, parse: Callable[[str], Any], kind: type = dict) -> Any:
+        """A file's parsed content; None where it is missing, or damaged and noted."""
+        file = self.folder / name
+        if not file.is_file():
+            return None
+        try:
+            content = parse(file.read_text(errors="replace"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            self.add_note(f"{name} is damaged and not shown: {_one_line(error)}")
+            return None
+        if not isinstance(content, kind):
+            self.add_note(f"{name} is damaged and not shown: it holds no {kind.__name__}")
+            return None
+        return content
+
+
+def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
+    """Whole steps, evenly spaced, as many as a page can hold."""
+    import pyarrow
+
+    share = max(len(table) / MOST_COMPLETIONS, table.nbytes / MOST_BYTES, 1)
+    every = sorted({step for step in steps if step is not None})
+    if share == 1 or len(every) < 2:
+        return table.slice(0, int(len(table) / share))
+    count = max(2, int(len(every) / share))
+    spaced = {every[round(i * (len(every) - 1) / (count - 1))] for i in range(count)}
+    return table.filter(pyarrow.array([step in spaced for step in steps]))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def command_of(config: dict[str, Any]) -> str:
+    """The command whose configuration it is: `train`, `mse` or `gap`.
+
+    >>> [command_of(x) for x in ({"max_steps": 80}, {"bed": {}, "study": {}}, {"study": {}})]
+    ['train', 'gap', 'mse']
+    """
+    return "train" if "max_steps" in config else "gap" if "bed" in config else "mse"
+
+
+def identity_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a nested configuration that make a run this run, by dotted key."""
+    excluded = operational_keys(config)
+    whole = drop_neutral_keys(drop_unused_rules(config))
+    return flatten({key: value for key, value in whole.items() if key not in excluded})
+
+
+def verdict_counts(claims: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many claims have each verdict.
+
+    Args:
+        claims: of a study's `result.json`.
+
+    Raises:
+        LookupError, TypeError, ValueError: they are not what a study writes.
+
+    >>> verdict_counts([{"verdict": "agrees"}, {"verdict": "not decided"}, {"verdict": "agrees"}])
+    {'agrees': 2, 'disagrees': 0, 'not decided': 1}
+    """
+    counts = dict.fromkeys(COUNTED, 0)
+    for claim in claims:
+        counts[claim["verdict"]] += 1
+    return counts

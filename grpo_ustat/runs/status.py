@@ -1,0 +1,222 @@
+"""A sweep's list of runs, kept beside their folders, and how far each of them is.
+
+`sweep-<hash>.json` in the sweep's folder names every run with its folder and the fingerprint of its
+configuration; the same sweep finds the same file again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs import history
+from grpo_ustat.runs.files import write_whole
+from grpo_ustat.runs.folder import RunFolder, create_folder
+from grpo_ustat.runs.record import (
+    BEYOND,
+    COUNTED,
+    DONE,
+    FAILED,
+    MISSING,
+    RUNNING,
+    STOPPED,
+    RunRecord,
+    RunState,
+)
+
+COLOURS = {
+    DONE: "green", RUNNING: "cyan", FAILED: "red", BEYOND: "red", STOPPED: "yellow",
+    MISSING: "dim",
+}  # fmt: skip
+CAPTIONS = {  # what a table shows of the finished runs of a command
+    "train": "held-out accuracy, 95 % intervals over questions",
+    "mse": "accuracy of the policy, 95 % intervals over questions",
+    "gap": "predictions that agree with what is measured, that do not, and that are not decided",
+}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run.
+
+    Attributes:
+        name: the overrides in which it differs from the sweep's other runs, `group_size=4 seed=0`.
+        config: its checked configuration.
+        folder: None where only the running job knows it.
+        sweep: the sweep's folder, None for a run alone.
+        overrides: that compose it.
+    """
+
+    name: str
+    config: Any
+    folder: RunFolder | None
+    sweep: Path | None
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a sweep, as the sweep's file lists it.
+
+    Attributes:
+        label: the overrides in which it differs from the others.
+        folder: of the run.
+        config_hash: fingerprint of its configuration; None: whatever the folder holds.
+        max_steps: of training, None of a study.
+    """
+
+    label: str
+    folder: Path
+    config_hash: str | None
+    max_steps: int | None
+
+    def record(self) -> RunRecord:
+        """The run as its folder tells it now."""
+        return RunRecord(self.folder, self.label, self.config_hash, self.max_steps)
+
+    def state(self) -> RunState:
+        """How far the run is now, from its folder alone."""
+        return self.record().state
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep's file, the command of its runs, and the runs."""
+
+    file: Path
+    command: str
+    entries: list[Entry]
+
+
+def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
+    """Write the list of a sweep's runs.
+
+    Args:
+        command: of all runs.
+        planned_runs: each with a folder below the sweep's.
+
+    Raises:
+        ConfigError: the sweep's folder cannot be made.
+    """
+    place = planned_runs[0].sweep
+    assert place is not None
+    entries = [
+        Entry(
+            label=run.name or "the only one",
+            folder=run.folder.path,
+            config_hash=run.folder.config_hash,
+            max_steps=getattr(run.config, "max_steps", None),
+        )
+        for run in planned_runs
+        if run.folder is not None
+    ]
+    names = sorted(str(entry.folder.relative_to(place)) for entry in entries)
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    sweep = Sweep(place / f"sweep-{digest}.json", command, entries)
+    runs = [asdict(entry) | {"folder": str(entry.folder.relative_to(place))} for entry in entries]
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    create_folder(place, "hydra.sweep.dir")
+    write_whole(sweep.file, json.dumps({"entry": command, "noted": time, "runs": runs}, indent=1))
+    return sweep
+
+
+def sweeps_in(place: Path) -> list[Sweep]:
+    """The sweeps that a folder holds, the latest last, then the runs that none of them names; or
+    that of a sweep's file alone.
+
+    Raises:
+        ConfigError: there is nothing of ours, or a sweep's file is damaged.
+    """
+    if place.is_file():
+        return [_read_sweep(place)]
+    sweeps = [_read_sweep(file) for file in place.glob("sweep-*.json")]
+    sweeps.sort(key=lambda sweep: sweep.file.stat().st_mtime)
+    sweeps += _unlisted_runs(place, {entry.folder for sweep in sweeps for entry in sweep.entries})
+    if not sweeps:
+        raise ConfigError(f"{place} holds no sweep and no run: name a folder such as outputs/train")
+    return sweeps
+
+
+def _read_sweep(file: Path) -> Sweep:
+    try:
+        content = json.loads(file.read_text())
+        runs = [Entry(**run | {"folder": file.parent / run["folder"]}) for run in content["runs"]]
+        if content["entry"] not in CAPTIONS:
+            raise ValueError(f"of entry {content['entry']!r}")
+        return Sweep(file, content["entry"], runs)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not a sweep's file, or damaged ({error})") from error
+
+
+def _unlisted_runs(place: Path, listed: set[Path]) -> list[Sweep]:
+    """The runs that no sweep names, as a sweep for each command; those whose configuration is lost
+    stand beside others.
+    """
+    folders = [file.parent for file in sorted(place.rglob(history.NAME))]
+    records = [RunRecord(folder) for folder in folders if folder not in listed]
+    fallback = next((record.command for record in records if record.config), "mse")
+    entries: dict[str, list[Entry]] = {}
+    for record in records:
+        label = str(record.folder.relative_to(place))
+        entry = Entry(label, record.folder, None, record.config.get("max_steps"))
+        entries.setdefault(record.command if record.config else fallback, []).append(entry)
+    file = place / "(named by no sweep)" if listed else place
+    return [Sweep(file, command, runs) for command, runs in entries.items()]
+
+
+def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
+    """For a terminal: a row for every run, and below it how many are done, failed and so on."""
+    counts = {name: sum(state.name == name for state in states) for name in COLOURS}
+    summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    table = Table(
+        title=escape(str(sweep.file)),
+        caption=f"{summary} of {len(states)} runs; {CAPTIONS[sweep.command]}",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("run", overflow="fold")
+    table.add_column("state")
+    steps = ["step"] if sweep.command == "train" else []
+    results = list(COUNTED.values()) if sweep.command == "gap" else ["accuracy"]
+    for column in (*steps, "starts", "time", *results):
+        table.add_column(column, justify="right", no_wrap=True)
+    for entry, state in zip(sweep.entries, states, strict=True):
+        cells = [escape(entry.label), f"[{COLOURS[state.name]}]{state.name}[/]"]
+        if sweep.command == "train":
+            cells.append("" if state.steps is None else f"{state.step}/{state.steps}")
+        cells += [
+            str(state.launches or ""), "" if state.seconds is None else _clock(state.seconds)
+        ]  # fmt: skip
+        if sweep.command == "gap":
+            cells += ["" if state.verdicts is None else str(state.verdicts[v]) for v in COUNTED]
+        elif state.name != DONE or state.accuracy is None:
+            cells.append("")
+        else:
+            cells.append(escape(f"{state.accuracy:.3f} [{state.low:.3f}, {state.high:.3f}]"))
+        table.add_row(*cells)
+    return table
+
+
+def details(sweep: Sweep, states: Sequence[RunState]) -> list[str]:
+    """A line for every run of which there is more to say: why it failed, who runs it."""
+    pairs = zip(sweep.entries, states, strict=True)
+    return [f"{state.name}: {run.label}: {state.detail}" for run, state in pairs if state.detail]
+
+
+def _clock(seconds: float) -> str:
+    """What a clock would show, such as 4.3 s, 1:23 or 2:03:04."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

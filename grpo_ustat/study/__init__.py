@@ -1,1 +1,0 @@
-"""What `mse` does: score pools, closed forms, Monte Carlo, and the study that runs them."""

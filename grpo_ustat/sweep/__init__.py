@@ -1,0 +1,1 @@
+"""How far the sweeps in a folder are."""

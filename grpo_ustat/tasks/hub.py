@@ -1,0 +1,50 @@
+"""Whether the hub answers. Where it does not, only its local cache is read, as HF_HUB_OFFLINE=1 has
+it: huggingface_hub would try each file six times, for more than a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from functools import cache
+
+from grpo_ustat.distributed.ranks import is_main
+
+SECONDS = 8.0  # to answer; names are looked up without a limit of their own
+
+
+@cache
+def go_offline_if_unreachable() -> bool:
+    """Read the local cache alone from here on where the hub does not answer, with a warning; in
+    this process and in those that it starts. True where it did so. The hub is asked once.
+    """
+    from huggingface_hub import constants, get_session, is_offline_mode
+
+    if is_offline_mode():
+        return False
+    failures: list[str] = [f"no answer in {SECONDS:g} s"]
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=SECONDS)
+            failures.clear()
+        except Exception as error:  # of whichever library sends requests
+            failures[:] = [" ".join(str(error).split()) or type(error).__name__]
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    if not failures:
+        return False
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules and "HF_DATASETS_OFFLINE" not in os.environ:
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+    if is_main():
+        print(
+            f"warning: the hub does not answer ({failures[0]}): its local cache alone is read, as "
+            "HF_HUB_OFFLINE=1 has it",
+            file=sys.stderr,
+        )
+    return True

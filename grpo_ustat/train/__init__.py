@@ -1,0 +1,1 @@
+"""What `train` does: objectives, updates, held-out evaluation, checkpoints."""

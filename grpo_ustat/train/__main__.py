@@ -1,0 +1,35 @@
+"""`grpo-ustat train`: GRPO fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_ustat.cli.app import main as run_command
+from grpo_ustat.launch.command import Command, Run
+from grpo_ustat.runs.status import PlannedRun
+
+
+def load_run() -> Run:
+    """The function that makes one run; importing it imports torch."""
+    from grpo_ustat.train.trainer import fit
+
+    return fit
+
+
+def show_costs(planned_runs: Sequence[PlannedRun]) -> None:
+    """Print what planned runs would cost."""
+    from grpo_ustat.costs import table
+
+    table.show_costs(list(planned_runs))
+
+
+COMMAND = Command("train", load_run, show_costs, "train")
+
+
+def main() -> None:
+    """Console entry."""
+    run_command(COMMAND)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""One step's batch across ranks, and what a baseline reads besides its rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from accelerate.utils import gather_object
+
+from grpo_ustat.estimators.baselines import BASELINES, best_constant
+from grpo_ustat.policy.scores.rollouts import score_rollouts
+from grpo_ustat.records import BaselineContext, Prompt, Rollouts
+from grpo_ustat.rollout.local import Sampling
+from grpo_ustat.tasks.base import answered, rewards
+from grpo_ustat.train.context import Batch, SamplingCost, TrainContext
+
+
+def gather_by_prompt(own_rows: Iterable[Any]) -> list[Any]:
+    """One entry per prompt, in the order of the step's prompts, of which rank r of w holds
+    `prompts[r::w]`; the same list on every rank.
+    """
+    shares = gather_object([list(own_rows)])
+    rows: list[Any] = [None] * sum(map(len, shares))
+    for rank, share in enumerate(shares):
+        rows[rank :: len(shares)] = share
+    return rows
+
+
+def sample_batch(
+    run: TrainContext, prompts: list[Prompt], count: int, sampling: Sampling, step: int = 0
+) -> Batch:
+    """Sample `count` completions of each prompt, on this rank of its own prompts (there may be
+    none), reward them, and gather rewards and lengths of all ranks.
+    """
+    own_prompts = prompts[run.accelerator.process_index :: run.accelerator.num_processes]
+    rollouts, rows = None, []
+    if own_prompts:
+        rollouts = run.engine.sample(own_prompts, count, sampling, step=step)
+        rows = zip(
+            rewards(run.task, rollouts), rollouts.lengths_PG, rollouts.ended_PG,
+            answered(run.task, rollouts), map(len, rollouts.prompt_tokens), strict=True,
+        )  # fmt: skip
+    columns = zip(*gather_by_prompt(rows), strict=True)
+    return Batch(prompts, rollouts, *(np.array(column) for column in columns))
+
+
+def sample_extra(
+    run: TrainContext, prompts: list[Prompt], count: int, step: int, greedy: bool = False
+) -> tuple[Rollouts | None, SamplingCost]:
+    """Completions outside the batch of this rank's prompts (None without prompts), and their cost
+    over all ranks.
+    """
+    rollouts, cost = None, (0, 0)
+    if prompts:
+        sampling = Sampling.of(run.config, "greedy" if greedy else "value", greedy=greedy)
+        rollouts = run.engine.sample(prompts, count, sampling, step=step)
+        cost = (len(prompts) * count, int(rollouts.lengths_PG.sum()))
+    totals = (sum(column) for column in zip(*gather_object([cost]), strict=True))
+    return rollouts, SamplingCost(*totals)
+
+
+def baseline_context(
+    run: TrainContext, batch: Batch, step: int
+) -> tuple[BaselineContext, SamplingCost]:
+    """What the configured baseline reads of all P prompts besides rewards, and what it cost."""
+    needs = BASELINES[run.config.baseline.name].needs
+    fields, cost = run.baseline_state.context(run, batch, step)
+    if "lengths_PG" in needs:
+        fields["lengths_PG"] = batch.lengths_PG
+    prompts, count = batch.own_rollouts.prompts, run.config.budget.value_completions
+    for name in ("greedy_P", "value_P", "optimal_P"):
+        if name not in needs:
+            continue
+        greedy = name == "greedy_P"
+        rollouts, cost = sample_extra(run, prompts, 1 if greedy else count, step, greedy=greedy)
+        assert rollouts is not None  # every rank has a prompt of each step
+        if name == "optimal_P":
+            own_P = optimal_baseline(run, rollouts)
+        else:
+            own_P = rewards(run.task, rollouts).mean(axis=1)
+        fields[name] = np.array(gather_by_prompt(own_P))
+    return BaselineContext(**fields), cost
+
+
+def optimal_baseline(run: TrainContext, rollouts: Rollouts) -> np.ndarray:
+    """`b* = sum q z / sum q` of each prompt, q the squared score norms; 0 where every q is 0."""
+    count = rollouts.lengths_PG.size
+    longest = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
+
+    def squared_norms() -> np.ndarray:
+        """q [N], scored in parts that fit the token budget."""
+        size = max(1, run.token_budget.tokens // longest)
+        parts = np.split(np.arange(count), range(size, count, size))
+        scores = (
+            score_rollouts(run.policy, rollouts, part, run.config.temperature) for part in parts
+        )
+        return np.concatenate([part.sq_norm_B.cpu().numpy() for part in scores])
+
+    q_N = run.token_budget.attempt(squared_norms)
+    return best_constant(q_N.reshape(rollouts.lengths_PG.shape), rewards(run.task, rollouts))

@@ -1,0 +1,225 @@
+"""What a checkpoint holds: the model as save_pretrained writes it, and everything else of a run.
+
+No random state is stored: every draw is keyed by the step. Files are safetensors, JSON and npz
+without pickle, so loading one runs no code of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.ranks import main_only
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.runs.log import RunLog, attempt
+from grpo_ustat.train import fsdp2
+from grpo_ustat.train.context import TrainContext, TrainProgress
+from grpo_ustat.train.deepspeed import ZeroOptimizer
+from grpo_ustat.train.fsdp2 import load_moments
+from grpo_ustat.train.model_card import card_files
+from grpo_ustat.train.snapshots import newest_whole, prune, publish
+
+STATE = "grpo_ustat_state.json"
+OPTIMIZER = "optimizer.safetensors"
+BASELINE_STATE = "memory.npz"
+ADAPTERS = "adapter_model.safetensors"
+
+
+def save_checkpoint(run: TrainContext, progress: TrainProgress, log: RunLog | None) -> bool:
+    """Write `checkpoint-<step>/`, after the rows up to it; returns whether the disk took it.
+
+    A disk that refuses it stops nothing: it is counted, with a warning, and the checkpoint before
+    stays.
+
+    Raises:
+        FloatingPointError: see `check_finite`.
+    """
+    step, failed, texts = progress.step, 0, {}
+    if log and step == run.config.max_steps:
+        texts = card_files(run, progress)
+    start = time.perf_counter()
+    moments = fsdp2.moments(run.policy, run.optimizer)
+    if log:
+        attempt(f"the last rows of {run.folder.path}", log.sync)
+        fields = {key: value for key, value in vars(progress).items() if key != "step"}
+        state = {"progress": fields, "scheduler": run.scheduler.state_dict()}
+        baseline_state = run.baseline_state.state_dict()
+        write = partial(
+            write_checkpoint,
+            run.folder.path, step, run.policy, moments, state, baseline_state, texts,
+        )  # fmt: skip
+        with name_failed_step(run, step):
+            failed = int(not attempt(f"checkpoint-{step} of {run.folder.path}", write))
+    failed = int(run.all_ranks_sum(np.array([failed]))[0])
+    progress.failed_saves += failed
+    progress.seconds_save = time.perf_counter() - start
+    return not failed
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    policy: Policy,
+    moments: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    baseline_state: dict[str, Any],
+    texts: dict[str, str] | None = None,
+) -> Path:
+    """Publish `checkpoint-<step>/`: model, tokenizer, `moments` (see `fsdp2`), state, baseline's
+    state, and further texts by file name.
+
+    With adapters the model part is PEFT's: the adapters alone, which name their base model.
+
+    Raises:
+        FloatingPointError: see `check_finite`; nothing is published.
+    """
+    check_finite(policy, moments)
+
+    def write_files(staging: Path) -> None:
+        """Every file of the checkpoint, into the folder that `publish` then renames."""
+        policy.model.save_pretrained(staging)
+        policy.tokenizer.save_pretrained(staging)
+        save_file(moments, staging / OPTIMIZER)
+        np.savez(staging / BASELINE_STATE, **baseline_state)
+        (staging / STATE).write_text(json.dumps(state | {"step": step}))
+        for name, text in (texts or {}).items():
+            (staging / name).write_text(text)
+
+    return publish(folder, step, write_files)
+
+
+def drop_old(run: TrainContext, step: int) -> None:
+    """Remove checkpoints beyond `save_total_limit`; also those that a killed run left behind."""
+    path, limit = run.folder.path, run.config.save_total_limit
+    attempt(f"removal of old checkpoints in {path}", lambda: prune(path, step, limit))
+
+
+def check_finite(policy: Policy, moments: dict[str, torch.Tensor] | None = None) -> None:
+    """Refuse weights, and state of an optimizer, that are not finite.
+
+    Raises:
+        FloatingPointError: naming the first such tensor.
+    """
+    tensors = {f"weight {name}": p.detach() for name, p in policy.model.named_parameters()}
+    tensors |= {f"optimizer state {name}": value for name, value in (moments or {}).items()}
+    for name, value in tensors.items():
+        if not torch.isfinite(value).all():
+            raise FloatingPointError(f"{name} is not finite: lower learning_rate")
+
+
+@contextmanager
+def name_failed_step(run: TrainContext, step: int) -> Iterator[None]:
+    """Within, a number that is not finite is reported with the run folder and the step.
+
+    Raises:
+        FloatingPointError: with that line.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"{run.folder.path} stopped in step {step}: {error}") from error
+
+
+def resume(run: TrainContext) -> TrainProgress:
+    """Go on from the newest checkpoint that is whole; without any, start.
+
+    Raises:
+        ConfigError: see `newest_whole` and `load`.
+    """
+    checkpoint = main_only(newest_whole, run.folder.path)
+    if checkpoint is None:
+        return TrainProgress()
+    state = load(checkpoint, run.policy, run.optimizer)
+    if run.sharded_policy is not None:
+        fsdp2.scatter_weights(run)
+    run.engine.refresh()
+    run.scheduler.load_state_dict(state["scheduler"])
+    for group, rate in zip(run.optimizer.param_groups, run.scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    run.baseline_state.load_state_dict(load_baseline_state(checkpoint))
+    return TrainProgress(step=state["step"], **state["progress"])
+
+
+def load(
+    checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer | ZeroOptimizer
+) -> dict[str, Any]:
+    """Restore model and optimizer in place and return the stored state.
+
+    Raises:
+        ConfigError: a tensor of the checkpoint does not fit the model.
+    """
+    _load_weights(checkpoint, policy.model)
+    entries = load_file(checkpoint / OPTIMIZER)
+    parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    moments = {key: value for key, value in entries.items() if value.ndim}  # others count updates
+    _check_fit(checkpoint, moments, {k: parameters.get(k.rpartition("/")[0]) for k in moments})
+    fields: dict[str, set[str]] = {}
+    for name, _, moment in (key.rpartition("/") for key in entries):
+        fields.setdefault(name, set()).add(moment)
+    if entries and (
+        fields.keys() != parameters.keys() or len(set(map(frozenset, fields.values()))) > 1
+    ):
+        raise ConfigError(
+            f"{checkpoint / OPTIMIZER} lacks state of some of the {len(parameters)} trained "
+            "parameters: use the model that wrote it, or on_existing=overwrite"
+        )
+    load_moments(policy, optimizer, entries)
+    return json.loads((checkpoint / STATE).read_text())
+
+
+def load_baseline_state(checkpoint: Path) -> dict[str, np.ndarray]:
+    """The baseline's state, see `BaselineState.state_dict`."""
+    with np.load(checkpoint / BASELINE_STATE, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _load_weights(checkpoint: Path, model: Any) -> None:
+    """Restore a model, or its adapters, in place; before that every tensor is checked."""
+    if hasattr(model, "peft_config"):
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        adapters = load_file(checkpoint / ADAPTERS)
+        _check_fit(checkpoint, adapters, get_peft_model_state_dict(model))
+        set_peft_model_state_dict(model, adapters)
+        return
+    # The class's own loading undoes what its save_pretrained does to names.
+    options = dict(dtype="auto", use_safetensors=True, ignore_mismatched_sizes=True)
+    loaded, info = type(model).from_pretrained(checkpoint, output_loading_info=True, **options)
+    differences = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+    if differences:
+        raise ConfigError(
+            f"{checkpoint}: {differences[0]} is absent there or of another shape: use the model "
+            "that wrote it, or on_existing=overwrite"
+        )
+    _check_fit(checkpoint, loaded.state_dict(), model.state_dict())
+    model.load_state_dict(loaded.state_dict())
+
+
+def _check_fit(checkpoint: Path, tensors: dict[str, Any], model_tensors: dict[str, Any]) -> None:
+    """Refuse tensors whose names, shapes or types are not the model's.
+
+    Raises:
+        ConfigError: naming the first that differs, and both sides.
+    """
+
+    def description(tensor: torch.Tensor | None) -> str:
+        return "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+    for name in dict.fromkeys([*model_tensors, *tensors]):
+        in_file = description(tensors.get(name))
+        in_model = description(model_tensors.get(name))
+        if in_file != in_model:
+            raise ConfigError(
+                f"{checkpoint}: {name} is {in_file} there, {in_model} in this model: use the model "
+                "and model.dtype that wrote it, or on_existing=overwrite"
+            )

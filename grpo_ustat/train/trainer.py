@@ -1,0 +1,350 @@
+"""The training loop: sample, reward, advantage, update; read from top to bottom."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.distributed import slurm
+from grpo_ustat.distributed.ranks import PARENT, is_main, main_only, name_lost_ranks
+from grpo_ustat.distributed.signals import Stopped, StopRequest
+from grpo_ustat.estimators.baselines import advantages
+from grpo_ustat.estimators.intervals import matched_difference
+from grpo_ustat.progress import TrainingBar, listening, waiting
+from grpo_ustat.records import Prompt
+from grpo_ustat.report.accuracy import evaluation_table
+from grpo_ustat.report.run_page import leave_page
+from grpo_ustat.report.tables import clipped_warning, write_csv
+from grpo_ustat.rollout.draws import generator
+from grpo_ustat.rollout.local import Sampling
+from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
+from grpo_ustat.runs.log import RunLog, attempt, warn
+from grpo_ustat.train.alarms import check_alarms
+from grpo_ustat.train.batch import baseline_context, sample_batch
+from grpo_ustat.train.checkpoint import (
+    check_finite,
+    drop_old,
+    name_failed_step,
+    resume,
+    save_checkpoint,
+)
+from grpo_ustat.train.context import TrainContext, TrainProgress
+from grpo_ustat.train.evaluate import correct, eval_row, sample_eval
+from grpo_ustat.train.gradient_monitor import gradient_mse
+from grpo_ustat.train.metrics import (
+    batch_metrics,
+    completion_rows,
+    judge_failures,
+    num_tokens,
+    update_metrics,
+)
+from grpo_ustat.train.setup import check_same_start, join_ranks, set_up
+from grpo_ustat.train.update import fixed_logprobs, penalised_rewards, update
+
+
+def fit(config: TrainConfig, folder: RunFolder) -> float:
+    """Train, or show the finished run that the folder already holds.
+
+    Returns:
+        The final held-out accuracy.
+    """
+    console = Console(quiet=not is_main())
+    with name_lost_ranks():
+        join_ranks(config)  # before they agree on anything
+        result = main_only(finished_result, config, folder)
+        if result is not None:
+            text = f"{folder.path} is complete; on_existing=overwrite runs it again."
+            console.print(text, markup=False, soft_wrap=True)
+        else:
+            with folder.lock(), name_lost_ranks():
+                # Another process may have finished it just now.
+                result = main_only(finished_result, config, folder) or train(config, folder)
+    console.print(evaluation_table(result).terminal())
+    console.print(result["summary"], highlight=False, markup=False)
+    last_line = f"Wrote {folder.path} (checkpoint in {result['seconds_save']:.1f} s)"
+    console.print(last_line, soft_wrap=True, highlight=False, markup=False)
+    return result["final_accuracy"]
+
+
+def finished_result(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | None:
+    """The folder's result, if the run has taken all steps."""
+    result = folder.result()
+    if result is not None:
+        refuse_fewer_steps(config, folder, result["steps"])
+    return result if result and result["steps"] == config.max_steps else None
+
+
+def refuse_fewer_steps(config: TrainConfig, folder: RunFolder, step: int) -> None:
+    """Refuse a run folder that is beyond `max_steps`.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    if step > config.max_steps:
+        raise ConfigError(
+            f"{folder.path} is at step {step}, beyond max_steps={config.max_steps}: "
+            f"use max_steps={step} or more, or on_existing=overwrite"
+        )
+
+
+def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
+    """Set up, go on from the newest checkpoint, take all steps, and write `result.json` after
+    everything else is on the disk.
+
+    Returns:
+        The content of `result.json`.
+    """
+    with StopRequest() as stop:
+        with waiting(f"loading {config.model.name} and {config.dataset.name}", visible=is_main()):
+            run = set_up(config, folder)
+        main = run.accelerator.is_main_process
+        main_only(folder.open)
+        progress = resume(run)
+        check_same_start(run, progress.step)
+        refuse_fewer_steps(config, folder, progress.step)
+        if main and progress.step:
+            print(f"going on from checkpoint-{progress.step} of {folder.path}", file=sys.stderr)
+            folder.note(event="resumed", step=progress.step)
+        log = RunLog(folder.path, keep_up_to=progress.step) if main else None
+        bar = TrainingBar(config.max_steps, progress.step, visible=main)
+        with bar, listening(bar.meter.hear if main else None):
+            loop(run, progress, log, bar, stop)
+    result = result_record(config, progress) | {"left_out": run.task.dropped}
+    if log:
+        from grpo_ustat.report.learning import draw_learning
+
+        try:
+            log.sync()
+            write_csv(folder, "eval.csv", progress.evals)
+            draw_learning(folder.path)
+            leave_page(folder, result)
+            folder.finish(result)
+        except OSError as error:
+            raise NotSaved(
+                f"{folder.path}: training is done but its files could not be written "
+                f"({error}): the same command writes them from the last checkpoint"
+            ) from error
+    return result
+
+
+def loop(
+    run: TrainContext,
+    progress: TrainProgress,
+    log: RunLog | None,
+    bar: TrainingBar,
+    stop: StopRequest,
+) -> None:
+    """Evaluate, save and take a step, until none is left or a signal asks to stop.
+
+    What is due depends on the step alone, so a resumed run does what an uninterrupted one does.
+
+    Raises:
+        Stopped: after a checkpoint, because of a signal to any rank.
+        NotSaved: the last checkpoint could not be written.
+    """
+    config, saved_step, grace_known, row = run.config, progress.step, False, {}
+    while True:
+        last = progress.step == config.max_steps
+        if (last or progress.step % config.eval_steps == 0) and not stop_requested(run, stop):
+            evaluate(run, progress, bar)
+        stopping = stop_requested(run, stop)
+        due = last or progress.step % config.save_steps == 0
+        if progress.step > saved_step and (stopping or due) and save_checkpoint(run, progress, log):
+            if log and not (grace_known or stopping):
+                seconds_step, grace_seconds = row["step_time"], config.launch.grace_seconds
+                report_grace(seconds_step, progress.seconds_save, grace_seconds)
+            saved_step, grace_known = progress.step, True
+        if log and saved_step == progress.step > 0:
+            drop_old(run, saved_step)
+        if stopping:
+            if log:
+                leave_page(run.folder)
+            checkpoint = "nothing to save"
+            if progress.step:
+                checkpoint = "a checkpoint could not be written"
+                if saved_step == progress.step:
+                    seconds = progress.seconds_save
+                    checkpoint = f"checkpoint-{saved_step} took {seconds:.1f} s to write"
+            raise Stopped(f"stopped by {stop.name} after step {progress.step}; {checkpoint}")
+        if last:
+            break
+        row, completions = train_step(run, progress)
+        if log:
+            run.folder.check_lock()
+            log.write(row | {"seconds_save": progress.seconds_save}, completions)
+        bar.step(row, config.budget.rollouts)
+        for line in check_alarms(config, row, progress.streaks, progress.alarms):
+            bar.print_alarm(line)
+    if saved_step < progress.step:
+        raise NotSaved(
+            f"{run.folder.path}: the last checkpoint could not be written (reason above); with "
+            f"room on the disk the same command goes on from the checkpoint before"
+        )
+
+
+def stop_requested(run: TrainContext, stop: StopRequest) -> bool:
+    """Whether any rank has received a signal to stop; the same answer on all.
+
+    Raises:
+        Held: another process took the run folder over.
+    """
+    main_only(run.folder.check_lock)
+    return bool(run.all_ranks_sum(np.array([stop.received])).any())
+
+
+def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> list[Prompt]:
+    """The step's P distinct prompts, a function of seed and step alone."""
+    rng = generator(config.seed, "prompts", step)
+    return [prompts[i] for i in rng.choice(len(prompts), config.prompts_per_step, replace=False)]
+
+
+def train_step(
+    run: TrainContext, progress: TrainProgress
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One step: from prompts to an update of the policy.
+
+    Returns:
+        The step's row of metrics.jsonl, and its rows of completions.parquet.
+
+    Raises:
+        FloatingPointError: a metric, or a weight after the update, is not finite.
+    """
+    start, step, config = time.perf_counter(), progress.step, run.config
+    with name_failed_step(run, step + 1):
+        prompts = choose_prompts(config, run.train_prompts, step)
+        sampling = Sampling.of(config, "rollout")
+        batch = sample_batch(run, prompts, config.group_size, sampling, step)
+        context, extra_cost = baseline_context(run, batch, step)
+        seconds_generate = time.perf_counter() - start
+
+        fixed = fixed_logprobs(run, batch.own_rollouts)
+        rewards_PG, rule = penalised_rewards(run, batch, fixed), config.baseline
+        advantage_PG = advantages(rule.name, rewards_PG, context, rule.options)
+        run.baseline_state.update(run, batch)
+        every = config.monitor.gradient_mse_every
+        monitor = gradient_mse(run, batch) if every and step % every == 0 else {}
+        completions = completion_rows(run, batch, advantage_PG, step + 1)
+
+        grad_norm, stats = update(run, batch, run.own_rows(advantage_PG), fixed, step)
+        run.engine.refresh()
+        row = batch_metrics(batch) | update_metrics(stats, batch.own_rollouts, fixed) | monitor
+        row |= {"grad_norm": grad_norm, "learning_rate": run.scheduler.get_last_lr()[0]}
+        run.scheduler.step()
+
+        progress.step += 1
+        progress.rollouts += config.budget.rollouts
+        progress.value_rollouts += extra_cost.rollouts
+        progress.tokens += row["tokens"] + extra_cost.tokens
+        progress.num_tokens += num_tokens(batch) + extra_cost.tokens
+        progress.clipped_ratio = row["completions/clipped_ratio"]
+        totals = ("step", "num_tokens", "rollouts", "value_rollouts")
+        row |= {name: getattr(progress, name) for name in totals} | judge_failures(run)
+        progress.seconds += time.perf_counter() - start
+        row["seconds_generate"], row["step_time"] = seconds_generate, time.perf_counter() - start
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise FloatingPointError(f"{name} is {value}: lower learning_rate")
+        check_finite(run.policy)
+    return row, completions
+
+
+def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> None:
+    """Measure held-out accuracy with each decoding, unless a resumed run has at this step.
+
+    Raises:
+        FloatingPointError: a reward is not finite.
+    """
+    if progress.evals and progress.evals[-1]["step"] == progress.step:
+        return
+    options = run.config.eval
+    with name_failed_step(run, progress.step):
+        for decoding in options.decoding:
+            batch = sample_eval(run, decoding)
+            row = eval_row(progress.step, decoding, batch, options.num_generations)
+            progress.evals.append(row | judge_failures(run))
+            bar.print_evaluation(progress.evals[-1])
+            if decoding == options.decoding[0]:
+                progress.rewards_last = correct(batch).mean(axis=1).tolist()
+                progress.rewards_first = progress.rewards_first or progress.rewards_last
+        if run.accelerator.is_main_process:
+            path = run.folder.path / "eval.csv"
+            attempt(str(path), lambda: write_csv(run.folder, "eval.csv", progress.evals))
+
+
+def result_record(config: TrainConfig, progress: TrainProgress) -> dict[str, Any]:
+    """The content of `result.json`, with a summary in words: what training did to the held-out
+    accuracy of the first decoding listed.
+    """
+    evals = [row for row in progress.evals if row["decoding"] == config.eval.decoding[0]]
+    first, last = evals[0], evals[-1]
+    gain = matched_difference(np.array(progress.rewards_last), np.array(progress.rewards_first))
+    greedy = last["decoding"] == "greedy"
+    decoding = "greedy" if greedy else f"sampled at temperature {config.temperature}"
+    summary = (
+        f"Held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f}, paired difference "
+        f"{gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] on the same {last['n']} "
+        f"questions, {decoding}."
+    )
+    if progress.alarms:
+        alarms = ", ".join(f"{name} ({steps})" for name, steps in progress.alarms.items())
+        summary += f" Alarms (steps): {alarms}."
+    summary += clipped_warning("last step's", progress.clipped_ratio, config.max_completion_length)
+    return {
+        "final_accuracy": last["accuracy"],
+        "accuracy_low": last["low"],
+        "accuracy_high": last["high"],
+        "gain": gain.estimate,
+        "gain_low": gain.low,
+        "gain_high": gain.high,
+        "steps": progress.step,
+        "rollouts": progress.rollouts,
+        "value_rollouts": progress.value_rollouts,
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
+        "seconds_save": progress.seconds_save,
+        "failed_saves": progress.failed_saves,
+        "evals": progress.evals,
+        "alarms": progress.alarms,
+        "run": config.run_name,
+        "summary": summary,
+        "versions": versions(),
+    }
+
+
+def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -> None:
+    """Print how long a stop takes and how long SLURM or the parent process waits before a kill; a
+    warning where a kill would lose steps.
+
+    Without SLURM and without a parent of ranks nobody sets a limit, and nothing is printed. The
+    wait after `scancel` is printed and never warned of: a job that was cancelled is not to go on.
+
+    Args:
+        seconds_step, seconds_save: of the latest step and of the checkpoint after it.
+        grace_seconds: `launch.grace_seconds`.
+    """
+    cluster, limits = slurm.grace(), {}
+    if PARENT in os.environ:
+        limits["to ranks (launch.grace_seconds)"] = float(grace_seconds)
+    if cluster.preempted:  # 0 is SLURM's default, also where nothing is ever preempted
+        limits["after a preemption (GraceTime)"] = cluster.preempted
+    waits = [f"{seconds:g} s {event}" for event, seconds in limits.items()]
+    if cluster.killed is not None:
+        waits.append(f"{cluster.killed:g} s after scancel (KillWait)")
+    if not waits:
+        return
+    text = (
+        f"a stop takes up to a step ({seconds_step:.1f} s) and a save ({seconds_save:.1f} s); "
+        f"granted are {', '.join(waits)}"
+    )
+    if seconds_step + seconds_save <= min(limits.values(), default=math.inf):
+        print(text, file=sys.stderr)
+    else:
+        warn(f"{text}: a kill loses the steps since the last checkpoint, so lower save_steps")

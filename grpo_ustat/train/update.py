@@ -1,0 +1,328 @@
+"""From advantages to a step of the optimizer: the gradient of the objective, exactly.
+
+Ranks hold whole groups and meet only where gradients are summed, so they may have unequal work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_ustat.policy.adapters import recomputing
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.output_layer import Head
+from grpo_ustat.policy.prompt_sharing import FullReader, SharedPromptReader
+from grpo_ustat.progress import Progress
+from grpo_ustat.records import Rollouts
+from grpo_ustat.rollout.draws import generator
+from grpo_ustat.train import fsdp2
+from grpo_ustat.train import objective as objectives
+from grpo_ustat.train.batch import gather_by_prompt
+from grpo_ustat.train.context import Batch, TrainContext
+from grpo_ustat.train.micro_batches import plan
+from grpo_ustat.train.objective import Part
+
+
+@dataclass(frozen=True)
+class FixedLogprobs:
+    """Log-probabilities that stay fixed during a step's updates, of this rank's N completions.
+
+    Attributes:
+        old_NT, reference_NT: under the policy that sampled the completions and under the
+            reference model, 0 on padding; None where the objective needs none.
+    """
+
+    old_NT: torch.Tensor | None = None
+    reference_NT: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The completions of one update.
+
+    Attributes:
+        index: flat indices of this rank's completions in it.
+        num_rollouts, num_tokens: of the whole update, on all ranks.
+    """
+
+    index: np.ndarray
+    num_rollouts: int
+    num_tokens: int
+
+
+@dataclass
+class UpdateStats:
+    """Measurements of a step's updates on this rank.
+
+    Attributes:
+        sums: see `objective.diagnostics`; `skipped` and `rows` count completions.
+        gap: absolute differences between the trainer's and the sampler's log-probabilities.
+    """
+
+    sums: Counter = field(default_factory=Counter)
+    gap: list[np.ndarray] = field(default_factory=list)
+
+
+def fixed_logprobs(run: TrainContext, rollouts: Rollouts) -> FixedLogprobs:
+    """The log-probabilities that the step's updates and rewards need, before any update.
+
+    The reference model is a frozen copy of the policy, or the policy without its adapters.
+    """
+    objective, index = run.config.objective, np.arange(rollouts.lengths_PG.size)
+    old = reference = None
+    if objectives.needs_old(objective, run.config.budget.rollouts):
+        old = token_logprobs(run, run.policy, rollouts, index)
+    if objective.beta:
+        model: Any = run.policy.model
+        with nullcontext() if run.reference else model.disable_adapter():
+            reference = token_logprobs(run, run.reference or run.policy, rollouts, index)
+    return FixedLogprobs(old, reference)
+
+
+def penalised_rewards(run: TrainContext, batch: Batch, fixed: FixedLogprobs) -> np.ndarray:
+    """Rewards as the baseline sees them, [P, G] of all prompts: `Z - beta sum_t K1` where the
+    penalty is in the reward.
+    """
+    objective = run.config.objective
+    if not objective.beta or objective.kl_in != "reward":
+        return batch.rewards_PG
+    assert fixed.old_NT is not None and fixed.reference_NT is not None
+    own_k1_NT = (fixed.old_NT - fixed.reference_NT).double().cpu().numpy()
+    own_k1_PG = own_k1_NT.sum(axis=1).reshape(batch.own_rollouts.lengths_PG.shape)
+    return batch.rewards_PG - objective.beta * np.array(gather_by_prompt(own_k1_PG))
+
+
+def update(
+    run: TrainContext, batch: Batch, advantage_PG: np.ndarray, fixed: FixedLogprobs, step: int
+) -> tuple[float, UpdateStats]:
+    """All updates of a step: each ascends the objective on a minibatch by one optimizer step.
+
+    Args:
+        run: its parameters are moved.
+        batch: the step's completions.
+        advantage_PG: advantages of this rank's completions.
+        fixed: their log-probabilities before the step.
+        step: keys the order of minibatches.
+
+    Returns:
+        The norm of the last update's gradient before clipping, and the step's measurements.
+
+    Raises:
+        FloatingPointError: a gradient is not finite; the parameters are as before that update.
+    """
+    norm, stats = 0.0, UpdateStats()
+    with fsdp2.release_full_copy(run):
+        for minibatch in minibatches(run, batch.lengths_PG, step):
+            accumulate_gradient(run, batch.own_rollouts, advantage_PG, minibatch, fixed, stats)
+            grads = sum_gradients(run)
+            norm = float(fsdp2.full_tensor(torch.nn.utils.get_total_norm(grads)))
+            if not math.isfinite(norm):
+                raise FloatingPointError(f"the gradient's norm is {norm}: lower learning_rate")
+            if run.config.max_grad_norm is not None and norm > run.config.max_grad_norm:
+                scale = run.config.max_grad_norm / norm
+                torch._foreach_mul_(grads, scale)  # pyright: ignore[reportPrivateImportUsage]
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    return norm, stats
+
+
+def minibatches(run: TrainContext, lengths_PG: np.ndarray, step: int) -> Iterator[Minibatch]:
+    """The step's updates in order: whole groups, shuffled anew in each iteration.
+
+    Args:
+        run: whose objective says how many.
+        lengths_PG: tokens of all ranks' completions.
+        step: keys the order.
+    """
+    config, objective = run.config, run.config.objective
+    count, size = config.prompts_per_step, config.group_size
+    per_update = objective.update_size(config.budget.rollouts) // size
+    rank, world = run.accelerator.process_index, run.accelerator.num_processes
+    for iteration in range(objective.num_iterations):
+        order = np.arange(count)
+        if per_update < count:
+            order = generator(config.seed, "minibatches", step, str(iteration)).permutation(count)
+        for first in range(0, count, per_update):
+            prompts = order[first : first + per_update]
+            own_prompts = np.sort(prompts[prompts % world == rank]) // world
+            index = (own_prompts[:, None] * size + np.arange(size)).ravel()
+            yield Minibatch(index, len(prompts) * size, int(lengths_PG[prompts].sum()))
+
+
+def trainable(policy: Policy) -> list[torch.nn.Parameter]:
+    """The parameters that are trained, each once."""
+    return [p for p in policy.model.parameters() if p.requires_grad]
+
+
+def sum_gradients(run: TrainContext) -> list[torch.Tensor]:
+    """Add the ranks' gradients up, in place, and return them: the divisors are those of the whole
+    update already.
+
+    Under FSDP2 each shard's gradient is the sum over ranks already.
+    """
+    grads = []
+    for parameter in trainable(run.trained_policy):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grads.append(parameter.grad)
+    if run.accelerator.num_processes > 1 and run.sharded_policy is None:
+        pending = [dist.all_reduce(grad, async_op=True) for grad in grads]
+        for handle in pending:
+            if handle is not None:
+                handle.wait()
+    return grads
+
+
+def accumulate_gradient(
+    run: TrainContext,
+    rollouts: Rollouts,
+    advantage_PG: np.ndarray,
+    minibatch: Minibatch,
+    fixed: FixedLogprobs,
+    stats: UpdateStats,
+) -> None:
+    """Put the objective's gradient on this rank's completions, negated for descent, into `grad`.
+
+    Completions that add exactly nothing are skipped. Where memory runs out, the whole gradient is
+    formed again from smaller micro-batches.
+    """
+    index = minibatch.index
+    if objectives.skips_silent(run.config.objective):
+        index = index[advantage_PG.ravel()[index] != 0]
+    stats.sums.update(rows=len(minibatch.index), skipped=len(minibatch.index) - len(index))
+
+    def gradient_within_budget() -> UpdateStats:
+        """The whole gradient from zero, at the token budget of now."""
+        run.optimizer.zero_grad()
+        with recomputing(run.trained_policy.model):
+            return backward_parts(run, rollouts, advantage_PG, index, minibatch, fixed)
+
+    if run.sharded_policy is None:
+        part_stats = run.token_budget.attempt(gradient_within_budget)
+    else:
+        part_stats = fsdp2.attempt_once(run, gradient_within_budget)
+    stats.sums.update(part_stats.sums)
+    stats.gap += part_stats.gap
+
+
+def backward_parts(
+    run: TrainContext,
+    rollouts: Rollouts,
+    advantage_PG: np.ndarray,
+    index: np.ndarray,
+    minibatch: Minibatch,
+    fixed: FixedLogprobs,
+) -> UpdateStats:
+    """Add the negated gradient of the completions in `index` to `grad`, one part at a time.
+
+    Of each token, the derivative of the objective by its log-probability (and by its entropy)
+    is carried back through the output layer, and from there through the model.
+    """
+    config, objective = run.config, run.config.objective
+    advantage_N = torch.from_numpy(advantage_PG.ravel())
+    weight_N = torch.from_numpy(
+        objectives.token_weights(
+            objective.loss_type, rollouts.lengths_PG.ravel(), minibatch.num_rollouts,
+            minibatch.num_tokens, config.max_completion_length,
+        )
+    )  # fmt: skip
+    stats, progress = UpdateStats(), Progress("updating", len(index))
+    for reader, parts in readers(run, run.trained_policy, rollouts, index):
+        for index_B in parts:
+            window = reader.window(index_B)
+            if len(index_B):  # else another rank's work, in which this one takes part
+                head = Head(reader.policy, reader.output, config.temperature)
+                dtype = torch.promote_types(window.hidden_BTD.dtype, torch.float32)
+                mask_BT = window.mask_BT.to(dtype)
+                part = Part(
+                    advantage_B=advantage_N[index_B].to(mask_BT),
+                    mask_BT=mask_BT,
+                    old_BT=rows_like(mask_BT, fixed.old_NT, index_B),
+                    reference_BT=rows_like(mask_BT, fixed.reference_NT, index_B),
+                    weight_B=weight_N[index_B].to(mask_BT),
+                    num_rollouts=minibatch.num_rollouts,
+                )
+                logprob_BT = torch.zeros_like(mask_BT)
+                if objectives.depends_on_logprobs(objective, part):
+                    logprob_BT = head.logprobs(window)
+                    stats.sums.update(objectives.diagnostics(objective, logprob_BT, part))
+                factor_BT, entropy_BT = objectives.factors(objective, logprob_BT, part)
+                descent_entropy_BT = None if entropy_BT is None else -entropy_BT
+                logprob_BT = head.backward(window, -factor_BT, descent_entropy_BT)
+                if part.old_BT is None and rollouts.logprobs_PGT is not None:
+                    stats.gap.append(logprob_gap(rollouts, index_B, logprob_BT, factor_BT))
+            del window  # with its graph, before the next one is read
+            progress.add(len(index_B))
+        reader.backward()
+        del reader  # with the prompts' graph, before the next ones are read
+    return stats
+
+
+def readers(
+    run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
+) -> Iterator[tuple[SharedPromptReader | FullReader | fsdp2.Fsdp2Reader, list[np.ndarray]]]:
+    """The micro-batches of these completions: a reader of its prompts, and the parts of completions
+    that continue them.
+    """
+    if policy is run.sharded_policy:
+        yield from fsdp2.rounds(run, rollouts, index)
+        return
+    for micro_batch in plan(rollouts, index, run.token_budget.tokens, run.share_prompts):
+        completions = sum(map(len, micro_batch.parts))
+        several = len(micro_batch.prompts) < completions  # of some prompt
+        kind = SharedPromptReader if run.share_prompts and several else FullReader
+        yield kind(policy, rollouts, micro_batch.prompts), micro_batch.parts
+
+
+def rows_like(
+    mask_BT: torch.Tensor, values_NT: torch.Tensor | None, index_B: np.ndarray
+) -> torch.Tensor | None:
+    """Rows of some completions, as wide and of the same type as the mask; None of None."""
+    return None if values_NT is None else values_NT[index_B, : mask_BT.shape[1]].to(mask_BT)
+
+
+def logprob_gap(
+    rollouts: Rollouts, index_B: np.ndarray, logprob_BT: torch.Tensor, factor_BT: torch.Tensor
+) -> np.ndarray:
+    """Absolute differences in nats from the sampler's log-probabilities, of the tokens whose
+    factor is not 0: the trainer computes no others.
+    """
+    assert rollouts.logprobs_PGT is not None
+    used_BT = (factor_BT != 0).cpu().numpy()
+    sampler_NT = rollouts.logprobs_PGT.reshape(-1, rollouts.logprobs_PGT.shape[-1])
+    sampler_BT = sampler_NT[index_B, : used_BT.shape[1]]
+    return np.abs(sampler_BT - logprob_BT.double().cpu().numpy())[used_BT]
+
+
+def token_logprobs(
+    run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
+) -> torch.Tensor:
+    """Log-probabilities of this rank's completions under a policy, as the trainer computes them:
+    [N, T], 0 outside `index` and on padding.
+    """
+    shape = (rollouts.lengths_PG.size, rollouts.mask_PGT.shape[-1])
+
+    @torch.no_grad()
+    def read_within_budget() -> torch.Tensor:
+        """[N, T], at the token budget of now."""
+        result_NT, progress = None, Progress("reading", len(index))
+        for reader, parts in readers(run, policy, rollouts, index):
+            for index_B in parts:
+                window = reader.window(index_B)
+                logprob_BT = Head(policy, reader.output, run.config.temperature).logprobs(window)
+                if result_NT is None:
+                    result_NT = logprob_BT.new_zeros(shape)
+                result_NT[index_B, : logprob_BT.shape[1]] = logprob_BT
+                progress.add(len(index_B))
+            del reader, window
+        return torch.zeros(shape, device=policy.model.device) if result_NT is None else result_NT
+
+    return run.token_budget.attempt(read_within_budget)

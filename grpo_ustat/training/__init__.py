@@ -1,1 +1,0 @@
-"""What `train` does: Algorithm 1, held-out evaluation, checkpoints."""

@@ -1,0 +1,218 @@
+"""How often 95 % intervals hold the truth, and how often the warning of heavy tails fires.
+
+Synthetic questions whose moments are known exactly: a score is `r u` with u a random direction in
+the plane and r the score norm, lognormal, Student or Pareto; the reward is 1 with probability
+`V + a <u, d> + b sign(r - median)`, with V, a, d and the scale of r different for every question.
+
+    python scripts/benchmarks/interval_coverage.py --tails light heavy --questions 12 60
+    python scripts/benchmarks/interval_coverage.py --assumption2  # false refutations where it holds
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, closed_form
+from grpo_ustat.mse.verdict import refutes_assumption2
+from grpo_ustat.records import ScorePool
+
+GROUP_SIZE = 2
+BASELINES = ("none", "oracle", "leave_one_out", "optimal")
+POPULATION = 100_000  # questions behind the truth over questions
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A law of the score norm r: quantiles, E r, E r^2 and E[r^2; r > median]."""
+
+    quantile: Callable[[np.ndarray], np.ndarray]
+    mean: float
+    square: float
+    upper: float
+
+
+def lognormal(sd: float) -> Norm:
+    """log r is normal with this standard deviation, that of log q is twice it."""
+    square = math.exp(2 * sd**2)
+    upper = square * stats.norm.cdf(2 * sd)
+    return Norm(lambda u: np.exp(sd * stats.norm.ppf(u)), math.exp(sd**2 / 2), square, upper)
+
+
+def pareto(index: float) -> Norm:
+    """q = r^2 of tail index `index`."""
+    square = index / (index - 1)
+    mean, upper = 2 * index / (2 * index - 1), square * 0.5 ** (1 - 1 / index)
+    return Norm(lambda u: (1 - u) ** (-1 / (2 * index)), mean, square, upper)
+
+
+def student(dof: float) -> Norm:
+    """r is the absolute value of a Student variable."""
+    law = stats.t(dof)
+
+    def moment(power: int, above: float) -> float:
+        return 2 * law.expect(lambda x: x**power, lb=above)
+
+    middle = law.ppf(0.75)
+    return Norm(lambda u: law.ppf((1 + u) / 2), moment(1, 0), moment(2, 0), moment(2, middle))
+
+
+TAILS = {
+    "light": lognormal(0.25), "moderate": lognormal(0.5), "heavy": lognormal(0.75),
+    "very heavy": lognormal(1.0), "student": student(8), "pareto": pareto(1.7),
+}  # fmt: skip
+
+
+class Bed:
+    """m questions.
+
+    Args:
+        norm: law of the score norm.
+        count: m.
+        link: b, how far the reward depends on the score norm; 0: Assumption 2 holds.
+        spread: standard deviation of the logarithm of a question's scale.
+        rng: of V, a, d and the scales.
+        alternate: whether b changes its sign from question to question.
+    """
+
+    def __init__(self, norm, count, link, spread, rng, alternate=False):
+        self.norm, self.count = norm, count
+        sign_P = np.where(np.arange(count) % 2, -1, 1) if alternate else np.ones(count)
+        self.link_P = link * sign_P
+        self.value_P = rng.uniform(0.35, 0.65, count)
+        self.slope_P = rng.uniform(0.1, 0.34 - abs(link), count)
+        ahead = rng.normal(size=(count, 2)) + np.array([0.5, 0])
+        self.ahead_P2 = ahead / np.linalg.norm(ahead, axis=1, keepdims=True)
+        self.scale_P = np.exp(spread * rng.normal(size=count) - spread**2)
+
+    def pool(self, completions: int, rng) -> ScorePool:
+        """Completions of every question."""
+        shape = (self.count, completions)
+        u = rng.random(shape)
+        direction = rng.normal(size=(*shape, 2))
+        direction /= np.linalg.norm(direction, axis=2, keepdims=True)
+        chance = self.value_P[:, None] + self.link_P[:, None] * np.sign(u - 0.5)
+        chance += self.slope_P[:, None] * np.einsum("pnd,pd->pn", direction, self.ahead_P2)
+        z = (rng.random(shape) < chance).astype(float)
+        scores = (self.norm.quantile(u) * self.scale_P[:, None])[..., None] * direction
+        return ScorePool(
+            rewards_PN=z,
+            gram_PNN=np.einsum("pid,pjd->pij", scores, scores, optimize=True),
+            lengths_PN=np.ones(shape, dtype=int),
+            features_PNR=scores,
+            reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
+            score_sums_PR=scores.sum(axis=1),
+        )
+
+    def truth(self, questions: int) -> dict[str, float]:
+        """Exact values; of curves for a batch of so many questions, each once."""
+        scale_sq = self.scale_P**2
+        m0 = self.norm.square * scale_sq
+        covariance = self.link_P * (2 * self.norm.upper - self.norm.square) * scale_sq
+        m1, v = m0 * self.value_P + covariance, self.value_P
+        a_v = (m1 - 2 * v * m1 + v**2 * m0).mean()
+        length = self.slope_P * self.norm.mean * self.scale_P / 2
+        g_sq = np.square(length).mean()
+        grad_sq = float(np.square((length[:, None] * self.ahead_P2).mean(axis=0)).sum())
+        excess = (covariance**2 / m0).mean()
+        c1, c2 = g_sq - grad_sq, a_v - g_sq
+        c3 = (m0 * v * (1 - v)).mean() + g_sq
+        curves = {"none": m1.mean() - g_sq, "oracle": c2, "optimal": c2 - excess}
+        curves["leave_one_out"] = c2 + c3 / (GROUP_SIZE - 1)
+        errors = {f"mse {name}": curves[name] / GROUP_SIZE / questions for name in BASELINES}
+        constants = {"c1": c1, "c2": c2, "c3": c3, "gstar": 1 + math.sqrt(c3 / c1)}
+        return errors | constants | {"share": excess / a_v}
+
+
+def studies(norm, questions, completions, interval, count, seed, **bed) -> Iterator[ClosedForm]:
+    """So many studies; given the questions all of the same ones."""
+    rng = np.random.default_rng(seed)
+    fixed = Bed(norm, questions, rng=np.random.default_rng(7), **bed)
+    over = interval == "questions"
+    rows = [CurvePoint(name, GROUP_SIZE, "all_questions_once", questions) for name in BASELINES]
+    request = Request(rows, {}, questions, over, {})
+    for _ in range(count):
+        drawn = Bed(norm, questions, rng=rng, **bed) if over else fixed
+        yield closed_form(drawn.pool(completions, rng), request, interval)
+
+
+def coverage(tail: str, questions: int, completions: int, interval: str, count: int) -> None:
+    """A row of the table: coverage of every quantity, bias of G*, and how often it warns."""
+    bed = {"link": -0.1, "spread": 0.3}
+    norm, over = TAILS[tail], interval == "questions"
+    size = POPULATION if over else questions
+    exact = Bed(norm, size, rng=np.random.default_rng(7), **bed).truth(questions)
+    hits, warned, best, unbounded = dict.fromkeys(exact, 0), 0, [], 0
+    for result in studies(norm, questions, completions, interval, count, 1, **bed):
+        warned += result.tails.heavy
+        unbounded += math.isinf(result["gstar"].high)
+        best.append(result["gstar"].estimate)
+        for name, value in exact.items():
+            key = name
+            if name.startswith("mse "):
+                key = CurvePoint(name[4:], GROUP_SIZE, "all_questions_once", questions).key
+            hits[name] += result[key].low <= value <= result[key].high
+    shares = " | ".join(f"{hits[name] / count:.3f}" for name in exact)
+    off = np.nanmedian(best) / exact["gstar"] - 1
+    print(
+        f"| {tail} | {interval} | {questions} x {completions} | {shares} | {unbounded / count:.2f} "
+        f"| {off:+.1%} | {warned / count:.2f} |",
+        flush=True,
+    )
+
+
+def assumption2(count: int) -> None:
+    """False refutations where Assumption 2 holds at every question, and power where it fails."""
+    print("| tails | interval | questions x completions | b | refuted | corr's interval misses 0 |")
+    print("|---|---|---|---|---|---|")
+    for tail in ("light", "moderate", "heavy", "very heavy", "pareto"):
+        for questions, completions in ((4, 16), (12, 16), (12, 64), (60, 16)):
+            for interval in ("completions", "questions"):
+                for link in (0.0, 0.2):
+                    if link and tail not in ("light", "moderate"):
+                        continue
+                    bed = {"link": link, "spread": 0.3, "alternate": True}
+                    law = (TAILS[tail], questions, completions, interval, count, 1)
+                    results = [(refutes_assumption2(f), f["corr"]) for f in studies(*law, **bed)]
+                    share = np.mean([fails for fails, _ in results])
+                    other = np.mean([not c.low <= 0 <= c.high for _, c in results])
+                    print(
+                        f"| {tail} | {interval} | {questions} x {completions} | "
+                        f"{'+-' if link else ''}{link} | {share:.3f} | {other:.3f} |",
+                        flush=True,
+                    )
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tails", nargs="+", choices=TAILS, default=["light", "heavy"])
+    parser.add_argument("--questions", nargs="+", type=int, default=[12, 25, 60, 120, 250, 500])
+    parser.add_argument("--completions", nargs="+", type=int, default=[16])
+    parser.add_argument(
+        "--intervals", nargs="+", choices=("completions", "questions"), default=["completions"]
+    )
+    parser.add_argument("--studies", type=int, default=300)
+    parser.add_argument("--assumption2", action="store_true")
+    options = parser.parse_args()
+    if options.assumption2:
+        assumption2(options.studies)
+        return
+    names = [f"mse {name}" for name in BASELINES] + ["c1", "c2", "c3", "gstar", "share"]
+    columns = ["tails", "interval", "questions x completions", *names]
+    columns += ["G* unbounded", "median G* off", "warned"]
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    for interval in options.intervals:
+        for tail in options.tails:
+            for completions in options.completions:
+                for questions in options.questions:
+                    coverage(tail, questions, completions, interval, options.studies)
+
+
+if __name__ == "__main__":
+    main()

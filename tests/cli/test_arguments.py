@@ -1,0 +1,224 @@
+"""Wrong command lines, each refused in one plain line that says what to type."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_ustat.cli.arguments import unclosed
+from grpo_ustat.cli.compose import compose_single, parse
+from grpo_ustat.config.load import CONF
+from grpo_ustat.config.schema import ConfigError, did_you_mean
+from grpo_ustat.config.values import example_value, quote_for_shell
+
+MODELS = (
+    "choose from hub, qwen2_5_0_5b, qwen2_5_0_5b_instruct, qwen2_5_1_5b_instruct, qwen2_5_math_7b, "
+    "smollm2_135m, tiny, tiny_base, tiny_direct"
+)
+TRAIN = {
+    ("group_size=abc",): "group_size=abc: a whole number is needed, such as group_size=8",
+    ("group_size=8.5",): "group_size=8.5: a whole number is needed, such as group_size=8",
+    ("group_size=8.0",): "group_size=8.0: a whole number is needed, such as group_size=8",
+    ("group_size=true",): "group_size=true: a whole number is needed, such as group_size=8",
+    ("group_size=",): "group_size= has no value: a whole number is needed, such as group_size=8",
+    ("group_size=[4,8]",): (
+        "group_size=[4,8]: a whole number is needed, not a list; for a run of each: "
+        "-m group_size=4,8"
+    ),
+    ("group_size=4,8",): (
+        "group_size=4,8 names several values: add -m for a run of each, as in "
+        "grpo-ustat train -m group_size=4,8"
+    ),
+    ("group_size",): "group_size has no value: write group_size=8",
+    ("group_size", "=", "8"): "group_size = 8: leave out the blanks, write group_size=8",
+    ("group_size=", "8"): "group_size= 8: leave out the blanks, write group_size=8",
+    ("group_size", "=8"): "group_size =8: leave out the blanks, write group_size=8",
+    ("group_size==8",): "group_size==8: one = is enough, write group_size=8",
+    ("=8",): "=8: no field stands before the =, write FIELD=8",
+    ("--group_size", "8"): "--group_size 8: fields have no dashes, write group_size=8",
+    ("--group-size=8",): "--group-size=8: fields have no dashes, write group_size=8",
+    ("-group_size=8", "seed=1"): "-group_size=8: fields have no dashes, write group_size=8",
+    ("--group-size", "8", "--seed", "1"): (
+        "--group-size 8 --seed 1: fields have no dashes, write group_size=8 seed=1"
+    ),
+    ("--dry-run",): "--dry-run: fields have no dashes, write dry_run=true",
+    ("--mulitrun", "seed=0,1"): "unknown flag --mulitrun: did you mean --multirun?",
+    ("seed=0", "--cfg", "job", "bf16=true"): (
+        "bf16=true comes too late: write flags first, then field=value"
+    ),
+    ("seed=null",): "seed=null: a whole number is needed, such as seed=0",
+    ("learning_rate=fast",): (
+        "learning_rate=fast: a number is needed, such as learning_rate=0.0001"
+    ),
+    ("bf16=maybe",): "bf16=maybe: true or false is needed, such as bf16=false",
+    ("launch=3",): "launch=3: it has fields of its own, see --help launch",
+    ("launch.grace_seconds=long",): (
+        "launch.grace_seconds=long: a whole number is needed, such as launch.grace_seconds=120"
+    ),
+    ("eval.decoding=[sampled,", "greedy]"): (
+        "eval.decoding=[sampled, greedy]: the shell splits this at the blank, write "
+        "eval.decoding=[sampled,greedy] or 'eval.decoding=[sampled, greedy]'"
+    ),
+    ("eval.decoding=[sampled",): (
+        "eval.decoding=[sampled: the bracket [ is not closed, write eval.decoding=[sampled]"
+    ),
+    ("model.name='abc",): "model.name='abc: the quote ' is not closed, write model.name=abc",
+    ("model.name=a(b",): "model.name=a(b: ( needs quotes, write \"model.name='a(b'\"",
+    ("model=tny",): f"unknown model 'tny': did you mean tiny? {MODELS}",
+    ("model=qwen2_5_1_5",): (
+        f"unknown model 'qwen2_5_1_5': did you mean qwen2_5_1_5b_instruct? {MODELS}"
+    ),
+    ("model=",): f"model= has no value: {MODELS}",
+    ("tiny",): "tiny: write model=tiny or policy=tiny",
+    ("model",): "model has no value: write model=NAME, a name that --help model lists",
+    ("objective.loss_type=dappo",): (
+        "unknown objective.loss_type 'dappo': did you mean dapo? "
+        "choose from sum, dr_grpo, dapo, grpo"
+    ),
+    ("dataset.kind=arithmetik",): (
+        "unknown dataset.kind 'arithmetik': did you mean arithmetic? "
+        "choose from arithmetic, one_step, gsm8k, math, own"
+    ),
+    ("logger=wandbb",): (
+        "unknown logger 'wandbb': did you mean wandb? choose from none, tensorboard, trackio, wandb"
+    ),
+    ("+grup_size=1",): "unknown key grup_size: did you mean group_size?",
+    ("grup_size=1",): "unknown key grup_size: did you mean group_size?",
+}
+MSE = {
+    ("group_sizes=8",): "group_sizes=8: a list is needed: group_sizes=[8]",
+    ("group_sizes=abc",): (
+        "group_sizes=abc: a list of whole numbers is needed, such as group_sizes=[2,4,8]"
+    ),
+    ("group_sizes=[2,x]",): (
+        "group_sizes=[2,x]: a list of whole numbers is needed, such as group_sizes=[2,4,8]"
+    ),
+    ("group_sizes={4,8}",): (
+        "group_sizes={4,8}: a list of whole numbers is needed, such as group_sizes=[2,4,8]"
+    ),
+    ("group_sizes=[2,", "4]", "seed=1"): (
+        "group_sizes=[2, 4]: the shell splits this at the blank, write group_sizes=[2,4] or "
+        "'group_sizes=[2, 4]'"
+    ),
+    ("group_sizes=[4,8]]",): "group_sizes=[4,8]]: there is a ] too many, write group_sizes=[4,8]",
+    ("group_sizes=4,8",): (
+        "group_sizes=4,8 names several values: write group_sizes=[4,8], or add -m for a run of "
+        "each, as in grpo-ustat mse -m group_sizes=4,8"
+    ),
+    ("baselines=oracle",): "baselines=oracle: a list is needed: baselines=[oracle]",
+    ("study.methods=[replya]",): (
+        "unknown study.methods 'replya': did you mean replay? "
+        "choose from closed_form, replay, monte_carlo"
+    ),
+    ("study.questions=many",): (
+        "study.questions=many: a whole number is needed, such as study.questions=8"
+    ),
+    ("study=figure",): (
+        "unknown study 'figure': did you mean figure4? "
+        "choose from best_group_size_start, figure4, figure4_offline"
+    ),
+}
+GAP = {
+    ("study.replicates=1e3",): (
+        "study.replicates=1000.0: a whole number is needed, such as study.replicates=1000"
+    ),
+    ("study.constant_rates=0.5",): (
+        "study.constant_rates=0.5: a list is needed: study.constant_rates=[0.5]"
+    ),
+    ("bed.seed=true",): "bed.seed=true: a whole number is needed, such as bed.seed=0",
+    ("bed.kind=coin",): (
+        "unknown bed.kind 'coin': did you mean coins? "
+        "choose from coins, ridge_coins, softmax, sequences, none"
+    ),
+}
+REPORT = {
+    ("outputs/train", "outputs/mse", "name=x"): (
+        "outputs/train: write 'runs=[outputs/train,outputs/mse]'"
+    ),
+    ("runs=a", "b"): "b: write 'runs=[a,b]'",
+    ("--runs", "outputs/train"): (
+        "--runs outputs/train: fields have no dashes, write runs=outputs/train"
+    ),
+    ("steps=4",): "steps=4: a list is needed: steps=[4]",
+    ("steps=[20,", "40]"): (
+        "steps=[20, 40]: the shell splits this at the blank, write steps=[20,40] or "
+        "'steps=[20, 40]'"
+    ),
+    ("name=a,b",): "name=a,b names several values: quote it, \"name='a,b'\"",
+}
+CASES = [
+    pytest.param(entry, words, line, id=f"{entry} {' '.join(words)}")
+    for entry, lines in {"train": TRAIN, "mse": MSE, "gap": GAP, "report": REPORT}.items()
+    for words, line in lines.items()
+]
+
+
+def refusal(entry, *words):
+    with pytest.raises(ConfigError) as caught:
+        (compose_single if entry == "report" else parse)(entry, list(words))
+    return str(caught.value)
+
+
+EVERY_FIFTH_FAST = [
+    pytest.param(
+        *case.values, id=case.id, marks=() if place % 5 == 0 else pytest.mark.slow(minutes=0.02)
+    )
+    for place, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize("entry, words, line", EVERY_FIFTH_FAST)
+def test_a_wrong_command_line_is_refused_in_one_plain_line(entry, words, line):
+    assert refusal(entry, *words) == line
+
+
+def test_all_bad_points_of_a_sweep_are_named_once():
+    assert refusal("train", "-m", "group_size=x,y,4", "seed=0,1").splitlines() == [
+        "4 of the sweep's 6 runs cannot start:",
+        "  group_size=x: a whole number is needed, such as group_size=8",
+        "  group_size=y: a whole number is needed, such as group_size=8",
+    ]
+    assert refusal("train", "-m", "group_size=x,4", "seed=0,1") == (
+        "group_size=x: a whole number is needed, such as group_size=8"
+    )
+
+
+def test_of_many_bad_points_five_are_named():
+    lines = refusal("gap", "-m", f"study={','.join('tuvwxyz')}").splitlines()
+    assert lines[0] == "7 of the sweep's 7 runs cannot start:" and lines[-1] == "  and 2 more"
+    assert [line.split(":")[0] for line in lines[1:-1]] == [
+        f"  unknown study '{x}'" for x in "tuvwx"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [
+    ["seed=1", "group_sizes=[2,4]"], ["group_sizes=[2, 4]"], ["pool='a [b'"], ["pool=a=1"],
+    ["-m", "seed=0,1"], ["+rules.median={name:median,options:{}}"], ["hydra.run.dir=a/${seed}"],
+])  # fmt: skip
+def test_right_words_are_left_alone(words):
+    """`median` is no rule here, but the words are well formed."""
+    try:
+        parse("mse", [*words, "dry_run=true"])
+    except ConfigError as error:
+        assert "write" not in str(error) and "quote" not in str(error)
+
+
+def test_brackets_in_quotes_close_nothing():
+    assert unclosed("pool='a[b'") is None and unclosed('pool="a]"') is None
+    assert unclosed("pool=[a,'b]'") == "[" and unclosed("x={a:[1}") == "}"
+    assert unclosed("pool='it\\'s'") is None and unclosed("word[") is None
+
+
+def test_examples_are_values_of_the_files():
+    assert example_value("seed", "int", CONF) == "0"
+    assert example_value("group_sizes", "list of int", CONF) == "[2,4,8]"
+    assert example_value("no.such", "int", CONF) is None
+
+
+def test_a_value_with_a_dollar_is_quoted_so_that_no_shell_reads_it():
+    assert quote_for_shell("name", "a(b") == "\"name='a(b'\""
+    assert "$" in quote_for_shell("name", "$HOME") and quote_for_shell("name", "$HOME")[0] == "'"
+
+
+def test_short_words_are_near_to_nothing():
+    assert did_you_mean("", ("a", "b")) == "" and did_you_mean("gpu", ("cpu", "cuda")) == ""

@@ -1,0 +1,111 @@
+"""Values of overrides that hold `=`, as paths of run folders do, without quotes."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import pytest
+from commands import run
+
+from grpo_ustat.cli.compose import compose_config, parse
+from grpo_ustat.cli.hydra_api import parse_arguments, quote_equals, split_sweep
+from grpo_ustat.config.model import ASSETS
+from grpo_ustat.config.schema import ConfigError
+
+FOLDER = "outputs/train/G=8-lr=1e-6/seed=0/checkpoint-40"
+SAME = [
+    "seed=0", "group_size=4,8,16", "model=hub", "pool=null", "steps=[1,2]", "policy=tiny,tiny_base",
+    "pool='a=1'", 'pool="a=1"', "pool='a=1','b=2'", "pool='it\\'s=1'", "runs=['a=1',\"b=2\"]",
+    "temperature=range(start=1,stop=3)", "temperature=choice(1,2)", "seed=sort(3,2,reverse=true)",
+    "hydra.run.dir=${oc.env:HOME,x=1}", "hydra.run.dir=outputs/${folder_name:}/x",
+    "+rules.median={name:median,options:{epsilon:1e-6}}", "+x={a:'b=1'}", "~x", "x=", "-m",
+    "pool=[a,b]", "+x=[[1,2],[3]]", "pool=a'b=1",
+]  # fmt: skip
+QUOTED = {
+    f"pool={FOLDER}": f"pool='{FOLDER}'",
+    "pool==": "pool='='",
+    "+x=a=b=c": "+x='a=b=c'",
+    "++model.model_name_or_path=a=1": "++model.model_name_or_path='a=1'",
+    "pool=a=1,b=2": "pool='a=1','b=2'",
+    "pool=a=1,b": "pool='a=1',b",
+    "pool=a=1,'b=2'": "pool='a=1','b=2'",
+    "pool=a=1, b=2": "pool='a=1','b=2'",
+    "runs=[a=1,b]": "runs=['a=1',b]",
+    "runs=[a=1],[b=2]": "runs=['a=1'],['b=2']",
+    "runs=[[a=1],b]": "runs=[['a=1'],b]",
+    "hydra.run.dir=${a}/b=1": "hydra.run.dir='${a}/b=1'",
+    "hydra.run.dir=${oc.env:HOME,x=1}/b=1": "hydra.run.dir='${oc.env:HOME,x=1}/b=1'",
+    "pool=a b=1": "pool='a b=1'",
+    "pool=a=1\\": "pool='a=1\\\\'",
+    "pool=a(b)=1": "pool='a(b)=1'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", SAME)
+def test_what_hydra_reads_stays_as_it_is(override):
+    assert quote_equals(override) == override
+
+
+@pytest.mark.parametrize("override, quoted", QUOTED.items())
+def test_a_value_with_a_further_equals_sign_is_quoted_once(override, quoted):
+    assert quote_equals(override) == quoted
+    assert quote_equals(quoted) == quoted
+
+
+VALUES = ["a=1", "b=2/c=3", "=", "plain", "x y=1", "a==b", "1e-6=x", "a.b=c:d", "~=~"]
+
+
+@pytest.mark.parametrize("values", list(itertools.permutations(VALUES, 2)))
+def test_a_sweep_gives_back_the_values_that_it_was_given(values):
+    """By Hydra's own parser."""
+    runs = split_sweep([quote_equals(f"pool={','.join(values)}"), "seed=0"])
+    assert [run[0].partition("=")[2].strip("'") for run in runs] == list(values)
+
+
+def test_a_flags_value_is_not_an_override():
+    words = parse_arguments(["--config-dir", "a=1/b=2", "pool=a=1"])
+    assert (words.config_dir, words.overrides) == ("a=1/b=2", ["pool='a=1'"])
+
+
+def test_a_path_with_equals_signs_reaches_the_configuration():
+    assert compose_config("mse", [f"pool={FOLDER}"]).pool == FOLDER
+    with pytest.raises(ConfigError, match=f"model_name_or_path={FOLDER} is neither a folder nor"):
+        compose_config("mse", ["model=hub", f"model.model_name_or_path={FOLDER}"])
+
+
+@pytest.fixture
+def two_checkpoints(tmp_path):
+    """Folders as a training run leaves them, `=` in their names."""
+    for name in ("checkpoint-1", "checkpoint-2"):
+        shutil.copytree(ASSETS / "tiny", tmp_path / "G=8/seed=0" / name)
+    return "G=8/seed=0/checkpoint-1,G=8/seed=0/checkpoint-2"
+
+
+SMALL = (
+    "study.questions=4", "budget.pool_completions=8", "group_sizes=[2,4]", "launch.workers=1",
+    "max_completion_length=8",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_sweep_over_such_paths_has_a_run_for_each(tmp_path, monkeypatch, two_checkpoints):
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "model=hub", f"model.model_name_or_path={two_checkpoints}", "pool=a=1"]
+    runs = [run.config for run in parse("mse", words).planned_runs]
+    assert ",".join(run.model.model_name_or_path for run in runs) == two_checkpoints
+    assert {run.pool for run in runs} == {"a=1"}
+
+
+@pytest.mark.slow
+def test_a_study_and_a_sweep_of_such_folders_run(tmp_path, two_checkpoints):
+    code, _, told = run("mse", *SMALL, "pool=p/a=1", "hydra.run.dir=out/x=1/seed=0", cwd=tmp_path)
+    assert code == 0, told
+    assert (tmp_path / "out/x=1/seed=0/result.json").is_file()
+    assert (tmp_path / "p/a=1/pool.json").is_file()
+    models = ("model=hub", f"model.model_name_or_path={two_checkpoints}")
+    code, _, told = run("mse", "-m", *SMALL, *models, cwd=tmp_path)
+    assert code == 0, told
+    assert len(list(tmp_path.glob("outputs/mse/*/seed=0/result.json"))) == 2
+    code, _, told = run("report", "runs=out/x=1", "hydra.run.dir=r=1/a=2", cwd=tmp_path)
+    assert code == 0 and (tmp_path / "r=1/a=2/report.html").is_file(), told

@@ -1,0 +1,45 @@
+"""Commands that messages name can be copied into a shell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from grpo_ustat.config import command_line as module
+from grpo_ustat.config.command_line import PROGRAM, command_line, install_line
+
+WORDS = ["model=tiny", "group_sizes=[4, 8]", "pool=a b/c=1", "name=it's", "x=$HOME", 'y="1"', "*"]
+
+
+@pytest.mark.parametrize("typed, start", [(None, "grpo-ustat"), ("", "grpo-ustat"),
+                                          ("./scripts/run", "./scripts/run")])  # fmt: skip
+def test_a_shell_reads_the_words_that_were_given(monkeypatch, typed, start):
+    if typed is None:
+        monkeypatch.delenv(PROGRAM, raising=False)
+    else:
+        monkeypatch.setenv(PROGRAM, typed)
+    assert shlex.split(command_line("mse", *WORDS)) == [start, "mse", *WORDS]
+    assert command_line("train") == f"{start} train"
+    assert command_line("train", "group_size=8") == f"{start} train group_size=8"
+
+
+def test_an_extra_is_installed_as_this_package_was(monkeypatch):
+    monkeypatch.setattr(module, "CHECKOUT", True)
+    assert install_line("wandb") == "pip install -e '.[wandb]'"
+    monkeypatch.setattr(module, "CHECKOUT", False)
+    assert install_line("wandb") == "pip install 'grpo_ustat[wandb]'"
+
+
+def test_every_extra_that_a_line_names_is_one():
+    root = Path(module.__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    named = {
+        name
+        for file in (root / "grpo_ustat").rglob("*.py")
+        for name in re.findall(r"install_line\(['\"](\w+)['\"]\)", file.read_text())
+    }
+    assert named and named <= set(extras["optional-dependencies"])

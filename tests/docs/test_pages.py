@@ -1,0 +1,128 @@
+"""The README and the pages of docs/: every link, path, module and field that they name is there."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import re
+import tomllib
+
+import pytest
+import yaml
+from readme import PAGES, ROOT, anchor, headings, links, prose
+
+from grpo_ustat.estimators.baselines import BASELINES, Baseline
+
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
+TOP = "|".join(("grpo_ustat", "scripts", "conf", "tests", "docs"))
+GROUPS = {"grpo_ustat.baselines", "grpo_ustat.tasks", "grpo_ustat.rewards"}  # of entry points
+OTHER_NAMES = {  # of rules, of the words of a page, of other programs
+    "rules", "median", "digits", "field", "install", "torch", "net", "ipv4", "tcp_retries2",
+}  # fmt: skip
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 200
+
+
+@EVERY_PAGE
+def test_every_link_and_picture_is_there(page):
+    for target in links(PAGES[page]):
+        assert not re.match(r"https?:", target), f"{target}: pages name no hosts"
+        file, _, fragment = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.is_file(), target
+        if fragment:
+            other = path.resolve().relative_to(ROOT).as_posix()
+            assert fragment in map(anchor, headings(PAGES[other])), target
+
+
+@EVERY_PAGE
+def test_anchors_are_unique(page):
+    anchors = [anchor(heading) for heading in headings(PAGES[page])]
+    assert len(anchors) == len(set(anchors))
+
+
+@EVERY_PAGE
+def test_a_long_page_begins_with_its_contents(page):
+    """A link to every section, in their order, before the first of them."""
+    if page == "README.md" or len(PAGES[page].splitlines()) <= 80:
+        return
+    top = PAGES[page].split("\n## ")[0]
+    contents = [target for target in links(top) if target.startswith("#")]
+    assert contents == [f"#{anchor(heading)}" for heading in headings(PAGES[page], "##")]
+
+
+@pytest.mark.parametrize("index", ["README.md", "docs/README.md"])
+def test_every_page_is_in_the_index(index):
+    targets = {((ROOT / index).parent / link).resolve() for link in links(PAGES[index])}
+    assert {ROOT / page for page in PAGES if not page.endswith("README.md")} <= targets
+
+
+def test_every_picture_is_shown():
+    pictures = {ROOT / page for page in (ROOT / "docs/images").iterdir()}
+    shown = {((ROOT / page).parent / link) for page in PAGES for link in links(PAGES[page])}
+    assert pictures == {path for path in shown if path.suffix == ".png"}
+
+
+@EVERY_PAGE
+def test_every_path_is_there(page):
+    for path in re.findall(rf"(?<![\w/.-])(?:\./)?((?:{TOP})/[\w./-]*)", PAGES[page]):
+        assert (ROOT / path.rstrip(".")).exists(), path
+
+
+def defined(dotted):
+    """Whether a dotted name is a module, or a name in one."""
+    head, _, name = dotted.rpartition(".")
+    module = importlib.import_module(head)
+    is_package = hasattr(module, "__path__")
+    return hasattr(module, name) or (is_package and importlib.util.find_spec(dotted) is not None)
+
+
+@EVERY_PAGE
+def test_every_module_and_name_is_there(page):
+    names = set(re.findall(r"\bgrpo_ustat(?:\.\w+)+", PAGES[page])) - GROUPS
+    for code in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("grpo_ustat"):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    for name in sorted(names):
+        assert defined(name), name
+
+
+def test_the_layers_are_those_of_the_contract():
+    """docs/architecture.md shows the layers of pyproject.toml, and every room once."""
+    page = PAGES["docs/architecture.md"]
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = "\n".join(contract["contracts"][0]["layers"]).replace("grpo_ustat.", "")
+    (block,) = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
+    assert block == layers
+    folders = [f for f in (ROOT / "grpo_ustat").iterdir() if f.is_dir() and f.name[0] not in "_."]
+    rooms = re.findall(r"^\| `(grpo_ustat/\w+)/` \|", prose(page), re.MULTILINE)
+    assert sorted(rooms) == sorted(f"grpo_ustat/{folder.name}" for folder in folders)
+
+
+@functools.cache
+def field_names():
+    """Every key of conf/, every group, and what is an argument of Python or of another program."""
+    names = {path.name for path in (ROOT / "conf").rglob("*") if path.is_dir()}
+    documents = [yaml.safe_load(path.read_text()) for path in (ROOT / "conf").rglob("*.yaml")]
+    while documents:
+        document = documents.pop()
+        if isinstance(document, dict):
+            names |= document.keys()
+            documents += document.values()
+    names |= {field.name for field in dataclasses.fields(Baseline)}
+    return names | BASELINES.keys() | OTHER_NAMES
+
+
+@EVERY_PAGE
+def test_every_field_is_one_of_the_configurations(page):
+    """Of `model.dtype=...` in code, each word."""
+    shell = "\n".join(re.findall(r"```bash\n(.*?)```", PAGES[page], re.DOTALL))
+    spans = "\n".join(re.findall(r"`([^`\n]+)`", prose(PAGES[page])))
+    for dotted in re.findall(r"(?<![\w.\-])([a-z]\w*(?:\.\w+)*)=", f"{shell}\n{spans}"):
+        assert set(dotted.split(".")) <= field_names(), dotted

@@ -1,0 +1,162 @@
+"""Moments of normalised advantages: a walk over all groups, closed forms, limits by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from reference import mean_of, plain_advantages, variance_of
+
+from grpo_ustat.estimators.advantage_moments import (
+    Normalisation,
+    advantage_moments,
+    estimate_moments,
+    large_groups,
+)
+from grpo_ustat.estimators.normalised import normalised_moments, right_and_wrong
+from grpo_ustat.estimators.weighted import group_moments
+
+PROMPTS, OUTCOMES, WIDTH = 2, 4, 3
+LAWS = {"binary": [0.0, 1.0, 1.0, 0.0], "graded": [0.0, 0.25, 0.5, 1.0]}
+EVERY_RULE = {
+    "group_std": Normalisation("group_std"),
+    "epsilon": Normalisation("group_std", epsilon=0.1),
+    "floor": Normalisation("group_std_floor", floor=0.4),
+    "redrawn": Normalisation("group_std_redrawn", floor=0.3),
+}
+
+
+@pytest.fixture
+def scene(rng):
+    """Chances, vectors w of mean zero and vectors a of any."""
+    chance_PY = rng.dirichlet(np.ones(OUTCOMES), size=PROMPTS)
+    weight_PYD = rng.normal(size=(PROMPTS, OUTCOMES, WIDTH))
+    weight_PYD -= np.einsum("py,pyd->pd", chance_PY, weight_PYD)[:, None]
+    return chance_PY, weight_PYD, rng.normal(size=weight_PYD.shape)
+
+
+def plain_normalised(rule, rewards):
+    """Advantages of one group, written out; None where it is drawn again."""
+    std = math.sqrt(variance_of(rewards)) if len(set(rewards)) > 1 else 0.0
+    if rule.kind == "group_std_redrawn" and std < rule.floor:
+        return None
+    if std == 0:
+        return [0.0] * len(rewards)
+    divisor = max(std, rule.floor) if rule.kind == "group_std_floor" else std + rule.epsilon
+    return [a / divisor for a in plain_advantages("leave_one_out", rewards, mean_of(rewards))]
+
+
+def walk(rule, chance_Y, weight_YD, reward_Y, beside_YD, size):
+    """Mean and variance of one prompt's estimate over all groups."""
+    chances, estimates = [], []
+    for group in itertools.product(range(OUTCOMES), repeat=size):
+        advantages = plain_normalised(rule, [reward_Y[y] for y in group])
+        if advantages is None:
+            continue
+        pairs = list(zip(advantages, group, strict=True))
+        estimates.append(sum(a * weight_YD[y] + beside_YD[y] for a, y in pairs) / size)
+        chances.append(math.prod(chance_Y[list(group)]))
+    kept, estimates = sum(chances), np.array(estimates)
+    law = np.array(chances) / kept
+    mean = law @ estimates
+    return kept, mean, law @ np.square(estimates - mean).sum(axis=1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", EVERY_RULE)
+def test_equals_a_walk_over_all_groups(scene, name, law, size):
+    (chance_PY, weight_PYD, beside_PYD), rule = scene, EVERY_RULE[name]
+    reward_Y = np.array(LAWS[law])
+    moments = [advantage_moments(p, reward_Y, size, rule) for p in chance_PY]
+    found = estimate_moments(moments, chance_PY, weight_PYD, size, beside_PYD)
+    for p in range(PROMPTS):
+        kept, mean, variance = walk(
+            rule, chance_PY[p], weight_PYD[p], reward_Y, beside_PYD[p], size
+        )
+        assert moments[p].acceptance == pytest.approx(kept, rel=1e-12)
+        np.testing.assert_allclose(found.mean_PD[p], mean, rtol=1e-10, atol=1e-13)
+        assert found.within_P[p] == pytest.approx(variance, rel=1e-10)
+
+
+def test_a_huge_epsilon_leaves_the_leave_one_out_estimate(scene):
+    """Divided by std + epsilon and multiplied by epsilon it is the one without normalisation."""
+    chance_PY, weight_PYD, _ = scene
+    reward_PY = np.tile(LAWS["graded"], (PROMPTS, 1))
+    rule, size = Normalisation("group_std", epsilon=1e9), 7
+    moments = [
+        advantage_moments(p, z, size, rule) for p, z in zip(chance_PY, reward_PY, strict=True)
+    ]
+    found = estimate_moments(moments, chance_PY, weight_PYD * 1e9, size)
+    plain = group_moments(chance_PY, weight_PYD, reward_PY)
+    np.testing.assert_allclose(found.mean_PD, plain.mean_PD, rtol=1e-6)
+    assert found.variance(3) == pytest.approx(plain.at(size).variance(3), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_with_0_1_rewards_it_is_the_binomial_sum(scene, size):
+    """A route of its own, `normalised`: scores given the number of right answers."""
+    chance_PY, weight_PYD, _ = scene
+    reward_PY = np.tile(LAWS["binary"], (PROMPTS, 1))
+    other = normalised_moments(right_and_wrong(chance_PY, weight_PYD, reward_PY), size, 0.01)
+    rule = Normalisation("group_std", epsilon=0.01)
+    moments = [
+        advantage_moments(p, z, size, rule) for p, z in zip(chance_PY, reward_PY, strict=True)
+    ]
+    found = estimate_moments(moments, chance_PY, weight_PYD, size)
+    np.testing.assert_allclose(found.within_P, other.variance, rtol=1e-9)
+    value_P = (chance_PY * reward_PY).sum(axis=1)
+    mu_PD = np.einsum("py,pyd->pd", chance_PY * reward_PY, weight_PYD)
+    sigma_P = np.sqrt(value_P * (1 - value_P))
+    bias_P = np.linalg.norm(found.mean_PD - mu_PD / sigma_P[:, None], axis=1)
+    np.testing.assert_allclose(bias_P, np.abs(other.bias), rtol=1e-9)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_limits_are_what_large_groups_tend_to(scene, law):
+    chance_PY, weight_PYD, beside_PYD = scene
+    chance_PY = (chance_PY + 1) / (1 + OUTCOMES)  # no reward is rare
+    weight_PYD = weight_PYD - np.einsum("py,pyd->pd", chance_PY, weight_PYD)[:, None]
+    reward_PY = np.tile(LAWS[law], (PROMPTS, 1))
+    limits = large_groups(chance_PY, weight_PYD, reward_PY, beside_PYD)
+    mean_z_P = (chance_PY * reward_PY).sum(axis=1)
+    sigma_P = np.sqrt((chance_PY * np.square(reward_PY - mean_z_P[:, None])).sum(axis=1))
+    mu_PD = np.einsum("py,pyd->pd", chance_PY * reward_PY, weight_PYD) / sigma_P[:, None]
+    target_PD = mu_PD + np.einsum("py,pyd->pd", chance_PY, beside_PYD)
+    scaled = []
+    for size in (32, 64):
+        moments = [
+            advantage_moments(p, z, size, Normalisation("group_std"))
+            for p, z in zip(chance_PY, reward_PY, strict=True)
+        ]
+        found = estimate_moments(moments, chance_PY, weight_PYD, size, beside_PYD)
+        scaled.append((size * (found.mean_PD - target_PD), size * found.within_P))
+    (bias, variance), (bias_2, variance_2) = scaled
+    np.testing.assert_allclose(2 * bias_2 - bias, limits.bias_PD, rtol=0.03, atol=0.03)
+    np.testing.assert_allclose(2 * variance_2 - variance, limits.variance_P, rtol=0.03)
+
+
+def test_the_limits_of_0_1_rewards_are_those_known(scene):
+    chance_PY, weight_PYD, _ = scene
+    reward_PY = np.tile(LAWS["binary"], (PROMPTS, 1))
+    known = right_and_wrong(chance_PY, weight_PYD, reward_PY)
+    found = large_groups(chance_PY, weight_PYD, reward_PY)
+    np.testing.assert_allclose(np.linalg.norm(found.bias_PD, axis=1), known.bias)
+    np.testing.assert_allclose(found.variance_P, known.within + known.shift)
+    np.testing.assert_allclose(found.sigma_variance_P, known.within + 4 * known.shift)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "rule", "message"),
+    [
+        ([1.0, 1.0], Normalisation("group_std"), "all rewards are 1.0"),
+        ([0.0, 1.0], Normalisation("group_std_redrawn", floor=0.8), "has a std of 0.8"),
+        ([0.0, 0.1, np.pi], Normalisation("group_std"), "are on no grid"),
+    ],
+)
+def test_what_has_no_moments_is_refused(rewards, rule, message):
+    law = np.full(len(rewards), 1 / len(rewards))
+    with pytest.raises(ValueError, match=message):
+        advantage_moments(law, np.array(rewards), 2, rule)

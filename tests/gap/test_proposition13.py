@@ -1,0 +1,146 @@
+"""Proposition 13: fields and roots by enumeration, ends of runs, verdicts at fixed G."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from beds import unequal
+from reference import plain_advantages, variance_of
+
+from grpo_ustat.config.gap import Proposition13Config
+from grpo_ustat.gap import proposition13 as thirteen
+from grpo_ustat.gap.claims import AGREES, DISAGREES
+from grpo_ustat.gap.proposition13 import field, maximiser, proposition13, pull_of, root, weight
+from grpo_ustat.gap.simulate import Estimator, gradient, reference_law
+
+KL = {"beta": 1.0, "reference": (0.3,)}
+
+
+def walked_field(bed, one, u, old):
+    """Mean of the estimate over all groups of each prompt, pi_old at `old`."""
+    own_PYR, score_PYKR = bed.law(np.array([[u]]))
+    old_PYR = bed.law(np.array([[old]]))[0]
+    reference_PY = bed.law(np.array([[0.3]]))[0][..., 0]
+    mean = 0.0
+    for p in range(len(bed.rewards_PY)):
+        for group in itertools.product(range(4), repeat=one.group_size):
+            rewards = [float(bed.rewards_PY[p, y]) for y in group]
+            std = math.sqrt(variance_of(rewards))
+            advantages = plain_advantages("leave_one_out", rewards, None)
+            chance = math.prod(old_PYR[p, list(group), 0])
+            for a, y in zip(advantages, group, strict=True):
+                ratio = own_PYR[p, y, 0] / old_PYR[p, y, 0]
+                pull = ratio * a / std if std > 0 else 0.0
+                pull += one.beta * (reference_PY[p, y] / own_PYR[p, y, 0] - 1)
+                mean += chance * pull * score_PYKR[p, y, 0, 0] / one.group_size
+    return mean / len(bed.rewards_PY)
+
+
+@pytest.mark.parametrize("changes", [{}, KL])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_field_is_the_mean_over_all_groups(size, changes):
+    bed, one = unequal(), Estimator("leave_one_out_std", 1, size, **changes)
+    for u in (-0.1, 0.05):
+        expected = walked_field(bed, one, u, u)
+        assert field(bed, pull_of(one), u, one) == pytest.approx(expected, rel=1e-10)
+
+
+def test_without_a_kl_term_ratios_change_the_pull_and_not_the_direction():
+    """With pi_old at v the mean is `G/(G-1) w_G(V(v)) dV(u)`: at v = u the root is the same."""
+    bed, one = unequal(), Estimator("leave_one_out_std", 1, 3)
+    old_PR = bed.value(bed.law(np.array([[0.1]]))[0])
+    probability_PYR, score_PYKR = bed.law(np.array([[0.05]]))
+    slope_P = np.einsum("pyr,py,pykr->p", probability_PYR, bed.rewards_PY, score_PYKR)
+    pulls = np.array([1.5 * weight(3, 0.0, value) for value in old_PR[:, 0]])
+    expected = (pulls * slope_P).mean()
+    assert walked_field(bed, one, 0.05, 0.1) == pytest.approx(expected, rel=1e-10)
+
+
+def test_simulated_estimates_have_the_field_for_their_mean(rng):
+    """100 000 batches, within 4 standard errors; and the closed forms of G = 2 and G = oo."""
+    bed, one = unequal(), Estimator("leave_one_out_std", 2, 4, 0.01, **KL)
+    u_KR = np.full((1, 100_000), 0.1)
+    uniform = rng.random((10, 100_000), dtype=np.float32)
+    law, reference_PY = bed.law(u_KR), reference_law(bed, one)
+    drawn = gradient(bed, one, law, uniform, None, reference_PY)[0]
+    expected = field(bed, pull_of(one), 0.1, one)
+    assert abs(drawn.mean() - expected) < 4 * drawn.std() / np.sqrt(drawn.size)
+    assert weight(2, 0.0, 0.3) == pytest.approx(np.sqrt(0.5), rel=1e-12)
+    assert weight(20_000, 0.0, 0.3) == pytest.approx(1 / np.sqrt(0.21), rel=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{}, KL])
+def test_maximisers_are_those_of_a_grid(changes):
+    bed = unequal()
+    u = np.linspace(-0.2, 0.2, 4001)
+    law_PYR = bed.law(u[None])[0]
+    lost_R = 0.0
+    if changes:
+        reference_PY1 = bed.law(np.array([[0.3]]))[0]
+        lost_R = (reference_PY1 * np.log(reference_PY1 / law_PYR)).sum(axis=1).mean(axis=0)
+    value_PR = bed.value(law_PYR)
+    arcsin_R = (2 * np.arcsin(np.sqrt(value_PR))).mean(axis=0) - lost_R
+    normalised = maximiser(bed, Estimator("leave_one_out_std", 1, 2, **changes))
+    assert normalised == pytest.approx(u[arcsin_R.argmax()], abs=1e-4)
+    plain = maximiser(bed, Estimator("leave_one_out", 1, 2, **changes))
+    assert plain == pytest.approx(u[(value_PR.mean(axis=0) - lost_R).argmax()], abs=1e-4)
+    assert normalised < plain - 0.02
+
+
+def test_roots_at_fixed_group_sizes_are_not_the_arcsin_maximiser():
+    bed = unequal()
+    sizes = (2, 4, 8, 16, 32)
+    ones = [Estimator("leave_one_out_std", 1, size) for size in sizes]
+    roots = [root(bed, pull_of(one), one) for one in ones]
+    np.testing.assert_allclose(roots, [0, -0.0031, -0.0155, -0.0258, -0.0306], atol=5e-5)
+    assert maximiser(bed, ones[0]) == pytest.approx(-0.0330, abs=5e-5)
+    centred = [root(bed, np.vectorize(lambda p, g=g: weight(g, 0.0, p))) for g in sizes]
+    np.testing.assert_allclose(roots, centred, atol=1e-10)
+
+
+def small(**changes):
+    design = {
+        "group_sizes": [2, 8], "num_prompts": 4, "epsilon": 0.0, "limit_sizes": [128, 256, 512],
+        "beta": 1.0, "reference": [0.3], "minibatches": 2, "variant_sizes": [2],
+        "decaying_rate": 4.0, "offset": 20, "steps": 200, "replicates": 400,
+    }  # fmt: skip
+    design = Proposition13Config(kind="proposition13", **design | changes)
+    return proposition13(unequal(), design, 0, 1)
+
+
+@pytest.mark.slow
+def test_at_fixed_g_it_disagrees_and_as_g_grows_it_agrees():
+    evidence = small()
+    by_name = {claim.what: claim for claim in evidence.claims}
+    for size in (2, 8):
+        what = f"normalised, G = {size}: mean end of u, beside the maximiser of E[2 arcsin sqrt V]"
+        assert by_name[what].verdict == DISAGREES and by_name[what].p_value < 1e-6
+    limits = [claim for claim in evidence.claims if claim.what.startswith("as G grows")]
+    assert [claim.verdict for claim in limits] == [AGREES, AGREES]
+    assert evidence.verdict == DISAGREES
+    assert evidence.answer.startswith("At fixed G training ends elsewhere")
+    assert "as G grows its end tends to the arcsin maximiser" in evidence.answer
+    assert len({tuple(row) for row in evidence.rows}) == 1 and len(evidence.rows) == 6
+    json.dumps([evidence.record(), list(evidence.rows)], allow_nan=False)
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_every_end_is_at_its_own_root():
+    evidence = small(replicates=1000, steps=600)
+    own = [claim for claim in evidence.claims if "field's root" in claim.what]
+    assert len(own) == 5
+    assert min(claim.p_value for claim in own) > 0.05 / len(own)
+    assert {claim.verdict for claim in own if claim.p_value > 0.05} == {AGREES}
+
+
+@pytest.mark.slow(minutes=0.3)
+def test_a_root_that_is_not_there_disagrees(monkeypatch):
+    real = thirteen.root
+    monkeypatch.setattr(thirteen, "root", lambda *given: real(*given) + 0.01)
+    evidence = small(replicates=1000, steps=600, variant_sizes=[])
+    own = [claim for claim in evidence.claims if "field's root" in claim.what]
+    assert {claim.verdict for claim in own} == {DISAGREES}

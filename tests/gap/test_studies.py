@@ -1,0 +1,299 @@
+"""Studies of theorems on small beds: right theory agrees, wrong theory is found out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from beds import coins, ridge, softmax
+from scipy import stats
+
+from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.gap import corollaries9_10 as both
+from grpo_ustat.gap import lemma6 as lemma
+from grpo_ustat.gap import theorem7 as seven
+from grpo_ustat.gap import theorem8 as eight
+from grpo_ustat.gap.claims import AGREES, DISAGREES, OPEN
+from grpo_ustat.gap.corollaries9_10 import corollaries
+from grpo_ustat.gap.exact import assumption2, limit_weighting, noise, scaling_at
+from grpo_ustat.gap.lemma6 import lemma6
+from grpo_ustat.gap.simulate import Estimator, Rate, run_simulations
+from grpo_ustat.gap.testbeds import CoinTestbed
+from grpo_ustat.gap.theorem7 import theorem7
+from grpo_ustat.gap.theorem8 import theorem8
+
+CONSTANT, FALLING = Rate("constant", 0.2), Rate("decaying", 2.5, 20)
+GRPO = Estimator("leave_one_out", 4, 4)
+
+
+def verdicts(evidence, word=""):
+    return [claim.verdict for claim in evidence.claims if word in claim.what]
+
+
+# Lemma 6
+
+
+def small_lemma6(bed):
+    return lemma6(bed, [GRPO], [CONSTANT, FALLING], 60, 400, 0, 1)
+
+
+def test_lemma6_agrees_on_both_beds():
+    on_coins = small_lemma6(coins())
+    assert set(verdicts(on_coins)) == {AGREES} and len(on_coins.claims) == 5
+    slow = lemma6(
+        softmax(), [GRPO], [Rate("constant", 0.5), Rate("decaying", 8.0, 40)], 60, 400, 0, 1
+    )
+    assert set(verdicts(slow)) == {AGREES} and len(slow.claims) == 3
+
+
+def test_lemma6_holds_nothing_against_a_bound_whose_time_has_not_come():
+    """After 12 steps of a falling rate the recursion itself is above its limit of order 1/T."""
+    early = lemma6(coins(), [GRPO], [FALLING], 12, 400, 0, 1)
+    (claim,) = [claim for claim in early.claims if "order 1/T" in claim.what]
+    assert claim.low > 1 and claim.verdict == OPEN and "T is too small" in claim.how
+
+
+def test_lemma6_finds_a_bound_that_is_too_low(monkeypatch):
+    real = lemma.recursion
+    monkeypatch.setattr(lemma, "recursion", lambda *given: 0.5 * real(*given))
+    assert DISAGREES in verdicts(small_lemma6(coins()), "recursion, largest")
+
+
+def test_lemma6_finds_noise_that_is_not_as_predicted(monkeypatch):
+    """A tenth less of it is seen by 400 replicates at some of 12 steps."""
+    real = lemma.noise_everywhere
+    monkeypatch.setattr(lemma, "noise_everywhere", lambda *given: 0.7 * real(*given))
+    assert verdicts(small_lemma6(coins()), "next step") == [DISAGREES, DISAGREES]
+
+
+def test_rows_name_what_stands_behind_them():
+    rows = small_lemma6(coins()).rows
+    assert {row["replicates"] for row in rows} == {400} and {row["left"] for row in rows} == {0}
+    assert all(row["low"] <= row["gap"] <= row["high"] <= row["bound"] for row in rows)
+
+
+# Theorem 7
+
+
+@pytest.mark.slow
+def test_theorem7_finds_the_best_group_size_where_noise_decides():
+    evidence = theorem7(coins(), [16], [2, 4, 16], [CONSTANT], [150], 1500, 0, 1)
+    assert seven.predicted_sizes(coins(), (CONSTANT, 16, 150), [2, 4, 16])["recursion"] == 4
+    assert verdicts(evidence) == [AGREES] * 6
+    best = [row["group_size"] for row in evidence.rows if row["best"]]
+    assert 4 in best and len(best) < 3
+
+
+@pytest.mark.slow
+def test_theorem7_finds_a_wrong_prediction(monkeypatch):
+    monkeypatch.setattr(seven, "predicted_sizes", lambda *given: dict.fromkeys(seven.KINDS, 16))
+    evidence = theorem7(coins(), [16], [2, 4, 16], [CONSTANT], [150], 1500, 0, 1)
+    assert verdicts(evidence, "cells in") == [DISAGREES] * 3
+
+
+def test_the_bounds_are_smallest_at_the_papers_and_at_our_group_size():
+    """C1 = 2, C2 = 5, C3 = 18, by hand: 2 + 18 / (G-1)^2 * -1 = 0 at G = 4, with C3/G at G = 3."""
+    law = ScalingLaw(2.0, 5.0, 18.0)
+    for error, size in ((seven.paper_error, 3.0), (seven.exact_error, 4.0)):
+        found = seven.smallest_bound(coins(), law, error, (FALLING, 16, 30))
+        assert found == pytest.approx(size, rel=1e-5)
+    assert seven.exact_error(law, 4) == pytest.approx(16 * law.mse(4, 4))
+
+
+def test_a_total_is_shared_out_over_steps_and_named():
+    """n T = 160 at T = 10 and 20: n = 16 and 8; every pair of T and G is compared with all."""
+    given = coins(), [], [2, 4, 8], [CONSTANT], [10, 20], 50, 0, 1, [160]
+    evidence = theorem7(*given)
+    shapes = {(row["rollouts"], row["step"], row["num_prompts"]) for row in evidence.rows}
+    assert shapes == {(16, 10, 8), (16, 10, 4), (16, 10, 2), (8, 20, 4), (8, 20, 2), (8, 20, 1)}
+    assert {row["total"] for row in evidence.rows} == {160}
+    assert evidence.rollouts == 50 * 3 * 2 * 160
+    assert len(verdicts(evidence, "n T = 160 in all")) == 1
+
+
+def test_a_total_whose_best_group_size_is_another_is_found_out(rng):
+    """At T = 10 the best G is 4, and better than all else; G* is said to be 8."""
+    mean = {10: {4: 1.0, 8: 1.2}, 20: {4: 1.1, 8: 1.1}}
+    cells = {
+        (CONSTANT, 160 // step, step): {g: rng.normal(m, 0.5, 2000) for g, m in of.items()}
+        for step, of in mean.items()
+    }
+    for gstar, least, most in ((8, 0.0, 1e-6), (4, 0.2, 1.0)):
+        foreseen = {key: {"paper": gstar} for key in cells}
+        claim = seven.total_claim(160, CONSTANT, cells, foreseen, [10, 20])
+        assert least <= claim.p_value <= most and claim.measured == 4
+
+
+def test_theorem7_decides_nothing_without_power():
+    evidence = theorem7(coins(), [16], [2, 4], [CONSTANT], [1], 20, 1, 1)  # 5 % of seeds err
+    assert set(verdicts(evidence, "cells in")) == set(verdicts(evidence, "group sizes")) == {OPEN}
+    assert verdicts(evidence, "smallest bound") == [AGREES, AGREES]  # enumerated
+
+
+def test_the_best_are_those_not_significantly_above_any_other(rng):
+    gaps = {2: rng.normal(1.0, 1, 2000), 4: rng.normal(1.0, 1, 2000), 8: rng.normal(2, 1, 2000)}
+    assert seven.may_be_best(gaps) == {2, 4}
+    expected = stats.ttest_rel(gaps[8], gaps[2], alternative="greater").pvalue
+    other = stats.ttest_rel(gaps[8], gaps[4], alternative="greater").pvalue
+    assert seven.p_value_of_best(gaps, 8) == pytest.approx(2 * min(expected, other))
+
+
+# Theorem 8 and its corollaries
+
+
+@pytest.mark.slow
+def test_theorem8_agrees_and_its_distance_is_scipys(rng):
+    evidence = theorem8(coins(), [GRPO], FALLING, [50, 400], 600, 0, 1)
+    assert set(verdicts(evidence)) <= {AGREES, OPEN} and len(evidence.claims) == 2
+    values = rng.exponential(2 * 0.7, 3000)  # two equal weights: chi2_2 times w is exponential
+    from scipy.stats import expon, kstest
+
+    expected = kstest(values, expon(scale=2 * 0.7).cdf).statistic
+    transform = eight.limit_cdf(np.array([[0.7], [0.7]]), values)
+    assert eight.ks_distance(transform)[0] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_theorem8_finds_wrong_weights(monkeypatch):
+    real = eight.limit_weights
+    monkeypatch.setattr(eight, "limit_weights", lambda *given: 0.6 * real(*given))
+    assert verdicts(theorem8(coins(), [GRPO], FALLING, [100, 400], 600, 0, 1)) == [DISAGREES] * 2
+
+
+MIXTURE = (Estimator("leave_one_out", 2, 4),), Rate("decaying", 2.5, 10), [50, 200], 400, 0, 1
+
+
+@pytest.mark.slow
+def test_theorem8_agrees_given_the_limit_that_is_reached():
+    evidence = theorem8(ridge(), *MIXTURE)
+    assert verdicts(evidence) == [AGREES] * 3
+    (trend,) = [claim for claim in evidence.claims if "rank correlation" in claim.what]
+    assert trend.severity == "0 of 1 alternatives would also have agreed"
+
+
+@pytest.mark.slow
+def test_theorem8_finds_that_one_law_for_all_limits_is_wrong(monkeypatch):
+    real = eight.limit_weights_at
+    monkeypatch.setattr(
+        eight, "limit_weights_at", lambda b, one, rate, u: real(b, one, rate, 0 * u)
+    )
+    assert verdicts(theorem8(ridge(), *MIXTURE), "rank correlation") == [DISAGREES]
+
+
+def test_limit_weights_at_of_a_ridge_are_those_worked_by_hand():
+    """At w the noise along v is the mean over prompts of E[s^2] / 4, as (Z - V)^2 = 1/4: a^2 from
+    answers, n^2 (1 + kappa w)^2 / (4 h (1 - h)) from style with h = 1/2 + m w; the weight is
+    c^2 Sigma lambda / (2 (2 c lambda - 1)).
+    """
+    bed, c, w = ridge(), 2.5, 0.3
+    heads = 0.5 + bed.along_P * w
+    style = np.square(bed.style_P * (1 + bed.spread * w)) / (4 * heads * (1 - heads))
+    sigma = (np.square(bed.slope_P) + style).mean()  # B = G = 1: E[s^2 (z - V)^2], grad J = 0
+    curvature = bed.curvature * (1 + bed.bend * w)
+    expected = c**2 * sigma * curvature / (2 * (2 * c * curvature - 1))
+    u_KR = np.array([[0.1, -0.05], [w, w]])
+    found = eight.limit_weights_at(bed, Estimator("oracle", 1, 1), Rate("decaying", c, 10), u_KR)
+    np.testing.assert_allclose(found, [[expected, expected]], rtol=1e-12)
+
+
+def test_weights_of_one_limit_are_the_same_for_all():
+    found = eight.limit_weights_at(coins(), GRPO, FALLING, np.zeros((2, 7)))
+    expected = eight.limit_weights(coins().curvature_KK, noise(coins(), np.zeros(2), GRPO), 2.5)
+    np.testing.assert_allclose(found, expected[:, None])
+    with pytest.raises(ValueError, match="2 weights for each limit"):
+        eight.limit_cdf(np.ones((2, 3)), np.ones(3))
+
+
+def test_the_law_of_a_mean_is_exact_for_one_weight_and_close_for_two(rng):
+    """Of one weight by hand: the total of R values of chi2_1 is chi2_R. Of two: 100 000 totals of
+    50, whose frequency in the lower and upper 0.5 % is within 4 standard errors, 0.0009.
+    """
+    ratio_R = rng.chisquare(1, 30)
+    tail = stats.chi2.cdf(ratio_R.sum(), 30)
+    expected = 2 * min(tail, 1 - tail)
+    assert eight.mean_law_p_value(ratio_R, np.ones((1, 30))) == pytest.approx(expected, rel=1e-9)
+    weights = np.array([[0.7], [0.2]])
+    shares = weights[:, 0] / weights.sum()
+    totals = rng.chisquare(50, (100_000, 2)) @ shares
+    low, high = np.quantile(totals, [0.005, 0.995])
+    for total in (low, high):
+        found = eight.mean_law_p_value(np.full(50, total / 50), weights)
+        assert found == pytest.approx(0.01, abs=2 * 0.0009)
+
+
+def test_weights_sum_to_the_weighted_noise():
+    """What theorem 7 weighs directions by is what theorem 8 adds up."""
+    bed, c = softmax(), 4.0
+    sigma = noise(bed, bed.best_K, GRPO)
+    total = np.trace(limit_weighting(bed.curvature_KK, c) @ sigma)
+    assert eight.limit_weights(bed.curvature_KK, sigma, c).sum() == pytest.approx(total, rel=1e-12)
+    law = scaling_at(bed, bed.best_K, limit_weighting(bed.curvature_KK, c))
+    assert law.mse(4, 4) == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_corollaries_agree_where_assumption_2_holds():
+    evidence = corollaries(coins(), 8, [2, 4], FALLING, 100, 600, 0, 1)
+    assert set(verdicts(evidence)) <= {AGREES, OPEN}
+    exact = [c for c in evidence.claims if c.low is None]
+    assert len(exact) == 7 and {c.verdict for c in exact} == {AGREES}
+
+
+def test_corollary_10_is_not_asked_where_assumption_2_fails():
+    bed = coins(value_P=np.array([0.4, 0.45, 0.5, 0.5]))
+    assert assumption2(coins(), np.zeros(2)) < 1e-15 < assumption2(bed, np.zeros(2))
+    claims = both.baseline_claims(bed, 2.5)
+    assert {claim.verdict for claim in claims} == {OPEN}
+    assert claims[4].measured < -1e-6  # b* really has smaller noise than V in some direction
+
+
+def test_assumption_2_is_given_each_prompt():
+    """Two prompts of V = 0.4 and 0.6: E[S S' (Z - V)] is opposite in them, 0 in the mean, and the
+    right shifts of each prompt beat V: tr W E[S S' (Z - V) | x] over tr W E[S S' | x].
+    """
+    same = {"prompts": 2, "slope_PK": np.array([[0.3, 0.0], [-0.3, 0.0]])}
+    same |= {"style_PK": np.zeros((2, 2)), "lambda_K": np.array([1.0, 1.0]), "reach": 0.02}
+    bed = coins(value_P=np.array([0.4, 0.6]), **same)
+    probability, score = (x[..., 0] for x in bed.law(bed.best_K[:, None]))
+    centred = bed.rewards_PY - both.value_at(bed)[:, None]
+    third = np.einsum("py,py,pyk,pyl->pkl", probability, centred, score, score)
+    assert np.abs(third.sum(axis=0)).max() < 1e-15 < 1e-3 < assumption2(bed, bed.best_K)
+    weight = limit_weighting(bed.curvature_KK, 2.5)
+    fisher = np.einsum("py,pyk,pyl->pkl", probability, score, score)
+    shift_P = np.einsum("kl,pkl->p", weight, third) / np.einsum("kl,pkl->p", weight, fisher)
+    assert both.shifted_sum(bed, 2.5, shift_P) < 0.95 * both.shifted_sum(bed, 2.5, 0.0)
+    common, own, least = both.baseline_claims(bed, 2.5)[:3]
+    assert common.measured == pytest.approx(0.0, abs=1e-9)  # one shift for all is not enough
+    assert own.measured == pytest.approx(np.abs(shift_P).max(), abs=1e-5)
+    assert {common.verdict, own.verdict, least.verdict} == {OPEN} and least.measured < -1e-3
+
+
+def test_the_covariance_of_a_baseline_is_that_of_its_rule():
+    bed = coins(value_P=np.array([0.4, 0.45, 0.5, 0.5]))
+    moments = both.second_moments(bed)
+    for rule in ("none", "optimal", "oracle"):
+        expected = noise(bed, bed.best_K, Estimator(rule, 1, 1))
+        found = both.covariance(moments, both.value_at(bed, rule))
+        np.testing.assert_allclose(found, expected, atol=1e-15)
+
+
+def test_a_shifted_baseline_has_the_noise_of_a_constant():
+    """V = 1/2 everywhere, so V + 0.1 is the constant 0.6, by hand: E[s s' (z - 0.6)^2] - g g'."""
+    bed = coins()
+    law = bed.law(np.zeros((2, 1)))
+    probability, score = law[0][..., 0], law[1][..., 0]
+    squared = np.square(bed.rewards_PY - 0.6)
+    second = np.einsum("py,pyk,pyl->kl", probability * squared, score, score) / 4
+    expected = np.trace(limit_weighting(bed.curvature_KK, 2.5) @ second)
+    assert both.shifted_sum(bed, 2.5, 0.1) == pytest.approx(expected, rel=1e-12)
+
+
+# Beds and intervals
+
+
+def test_a_study_says_what_it_stands_on():
+    paths, drawn = run_simulations([], coins(), 10, 0, 1)
+    assert (paths, drawn) == ([], 0)
+    fields = {f.name for f in dataclasses.fields(CoinTestbed)}
+    assert {"value_P", "slope_PK", "style_PK", "lambda_K"} <= fields

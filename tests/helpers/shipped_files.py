@@ -1,0 +1,43 @@
+"""The files of `conf/` and the commands that take them."""
+
+from __future__ import annotations
+
+import pytest
+from commands import CONF
+
+from grpo_ustat.config.load import GapConfig
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.train import TrainConfig
+
+SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig}
+
+
+MODELS = ("budget", "dataset", "debug", "model", "prompt")  # groups of what a bed has none of
+TRAINING = ("baseline", "optimizer", "objective", "schedule", "lora", "rollout")
+TAKERS = {  # of each group's files, where not all entries take them
+    **dict.fromkeys(MODELS, ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
+    "policy": ("mse",), "bed": ("gap",), "study": ("gap",), "experiment": ("train",),
+}  # fmt: skip
+OTHER_TAKERS = {  # files that are not as others of their group
+    ("study", "figure4"): ("mse",), ("study", "figure4_offline"): ("mse",),
+    ("study", "best_group_size_start"): ("mse",),
+    ("experiment", "monte_carlo_check"): ("mse",), ("experiment", "smollm2"): ("mse",),
+    ("experiment", "theorems"): ("gap",),
+    ("debug", "mse"): ("mse",), ("debug", "train"): ("train",),
+}  # fmt: skip
+
+
+def takers(group, name):
+    if group == "budget":
+        return ("mse",) if name.startswith("study") else ("train",)
+    return OTHER_TAKERS.get((group, name), TAKERS.get(group, tuple(SCHEMAS)))
+
+
+def group_files():
+    for file in sorted(CONF.glob("*/*.yaml")):
+        group, name = file.parent.name, file.stem
+        for entry in SCHEMAS:
+            if entry not in takers(group, name) or name == "own":
+                continue  # own needs an installed package: tests/docs/test_own_task.py
+            marks = [pytest.mark.slow(minutes=0.01)] * (group != "debug")
+            yield pytest.param(entry, group, name, id=f"{entry}-{group}-{name}", marks=marks)

@@ -1,0 +1,132 @@
+"""A study on a disk that takes no more: one line, and what is paid for is kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+from dataclasses import replace
+
+import pytest
+from commands import run as run_command
+from safetensors import SafetensorError
+
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.launch.command import load_command
+from grpo_ustat.launch.run import make_run
+from grpo_ustat.mse import pool_store
+from grpo_ustat.mse import study as mse_study
+from grpo_ustat.report import figures
+from grpo_ustat.runs import folder as folder_module
+from grpo_ustat.runs.folder import NotSaved, RunFolder
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+SMALL = (
+    "study.questions=4", "budget.pool_completions=8", "group_sizes=[2,4]",
+    "max_completion_length=8", "rollout_batch_size=8",
+)  # fmt: skip
+WAYS = {
+    "a part of the pool": (pool_store, "save_file", FULL),
+    "a part of the pool, as safetensors says it": (
+        pool_store, "save_file",
+        SafetensorError("Error while serializing: IoError(Os { code: 28, kind: StorageFull })"),
+    ),
+    "curves.csv": (mse_study, "write_csv", FULL),
+    "curves.parquet": (mse_study, "write_curves", FULL),
+    "a figure": (figures, "save", FULL),
+    "the page": (mse_study, "leave_page", FULL),
+    "files of the folder": (folder_module, "write_whole", FULL),
+}  # fmt: skip
+
+
+def begun(tmp_path, workers=1):
+    config = compose_config("mse", [*SMALL, f"launch.workers={workers}"])
+    return config, RunFolder(tmp_path / "run", config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner, name, error", WAYS.values(), ids=WAYS)
+def test_a_study_on_a_full_disk_ends_in_one_line_and_goes_on(
+    tmp_path, monkeypatch, capsys, owner, name, error
+):
+    write, calls = getattr(owner, name), []
+
+    def refused(*arguments, **options):
+        calls.append(1)
+        if len(calls) > 1 or name not in ("save_file",):
+            raise error
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, refused)
+    config, folder = begun(tmp_path)
+    with pytest.raises(NotSaved) as refusal:
+        make_run(load_command("mse"), config, folder)
+    message = str(refusal.value)
+    assert len(message.splitlines()) == 1 and "No space left on device" in message
+    assert message.startswith(f"{folder.path} could not be written (")
+    assert "make room on the disk, then the same command goes on" in message
+    assert not list(folder.path.rglob(".*.tmp")) and not (folder.path / "result.json").exists()
+    parts = {file: file.stat().st_mtime_ns for file in folder.path.glob("pool/*.safetensors")}
+    assert len(parts) == {"save_file": 1, "write_whole": 0}.get(name, 4)
+
+    monkeypatch.undo()
+    assert make_run(load_command("mse"), *begun(tmp_path)) is not None
+    assert (folder.path / "result.json").is_file()
+    assert all(file.stat().st_mtime_ns == time for file, time in parts.items())  # kept, not remade
+
+
+def test_another_error_stays_what_it_is(tmp_path):
+    config, folder = begun(tmp_path)
+    command = load_command("mse")
+
+    def fail(config, folder):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "x")
+
+    with pytest.raises(FileNotFoundError):
+        make_run(replace(command, load_run=lambda: fail), config, folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system in memory, where this machine lets us have one."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    try:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=300k", "none", path],
+            check=True, capture_output=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    yield path
+    while path.is_mount():
+        subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_mse_on_a_disk_that_is_really_full(small_disk, workers):
+    words = (*SMALL, f"launch.workers={workers}", "hydra.run.dir=run")
+    code, _, told = run_command("mse", *words, cwd=small_disk)
+    assert code != 0 and "Traceback" not in told
+    (line,) = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert "/run could not be written (No space left on device" in line
+    parts = {file.name for file in small_disk.glob("run/pool/*.safetensors")}
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    code, _, told = run_command("mse", *words, cwd=small_disk)
+    assert code == 0, told
+    assert parts <= {file.name for file in small_disk.glob("run/pool/*.safetensors")}
+
+
+@pytest.mark.slow
+def test_gap_on_a_disk_that_is_really_full(small_disk):
+    subprocess.run(["mount", "-o", "remount,size=32k", small_disk], check=True)
+    words = ("study=lemma6", "study.replicates=100", "hydra.run.dir=run")
+    code, _, told = run_command("gap", *words, cwd=small_disk)
+    assert code != 0 and "Traceback" not in told
+    assert "/run could not be written (No space left on device" in told
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    code, _, told = run_command("gap", *words, cwd=small_disk)
+    assert code == 0, told
+    assert json.loads((small_disk / "run/result.json").read_text())["claims"]

@@ -1,0 +1,324 @@
+"""Rollouts saved elsewhere, as TRL logs them, become a pool."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from grpo_ustat.config.identity import folder_name
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.mse import study as study_run
+from grpo_ustat.mse.import_rollouts import import_pool
+from grpo_ustat.mse.logged_rollouts import read_rollouts
+from grpo_ustat.policy.loading import configured_policy, configured_task
+from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.tasks.base import rewards
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from commands import compose, run  # noqa: E402
+from test_pool import build  # noqa: E402
+
+SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
+CUT = "study.cut_at=96"  # TRL's log does not say which completions ended
+
+
+def logged(path, **changes):
+    """Completions of the first six study questions, in the columns that TRL logs."""
+    config = compose("mse", *SMALL)
+    policy, task = configured_policy(config), configured_task(config)
+    prompts = task.prompts("study")[:6]
+    rollouts = sample(policy, prompts, 8, Sampling.of(config, "pool"))
+    z = rewards(task, rollouts)
+    rows = [
+        {"step": 1, "prompt": p.text, "completion": text, "accuracy_reward": reward}
+        for p, texts, row in zip(prompts, rollouts.texts_PG, z, strict=True)
+        for text, reward in zip(texts, row.tolist(), strict=True)
+    ]
+    table = {key: [row[key] for row in rows] for key in rows[0]} | {"advantage": [0.0] * len(rows)}
+    table = {key: changes.get(key, value) for key, value in table.items()} | changes
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    return rollouts
+
+
+@pytest.mark.slow
+def test_an_imported_pool_is_the_one_that_was_logged(tmp_path):
+    rollouts = logged(tmp_path / "completions.parquet")
+    assert rollouts.ended_PG.all()
+    ours, _ = build(tmp_path / "ours")
+    config = compose("mse", *SMALL, CUT, f"pool={tmp_path / 'completions.parquet'}")
+    theirs, spent, prompts = import_pool(config, tmp_path / "pool")
+    assert [p.text for p in prompts] == [p.text for p in rollouts.prompts]
+    assert spent.rollouts == 48 and spent.tokens == int(rollouts.lengths_PG.sum())
+    np.testing.assert_array_equal(theirs.rewards_PN, ours.rewards_PN)
+    np.testing.assert_allclose(theirs.gram_PNN, ours.gram_PNN, atol=1e-3 * ours.gram_PNN.max())
+
+
+@pytest.mark.slow
+def test_a_study_of_it_has_a_folder_of_its_own(tmp_path):
+    path = tmp_path / "completions.parquet"
+    logged(path)
+    code, out, err = run("mse", *SMALL, CUT, f"pool={path}", cwd=tmp_path)
+    assert code == 0, err
+    (found,) = tmp_path.glob("outputs/mse/tiny_base-imported-*/seed=0/result.json")
+    assert json.loads(found.read_text())["questions"] == 6
+
+
+@pytest.mark.slow
+def test_another_file_of_the_same_name_is_another_run(tmp_path):
+    path = tmp_path / "completions.parquet"
+    logged(path)
+    before = folder_name(compose("mse", *SMALL, f"pool={path}"))
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).slice(0, 40), path)
+    assert folder_name(compose("mse", *SMALL, f"pool={path}")) != before
+
+
+@pytest.mark.slow
+def test_unequal_groups_are_cut_and_counted(tmp_path, capsys):
+    path = tmp_path / "c.parquet"
+    logged(path)
+    table = pyarrow.parquet.read_table(path).slice(0, 45)
+    pyarrow.parquet.write_table(table, path)
+    config = compose("mse", *SMALL, CUT, f"pool={path}")
+    pool, _, _ = import_pool(config, tmp_path / "pool")
+    assert pool.rewards_PN.shape == (6, 5)
+    out = capsys.readouterr().out
+    assert "15 completions dropped, 5 kept of each prompt, as many as that of row 40" in out
+    assert "0 of 30 completions have study.cut_at=96 tokens or more" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"step": [1, 2] * 24}, "holds steps 1 to 2, each of another policy"),
+        ({"second_reward": [1.0] * 48}, "exactly one column of rewards are needed"),
+    ],
+)
+def test_what_cannot_be_one_pool_is_refused(tmp_path, changes, message):
+    path = tmp_path / "c.parquet"
+    logged(path, **changes)
+    config = compose("mse", *SMALL, CUT, f"pool={path}")
+    with pytest.raises(ValueError, match=message):
+        import_pool(config, tmp_path / "pool")
+
+
+def rows(count=32, prompts=4, **changes):
+    """A small log of texts; `changes` replace columns, or a single row's value by {row: value}."""
+    table = {
+        "prompt": [f"{i % prompts} + 1 = " for i in range(count)],
+        "completion": [str(i % 7) for i in range(count)],
+        "reward": [float(i % 2) for i in range(count)],
+        "ended": [True] * count,
+    }
+    for name, change in changes.items():
+        if isinstance(change, dict):
+            column = list(table[name])
+            for row, value in change.items():
+                column[row] = value
+            change = column
+        table[name] = change
+    return {name: column for name, column in table.items() if column is not None}
+
+
+def saved(path, table):
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    return path
+
+
+def talk(*messages):
+    return [{"role": role, "content": content} for role, content in messages]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"reward": {5: float("nan"), 9: float("nan")}},
+         r"row 5 \(from 0\): reward is nan: not a finite reward, and 1 more rows have such"),
+        ({"reward": {31: float("inf")}}, r"row 31 \(from 0\): reward is inf"),
+        ({"reward": {0: None}}, r"row 0 \(from 0\): reward is null: no reward: mend or drop"),
+        ({"reward": ["1"] * 32}, "exactly one column of rewards are needed, found none"),
+        ({"ended": {7: None}}, r"row 7 \(from 0\): ended is null, not true or false"),
+        ({"ended": [1] * 32}, "column ended holds int64, not true"),
+        ({"prompt": {3: None}}, r"row 3 \(from 0\): prompt is null"),
+        ({"prompt": {3: ""}}, r"row 3 \(from 0\): prompt is empty"),
+        ({"completion": {2: None}}, r"row 2 \(from 0\): completion is null"),
+        ({"completion": [3] * 32}, r"row 0 \(from 0\): completion is 3, neither text nor messages"),
+        ({"completion": [[]] * 31 + [talk(("assistant", "1"))]},
+         r"row 0 \(from 0\): completion has no messages, and 30 more"),
+        ({"completion": [talk(("assistant", "1"), ("tool", "2"))] * 32},
+         "completion holds messages of assistant, tool, not one of the assistant"),
+        ({"completion": [talk(("assistant", None))] * 32},
+         "completion has a message of the assistant whose content is not text"),
+        ({"completion": [[{"role": "assistant", "content": "1", "tool_calls": "f()"}]] * 32},
+         "has a message with tool_calls beside role and content"),
+        ({"prompt": [talk(("user", "1"), ("assistant", "2"))] * 32},
+         "prompt ends with an assistant message"),
+        ({"step": [1] * 31 + [None]}, r"row 31 \(from 0\): step is null"),
+    ],
+)  # fmt: skip
+def test_rows_are_refused_by_number_and_field(tmp_path, changes, message):
+    path = saved(tmp_path / "c.parquet", rows(**changes))
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_rollouts(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_rows_are_read_as_they_are(tmp_path):
+    """Whole numbers and booleans are rewards; both kinds of log come out as the same records."""
+    path = saved(tmp_path / "c.parquet", rows(reward=[i % 2 == 0 for i in range(32)]))
+    found = read_rollouts(path)
+    assert [x.row for x in found] == list(range(32))
+    assert (found[1].prompt, found[1].completion, found[0].reward) == ("1 + 1 = ", "1", 1.0)
+    assert found[0].ended is True and found[0].length is None
+    asked, said = talk(("system", "Add."), ("user", "1 + 1")), talk(("assistant", ""))
+    (found,) = read_rollouts(
+        saved(path, rows(count=1, prompt=[asked], completion=[said], ended=None))
+    )
+    assert (found.prompt, found.completion, found.ended) == (asked, "", None)
+
+
+@pytest.mark.parametrize(
+    "table, overrides, message",
+    [
+        (rows(ended=None), (), "no column ended, and study.cut_at=null"),
+        (rows(), (CUT,), "study.cut_at=96, but .* has a column ended"),
+        (rows(completion={4: ""}, ended={4: False}), (), r"row 4 .*: completion has no token"),
+        (rows(count=10), (), r"prompt of row 2 \(from 0\) has 2 completions, 4 are needed of each, "
+         "and 4 of 4 prompts have fewer"),
+        (rows(prompts=32), (), "has 1 completions, 4 are needed of each, and 32 of 32"),
+        (rows(), ("study.methods=[replay]", "group_sizes=[2,6]"),
+         "has 8 completions, 9 are needed .* or use smaller group_sizes"),
+        (rows(completion={6: "1" * 5000}), (), r"row 6 .*: a prompt of \d+ and a completion of"),
+        (rows(prompt=[talk(("user", "1 + 1"))] * 32), (), "tiny_base has no chat template"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_scored_is_refused(tmp_path, table, overrides, message):
+    path = saved(tmp_path / "c.parquet", table)
+    config = compose("mse", "debug=mse", "model=tiny_base", "study.questions=null",
+                     f"pool={path}", *overrides)  # fmt: skip
+    with pytest.raises(ConfigError, match=message):
+        import_pool(config, tmp_path / "pool")
+    assert not (tmp_path / "pool").exists()
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    """The embedded model with a chat template of its own letters, in a folder."""
+    folder = tmp_path / "chat"
+    policy = configured_policy(compose("mse", "debug=mse", "model=tiny_base"))
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}= {% endif %}"
+    )
+    policy.model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_conversation_is_scored_as_the_text_that_it_became(tmp_path, chat_model):
+    """Two logs of the same rollouts, as messages and as what the template makes of them."""
+    table = rows()
+    talks = [talk(("user", prompt)) for prompt in table["prompt"]]
+    said = [talk(("assistant", text)) for text in table["completion"]]
+    written = [f"{prompt}\n= " for prompt in table["prompt"]]
+    pools = []
+    for name, changes in (
+        ("talks", {"prompt": talks, "completion": said}), ("texts", {"prompt": written})
+    ):  # fmt: skip
+        path = saved(tmp_path / f"{name}.parquet", table | changes)
+        config = compose(
+            "mse", "debug=mse", "model=hub", f"model.model_name_or_path={chat_model}",
+            "study.questions=null", f"pool={path}",
+        )  # fmt: skip
+        pool, spent, prompts = import_pool(config, tmp_path / name)
+        assert [x.text for x in prompts] == list(dict.fromkeys(written))
+        assert (pool.lengths_PN == 2).all()  # a digit and the end token
+        pools.append(pool)
+    np.testing.assert_array_equal(pools[0].gram_PNN, pools[1].gram_PNN)
+    np.testing.assert_array_equal(pools[0].rewards_PN, pools[1].rewards_PN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ strftime_now('%d') }}", "writes the day's date, not the log's"),
+        (
+            "{{ messages[-1]['content'] }}",
+            "row 0 .* has a message of the system that .* leaves out",
+        ),
+        ("{{ raise_exception('no system') }}", r"row 0 .* is refused by .* \(no system\)"),
+    ],
+)
+def test_a_template_that_cannot_write_the_conversation_is_refused(
+    tmp_path, chat_model, template, message
+):
+    (chat_model / "chat_template.jinja").write_text(template)
+    asked = [talk(("system", "Add."), ("user", "1 + 1"))] * 8
+    path = saved(tmp_path / "c.parquet", rows(count=8, prompts=1, prompt=asked))
+    config = compose("mse", "debug=mse", "model=hub", f"model.model_name_or_path={chat_model}",
+                     "study.questions=null", f"pool={path}")  # fmt: skip
+    with pytest.raises(ConfigError, match=message):
+        import_pool(config, tmp_path / "pool")
+
+
+@pytest.mark.slow
+def test_cut_completions_have_no_end_token_and_are_counted(tmp_path, capsys):
+    """`ended` false, or `study.cut_at` tokens and more without such a column: no end token."""
+    long = {i: "1234" for i in range(0, 32, 4)}  # of prompt 0 alone
+    counts = []
+    for name, ended, overrides in (
+        ("told", {i: False for i in long}, ()), ("inferred", None, ("study.cut_at=4",))
+    ):  # fmt: skip
+        path = saved(tmp_path / f"{name}.parquet", rows(completion=long, ended=ended))
+        config = compose("mse", "debug=mse", "model=tiny_base", "study.questions=null",
+                         f"pool={path}", *overrides)  # fmt: skip
+        pool, spent, _ = import_pool(config, tmp_path / name)
+        assert spent.clipped == 8
+        counts.append(pool.lengths_PN.tolist())
+    assert counts[0] == counts[1] == [[4] * 8] + [[2] * 8] * 3
+    assert "8 of 32 completions have study.cut_at=4 tokens or more" in capsys.readouterr().out
+
+
+def test_questions_of_a_file_are_counted_where_some_are_left_out(tmp_path, capsys):
+    path = saved(tmp_path / "c.parquet", rows(length=[9] * 32))
+    config = compose("mse", "debug=mse", "model=tiny_base", "study.questions=3", f"pool={path}")
+    pool, _, prompts = import_pool(config, tmp_path / "pool")
+    assert pool.rewards_PN.shape == (3, 8) and len(prompts) == 3
+    out = capsys.readouterr().out
+    assert "3 of 4 prompts kept, see study.questions" in out
+    assert "24 of 24 completions have another number of tokens than their column length" in out
+
+
+def test_a_length_to_cut_at_is_of_a_file():
+    with pytest.raises(ValueError, match="study.cut_at=5 is of rollouts made elsewhere"):
+        compose("mse", "study.cut_at=5")
+    with pytest.raises(ValueError, match="study.cut_at=0 must be above 0"):
+        compose("mse", "study.cut_at=0", "pool=x.parquet")
+
+
+@pytest.mark.slow
+def test_sampling_methods_and_missing_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"pool=nowhere.parquet is no file"):
+        compose("mse", *SMALL, "pool=nowhere.parquet")
+    path = tmp_path / "c.parquet"
+    logged(path)
+    with pytest.raises(ValueError, match="samples completions, which an imported pool cannot"):
+        compose("mse", *SMALL, f"pool={path}", "target_halfwidth=0.05")
+
+
+def test_a_damaged_file_is_one_line(tmp_path):
+    path = tmp_path / "c.parquet"
+    path.write_bytes(b"PAR1 nothing")
+    config = compose("mse", *SMALL, f"pool={path}")
+    with pytest.raises(ValueError, match="cannot be read"):
+        study_run.run(config, RunFolder(tmp_path / "run", config))
+    assert not list((tmp_path / "run").rglob("*.json"))

@@ -1,0 +1,148 @@
+"""Which G a study recommends: sentences and commands from numbers worked by hand."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from commands import compose
+
+from grpo_ustat.report.decision import (
+    decision_sentence,
+    group_size_costs,
+    interval_note,
+    next_step,
+)
+
+# n MSE = G + 2 + 9/(G-1): G* = 4, and 13, 9, 11.286, 18.6 at G = 2, 4, 8, 16
+RESULT = {
+    "scaling": {"c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5,
+                "gstar_high": 4.6, "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0},
+    "assumption2": {"corr": -0.5},
+    "curves": [{"interval": "completions"}],
+    "questions": 100, "pool_completions": 8, "summary": "No reward. WARNING: cut.",
+}  # fmt: skip
+
+
+def changed(**scaling):
+    result = copy.deepcopy(RESULT)
+    result["scaling"] |= scaling
+    return result
+
+
+def test_a_decided_study_names_the_best_size_and_what_its_neighbours_cost():
+    """At G = 2 the contrast has the length .2953, so the half-width is 2.485 * .01 * .2953."""
+    assert decision_sentence(RESULT) == (
+        "Best G is about 4.0 [3.5, 4.6] for any number of rollouts. At n = 256: G = 4, 64 prompts. "
+        "G = 2 costs +44 % error [+43 %, +46 %], G = 8 costs +25 % [+25 %, +26 %], "
+        "G = 16 costs +107 % [+105 %, +109 %]."
+    )
+
+
+@pytest.mark.parametrize(
+    "rollouts, best, sizes",
+    [
+        (256, 4, [2, 4, 8, 16, 32, 64, 128, 256]),
+        (6, 3, [2, 3, 6]),
+        (7, 7, [7]),
+        (10, 5, [2, 5, 10]),
+    ],
+)
+def test_only_sizes_that_divide_the_rollouts_are_admissible(rollouts, best, sizes):
+    """At n = 10 the errors of G = 2 and 5 are 13 and 9.25."""
+    costs = group_size_costs(RESULT["scaling"], rollouts)
+    assert (costs.best, list(costs.extra)) == (best, sizes)
+    assert all(extra.estimate >= 0 for extra in costs.extra.values())
+
+
+def test_one_rollout_has_no_group():
+    with pytest.raises(ValueError, match="rollouts=1: a group needs at least 2"):
+        group_size_costs(RESULT["scaling"], 1)
+
+
+def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
+    wide = changed(covariance=np.diag([0.5, 0.01, 0.01]).tolist())
+    assert "G = 8 is not significantly different (+25 % [-" in decision_sentence(wide)
+
+
+def test_a_result_of_an_earlier_version_has_costs_without_intervals():
+    result = changed()
+    del result["scaling"]["covariance"], result["scaling"]["dof"]
+    assert "G = 2 costs +44 % error, G = 8 costs +25 %, G = 16" in decision_sentence(result)
+
+
+@pytest.mark.parametrize(
+    "scaling, sentence",
+    [
+        ({"gstar_high": None, "covariance": np.diag([0.25, 1.0, 0.81]).tolist(), "dof": 1e9},
+         "Best G is at least 3.5 for any number of rollouts; for an upper end about 97 more "
+         "prompts are needed (now 100)."),
+        ({"gstar_high": None, "gstar_low": 1.0, "c1": -1.0},
+         "Not enough data for a best G: more prompts are needed (now 100), how many cannot be said "
+         "yet."),
+        ({"gstar_high": None, "gstar_low": None, "covariance": np.diag([9.0, 1, 1]).tolist()},
+         "Not enough data for a best G: about 7100 more prompts are needed (now 100)."),
+    ],
+)  # fmt: skip
+def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):
+    assert decision_sentence(changed(**scaling)) == sentence
+
+
+def test_without_any_signal_the_studys_own_words_are_the_answer():
+    result = RESULT | {"assumption2": {"corr": None}}
+    assert decision_sentence(result) == "No reward."
+
+
+def test_intervals_say_what_they_speak_of():
+    assert "conditional on these 100 questions" in interval_note(RESULT)
+    over = RESULT | {"curves": [{"interval": "questions"}]}
+    assert "from these 100 to new questions" in interval_note(over)
+
+
+UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolist(), dof=1e9)
+
+
+@pytest.mark.parametrize(
+    "result, overrides, command",
+    [
+        (RESULT, (), "train model=tiny dataset=arithmetic prompt=bare budget.rollouts=256 "
+                     "group_size=4"),
+        (RESULT, ("model=tiny_base", "dataset=plus_one", "prompt=few_shot", "temperature=0.7"),
+         "train model=tiny_base dataset=plus_one prompt=few_shot temperature=0.7 "
+         "budget.rollouts=64 group_size=4"),
+        (UNDECIDED, (), "mse model=tiny dataset=arithmetic prompt=bare study.questions=197"),
+        (UNDECIDED, ("dataset.study_size=100", "study.questions=100"),
+         "mse model=tiny dataset=arithmetic dataset.study_size=100 prompt=bare "
+         "budget.pool_completions=16"),
+        (RESULT, ("model=hub", "model.model_name_or_path=org/a"),
+         "train model=hub model.model_name_or_path=org/a dataset=arithmetic prompt=bare "
+         "budget.rollouts=256 group_size=4"),
+    ],
+)  # fmt: skip
+def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrides, command):
+    config = asdict(compose("mse", *overrides))
+    step = next_step(result, config)
+    assert step == f"grpo-ustat {command}"
+    _, verb, *words = step.split()
+    composed = compose(verb, *words)
+    assert composed.model.model_name_or_path == config["model"]["model_name_or_path"]
+    assert composed.temperature == config["temperature"]
+    assert asdict(composed.prompt) == config["prompt"]
+
+
+def test_a_prompt_of_ones_own_is_quoted_for_hydra_and_for_the_shell():
+    own = compose("mse", "prompt=plain", "prompt.template='Q: {question}, it is '")
+    step = next_step(RESULT, asdict(own))
+    _, verb, *words = shlex.split(step)
+    assert compose(verb, *words).prompt.template == "Q: {question}, it is "
+
+
+def test_rollouts_of_another_framework_are_not_trained_on_here():
+    config = asdict(compose("mse")) | {"pool": "logged/rows.parquet"}
+    assert next_step(RESULT, config) == (
+        "train with num_generations=4 where these rollouts were logged"
+    )
+    assert next_step(UNDECIDED, config) == "log more prompts, and import them in the same way"

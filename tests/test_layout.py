@@ -1,0 +1,55 @@
+"""Where tests are: in the room of the module that they are named after, and every room has some."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "grpo_ustat"
+ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
+BESIDE = {"commands", "scripts", "docs"}  # whole commands, scripts/, README and docs/
+FILES = sorted(TESTS.rglob("test_*.py"))
+
+
+def modules(room: str) -> set[str]:
+    """Names of a room's modules, those of rooms within it too; of the package itself for ""."""
+    inside = (PACKAGE / room).rglob("*.py") if room else PACKAGE.glob("*.py")
+    return {path.stem for path in inside if not path.stem.startswith("__")}
+
+
+def imports_of(file: Path) -> set[str]:
+    """Everything that a file imports from the package, dotted."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name for name in names if name.startswith("grpo_ustat.")}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(TESTS)))
+def test_a_file_of_tests_is_in_the_room_that_it_tests(file):
+    """Named after a module it stands in that module's room; else it imports from its room."""
+    room = file.parent.name if file.parent != TESTS else ""
+    assert file.parent in (TESTS, TESTS / room), f"{file}: rooms have no folders of tests within"
+    assert room in {"", *BESIDE, *ROOMS}, f"tests/{room}: no room of grpo_ustat/ has this name"
+    subject = file.stem.removeprefix("test_")
+    homes = [home for home in ("", *ROOMS) if subject in modules(home)]
+    assert not homes or room in homes, f"{file}: {subject} is a module of {homes}"
+    if room in ROOMS and not homes:
+        assert any(name.split(".")[1] == room for name in imports_of(file)), (
+            f"{file} imports nothing of grpo_ustat.{room}: move it to the room that it tests"
+        )
+
+
+def test_every_room_has_tests():
+    without = {"sweep"}  # a table of runs/status.py, which tests/runs/test_status.py reads
+    assert {room for room in ROOMS if not list((TESTS / room).glob("test_*.py"))} == without
+
+
+def test_helpers_hold_no_tests():
+    assert not list((TESTS / "helpers").rglob("test_*.py"))

@@ -1,0 +1,66 @@
+"""Files of the repository that no command reads: they parse, and say what is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+import grpo_ustat
+
+ROOT = Path(__file__).parents[1]
+
+
+def read(name):
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def test_continuous_integration_runs_what_a_person_runs():
+    workflow = read(".github/workflows/ci.yml")
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads the key `on` as true
+    job = workflow["jobs"]["test"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert (ROOT / ".ci/run").stat().st_mode & 0o100
+    lowest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    assert lowest in job["strategy"]["matrix"]["python"]
+
+
+def test_a_commit_is_formatted_by_the_ruff_that_checks_it():
+    (hooks,) = read(".pre-commit-config.yaml")["repos"]
+    pinned = re.search(r"^ruff==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    assert hooks["rev"] == f"v{pinned}"
+    assert [hook["id"] for hook in hooks["hooks"]] == ["ruff-check", "ruff-format"]
+
+
+def test_the_citation_is_of_this_version():
+    citation = read("CITATION.cff")
+    assert citation["version"] == grpo_ustat.__version__ and citation["license"] == "Apache-2.0"
+    assert citation["preferred-citation"]["title"] in " ".join(
+        (ROOT / "README.md").read_text().split()
+    )
+    for entry in (citation, citation["preferred-citation"]):
+        assert entry["title"] and entry["type"] and all(a["name"] for a in entry["authors"])
+
+
+def test_the_changelog_knows_the_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert f"is {grpo_ustat.__version__};" in text and "## [Unreleased]" in text
+
+
+def test_files_that_contributors_are_sent_to_are_there():
+    missing = []
+    for name in ("CONTRIBUTING.md", "SECURITY.md"):
+        for path in re.findall(r"`([\w.]+/[\w./-]*|\.\w+/\w+)`", (ROOT / name).read_text()):
+            if not ("NAME" in path or path.endswith("mean_length") or (ROOT / path).exists()):
+                missing.append((name, path))
+    assert missing == []
+
+
+def test_names_that_contributors_are_sent_to_are_there():
+    """Where the page says a name of a file: the file defines it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    pairs = re.findall(r"`(\w+)` of\s+`([\w/]+\.py)`", text)
+    assert len(pairs) >= 3
+    for name, file in pairs:
+        assert re.search(rf"^(def |){name}\b", (ROOT / file).read_text(), re.MULTILINE), name
