@@ -17,7 +17,7 @@ class LaunchConfig(ProcessConfig):
     """Processes and devices; none of it changes results."""
 
     num_threads: int = field("of OpenMP, in each process", "threads", positive=True)
-    device: str = field("cpu, cuda, cuda:1 ...")
+    device: str = field("cpu, cuda, mps, xpu, npu or hpu; cuda:1 is the second GPU")
     judge_workers: int = field(
         "beside each one, which judge answers that need it, such as MATH's",
         "processes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -253,8 +254,11 @@ def test_what_was_not_sent_can_be_sent_later(tmp_path, stub, fault, capfd):
     assert time.monotonic() - start < 15 and one._process.poll() is not None
     err = capfd.readouterr().err
     assert "warning: logger=wandb: was not told 4 of 4" in err and "\x1b" not in err
-    command = err.rsplit("send it: python ", 1)[1].split()
+    program, *command = shlex.split(err.rsplit("send it: ", 1)[1])
+    assert program == "grpo-ustat"
     stub.fault("")
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_ustat", *command], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert [values.get("reward") for values in logged(stub())][:2] == [1 / 7, 2 / 7]
