@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,8 @@ from precision import compute_in_double  # noqa: E402
 from grpo_ustat.report import learning  # noqa: E402
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends with &
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Collected for doctests they would be imported: `wandb`, for one, by all tests that come after.
 collect_ignore = ["helpers/stub_trackers", "helpers/stub_math_verify"]
