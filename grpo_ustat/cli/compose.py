@@ -22,7 +22,9 @@ from grpo_ustat.cli.arguments import check_words
 from grpo_ustat.cli.errors import one_line
 from grpo_ustat.cli.hydra_api import (
     MULTIRUN,
+    hydra_overrides,
     hydra_session,
+    model_place,
     parse_arguments,
     quote_equals,
     split_sweep,
@@ -97,7 +99,8 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
         for run in runs:
             label = " ".join(override for override in run if override not in shared)
             try:
-                planned = _plan_run(name, schema, label, run, sweep)
+                places = [word for x in run for word in model_place(x, words.config_dir)]
+                planned = _plan_run(name, schema, label, places, sweep)
                 check_trust(planned.config, words.overrides)
                 _check_packages(planned.config)
                 check_ranks(planned.config, tasks)
@@ -132,7 +135,7 @@ def compose_config(entry: str, overrides: list[str]) -> Any:
     """
     register(entry)
     with hydra_session(entry):
-        config, _ = _compose(entry, SCHEMAS[entry], list(map(quote_equals, overrides)))
+        config, _ = _compose(entry, SCHEMAS[entry], hydra_overrides(overrides))
     check_trust(config, overrides)
     return config
 

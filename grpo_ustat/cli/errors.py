@@ -69,7 +69,9 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
         fit = [other for other, file in files.items() if not file.is_file() or fits(file, schema)]
         if not name:
             return f"{group}= has no value: choose from {', '.join(fit)}"
-        return f"unknown {group} {name!r}: {did_you_mean(name, fit)}choose from {', '.join(fit)}"
+        known = f"{did_you_mean(name, fit)}choose from {', '.join(fit)}"
+        places = ", or write model=org/name or model=FOLDER" if group == "model" else ""
+        return f"unknown {group} {name!r}: {known}{places}"
 
     # A file sets fields that the command does not have: name the commands that have them.
     in_file = re.match(r"In '([^']+)': (Could not override|ConfigKeyError raised)", text)

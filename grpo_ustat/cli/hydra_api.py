@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -33,8 +34,8 @@ MULTIRUN = RunMode.MULTIRUN
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """A command line as Hydra reads it: `overrides`, and flags such as `multirun` and `help`.
 
-    Overrides may hold paths such as `pool=outputs/seed=0`, see `quote_equals`; `typed` are they as
-    they were typed.
+    Overrides may hold paths such as `pool=outputs/seed=0`, see `quote_equals`, and name a model by
+    its place, see `model_place`; `typed` are they as they were typed.
 
     Raises:
         ConfigError: a word with dashes is no flag, or a flag's value is none of its.
@@ -44,7 +45,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     words, unknown = parser.parse_known_args(list(arguments))
     check_flags(unknown, arguments, flags())
     words.typed = words.overrides
-    words.overrides = [quote_equals(override) for override in words.overrides]
+    words.overrides = hydra_overrides(words.overrides, words.config_dir)
     return words
 
 
@@ -53,9 +54,38 @@ def _refuse_arguments(message: str) -> NoReturn:
     raise ConfigError(message)
 
 
+def hydra_overrides(typed: Iterable[str], config_dir: str | None = None) -> list[str]:
+    """Overrides as Hydra reads them, see `quote_equals` and `model_place`."""
+    quoted = map(quote_equals, typed)
+    return [override for word in quoted for override in model_place(word, config_dir)]
+
+
+def model_place(override: str, config_dir: str | None = None) -> list[str]:
+    """`model=org/name` or `model=FOLDER` as `model=hub` with that place; all else as it is, such as
+    names of files in `conf/model/` and the several values of a sweep.
+
+    >>> model_place("model=org/name"), model_place("model=tiny")
+    (['model=hub', "model.model_name_or_path='org/name'"], ['model=tiny'])
+    """
+    key, _, value = override.partition("=")
+    several = "," in _without_brackets(value) or re.match(r"\w+\(", value)
+    if key != "model" or several:
+        return [override]
+    quoted = value[:1] in ("'", '"')
+    place = re.sub(r"\\(['\"\\])", r"\1", value[1:-1]) if quoted else value
+    folders = [CONF, *([Path(config_dir)] if config_dir else [])]
+    choice = any((folder / "model" / f"{place}.yaml").is_file() for folder in folders)
+    folder = bool(place) and Path(place).expanduser().is_dir()
+    if choice or not (folder or "/" in place or place[:1] in ("~", ".")):
+        return [override]
+    place = os.path.normpath(place) if folder else place
+    escaped = place.replace("\\", "\\\\").replace("'", "\\'")
+    return ["model=hub", f"model.model_name_or_path='{escaped}'"]
+
+
 def quote_equals(override: str) -> str:
     """The override with quotes around every value that holds a further `=`, as the names of run
-    folders do, which Hydra does not take unquoted; all else stays as it is.
+    folders do, or a `~`, which Hydra does not take unquoted; all else stays as it is.
 
     Values are those between the commas of a sweep or of a list. Quoted values, interpolations,
     dictionaries and calls such as `range(start=1,stop=3)` are Hydra's own to read.
@@ -66,7 +96,7 @@ def quote_equals(override: str) -> str:
     ("runs=['a=1',b]", "pool='a=1'", 'seed=0')
     """
     key, equals, value = override.partition("=")
-    return key + equals + _quote_values(value) if "=" in value else override
+    return key + equals + _quote_values(value) if re.search("[=~]", value) else override
 
 
 def _quote_values(text: str) -> str:
@@ -76,7 +106,7 @@ def _quote_values(text: str) -> str:
         value = text[first:last].strip()
         if value[:1] == "[" and value[-1:] == "]":
             value = f"[{_quote_values(value[1:-1])}]"
-        elif "=" in outer[first:last] and not re.search("['\"]", value):
+        elif re.search("[=~]", outer[first:last]) and not re.search("['\"]", value):
             slashes = value[len(value.rstrip("\\")) :]
             value = f"'{value}{slashes}'"  # doubled at the end, where one would escape the quote
         values.append(value)
@@ -159,8 +189,9 @@ def sweep_launcher(name: str, node: DictConfig, task: Callable) -> Iterator[Laun
 
 def run_task(entry: str, task: Callable[[DictConfig], object]) -> None:
     """Have Hydra read `sys.argv`, compose `conf/<entry>.yaml` and call the task with it."""
-    overrides = {word: quote_equals(word) for word in get_args_parser().parse_args().overrides}
-    sys.argv[1:] = [overrides.get(word, word) for word in sys.argv[1:]]
+    words = get_args_parser().parse_args()
+    read = {word: hydra_overrides([word], words.config_dir) for word in words.overrides}
+    sys.argv[1:] = [override for word in sys.argv[1:] for override in read.get(word, [word])]
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)(task)()
 
 

@@ -17,6 +17,7 @@ from grpo_ustat.estimators.baselines import PLUGIN_GROUP, own_rules
 
 NO_CUT = {"top_p": 1.0, "top_k": 0}  # were fields of one value each, and keep their place in hashes
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
+LONGEST_WORDS = 200  # characters; file systems end names at 255 bytes
 OPERATIONAL = (
     "on_existing",
     "dry_run",
@@ -194,8 +195,12 @@ def fingerprint(identity_keys: dict[str, Any]) -> str:
 
 
 def folder_name(config: Any) -> str:
-    """The run folder's name without its seed: words, then a hash of the identity keys."""
+    """The run folder's name without its seed: words, then a hash of the identity keys.
+
+    A model's folder is among the words: of a long path the end, and no name begins with a dot.
+    """
     keys = identity(config)
     del keys["seed"]
-    words = re.sub(r"[^\w.=-]+", "_", config.run_name)
+    words = re.sub(r"[^\w.=-]+", "_", config.run_name)[-LONGEST_WORDS:]
+    words = words.lstrip("._") if words.startswith(".") else words
     return f"{words}-{fingerprint(keys)[:8]}"

@@ -175,6 +175,8 @@ def check_model(model_name_or_path: str, *, cached: bool = True) -> None:
             )
     elif name.startswith(("/", "./", "../", "~")) or Path(name).exists():
         folder = Path(name).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(f"{key}={name}: there is no folder {folder.resolve()}")
         adapters = adapter_base(folder)
         if adapters is not None:
             try:

@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{out} is there: model=smollm2_135m")
         return
     make(out, asked.dtype or "float32")
-    use = "smollm2_135m" if asked.out is None else f"hub model.model_name_or_path={out}"
+    use = "smollm2_135m" if asked.out is None else str(out)
     print(f"SmolLM2-135M-Instruct is in {out}: model={use}")
 
 

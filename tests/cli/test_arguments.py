@@ -14,6 +14,7 @@ MODELS = (
     "choose from hub, qwen2_5_0_5b, qwen2_5_0_5b_instruct, qwen2_5_1_5b_instruct, qwen2_5_math_7b, "
     "smollm2_135m, tiny, tiny_base, tiny_direct"
 )
+MODEL = f"{MODELS}, or write model=org/name or model=FOLDER"
 TRAIN = {
     ("group_size=abc",): "group_size=abc: a whole number is needed, such as group_size=8",
     ("group_size=8.5",): "group_size=8.5: a whole number is needed, such as group_size=8",
@@ -63,9 +64,9 @@ TRAIN = {
     ),
     ("model.name='abc",): "model.name='abc: the quote ' is not closed, write model.name=abc",
     ("model.name=a(b",): "model.name=a(b: ( needs quotes, write \"model.name='a(b'\"",
-    ("model=tny",): f"unknown model 'tny': did you mean tiny? {MODELS}",
+    ("model=tny",): f"unknown model 'tny': did you mean tiny? {MODEL}",
     ("model=qwen2_5_1_5",): (
-        f"unknown model 'qwen2_5_1_5': did you mean qwen2_5_1_5b_instruct? {MODELS}"
+        f"unknown model 'qwen2_5_1_5': did you mean qwen2_5_1_5b_instruct? {MODEL}"
     ),
     ("model=",): f"model= has no value: {MODELS}",
     ("tiny",): "tiny: write model=tiny or policy=tiny",

@@ -9,7 +9,8 @@ import pytest
 from commands import run
 
 from grpo_ustat.cli.compose import compose_config, parse
-from grpo_ustat.cli.hydra_api import parse_arguments, quote_equals, split_sweep
+from grpo_ustat.cli.hydra_api import model_place, parse_arguments, quote_equals, split_sweep
+from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.model import ASSETS
 from grpo_ustat.config.schema import ConfigError
 
@@ -72,6 +73,74 @@ def test_a_path_with_equals_signs_reaches_the_configuration():
     assert compose_config("mse", [f"pool={FOLDER}"]).pool == FOLDER
     with pytest.raises(ConfigError, match=f"model_name_or_path={FOLDER} is neither a folder nor"):
         compose_config("mse", ["model=hub", f"model.model_name_or_path={FOLDER}"])
+
+
+@pytest.fixture
+def model_folder(tmp_path, monkeypatch):
+    """A folder of a model, `=` in its path, below the working directory."""
+    shutil.copytree(ASSETS / "tiny", tmp_path / "G=8/seed=0")
+    monkeypatch.chdir(tmp_path)
+    return "G=8/seed=0"
+
+
+NAMES = ["model=tiny", "model=hub", "model=tiny,org/name", "model=typo", "model=", "model.name=a/b",
+         "+model=org/name", "dataset=org/name", "model=choice(tiny,org/name)"]  # fmt: skip
+
+
+@pytest.mark.parametrize("override", NAMES)
+def test_a_name_of_a_file_stays_as_it_is(override):
+    assert model_place(override) == [override]
+
+
+@pytest.mark.parametrize(
+    "typed", ["G=8/seed=0", "./G=8/seed=0", "G=8/../G=8/seed=0/", "'G=8/seed=0'"]
+)
+def test_a_model_is_chosen_by_its_folder(typed, model_folder):
+    as_before = ["model=hub", f"model.model_name_or_path={model_folder}"]
+    assert compose_config("mse", [f"model={typed}"]) == compose_config("mse", as_before)
+
+
+def test_a_model_is_chosen_by_its_name_on_the_hub():
+    as_before = compose_config("train", ["model=hub", "model.model_name_or_path=org/name"])
+    config = compose_config("train", ["model=org/name"])
+    assert config == as_before and folder_name(config) == folder_name(as_before)
+    assert folder_name(config).startswith("org_name-arithmetic-")
+
+
+def test_a_file_of_that_name_goes_before_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "conf/model/mine").mkdir(parents=True)
+    (tmp_path / "conf/model/mine/one.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert model_place("model=tiny") == ["model=tiny"]
+    assert model_place("model=own") == ["model=hub", "model.model_name_or_path='own'"]
+    assert model_place("model=mine/one", "conf") == ["model=mine/one"]
+
+
+def test_a_sweep_over_models_has_a_run_for_each(model_folder):
+    runs = parse("train", ["-m", f"model=tiny,org/name,{model_folder}"]).planned_runs
+    places = [run.config.model.model_name_or_path for run in runs]
+    assert places == ["embedded:tiny", "org/name", model_folder]
+    assert [run.name for run in runs][1] == "model=org/name"
+
+
+@pytest.mark.parametrize("folder, message", [
+    ("./nowhere", "model_name_or_path=./nowhere: there is no folder /"),
+    ("~/a/nowhere", "model_name_or_path=~/a/nowhere: there is no folder /"),
+    ("a/b/c", "model_name_or_path=a/b/c is neither a folder nor org/name"),
+    ("G=8", "model_name_or_path=G=8 holds no model: no config.json in /"),
+])  # fmt: skip
+def test_a_place_without_a_model_is_refused(folder, message, model_folder):
+    with pytest.raises(ConfigError, match=message):
+        parse("train", [f"model={folder}"])
+
+
+@pytest.mark.parametrize("path", ["../x", "./x", "/data/" + "a" * 250 + "/x"])
+def test_the_folder_of_a_run_is_neither_hidden_nor_too_long(path, model_folder, monkeypatch):
+    monkeypatch.setattr("grpo_ustat.config.model.check_model", lambda *_, **__: None)
+    name = folder_name(compose_config("train", ["model=hub", f"model.model_name_or_path={path}"]))
+    assert name[0] not in "._" and "x-arithmetic-" in name and len(name) < 220
 
 
 @pytest.fixture
