@@ -301,14 +301,14 @@ def monitor_text(row: dict[str, Any]) -> str:
     >>> monitor_text(row | {"monitor/mse": 2.345})
     'G* 8.9 [7.1, infinity), gradient MSE 2.35'
     >>> monitor_text(row | {"monitor/gstar": None, "monitor/mse": None}), monitor_text({})
-    ('G* not decided', '')
+    ('not enough data for G*', '')
     """
     if "monitor/gstar" not in row:
         return ""
     best, low, high, error = (
         row.get(f"monitor/{name}") for name in ("gstar", "gstar_low", "gstar_high", "mse")
     )
-    text = "G* not decided"
+    text = "not enough data for G*"
     if best is not None and low is not None:
         text = f"G* {best:.1f} [{low:.1f}, {'infinity)' if high is None else f'{high:.1f}]'}"
     return join_texts(text, "" if error is None else f"gradient MSE {error:.3g}")

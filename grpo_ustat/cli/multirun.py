@@ -25,8 +25,8 @@ from grpo_ustat.launch.submitit import leave
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import (
-    BEYOND,
     DONE,
+    PAST_MAX_STEPS,
     RUNNING,
     PlannedRun,
     Sweep,
@@ -51,11 +51,11 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
             print(f"left to the process that runs it: {one.label}, {state.detail}")
         elif state.name == DONE:
             print(f"{'done before' if overwrite else 'done already'}: {one.label} ({one.folder})")
-        elif state.name == BEYOND:
+        elif state.name == PAST_MAX_STEPS:
             print(f"left as it is: {one.label}: {state.detail}")
         elif state.detail:
             print(f"{state.name} before, again now: {one.label}: {state.detail}")
-        if state.name not in ((RUNNING,) if overwrite else (DONE, BEYOND, RUNNING)):
+        if state.name not in ((RUNNING,) if overwrite else (DONE, PAST_MAX_STEPS, RUNNING)):
             todo.append(planned)
     if todo:
         _launch(entry, invocation, todo)

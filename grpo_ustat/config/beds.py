@@ -1,6 +1,6 @@
-"""Typed schemas of the beds, the small policies that the studies of the paper's theorems run on.
+"""Typed schemas of the test problems (`bed=`): small policies that studies of theorems run on.
 
-A bed's node is typed by its `kind`, see `BEDS`. Values live in `conf/bed/`.
+A test problem's node is typed by its `kind`, see `BEDS`. Values live in `conf/bed/`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from grpo_ustat.config.schema import ConfigError, field, positive
 class BedConfig:
     """Fields of all kinds."""
 
-    name: str = field("of the bed, in the run folder's name")
+    name: str = field("of the test problem, in the run folder's name")
     kind: str = field(
         "of policy; choose by bed=NAME",
         choices=("coins", "ridge_coins", "softmax", "sequences", "none"),
@@ -34,7 +34,7 @@ class PlaneConfig(BedConfig):
     """A policy that sees its parameters theta through u = Q theta alone."""
 
     parameters: int = field(
-        "D, of theta; those beyond u's leave a flat set of maximisers", "numbers"
+        "D, of theta; those that u does not see leave a flat set of maximisers", "numbers"
     )
     start: list[float] = field("u of the first policy, which has as many coordinates")
     reach: float = field("J* - J at the border of the set where theory is asked to hold")
@@ -112,7 +112,7 @@ class RidgeCoinsConfig(CoinPlaneConfig):
         positive(self, "curvature", "width", prefix="bed.")
         if abs(self.start[1]) > self.width:
             raise ConfigError(
-                f"bed.start={self.start} has a w beyond bed.width={self.width}: start within"
+                f"bed.start={self.start} has a w larger than bed.width={self.width}: start within"
             )
 
 

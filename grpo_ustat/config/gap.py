@@ -196,7 +196,9 @@ class Proposition13Config(SimulatedConfig):
         "three, each twice the one before, from which the limit in G is extrapolated", "completions"
     )
     beta: float = field("weight of the KL term, of the variants that have it")
-    reference: list[float] = field("u of the reference policy there, in the bed's coordinate")
+    reference: list[float] = field(
+        "u of the reference policy there, in the test problem's coordinate"
+    )
     minibatches: int = field(
         "that a batch is split into, of the variants that do so", "minibatches"
     )
@@ -340,7 +342,9 @@ class GapConfig(Shared):
         GapLaunch, "processes; none of it changes results"
     )
     study: Any = field("which result; fields of other studies: study=NAME --help")
-    bed: Any = field("the policy, whose truth is enumerated; fields of others: bed=NAME --help")
+    bed: Any = field(
+        "the test problem: a policy whose truth is enumerated; fields of others: bed=NAME --help"
+    )
 
     @property
     def run_name(self) -> str:
@@ -354,7 +358,8 @@ class GapConfig(Shared):
         positive(self.launch, "workers", prefix="launch.")
         if self.bed.kind not in self.study.beds:
             raise ConfigError(
-                f"study={self.study.kind} with bed.kind={self.bed.kind}: it runs on a bed of kind "
+                f"study={self.study.kind} with bed.kind={self.bed.kind}: choose a test problem "
+                "of kind "
                 f"{' or '.join(self.study.beds)}"
             )
         self.bed.check()

@@ -43,7 +43,7 @@ OF_KIND: dict[str, Mapping[str, type]] = {
     "bed": BEDS,
     "study": STUDIES,
 }  # nodes whose kind has a schema
-WORDS = {"dataset": "data set", "bed": "bed", "study": "study"}
+WORDS = {"dataset": "data set", "bed": "test problem", "study": "study"}
 SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig, "report": ReportEntry}
 
 

@@ -102,7 +102,8 @@ class StudyConfig:
         "of a batch, B, in with_replacement and without_replacement", "questions", positive=True
     )
     interval: str = field(
-        "completions: given the questions; questions: as a sample of questions", choices=INTERVALS
+        "completions: conditional on these questions; questions: generalising to new questions",
+        choices=INTERVALS,
     )
     questions: int | None = field(
         "of the study, the first so many; null: all", "questions", positive=True

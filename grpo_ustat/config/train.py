@@ -436,7 +436,8 @@ class TrainConfig(Common):
         for step in self.report.steps or ():
             if step > self.max_steps:
                 raise ConfigError(
-                    f"report.steps names {step}, beyond max_steps={self.max_steps}: use steps up "
+                    f"report.steps names {step}, already past max_steps={self.max_steps}: use "
+                    "steps up "
                     f"to {self.max_steps}, or report.steps=null for every evaluation"
                 )
             if step < self.max_steps and step % self.eval_steps:

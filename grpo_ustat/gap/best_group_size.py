@@ -110,7 +110,9 @@ class BudgetResult:
         return p_values
 
     def verdict(self, predicted: int, outcome: str = MEAN) -> str:
-        """Whether a predicted G trains best: not decided where no G differs from the best."""
+        """Whether a predicted G trains best: not decided where no G is significantly
+        different from the best.
+        """
         distinct = self.distinct(outcome)
         return verdict_of(predicted not in distinct if distinct else None)
 
@@ -344,17 +346,26 @@ def _rows(budget: BudgetResult, start: StartLaw) -> list[dict]:
     ]
 
 
+def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
+    """The G that trained best, and which others are significantly different from it."""
+    alike = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
+    return (
+        f"the best is G = {budget.best(outcome)}; not significantly different from it: "
+        f"{comma_list(alike) or 'no other G'}; significantly different: "
+        f"{comma_list(budget.distinct(outcome)) or 'no G'}"
+    )
+
+
 def _answer(budgets: Sequence[BudgetResult], start: StartLaw) -> str:
     predicted = nearest(start.gstar.estimate, budgets[0].sizes)
     words = {
         AGREES: "is not significantly different from the best",
         DISAGREES: "is significantly different from the best",
-        OPEN: "cannot be judged, as no G is significantly different from the best",
+        OPEN: "cannot be judged, because no G is significantly different from the best",
     }
     sentences = [
         f"at n = {budget.rollouts} it {words[budget.verdict(predicted)]} "
-        f"(best G = {budget.best()}, not significantly different "
-        f"{comma_list(budget.indistinct())}, different {comma_list(budget.distinct()) or 'none'})"
+        f"({_compared_sizes(budget)})"
         for budget in budgets
     ]
     return f"G* = {start.gstar_text} predicts G = {predicted}: {'; '.join(sentences)}."
@@ -374,10 +385,13 @@ def _notes(runs: RunGrid, budgets: Sequence[BudgetResult], start: StartLaw) -> l
         budget.rollouts: [c["group_size"] for c in budget.cells[MEAN] if c["accuracy"] < before]
         for budget in budgets
     }
-    below = "; ".join(f"at n = {n} with G = {comma_list(g) or 'none'}" for n, g in lower.items())
+    below = "; ".join(
+        f"at n = {n} with {f'G = {comma_list(g)}' if g else 'no G'}" for n, g in lower.items()
+    )
     notes = [
         f"Accuracy is of {decoding} completions on {runs.any.evals[-1]['n']} test questions, "
-        "intervals over seeds given these; C1, C2, C3 are of the study questions, intervals "
+        "intervals over seeds, conditional on these questions; C1, C2, C3 are of the study "
+        "questions, intervals "
         f"{start.over}; training draws from the train questions.",
         f"Over the interval of G* the predicted G of {comma_list(sizes)} is {comma_list(ends)}.",
         "C1, C2, C3 are those of the policy before training, and change with it; the theorem on "
@@ -386,9 +400,8 @@ def _notes(runs: RunGrid, budgets: Sequence[BudgetResult], start: StartLaw) -> l
         f"A step has n / G prompts: {prompts}; they are drawn without replacement, which "
         "shifts the error of all G alike.",
         *(
-            f"By the {LAST} alone, n = {budget.rollouts}: best G = {budget.best(LAST)}, not "
-            f"significantly different {comma_list(budget.indistinct(LAST))}, different "
-            f"{comma_list(budget.distinct(LAST)) or 'none'}: {budget.verdict(predicted, LAST)}."
+            f"By the {LAST} alone, n = {budget.rollouts}: {_compared_sizes(budget, LAST)}; the "
+            f"prediction: {budget.verdict(predicted, LAST)}."
             for budget in budgets
         ),
         f"Held-out accuracy was {before:.3f} before training; the mean after step 0 is below "

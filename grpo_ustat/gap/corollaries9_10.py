@@ -111,7 +111,7 @@ def corollaries(
         notes=[
             "at fixed B the relative distance falls like 1/G^2, as Cov g(X) is there at every G",
             f"Assumption 2 as a matrix, given each prompt, {'holds' if optimal else 'fails'} on "
-            f"this bed ({failure:.3g} of E[S S'])",
+            f"this test problem ({failure:.3g} of E[S S'])",
         ],
         rollouts=num_completions,
     )

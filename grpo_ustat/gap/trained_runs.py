@@ -160,9 +160,11 @@ class StartLaw:
 
     @property
     def over(self) -> str:
-        """What the interval is over."""
+        """What the interval speaks of."""
         over_questions = self.run.config["study"]["interval"] == "questions"
-        return "over questions" if over_questions else "given the questions"
+        return (
+            "generalising to new questions" if over_questions else "conditional on these questions"
+        )
 
     @property
     def gstar_text(self) -> str:

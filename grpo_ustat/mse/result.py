@@ -196,7 +196,7 @@ def replay_rows(
 def monte_carlo_rows(
     config, curves_by_rule, statistics: ClosedForm, prompts: int
 ) -> list[dict[str, Any]]:
-    """One row per baseline and group size; intervals are given the questions."""
+    """One row per baseline and group size; intervals are conditional on these questions."""
     point = ("all_questions_once", prompts)
     target_sq = _target_sq(statistics, point[0])
     return [
@@ -262,7 +262,8 @@ def _gradient(statistics: ClosedForm) -> dict[str, Any]:
     result: dict[str, Any] = _triple("grad_sq", statistics["grad_sq"])
     if not statistics["grad_sq_at_hand"].low > 0:
         result["reason"] = (
-            "||grad J||^2 is not distinguishable from 0: relative_mse, best_scalar_mse and cosine "
+            "||grad J||^2 is not significantly different from 0: relative_mse, best_scalar_mse "
+            "and cosine "
             "are null"
         )
     return result
@@ -293,8 +294,8 @@ def _unbounded_reason(low: float | None) -> str:
     if low is None:
         return "C1 is below 0 by more than its own error, a rare sample: G* has no interval"
     if low <= 1:
-        return "neither C1 nor C3 is distinguishable from 0: G* may be any group size"
-    return "C1 is not distinguishable from 0: the interval of G* has no upper end"
+        return "neither C1 nor C3 is significantly different from 0: G* may be any group size"
+    return "C1 is not significantly different from 0: the interval of G* has no upper end"
 
 
 def _assumption(statistics: ClosedForm, pool: ScorePool) -> dict[str, Any]:
@@ -317,7 +318,9 @@ def _assumption(statistics: ClosedForm, pool: ScorePool) -> dict[str, Any]:
     elif statistics["av_minus_a0"].low > 0:
         result["reason"] = "A_0 < A_V: GRPO never passes vanilla"
     elif result["crossover_group_size_high"] is None:
-        result["reason"] = "A_0 - A_V is not distinguishable from 0: no finite crossover interval"
+        result["reason"] = (
+            "A_0 - A_V is not significantly different from 0: no finite crossover interval"
+        )
     return result
 
 

@@ -10,6 +10,7 @@ from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.scaling import heavy_text
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import ClosedForm
+from grpo_ustat.report.symbols import baseline_word
 from grpo_ustat.report.tables import best_size, three_digits
 
 MARGIN = 1.68  # half-widths that corr(q, Z) is from 0: 99.9 % where its interval is of 95 %
@@ -25,25 +26,26 @@ def heavy_warning(statistics: ClosedForm, interval: str) -> str:
 
 
 def verdict(statistics: ClosedForm, baselines: list[str], rewards_PN: np.ndarray) -> str:
-    """In words: whether Assumption 2 holds, which ordering follows, which G is best."""
+    """In words: whether Assumption 2 holds, which ordering follows, why G* has no interval."""
     if (rewards_PN == rewards_PN[:, :1]).all():
         return _no_signal_sentence(rewards_PN)
     parts = [_assumption_sentence(statistics), _ordering_sentence(statistics, rewards_PN)]
     unbiased = [name for name in baselines if name in UNBIASED]
     if len(unbiased) > 1:
         parts.append(_best_sentence(statistics, unbiased))
-    parts.append(best_size_sentence(statistics["gstar"]))
-    return " ".join(parts)
+    parts.append(missing_size_sentence(statistics["gstar"]))
+    return " ".join(filter(None, parts))
 
 
-def best_size_sentence(best: Interval) -> str:
-    """G* with what is known of it: both ends, one end or none."""
-    text = best_size(*best)
-    if text is None:
-        return "G* is not decided: C1 or C3 is not distinguishable from 0."
+def missing_size_sentence(best: Interval) -> str:
+    """Why G* has no interval, or one without an upper end; "" where it has both ends: the answer of
+    the study says them (`grpo_ustat.report.decision`).
+    """
+    if best_size(*best) is None:
+        return "Not enough data for G*: C1 or C3 is not significantly different from 0."
     if math.isfinite(best.high):
-        return f"G* = {text}."
-    return f"G* = {text}: C1 is not distinguishable from 0, so the best G has no upper end."
+        return ""
+    return "The interval of G* has no upper end: C1 is not significantly different from 0."
 
 
 def _no_signal_sentence(rewards_PN: np.ndarray) -> str:
@@ -54,7 +56,7 @@ def _no_signal_sentence(rewards_PN: np.ndarray) -> str:
         )
     return (
         "All completions of a question got the same reward: any baseline that learns it has no "
-        "error, vanilla alone is noisy. Choose questions that are sometimes right."
+        "error, vanilla (no baseline) alone is noisy. Choose questions that are sometimes right."
     )
 
 
@@ -101,28 +103,33 @@ def _ordering_sentence(statistics: ClosedForm, rewards_PN: np.ndarray) -> str:
     if difference.high < 0:
         high = f"{cross.high:.1f}" if math.isfinite(cross.high) else "infinity"
         return (
-            f"{values}: the paper's ordering, the oracle beats vanilla at every G and GRPO beats "
-            f"vanilla from G > {cross.estimate:.1f} [{cross.low:.1f}, {high}] on"
-            f"{_silent(rewards_PN, cross.estimate)}."
+            f"{values}: the paper's ordering, the oracle beats vanilla (no baseline) at every G "
+            "and "
+            f"GRPO beats vanilla from G > {cross.estimate:.1f} [{cross.low:.1f}, {high}] on"
+            f"{_zero_variance(rewards_PN, cross.estimate)}."
         )
     if difference.low > 0:
         return (
-            f"{values}: the paper's ordering is reversed, vanilla beats the oracle and GRPO at "
+            f"{values}: the paper's ordering is reversed, vanilla (no baseline) beats the oracle "
+            "and GRPO at "
             "every G."
         )
     return (
-        f"{values}: which of vanilla and the oracle is better is not decided by this pool "
+        f"{values}: not enough data to say which of vanilla (no baseline) and the oracle "
+        f"is better "
         f"(A_V - A_0 in [{three_digits(difference.low)}, {three_digits(difference.high)}])."
     )
 
 
-def _silent(rewards_PN: np.ndarray, crossover: float) -> str:
+def _zero_variance(rewards_PN: np.ndarray, crossover: float) -> str:
     """The share of groups without any signal at the crossover."""
     size = math.ceil(crossover) if math.isfinite(crossover) else 0
     if not 2 <= size <= rewards_PN.shape[1]:
         return ""
     share = silent_share(rewards_PN, size).mean()
-    return f", where {share:.0%} of the groups of {size} have zero variance (all rewards equal)"
+    return (
+        f", where {share:.0%} of the groups of {size} are zero-variance groups (all rewards equal)"
+    )
 
 
 def _best_sentence(statistics: ClosedForm, unbiased: list[str]) -> str:
@@ -135,7 +142,7 @@ def _best_sentence(statistics: ClosedForm, unbiased: list[str]) -> str:
         for g in sizes
     }
     groups = [
-        f"{name} at G = {', '.join(str(g) for g in sizes if best[g] == name)}"
+        f"{baseline_word(name)} at G = {', '.join(str(g) for g in sizes if best[g] == name)}"
         for name in dict.fromkeys(best[g] for g in sizes)
     ]
     best_sizes = "; ".join(groups)

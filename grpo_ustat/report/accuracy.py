@@ -25,11 +25,12 @@ BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
 BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
 LEGEND = (
-    "±: half the interval's width; its ends, and intervals over questions, are in the CSV file; "
-    "(4 of 5): seeds."
+    "±: half the interval's width; its ends, and intervals generalising to new questions, are in "
+    "the "
+    "CSV file; (4 of 5): how many seeds of how many."
 )
 
-LATEX_MARKS = ("Bold", "underlined")  # of the best, and of those that are not told from it
+LATEX_MARKS = ("Bold", "underlined")  # of the best, of those not significantly different
 
 AccuracyCell = dict[str, Any]
 
@@ -307,7 +308,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         )
         if cell["decided"] and (cell["best"] or cell["distinct"] is False):
             marks[len(rows), 2] = cell["best"]
-        verdict = "less" if cell["distinct"] else "not told apart"
+        verdict = "significantly less" if cell["distinct"] else "not significantly different"
         difference = "-"
         if cell["difference"] is None:
             verdict = "largest mean" if cell["best"] else "not compared"
@@ -374,7 +375,7 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str], among: str) -> 
 
     Args:
         cells: that are shown.
-        marks: of the best and of those that cannot be told from it.
+        marks: of the best and of those not significantly different from it.
         among: the cells that are compared with each other, in words.
     """
     best, alike = marks
@@ -394,8 +395,9 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str], among: str) -> 
         )
         if any(cell["decided"] for cell in compared):
             lines.append(
-                f"{best}: largest mean; {alike}: not told from it, the interval of the difference "
-                f"reaches 0; {simultaneous}, the best chosen on the same data."
+                f"{best}: largest mean; {alike}: not significantly different from the best, the "
+                f"interval of the difference contains 0; {simultaneous}, the best chosen on the "
+                "same data."
             )
             if not all(cell["decided"] for cell in compared):
                 lines.append("Without marks: no significant difference.")
@@ -414,7 +416,7 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
         among: the cells that are compared with each other, in words.
     """
     dofs = sorted({cell["dof"] for cell in cells if cell["dof"] is not None})
-    bars = "bars: 95 % intervals over questions, one seed"
+    bars = "bars: 95 % intervals generalising to new questions, one seed"
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
         bars = f"dots: seeds; bars: 95 % intervals over seeds, pooled variance (t, {dof} dof)"
@@ -429,11 +431,11 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
     """What the intervals of the means are over; of both kinds, which is which."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
-    over_questions = "over questions, without the variation of training (one seed"
+    over_questions = "generalising to new questions, without the variation of training (one seed"
     if not counts:
         return f"{over_questions})"
     several = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    seeds = f"over seeds ({several}), given the questions"
+    seeds = f"over seeds ({several}), conditional on these questions"
     dofs = sorted({cell["dof"] for cell in cells if cell.get("dof") is not None})
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
@@ -469,7 +471,7 @@ def evaluation_table(result: dict[str, Any]) -> Table:
         columns=("step", "decoding", "accuracy", "95 % interval", *pass_at, "cut", "no answer"),
         rows=rows,
         notes=[
-            f"{first['n']} questions; 95 % intervals over questions; cut: at "
-            "max_completion_length; no answer: none found"
+            f"{first['n']} questions; 95 % intervals generalising to new questions; cut: at "
+            "max_completion_length; no answer: no answer could be read"
         ],
     )

@@ -320,8 +320,8 @@ def at_last(
 
 
 def best_sentence(cells: Sequence[AccuracyCell]) -> str:
-    """The best cell of each series and how many others are not told from it; where no difference is
-    significant the range of all.
+    """The best cell of each series and how many others are not significantly different; where no
+    difference is significant the range of all.
 
     Args:
         cells: of `accuracy.BY_BUDGET`.
@@ -339,7 +339,8 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
             alike = sum(cell["distinct"] is False for cell in own)
             sentence = (
                 f"held-out accuracy at step {step} is largest at G = {best['group_size']}, "
-                f"{text}; {alike} of the {len(own) - 1} other cells are not told from it"
+                f"{text}; {alike} of the {len(own) - 1} other cells are not significantly "
+                "different from it"
             )
         else:
             names = [
@@ -569,7 +570,7 @@ def page(report: Report) -> Page:
 
 
 def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
-    """What was run and what it took; completions of beds are no model's, and counted apart."""
+    """What was run and what it took; those of test problems are no model's, and counted apart."""
 
     def counts(names: Iterable[str | None]) -> str:
         """Each name once, with how often it comes where there are several."""
@@ -597,8 +598,8 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
         ]
     if of_beds:
         facts += [
-            ("Beds", counts(run.policy for run in of_beds)),
-            ("Completions drawn from beds", total(of_beds, "rollouts")),
+            ("Test problems", counts(run.policy for run in of_beds)),
+            ("Completions drawn from test problems", total(of_beds, "rollouts")),
         ]
     versions = [run.result.get("versions", {}) for run in runs if run.result is not None]
     packages = [f"grpo-ustat {own.get('grpo-ustat', 'of unknown version')}" for own in versions]

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs import history
-from grpo_ustat.runs.record import BEYOND, CONFIG, DONE, RunRecord
+from grpo_ustat.runs.record import CONFIG, DONE, PAST_MAX_STEPS, RunRecord
 from grpo_ustat.runs.status import Entry
 
 CONFIG_KEYS = {  # that a configuration of a command has
@@ -134,7 +134,7 @@ def _check(run: RunRecord) -> None:
         raise ValueError("; ".join(run.notes) or f"{CONFIG} is missing")
     if any(run.value(key) is None for key in CONFIG_KEYS[run.command]):
         raise ValueError(f"{CONFIG} is of none of {', '.join(CONFIG_KEYS)}")
-    if run.state.name not in (DONE, BEYOND):
+    if run.state.name not in (DONE, PAST_MAX_STEPS):
         run.result = None
     if run.result is not None:
         missing = [key for key in RESULT_KEYS[run.command] if key not in run.result]

@@ -29,9 +29,9 @@ matplotlib.use("Agg")
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every glyph table
 
 STYLE = {  # Okabe-Ito colours, and markers that differ in grey too
-    "none": ("#D55E00", "s", "vanilla (none)"),
+    "none": ("#D55E00", "s", "vanilla (no baseline)"),
     "leave_one_out": ("#0072B2", "o", "GRPO (leave_one_out)"),
-    "group_mean": ("#56B4E9", "v", "own mean (biased)"),
+    "group_mean": ("#56B4E9", "v", "group mean (biased)"),
     "oracle": ("#009E73", "D", "oracle"),
 }
 OTHER_COLOURS = (  # Tol's muted scheme
@@ -303,7 +303,7 @@ def accuracy_figure(
         axis: along which the cells are.
         notes: lines under the figure.
         gstar: the best group size of the gradient's error and its interval, a vertical band; an end
-            of None is beyond the picture.
+            of None is outside the picture.
     """
     lines = list(dict.fromkeys(cell["line"] for cell in cells))
     steps = sorted({cell["step"] for cell in cells})

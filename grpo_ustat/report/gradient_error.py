@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_ustat.report.collect import key_label
+from grpo_ustat.report.symbols import baseline_word
 from grpo_ustat.report.tables import Table, three_digits
 from grpo_ustat.runs.record import RunRecord
 
@@ -62,9 +63,10 @@ def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Tabl
             f"MSE of the gradient, {setting} ({first['method']})\n"
             f"against the {first['target']}\n"
             f"policy {policy['name']}, accuracy {policy['accuracy']:.3f} "
-            f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}] over questions"
+            f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}] (generalising to new "
+            "questions)"
         ),
-        columns=["G", *(x if unbiased[x] else f"{x} (biased)" for x in unbiased)],
+        columns=["G", *(baseline_word(x) + " (biased)" * (not unbiased[x]) for x in unbiased)],
         rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
         notes=[f"95 % intervals {INTERVAL_WORDS[first['interval']]}; {source}"],
     )
@@ -116,7 +118,7 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
     return Table(
         name="mse",
         title="MSE of the gradient",
-        columns=["policy", "G", *names],
+        columns=["policy", "G", *map(baseline_word, names)],
         rows=rows,
         notes=notes,
         data=data,
@@ -131,8 +133,8 @@ def smallest(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     """Of the baselines of one group size, the one of least error, True, and those whose interval
     reaches that of the least, False. Rules that need the values of the questions do not take part.
 
-    Intervals that are apart surely tell two errors apart; those that meet may belong to errors
-    that a paired comparison would.
+    Errors whose intervals are apart are significantly different; those whose intervals meet may be
+    so in a paired comparison.
     """
     own = [row for row in rows if row["baseline"] not in NEED_VALUES and row["mse"] is not None]
     if len(own) < 2:
@@ -169,7 +171,9 @@ def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Ta
         data += [study | point for point in scaling["curve"]]
     interval_note = _interval_note(studies)
     law = "G* = 1 + sqrt(C3/C1), whatever n; leave_one_out, questions drawn independently."
-    crossover = "Above the crossover G leave_one_out beats none. -: no finite number."
+    crossover = (
+        "Above the crossover G leave_one_out beats vanilla (no baseline). -: no finite number."
+    )
     return Table(
         name="fixed_n",
         title="What each group size costs at the same number of rollouts",
@@ -196,7 +200,10 @@ def _interval_note(studies: Sequence[RunRecord]) -> str:
     """What the intervals are over."""
     curves = [row for run in studies for row in run.final_result["curves"]]
     kinds = dict.fromkeys(INTERVAL_WORDS[row["interval"]] for row in curves)
-    return f"95 % intervals {' or '.join(kinds)}, of one seed; accuracy [over questions]."
+    return (
+        f"95 % intervals {' or '.join(kinds)}, of one seed; those of accuracy generalising to new "
+        "questions."
+    )
 
 
 def _missing_points(studies: Sequence[RunRecord]) -> list[str]:
@@ -207,7 +214,8 @@ def _missing_points(studies: Sequence[RunRecord]) -> list[str]:
     }
     every = set().union(*points.values())
     return [
-        f"Missing in {name}: {', '.join(f'{b} at G = {g}' for b, g in sorted(every - own))}."
+        f"Missing in {name}: "
+        f"{', '.join(f'{baseline_word(b)} at G = {g}' for b, g in sorted(every - own))}."
         for name, own in points.items()
         if every - own
     ]

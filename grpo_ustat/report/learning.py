@@ -1,4 +1,4 @@
-"""How training went: reward, held-out accuracy, silent groups and lengths over steps."""
+"""How training went: reward, held-out accuracy, zero-variance groups and lengths over steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_ustat.runs.record import RunRecord
 
 CURVES = {  # of metrics.jsonl, under TRL's names
     "reward": "reward",
-    "frac_reward_zero_std": "silent groups, share",
+    "frac_reward_zero_std": "zero-variance groups, share",
     "completions/mean_length": "length, tokens",
     "completions/clipped_ratio": "completions cut, share",
 }
@@ -40,7 +40,7 @@ GSTAR_NOTE = (
     "have no upper end, or a far one."
 )
 BEYOND = 1e9  # the end of a line that leaves the picture
-MOST_WITH_SEEDS = 6  # lines, beyond which their seeds hide them
+MOST_WITH_SEEDS = 6  # lines; of more, their seeds would hide them
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,15 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     if any(row["seeds"] > 1 for row in rows):
         thin = ", thin lines single seeds"
         if len({row["series"] for row in rows}) > MOST_WITH_SEEDS:
-            thin = ", bands 95 % intervals over seeds, given the questions (t)"
+            thin = ", bands 95 % intervals over seeds, conditional on these questions (t)"
         return [
             f"Bold lines: means over seeds, at the steps that all runs of a series have{thin}."
             f"{gstar}{points}"
         ]
-    return [f"One seed; band: 95 % interval of held-out accuracy over questions.{gstar}{points}"]
+    return [
+        "One seed; band: 95 % interval of held-out accuracy, generalising to new "
+        f"questions.{gstar}{points}"
+    ]
 
 
 def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:

@@ -67,7 +67,8 @@ def published_table(cells: Sequence[dict[str, Any]]) -> Table:
         columns=["", *(f"G = {size}" for size in TABLE2[1024])],
         rows=rows,
         notes=[
-            f"Published accuracies with 95 % intervals over questions, as of {QUESTIONS} (Wilson), "
+            "Published accuracies with 95 % intervals generalising to new questions, as of "
+            f"{QUESTIONS} (Wilson), "
             "one run each: without the variation of training. "
             f"Equal accuracy at all six G: {values} (chi-square).",
             "Own ones are as in the table of accuracy by n and G; differences take both as "

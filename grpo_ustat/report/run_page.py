@@ -30,7 +30,7 @@ from grpo_ustat.runs.record import RunRecord
 METRICS = {  # of metrics.jsonl, and their columns
     "step": "step",
     "reward": "reward",
-    "frac_reward_zero_std": "zero-variance groups",
+    "frac_reward_zero_std": "zero-variance groups (frac_reward_zero_std)",
     "completions/mean_length": "mean length",
     "completions/clipped_ratio": "cut",
     "entropy": "entropy",
@@ -234,7 +234,7 @@ def train_facts(run: RunRecord) -> list[tuple[str, Cell]]:
     latest_gstar = ""
     if monitored:
         size_text = best_size(*(monitored[-1].get(f"monitor/gstar{end}") for end in ENDS))
-        latest_gstar = f"{size_text or 'not decided'}, step {monitored[-1]['step']}"
+        latest_gstar = f"{size_text or 'not enough data'}, step {monitored[-1]['step']}"
     return [
         ("Objective", as_cell(value("objective.name"))),
         ("Baseline", as_cell(value("baseline.name"))),
@@ -267,7 +267,7 @@ def train_tables(run: RunRecord) -> list[Table]:
             }
             for row in run.eval_rows
         ]
-        note = "95 % intervals over questions; cut: at max_completion_length."
+        note = "95 % intervals generalising to new questions; cut: at max_completion_length."
         tables.append(rows_table("Held-out accuracy", rows, note))
     monitored = [row for row in run.metrics if "monitor/gstar" in row]
     if monitored:
@@ -275,7 +275,8 @@ def train_tables(run: RunRecord) -> list[Table]:
         rows = [
             {
                 "step": row["step"],
-                "G*": best_size(*(row.get(f"monitor/gstar{end}") for end in ENDS)) or "not decided",
+                "G*": best_size(*(row.get(f"monitor/gstar{end}") for end in ENDS))
+                or "not enough data",
                 "MSE of leave_one_out's gradient": row.get("monitor/mse"),
                 **{
                     name: with_interval(row, f"monitor/{key}", f"monitor/{key}_")

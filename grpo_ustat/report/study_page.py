@@ -6,6 +6,7 @@ from typing import Any
 
 from grpo_ustat.config.gap import STUDIES
 from grpo_ustat.report.decision import decision_sentence, next_step
+from grpo_ustat.report.symbols import baseline_word
 from grpo_ustat.report.tables import Cell, Table, as_cell, rows_table, with_interval
 from grpo_ustat.runs.record import RunRecord
 
@@ -23,14 +24,15 @@ QUANTITIES = {  # of the scaling law and of Assumption 2
     "c1": "C1", "c2": "C2", "c3": "C3",
     "gstar": "G*, rollouts", "gstar_paper": "G*, as in the paper",
     "gstar_tokens": "G*, tokens", "gstar_seconds": "G*, seconds",
-    "corr": "corr(q, Z)", "a0": "A_0, vanilla", "a_v": "A_V, oracle", "a_bstar": "A_b*, best",
+    "corr": "corr(q, Z)", "a0": "A_0, vanilla (no baseline)", "a_v": "A_V, oracle",
+    "a_bstar": "A_b*, best",
     "av_minus_a0": "A_V - A_0", "av_minus_abstar": "A_V - A_b*", "share": "(A_V - A_b*) / A_V",
     "crossover_group_size": "G from which GRPO beats vanilla",
 }  # fmt: skip
 
 
 def gap_title(run: RunRecord) -> str:
-    """Which result, on which bed."""
+    """Which result, on which test problem."""
     kind, bed = str(run.value("study.kind")), run.value("bed.name")
     on_bed = "" if run.value("bed.kind") == "none" else f", on {bed}"
     return f"{TITLES.get(kind, kind)}{on_bed}, seed {run.value('seed')}"
@@ -44,13 +46,13 @@ def gap_answer(run: RunRecord) -> str:
 
 
 def gap_facts(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Bed and cost."""
+    """Test problem and cost."""
     if run.result is None:
         return []
     bed = "\n".join(f"{name}: {number_text(value)}" for name, value in run.result["bed"].items())
     rollouts = run.result["cost"]["rollouts"]
     return [
-        ("Bed", bed),
+        ("Test problem", bed),
         ("Completions drawn", f"{rollouts:,}".replace(",", " ") if rollouts else "0: enumerated"),
     ]
 
@@ -179,7 +181,11 @@ def mse_tables(run: RunRecord) -> list[Table]:
     ratios = run.result.get("ratio_to_oracle")
     if ratios:
         shown = [row | {"ratio": with_interval(row, "ratio", "ratio_")} for row in ratios]
-        shown = [row | {"ratio_low": None, "ratio_high": None} for row in shown]
+        shown = [
+            row
+            | {"baseline": baseline_word(row["baseline"]), "ratio_low": None, "ratio_high": None}
+            for row in shown
+        ]
         note = "In brackets: 95 % intervals, paired."
         tables.append(rows_table("Error of the gradient over the oracle's", shown, note))
     if run.result.get("not_measured"):
@@ -189,7 +195,12 @@ def mse_tables(run: RunRecord) -> list[Table]:
 
 def _curves_table(rows: list[dict[str, Any]]) -> Table:
     """A row for every point; a column with one value stands once, in the note."""
-    rows = [row | {"mse": with_interval(row, "mse"), "low": None, "high": None} for row in rows]
+    rows = [
+        row
+        | {"baseline": baseline_word(row["baseline"]), "mse": with_interval(row, "mse")}
+        | {"low": None, "high": None}
+        for row in rows
+    ]
     axes = {"baseline", "group_size", "mse"}
     same = [key for key in rows[0] if key not in axes and len({row[key] for row in rows}) == 1]
     values = [

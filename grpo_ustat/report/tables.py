@@ -52,7 +52,8 @@ class Table:
         headings: whether the first column holds headings, blank where they repeat those above.
         sentences: columns that hold sentences, for which a terminal has no room.
         marks: of cells (row, column) that LaTeX sets bold, True, the best, or underlines, False,
-            not told from it; what marks them in their first line, `*` or `~`, is left out there.
+            not significantly different from it; what marks them in their first line, `*` or `~`,
+            is left out there.
         latex_notes: in place of `notes` where LaTeX marks cells otherwise.
 
     Raises:

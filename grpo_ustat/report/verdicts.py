@@ -58,7 +58,7 @@ def theorems_table(studies: Sequence[RunRecord]) -> Table:
     return Table(
         name="theorems",
         title="What is predicted, and whether it is measured",
-        columns=["result", "about", "bed", *COUNTED.values(), "verdict", "answer"],
+        columns=["result", "about", "test problem", *COUNTED.values(), "verdict", "answer"],
         rows=rows,
         notes=[RULE, f"{', '.join(COUNTED.values())}: claims."],
         data=data,
@@ -160,7 +160,7 @@ def _enumeration(names: Sequence[str]) -> str:
 
 
 def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """What each study is of; `differs_in`: from others of the same result, beside its bed."""
+    """What each study is of; `differs_in`: from others of the same result and test problem."""
     identities = []
     for run in studies:
         alike = [other.keys for other in studies if kind_of(other) == kind_of(run)]
@@ -179,7 +179,9 @@ def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _bed_text(identity: dict[str, Any], separator: str) -> str:
-    """Bed, and what else tells a study from another of its kind; - where there is neither."""
+    """Test problem, and in what else a study differs from others of its kind; - where there is
+    neither.
+    """
     return separator.join(filter(None, (identity["bed"], identity["differs_in"]))) or "-"
 
 

@@ -32,7 +32,7 @@ EVAL_NUMBERS = ("step", "accuracy", "low", "high", "n")
 MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000  # that a page holds
 
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
-BEYOND = "beyond"
+PAST_MAX_STEPS = "already past max_steps"
 
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "not decided"
 COUNTED = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}  # how counts are headed
@@ -44,7 +44,7 @@ class RunState:
 
     Attributes:
         name: done, running, failed, stopped (or killed: started again, it goes on), missing, or
-            beyond: it has done more steps than its configuration demands.
+            already past max_steps: it has done more steps than its configuration demands.
         detail: of a failed run the last line of its error, of a running one who runs it.
         launches: how often it was started.
         step, steps: training steps done and demanded; None of a study.
@@ -236,10 +236,10 @@ class RunRecord:
             if self.max_steps is None or completed_steps == self.max_steps:
                 return RunState(DONE, **progress)
             text = (
-                f"{completed_steps} steps are done, {self.max_steps} asked: use "
+                f"{completed_steps} steps are done, max_steps={self.max_steps}: use "
                 f"max_steps={completed_steps} or more"
             )
-            return RunState(BEYOND, text, **progress)
+            return RunState(PAST_MAX_STEPS, text, **progress)
         owner = peek(self.folder)
         if owner is not None:
             return RunState(RUNNING, f"{owner.host}, process {owner.pid}", **progress)

@@ -23,11 +23,11 @@ from grpo_ustat.runs import history
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.folder import RunFolder, create_folder
 from grpo_ustat.runs.record import (
-    BEYOND,
     COUNTED,
     DONE,
     FAILED,
     MISSING,
+    PAST_MAX_STEPS,
     RUNNING,
     STOPPED,
     RunRecord,
@@ -35,12 +35,12 @@ from grpo_ustat.runs.record import (
 )
 
 COLOURS = {
-    DONE: "green", RUNNING: "cyan", FAILED: "red", BEYOND: "red", STOPPED: "yellow",
+    DONE: "green", RUNNING: "cyan", FAILED: "red", PAST_MAX_STEPS: "red", STOPPED: "yellow",
     MISSING: "dim",
 }  # fmt: skip
 CAPTIONS = {  # what a table shows of the finished runs of a command
-    "train": "held-out accuracy, 95 % intervals over questions",
-    "mse": "accuracy of the policy, 95 % intervals over questions",
+    "train": "held-out accuracy, 95 % intervals generalising to new questions",
+    "mse": "accuracy of the policy, 95 % intervals generalising to new questions",
     "gap": "predictions that agree with what is measured, that do not, and that are not decided",
 }
 

@@ -241,7 +241,8 @@ def limits_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
     """What the numbers do not show."""
     config = run.config
     lines = [
-        f"One run with seed {config.seed}: the intervals are over questions, not over seeds.",
+        f"One run with seed {config.seed}: the intervals generalise to new questions, not to new "
+        "seeds.",
         f"Trained and measured on {plain(config.dataset.name)} alone, in the prompt "
         f"{plain(config.prompt.name)}; nothing is known of other tasks, languages or safety.",
         "It was rewarded for final answers: what stands before them may be wrong.",

@@ -83,14 +83,14 @@ def finished_result(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | 
 
 
 def refuse_fewer_steps(config: TrainConfig, folder: RunFolder, step: int) -> None:
-    """Refuse a run folder that is beyond `max_steps`.
+    """Refuse a run folder that is already past `max_steps`.
 
     Raises:
         ConfigError: naming both numbers.
     """
     if step > config.max_steps:
         raise ConfigError(
-            f"{folder.path} is at step {step}, beyond max_steps={config.max_steps}: "
+            f"{folder.path} is at step {step}, already past max_steps={config.max_steps}: "
             f"use max_steps={step} or more, or on_existing=overwrite"
         )
 

@@ -83,7 +83,8 @@ def test_a_run_leaves_a_folder_and_is_shown_again(tmp_path):
 WRONG = {
     "study=lemma7": "unknown study 'lemma7': did you mean lemma6? choose from",
     "bed=cards": "unknown bed 'cards': choose from",
-    "study=theorem12 bed=coins": "study=theorem12 with bed.kind=coins: it runs on a bed of kind "
+    "study=theorem12 bed=coins": "study=theorem12 with bed.kind=coins: choose a test problem of "
+    "kind "
     "sequences",
     "study=proposition13 bed=coins": "with 2 coordinates in bed.start: it needs one",
     "study.group_size=5": "study.group_sizes=[5] with study.rollouts=16: use sizes of at least 2",

@@ -154,7 +154,8 @@ WRONG = {
     "one file": (
         "train", ["dataset=gsm8k", "dataset.test_path=openai/gsm8k"], "is also dataset.test_path"
     ),
-    "late report": ("train", ["report.steps=[99]"], "names 99, beyond max_steps=80: use steps up"),
+    "late report": ("train", ["report.steps=[99]"], "names 99, already past max_steps=80: use "
+    "steps up"),
     "empty stop": ("mse", ["prompt.stop=''"], "prompt.stop='' is in every token"),
     "ranges": ("mse", ["dataset.min_term=9", "dataset.max_term=3"], "min <= max"),
 }  # fmt: skip

@@ -50,7 +50,7 @@ def test_the_last_evaluation_stands_beside_the_mean(found):
     for size in TOLD:
         assert by[LAST, size] - by[MEAN, size] == pytest.approx(GAIN / 2)
     (note,) = [line for line in found.notes if LAST in line]
-    assert "best G = 8" in note and note.endswith("agrees.")
+    assert "best is G = 8" in note and note.endswith("agrees.")
 
 
 def test_the_predicted_error_is_that_of_the_law(found):
@@ -70,7 +70,8 @@ def test_the_answer_names_what_is_told_and_what_is_not(found):
     assert best.severity == "2 of 3 group sizes would have agreed: 8, 32"
     assert found.answer == (
         "G* = 8.0 [7.5, 8.5] predicts G = 8: at n = 32 it is not significantly different from the "
-        "best (best G = 8, not significantly different 8, 32, different 2)."
+        "best (the best is G = 8; not significantly different from it: 32; significantly "
+        "different: 2)."
     )
     assert json.loads(json.dumps(found.record()))["verdict"] == "agrees"
     assert found.rollouts == 12 * 8 * 32 + 128
@@ -91,10 +92,10 @@ def test_a_group_size_is_told_from_the_best_where_its_p_value_is_at_most_5_perce
 
 VERDICTS = {
     "the predicted G is the best": ({2: WORSE, 8: ALIKE}, "agrees"),
-    "the predicted G is not told from the best": ({2: ALIKE, 8: CLOSE, 32: WORSE}, "agrees"),
-    "the predicted G is told from the best": ({2: ALIKE, 8: WORSE}, "disagrees"),
-    "no G is told from the best": ({2: ALIKE, 8: CLOSE}, "not decided"),
-    "no G is told, and the predicted one is the best": ({2: CLOSE, 8: ALIKE}, "not decided"),
+    "the predicted G is not significantly different": ({2: ALIKE, 8: CLOSE, 32: WORSE}, "agrees"),
+    "the predicted G is significantly different": ({2: ALIKE, 8: WORSE}, "disagrees"),
+    "no G is significantly different": ({2: ALIKE, 8: CLOSE}, "not decided"),
+    "no G is, and the predicted one is the best": ({2: CLOSE, 8: ALIKE}, "not decided"),
 }
 
 
@@ -132,7 +133,7 @@ def test_the_mean_of_the_evaluations_decides_and_the_last_one_does_not(tmp_path)
     found = best_group_size([str(tmp_path / "runs")], study(tmp_path / "study"))
     assert found.rows[0]["difference"] == pytest.approx(-0.1)
     assert found.claims[0].verdict == "agrees"
-    assert any("different none: not decided" in note for note in found.notes)
+    assert any("different: no G; the prediction: not decided" in note for note in found.notes)
 
 
 @pytest.mark.slow

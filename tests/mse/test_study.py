@@ -345,11 +345,14 @@ def verdict_of(low, high, corr=(-0.1, 0.1), share=(-0.1, 0.3), gstar=(4.0, 3.0, 
 
 
 def test_the_verdict_follows_the_intervals():
-    assert "the oracle beats vanilla at every G" in verdict_of(-3, -1)
-    assert "vanilla beats the oracle" in verdict_of(1, 3)
-    assert "is not decided by this pool (A_V - A_0 in [-1.00, 3.00])" in verdict_of(-1, 3)
+    assert "the oracle beats vanilla (no baseline) at every G" in verdict_of(-3, -1)
+    assert "vanilla (no baseline) beats the oracle" in verdict_of(1, 3)
+    assert (
+        "not enough data to say which of vanilla (no baseline) and the oracle is better (A_V - "
+        "A_0 in" in verdict_of(-1, 3)
+    )
     assert "is not refuted" in verdict_of(-1, 3)
-    assert "none at G = 2" in verdict_of(1, 3)
+    assert "vanilla (no baseline) at G = 2" in verdict_of(1, 3)
     assert "A_0 = 0.0123, A_V = 2650" in verdict_of(1, 3)
 
 
@@ -368,16 +371,29 @@ def test_the_share_decides_on_assumption_2_and_the_correlation_stands_beside_it(
 @pytest.mark.parametrize(
     "gstar, sentence",
     [
-        ((4.0, 3.0, 6.0), "G* = 4.0 [3.0, 6.0]."),
-        ((4.0, 3.0, math.inf), "G* = 4.0 [3.0, infinity): C1 is not distinguishable from 0"),
-        ((math.nan, 3.0, math.inf), "G* = - [3.0, infinity)"),
-        ((4.0, 1.0, math.inf), "G* is not decided"),
-        ((math.nan, math.inf, math.inf), "G* is not decided"),
-        ((math.nan, math.nan, math.nan), "G* is not decided"),
+        ((4.0, 3.0, math.inf), "The interval of G* has no upper end: C1 is not"),
+        ((math.nan, 3.0, math.inf), "The interval of G* has no upper end: C1 is not"),
+        (
+            (4.0, 1.0, math.inf),
+            "Not enough data for G*: C1 or C3 is not significantly different from 0.",
+        ),
+        (
+            (math.nan, math.inf, math.inf),
+            "Not enough data for G*: C1 or C3 is not significantly different from 0.",
+        ),
+        (
+            (math.nan, math.nan, math.nan),
+            "Not enough data for G*: C1 or C3 is not significantly different from 0.",
+        ),
     ],
 )
-def test_the_verdict_gives_the_ends_of_the_best_group_size_that_exist(gstar, sentence):
+def test_the_verdict_says_why_the_best_group_size_is_missing(gstar, sentence):
     assert sentence in verdict_of(1, 3, gstar=gstar)
+
+
+def test_the_verdict_leaves_the_best_group_size_to_the_answer():
+    """It is said once on a terminal and on a page."""
+    assert "G*" not in verdict_of(1, 3, gstar=(4.0, 3.0, 6.0))
 
 
 def test_the_console_shows_brackets(finished, capsys):

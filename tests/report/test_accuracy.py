@@ -1,4 +1,4 @@
-"""Held-out accuracy over seeds: intervals by hand, the best and those not told from it."""
+"""Held-out accuracy over seeds: intervals by hand, the best and those like it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,10 @@ def test_captions_say_what_intervals_are_over():
 
     five = [row(8, s, 0.4 + 0.01 * s) for s in range(5)] + [row(4, s, 0.3) for s in range(5)]
     one = [row(16, 0, 0.2), row(32, 0, 0.1)]
-    of_seeds, without = "over seeds (5), given the questions", "without the variation of training"
+    of_seeds, without = (
+        "over seeds (5), conditional on these questions",
+        "without the variation of training",
+    )
     assert of_seeds in said(five) and "paired on shared seeds)" in said(five)
     assert without not in said(five) and "simultaneous over the G of a row" in said(five)
     cells = pooled_cells(accuracy_cells(one))
@@ -149,7 +152,9 @@ def test_captions_say_what_intervals_are_over():
     caption = "one seed; no significant difference between the G of a line."
     assert captions(alike, "the G of a line")[0].endswith(caption)
     assert without in said(one) and "seeds (" not in said(one) and "(not paired)" in said(one)
-    assert f"{of_seeds}; over questions, {without} (one seed: G = 16, 32)" in said(five + one)
+    assert f"{of_seeds}; generalising to new questions, {without} (one seed: G = 16, 32)" in said(
+        five + one
+    )
 
 
 def test_seeds_that_are_all_alike_keep_the_width_of_their_rounding():
@@ -281,5 +286,5 @@ def test_settings_of_one_size_are_compared_as_sizes_are():
     sheet = settings_table(cells)
     assert list(sheet.columns) == ["", "baseline", "accuracy", "difference", "verdict"]
     none = sheet.rows[1]
-    assert none[1] == "none" and none[4] == "less"
+    assert none[1] == "none" and none[4] == "significantly less"
     assert float(none[3].split()[0]) == pytest.approx(-0.0995, abs=6e-4)

@@ -83,4 +83,4 @@ def test_panels_of_studies_have_the_order_of_the_sweep(tmp_path):
     ]
     assert places == sorted(places)
     assert "batch: all 8 questions x G completions" in picture
-    assert "own mean (biased)" in picture and "MSE over the oracle's" in picture
+    assert "group mean (biased)" in picture and "MSE over the oracle's" in picture

@@ -112,7 +112,7 @@ def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, caps
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n" + '{"step": 4, "rew')
     draw_learning(tmp_path)
     before = (tmp_path / "learning.svg").read_text()
-    assert "silent groups, share" in before
+    assert "zero-variance groups, share" in before
     assert b"/Type3" not in (tmp_path / "learning.pdf").read_bytes()
     columns = "step,split,decoding,accuracy,low,high,n"
     (tmp_path / "eval.csv").write_text(f"{columns}\n0,test,sampled,0.2,0.1,0.3,40\n")

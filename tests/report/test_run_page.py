@@ -115,8 +115,11 @@ def test_what_the_monitor_measured_is_on_the_page(tmp_path):
     (table,) = (one for one in page.tables if one.title.startswith("Best group size"))
     first, last = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     assert first["G*"] == "8.9 [7.1, infinity)" and first["MSE of leave one out's gradient"] == 2.0
-    assert first["C1"] == "2.00 [2.00, 2.00]" and (last["step"], last["G*"]) == (4, "not decided")
-    assert dict(page.facts)["G* of the gradient, latest"] == "not decided, step 4"
+    assert first["C1"] == "2.00 [2.00, 2.00]" and (last["step"], last["G*"]) == (
+        4,
+        "not enough data",
+    )
+    assert dict(page.facts)["G* of the gradient, latest"] == "not enough data, step 4"
 
 
 def test_a_page_before_its_result_is_that_after_it(tmp_path):
@@ -167,7 +170,8 @@ def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
         ("Mean squared error of the gradient against group size", "curves.csv"), ("own", None),
     ]  # fmt: skip
     curves, law = page.tables[:2]
-    assert curves.rows == [["none", 2, "4.00 [3.50, 4.50]"], ["none", 4, "2.00 (no interval)"]]
+    vanilla = "vanilla (no baseline)"
+    assert curves.rows == [[vanilla, 2, "4.00 [3.50, 4.50]"], [vanilla, 4, "2.00 (no interval)"]]
     assert "method: closed_form" in curves.notes[0] and law.notes == ["not above 0"]
     assert law.rows[0] == ["C1", 1.0, 0.5, 2.0]
     assert dict(page.facts)["Answers not judged"] == 3

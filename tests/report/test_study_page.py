@@ -49,7 +49,7 @@ def test_a_finished_study_says_what_it_found(folder):
     statement = "T (J* - J) tends to a weighted sum of chi-squares."
     assert page.notes == [statement, "3 replicates left the set"]
     facts = dict(page.facts)
-    assert facts["Bed"] == "prompts: 4\nmu: 0.5432\nassumption 2: fails"
+    assert facts["Test problem"] == "prompts: 4\nmu: 0.5432\nassumption 2: fails"
     assert (facts["Completions drawn"], facts["Time"]) == ("1 234 567", "12.2 s")
     assert facts["Fingerprint"] == "0123456789ab" and "Model" not in facts
     (figure,) = page.figures
@@ -95,7 +95,7 @@ def test_a_page_before_its_result_is_that_after_it(tmp_path):
 
 
 def test_hostile_claims_show_their_texts(tmp_path):
-    """Claims, answer, notes, statement and facts of the bed add no tag to the page."""
+    """Claims, answer, notes, statement and facts of the test problem add no tag to the page."""
     texts = [text.replace("\ud800", "") for text in hostile.TEXTS]
     claims = [CLAIMS[1] | {"what": text, "predicted": text, "how": text} for text in texts]
     told = {"statement": texts[0], "answer": texts[1], "notes": texts, "bed": {texts[2]: texts[3]}}

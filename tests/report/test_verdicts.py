@@ -72,7 +72,7 @@ class Shown(HTMLParser):
 def test_results_come_in_the_order_of_the_paper_with_counts_verdict_and_answer(tmp_path):
     sheet = theorems_table(theorems(two(tmp_path)))
     assert sheet.columns == [
-        "result", "about", "bed", "agree", "disagree", "not decided", "verdict", "answer",
+        "result", "about", "test problem", "agree", "disagree", "not decided", "verdict", "answer",
     ]  # fmt: skip
     assert sheet.rows == [
         ["Lemma 6", "the gap under constant and falling learning rates", "softmax", "1", "1", "1",
@@ -206,7 +206,7 @@ def test_a_report_of_theorems_is_one_page_one_table_and_its_data(tmp_path, capsy
         "Lemma 6, the gap under constant and falling learning rates, on softmax",
         "drawn by lemma6 on softmax", "Theorem 8, the law of the gap, on coins",
         "drawn by theorem8 on coins", "Every claim, predicted and measured", "gap over the bound",
-        "Runs", "Completions drawn from beds", "6000",
+        "Runs", "Completions drawn from test problems", "6000",
     ]  # fmt: skip
     places = [found.texts.index(text) for text in order[:-3]]
     assert places == sorted(places) and set(order) <= set(found.texts)
@@ -251,7 +251,7 @@ def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
               "Every claim, predicted and measured"]  # fmt: skip
     places = [texts.index(title) for title in titles]
     assert places == sorted(places)
-    assert texts[texts.index("Beds") + 1] == "coins (1); softmax (1)"
+    assert texts[texts.index("Test problems") + 1] == "coins (1); softmax (1)"
     assert texts[texts.index("Policies") + 1] == "tiny_base, bare"
     (agreement,) = (place for place, text in enumerate(texts) if "1 of 2 studies agree" in text)
     assert "held-out accuracy at step 8 is 0.400" in texts[agreement + 1]
@@ -266,7 +266,7 @@ def test_theorems_training_and_errors_make_one_report(tmp_path):
     texts = Shown((tmp_path / "report/report.html").read_text()).texts
     assert texts[texts.index("Entries") + 1] == "gap (2); mse (1); train (1)"
     assert texts[texts.index("Rollouts of the finished") + 1] == "384"  # 128 and 8 times 32
-    assert texts[texts.index("Completions drawn from beds") + 1] == "6000"
+    assert texts[texts.index("Completions drawn from test problems") + 1] == "6000"
     pictures = ["Lemma 6, the gap under constant and falling learning rates, on softmax",
                 "Theorem 8, the law of the gap, on coins", "MSE of the gradient"]  # fmt: skip
     assert [text for text in texts if text in pictures][:3] == pictures

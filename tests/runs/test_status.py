@@ -82,7 +82,7 @@ CASES = {  # name, detail, starts, step
     ),
     "fewer steps asked": (
         [START, END], RESULT | {"steps": 6}, 6,
-        ("beyond", "6 steps are done, 4 asked: use max_steps=6 or more", 1, 6),
+        ("already past max_steps", "6 steps are done, max_steps=4: use max_steps=6 or more", 1, 6),
     ),
     "another configuration": (
         [START, END], RESULT | {"config_hash": "xyz"}, 4,
@@ -95,7 +95,7 @@ CASES = {  # name, detail, starts, step
 def test_every_state_is_read_from_the_folder(tmp_path, rows, result, steps, expected):
     found = state(folder(tmp_path / "run", *rows, result=result, steps=steps))
     assert (found.name, found.detail, found.launches, found.step) == expected
-    known = found.name in ("done", "beyond")
+    known = found.name in ("done", "already past max_steps")
     assert found.steps == 4 and (found.accuracy is not None) is known
 
 

@@ -156,5 +156,5 @@ def test_the_stored_configuration_is_the_run(tmp_path):
 def test_fewer_steps_than_are_done_are_refused(tmp_path):
     path = fit(tmp_path / "run")
     (path / "result.json").unlink()
-    with pytest.raises(ConfigError, match="is at step 4, beyond max_steps=3"):
+    with pytest.raises(ConfigError, match="is at step 4, already past max_steps=3"):
         fit(path, "max_steps=3")
