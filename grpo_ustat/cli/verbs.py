@@ -35,6 +35,11 @@ VERBS = {
         ("model=tiny_base", "study.questions=100"),
     ),
     "gap": Verb("test the paper's theorems where the truth can be enumerated", ("study=lemma6",)),
+    "advise": Verb(
+        "keep, raise or lower the group size of a run or a log of rollouts",
+        ("outputs/train/NAME/seed=0", "num_generations=8"),
+        ("num_generations=", "rollouts=", "reward=", "model=", "--json"),
+    ),
     "report": Verb(
         "figures, tables and a page of any runs, finished or not", ("runs=outputs/train",)
     ),

@@ -21,7 +21,7 @@ def command_line(verb: str, *overrides: str) -> str:
     """A command line to copy into a shell.
 
     Args:
-        verb: `train`, `mse`, `gap`, `report`, `sweep`, `mirror` or `doctor`.
+        verb: a verb, such as `train`.
         overrides: its arguments, each of which is quoted where a shell needs it.
 
     >>> command_line("mse", "model=tiny", "group_sizes=[4, 8]")

@@ -1,6 +1,6 @@
 """Pools from rollouts saved elsewhere: a Parquet file with prompts, completions and rewards.
 
-Its rows are read by `logged_rollouts`. The texts are tokenised again, conversations in the model's
+Its rows are read by `rollout.logged`. The texts are tokenised again, conversations in the model's
 own chat template as TRL writes them, an end token is added to every completion that ended, and the
 model must be the policy that wrote them: their scores are the model's.
 """
@@ -19,7 +19,6 @@ from grpo_ustat.config.mse import MseConfig, check_questions
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
-from grpo_ustat.mse.logged_rollouts import LoggedRollout, read_rollouts
 from grpo_ustat.mse.pool import (
     check_batch,
     question_cost,
@@ -31,6 +30,7 @@ from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.replay_draws import LEAST_REST
 from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
+from grpo_ustat.rollout.logged import LoggedRollout, read_rollouts
 
 LEAST_COMPLETIONS = 4  # the jackknife leaves three, which the unbiased estimators need
 
@@ -43,7 +43,7 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     and is not scored again.
 
     Raises:
-        ConfigError: the file cannot be used, see `logged_rollouts`; a conversation cannot be
+        ConfigError: the file cannot be used, see `rollout.logged`; a conversation cannot be
             written as the model read it; a prompt has too few completions; a completion has no
             token, or too many for the model.
     """

@@ -92,15 +92,24 @@ def decision_sentence(result: Mapping[str, Any], rollouts: int = ROLLOUTS) -> st
         result: content of the study's `result.json`.
         rollouts: n of a training step.
     """
+    sentence = best_size_sentence(result)
+    if result["assumption2"].get("corr") is None or not is_decided(result["scaling"]):
+        return sentence
+    return f"{sentence} {costs_sentence(group_size_costs(result['scaling'], rollouts))}"
+
+
+def best_size_sentence(result: Mapping[str, Any]) -> str:
+    """G* with its interval, or how much is missing to say it.
+
+    Args:
+        result: content of the study's `result.json`.
+    """
     scaling, questions = result["scaling"], result["questions"]
     if result["assumption2"].get("corr") is None:
         return result["summary"].split(" WARNING: ")[0]
     if is_decided(scaling):
         best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
-        return (
-            f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}] for any number of rollouts. "
-            f"{costs_sentence(group_size_costs(scaling, rollouts))}"
-        )
+        return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}] for any number of rollouts."
     needed = _prompts_needed(result)
     if needed is None:
         more = f"more prompts are needed (now {questions}), how many cannot be said yet"
@@ -165,23 +174,30 @@ def interval_note(result: Mapping[str, Any]) -> str:
     )
 
 
-def next_step(result: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def next_step(
+    result: Mapping[str, Any], config: Mapping[str, Any], rollouts: int = ROLLOUTS
+) -> str:
     """What to do next, a command where there is one: train with the best G, or study more.
 
     Args:
         result: content of the study's `result.json`.
         config: the study's configuration.
+        rollouts: n of a training step, halved where there are too few training questions.
     """
-    best = group_size_costs(result["scaling"]).best if is_decided(result["scaling"]) else None
+    best = (
+        group_size_costs(result["scaling"], rollouts).best
+        if is_decided(result["scaling"])
+        else None
+    )
     if (config.get("pool") or "").endswith(".parquet"):  # of another framework, which trains
         if best is None:
             return "log more prompts, and import them in the same way"
         return f"train with num_generations={best} where these rollouts were logged"
-    shared = _policy_overrides(config)
+    shared = policy_overrides(config)
     if result["assumption2"].get("corr") is None:
         return command_line("mse", *shared, "debug=prompts")
     if best is not None:
-        rollouts, most = ROLLOUTS, config["dataset"].get("train_size") or math.inf
+        most = config["dataset"].get("train_size") or math.inf
         while rollouts // best > most and rollouts // 2 % best == 0:  # too few training questions
             rollouts //= 2
         return command_line("train", *shared, f"budget.rollouts={rollouts}", f"group_size={best}")
@@ -202,7 +218,7 @@ def _prompts_needed(result: Mapping[str, Any]) -> int | None:
     return None if needed is None else questions + int(float(f"{max(needed - questions, 1):.2g}"))
 
 
-def _policy_overrides(config: Mapping[str, Any]) -> list[str]:
+def policy_overrides(config: Mapping[str, Any]) -> list[str]:
     """Overrides that choose the model, the questions and the sampling of a configuration."""
     overrides = []
     for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):

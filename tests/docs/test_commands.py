@@ -22,6 +22,7 @@ READERS = {  # what is a reader's own, and what stands for it here
 OWN = ("sorting", "lenient", "median")  # of docs/extending.md: test_own_task, test_own_baseline
 RUN_BY = {  # commands of other kinds, and the file that runs them
     "./scripts/test": ".ci/run",
+    "advise": "tests/advise/test_sources.py",
     "doctor": "tests/doctor/test_runner.py",
     "report": "tests/report/test_aggregate.py",
     "sweep": "tests/runs/test_status.py",

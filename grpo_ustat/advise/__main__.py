@@ -1,0 +1,54 @@
+"""`grpo-ustat advise SOURCE [num_generations=8]`: keep, raise or lower the group size.
+
+SOURCE is a run folder of `mse` or `train`, a pool folder, a log of rollouts (TRL's
+completions_00010.parquet, with model=CHECKPOINT), or a file of rewards (Parquet, CSV, JSON Lines).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+
+from grpo_ustat.advise.sources import advice_of, parse_request
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.schema import ConfigError
+
+WORDS = {
+    "SOURCE": "run folder of mse or train, pool folder, log of rollouts, or file of rewards",
+    "num_generations=8": "the group size to judge; of a training run its own",
+    "rollouts=256": "completions of a training step, prompts times num_generations",
+    "reward=COLUMN": "which column of a log holds the rewards",
+    "model=CHECKPOINT": "the model that wrote a log's completions: scores them (mse pool=FILE)",
+}
+
+
+def main() -> None:
+    """Console entry; the exit code is 0 whatever the advice is, 2 where there is none."""
+    parser = argparse.ArgumentParser(
+        prog=command_line("advise"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"  {word:18} {meaning}" for word, meaning in WORDS.items()),
+    )
+    parser.add_argument("words", nargs="*", metavar="SOURCE [NAME=VALUE ...]")
+    parser.add_argument("--json", action="store_true", help="verdict and numbers, for programs")
+    arguments = parser.parse_args()
+    try:
+        advice = advice_of(parse_request(arguments.words))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if arguments.json:
+        print(json.dumps(vars(advice), indent=1))
+        return
+    for line in (advice.sentence, *advice.details):
+        glued = line.replace(" %", "\0%")  # no percent sign begins a line
+        wrapped = textwrap.fill(glued, 100, break_long_words=False, break_on_hyphens=False)
+        print(wrapped.replace("\0", " "))
+    print(f"next: {advice.next}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""What rewards alone can tell of group sizes: zero-variance groups and variances, not G*."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import gammaln
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import Interval, clustered_wilson
+from grpo_ustat.records import Array
+from grpo_ustat.rollout.logged import KNOWN
+from grpo_ustat.runs.files import csv_rows
+
+PROMPTS = ("prompt_id", "prompt", "group_id", "group", "question")  # columns that name a group
+SUFFIXES = (".parquet", ".csv", ".jsonl")
+
+
+@dataclass(frozen=True)
+class RewardGroups:
+    """Rewards of each prompt's completions.
+
+    Attributes:
+        column: that the rewards come from.
+        groups: rewards by prompt, at least two of each, all finite.
+        single: prompts with one completion, which are left out.
+    """
+
+    column: str
+    groups: Sequence[Array]
+    single: int
+
+
+def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
+    """The rewards of a file, grouped by prompt.
+
+    Args:
+        path: a Parquet, CSV or JSON Lines file with a column that names the prompt (`prompt_id`,
+            `prompt`, `group_id`, `group` or `question`) and one of rewards.
+        column: of rewards; None: the only numeric one that is not the log's own.
+
+    Raises:
+        ConfigError: the file cannot be read, has no such columns, holds a reward that is not a
+            finite number, or no prompt with two completions.
+    """
+    rows = _rows(path)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    prompt = next((name for name in PROMPTS if name in names), None)
+    if prompt is None:
+        raise ConfigError(
+            f"{path} has columns {', '.join(names)}: one of {', '.join(PROMPTS)} must say which "
+            "completions are of one prompt"
+        )
+    rewards = _reward_column(rows, names, column, path)
+    groups: dict[str, list[float]] = {}
+    for number, row in enumerate(rows):
+        value = row.get(rewards)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(
+                f"{path} row {number} (from 0): {rewards} is {value!r:.40}, not a finite number: "
+                "mend or drop it"
+            )
+        if row.get(prompt) is None:
+            raise ConfigError(f"{path} row {number} (from 0): {prompt} is null: mend or drop it")
+        key = json.dumps([row.get("step"), row[prompt]], sort_keys=True, default=str)
+        groups.setdefault(key, []).append(float(value))
+    kept = [np.array(group) for group in groups.values() if len(group) > 1]
+    if not kept:
+        raise ConfigError(
+            f"{path}: no {prompt} has two completions among {len(rows)} rows, so no group can be "
+            "judged"
+        )
+    return RewardGroups(rewards, kept, len(groups) - len(kept))
+
+
+def zero_variance_share(group: Array, size: int) -> float:
+    """The probability that `size` of a prompt's N completions, drawn without replacement, all have
+    one reward: sum over its values v of `binom(N_v, G) / binom(N, G)`, unbiased for fresh groups.
+
+    Args:
+        group: rewards of the N >= size completions.
+        size: G.
+
+    >>> round(zero_variance_share(np.array([0.0, 0.0, 0.0, 1.0]), 2), 6)
+    0.5
+    """
+    counts_V = np.unique(group, return_counts=True)[1].astype(float)
+
+    def log_binomial(count: Array) -> Array:  # without the term of G, which cancels
+        return gammaln(count + 1) - gammaln(count - size + 1)
+
+    return float(
+        np.exp(
+            log_binomial(counts_V[counts_V >= size]) - log_binomial(counts_V.sum(keepdims=True))
+        ).sum()
+    )
+
+
+def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | None:
+    """The share of zero-variance groups of a size, with an interval over prompts.
+
+    Args:
+        groups: rewards by prompt.
+        size: G; prompts with fewer completions are left out.
+
+    Returns:
+        None where fewer than two prompts have so many completions.
+    """
+    values = [zero_variance_share(group, size) for group in groups if len(group) >= size]
+    if len(values) < 2:
+        return None
+    return clustered_wilson(np.array(values))
+
+
+def share_text(share: Interval) -> str:
+    """A share with its interval, in percent.
+
+    >>> share_text(Interval(0.25, 0.1, 0.5))
+    '25 % [10 %, 50 %]'
+    """
+    estimate, low, high = (f"{100 * value:.0f} %" for value in share)
+    return f"{estimate} [{low}, {high}]"
+
+
+def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
+    """What the rewards say, a line each: their number, zero-variance groups, variances.
+
+    Args:
+        rewards: see `read_rewards`.
+        group_size: in use; None: none is known.
+    """
+    groups = rewards.groups
+    lengths = [len(group) for group in groups]
+    span = (
+        f"{min(lengths)}" if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
+    )
+    single = f"; {rewards.single} prompts with one completion are left out" * bool(rewards.single)
+    lines = [
+        f"{len(groups)} prompts with {span} completions each, rewards of {rewards.column}{single}."
+    ]
+    sizes = sorted({2, 4, 8, 16, 32, 64} | ({group_size} if group_size else set()))
+    shares = {size: expected_zero_variance(groups, size) for size in sizes}
+    parts = [
+        f"G = {size}: {share_text(share)}" for size, share in shares.items() if share is not None
+    ]
+    if parts:
+        lines.append(
+            "Zero-variance groups (frac_reward_zero_std), which give no gradient: "
+            f"{', '.join(parts)}."
+        )
+    means_P = np.array([group.mean() for group in groups])
+    within_P = np.array([group.var(ddof=1) for group in groups])
+    noise = float(np.mean([v / n for v, n in zip(within_P, lengths, strict=True)]))
+    between = max(float(means_P.var(ddof=1)) - noise, 0.0) if len(groups) > 1 else math.nan
+    lines.append(
+        f"Mean reward {means_P.mean():.3g}; variance within prompts {within_P.mean():.3g}, "
+        f"of the prompts' expected rewards {between:.3g}."
+    )
+    return lines
+
+
+def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+        elif path.suffix == ".csv":
+            rows = csv_rows(path.read_text())
+        else:
+            rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{path} cannot be read: {reason}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no rows")
+    if not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{path}: every line must be an object such as {{...}}")
+    return rows
+
+
+def _reward_column(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], column: str | None, path: Path
+) -> str:
+    if column is not None:
+        if column not in names:
+            raise ConfigError(f"{path} has no column {column}: choose from {', '.join(names)}")
+        return column
+    own = {*KNOWN, *PROMPTS}
+    numeric = [
+        name for name in names
+        if name not in own and any(isinstance(row.get(name), int | float) for row in rows)
+    ]  # fmt: skip
+    if "reward" in numeric or len(numeric) == 1:
+        return "reward" if "reward" in numeric else numeric[0]
+    raise ConfigError(
+        f"{path} has {', '.join(numeric) or 'no numeric column'} beside the log's own columns: "
+        "say which are the rewards with reward=COLUMN"
+    )

@@ -1,0 +1,361 @@
+"""Advice from what is at hand: a study's folder, a training run's, a pool, a log of rollouts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_ustat.advise.rewards import (
+    SUFFIXES,
+    expected_zero_variance,
+    read_rewards,
+    reward_lines,
+    share_text,
+)
+from grpo_ustat.advise.verdict import (
+    UNKNOWN,
+    Advice,
+    group_size_advice,
+    other_sizes,
+    usual_rollouts,
+)
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.schema import ConfigError, did_you_mean
+from grpo_ustat.estimators.scaling import CONSTANTS, group_size_interval, scaling_estimate
+from grpo_ustat.records import Array
+from grpo_ustat.report.decision import (
+    best_size_sentence,
+    group_size_costs,
+    interval_note,
+    next_step,
+    policy_overrides,
+)
+from grpo_ustat.runs.record import RESULT, RunRecord
+
+LEAST_STEPS = 4  # with constants, of which a mean has an interval
+CONFIG = ".hydra/config.yaml"
+POOL = "pool.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `advise`.
+
+    Attributes:
+        source: a run folder, a pool folder, a log of rollouts, or a folder of logs.
+        num_generations: the group size to judge; None: that of the run.
+        rollouts: n of a step; None: that of the run, or about 256.
+        reward: the column of rewards of a log.
+        model: a checkpoint or a model's name, with which a log's rollouts are scored.
+        overrides: further ones, for `mse`.
+    """
+
+    source: Path
+    num_generations: int | None = None
+    rollouts: int | None = None
+    reward: str | None = None
+    model: str | None = None
+    overrides: Sequence[str] = ()
+
+
+def advice_of(request: Request) -> Advice:
+    """The advice that a source supports.
+
+    Raises:
+        ConfigError: there is nothing at the path, it is no source of advice, or it cannot be used.
+    """
+    source = request.source
+    if not source.exists():
+        raise ConfigError(
+            f"{source} does not exist: name a run folder, a pool, or a log of rollouts "
+            f"({', '.join(SUFFIXES)})"
+        )
+    if source.is_file() and source.name == RESULT:
+        return advice_of(Request(source.parent, *list(vars(request).values())[1:]))
+    if source.is_file():
+        if source.suffix not in SUFFIXES:
+            raise ConfigError(f"{source} is not {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+        return _from_log(source, request)
+    if (source / POOL).is_file():
+        return _from_pool(request)
+    if (source / CONFIG).is_file():
+        run = RunRecord(source)
+        if run.command == "train":
+            return _from_training(run, request)
+        if run.command == "mse":
+            return _from_study(run, request)
+        raise ConfigError(f"{source} is a run of gap, which has no group size of a model to judge")
+    inside = sorted(str(path.parent.parent) for path in source.glob(f"*/**/{CONFIG}"))
+    if inside:
+        raise ConfigError(f"{source} holds {len(inside)} runs: name one, such as {inside[0]}")
+    logs = sorted(source.glob("completions*.parquet"))
+    if logs := logs or sorted(source.glob("completions/completions*.parquet")):
+        newest = logs[-1]
+        advice = _from_log(newest, request)
+        advice.details.insert(0, f"From {newest.name}, the last of {len(logs)} logs in {source}.")
+        return advice
+    raise ConfigError(
+        f"{source} is no run folder of mse or train, no pool, and holds no completions*.parquet"
+    )
+
+
+def _from_study(run: RunRecord, request: Request) -> Advice:
+    """Of a study's own `result.json`."""
+    if run.result is None:
+        again = command_line("mse", *policy_overrides(run.config))
+        raise ConfigError(
+            f"{run.folder} is not finished: the same command goes on, such as {again}"
+        )
+    result = run.result
+    group_size = request.num_generations
+    rollouts = request.rollouts or usual_rollouts(group_size)
+    _check_sizes(group_size, rollouts)
+    if result["assumption2"].get("corr") is None:  # every group has zero variance
+        following = next_step(result, run.config, rollouts)
+        return Advice(UNKNOWN, best_size_sentence(result), [], following)
+    verdict, sentence, numbers = group_size_advice(result["scaling"], group_size, rollouts)
+    details = [best_size_sentence(result)]
+    if verdict != UNKNOWN:
+        details.append(other_sizes(group_size_costs(result["scaling"], rollouts)))
+    details.append(interval_note(result))
+    following = next_step(result, run.config, rollouts)
+    return Advice(verdict, sentence, details, following, numbers)
+
+
+def _from_training(run: RunRecord, request: Request) -> Advice:
+    """Of the constants that the gradient monitor measured in the second half of the steps; without
+    them only of zero-variance groups.
+    """
+    group_size = request.num_generations or run.config["group_size"]
+    rollouts = request.rollouts or run.config["budget"]["rollouts"]
+    _check_sizes(group_size, rollouts)
+    measured = [
+        row
+        for row in run.metrics
+        if all(row.get(f"monitor/{name}") is not None for name in CONSTANTS)
+    ]
+    recent = [row for row in measured if 2 * row["step"] >= measured[-1]["step"]]
+    if len(recent) < LEAST_STEPS:
+        return _without_monitor(run, group_size, len(recent))
+    values_3S = np.array([[row[f"monitor/{name}"] for row in recent] for name in CONSTANTS])
+    count = values_3S.shape[1]
+    delete_one_3S = (values_3S.sum(axis=1, keepdims=True) - values_3S) / (count - 1)
+    whole: dict[str, float] = dict(zip(CONSTANTS, values_3S.mean(axis=1), strict=True))
+    delete_one: dict[str, Array] = {
+        name: one[None] for name, one in zip(CONSTANTS, delete_one_3S, strict=True)
+    }
+    estimate = scaling_estimate(whole, delete_one)
+    best, low, high = (
+        float(value) if np.isfinite(value) else None
+        for value in group_size_interval(whole, delete_one)
+    )
+    scaling = {
+        **whole, "covariance": estimate.covariance_33, "dof": estimate.dof,
+        "gstar": best, "gstar_low": low, "gstar_high": high,
+    }  # fmt: skip
+    verdict, sentence, numbers = group_size_advice(scaling, group_size, rollouts)
+    ends = f"[{low or 1:.1f}, {'no upper end' if high is None else f'{high:.1f}'}]"
+    about = "not enough data" if best is None else f"{best:.1f}"
+    details = [
+        f"Best G is about {about} {ends}, from {count} monitored steps, {recent[0]['step']} to "
+        f"{recent[-1]['step']}.",
+        "Intervals of 95 % over steps, of the policies of these steps together.",
+    ]
+    if verdict != UNKNOWN:
+        details.insert(1, other_sizes(group_size_costs(scaling, rollouts)))
+        used = numbers["best_num_generations"]
+        changed = command_line(
+            "train", *policy_overrides(run.config), f"budget.rollouts={rollouts}",
+            f"group_size={used}",
+        )  # fmt: skip
+        following = "go on as it is" if verdict == "keep" else changed
+    else:
+        following = _measure_checkpoint(run)
+    return Advice(verdict, sentence, details, following, numbers)
+
+
+def _without_monitor(run: RunRecord, group_size: int, steps: int) -> Advice:
+    """A training run whose metrics have too few constants, or none."""
+    shares = [row["frac_reward_zero_std"] for row in run.metrics if "frac_reward_zero_std" in row]
+    details = [
+        f"{steps} monitored steps, {LEAST_STEPS} are needed: train with "
+        "monitor.gradient_mse_every=10, or measure a checkpoint, as below."
+    ]
+    if shares:
+        recent = shares[-10:]
+        details.append(
+            f"Zero-variance groups (frac_reward_zero_std) in the last {len(recent)} steps: "
+            f"{100 * np.mean(recent):.0f} % of groups of {group_size}. They give no gradient; "
+            "how much larger groups would help, their share does not tell."
+        )
+    sentence = (
+        f"There is not enough data to keep or to change num_generations = {group_size}: this run "
+        "did not measure its gradient."
+    )
+    return Advice(UNKNOWN, sentence, details, _measure_checkpoint(run))
+
+
+def _measure_checkpoint(run: RunRecord) -> str:
+    """The command that studies the newest checkpoint of a run, or the model that it starts from."""
+    overrides = list(policy_overrides(run.config))
+    checkpoints = sorted(
+        run.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2] or 0)
+    )
+    if checkpoints:
+        overrides = [one for one in overrides if not one.startswith("model")]
+        overrides = [f"model={checkpoints[-1]}", *overrides]
+    return command_line("mse", *overrides)
+
+
+def _from_pool(request: Request) -> Advice:
+    """Of a pool folder: the study that it belongs to, or one that is made of it now."""
+    folder = request.source
+    for near in (folder.parent, folder):
+        if (near / CONFIG).is_file() and (near / RESULT).is_file():
+            return _from_study(RunRecord(near), request)
+    try:
+        draws = json.loads((folder / POOL).read_text())
+        parts = [path.stem.split("-") for path in folder.glob("*.safetensors")]
+        ends: dict[str, int] = {}
+        for stem, first, count in parts:
+            ends[stem] = max(ends.get(stem, 0), int(first) + int(count))
+        overrides = policy_overrides(draws)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"the pool {folder} cannot be read: {error!r:.120}") from error
+    if not ends:
+        raise ConfigError(f"the pool {folder} holds no completions yet")
+    if "file" in draws:
+        raise ConfigError(
+            f"{folder} was scored from a log of rollouts: name that file, with model=CHECKPOINT"
+        )
+    sizes = [
+        f"pool={folder}", f"study.questions={len(ends)}", f"seed={draws['seed']}",
+        f"budget.pool_completions={min(ends.values())}",
+    ]  # fmt: skip
+    return _study_now([*overrides, *sizes], request)
+
+
+def _from_log(path: Path, request: Request) -> Advice:
+    """Of a log of rollouts: with a checkpoint its scores, else what rewards alone can tell."""
+    if request.model is not None:
+        if path.suffix != ".parquet":
+            raise ConfigError(
+                f"{path}: only Parquet logs with prompt and completion can be scored by a model; "
+                "leave model= out for what rewards alone can tell"
+            )
+        advice = _study_now([f"model={request.model}", f"pool={path}", *request.overrides], request)
+        if stale := _wrong_checkpoint(path, request.model):
+            advice.details.insert(0, stale)
+        return advice
+    rewards = read_rewards(path, request.reward)
+    group_size = request.num_generations
+    details = reward_lines(rewards, group_size)
+    details.append(
+        "What rewards cannot tell: how far gradients of different prompts differ (C1) and how "
+        "noisy the gradient of one prompt is (C3); G* = 1 + sqrt(C3/C1)."
+    )
+    if group_size is None:
+        sentence = "Rewards alone cannot say which num_generations is best."
+    else:
+        sentence = f"Rewards alone cannot say whether num_generations = {group_size} is good."
+        share = expected_zero_variance(rewards.groups, group_size)
+        if share is not None:
+            sentence += (
+                f" With it {share_text(share)} of the groups have zero variance and give no "
+                "gradient."
+            )
+    size = [f"num_generations={group_size}"] * (group_size is not None)
+    following = (
+        command_line("advise", str(path), *size, "model=CHECKPOINT")
+        + "  # the model that wrote these completions"
+    )
+    if path.suffix != ".parquet":
+        following = "log completions too, as TRL does with log_completions=True, and name that file"
+    return Advice(UNKNOWN, sentence, details, following, {"num_generations": group_size})
+
+
+def _wrong_checkpoint(path: Path, model: str) -> str | None:
+    """TRL writes completions_K after K - 1 updates; a line where another checkpoint is named."""
+    step, checkpoint = re.search(r"(\d+)$", path.stem), re.search(r"checkpoint-(\d+)/?$", model)
+    if step is None or checkpoint is None or int(checkpoint[1]) == int(step[1]) - 1:
+        return None
+    return (
+        f"WARNING: TRL's log {path.name} was written by checkpoint-{int(step[1]) - 1}, the model "
+        f"named is checkpoint-{checkpoint[1]}: the numbers are those of its scores on completions "
+        "of another policy."
+    )
+
+
+def _study_now(overrides: Sequence[str], request: Request) -> Advice:
+    """Run `mse` in a process of its own, its progress on standard error, and read its result.
+
+    Raises:
+        ConfigError: the study ended with an error, which it has printed.
+    """
+    digest = hashlib.blake2b("\n".join(overrides).encode(), digest_size=5).hexdigest()
+    folder = Path("outputs/advise") / f"{request.source.stem}-{digest}"
+    words = [*overrides, f"hydra.run.dir={folder}"]
+    command = [sys.executable, "-m", "grpo_ustat", "mse", *words]
+    code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+    if code:
+        raise ConfigError(f"no advice, the study failed: {command_line('mse', *words)}")
+    return _from_study(RunRecord(folder), request)
+
+
+def _check_sizes(group_size: int | None, rollouts: int) -> None:
+    if group_size is not None and group_size > rollouts:
+        raise ConfigError(
+            f"num_generations={group_size} is larger than rollouts={rollouts}: a step needs at "
+            "least one group"
+        )
+
+
+OPTIONS = ("num_generations", "rollouts", "reward", "model")
+
+
+def parse_request(words: Sequence[str]) -> Request:
+    """The command line's words: a source, `num_generations=`, `rollouts=`, `reward=`, `model=`, and
+    with a model overrides of `mse`.
+
+    Raises:
+        ConfigError: a word that means nothing, a number that is none, no source or several.
+    """
+    values: dict[str, Any] = {}
+    sources, overrides = [], []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if Path(word).exists() or not equals:
+            sources.append(word)
+        elif key in ("num_generations", "rollouts", "group_size", "budget.rollouts"):
+            name = {"group_size": "num_generations", "budget.rollouts": "rollouts"}.get(key, key)
+            if not value.isdigit() or int(value) < 2:
+                raise ConfigError(
+                    f"{word}: a whole number of at least 2 is needed, such as {key}=8"
+                )
+            values[name] = int(value)
+        elif key in OPTIONS:
+            values[key] = value
+        elif key.startswith(("model.", "study.", "prompt", "budget.", "launch.")):
+            overrides.append(word)
+        elif "/" in word:
+            sources.append(word)  # a path that does not exist
+        else:
+            hint = did_you_mean(key, OPTIONS)
+            raise ConfigError(f"unknown {word}: {hint}choose from {', '.join(OPTIONS)}")
+    if len(sources) != 1:
+        raise ConfigError(
+            f"{'no source' if not sources else 'several sources: ' + ', '.join(sources)}: name one "
+            f"run folder, pool or log, as in {command_line('advise', 'outputs/mse/NAME/seed=0')}"
+        )
+    if overrides and "model" not in values:
+        raise ConfigError(f"{overrides[0]} is for scoring a log: add model=CHECKPOINT")
+    return Request(Path(sources[0]), **values, overrides=overrides)

@@ -1,0 +1,136 @@
+"""Keep, raise or lower the number of completions of a prompt, with the interval and the cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_ustat.report.decision import (
+    GroupSizeCosts,
+    group_size_costs,
+    is_decided,
+    percent,
+    scaling_estimate_of,
+)
+
+KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
+ROLLOUTS = 256  # of a step, about, where neither a run nor the command line says how many
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do with the group size.
+
+    Attributes:
+        verdict: `keep`, `raise`, `lower`, `choose` (no group size was given to judge) or
+            `not enough data`.
+        sentence: the answer, in one or two sentences.
+        details: further lines: other sizes, what the intervals speak of, what is not known.
+        next: a command to copy, or what else to do next.
+        numbers: what the sentence says, by name, for programs.
+    """
+
+    verdict: str
+    sentence: str
+    details: list[str]
+    next: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+def usual_rollouts(group_size: int | None) -> int:
+    """The number of rollouts nearest to 256 that is the group size times a power of 2.
+
+    >>> usual_rollouts(8), usual_rollouts(6), usual_rollouts(512), usual_rollouts(None)
+    (256, 192, 512, 256)
+    """
+    if group_size is None:
+        return ROLLOUTS
+    return group_size * 2 ** max(0, round(math.log2(ROLLOUTS / group_size)))
+
+
+def group_size_advice(
+    scaling: Mapping[str, Any], group_size: int | None, rollouts: int
+) -> tuple[str, str, dict[str, Any]]:
+    """Whether another group size has a smaller error at the same number of rollouts.
+
+    "Raise" and "lower" are said only where the interval of the extra error at `group_size` is above
+    0; that interval is simultaneous over all sizes and their best one, so a size that is truly the
+    best is advised against in at most 2 % of studies (see `ScalingEstimate.extra_error`).
+
+    Args:
+        scaling: C1, C2, C3, G* and their covariance, as in `result.json`.
+        group_size: in use; None: none is.
+        rollouts: n of a training step.
+
+    Returns:
+        The verdict, its sentence and its numbers, see `Advice`.
+
+    Raises:
+        ValueError: n < 2.
+    """
+    costs = group_size_costs(scaling, rollouts)
+    best, estimate = costs.best, scaling_estimate_of(scaling)
+    numbers = {
+        "num_generations": group_size,
+        "rollouts": rollouts,
+        "best_num_generations": best,
+        **{name: scaling.get(name) for name in ("gstar", "gstar_low", "gstar_high")},
+    }
+    if group_size is None:
+        if not is_decided(scaling):
+            return UNKNOWN, "There is not enough data for a best num_generations.", numbers
+        prompts = rollouts // best
+        sentence = f"Use num_generations = {best}: at n = {rollouts}, {prompts} prompts a step."
+        return CHOOSE, sentence, numbers
+    extra, low, high = estimate.extra_error(group_size, best)
+    names = ("extra_error", "extra_error_low", "extra_error_high")
+    numbers |= dict(zip(names, (extra, low, high), strict=True))
+    if group_size != best and low > 0:
+        verdict, word = (RAISE, "Raise") if group_size < best else (LOWER, "Lower")
+        saved = extra / (1 + extra)
+        return (
+            verdict,
+            f"{word} num_generations from {group_size} to {best}: at n = {rollouts} rollouts a "
+            f"step {group_size} costs {percent(extra)} error [{percent(low)}, {percent(high)}], so "
+            f"{best} is as good with {100 * saved:.0f} % fewer rollouts.",
+            numbers | {"fewer_rollouts": saved},
+        )
+    if not is_decided(scaling) or math.isnan(low):
+        return (
+            UNKNOWN,
+            f"There is not enough data to keep or to change num_generations = {group_size}.",
+            numbers,
+        )
+    if group_size == best:
+        return (
+            KEEP,
+            f"Keep num_generations = {group_size}: of the sizes that divide n = {rollouts} it has "
+            "the smallest error.",
+            numbers,
+        )
+    return (
+        KEEP,
+        f"Keep num_generations = {group_size}: its error is not significantly different from that "
+        f"of the best size, {best} ({percent(extra)} [{percent(low)}, {percent(high)}]).",
+        numbers,
+    )
+
+
+def other_sizes(costs: GroupSizeCosts) -> str:
+    """The extra error of every admissible size up to 64, in a line.
+
+    >>> from grpo_ustat.estimators.intervals import Interval
+    >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
+    >>> other_sizes(GroupSizeCosts(4, 4, extra))
+    'Extra error at n = 4: 2: +40 % [+30 %, +50 %]; 4: the best.'
+    """
+    parts = []
+    for size, (extra, low, high) in costs.extra.items():
+        if size == costs.best:
+            parts.append(f"{size}: the best")
+        elif size <= max(64, 2 * costs.best) and math.isfinite(extra):
+            ends = f" [{percent(low)}, {percent(high)}]" if math.isfinite(low) else ""
+            parts.append(f"{size}: {percent(extra)}{ends}")
+    return f"Extra error at n = {costs.rollouts}: {'; '.join(parts)}."

@@ -1,0 +1,197 @@
+"""Advice from folders and files as commands leave them, and wrong command lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pyarrow
+import pytest
+import yaml
+from commands import compose, run
+from pyarrow import parquet
+
+from grpo_ustat.advise.__main__ import main
+from grpo_ustat.advise.sources import Request, advice_of, parse_request
+from grpo_ustat.config.schema import ConfigError
+
+RESULT = {
+    "scaling": {"c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5,
+                "gstar_high": 4.6, "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0},
+    "assumption2": {"corr": -0.5}, "curves": [{"interval": "completions"}],
+    "questions": 100, "pool_completions": 8, "summary": "Every reward is equal.",
+}  # fmt: skip
+
+
+def folder(path, verb, result=None, metrics=(), *overrides):
+    """A run folder with what advice reads."""
+    (path / ".hydra").mkdir(parents=True)
+    config = asdict(compose(verb, *overrides))
+    (path / ".hydra/config.yaml").write_text(yaml.safe_dump(config))
+    if result is not None:
+        (path / "result.json").write_text(json.dumps(result))
+    if metrics:
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    return path
+
+
+def test_a_study_says_keep_raise_or_lower(tmp_path):
+    run_folder = folder(tmp_path / "run", "mse", RESULT)
+    advice = advice_of(Request(run_folder, num_generations=16))
+    assert advice.verdict == "lower" and advice.details[0].startswith("Best G is about 4.0 [3.5")
+    assert "conditional on these 100 questions" in advice.details[-1]
+    assert advice.next.endswith("budget.rollouts=256 group_size=4")
+    assert advice_of(Request(run_folder / "result.json")).verdict == "choose"
+    assert advice_of(Request(run_folder, rollouts=512)).next.endswith("rollouts=512 group_size=4")
+
+
+def test_a_study_without_any_gradient_says_so(tmp_path):
+    result = RESULT | {"assumption2": {"corr": None}}
+    advice = advice_of(Request(folder(tmp_path / "run", "mse", result), num_generations=8))
+    assert (advice.verdict, advice.sentence) == ("not enough data", "Every reward is equal.")
+
+
+def monitored(step, c1, c3):
+    return {"step": step, "monitor/c1": c1, "monitor/c2": 2.0, "monitor/c3": c3}
+
+
+def test_a_training_run_is_judged_by_the_mean_constants_of_its_second_half(tmp_path):
+    """C1 = 1 and C3 = 9 on average from step 10 on: G* = 4; before, C3 = 900."""
+    steps = [monitored(step, 1.0, 900.0) for step in range(1, 10)]
+    steps += [monitored(step, 1 + 0.1 * (-1) ** step, 9 + (-1) ** step) for step in range(10, 20)]
+    run_folder = folder(tmp_path / "run", "train", None, steps, "group_size=16")
+    advice = advice_of(Request(run_folder))
+    assert advice.verdict == "lower" and "from 16 to 4" in advice.sentence
+    assert "from 10 monitored steps, 10 to 19" in advice.details[0]
+    assert advice.numbers["rollouts"] == 256
+    assert advice_of(Request(run_folder, num_generations=4)).verdict == "keep"
+
+
+def test_a_training_run_without_monitor_says_what_to_measure(tmp_path):
+    steps = [{"step": step, "frac_reward_zero_std": 0.25} for step in range(1, 13)]
+    run_folder = folder(tmp_path / "run=1", "train", None, steps)
+    for step in (8, 12):
+        (run_folder / f"checkpoint-{step}").mkdir()
+    advice = advice_of(Request(run_folder))
+    assert advice.verdict == "not enough data"
+    assert "in the last 10 steps: 25 % of groups of 8" in advice.details[1]
+    assert f"model={run_folder}/checkpoint-12" in advice.next
+
+
+def log(path, rows=24):
+    table = {
+        "step": [3] * rows,
+        "prompt": [f"q{k // 8}" for k in range(rows)],
+        "completion": [f"{k}" for k in range(rows)],
+        "accuracy_reward": [float(k % 3 == 0) for k in range(rows)],
+        "advantage": [0.0] * rows,
+    }
+    parquet.write_table(pyarrow.table(table), path)
+    return path
+
+
+def test_rewards_alone_say_what_they_cannot_tell(tmp_path):
+    path = log(tmp_path / "completions_00003.parquet")
+    advice = advice_of(Request(path, num_generations=4))
+    assert advice.verdict == "not enough data"
+    assert advice.sentence.startswith("Rewards alone cannot say whether num_generations = 4 is")
+    assert "rewards of accuracy_reward" in advice.details[0] and "C1" in advice.details[-1]
+    assert "num_generations=4 model=CHECKPOINT" in advice.next
+    newest = advice_of(Request(tmp_path))
+    assert newest.details[0].startswith("From completions_00003.parquet, the last of 1 logs")
+
+
+def test_a_log_is_scored_by_the_model_that_wrote_it(tmp_path, monkeypatch):
+    """The study runs as a command of its own, and a checkpoint of another step is warned of."""
+    words = []
+
+    def mse(command, **_):
+        words.extend(command)
+        target = dict(word.partition("=")[::2] for word in command)["hydra.run.dir"]
+        folder(tmp_path / target, "mse", RESULT)
+        return type("Ended", (), {"returncode": 0})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.run", mse)
+    path = log(tmp_path / "completions_00003.parquet")
+    request = Request(path, 16, model="out/checkpoint-3", overrides=("study.cut_at=96",))
+    advice = advice_of(request)
+    assert advice.verdict == "lower"
+    assert {"model=out/checkpoint-3", "study.cut_at=96"} <= set(words)
+    assert "was written by checkpoint-2, the model named is checkpoint-3" in advice.details[0]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "no source: name one run folder, pool or log, as in grpo-ustat advise"),
+        (["a", "b"], "several sources: a, b: name one"),
+        (["a", "num_generations=x"], "num_generations=x: a whole number of at least 2 is needed"),
+        (["a", "num_generations=1"], "num_generations=1: a whole number of at least 2 is needed"),
+        (["a", "num_generation=8"], "unknown num_generation=8: did you mean num_generations?"),
+        (["a", "study.cut_at=96"], "study.cut_at=96 is for scoring a log: add model=CHECKPOINT"),
+    ],
+)
+def test_wrong_command_lines_are_refused_in_a_line(words, message):
+    with pytest.raises(ConfigError) as refused:
+        parse_request(words)
+    assert message in str(refused.value)
+
+
+def test_group_size_is_an_alias_and_paths_may_hold_equals_signs(tmp_path):
+    request = parse_request([f"{tmp_path}/G=8/seed=0", "group_size=8", "rollouts=64"])
+    assert (request.num_generations, request.rollouts) == (8, 64)
+    assert str(request.source) == f"{tmp_path}/G=8/seed=0"
+
+
+def test_places_without_advice_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist: name a run folder"):
+        advice_of(Request(tmp_path / "missing"))
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"notes.txt is not .parquet, .csv or .jsonl"):
+        advice_of(Request(tmp_path / "notes.txt"))
+    with pytest.raises(ConfigError, match="is no run folder of mse or train"):
+        advice_of(Request(tmp_path))
+    folder(tmp_path / "sweep/a", "mse")
+    with pytest.raises(ConfigError, match=r"holds 1 runs: name one, such as .*/sweep/a"):
+        advice_of(Request(tmp_path / "sweep"))
+    with pytest.raises(ConfigError, match="is not finished"):
+        advice_of(Request(tmp_path / "sweep/a"))
+    with pytest.raises(ConfigError, match="num_generations=512 is larger than rollouts=256"):
+        advice_of(Request(folder(tmp_path / "b", "mse", RESULT), 512, 256))
+
+
+def test_the_command_answers_first_and_then_what_to_type(tmp_path, monkeypatch, capsys):
+    run_folder = folder(tmp_path / "run", "mse", RESULT)
+    monkeypatch.setattr(sys, "argv", ["advise", str(run_folder), "num_generations=16"])
+    main()
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("Lower num_generations from 16 to 4: ")
+    assert out[-1].startswith("next: grpo-ustat train ") and max(map(len, out[:-1])) <= 100
+    assert not any(line.startswith("%") for line in out)
+    monkeypatch.setattr(sys, "argv", ["advise", str(run_folder), "--json"])
+    main()
+    assert json.loads(capsys.readouterr().out)["verdict"] == "choose"
+    monkeypatch.setattr(sys, "argv", ["advise", str(tmp_path / "no")])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_pool_alone_is_studied_without_sampling_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pool = tmp_path / "pools/one"
+    study = ("debug=mse", "model=tiny", "study.questions=6", "budget.pool_completions=8")
+    code, _, err = run(
+        "mse", *study, f"pool={pool}", f"hydra.run.dir={tmp_path}/first", cwd=tmp_path
+    )
+    assert code == 0, err
+    before = {path: path.stat().st_mtime_ns for path in pool.iterdir()}
+    advice = advice_of(Request(pool, num_generations=64))
+    assert advice.verdict in ("lower", "keep", "not enough data")
+    assert {path: path.stat().st_mtime_ns for path in pool.iterdir()} == before
+    first = json.loads((tmp_path / "first/result.json").read_text())
+    assert advice.numbers["gstar"] == first["scaling"]["gstar"]
