@@ -174,15 +174,19 @@ def whole_node(entry: str, words: Namespace) -> DictConfig:
 
 
 def register(entry: str) -> None:
-    """Give Hydra what `conf/` refers to: the schema, and `${folder_name:}`, the run folder's name,
-    which is a function of the whole configuration.
+    """Give Hydra what `conf/` refers to: the schema; `${folder_name:}`, the run folder's name,
+    which is a function of the whole configuration; `${learning_rate:}`, the model's.
     """
     schema = SCHEMAS[entry]
 
     def resolve(*, _root_: DictConfig) -> str:
         return folder_name(build_config(_job_part(_root_), schema))
 
+    def learning_rate(*, _root_: DictConfig) -> float | None:
+        return _root_.model.get("lora_learning_rate" if _root_.lora.r else "learning_rate")
+
     ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
+    OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
     OmegaConf.register_new_resolver("folder_name", resolve, replace=True)
 
 

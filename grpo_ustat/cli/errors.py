@@ -86,6 +86,8 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
         return f"SLURM needs hydra-submitit-launcher: {install_line('slurm')}"
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
         return f"{missing.group(1)} has no value: set {missing.group(1)}=..."
+    if unset := re.search(r"Interpolation key '\w+\.(\w+)' not found", text):
+        return f"{unset[1]} has no value: set {unset[1]}=..."
     if unknown := re.match(r"Could not override '([^']+)'", text):
         return unknown_key(unknown.group(1), schema)
     return text.removesuffix(" None")

@@ -35,6 +35,12 @@ class DatasetConfig:
     reward: str | None = field(
         "a reward of your own, by its entry point's name; null: the data set's"
     )
+    max_completion_length: int | None = field(
+        "of a completion, where max_completion_length is not set; null: it must be",
+        "tokens",
+        positive=True,
+        factory=lambda: None,
+    )
 
     def check(self) -> None:
         """Refuse what cannot be made.

@@ -17,6 +17,7 @@ from grpo_ustat.estimators.baselines import PLUGIN_GROUP, own_rules
 
 NO_CUT = {"top_p": 1.0, "top_k": 0}  # were fields of one value each, and keep their place in hashes
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
+OF_THE_MODEL = ("size", "learning_rate", "lora_learning_rate")  # change no result by themselves
 LONGEST_WORDS = 200  # characters; file systems end names at 255 bytes
 OPERATIONAL = (
     "on_existing",
@@ -72,8 +73,9 @@ def identity(config: Any) -> dict[str, Any]:
 def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     """A configuration's keys without those that change no result.
 
-    These are the model's size, from which costs are estimated; where local data are, which count by
-    their content; which part of a pool is filled; and `NO_CUT`, of configurations of older runs.
+    These are the model's size, from which costs are estimated; what a model or a data set has for
+    fields that are not set, since the fields count; where local data are, which count by their
+    content; which part of a pool is filled; and `NO_CUT`, of configurations of older runs.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
@@ -82,11 +84,12 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     A number of minibatches that leaves the batch whole, or does not count, is left out too: older
     configurations have no such key.
     """
-    model = {key: value for key, value in keys.get("model", {}).items() if key != "size"}
+    model = {key: value for key, value in keys.get("model", {}).items() if key not in OF_THE_MODEL}
     if "bed" in keys:
         return keys
     keys = {key: value for key, value in keys.items() if key not in NO_CUT}
     dataset = dict(keys.get("dataset", {}))
+    dataset.pop("max_completion_length", None)
     for name in ("path", "test_path", "test_ids"):
         place = dataset.get(name)
         if place is not None and Path(place).expanduser().exists():

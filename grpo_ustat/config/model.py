@@ -45,6 +45,16 @@ class ModelConfig:
     trust_remote_code: bool = field(
         "run code that comes with the model; only ever on the command line"
     )
+    learning_rate: float | None = field(
+        "of training all its parameters, where learning_rate is not set; null: it must be",
+        positive=True,
+        factory=lambda: None,
+    )
+    lora_learning_rate: float | None = field(
+        "of training adapters (lora=r16), where learning_rate is not set; null: it must be",
+        positive=True,
+        factory=lambda: None,
+    )
     size: ModelSize = node(
         ModelSize, "what costs are estimated from, where the model is no folder that says it"
     )

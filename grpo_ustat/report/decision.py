@@ -225,10 +225,16 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
         node = config[group]
         shipped = (CONF / group / f"{node['name']}.yaml").is_file()
         name = node["name"] if shipped else other
-        overrides.append(f"{group}={name}")
         values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-        overrides += _changes(node, values, f"{group}.")
+        changes = list(_changes(node, values, f"{group}."))
+        if name == "hub" and "/" in node["model_name_or_path"]:
+            place = next(x for x in changes if x.startswith("model.model_name_or_path="))
+            changes.remove(place)
+            overrides += [place.replace(".model_name_or_path", "", 1), *changes]
+        else:
+            overrides += [f"{group}={name}", *changes]
     values = yaml.safe_load((CONF / "common.yaml").read_text())
+    values["max_completion_length"] = config["dataset"].get("max_completion_length")
     sampling = {key: config[key] for key in ("temperature", "max_completion_length")}
     return [*overrides, *_changes(sampling, values)]
 

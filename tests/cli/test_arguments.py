@@ -48,7 +48,7 @@ TRAIN = {
     ),
     ("seed=null",): "seed=null: a whole number is needed, such as seed=0",
     ("learning_rate=fast",): (
-        "learning_rate=fast: a number is needed, such as learning_rate=0.0001"
+        "learning_rate=fast: a number is needed, such as learning_rate=0.007"
     ),
     ("bf16=maybe",): "bf16=maybe: true or false is needed, such as bf16=false",
     ("launch=3",): "launch=3: it has fields of its own, see --help launch",

@@ -91,6 +91,7 @@ def test_what_was_left_out_is_told_and_recorded(entry, tmp_path):
     folder = kept(tmp_path / "data", train, [*rows(50, 20), *rows(1000, 1)])
     command = f"{entry} dataset=gsm8k dataset.path={folder} dataset.study_size=8 debug={entry}"
     command += " prompt.max_length=6"  # characters: all but the last test question's
+    command += " max_completion_length=96"
     code, told = finished(*command.split(), cwd=tmp_path, seconds=600)
     assert code == 0, told
     left_out = {

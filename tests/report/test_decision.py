@@ -113,12 +113,16 @@ UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolis
         (RESULT, ("model=tiny_base", "dataset=plus_one", "prompt=few_shot", "temperature=0.7"),
          "train model=tiny_base dataset=plus_one prompt=few_shot temperature=0.7 "
          "budget.rollouts=64 group_size=4"),
+        (RESULT, ("model=tiny_base", "dataset=plus_one", "prompt=few_shot",
+                  "max_completion_length=4"),
+         "train model=tiny_base dataset=plus_one prompt=few_shot max_completion_length=4 "
+         "budget.rollouts=64 group_size=4"),
         (UNDECIDED, (), "mse model=tiny dataset=arithmetic prompt=bare study.questions=197"),
         (UNDECIDED, ("dataset.study_size=100", "study.questions=100"),
          "mse model=tiny dataset=arithmetic dataset.study_size=100 prompt=bare "
          "budget.pool_completions=16"),
         (RESULT, ("model=hub", "model.model_name_or_path=org/a"),
-         "train model=hub model.model_name_or_path=org/a dataset=arithmetic prompt=bare "
+         "train model=org/a dataset=arithmetic prompt=bare "
          "budget.rollouts=256 group_size=4"),
     ],
 )  # fmt: skip
@@ -130,6 +134,7 @@ def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrid
     composed = compose(verb, *words)
     assert composed.model.model_name_or_path == config["model"]["model_name_or_path"]
     assert composed.temperature == config["temperature"]
+    assert composed.max_completion_length == config["max_completion_length"]
     assert asdict(composed.prompt) == config["prompt"]
 
 
