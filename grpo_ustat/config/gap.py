@@ -352,6 +352,13 @@ class GapConfig(Shared):
         bed = "" if self.bed.kind == "none" else f"-{self.bed.name}"
         return re.sub(r"[^\w.=-]+", "_", f"{self.study.kind}{bed}")
 
+    @property
+    def plan(self) -> str:
+        """Study, test problem and replicates."""
+        bed = "" if self.bed.kind == "none" else f" on {self.bed.name}"
+        replicates = getattr(self.study, "replicates", None)
+        return f"gap: {self.study.kind}{bed}" + (f", {replicates} replicates" if replicates else "")
+
     def check(self) -> None:
         """See `Shared.check`."""
         super().check()

@@ -169,6 +169,22 @@ class MseConfig(Common):
         return f"{self.model.name}-{data}-{'-'.join(self.study.methods)}"
 
     @property
+    def plan(self) -> str:
+        """Policy, questions, completions, methods, baselines and group sizes."""
+        questions = self.study.questions or getattr(self.dataset, "study_size", None)
+        completions = self.budget.pool_completions
+        source = (
+            f"the rollouts of {self.pool}"
+            if self.imports_pool
+            else f"{self.dataset.name}: {questions or 'all'} questions x {completions} completions"
+        )
+        sizes = ", ".join(map(str, self.group_sizes))
+        return (
+            f"mse: {self.model.name} on {source}; gradient error of {', '.join(self.baselines)} at "
+            f"G = {sizes} ({', '.join(self.study.methods)})"
+        )
+
+    @property
     def fills_part(self) -> bool:
         """Whether only a part of the pool is asked for, which several jobs may fill at once."""
         return self.study.part is not None

@@ -401,6 +401,16 @@ class TrainConfig(Common):
         return f"{'-'.join(words)}-G={self.group_size}-n={self.budget.rollouts}"
 
     @property
+    def plan(self) -> str:
+        """Policy, algorithm, a step's rollouts, steps and learning rate."""
+        return (
+            f"train: {self.model.name} on {self.dataset.name}; {self.objective.name} with "
+            f"{self.baseline.name}, {self.max_steps} steps of {self.prompts_per_step} prompts x "
+            f"{self.group_size} completions, {self.optimizer.name} at {self.learning_rate:g}, "
+            f"seed {self.seed}"
+        )
+
+    @property
     def prompts_per_step(self) -> int:
         """P = n / G."""
         return self.budget.rollouts // self.group_size

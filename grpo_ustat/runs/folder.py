@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -166,11 +167,15 @@ class RunFolder:
             self._lock.check()
 
     def open(self) -> None:
-        """Create the folder and write what identifies the run; with overwrite, empty it first."""
+        """Create the folder and write what identifies the run; with overwrite, empty it first.
+
+        Prints what will run: here the work begins.
+        """
         if not is_main():
             return
         self.check_lock()
         self.check()
+        print(self.config.plan, file=sys.stderr)
         if self.mode == "overwrite":  # what shows that the folder is ours goes last
             for old in sorted(self._artefacts(), key=lambda path: path.name == "code.json"):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()

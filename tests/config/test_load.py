@@ -374,3 +374,25 @@ def test_a_result_of_another_configuration_is_never_shown(tmp_path):
 def test_tests_compose_what_a_command_line_composes(entry, overrides):
     """`commands.compose` composes files once and sets values afterwards."""
     assert compose(entry, *overrides) == compose_config(entry, list(overrides))
+
+
+@pytest.mark.parametrize(
+    "entry, overrides, plan",
+    [
+        (
+            "mse",
+            ("model=tiny", "study.questions=60", "group_sizes=[4,8]", "baselines=[oracle]"),
+            "mse: tiny on arithmetic: 60 questions x 32 completions; gradient error of oracle at "
+            "G = 4, 8 (closed_form)",
+        ),
+        (
+            "train",
+            ("group_size=16", "seed=3"),
+            "train: tiny_base on arithmetic; algorithm1 with leave_one_out, 80 steps of 16 prompts "
+            "x 16 completions, adamw at 0.0001, seed 3",
+        ),
+        ("gap", ("study=lemma6",), "gap: lemma6 on coins, 2000 replicates"),
+    ],
+)
+def test_a_run_says_in_a_line_what_it_does(entry, overrides, plan):
+    assert compose(entry, *overrides).plan == plan
