@@ -43,6 +43,13 @@ class Activity:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Notice:
+    """A line for the user from a process that shares in the work; the first one is shown."""
+
+    text: str
+
+
 Listener = Callable[[Activity], object]
 _listener: Listener | None = None
 

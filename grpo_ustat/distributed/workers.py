@@ -20,7 +20,7 @@ from grpo_ustat.distributed.lock import check_own
 from grpo_ustat.distributed.processes import end_with_parent
 from grpo_ustat.distributed.ranks import all_gather_call, is_main, rank, tally, world
 from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
-from grpo_ustat.progress import Activity, Meter, listening
+from grpo_ustat.progress import Activity, Meter, Notice, listening
 
 Work = Callable[..., Iterator[Any]]
 
@@ -61,9 +61,10 @@ def share(
 ) -> tuple[list[Any], WorkCost]:
     """Run `work(items, *arguments)`, a generator, over the items shared out among processes.
 
-    `work` yields `WorkCost(...)` for progress and anything else as a result. The processes are the
-    ranks of the run where a launcher started several, otherwise `workers` local ones; the results
-    are returned in their order, with the cost of all, on every rank.
+    `work` yields `WorkCost(...)` for progress, `Notice(...)` for a line of which the first is
+    shown, and anything else as a result. The processes are the ranks of the run where a launcher
+    started several, otherwise `workers` local ones; the results are returned in their order, with
+    the cost of all, on every rank.
 
     Args:
         work: a module-level generator function.
@@ -106,7 +107,7 @@ def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list
 
 def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any], WorkCost]:
     """The results of this rank's workers, by worker, and their cost."""
-    results, cost = defaultdict(list), WorkCost()
+    results, cost, noticed = defaultdict(list), WorkCost(), False
     for worker, event in events:
         check_own()
         stop_if_requested()
@@ -116,6 +117,10 @@ def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any]
                 meter.update(tally(event.rollouts))
             else:
                 meter.update(cost.rollouts, cost.tokens)
+        elif isinstance(event, Notice):
+            if not noticed:
+                meter.print(event.text, style="bold red")
+            noticed = True
         elif isinstance(event, Activity):
             meter.hear(event, worker)
         else:

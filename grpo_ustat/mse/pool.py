@@ -22,7 +22,9 @@ from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.progress import Notice
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
+from grpo_ustat.report.tables import cut_text, often_cut
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.tasks.base import Task, rewards
 
@@ -195,8 +197,10 @@ def _score_chunks(
     prompts: list[Prompt],
     store: PoolStore,
     size: int,
-) -> Iterator[WorkCost]:
-    """Sample, score and store the missing completions of every chunk, see `_chunks_to_sample`."""
+) -> Iterator[WorkCost | Notice]:
+    """Sample, score and store the missing completions of every chunk, see `_chunks_to_sample`; say
+    after the first one where many were cut.
+    """
     policy, task = configured_policy(config), configured_task(config)
     sampling, sketches = Sampling.of(config, "pool"), score_sketches(config, policy)
     checked = False
@@ -206,6 +210,10 @@ def _score_chunks(
             policy, chunk_prompts, size - first, sampling, first=first
         )
         yield chunk_cost
+        share_cut = float((~rollouts.ended_PG).mean())
+        if not checked and first == 0 and often_cut(share_cut):
+            of = f"the first {rollouts.ended_PG.size}"
+            yield Notice(f"WARNING: {cut_text(share_cut, of, config.max_completion_length)}")
         rewards_PN, judge_cost = reward_completions(task, rollouts)
         if not checked:
             check_batch(policy, rollouts, size - first)

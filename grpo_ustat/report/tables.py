@@ -20,6 +20,7 @@ from grpo_ustat.runs.folder import RunFolder
 
 Cell = str | int | float | bool | None
 MISSING = "–"
+OFTEN_CUT = 0.1  # share of completions, from which on a run says at once that they were cut
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
 INVISIBLE = re.compile(  # control characters, and those that turn the direction of the text
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -355,6 +356,24 @@ def best_size(best: float | None, low: float | None, high: float | None) -> str 
         return None
     estimate = f"{best:.1f}" if best is not None and math.isfinite(best) else "-"
     return f"{estimate} [{low:.1f}, {f'{high:.1f}]' if bounded else 'infinity)'}"
+
+
+def often_cut(clipped_ratio: float) -> bool:
+    """Whether so many completions were cut that a run should say so at once."""
+    return clipped_ratio >= OFTEN_CUT
+
+
+def cut_text(clipped_ratio: float, of: str, max_completion_length: int) -> str:
+    """What a share of cut completions means, and what to set.
+
+    >>> cut_text(0.31, "the first 256", 96).partition(": ")[0][:69]
+    '31% of the first 256 completions were cut at max_completion_length=96'
+    """
+    return (
+        f"{clipped_ratio:.0%} of {of} completions were cut at max_completion_length="
+        f"{max_completion_length} and rarely hold an answer: try max_completion_length="
+        f"{2 * max_completion_length}, or set prompt.stop to what ends an answer"
+    )
 
 
 def clipped_warning(of: str, clipped_ratio: float, max_completion_length: int | None) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.report.tables import cut_text, often_cut
 
 MAJORITY = 0.5  # above it a share is most of them
 MAX_UNJUDGED = 0.01  # share of a step's completions; above it rewards are no longer what they say
@@ -73,11 +74,9 @@ def _unjudged(row: Row) -> int:
 ALARMS = {
     "truncated": Alarm(
         1,
-        lambda config, row: row["completions/clipped_ratio"] > MAJORITY,
-        lambda config, row: (
-            f"{row['completions/clipped_ratio']:.0%} of the completions were cut at "
-            f"max_completion_length={config.max_completion_length} and rarely hold an answer: "
-            "raise it, or set prompt.stop to what ends an answer"
+        lambda config, row: often_cut(row["completions/clipped_ratio"]),
+        lambda config, row: cut_text(
+            row["completions/clipped_ratio"], "the step's", config.max_completion_length
         ),
     ),
     "extraction_failed": Alarm(

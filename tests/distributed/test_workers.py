@@ -18,7 +18,7 @@ import torch
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import own_device
 from grpo_ustat.distributed.workers import WorkCost, share, shares_of
-from grpo_ustat.progress import Meter
+from grpo_ustat.progress import Meter, Notice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import errands  # noqa: E402
@@ -223,3 +223,15 @@ def test_cuda_is_the_ranks_own(monkeypatch):
     assert [own_device(name) for name in ("cuda", "cuda:3", "cpu")] == ["cuda:1", "cuda:3", "cpu"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a task of SLURM with its own GPU
     assert own_device("cuda") == "cuda:0"
+
+
+def noticing(items):
+    for item in items:
+        yield Notice(f"item {item} is odd")
+        yield WorkCost(rollouts=1)
+
+
+def test_the_first_notice_alone_is_shown_and_none_is_a_result(capsys):
+    results, cost = share(noticing, [1, 3, 5], 1, "count", 3)
+    assert (results, cost.rollouts) == ([], 3)
+    assert "item 1 is odd" in (err := capsys.readouterr().err) and "item 3" not in err

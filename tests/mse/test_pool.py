@@ -207,3 +207,25 @@ def test_a_target_halfwidth_extends_the_pool_until_it_is_met(tmp_path):
     row = result["curves"][0]
     assert 8 < result["pool_completions"] <= 64
     assert (row["high"] - row["low"]) / 2 <= 0.45 * row["mse"] or result["pool_completions"] == 64
+
+
+@pytest.mark.slow
+def test_cut_completions_are_named_once_and_at_once(tmp_path, capsys, monkeypatch):
+    """After the first chunk of four, before it is scored, and not where a pool is extended."""
+    heard = []
+    original = pool_module.score_part
+    monkeypatch.setattr(
+        pool_module,
+        "score_part",
+        lambda *a: (heard.append(capsys.readouterr().err), original(*a))[1],
+    )
+    few = ("max_completion_length=8", "rollout_batch_size=16")
+    build(tmp_path, *few)
+    line = (
+        "of the first 16 completions were cut at max_completion_length=8 and rarely hold an answer"
+    )
+    assert line in heard[0] and "try max_completion_length=16" in heard[0]
+    build(tmp_path, *few, size=12)
+    assert "WARNING" not in "".join(heard[1:]) + capsys.readouterr().err
+    build(tmp_path / "whole", "max_completion_length=200")
+    assert "WARNING" not in capsys.readouterr().err

@@ -15,7 +15,7 @@ from grpo_ustat.train.alarms import ALARMS, MAX_LOGPROB_GAP, check_alarms
 from grpo_ustat.train.metrics import batch_metrics
 
 HEALTHY = {
-    "completions/clipped_ratio": 0.1,
+    "completions/clipped_ratio": 0.09,
     "completions/extraction_failure_ratio": 0.2,
     "frac_reward_zero_std": 0.9,
     "reward": 0.3,
@@ -26,7 +26,7 @@ HEALTHY = {
     "judge/failures": 0,
 }
 INJECTED = {  # the rows of a trap, and from which on it is told
-    "truncated": ({"completions/clipped_ratio": 0.51}, 1, "51% .* max_completion_length=70"),
+    "truncated": ({"completions/clipped_ratio": 0.1}, 1, "10% .*max_completion_length=140"),
     "extraction_failed": ({"completions/extraction_failure_ratio": 0.6}, 1, "60% .*prompt.templ"),
     "unjudged": ({"judge/timeouts": 2, "judge/failures": 1}, 1, "2 timed out, 1 failed"),
     "silent": ({"frac_reward_zero_std": 1.0}, 3, "group_size=4"),
