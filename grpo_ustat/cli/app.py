@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from grpo_ustat.cli.compose import check_trust, compose_single, parse
 from grpo_ustat.cli.hydra_api import output_folder, parse_arguments, run_task
+from grpo_ustat.config.command_line import note_typed
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, barrier, is_main
@@ -37,6 +38,7 @@ def main(command: Command) -> None:
         join_tasks()
         if print_help(command.name):
             return
+        note_typed(command.name, sys.argv[1:])
         invocation = parse(command.name, sys.argv[1:])
         if print_preview(command, invocation.planned_runs):
             return
@@ -63,6 +65,7 @@ def report() -> None:
     try:
         if print_help("report"):
             return
+        note_typed("report", sys.argv[1:])
         folder = compose_single("report", sys.argv[1:])
         if folder:
             create_folder(folder, "hydra.run.dir")

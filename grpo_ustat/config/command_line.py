@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+
+from grpo_ustat.config.secrets import redact_text
 
 CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").is_file()  # else installed as a wheel
 PROGRAM = (
     "GRPO_USTAT_COMMAND"  # the environment variable in which scripts/run says how it was typed
 )
+TYPED = "GRPO_USTAT_TYPED"  # that in which a command line stands for the processes that it starts
 
 
 def program() -> str:
@@ -28,6 +32,16 @@ def command_line(verb: str, *overrides: str) -> str:
     "grpo-ustat mse model=tiny 'group_sizes=[4, 8]'"
     """
     return " ".join([program(), verb, *map(shlex.quote, overrides)])
+
+
+def note_typed(verb: str, arguments: Sequence[str]) -> None:
+    """Keep the command line that was typed, without secrets, for pages and for child processes."""
+    os.environ[TYPED] = redact_text(command_line(verb, *arguments))
+
+
+def typed_command() -> str | None:
+    """The command line that was typed; None in a program that calls this package."""
+    return os.environ.get(TYPED)
 
 
 def install_line(extra: str) -> str:

@@ -195,9 +195,9 @@ def show_durations(labels: Sequence[str], durations: Sequence[Duration], console
     has_estimate = any(one.seconds is not None for one in durations)
     hours = any(one.gpus for one in durations)
     if len(durations) > 1 and has_estimate:
-        table = Table(title="time", box=SIMPLE, pad_edge=False)
+        table = Table(title="wall time", box=SIMPLE, pad_edge=False)
         table.add_column("")
-        for name in ("time", "GPU hours") if hours else ("time",):
+        for name in ("wall time", "GPU hours") if hours else ("wall time",):
             table.add_column(name, justify="right", no_wrap=True)
         for label, one in zip(labels, durations, strict=True):
             gpu_hours = [hours_text(one.gpu_hours)] if hours else []
@@ -208,13 +208,18 @@ def show_durations(labels: Sequence[str], durations: Sequence[Duration], console
         table.add_row("one after the other", span_text(seconds), *gpu_hours)
         console.print(table)
     for basis, runs in Counter(one.basis for one in durations).items():
-        time, of = "Time", f" ({runs} of {len(durations)} runs)" if runs < len(durations) else ""
+        time, of = (
+            "Wall time",
+            f" ({runs} of {len(durations)} runs)" if runs < len(durations) else "",
+        )
         if len(durations) == 1 and has_estimate:
             time += f" {span_text(durations[0].seconds)}"
             time += f", {hours_text(durations[0].gpu_hours)} GPU hours" if hours else ""
         console.print(f"{time}: {basis}{of}.", markup=False)
     if has_estimate:
-        console.print("Time leaves out start-up, saving, and waiting in a queue.", markup=False)
+        console.print(
+            "Wall time leaves out start-up, saving, and waiting in a queue.", markup=False
+        )
 
 
 def _bytes(number: int | None) -> str:

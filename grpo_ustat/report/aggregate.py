@@ -8,9 +8,11 @@ damaged and repeated runs are named.
 from __future__ import annotations
 
 import re
+import socket
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,22 @@ from typing import Any
 from pyarrow import compute, parquet
 from rich.console import Console
 
+from grpo_ustat.config.command_line import typed_command
 from grpo_ustat.config.schema import ConfigError, flatten
 from grpo_ustat.report import accuracy, figures, gradient_error
 from grpo_ustat.report.accuracy import AccuracyCell, budget_name
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, key_label, read_runs
 from grpo_ustat.report.decision import WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.report.learning import MONITORED, Learning, learning_figure, notes
-from grpo_ustat.report.page import NAME, Completions, Figure, Page, differences, render
+from grpo_ustat.report.page import (
+    NAME,
+    Completions,
+    Figure,
+    Page,
+    differences,
+    made_text,
+    render,
+)
 from grpo_ustat.report.published import published_table
 from grpo_ustat.report.settings import ROLLOUTS, SIZE, Axis, setting_labels, swept_axis
 from grpo_ustat.report.tables import Cell, Table, best_size, shorten
@@ -566,6 +577,9 @@ def page(report: Report) -> Page:
         completions=Completions(rows, sentence) if rows else None,
         difference=differences({run.label: run.config for run in runs}) if len(runs) > 1 else None,
         configuration=shared,
+        made=made_text(
+            "made", datetime.now(UTC).isoformat(), socket.gethostname(), typed_command()
+        ),
     )
 
 

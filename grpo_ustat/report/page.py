@@ -11,8 +11,10 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,11 @@ from urllib.parse import quote
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.report.svg import dark_rules, inlined
+from grpo_ustat.report.symbols import legend, parts
 from grpo_ustat.report.tables import Cell, Table, as_cell, cell_text, sort_value, visible
 
 NAME = "report.html"
@@ -68,6 +71,7 @@ class Page:
 
     Attributes:
         title: of the run or the report.
+        made: when, on which machine and by which command; "" where that is not known.
         answer: to what was asked of the runs, a line for each kind of runs.
         next_step: mostly a command to copy into a shell; "" shows none.
         notes: warnings and what is missing, a line each.
@@ -91,6 +95,7 @@ class Page:
     completions: Completions | None = None
     difference: Mapping[str, Mapping[str, Any]] | None = None
     configuration: Mapping[str, Any] | None = None
+    made: str = ""
 
 
 def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -130,6 +135,7 @@ def render(page: Page) -> str:
         configuration = visible(text)
     html = _template().render(
         page=page,
+        symbols=legend(_printed(page, [one.markup for one in pictures])),
         policy=_content_policy(style, script),
         style=Markup(style),
         script=Markup(script),
@@ -139,6 +145,46 @@ def render(page: Page) -> str:
         configuration=configuration,
     )
     return html.encode("ascii", "xmlcharrefreplace").decode()  # the same in every encoding
+
+
+def made_text(what: str, time: str, host: str | None, command: str | None) -> str:
+    """A line on when, where and by which command a run or a page was made.
+
+    Args:
+        what: the participle that begins it.
+        time: in ISO format, UTC.
+        host, command: None where not known.
+
+    >>> made_text("made", "2026-03-01T04:20:59+00:00", "node7", "grpo-ustat mse")
+    'made 2026-03-01 04:20 UTC on node7 by `grpo-ustat mse`'
+    """
+    moment = datetime.fromisoformat(time).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    place = f" on {host}" if host else ""
+    return f"{what} {moment}{place}" + (f" by `{command}`" if command else "")
+
+
+def _printed(page: Page, pictures: Sequence[str]) -> Iterator[str]:
+    """All texts of a page but completions, configuration, and differences."""
+    yield from (page.title, page.answer, *page.notes)
+    yield from (str(text) for fact in page.facts for text in fact)
+    for table in filter(None, (page.overview, *page.tables)):
+        yield from (table.title, *table.columns, *table.notes)
+        yield from (cell for row in table.rows for cell in row if isinstance(cell, str))
+    for figure in page.figures:
+        yield from (figure.title, figure.caption)
+    for picture in pictures:
+        yield from re.findall(">([^<>]+)</(?:text|tspan)>", picture)
+
+
+def _explained(text: str) -> Markup:
+    """The text with the meaning of each symbol where it is pointed at; escaped."""
+    pieces = (
+        escape(piece)
+        if meaning is None
+        else Markup('<abbr title="{}">{}</abbr>').format(meaning, piece)  # noqa: S704
+        for piece, meaning in parts(text)
+    )
+    return Markup("").join(pieces)
 
 
 def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -224,5 +270,5 @@ def _template() -> Template:
         return "./" + quote(path.replace("\\", "/").lstrip("/"))
 
     environment.filters |= {"visible": visible, "cell": cell_text, "beside": beside}
-    environment.filters["sort_value"] = sort_value
+    environment.filters |= {"sort_value": sort_value, "explained": _explained}
     return environment.get_template("page.html.j2")

@@ -5,11 +5,12 @@ It is made from files alone, so the same folder makes the same page wherever it 
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from grpo_ustat.report.decision import WHY_FIXED_ROLLOUTS, interval_note
-from grpo_ustat.report.page import NAME, Completions, Figure, Page, render
+from grpo_ustat.report.page import NAME, Completions, Figure, Page, made_text, render
 from grpo_ustat.report.study_page import (
     gap_answer,
     gap_facts,
@@ -23,9 +24,11 @@ from grpo_ustat.report.study_page import (
 )
 from grpo_ustat.report.svg import inlined
 from grpo_ustat.report.tables import Cell, Table, as_cell, best_size, rows_table, with_interval
+from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.status import clock_text
 
 METRICS = {  # of metrics.jsonl, and their columns
     "step": "step",
@@ -65,18 +68,21 @@ def leave_page(folder: RunFolder, result: dict[str, Any] | None = None) -> None:
     """
     try:
         final = result and result | {"config_hash": folder.config_hash}
-        folder.write(NAME, render(run_page(folder.path, final)))
+        folder.write(NAME, render(run_page(folder.path, final, datetime.now(UTC))))
     except Exception as error:  # of any kind: the page is a view of what the run is
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         warn(f"{folder.path / NAME} could not be made, the run goes on without it: {reason}")
 
 
-def run_page(folder: Path, result: dict[str, Any] | None = None) -> Page:
+def run_page(
+    folder: Path, result: dict[str, Any] | None = None, now: datetime | None = None
+) -> Page:
     """The page of a run folder of `train`, `mse` or `gap`.
 
     Args:
         folder: of the run.
         result: content of `result.json`, where that is not written yet.
+        now: the end of the launch under way; None where none is.
     """
     run = RunRecord(folder, result=result)
     title, answer, command_facts, tables = {
@@ -101,12 +107,22 @@ def run_page(folder: Path, result: dict[str, Any] | None = None) -> Page:
         answer=answer(run),
         next_step=mse_next_step(run) if run.command == "mse" else "",
         notes=[*_result_notes(run), *run.notes],  # once all files are read
-        facts=[*facts, *_provenance(run)],
+        facts=[*facts, *_provenance(run, now)],
         figures=figures,
         tables=page_tables,
         completions=Completions(rows, sentence) if rows else None,
         configuration=run.config,
+        made=_made(run),
     )
+
+
+def _made(run: RunRecord) -> str:
+    """When, where and by which command the run was started last."""
+    starts = [row for row in run.launches if row.get("event") == "start" and "time" in row]
+    if not starts:
+        return ""
+    last = starts[-1]
+    return made_text("started", last["time"], last.get("host"), last.get("command"))
 
 
 def _result_notes(run: RunRecord) -> list[str]:
@@ -156,17 +172,23 @@ def _settings(run: RunRecord) -> list[tuple[str, Cell]]:
     ]
 
 
-def _provenance(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Time, starts, commit, versions and fingerprint."""
+def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
+    """Wall and worker time, starts, commit, versions and fingerprint."""
     result = run.result or {}
     cost = result.get("cost") or {}
-    time = None
+    wall, own_time = history.wall_seconds(run.launches, now), []
     if "seconds" in result:
-        time = f"{result['seconds']:.1f} s of steps"
-    elif "seconds" in cost:
-        time = f"{cost['seconds']:.1f} s"
-    elif cost:
-        time = f"{cost['seconds_generate']:.1f} s generating, {cost['seconds_score']:.1f} s scoring"
+        own_time = [("Wall time of training steps", clock_text(result["seconds"]))]
+    elif "seconds_generate" in cost:
+        own_time = [
+            (
+                "Worker time, summed over workers",
+                f"{cost['seconds_generate']:.1f} s generating, "
+                f"{cost['seconds_score']:.1f} s scoring",
+            )
+        ]
+    elif wall is None:
+        wall = cost.get("seconds")
     starts = sum(row.get("event") == "start" for row in run.launches)
     resumed = [str(row.get("step")) for row in run.launches if row.get("event") == "resumed"]
     again = f"; went on from step {', '.join(resumed)}" if resumed else ""
@@ -176,7 +198,8 @@ def _provenance(run: RunRecord) -> list[tuple[str, Cell]]:
         commit += f", with {len(diff.splitlines())} lines of uncommitted changes"
     versions = run.code.get("versions") or {}
     return [
-        ("Time", time),
+        ("Wall time", None if wall is None else clock_text(wall)),
+        *own_time,
         ("Starts", f"{starts}{again}"),
         ("Commit", commit),
         ("Versions", "\n".join(f"{name} {number}" for name, number in versions.items())),

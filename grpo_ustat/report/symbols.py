@@ -29,7 +29,7 @@ SYMBOLS = {
     "J*": "largest expected reward that the policy can reach",
     "J": "expected reward of the policy over all prompts",
 }
-_START, _END = r"(?<![\w.\\^/*-])", r"(?![\w*])"
+_START, _END = r"(?<![\w.\\^*-])(?<![a-z.]{2}/)", r"(?![\w*])"  # in no word, number or path
 PATTERN = re.compile(
     "|".join(
         f"{_START}{re.escape(symbol)}{'' if symbol.endswith(')') else _END}"

@@ -9,10 +9,12 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from grpo_ustat.config.command_line import typed_command
 from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import world
 from grpo_ustat.distributed.signals import Stopped
@@ -22,11 +24,12 @@ NAME = "launches.jsonl"
 
 
 def start_row() -> dict[str, Any]:
-    """The row of a launch that begins: host, process, ranks, job."""
+    """The row of a launch that begins: host, process, ranks, job, and the command where typed."""
     row = {"event": "start", "host": socket.gethostname(), "pid": os.getpid(), "processes": world()}
     if slurm.job_id() is not None:
         row |= {"slurm_job_id": slurm.address(), "slurm_restart_count": slurm.restart_count()}
-    return row
+    command = typed_command()
+    return row if command is None else row | {"command": command}
 
 
 def append(folder: Path, row: dict[str, Any]) -> None:
@@ -80,6 +83,32 @@ def note_done(folder: Path) -> None:
     """Add that a finished run is one again, after a launch that failed to replace it."""
     if any(row.get("outcome") == "failed" for row in launches(folder)[-1:]):
         append(folder, end_row(None))
+
+
+def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) -> float | None:
+    """Seconds from start to end, added up over launches; None where no launch has both.
+
+    A launch that was killed has no end, and is left out.
+
+    Args:
+        rows: of the history.
+        now: the end of the last launch, where it has none yet.
+
+    >>> wall_seconds([{"event": "start", "time": "2026-03-01T00:00:00+00:00"},
+    ...               {"event": "end", "time": "2026-03-01T00:01:23+00:00"}])
+    83.0
+    """
+    spans, start = [], None
+    for row in rows:
+        if row.get("event") not in ("start", "end") or "time" not in row:
+            continue
+        time = datetime.fromisoformat(row["time"])
+        if row["event"] == "end" and start is not None:
+            spans.append((time - start).total_seconds())
+        start = time if row["event"] == "start" else None
+    if start is not None and now is not None:
+        spans.append((now - start).total_seconds())
+    return sum(spans) if spans else None
 
 
 def launches(folder: Path) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ class RunState:
         detail: of a failed run the last line of its error, of a running one who runs it.
         launches: how often it was started.
         step, steps: training steps done and demanded; None of a study.
-        seconds: of work, restarts included; None until the run is done.
+        seconds: wall time of all launches; None until the run is done, or where it is not known.
         accuracy, low, high: held-out, or of a study's policy; None until the run is done.
         verdicts: of a study of a theorem, how many claims have each; None until it is done.
     """
@@ -251,7 +251,7 @@ class RunRecord:
         return RunState(STOPPED, reason, **progress)
 
     def _result_summary(self) -> tuple[dict[str, Any] | None, str]:
-        """Seconds, and accuracy or verdicts, of a finished run; else None, and why there is no
+        """Wall time, and accuracy or verdicts, of a finished run; else None, and why there is no
         valid result.
         """
         result = self.result
@@ -260,24 +260,24 @@ class RunRecord:
                 raise ValueError("no result")
             if "claims" in result:
                 seconds, verdicts = result["cost"]["seconds"], verdict_counts(result["claims"])
-                summary = {"verdicts": verdicts, "seconds": float(seconds)}
+                summary = {"verdicts": verdicts, "seconds": float(seconds)}  # of the wall clock
             elif "final_accuracy" in result:
                 accuracy = result["final_accuracy"]
                 summary = {"accuracy": accuracy, "step": result["steps"]}
                 summary |= {"low": result["accuracy_low"], "high": result["accuracy_high"]}
                 summary["seconds"] = result["seconds"]
             else:
-                policy, cost = result["policy"], result["cost"]
+                policy = result["policy"]
                 summary = {"accuracy": policy["accuracy"]}
                 summary |= {"low": policy["accuracy_low"], "high": policy["accuracy_high"]}
-                summary["seconds"] = cost["seconds_generate"] + cost["seconds_score"]
         except (ValueError, LookupError, TypeError):
             return None, "its result is missing or damaged"
         if self.config_hash not in (None, result.get("config_hash")):
             return None, "its result is another configuration's"
         if summary.get("step", 0) < (self.max_steps or 0):
             return None, f"{self.max_steps} steps are asked now"
-        return summary, ""
+        wall = history.wall_seconds(self.launches)
+        return summary | ({} if wall is None else {"seconds": wall}), ""
 
     def _last_step(self) -> int:
         """The last step with a whole row, 0 where there is none."""

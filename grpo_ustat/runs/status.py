@@ -188,14 +188,14 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
     table.add_column("state")
     steps = ["step"] if sweep.command == "train" else []
     results = list(COUNTED.values()) if sweep.command == "gap" else ["accuracy"]
-    for column in (*steps, "starts", "time", *results):
+    for column in (*steps, "starts", "wall\ntime", *results):
         table.add_column(column, justify="right", no_wrap=True)
     for entry, state in zip(sweep.entries, states, strict=True):
         cells = [escape(entry.label), f"[{COLOURS[state.name]}]{state.name}[/]"]
         if sweep.command == "train":
             cells.append("" if state.steps is None else f"{state.step}/{state.steps}")
         cells += [
-            str(state.launches or ""), "" if state.seconds is None else _clock(state.seconds)
+            str(state.launches or ""), "" if state.seconds is None else clock_text(state.seconds)
         ]  # fmt: skip
         if sweep.command == "gap":
             cells += ["" if state.verdicts is None else str(state.verdicts[v]) for v in COUNTED]
@@ -213,10 +213,14 @@ def details(sweep: Sweep, states: Sequence[RunState]) -> list[str]:
     return [f"{state.name}: {run.label}: {state.detail}" for run, state in pairs if state.detail]
 
 
-def _clock(seconds: float) -> str:
-    """What a clock would show, such as 4.3 s, 1:23 or 2:03:04."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
+def clock_text(seconds: float) -> str:
+    """What a clock would show, such as 4 s, 1:23 or 2:03:04.
+
+    >>> clock_text(4.3), clock_text(83), clock_text(7384)
+    ('4 s', '1:23', '2:03:04')
+    """
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

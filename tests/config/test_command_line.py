@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from grpo_ustat.config import command_line as module
-from grpo_ustat.config.command_line import PROGRAM, command_line, install_line
+from grpo_ustat.config.command_line import (
+    PROGRAM,
+    command_line,
+    install_line,
+    note_typed,
+    typed_command,
+)
 
 WORDS = ["model=tiny", "group_sizes=[4, 8]", "pool=a b/c=1", "name=it's", "x=$HOME", 'y="1"', "*"]
 
@@ -43,3 +49,9 @@ def test_every_extra_that_a_line_names_is_one():
         for name in re.findall(r"install_line\(['\"](\w+)['\"]\)", file.read_text())
     }
     assert named and named <= set(extras["optional-dependencies"])
+
+
+def test_the_command_that_was_typed_is_kept_without_secrets():
+    """The fixture of tests/conftest.py puts the environment back."""
+    note_typed("train", ["group_size=8", "rules.mine.options.api_key=abc"])
+    assert typed_command().endswith("train group_size=8 rules.mine.options.api_key=***")

@@ -174,10 +174,10 @@ def test_without_an_earlier_run_the_time_is_left_out_and_said_how_to_know_it(ent
     text = " ".join(capsys.readouterr().out.split())
     name = planned_run.config.model.name
     assert (
-        f"Time: left out, for no run of {name} on cpu is known on this machine; run {debug} with "
-        "this model and device first." in text
+        f"Wall time: left out, for no run of {name} on cpu is known on this machine; run {debug} "
+        "with this model and device first." in text
     )
-    assert "Time leaves out" not in text
+    assert "Wall time leaves out" not in text
 
 
 def test_a_sweep_of_which_only_some_runs_are_known_has_no_sum(tmp_path, capsys):
@@ -208,7 +208,9 @@ def test_a_dry_run_of_gpus_shows_their_hours(tmp_path, capsys):
     four = planned("train", *LARGE, launch__num_processes=4, max_steps=10)
     stepped(left(tmp_path / "outputs/train/x/seed=0", four), [360.0] * 4, generate=0)
     show_costs([four])
-    assert "Time 46 to 78 min, 3.1 to 5.2 GPU hours: measured: 4 steps" in capsys.readouterr().out
+    assert (
+        "Wall time 46 to 78 min, 3.1 to 5.2 GPU hours: measured: 4 steps" in capsys.readouterr().out
+    )
 
 
 def test_batches_in_words():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import time
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import hostile
@@ -80,6 +82,20 @@ def folder_of(path, config, result=None, steps=4, rows=None):
     return path
 
 
+def test_a_page_says_when_where_and_by_which_command_its_run_started(tmp_path):
+    folder = folder_of(tmp_path, TRAIN, RESULT)
+    assert run_page(folder).made == ""  # of an earlier version, which kept no times
+    start = {"event": "start", "time": "2026-03-01T04:20:59+00:00", "host": "node7"}
+    row = start | {"command": "grpo-ustat train -m group_size=4,8"}
+    (folder / "launches.jsonl").write_text(json.dumps(row) + "\n")
+    now = datetime(2026, 3, 1, 5, 20, 59, tzinfo=UTC)
+    page = run_page(folder, now=now)
+    line = "started 2026-03-01 04:20 UTC on node7 by `grpo-ustat train -m group_size=4,8`"
+    assert page.made == line and line in html.unescape(render(page))
+    assert dict(page.facts)["Wall time"] == "1:00:00"
+    assert dict(run_page(folder).facts)["Wall time"] is None  # killed
+
+
 def test_a_finished_training_run_says_what_it_found(tmp_path):
     page = run_page(folder_of(tmp_path, TRAIN, RESULT))
     assert page.answer == (
@@ -94,7 +110,7 @@ def test_a_finished_training_run_says_what_it_found(tmp_path):
     assert facts["Rollouts a step"] == "64 = 8 prompts x G = 8"
     assert facts["Starts"] == "2; went on from step 2" and facts["Alarms"] == "no_signal in 2 steps"
     assert facts["Commit"] == "f" * 40 + ", with 2 lines of uncommitted changes"
-    assert (facts["Steps"], facts["Time"]) == ("4 of 4", "8.0 s of steps")
+    assert (facts["Steps"], facts["Wall time of training steps"]) == ("4 of 4", "8 s")
     accuracy = page.tables[0]
     assert list(accuracy.columns) == ["step", "decoding", "accuracy", "questions", "cut"]
     assert accuracy.rows[2] == [4, "sampled", "0.500 [0.450, 0.550]", 100, 0.1]

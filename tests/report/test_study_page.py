@@ -50,7 +50,7 @@ def test_a_finished_study_says_what_it_found(folder):
     assert page.notes == [statement, "3 replicates left the set"]
     facts = dict(page.facts)
     assert facts["Test problem"] == "prompts: 4\nmu: 0.5432\nassumption 2: fails"
-    assert (facts["Completions drawn"], facts["Time"]) == ("1 234 567", "12.2 s")
+    assert (facts["Completions drawn"], facts["Wall time"]) == ("1 234 567", "12 s")
     assert facts["Fingerprint"] == "0123456789ab" and "Model" not in facts
     (figure,) = page.figures
     assert (figure.title, figure.data) == (

@@ -58,15 +58,22 @@ class Shown(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.texts, self.tags = [], []
+        self.texts, self.tags, self.begins = [], [], True
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
+        self.begins |= tag != "abbr"  # which is a symbol within a text
+
+    def handle_endtag(self, tag):
+        self.begins |= tag != "abbr"
 
     def handle_data(self, data):
-        if data.strip():
+        if not self.begins:
+            self.texts[-1] += data
+        elif data.strip():
             self.texts.append(data)
+            self.begins = False
 
 
 def test_results_come_in_the_order_of_the_paper_with_counts_verdict_and_answer(tmp_path):

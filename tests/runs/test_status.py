@@ -34,7 +34,8 @@ OF_THEOREM = {
     "config_hash": "abc", "cost": {"rollouts": 0, "seconds": 7.25}, "verdict": "disagrees",
     "claims": [{"verdict": "agrees"}] * 12 + [{"verdict": "disagrees"}],
 }  # fmt: skip
-START, END = {"event": "start"}, {"event": "end", "outcome": "done"}
+START = {"event": "start", "time": "2026-03-01T00:00:00+00:00"}
+END = {"event": "end", "outcome": "done", "time": "2026-03-01T00:01:23+00:00"}
 FAILED = END | {"outcome": "failed", "error": "OutOfMemoryError: tried to allocate 2 GiB"}
 STOPPED = END | {"outcome": "stopped", "reason": "stopped by SIGTERM after step 2; saved"}
 
@@ -110,13 +111,29 @@ def test_a_run_is_running_while_a_process_holds_its_folder(tmp_path):
     assert state(path).name == "stopped"
 
 
+def at(clock, row):
+    return row | {"time": f"2026-03-01T{clock}+00:00"}
+
+
+def test_wall_time_is_that_of_all_launches_and_never_of_workers(tmp_path):
+    """Of the launch that was killed nobody knows the end; worker time is in `OF_STUDY`."""
+    rows = [
+        at("00:00:00", START), at("00:10:00", STOPPED), at("01:00:00", START),
+        at("02:00:00", START), at("02:00:30", END),
+    ]  # fmt: skip
+    found = state(folder(tmp_path / "mse", *rows, result=OF_STUDY), max_steps=None)
+    assert (found.name, found.seconds) == ("done", 630.0)
+    found = state(folder(tmp_path / "train", *rows, result=RESULT))
+    assert found.seconds == 630.0
+
+
 def test_times_and_accuracies_are_those_of_the_results(tmp_path):
     found = state(folder(tmp_path / "train", START, END, result=RESULT))
-    assert (found.accuracy, found.low, found.high, found.seconds) == (0.625, 0.5, 0.75, 83.4)
+    assert (found.accuracy, found.low, found.high, found.seconds) == (0.625, 0.5, 0.75, 83.0)
     found = state(folder(tmp_path / "mse", START, END, result=OF_STUDY), max_steps=None)
-    assert (found.accuracy, found.low, found.high, found.seconds) == (0.25, 0.125, 0.5, 3723.0)
+    assert (found.accuracy, found.low, found.high, found.seconds) == (0.25, 0.125, 0.5, 83.0)
     found = state(folder(tmp_path / "gap", START, END, result=OF_THEOREM), max_steps=None)
-    assert (found.name, found.accuracy, found.seconds) == ("done", None, 7.25)
+    assert (found.name, found.accuracy, found.seconds) == ("done", None, 83.0)
     assert found.verdicts == {"agrees": 12, "disagrees": 1, "not decided": 0}
 
 
@@ -217,9 +234,10 @@ def test_the_table_of_a_sweep_of_theorems_counts_verdicts(tmp_path, capsys, monk
     assert code == 0 and not err and all(len(line) <= 80 for line in out)
     (header,) = (line.split() for line in out if line.split()[:1] == ["run"])
     assert header == ["run", "state", "starts", "time", "agree", "disagree", "not", "decided"]
+    assert any(line.split() == ["wall"] for line in out)
     rows = [line.split() for line in out if line.startswith(" study=")]
     assert rows == [
-        ["study=lemma6", "done", "1", "7.2", "s", "12", "1", "0"],
+        ["study=lemma6", "done", "1", "1:23", "12", "1", "0"],
         ["study=theorem7", "stopped", "1"],
         ["study=theorem8", "missing"],
     ]
@@ -244,8 +262,8 @@ def test_runs_of_several_entries_have_a_table_each(tmp_path, capsys, monkeypatch
     code, out, err = shown(capsys, monkeypatch, tmp_path)
     rows = {words[0]: words[1:] for line in out if "/x" in line and (words := line.split())}
     assert code == 0 and not err
-    assert rows["gap/x"] == ["done", "1", "7.2", "s", "12", "1", "0"]
-    assert rows["mse/x"] == ["done", "1", "1:02:03", "0.250", "[0.125,", "0.500]"]
+    assert rows["gap/x"] == ["done", "1", "1:23", "12", "1", "0"]
+    assert rows["mse/x"] == ["done", "1", "1:23", "0.250", "[0.125,", "0.500]"]
     assert rows["train/x"] == ["done", "4/4", "1", "1:23", "0.625", "[0.500,", "0.750]"]
     assert rows["other/x"][0] == "stopped"
 
