@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from commands import run as run_command
+from disks import small_disk
 from safetensors import SafetensorError
 
 from grpo_ustat.cli.compose import compose_config
@@ -88,45 +89,34 @@ def test_another_error_stays_what_it_is(tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system in memory, where this machine lets us have one."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    try:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=300k", "none", path],
-            check=True, capture_output=True,
-        )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system can be mounted here: {error}")
-    yield path
-    while path.is_mount():
-        subprocess.run(["umount", path], check=True)
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk", "300k") as path:
+        yield path
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_mse_on_a_disk_that_is_really_full(small_disk, workers):
+def test_mse_on_a_disk_that_is_really_full(disk, workers):
     words = (*SMALL, f"launch.workers={workers}", "hydra.run.dir=run")
-    code, _, told = run_command("mse", *words, cwd=small_disk)
+    code, _, told = run_command("mse", *words, cwd=disk)
     assert code != 0 and "Traceback" not in told
     (line,) = [line for line in told.splitlines() if line.startswith("error: ")]
     assert "/run could not be written (No space left on device" in line
-    parts = {file.name for file in small_disk.glob("run/pool/*.safetensors")}
-    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
-    code, _, told = run_command("mse", *words, cwd=small_disk)
+    parts = {file.name for file in disk.glob("run/pool/*.safetensors")}
+    subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+    code, _, told = run_command("mse", *words, cwd=disk)
     assert code == 0, told
-    assert parts <= {file.name for file in small_disk.glob("run/pool/*.safetensors")}
+    assert parts <= {file.name for file in disk.glob("run/pool/*.safetensors")}
 
 
 @pytest.mark.slow
-def test_gap_on_a_disk_that_is_really_full(small_disk):
-    subprocess.run(["mount", "-o", "remount,size=32k", small_disk], check=True)
+def test_gap_on_a_disk_that_is_really_full(disk):
+    subprocess.run(["mount", "-o", "remount,size=32k", disk], check=True)
     words = ("study=lemma6", "study.replicates=100", "hydra.run.dir=run")
-    code, _, told = run_command("gap", *words, cwd=small_disk)
+    code, _, told = run_command("gap", *words, cwd=disk)
     assert code != 0 and "Traceback" not in told
     assert "/run could not be written (No space left on device" in told
-    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
-    code, _, told = run_command("gap", *words, cwd=small_disk)
+    subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+    code, _, told = run_command("gap", *words, cwd=disk)
     assert code == 0, told
-    assert json.loads((small_disk / "run/result.json").read_text())["claims"]
+    assert json.loads((disk / "run/result.json").read_text())["claims"]

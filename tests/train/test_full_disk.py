@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from disks import small_disk
 from resuming import differences, fit, left, rows
 
 from grpo_ustat.runs.folder import NotSaved
@@ -126,63 +127,53 @@ def test_a_run_without_its_tables_is_not_finished(tmp_path, monkeypatch, through
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MB in memory, where this machine lets us have one."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    try:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=4m", "none", path], check=True, capture_output=True
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system can be mounted here: {error}")
-    yield path
-    while path.is_mount():
-        subprocess.run(["umount", path], check=True)
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk", "4m") as path:
+        yield path
 
 
-def test_a_disk_that_is_really_full(small_disk, through, capsys):
+def test_a_disk_that_is_really_full(disk, through, capsys):
     """Room for one checkpoint of 2.5 MB beside a filler: the second fails, rows do not fit."""
-    filler = small_disk / "filler"
+    filler = disk / "filler"
     filler.write_bytes(b"x" * 1_000_000)
     with pytest.raises(NotSaved):
-        fit(small_disk / "run")
+        fit(disk / "run")
     text = said(capsys)
     assert "checkpoint-2 of" in text and "checkpoint-4 of" in text
-    assert newest_whole(small_disk / "run").name == "checkpoint-1"
-    assert not list((small_disk / "run").glob(".checkpoint*"))
+    assert newest_whole(disk / "run").name == "checkpoint-1"
+    assert not list((disk / "run").glob(".checkpoint*"))
     filler.unlink()
-    moved = shutil.copytree(small_disk / "run", small_disk.parent / "moved")
+    moved = shutil.copytree(disk / "run", disk.parent / "moved")
     assert {n.partition("/")[0] for n in differences(fit(moved), through)} <= {
         "checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4", "result.json",
     }  # fmt: skip
 
 
-def test_a_disk_without_room_for_a_row(small_disk, tmp_path):
-    log = MetricsLog(small_disk, keep_up_to=0)
+def test_a_disk_without_room_for_a_row(disk, tmp_path):
+    log = MetricsLog(disk, keep_up_to=0)
     log.write({"step": 1})
     with pytest.raises(OSError, match="No space left"):
-        (small_disk / "filler").write_bytes(b"x" * 8_000_000)
+        (disk / "filler").write_bytes(b"x" * 8_000_000)
     log.write({"step": 2, "text": "x" * 20_000})
-    (small_disk / "filler").unlink()
+    (disk / "filler").unlink()
     log.write({"step": 3})
-    assert [row["step"] for row in rows(small_disk)] == [1, 2, 3]
+    assert [row["step"] for row in rows(disk)] == [1, 2, 3]
 
 
-def test_a_disk_that_turns_read_only(small_disk, monkeypatch, capsys):
+def test_a_disk_that_turns_read_only(disk, monkeypatch, capsys):
     judged, calls = trainer.penalised_rewards, []
 
     def turned(*arguments):
         calls.append(1)
         if len(calls) == 2:
             for options in (["--bind"], ["-o", "remount,bind,ro"]):  # no mount with open files may
-                subprocess.run(["mount", *options, small_disk, small_disk], check=True)
+                subprocess.run(["mount", *options, disk, disk], check=True)
         return judged(*arguments)
 
     monkeypatch.setattr(trainer, "penalised_rewards", turned)
     with pytest.raises(NotSaved):
-        fit(small_disk / "run")
+        fit(disk / "run")
     assert len(calls) == 4
     assert "Read-only file system" in said(capsys)
-    assert newest_whole(small_disk / "run").name == "checkpoint-1"
-    assert "result.json" not in left(small_disk / "run")
+    assert newest_whole(disk / "run").name == "checkpoint-1"
+    assert "result.json" not in left(disk / "run")
