@@ -41,7 +41,7 @@ from grpo_ustat.report.decision import (
     interval_note,
     next_step,
 )
-from grpo_ustat.report.figures import mse_figure, scaling_figure
+from grpo_ustat.report.error_figures import mse_figure, scaling_figure
 from grpo_ustat.report.gradient_error import study_tables
 from grpo_ustat.report.run_page import leave_page
 from grpo_ustat.report.tables import write_csv

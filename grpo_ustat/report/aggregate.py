@@ -8,37 +8,34 @@ damaged and repeated runs are named.
 from __future__ import annotations
 
 import re
-import socket
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pyarrow import compute, parquet
 from rich.console import Console
 
-from grpo_ustat.config.command_line import typed_command
-from grpo_ustat.config.schema import ConfigError, flatten
-from grpo_ustat.report import accuracy, figures, gradient_error
-from grpo_ustat.report.accuracy import AccuracyCell, budget_name
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.report import accuracy, error_figures, gradient_error
+from grpo_ustat.report.accuracy import AccuracyCell
+from grpo_ustat.report.accuracy_answer import (
+    at_last,
+    best_sentence,
+    missing_cells,
+    setting_sentence,
+)
+from grpo_ustat.report.accuracy_figure import accuracy_figure
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, key_label, read_runs
 from grpo_ustat.report.decision import WHY_FIXED_ROLLOUTS, decision_sentence
+from grpo_ustat.report.joint_page import Report, page, runs_table
 from grpo_ustat.report.learning import MONITORED, Learning, learning_figure, notes
 from grpo_ustat.report.page import (
     NAME,
-    Completions,
-    Figure,
-    Page,
-    differences,
-    made_text,
     render,
 )
 from grpo_ustat.report.published import published_table
 from grpo_ustat.report.settings import ROLLOUTS, SIZE, Axis, setting_labels, swept_axis
-from grpo_ustat.report.tables import Cell, Table, best_size, shorten
+from grpo_ustat.report.tables import Table, best_size, shorten
 from grpo_ustat.report.verdicts import (
     claims_table,
     in_order,
@@ -46,7 +43,6 @@ from grpo_ustat.report.verdicts import (
     theorems_table,
     verdict_sentence,
 )
-from grpo_ustat.runs import log
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.record import CODE, CONFIG, RunRecord
 from grpo_ustat.runs.status import Entry
@@ -58,69 +54,6 @@ FILES = re.compile(
 MOST_STEPS = 8  # with a panel each, where no steps are asked for
 MOST_LINES = 12  # on the terminal, of what is missing
 MOST_CURVES = 4  # of several G and settings, in one figure of learning
-MOST_COMPLETIONS = 2000  # of all runs together
-
-
-@dataclass
-class Report:
-    """What goes into a report's folder.
-
-    Attributes:
-        folder: where to.
-        run_set: the runs, and lines on those that cannot be shown.
-        steps: at which accuracy is shown, None: at every evaluation.
-        tables: in the order of the page.
-        notes: lines on what is missing, left out or apart.
-        answers: a sentence on each kind of runs.
-        study_figures: that studies of theorems drew themselves.
-    """
-
-    folder: Path
-    run_set: RunSet
-    steps: Sequence[int] | None
-    tables: list[Table] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    answers: list[str] = field(default_factory=list)
-    study_figures: list[Figure] = field(default_factory=list)
-
-    @property
-    def runs(self) -> list[RunRecord]:
-        """All that can be shown in part or whole."""
-        return self.run_set.runs
-
-    @property
-    def theorems(self) -> list[RunRecord]:
-        """Finished studies of theorems, in the paper's order."""
-        return [run for run in in_order(self.runs) if run.result is not None]
-
-    @property
-    def studies(self) -> list[RunRecord]:
-        """Finished studies of the gradient's error."""
-        return [run for run in self.runs if run.command == "mse" and run.result is not None]
-
-    @property
-    def training(self) -> list[RunRecord]:
-        """Training runs with an evaluation or a step, finished or not."""
-        runs = [run for run in self.runs if run.command == "train"]
-        return [run for run in runs if run.evals or run.metrics]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
-        return not (self.theorems or self.studies or self.training)
-
-    @property
-    def missing_notes(self) -> list[str]:
-        """For below figures: what is unfinished, missing or damaged."""
-        kinds = ("unfinished", "missing", "damaged")
-        return shorten([line for line in self.notes if line.startswith(kinds)], 3, "runs.tex")
-
-    @property
-    def missing_captions(self) -> list[str]:
-        """A line within a figure on how much is unfinished, missing or damaged."""
-        kinds = ("unfinished", "missing", "damaged")
-        count = sum(line.startswith(kinds) for line in self.notes)
-        return [f"{count} lines on what is unfinished, missing or damaged: runs.tex."] * bool(count)
 
 
 def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | None) -> None:
@@ -168,7 +101,7 @@ def write_report(report: Report) -> None:
         _add_studies(report)
     if report.training:
         _add_training(report)
-    report.tables.append(_runs_table(report))
+    report.tables.append(runs_table(report))
     for table in report.tables:
         table.write(report.folder)
     write_whole(report.folder / NAME, render(page(report)))
@@ -215,13 +148,13 @@ def _add_studies(report: Report) -> None:
     mse_table = gradient_error.mse_table(studies, keys)
     scaling_table = gradient_error.scaling_table(studies, keys)
     for table, draw in (
-        (scaling_table, figures.joint_fixed_n_figure),
-        (mse_table, figures.joint_mse_figure),
+        (scaling_table, error_figures.joint_fixed_n_figure),
+        (mse_table, error_figures.joint_mse_figure),
     ):
         lines = [*(table.figure_notes or ()), *report.missing_notes]
-        if draw is figures.joint_mse_figure:
+        if draw is error_figures.joint_mse_figure:
             paired = any(run.final_result.get("ratio_to_oracle") for run in studies)
-            lines = [" ".join([figures.BANDS[paired], *report.missing_captions])]
+            lines = [" ".join([error_figures.BANDS[paired], *report.missing_captions])]
         draw(report.folder, table.name, studies, lines)
         report.tables.append(table)
     report.answers += [
@@ -271,7 +204,7 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
     report.tables.append(table)
     gstar, lines = _measured_gstar(report, axis)
     captions = accuracy.captions(cells_at_steps, f"the {axis.symbol} of a line")
-    figures.accuracy_figure(
+    accuracy_figure(
         report.folder, table.name, cells_at_steps, rows, axis,
         [*captions, *lines, *report.missing_captions], gstar,
     )  # fmt: skip
@@ -308,128 +241,6 @@ def _measured_gstar(
             if start(run) == starts[0] and text is not None:
                 return (best, low, high), [f"Grey: G* = {text} of the gradient before training."]
     return None, []
-
-
-def at_last(
-    rows: Sequence[dict[str, Any]], steps: Sequence[int], within: str = "series"
-) -> list[dict[str, Any]]:
-    """Of each series the rows at the last of the steps that the most (n, G) have reached.
-
-    Args:
-        rows: see `accuracy.accuracy_rows`.
-        steps: among which.
-        within: the column whose values each have a last step of their own.
-    """
-    last_rows = []
-    for name in dict.fromkeys(row[within] for row in rows):
-        own = [row for row in rows if row[within] == name and row["step"] in steps]
-        cells = {(row["step"], row["series"], row["rollouts"], row["group_size"]) for row in own}
-        counts = Counter(step for step, *_ in cells)
-        last = max(counts, key=lambda step: (counts[step], step), default=None)
-        last_rows += [row for row in own if row["step"] == last]
-    return last_rows
-
-
-def best_sentence(cells: Sequence[AccuracyCell]) -> str:
-    """The best cell of each series and how many others are not significantly different; where no
-    difference is significant the range of all.
-
-    Args:
-        cells: of `accuracy.BY_BUDGET`.
-    """
-    several = len({cell["rollouts"] for cell in cells}) > 1
-    sentences = []
-    for series in dict.fromkeys(cell["series"] for cell in cells):
-        own = [cell for cell in cells if cell["series"] == series]
-        (best,) = (cell for cell in own if cell["best"])
-        least = min(own, key=lambda cell: cell["accuracy"])
-        step, text = best["step"], _accuracy_text(best)
-        if len(own) == 1:
-            sentence = f"held-out accuracy at step {step} is {text} at G = {best['group_size']}"
-        elif best["decided"]:
-            alike = sum(cell["distinct"] is False for cell in own)
-            sentence = (
-                f"held-out accuracy at step {step} is largest at G = {best['group_size']}, "
-                f"{text}; {alike} of the {len(own) - 1} other cells are not significantly "
-                "different from it"
-            )
-        else:
-            names = [
-                f"n = {cell['rollouts']}, G = {cell['group_size']}" if several
-                else f"G = {cell['group_size']}"
-                for cell in (least, best)
-            ]  # fmt: skip
-            sentence = (
-                f"no significant difference in held-out accuracy at step {step} between the "
-                f"{len(own)} cells, from {least['accuracy']:.3f} ({names[0]}) to "
-                f"{best['accuracy']:.3f} ({names[1]})"
-            )
-        sentences.append(f"{budget_name(best)}: {sentence}.")
-    return " ".join(sentences)
-
-
-def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
-    """Whether the settings of an n and G differ significantly.
-
-    Args:
-        cells: of `accuracy.BY_SETTING`.
-    """
-    families: dict[tuple, list[AccuracyCell]] = {}
-    for cell in cells:
-        key = tuple(cell[name] for name in accuracy.BY_SETTING[0])
-        families.setdefault(key, []).append(cell)
-    several = [family for family in families.values() if len(family) > 1]
-    sentences = []
-    for family in several:
-        first = family[0]
-        (best,) = (cell for cell in family if cell["best"])
-        least = min(family, key=lambda cell: cell["accuracy"])
-        name = budget_name(first | {"series": first["test"]})
-        where = f"{name} G={first['group_size']}, step {first['step']}"
-        below = [cell["setting"] for cell in family if cell["distinct"]]
-        if below:
-            sentences.append(
-                f"{where}: held-out accuracy is largest with {best['setting']}, "
-                f"{_accuracy_text(best)}, and significantly less with {', '.join(below)}."
-            )
-        else:
-            sentences.append(
-                f"{where}: no significant difference in held-out accuracy between the "
-                f"{len(family)} settings, from "
-                f"{least['accuracy']:.3f} ({least['setting']}) to {best['accuracy']:.3f} "
-                f"({best['setting']})."
-            )
-    decided = sum(family[0]["decided"] for family in several)
-    if len(sentences) > 3:
-        return f"Settings differ significantly at {decided} of {len(several)} (n, G)."
-    return " ".join(sentences)
-
-
-def _accuracy_text(cell: AccuracyCell) -> str:
-    return "{accuracy:.3f} [{low:.3f}, {high:.3f}] over {over}".format(**cell)
-
-
-def missing_cells(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
-    """A line for every (n, G) of a series that lacks seeds which others of the series have.
-
-    Args:
-        runs: of training.
-        keys: by which series differ.
-    """
-    grids: dict[str, set[tuple[int, int, int]]] = {}
-    for run in runs:
-        config = run.config
-        cell = (config["budget"]["rollouts"], config["group_size"], config["seed"])
-        grids.setdefault(key_label(run.keys, keys), set()).add(cell)
-    lines = []
-    for series, cells in grids.items():
-        budgets, sizes, seeds = (sorted(set(axis)) for axis in zip(*cells, strict=True))
-        for n, size in product(budgets, sizes):
-            lost = [seed for seed in seeds if (n, size, seed) not in cells]
-            if lost:
-                cell_name = " ".join(filter(None, (f"n={n} G={size}", series)))
-                lines.append(f"missing: {cell_name}: no run of seed {', '.join(map(str, lost))}")
-    return lines
 
 
 def _add_learning(
@@ -497,145 +308,3 @@ def _learning_table(name: str, series: str, rows: Sequence[dict[str, Any]]) -> T
         figure_notes=notes(rows),
         headings=True,
     )
-
-
-def _runs_table(report: Report) -> Table:
-    """Every run and how far it is; below it counts and all notes."""
-    data = []
-    for run in report.runs:
-        state, result = run.state, run.result or {}
-        data.append(
-            {
-                "run": run.label,
-                "entry": run.command,
-                "state": state.name,
-                "step": state.step,
-                "steps": state.steps,
-                "policy": run.policy,
-                "dataset": run.dataset,
-                "seed": run.config["seed"],
-                "group_size": run.config.get("group_size"),
-                "rollouts": run.config.get("budget", {}).get("rollouts"),
-                "accuracy": state.accuracy,
-                "low": state.low,
-                "high": state.high,
-                "verdict": result.get("verdict"),
-                "commit": run.commit,
-                "detail": state.detail,
-            }
-        )
-    names = ["run", "entry", "state", "step", "steps", "accuracy", "verdict"]
-    names = [name for name in names if any(row[name] is not None for row in data)]
-
-    def text(value: Any) -> str:
-        return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
-
-    counts = Counter(run.state.name for run in report.runs)
-    counts |= Counter(damaged=len(report.run_set.damaged), missing=len(report.run_set.absent))
-    summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return Table(
-        name="runs",
-        title="Runs",
-        columns=names,
-        rows=[[text(row[name]) for name in names] for row in data],
-        notes=[f"{summary}.", *report.notes],
-        data=data,
-        headings=True,
-    )
-
-
-def page(report: Report) -> Page:
-    """The report's page.
-
-    Args:
-        report: one whose figures are drawn.
-    """
-    runs = report.runs
-    table_figures = []
-    for table in report.tables:
-        if table.figure_notes is not None:
-            svg = (report.folder / f"{table.name}.svg").read_text()
-            caption = " ".join(table.figure_notes)
-            table_figures.append(Figure(table.title, svg, caption, f"{table.name}.csv"))
-    tables = {table.name: table for table in report.tables}
-    overview = tables.pop("theorems", None)
-    rows = _last_completions(report.training)
-    sentence = f"Those kept of the last logged step of each run, at most {MOST_COMPLETIONS} in all."
-    configs = [flatten(run.config) for run in runs]
-    shared = None
-    if configs:
-        first, *others = configs
-        shared = {k: x for k, x in first.items() if all(k in o and o[k] == x for o in others)}
-    return Page(
-        title=f"Report {report.folder.name}: {len(runs)} runs",
-        answer="\n".join(report.answers),
-        notes=report.notes,
-        facts=_facts(runs),
-        overview=overview,
-        figures=[*report.study_figures, *table_figures],
-        tables=list(tables.values()),
-        completions=Completions(rows, sentence) if rows else None,
-        difference=differences({run.label: run.config for run in runs}) if len(runs) > 1 else None,
-        configuration=shared,
-        made=made_text(
-            "made", datetime.now(UTC).isoformat(), socket.gethostname(), typed_command()
-        ),
-    )
-
-
-def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
-    """What was run and what it took; those of test problems are no model's, and counted apart."""
-
-    def counts(names: Iterable[str | None]) -> str:
-        """Each name once, with how often it comes where there are several."""
-        counter = Counter(names)
-        several = len(counter) > 1 or sum(counter.values()) > 1
-        return "; ".join(f"{x} ({count})" if several else f"{x}" for x, count in counter.items())
-
-    def total(of: Sequence[RunRecord], key: str) -> int:
-        """A cost of the finished runs."""
-        results = [run.result for run in of if run.result is not None]
-        return sum(result.get("cost", result).get(key) or 0 for result in results)
-
-    of_models = [run for run in runs if run.command != "gap"]
-    of_beds = [run for run in runs if run.command == "gap"]
-    facts: list[tuple[str, Cell]] = [
-        ("Runs", counts(run.state.name for run in runs)),
-        ("Entries", counts(run.command for run in runs)),
-    ]
-    if of_models:
-        facts += [
-            ("Policies", counts(run.policy for run in of_models)),
-            ("Questions of", counts(run.dataset for run in of_models)),
-            ("Rollouts of the finished", total(of_models, "rollouts")),
-            ("Tokens of the finished", total(of_models, "tokens")),
-        ]
-    if of_beds:
-        facts += [
-            ("Test problems", counts(run.policy for run in of_beds)),
-            ("Completions drawn from test problems", total(of_beds, "rollouts")),
-        ]
-    versions = [run.result.get("versions", {}) for run in runs if run.result is not None]
-    packages = [f"grpo-ustat {own.get('grpo-ustat', 'of unknown version')}" for own in versions]
-    return [
-        *facts,
-        ("Commits", counts((run.commit or "unknown")[:12] for run in runs)),
-        ("Package", counts(packages)),
-    ]
-
-
-def _last_completions(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Completions of every run's last logged step; none of a run whose log is missing or damaged,
-    which the run's own page says.
-    """
-    rows: list[dict[str, Any]] = []
-    for run in runs:
-        try:
-            table = parquet.read_table(run.folder / log.NAME, schema=log.COLUMNS)
-        except (OSError, ValueError):
-            continue
-        steps = [step for step in table["step"].to_pylist() if step is not None]
-        if steps:
-            last = table.filter(compute.field("step") == max(steps)).to_pylist()
-            rows += [{"run": run.label} | row for row in last[: MOST_COMPLETIONS - len(rows)]]
-    return rows

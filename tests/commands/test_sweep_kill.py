@@ -23,7 +23,7 @@ from launching import Command, finished  # noqa: E402
 from resuming import differences  # noqa: E402
 
 from grpo_ustat.cli import multirun  # noqa: E402
-from grpo_ustat.report import aggregate, figures, learning  # noqa: E402
+from grpo_ustat.report import aggregate, learning  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
 from grpo_ustat.runs.folder import RunFolder  # noqa: E402
 from grpo_ustat.runs.status import MISSING, Entry, RunState  # noqa: E402
@@ -78,7 +78,7 @@ def killed(place, seconds):
 def undrawn():
     """Runs and the joint report without their figures, which take longer than all the rest."""
     learning.draw_learning = lambda _: None
-    figures.accuracy_figure = lambda *_: None
+    aggregate.accuracy_figure = lambda *_: None
     aggregate.learning_figure = lambda folder, name, runs: learning.learning_rows(runs)
     aggregate.page = aggregate.render = lambda _: ""
 

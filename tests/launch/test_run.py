@@ -18,7 +18,7 @@ from grpo_ustat.launch.command import load_command
 from grpo_ustat.launch.run import make_run
 from grpo_ustat.mse import pool_store
 from grpo_ustat.mse import study as mse_study
-from grpo_ustat.report import figures
+from grpo_ustat.report import error_figures
 from grpo_ustat.runs import folder as folder_module
 from grpo_ustat.runs.folder import NotSaved, RunFolder
 
@@ -35,7 +35,7 @@ WAYS = {
     ),
     "curves.csv": (mse_study, "write_csv", FULL),
     "curves.parquet": (mse_study, "write_curves", FULL),
-    "a figure": (figures, "save", FULL),
+    "a figure": (error_figures, "save", FULL),
     "the page": (mse_study, "leave_page", FULL),
     "files of the folder": (folder_module, "write_whole", FULL),
 }  # fmt: skip

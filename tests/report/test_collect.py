@@ -9,7 +9,7 @@ import pytest
 from folders import studied, trained
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.report.aggregate import missing_cells
+from grpo_ustat.report.accuracy_answer import missing_cells
 from grpo_ustat.report.collect import distinguishing_keys, entries_in, key_label, read_runs
 
 ACCURACIES = {0: 0.2, 4: 0.3, 8: 0.4}

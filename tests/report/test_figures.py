@@ -10,7 +10,8 @@ from folders import studied
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.report.aggregate import report_runs
-from grpo_ustat.report.figures import STYLE, baseline_style, joint_mse_figure, ratio_rows
+from grpo_ustat.report.error_figures import joint_mse_figure, ratio_rows
+from grpo_ustat.report.figures import STYLE, baseline_style
 from grpo_ustat.runs.record import RunRecord
 
 OWN = ("median", "trimmed_mean", "Mittelwert", "x")  # no package offers them here

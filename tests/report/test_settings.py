@@ -71,7 +71,7 @@ def undrawn(monkeypatch):
         kept[name] = sorted({run.series for run in runs})
         return learning_rows(runs)
 
-    monkeypatch.setattr(aggregate.figures, "accuracy_figure", accuracy_figure)
+    monkeypatch.setattr(aggregate, "accuracy_figure", accuracy_figure)
     monkeypatch.setattr(aggregate, "learning_figure", learning_figure)
     monkeypatch.setattr(aggregate, "page", lambda report: None)
     monkeypatch.setattr(aggregate, "render", lambda page: "")

@@ -1,0 +1,135 @@
+"""What accuracies at several group sizes and settings say, in sentences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from grpo_ustat.report import accuracy
+from grpo_ustat.report.accuracy import AccuracyCell, budget_name
+from grpo_ustat.report.collect import key_label
+from grpo_ustat.runs.record import RunRecord
+
+
+def at_last(
+    rows: Sequence[dict[str, Any]], steps: Sequence[int], within: str = "series"
+) -> list[dict[str, Any]]:
+    """Of each series the rows at the last of the steps that the most (n, G) have reached.
+
+    Args:
+        rows: see `accuracy.accuracy_rows`.
+        steps: among which.
+        within: the column whose values each have a last step of their own.
+    """
+    last_rows = []
+    for name in dict.fromkeys(row[within] for row in rows):
+        own = [row for row in rows if row[within] == name and row["step"] in steps]
+        cells = {(row["step"], row["series"], row["rollouts"], row["group_size"]) for row in own}
+        counts = Counter(step for step, *_ in cells)
+        last = max(counts, key=lambda step: (counts[step], step), default=None)
+        last_rows += [row for row in own if row["step"] == last]
+    return last_rows
+
+
+def best_sentence(cells: Sequence[AccuracyCell]) -> str:
+    """The best cell of each series and how many others are not significantly different; where no
+    difference is significant the range of all.
+
+    Args:
+        cells: of `accuracy.BY_BUDGET`.
+    """
+    several = len({cell["rollouts"] for cell in cells}) > 1
+    sentences = []
+    for series in dict.fromkeys(cell["series"] for cell in cells):
+        own = [cell for cell in cells if cell["series"] == series]
+        (best,) = (cell for cell in own if cell["best"])
+        least = min(own, key=lambda cell: cell["accuracy"])
+        step, text = best["step"], _accuracy_text(best)
+        if len(own) == 1:
+            sentence = f"held-out accuracy at step {step} is {text} at G = {best['group_size']}"
+        elif best["decided"]:
+            alike = sum(cell["distinct"] is False for cell in own)
+            sentence = (
+                f"held-out accuracy at step {step} is largest at G = {best['group_size']}, "
+                f"{text}; {alike} of the {len(own) - 1} other cells are not significantly "
+                "different from it"
+            )
+        else:
+            names = [
+                f"n = {cell['rollouts']}, G = {cell['group_size']}" if several
+                else f"G = {cell['group_size']}"
+                for cell in (least, best)
+            ]  # fmt: skip
+            sentence = (
+                f"no significant difference in held-out accuracy at step {step} between the "
+                f"{len(own)} cells, from {least['accuracy']:.3f} ({names[0]}) to "
+                f"{best['accuracy']:.3f} ({names[1]})"
+            )
+        sentences.append(f"{budget_name(best)}: {sentence}.")
+    return " ".join(sentences)
+
+
+def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
+    """Whether the settings of an n and G differ significantly.
+
+    Args:
+        cells: of `accuracy.BY_SETTING`.
+    """
+    families: dict[tuple, list[AccuracyCell]] = {}
+    for cell in cells:
+        key = tuple(cell[name] for name in accuracy.BY_SETTING[0])
+        families.setdefault(key, []).append(cell)
+    several = [family for family in families.values() if len(family) > 1]
+    sentences = []
+    for family in several:
+        first = family[0]
+        (best,) = (cell for cell in family if cell["best"])
+        least = min(family, key=lambda cell: cell["accuracy"])
+        name = budget_name(first | {"series": first["test"]})
+        where = f"{name} G={first['group_size']}, step {first['step']}"
+        below = [cell["setting"] for cell in family if cell["distinct"]]
+        if below:
+            sentences.append(
+                f"{where}: held-out accuracy is largest with {best['setting']}, "
+                f"{_accuracy_text(best)}, and significantly less with {', '.join(below)}."
+            )
+        else:
+            sentences.append(
+                f"{where}: no significant difference in held-out accuracy between the "
+                f"{len(family)} settings, from "
+                f"{least['accuracy']:.3f} ({least['setting']}) to {best['accuracy']:.3f} "
+                f"({best['setting']})."
+            )
+    decided = sum(family[0]["decided"] for family in several)
+    if len(sentences) > 3:
+        return f"Settings differ significantly at {decided} of {len(several)} (n, G)."
+    return " ".join(sentences)
+
+
+def _accuracy_text(cell: AccuracyCell) -> str:
+    return "{accuracy:.3f} [{low:.3f}, {high:.3f}] over {over}".format(**cell)
+
+
+def missing_cells(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
+    """A line for every (n, G) of a series that lacks seeds which others of the series have.
+
+    Args:
+        runs: of training.
+        keys: by which series differ.
+    """
+    grids: dict[str, set[tuple[int, int, int]]] = {}
+    for run in runs:
+        config = run.config
+        cell = (config["budget"]["rollouts"], config["group_size"], config["seed"])
+        grids.setdefault(key_label(run.keys, keys), set()).add(cell)
+    lines = []
+    for series, cells in grids.items():
+        budgets, sizes, seeds = (sorted(set(axis)) for axis in zip(*cells, strict=True))
+        for n, size in product(budgets, sizes):
+            lost = [seed for seed in seeds if (n, size, seed) not in cells]
+            if lost:
+                cell_name = " ".join(filter(None, (f"n={n} G={size}", series)))
+                lines.append(f"missing: {cell_name}: no run of seed {', '.join(map(str, lost))}")
+    return lines

@@ -1,0 +1,154 @@
+"""The figure of held-out accuracy against what was swept."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from grpo_ustat.report.accuracy import AccuracyCell
+from grpo_ustat.report.figures import (
+    FONTS,
+    MOST_PANELS,
+    note,
+    plt,
+    save,
+    series_style,
+)
+from grpo_ustat.report.settings import Axis, value_text
+
+
+def accuracy_figure(
+    folder: Path,
+    name: str,
+    cells: Sequence[AccuracyCell],
+    rows: Sequence[dict[str, Any]],
+    axis: Axis,
+    notes: Sequence[str],
+    gstar: tuple[float | None, float, float | None] | None = None,
+) -> None:
+    """The paper's Figure 5: held-out accuracy against what was swept, a panel per step, a line per
+    series; each seed a small dot.
+
+    Args:
+        folder, name: where to, as `<name>.{pdf,svg,png}`.
+        cells: of `accuracy.BY_LINE`.
+        rows: of the single runs, see `accuracy.accuracy_rows`.
+        axis: along which the cells are.
+        notes: lines under the figure.
+        gstar: the best group size of the gradient's error and its interval, a vertical band; an end
+            of None is outside the picture.
+    """
+    lines = list(dict.fromkeys(cell["line"] for cell in cells))
+    steps = sorted({cell["step"] for cell in cells})
+    wide = min(MOST_PANELS, len(steps))
+    high = -(-len(steps) // wide)
+    with plt.rc_context(FONTS):
+        size = (max(5.0, 0.8 + 3.0 * wide), 1.2 + 2.8 * high)
+        figure, panels = plt.subplots(
+            high, wide, figsize=size, squeeze=False, sharey=True, layout="constrained"
+        )
+        handles: dict[str, Any] = {}  # of every line, whatever panels it is in
+        for axes, step in zip(panels.flat, steps, strict=False):
+            _accuracy_panel(
+                axes,
+                [cell for cell in cells if cell["step"] == step],
+                [row for row in rows if row["step"] == step],
+                lines,
+                axis,
+            )
+            if gstar is not None:
+                _gstar_band(axes, *gstar)
+            axes.set_title(f"step {step}", fontsize=9)
+            own, labels = axes.get_legend_handles_labels()
+            handles |= dict(zip(labels, own, strict=True))
+        for axes in list(panels.flat)[len(steps) :]:
+            axes.set_visible(False)
+        for line in panels:
+            line[0].set_ylabel("held-out accuracy")
+        if len(lines) > 1:
+            figure.legend(
+                list(handles.values()), list(handles), loc="outside upper left",
+                ncols=max(1, int(size[0] / 3)), fontsize=7,
+            )  # fmt: skip
+        note(figure, [*(lines if len(lines) == 1 else []), *notes], size[0])
+        save(figure, folder, name)
+
+
+def _accuracy_panel(
+    axes: Axes,
+    cells: Sequence[AccuracyCell],
+    rows: Sequence[dict[str, Any]],
+    lines: Sequence[str],
+    axis: Axis,
+) -> None:
+    """One step: means with intervals; where any is surely below the largest, that one ringed and
+    those surely below it hollow.
+    """
+    positions = [axis.position(value) for value in axis.values]
+    span = max(positions) - min(positions) or 1.0
+
+    def shifted(x: float, share: float) -> float:
+        """Moved to the right by a share of the distance between two values."""
+        if axis.is_logarithmic:
+            return x * 2**share
+        return x + share * span / max(len(positions) - 1, 1)
+
+    by_value = len(lines) == 1 and not axis.is_numeric  # colours as those of learning curves
+    for i, name in enumerate(axis.values if by_value else lines):
+        line = [cell for cell in cells if cell["x" if by_value else "line"] == name]
+        line = sorted(line, key=lambda cell: axis.position(cell["x"]))
+        if not line:
+            continue
+        own = [row for row in rows if row["x" if by_value else "line"] == name]
+        title = f"{axis.key.removesuffix('.name')}={name}" if by_value else name
+        place = 0 if by_value else i
+        colour, marker = series_style(title, i)
+        places = [shifted(axis.position(cell["x"]), 0.07 * place) for cell in line]  # bars apart
+        if any(cell["seeds"] > 1 for cell in line):
+            axes.plot(
+                [shifted(axis.position(row["x"]), 0.07 * place - 0.1) for row in own],
+                [row["accuracy"] for row in own], ".", color=colour, markersize=5, alpha=0.6,
+                markeredgewidth=0,
+            )  # fmt: skip
+        heights = [cell["accuracy"] for cell in line]
+        below = [cell["accuracy"] - cell["low"] for cell in line]
+        above = [cell["high"] - cell["accuracy"] for cell in line]
+        axes.errorbar(
+            places, heights, (below, above), color=colour, marker=marker, markersize=4,
+            linewidth=1, capsize=2, label=title, linestyle="-" if axis.is_numeric else "none",
+        )  # fmt: skip
+        for x, y, cell in zip(places, heights, line, strict=True):
+            if cell["best"] and cell["decided"]:
+                axes.plot(x, y, "o", color="black", fillstyle="none", markersize=11)
+            if cell["distinct"]:
+                axes.plot(
+                    x, y, marker, color=colour, markerfacecolor="white", markersize=5, zorder=4
+                )
+    names = [value_text(value) for value in axis.values]
+    if axis.is_logarithmic:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(positions, [textwrap.fill(x, 14) for x in names])
+    axes.set_xticks([], minor=True)
+    if sum(map(len, names)) > 30:
+        axes.tick_params(axis="x", labelrotation=25, labelsize=7)
+    if not axis.is_logarithmic:
+        margin = 0.5 * span / max(len(positions) - 1, 1)
+        axes.set_xlim(min(positions) - margin, max(positions) + margin)
+    axes.set_xlabel(axis.label)
+    axes.grid(alpha=0.3, linewidth=0.5)
+
+
+def _gstar_band(axes: Axes, best: float | None, low: float, high: float | None) -> None:
+    """A grey band over the interval of G*, dashed at its estimate, within the sizes shown."""
+    left, right = axes.get_xlim()
+    axes.axvspan(
+        max(low, left), right if high is None else max(left, min(high, right)), color="#999999",
+        alpha=0.3, linewidth=0, zorder=0,
+    )  # fmt: skip
+    if best is not None and left <= best <= right:
+        axes.axvline(best, color="black", linestyle="--", linewidth=0.8, zorder=1)
+    axes.set_xlim(left, right)

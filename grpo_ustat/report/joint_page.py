@@ -1,0 +1,236 @@
+"""A report of several runs: what goes into it, its table of runs and its page."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pyarrow import compute, parquet
+
+from grpo_ustat.config.command_line import typed_command
+from grpo_ustat.config.schema import flatten
+from grpo_ustat.report.collect import RunSet
+from grpo_ustat.report.page import (
+    Completions,
+    Figure,
+    Page,
+    differences,
+    made_text,
+)
+from grpo_ustat.report.tables import Cell, Table, shorten
+from grpo_ustat.report.verdicts import (
+    in_order,
+)
+from grpo_ustat.runs import log
+from grpo_ustat.runs.record import RunRecord
+
+MOST_COMPLETIONS = 2000  # of all runs together
+
+
+@dataclass
+class Report:
+    """What goes into a report's folder.
+
+    Attributes:
+        folder: where to.
+        run_set: the runs, and lines on those that cannot be shown.
+        steps: at which accuracy is shown, None: at every evaluation.
+        tables: in the order of the page.
+        notes: lines on what is missing, left out or apart.
+        answers: a sentence on each kind of runs.
+        study_figures: that studies of theorems drew themselves.
+    """
+
+    folder: Path
+    run_set: RunSet
+    steps: Sequence[int] | None
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    study_figures: list[Figure] = field(default_factory=list)
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """All that can be shown in part or whole."""
+        return self.run_set.runs
+
+    @property
+    def theorems(self) -> list[RunRecord]:
+        """Finished studies of theorems, in the paper's order."""
+        return [run for run in in_order(self.runs) if run.result is not None]
+
+    @property
+    def studies(self) -> list[RunRecord]:
+        """Finished studies of the gradient's error."""
+        return [run for run in self.runs if run.command == "mse" and run.result is not None]
+
+    @property
+    def training(self) -> list[RunRecord]:
+        """Training runs with an evaluation or a step, finished or not."""
+        runs = [run for run in self.runs if run.command == "train"]
+        return [run for run in runs if run.evals or run.metrics]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return not (self.theorems or self.studies or self.training)
+
+    @property
+    def missing_notes(self) -> list[str]:
+        """For below figures: what is unfinished, missing or damaged."""
+        kinds = ("unfinished", "missing", "damaged")
+        return shorten([line for line in self.notes if line.startswith(kinds)], 3, "runs.tex")
+
+    @property
+    def missing_captions(self) -> list[str]:
+        """A line within a figure on how much is unfinished, missing or damaged."""
+        kinds = ("unfinished", "missing", "damaged")
+        count = sum(line.startswith(kinds) for line in self.notes)
+        return [f"{count} lines on what is unfinished, missing or damaged: runs.tex."] * bool(count)
+
+
+def runs_table(report: Report) -> Table:
+    """Every run and how far it is; below it counts and all notes."""
+    data = []
+    for run in report.runs:
+        state, result = run.state, run.result or {}
+        data.append(
+            {
+                "run": run.label,
+                "entry": run.command,
+                "state": state.name,
+                "step": state.step,
+                "steps": state.steps,
+                "policy": run.policy,
+                "dataset": run.dataset,
+                "seed": run.config["seed"],
+                "group_size": run.config.get("group_size"),
+                "rollouts": run.config.get("budget", {}).get("rollouts"),
+                "accuracy": state.accuracy,
+                "low": state.low,
+                "high": state.high,
+                "verdict": result.get("verdict"),
+                "commit": run.commit,
+                "detail": state.detail,
+            }
+        )
+    names = ["run", "entry", "state", "step", "steps", "accuracy", "verdict"]
+    names = [name for name in names if any(row[name] is not None for row in data)]
+
+    def text(value: Any) -> str:
+        return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+    counts = Counter(run.state.name for run in report.runs)
+    counts |= Counter(damaged=len(report.run_set.damaged), missing=len(report.run_set.absent))
+    summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return Table(
+        name="runs",
+        title="Runs",
+        columns=names,
+        rows=[[text(row[name]) for name in names] for row in data],
+        notes=[f"{summary}.", *report.notes],
+        data=data,
+        headings=True,
+    )
+
+
+def page(report: Report) -> Page:
+    """The report's page.
+
+    Args:
+        report: one whose figures are drawn.
+    """
+    runs = report.runs
+    table_figures = []
+    for table in report.tables:
+        if table.figure_notes is not None:
+            svg = (report.folder / f"{table.name}.svg").read_text()
+            caption = " ".join(table.figure_notes)
+            table_figures.append(Figure(table.title, svg, caption, f"{table.name}.csv"))
+    tables = {table.name: table for table in report.tables}
+    overview = tables.pop("theorems", None)
+    rows = _last_completions(report.training)
+    sentence = f"Those kept of the last logged step of each run, at most {MOST_COMPLETIONS} in all."
+    configs = [flatten(run.config) for run in runs]
+    shared = None
+    if configs:
+        first, *others = configs
+        shared = {k: x for k, x in first.items() if all(k in o and o[k] == x for o in others)}
+    return Page(
+        title=f"Report {report.folder.name}: {len(runs)} runs",
+        answer="\n".join(report.answers),
+        notes=report.notes,
+        facts=_facts(runs),
+        overview=overview,
+        figures=[*report.study_figures, *table_figures],
+        tables=list(tables.values()),
+        completions=Completions(rows, sentence) if rows else None,
+        difference=differences({run.label: run.config for run in runs}) if len(runs) > 1 else None,
+        configuration=shared,
+        made=made_text(
+            "made", datetime.now(UTC).isoformat(), socket.gethostname(), typed_command()
+        ),
+    )
+
+
+def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
+    """What was run and what it took; those of test problems are no model's, and counted apart."""
+
+    def counts(names: Iterable[str | None]) -> str:
+        """Each name once, with how often it comes where there are several."""
+        counter = Counter(names)
+        several = len(counter) > 1 or sum(counter.values()) > 1
+        return "; ".join(f"{x} ({count})" if several else f"{x}" for x, count in counter.items())
+
+    def total(of: Sequence[RunRecord], key: str) -> int:
+        """A cost of the finished runs."""
+        results = [run.result for run in of if run.result is not None]
+        return sum(result.get("cost", result).get(key) or 0 for result in results)
+
+    of_models = [run for run in runs if run.command != "gap"]
+    of_beds = [run for run in runs if run.command == "gap"]
+    facts: list[tuple[str, Cell]] = [
+        ("Runs", counts(run.state.name for run in runs)),
+        ("Entries", counts(run.command for run in runs)),
+    ]
+    if of_models:
+        facts += [
+            ("Policies", counts(run.policy for run in of_models)),
+            ("Questions of", counts(run.dataset for run in of_models)),
+            ("Rollouts of the finished", total(of_models, "rollouts")),
+            ("Tokens of the finished", total(of_models, "tokens")),
+        ]
+    if of_beds:
+        facts += [
+            ("Test problems", counts(run.policy for run in of_beds)),
+            ("Completions drawn from test problems", total(of_beds, "rollouts")),
+        ]
+    versions = [run.result.get("versions", {}) for run in runs if run.result is not None]
+    packages = [f"grpo-ustat {own.get('grpo-ustat', 'of unknown version')}" for own in versions]
+    return [
+        *facts,
+        ("Commits", counts((run.commit or "unknown")[:12] for run in runs)),
+        ("Package", counts(packages)),
+    ]
+
+
+def _last_completions(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Completions of every run's last logged step; none of a run whose log is missing or damaged,
+    which the run's own page says.
+    """
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        try:
+            table = parquet.read_table(run.folder / log.NAME, schema=log.COLUMNS)
+        except (OSError, ValueError):
+            continue
+        steps = [step for step in table["step"].to_pylist() if step is not None]
+        if steps:
+            last = table.filter(compute.field("step") == max(steps)).to_pylist()
+            rows += [{"run": run.label} | row for row in last[: MOST_COMPLETIONS - len(rows)]]
+    return rows
