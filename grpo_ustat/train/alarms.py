@@ -102,9 +102,9 @@ ALARMS = {
         3,
         lambda config, row: row["frac_reward_zero_std"] == 1,
         lambda config, row: (
-            f"every group of 3 steps had equal rewards (mean {row['reward']:.3g}), which is no "
-            "gradient: take questions that the policy solves sometimes, or raise group_size="
-            f"{config.group_size}"
+            "every group of 3 steps was a zero-variance group (frac_reward_zero_std = 1, mean "
+            f"reward {row['reward']:.3g}), so there is no gradient: take questions that the policy solves "
+            f"sometimes, or raise group_size={config.group_size}"
         ),
     ),
     "constant_reward": Alarm(

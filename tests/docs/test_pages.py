@@ -15,6 +15,7 @@ import yaml
 from readme import PAGES, ROOT, anchor, headings, links, prose
 
 from grpo_ustat.estimators.baselines import BASELINES, Baseline
+from grpo_ustat.report.symbols import SYMBOLS, legend
 
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
 TOP = "|".join(("grpo_ustat", "scripts", "conf", "tests", "docs"))
@@ -60,6 +61,22 @@ def test_a_long_page_begins_with_its_contents(page):
 def test_every_page_is_in_the_index(index):
     targets = {((ROOT / index).parent / link).resolve() for link in links(PAGES[index])}
     assert {ROOT / page for page in PAGES if not page.endswith("README.md")} <= targets
+
+
+def test_the_glossary_has_every_symbol_that_a_page_prints():
+    rows = [line.split(" | ")[0] for line in PAGES["docs/glossary.md"].splitlines()]
+    terms = "\n".join(row for row in rows if row.startswith("| ")).replace("\\", "")
+    assert list(legend([terms + "\nJ*"])) == list(SYMBOLS)
+    assert "J\\* is the largest" in PAGES["docs/glossary.md"]
+
+
+def test_the_words_of_the_glossary_are_those_of_the_documents():
+    """Other words for the same things, which messages and pages no longer have."""
+    other = (
+        r"silent group|told (from|apart)|given the questions|(?<!averaged )over questions|none at G"
+    )
+    for page, text in PAGES.items():
+        assert not re.search(other, text, re.I), (page, re.search(other, text, re.I))
 
 
 def test_every_picture_is_shown():
