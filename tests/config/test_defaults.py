@@ -91,6 +91,11 @@ def test_every_shipped_file_has_them(group, names):
         assert "defaults" in content or all(content[name] > 0 for name in names), file
 
 
+def test_both_commands_start_from_the_same_policy():
+    assert compose("mse").model == compose("train").model
+    assert compose("mse", "experiment=monte_carlo_check").model.name == "tiny"
+
+
 def test_only_the_value_that_counts_is_of_the_name_of_a_run(tmp_path):
     """The names are those of runs from before models and data sets had such values."""
     config = compose("train")

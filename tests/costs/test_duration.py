@@ -150,7 +150,7 @@ def test_a_study_by_its_workers_seconds(tmp_path):
         spent = {"rollouts": 200, "seconds_generate": seconds / 4, "seconds_score": seconds * 3 / 4}
         (path / "result.json").write_text(json.dumps({"cost": spent}))
     assert of(planned_run).seconds == pytest.approx((30 / 1.3, 50 * 1.3))
-    assert "2 earlier runs of tiny on cpu here, of this shape" in of(planned_run).basis
+    assert "2 earlier runs of tiny_base on cpu here, of this shape" in of(planned_run).basis
     wider = of(planned("mse", study__questions=20))
     assert wider.seconds == pytest.approx((60 / 2, 100 * 2))
     start = {"event": "start", "host": socket.gethostname(), "time": "2026-03-01T00:00:00+00:00"}

@@ -108,8 +108,8 @@ UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolis
 @pytest.mark.parametrize(
     "result, overrides, command",
     [
-        (RESULT, (), "train model=tiny dataset=arithmetic prompt=bare budget.rollouts=256 "
-                     "group_size=4"),
+        (RESULT, ("model=tiny",),
+         "train model=tiny dataset=arithmetic prompt=bare budget.rollouts=256 group_size=4"),
         (RESULT, ("model=tiny_base", "dataset=plus_one", "prompt=few_shot", "temperature=0.7"),
          "train model=tiny_base dataset=plus_one prompt=few_shot temperature=0.7 "
          "budget.rollouts=64 group_size=4"),
@@ -117,8 +117,8 @@ UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolis
                   "max_completion_length=4"),
          "train model=tiny_base dataset=plus_one prompt=few_shot max_completion_length=4 "
          "budget.rollouts=64 group_size=4"),
-        (UNDECIDED, (), "mse model=tiny dataset=arithmetic prompt=bare study.questions=197"),
-        (UNDECIDED, ("dataset.study_size=100", "study.questions=100"),
+        (UNDECIDED, (), "mse model=tiny_base dataset=arithmetic prompt=bare study.questions=197"),
+        (UNDECIDED, ("model=tiny", "dataset.study_size=100", "study.questions=100"),
          "mse model=tiny dataset=arithmetic dataset.study_size=100 prompt=bare "
          "budget.pool_completions=16"),
         (RESULT, ("model=hub", "model.model_name_or_path=org/a"),
