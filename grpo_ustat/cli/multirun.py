@@ -22,6 +22,7 @@ from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.launch.command import load_command
 from grpo_ustat.launch.run import REFUSALS, run
 from grpo_ustat.launch.submitit import leave
+from grpo_ustat.mirror.backends import IN_SWEEP, offline_runs, sync_command
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import (
@@ -64,6 +65,9 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
 
         folder = planned_runs[0].sweep / config.report.name
         report_sweep(sweep.entries, folder, config.report.steps)
+    offline = [place for one in sweep.entries for place in offline_runs(one.folder)]
+    if offline:
+        print(f"logger=wandb: {sync_command(offline, sweep.file.parent)}", file=sys.stderr)
     return _print_outcome(sweep)
 
 
@@ -87,6 +91,7 @@ class Job:
             SystemExit: a request to stop, which ends the sweep too.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ[IN_SWEEP] = "1"
         register(self.entry)
         config = build_config(node, SCHEMAS[self.entry])
         folder = RunFolder(output_folder(), config)

@@ -6,14 +6,20 @@ run, and is closed. It may raise, hang or end its process: see `mirror.follow`.
 
 from __future__ import annotations
 
+import glob
 import os
+import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_ustat.mirror.source import Event, is_number
+from grpo_ustat.runs.folder import TRACKER
 
+OFFLINE = "wandb-offline.txt"  # in the tracker's folder: where its offline runs are, a line each
+IN_SWEEP = "GRPO_USTAT_SWEEP"  # environment: the run is one of a sweep
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}  # exit codes for the tracker
 
 
@@ -60,6 +66,30 @@ class Tracker(Protocol):
         """End the run there; returns where to look at it, None if that is nowhere."""
 
 
+def offline_runs(folder: Path) -> list[Path]:
+    """Where the offline runs of a run folder are that wandb has not sent yet."""
+    file = folder / TRACKER / OFFLINE
+    lines = file.read_text().splitlines() if file.is_file() else []
+    places = [Path(line) for line in dict.fromkeys(lines)]
+    return [place for place in places if place.is_dir() and not [*place.glob("*.synced")]]
+
+
+def sync_command(places: Sequence[Path], sweep: Path | None = None) -> str:
+    """The command that sends offline runs: a pattern where it leads to just these, else all names.
+
+    Args:
+        places: of the offline runs.
+        sweep: folder of the sweep that they are of.
+    """
+    names = [shlex.quote(str(place)) for place in places]
+    if sweep is not None and len(places) > 1:
+        pattern = sweep.absolute() / "*" / "seed=*" / TRACKER / "wandb" / "offline-run-*"
+        every = {Path(name).resolve() for name in glob.glob(str(pattern))}
+        if every == {place.resolve() for place in places} and shlex.quote(str(sweep)) == str(sweep):
+            names = [str(sweep / pattern.relative_to(sweep.absolute()))]
+    return " ".join(["wandb sync", *names])
+
+
 class Wandb:
     """Weights & Biases, on line and off line.
 
@@ -81,6 +111,9 @@ class Wandb:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self.arrived = None if self._run.offline else self._run.starting_step
+        if self._run.offline:
+            with (about.folder / OFFLINE).open("a") as file:
+                file.write(f"{self._run.settings.sync_dir}\n")
 
     def _settings(self) -> dict[str, Any]:
         """Nothing but what is sent: no source code, console, machine or environment."""
@@ -117,8 +150,10 @@ class Wandb:
 
     def close(self, outcome: str) -> str | None:
         """See `Tracker`."""
-        offline = self._run.offline
-        where = f"wandb sync {self._run.settings.sync_dir}" if offline else self._run.url
+        where = self._run.url
+        if self._run.offline:
+            command = sync_command([Path(self._run.settings.sync_dir)])
+            where = None if IN_SWEEP in os.environ else command  # the sweep ends with one for all
         if outcome == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=OUTCOMES[outcome])

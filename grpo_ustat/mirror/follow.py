@@ -148,7 +148,9 @@ def follow(job: MirrorJob, end: End, report: Callable[[str], None]) -> tuple[int
             refused |= _send(tracker, journal, reader.new_events())
             job.failures = 0
             if outcome is not None:
-                report(f"logger={name}: {tracker.close(outcome)}")
+                where = tracker.close(outcome)
+                if where is not None:
+                    report(f"logger={name}: {where}")
                 journal.settle()
                 return len(journal.entries), len(refused)
             end.wait(LOOK)

@@ -103,8 +103,8 @@ ALARMS = {
         lambda config, row: row["frac_reward_zero_std"] == 1,
         lambda config, row: (
             "every group of 3 steps was a zero-variance group (frac_reward_zero_std = 1, mean "
-            f"reward {row['reward']:.3g}), so there is no gradient: take questions that the policy solves "
-            f"sometimes, or raise group_size={config.group_size}"
+            f"reward {row['reward']:.3g}), so there is no gradient: take questions "
+            f"that the policy solves sometimes, or raise group_size={config.group_size}"
         ),
     ),
     "constant_reward": Alarm(

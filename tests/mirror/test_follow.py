@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -19,6 +20,7 @@ from mirrored import STUBS, Folder, row, timeless
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mirror import __main__ as command
 from grpo_ustat.mirror import follow
+from grpo_ustat.mirror.backends import IN_SWEEP, offline_runs, sync_command
 from grpo_ustat.mirror.follow import End, Mirroring, MirrorJob
 from grpo_ustat.mirror.journal import InUse, Journal
 from grpo_ustat.mirror.source import FolderReader
@@ -216,6 +218,41 @@ def test_a_mirror_beside_a_run(tmp_path, stub, capfd):
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") <= 2 and "logger=wandb: wandb sync nowhere" in err
     assert "rubbish" in (folder.path / "tracker" / "wandb.log").read_text(errors="replace")
+
+
+def offline_run(folder, name, *, sent=False):
+    place = folder / "tracker/wandb" / f"offline-run-{name}"
+    place.mkdir(parents=True)
+    if sent:
+        (place / f"run-{name}.wandb.synced").touch()
+    with (folder / "tracker/wandb-offline.txt").open("a") as file:
+        file.write(f"{place}\n")
+    return place
+
+
+def test_one_command_sends_all_offline_runs_of_a_sweep(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep = Path("outputs/train")
+    folders = [sweep / name / "seed=0" for name in ("a", "b", "c")]
+    places = [offline_run(folder, "1") for folder in folders[:2]]
+    assert [offline_runs(folder) for folder in folders] == [[places[0]], [places[1]], []]
+    pattern = "wandb sync outputs/train/*/seed=*/tracker/wandb/offline-run-*"
+    assert sync_command(places, sweep) == pattern
+    assert sync_command(places[:1], sweep) == f"wandb sync {places[0]}"
+    sent = offline_run(folders[2], "2", sent=True)  # the pattern would lead to it too
+    assert sent.is_dir() and offline_runs(folders[2]) == []
+    assert sync_command(places, sweep) == f"wandb sync {places[0]} {places[1]}"
+
+
+def test_a_run_of_a_sweep_leaves_the_command_to_the_sweep(tmp_path, stub, capfd, monkeypatch):
+    monkeypatch.setenv(IN_SWEEP, "1")
+    folder = Folder(tmp_path / "run")
+    one = Mirroring(folder.path, WANDB)
+    folder.rows(1)
+    folder.finish(steps=1)
+    one.finish("done", grace_seconds=60)
+    assert "sync" not in capfd.readouterr().err
+    assert (folder.path / "tracker/wandb-offline.txt").read_text() == "nowhere\n"
 
 
 def test_a_mirror_ends_with_its_run(tmp_path, stub):
