@@ -34,8 +34,8 @@ def at_last(
 
 
 def best_sentence(cells: Sequence[AccuracyCell]) -> str:
-    """The best cell of each series and how many others are not significantly different; where no
-    difference is significant the range of all.
+    """The best cell of each series, and which others are significantly less and which are not;
+    where no difference is significant the range of all.
 
     Args:
         cells: of `accuracy.BY_BUDGET`.
@@ -50,25 +50,33 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
         if len(own) == 1:
             sentence = f"held-out accuracy at step {step} is {text} at G = {best['group_size']}"
         elif best["decided"]:
-            alike = sum(cell["distinct"] is False for cell in own)
+            less = [cell for cell in own if cell["distinct"]]
+            alike = [cell for cell in own if cell["distinct"] is False]
             sentence = (
-                f"held-out accuracy at step {step} is largest at G = {best['group_size']}, "
-                f"{text}; {alike} of the {len(own) - 1} other cells are not significantly "
-                "different from it"
+                f"held-out accuracy at step {step} is largest at {_cell_names([best], several)}, "
+                f"{text}; significantly less at {_cell_names(less, several)}"
             )
+            if alike:
+                sentence += f", not significantly different at {_cell_names(alike, several)}"
         else:
-            names = [
-                f"n = {cell['rollouts']}, G = {cell['group_size']}" if several
-                else f"G = {cell['group_size']}"
-                for cell in (least, best)
-            ]  # fmt: skip
+            lowest, highest = (_cell_names([cell], several) for cell in (least, best))
             sentence = (
                 f"no significant difference in held-out accuracy at step {step} between the "
-                f"{len(own)} cells, from {least['accuracy']:.3f} ({names[0]}) to "
-                f"{best['accuracy']:.3f} ({names[1]})"
+                f"{len(own)} cells, from {least['accuracy']:.3f} ({lowest}) to "
+                f"{best['accuracy']:.3f} ({highest})"
             )
         sentences.append(f"{budget_name(best)}: {sentence}.")
     return " ".join(sentences)
+
+
+def _cell_names(cells: Sequence[AccuracyCell], several: bool) -> str:
+    """Their group sizes, with n where a series has several, or how many they are."""
+    if len(cells) > 4:
+        return f"{len(cells)} others"
+    if several:
+        return " and ".join(f"n = {cell['rollouts']}, G = {cell['group_size']}" for cell in cells)
+    sizes = [str(cell["group_size"]) for cell in cells]
+    return "G = " + " and ".join(filter(None, [", ".join(sizes[:-1]), sizes[-1]]))
 
 
 def setting_sentence(cells: Sequence[AccuracyCell]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ from slow_cases import slow_but
 
 from grpo_ustat.cli import app
 from grpo_ustat.report import aggregate
-from grpo_ustat.report.accuracy_answer import at_last
+from grpo_ustat.report.accuracy_answer import at_last, best_sentence
 from grpo_ustat.report.aggregate import report_runs, report_sweep
 from grpo_ustat.report.learning import learning_rows
 from grpo_ustat.runs.status import Entry
@@ -130,7 +131,7 @@ def test_a_report_of_everything(tmp_path):
             mine = accuracies[int(cell["rollouts"]), int(cell["group_size"])]
             assert float(cell["accuracy"]) == pytest.approx(sum(mine) / len(mine))
             assert int(cell["seeds"]) == len(mine)
-    page = (home / "report.html").read_text()
+    page = re.sub("</?abbr[^>]*>", "", (home / "report.html").read_text())
     assert "Missing in studies/a: optimal at G = 2." in page and "runs/G=8/n=64/seed=1" in page
     assert "learning_rate" in page and "G* = 4.0 [4.0, 4.0]" in page
 
@@ -148,3 +149,25 @@ def test_a_report_made_again_keeps_nothing_of_the_one_before(tmp_path):
     assert (home / "notes.csv").is_file() and not list(home.glob("mse.*"))
     assert {row["step"] for row in csv_rows(home / "budget.csv")} == {"8"}
     assert {row["step"] for row in csv_rows(home / "accuracy.csv")} == {"0", "8"}
+
+
+def test_the_answer_names_which_sizes_are_less_and_which_are_not():
+    def cell(size, accuracy, best=False, distinct=None, decided=True, rollouts=64):
+        return {
+            "series": "", "step": 8, "rollouts": rollouts, "group_size": size, "over": "seeds",
+            "accuracy": accuracy, "low": accuracy - 0.1, "high": accuracy + 0.1, "best": best,
+            "distinct": distinct, "decided": decided,
+        }  # fmt: skip
+
+    cells = [cell(2, 0.3, distinct=True), cell(4, 0.5, best=True), cell(8, 0.4, distinct=True)]
+    start = "n=64: held-out accuracy at step 8 is largest at G = 4, 0.500 [0.400, 0.600] over "
+    assert best_sentence(cells) == f"{start}seeds; significantly less at G = 2 and 8."
+    cells[2] = cell(8, 0.45, distinct=False)
+    assert best_sentence(cells) == (
+        f"{start}seeds; significantly less at G = 2, not significantly different at G = 8."
+    )
+    alike = [cell(2, 0.3, distinct=False, decided=False), cell(4, 0.5, best=True, decided=False)]
+    assert best_sentence(alike) == (
+        "n=64: no significant difference in held-out accuracy at step 8 between the 2 cells, from "
+        "0.300 (G = 2) to 0.500 (G = 4)."
+    )
