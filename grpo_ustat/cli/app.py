@@ -61,11 +61,11 @@ def main(command: Command) -> None:
 
 def report() -> None:
     """Compose `conf/report.yaml`, check it, and report the runs that it names."""
+    note_typed("report", sys.argv[1:])
     sys.argv[1:] = map(quote_folders, sys.argv[1:])
     try:
         if print_help("report"):
             return
-        note_typed("report", sys.argv[1:])
         folder = compose_single("report", sys.argv[1:])
         if folder:
             create_folder(folder, "hydra.run.dir")

@@ -43,7 +43,8 @@ MEAN, LAST = "mean of the evaluations", "last evaluation"  # the first counts
 RESAMPLES = 4000
 STATEMENT = (
     "At a fixed number n of rollouts a step the gradient's error is smallest at "
-    "G* = 1 + sqrt(C3/C1), whatever n; the bounds on training depend on G through that error alone."
+    "G* = 1 + sqrt(C3/C1), for every n; the bounds on training depend on G through that error "
+    "alone."
 )
 
 
@@ -394,9 +395,9 @@ def _notes(runs: RunGrid, budgets: Sequence[BudgetResult], start: StartLaw) -> l
         "questions, intervals "
         f"{start.over}; training draws from the train questions.",
         f"Over the interval of G* the predicted G of {comma_list(sizes)} is {comma_list(ends)}.",
-        "C1, C2, C3 are those of the policy before training, and change with it; the theorem on "
-        "the gap is of a policy near a maximiser with rates c/t, this is the beginning of training "
-        "at one constant rate, the same for all G and n.",
+        "C1, C2, C3 are those of the policy before training, and change with it. The theorem on "
+        "the gap is about a policy near a maximiser with learning rates c/t; here it is the "
+        "beginning of training at one constant learning rate, the same for all G and n.",
         f"A step has n / G prompts: {prompts}; they are drawn without replacement, which "
         "shifts the error of all G alike.",
         *(

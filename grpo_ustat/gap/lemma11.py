@@ -274,7 +274,8 @@ def _rows(exact: ExactValues) -> list[dict[str, float]]:
 def _answer(exact: ExactValues) -> str:
     if not exact.first_order:
         return (
-            "It holds for sqrt(G)-limits too on this policy, where every prompt has V = 1/2 or "
+            "It holds for limits at the rate sqrt(G) too on this policy, where every prompt has "
+            "V = 1/2 or "
             "g = 0: the squared difference falls like 1/G^2."
         )
     moments, u_variance = exact.moments, exact.u_variance
@@ -283,9 +284,10 @@ def _answer(exact: ExactValues) -> str:
         (moments.within + moments.shift).mean() / u_variance,
     )
     return (
-        "The lemma holds as consistency, both estimates tend to g/sigma, and not for "
-        "sqrt(G)-limits: the squared difference falls like 1/G, as U's variance does, and stays "
-        f"{share:.1%} of it; the normalised estimate keeps {ratio:.1%} of U's variance."
+        "The lemma holds as consistency: the normalised estimate N and the U-statistic U both tend "
+        "to g/sigma. It does not hold for limits at the rate sqrt(G): the squared difference falls "
+        f"like 1/G, as the variance of U does, and stays {share:.1%} of it; the variance of N is "
+        f"{ratio:.1%} of that of U."
     )
 
 
@@ -293,13 +295,15 @@ def _notes(exact: ExactValues) -> list[str]:
     moments = exact.moments
     fast = moments.shift <= 1e-9 * (moments.within + 4 * moments.shift)
     notes = [
-        "The difference of order 1/sqrt(G) is U's mean times the noise of the group's standard "
+        "The difference of order 1/sqrt(G) is the mean of U times the noise of the group's "
+        "standard "
         "deviation; its limit is ||g||^2 (mu4 - sigma^4)/(4 sigma^6) per prompt, and no other term "
         "is of that order at epsilon = 0.",
-        "That noise cancels part of U's own: N keeps a quarter of the variance that U has from the "
-        "number of right answers, so in the limit it has the smaller one unless V = 1/2 or g = 0.",
+        "That noise cancels part of the noise of U: N keeps a quarter of the variance that U has "
+        "from the number of right answers, so in the limit N has the smaller variance, unless "
+        "V = 1/2 or g = 0.",
         "With 0/1 rewards the share is at most a quarter, where scores depend on the reward alone.",
-        "With the group's own mean in place of the others', as code has it, N is (G-1)/G as long: "
+        "With the mean of the whole group, as code has it, N is (G-1)/G times as long: "
         "the same limits, but for the bias, which gains -g/(sigma G).",
     ]
     if fast.any():

@@ -255,8 +255,8 @@ def on_policy_answer(start: OnPolicy) -> str:
     }[slope.verdict]
     return (
         "With normalisation, as the paper has it, it disagrees at a fixed G: at learning rate 0, "
-        f"where its bias is 0, squared bias is {shares} % of ||target||^2 at G = {sizes}, whatever "
-        f"B is, and above the variance from B = {exceeded}; {limit}."
+        f"where its bias is 0, squared bias is {shares} % of ||target||^2 at G = {sizes}, for "
+        f"every B, and above the variance from B = {exceeded}; {limit}."
     )
 
 

@@ -192,7 +192,7 @@ def _smaller_error(paths: PathErrors) -> str:
     rates: dict[str, list[float]] = {
         "that of token ratios": [],
         "that of the completion's ratio": [],
-        "not decided": [],
+        "not significantly different": [],
     }
     for rate, difference_R in zip(paths.rates, difference_ER, strict=True):
         interval = t_interval(difference_R.mean(), difference_R.var(ddof=1) / count, count - 1)
@@ -201,7 +201,7 @@ def _smaller_error(paths: PathErrors) -> str:
         elif interval.high < 0:
             rates["that of the completion's ratio"].append(rate)
         else:
-            rates["not decided"].append(rate)
+            rates["not significantly different"].append(rate)
     words = (f"{kind} at {', '.join(f'{x:g}' for x in at)}" for kind, at in rates.items() if at)
     return ", ".join(words)
 

@@ -38,7 +38,7 @@ from grpo_ustat.gap.testbeds import Testbed, build_testbed
 STATEMENT = (
     "At n = B G rollouts per step, or n = B G T in total, the bounds on the gap depend on B and G "
     "through the bound on the gradient's mean squared error alone, (G C1 + C2 + C3/G) / (B G), so "
-    "the bounds are smallest at G* = sqrt(C3/C1) whatever n, the number of steps and the learning "
+    "the bounds are smallest at G* = sqrt(C3/C1) for every n, number of steps and learning "
     "rate. Ours: with the exact last term, C3/(G-1), at G* = 1 + sqrt(C3/C1)."
 )
 KINDS = {
@@ -351,8 +351,8 @@ def _answer(claims: list[Claim]) -> str:
 def _notes(bed: Testbed, rates: Sequence[Rate], best: dict[GridPoint, set[int]]) -> list[str]:
     start, end = (scaling_at(bed, u).best_group_size for u in (bed.start_K, bed.best_K))
     notes = [
-        "the theorem is of the minimiser of bounds; that the gap itself is smallest there is what "
-        "they suggest, and is tested too",
+        "the theorem says where the bounds are smallest; they suggest that the gap itself is "
+        "smallest there too, which is also tested",
         f"exact G* of C1 and C3 at the start: {start:.3g}, at the maximum: {end:.3g}",
         "the bounds weigh all directions of the noise alike, the gap weighs them by curvature: "
         "where both are not proportional the best G depends on the learning rate",

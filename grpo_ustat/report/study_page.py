@@ -8,7 +8,7 @@ from grpo_ustat.config.gap import STUDIES
 from grpo_ustat.report.decision import decision_sentence, next_step
 from grpo_ustat.report.symbols import baseline_word
 from grpo_ustat.report.tables import Cell, Table, as_cell, rows_table, with_interval
-from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord
 
 MOST_ROWS = 200  # that a page holds
 P_VALUE = "p (Holm)"  # raw, and corrected for the claims of a study
@@ -18,6 +18,11 @@ FAMILY_RULE = (
     "studies without an error at most 5 % disagree. Intervals are of each claim by itself. Without "
     "p: enumerated, or not tested. Severity: what else would have agreed."
 )
+VERDICT_WORDS = {
+    AGREES: "Theory and measurement agree.",
+    DISAGREES: "Theory and measurement disagree in at least one claim.",
+    OPEN: "Not enough data to say whether theory and measurement agree in every claim.",
+}
 TITLES = {kind: schema.title for kind, schema in STUDIES.items()}
 
 QUANTITIES = {  # of the scaling law and of Assumption 2
@@ -27,7 +32,7 @@ QUANTITIES = {  # of the scaling law and of Assumption 2
     "corr": "corr(q, Z)", "a0": "A_0, vanilla (no baseline)", "a_v": "A_V, oracle",
     "a_bstar": "A_b*, best",
     "av_minus_a0": "A_V - A_0", "av_minus_abstar": "A_V - A_b*", "share": "(A_V - A_b*) / A_V",
-    "crossover_group_size": "G from which GRPO beats vanilla",
+    "crossover_group_size": "G from which GRPO beats vanilla (no baseline)",
 }  # fmt: skip
 
 
@@ -42,7 +47,7 @@ def gap_answer(run: RunRecord) -> str:
     """The verdict and the study's answer."""
     if run.result is None:
         return "Unfinished: nothing is measured yet."
-    return f"Theory and measurement: {run.result['verdict']}. {run.result['answer']}"
+    return f"{VERDICT_WORDS[run.result['verdict']]} {run.result['answer']}"
 
 
 def gap_facts(run: RunRecord) -> list[tuple[str, Cell]]:

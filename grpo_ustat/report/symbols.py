@@ -26,8 +26,14 @@ SYMBOLS = {
     "q": "squared norm of a completion's score, the gradient of its log-probability",
     "Z": "reward of a completion",
     "V": "expected reward of a prompt",
+    "S": "score of a completion, the gradient of its log-probability",
+    "g": "gradient of the expected reward of one prompt",
+    "sigma": "standard deviation of the rewards of a prompt",
     "J*": "largest expected reward that the policy can reach",
     "J": "expected reward of the policy over all prompts",
+    "theta": "parameters of the policy",
+    "eta_t": "learning rate of step t",
+    "T": "number of steps",
 }
 _START, _END = r"(?<![\w.\\^*-])(?<![a-z.]{2}/)", r"(?![\w*])"  # in no word, number or path
 PATTERN = re.compile(

@@ -85,7 +85,7 @@ def test_where_half_the_answers_are_right_the_limits_agree(rng):
     rewards = np.array([[1.0] * 3 + [0.0] * 3])
     found = lemma11(np.full((1, 6), 1 / 6), scores.reshape(1, 6, 2), rewards, SIZES, 0.0)
     assert found.claims[0].predicted == -2.0 and found.verdict == AGREES
-    assert "sqrt(G)-limits too" in found.answer
+    assert "limits at the rate sqrt(G) too" in found.answer
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def test_a_finished_study_says_what_it_found(folder):
     page = run_page(folder)
     assert page.title == "Theorem 8, the law of the gap, on valley, seed 2"
     assert page.answer == (
-        "Theory and measurement: disagrees. The limit is there, the bound is not."
+        "Theory and measurement disagree in at least one claim. The limit is there, the bound is "
+        "not."
     )
     statement = "T (J* - J) tends to a weighted sum of chi-squares."
     assert page.notes == [statement, "3 replicates left the set"]
