@@ -80,6 +80,11 @@ def check_words(words: Sequence[str], schema: type) -> None:
                 raise ConfigError(f"{word}: one = is enough, write {key}={value.lstrip('=')}")
             if not equals and not word.startswith("~"):
                 raise ConfigError(_without_equals(word, words, schema))
+            field = field_at(key, all_fields(schema)) if equals else None
+            number = re.fullmatch(r"-?[\d.]+", value) and value not in ("0", "1")
+            if number and field and field.kind == "bool":  # which OmegaConf would take as true
+                example = f"{key}={example_value(key, 'bool', CONF)}"
+                raise ConfigError(f"{word}: true or false is needed, such as {example}")
             continue
         raise ConfigError(f"{typed}: leave out the blanks, write {shlex.quote(f'{key}={value}')}")
 

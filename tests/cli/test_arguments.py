@@ -50,6 +50,7 @@ TRAIN = {
     ("learning_rate=fast",): (
         "learning_rate=fast: a number is needed, such as learning_rate=0.007"
     ),
+    ("bf16=3",): "bf16=3: true or false is needed, such as bf16=false",
     ("bf16=maybe",): "bf16=maybe: true or false is needed, such as bf16=false",
     ("launch=3",): "launch=3: it has fields of its own, see --help launch",
     ("launch.grace_seconds=long",): (
