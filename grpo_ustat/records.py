@@ -6,7 +6,9 @@ T completion tokens, B rows of a batch. Names carry their axes: `rewards_PG`, `t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,8 @@ class Question:
         answer: the expected final answer.
         kind: the sort of question, for counts per kind.
         solution: a worked solution that ends in the answer, as examples in prompts show it.
+        columns: further columns of its row, by name.
+        where: file and number of its row, for errors; empty where there is none.
     """
 
     id: str
@@ -33,6 +37,8 @@ class Question:
     answer: str
     kind: str
     solution: str
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Prompt:
         question: the bare question.
         answer: the expected final answer.
         kind: the sort of question.
+        columns, where: of the question.
     """
 
     id: str
@@ -52,6 +59,8 @@ class Prompt:
     question: str
     answer: str
     kind: str
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ A data set's node is typed by its `kind`, see `DATASETS`. Values live in `conf/`
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import re
@@ -14,9 +15,10 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError, did_you_mean, field
 
-KINDS = ("arithmetic", "one_step", "gsm8k", "math", "own")
+KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one")
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry points
+MOST_HELD_OUT = 500  # questions of a file of one's own, for tests and for studies alike
 FILES = (".jsonl", ".json", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
@@ -33,7 +35,7 @@ class DatasetConfig:
     test_size: int | None = field("held out for evaluation; null: all", "questions", positive=True)
     study_size: int = field("of studies, never trained on", "questions", positive=True)
     reward: str | None = field(
-        "a reward of your own, by its entry point's name; null: the data set's"
+        "a reward of your own, FILE.py:FUNCTION or an entry point's name; null: the data set's"
     )
     max_completion_length: int | None = field(
         "of a completion, where max_completion_length is not set; null: it must be",
@@ -48,7 +50,11 @@ class DatasetConfig:
         Raises:
             ConfigError: naming the values and the fix.
         """
-        if self.reward is not None:
+        if self.reward is None:
+            return
+        if reward_file(self.reward):
+            check_reward_file(self.reward)
+        else:
             check_entry_point(REWARDS, self.reward, "dataset.reward")
 
 
@@ -186,6 +192,49 @@ class MathConfig(Gsm8kConfig):
 
 
 @dataclass
+class JsonlConfig(DatasetConfig):
+    """Rows of a file of the user's own, a json object on each line."""
+
+    path: str = field("a file with a json object on each line")
+    test_path: str | None = field("as path, of the test rows; null: some are split off from path")
+    question: str = field("the column that holds the question")
+    answer: str = field("the column that holds the expected answer, a text or a number")
+    study_size: int | None = field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        "of studies, never trained on; null: a quarter of the rows, at most 500",
+        "questions",
+        positive=True,
+    )
+
+    def check(self) -> None:
+        """See `DatasetConfig.check`; sizes that are null become numbers."""
+        super().check()
+        for name in ("path", "test_path"):
+            place = getattr(self, name)
+            if place is not None and not Path(place).expanduser().is_file():
+                raise ConfigError(f"dataset.{name}={place}: there is no such file")
+        with Path(self.path).expanduser().open("rb") as file:
+            rows = sum(bool(line.strip()) for line in file)
+        if not rows:
+            raise ConfigError(f"dataset.path={self.path} holds no row")
+        quarter = min(MOST_HELD_OUT, max(1, rows // 4))
+        if self.study_size is None:
+            self.study_size = quarter  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.test_path is None and self.test_size is None:
+            self.test_size = min(quarter, (rows - self.study_size) // 2) or None
+        tests = 0 if self.test_path else self.test_size or 0
+        if self.study_size + tests > rows:
+            raise ConfigError(
+                f"dataset.study_size={self.study_size} and dataset.test_size={tests} of {rows} "
+                f"rows in {self.path}: use fewer"
+            )
+
+    @property
+    def sources(self) -> list[str]:
+        """Every path that questions come from."""
+        return [path for path in (self.path, self.test_path) if path is not None]
+
+
+@dataclass
 class OwnConfig(DatasetConfig):
     """A task of your own."""
 
@@ -197,8 +246,48 @@ class OwnConfig(DatasetConfig):
         check_entry_point(TASKS, self.name, "dataset.name")
 
 
-_SCHEMAS = (ArithmeticConfig, OneStepConfig, Gsm8kConfig, MathConfig, OwnConfig)
+_SCHEMAS = (
+    ArithmeticConfig, OneStepConfig, Gsm8kConfig, MathConfig, JsonlConfig, OwnConfig,
+)  # fmt: skip
 DATASETS: dict[str, type[DatasetConfig]] = dict(zip(KINDS, _SCHEMAS, strict=True))
+
+
+def reward_file(reward: str) -> tuple[Path, str] | None:
+    """File and function of a reward FILE:FUNCTION; None of an entry point's name.
+
+    >>> reward_file("rewards/my.py:score"), reward_file("lenient")
+    ((PosixPath('rewards/my.py'), 'score'), None)
+    """
+    file, colon, function = reward.rpartition(":")
+    return (Path(file).expanduser(), function) if colon else None
+
+
+def check_reward_file(reward: str) -> None:
+    """Refuse a reward FILE:FUNCTION whose file is not there, is no Python, or has no such name; the
+    file is not run.
+
+    Raises:
+        ConfigError: naming the file and what it has.
+    """
+    own, key = reward_file(reward), f"dataset.reward={reward}"
+    assert own is not None
+    file, function = own
+    if not file.is_file():
+        raise ConfigError(f"{key}: there is no file {file}")
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise ConfigError(f"{key}: {file} line {line} is no Python: {error}") from error
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    imported = [one for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
+                for one in node.names]  # fmt: skip
+    names |= {one.asname or one.name for one in imported}
+    if function not in functions and function not in names and "*" not in names:
+        hint = did_you_mean(function, functions)
+        offered = ", ".join(functions) or "none"
+        raise ConfigError(f"{key}: {file} has no function {function!r}: {hint}it has {offered}")
 
 
 def check_entry_point(group: str, name: str, key: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.config.data import FILES, REWARDS, TASKS, module_file
+from grpo_ustat.config.data import FILES, REWARDS, TASKS, module_file, reward_file
 from grpo_ustat.config.model import adapter_base, model_folder
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import ENDING
@@ -94,6 +94,9 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         place = dataset.get(name)
         if place is not None and Path(place).expanduser().exists():
             dataset[name] = "local"
+    own = reward_file(dataset.get("reward") or "")
+    if own and own[0].exists():
+        dataset["reward"] = f"local:{own[1]}"
     study = {key: value for key, value in keys.get("study", {}).items() if key != "part"}
     objective = dict(keys.get("objective", {}))
     if objective.get("num_minibatches") == 1 or objective.get("minibatch_size") is not None:
@@ -146,9 +149,11 @@ def data_fingerprint(dataset: Any) -> str | None:
         else:  # with its card, which may say what is train and what is test
             data = (file for file in place.rglob("*") if file.name.endswith(FILES))
             files += sorted([*data, *place.glob("README.md")])
-    for group, name in ((TASKS, dataset.kind == "own" and dataset.name), (REWARDS, dataset.reward)):
-        if name:
-            files.append(_module(group, name))
+    if dataset.kind == "own":
+        files.append(_module(TASKS, dataset.name))
+    if dataset.reward:
+        own = reward_file(dataset.reward)
+        files.append(own[0] if own else _module(REWARDS, dataset.reward))
     return _hash_of(files).hexdigest()[:12] if files else None
 
 

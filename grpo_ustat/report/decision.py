@@ -224,7 +224,8 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
     for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):
         node = config[group]
         shipped = (CONF / group / f"{node['name']}.yaml").is_file()
-        name = node["name"] if shipped else other
+        of_kind = "jsonl" if node.get("kind") == "jsonl" else other
+        name = node["name"] if shipped else of_kind
         values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
         changes = list(_changes(node, values, f"{group}."))
         if name == "hub" and "/" in node["model_name_or_path"]:

@@ -22,6 +22,7 @@ class Source(Protocol):
 
     Attributes:
         counts: of what was dropped and why, told once a run; may be missing.
+        note: further words about the questions, told once a run; may be missing.
     """
 
     def questions(self, split: str) -> list[Question]:
@@ -109,9 +110,18 @@ class Task:
         counts = getattr(self._source, "counts", {})
         return {reason: count for reason, count in counts.items() if count}
 
+    @property
+    def note(self) -> str:
+        """What the source says of its questions; empty where that is nothing."""
+        return getattr(self._source, "note", "")
+
 
 def tell_dropped(task: Task) -> None:
-    """Print once, on rank 0, how many questions the data set left out and why."""
+    """Print once, on rank 0, what the data set says of its questions, and how many it left out and
+    why.
+    """
+    if task.note and is_main():
+        print(f"note: {task.note}", file=sys.stderr)
     reasons = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items())
     if reasons and is_main():
         print(f"note: questions left out: {reasons}", file=sys.stderr)
@@ -163,6 +173,7 @@ class Fitting:
         self._lengths, self._most = lengths, max_length
         self._fitting_by_split: dict[str, list[Question]] = {}
         self._counts: Counter[str] = Counter()
+        self.note = getattr(source, "note", "")
 
     @property
     def counts(self) -> Counter[str]:

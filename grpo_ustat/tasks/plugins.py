@@ -1,21 +1,25 @@
-"""Tasks and rewards of the user's own, from entry points of installed packages.
+"""Tasks and rewards of the user's own, from entry points of installed packages or from a file.
 
 A task (group `grpo_ustat.tasks`) is called with `dataset.options` and returns an object with
 `questions(split)`, `reward(prompt, completion)` and perhaps `extract(completion)`. A reward (group
-`grpo_ustat.rewards`) is a function of prompt and completion in place of a data set's judge.
+`grpo_ustat.rewards`, or FILE:FUNCTION) is a function of prompt and completion in place of a data
+set's judge.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from numbers import Real
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
-from grpo_ustat.config.data import TASKS
+from grpo_ustat.config.data import TASKS, reward_file
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
 
@@ -119,11 +123,12 @@ class OwnJudge:
         return [self._one(p, text) for p, text in zip(prompts, completions, strict=True)]
 
     def _one(self, prompt: Prompt, completion: str) -> float:
-        with user_errors(f"{self._name}, prompt {prompt.id}"):
+        where = prompt.where or f"prompt {prompt.id}"
+        with user_errors(f"{self._name}, {where}"):
             reward = self._reward(prompt, completion)
         if not isinstance(reward, Real) or not 0 <= reward <= 1:
             raise ConfigError(
-                f"{self._name}, prompt {prompt.id}: the reward is {reward!r:.60}, it must be a "
+                f"{self._name}, {where}: the reward is {reward!r:.60}, it must be a "
                 "number from 0 to 1"
             )
         return float(reward)
@@ -137,6 +142,29 @@ def describe(group: str, name: str) -> str:
 def entry_point(group: str, name: str) -> Any:
     """What an installed package offers under this name; `data_config` has checked that one does."""
     return importlib.metadata.entry_points(group=group)[name].load()
+
+
+@cache
+def file_function(reward: str) -> Callable[[Prompt, str], float]:
+    """The function of `dataset.reward=FILE:FUNCTION`, from that file alone: what the file imports
+    must be installed.
+
+    Raises:
+        ConfigError: the file fails, or what it names so is no function.
+    """
+    own = reward_file(reward)
+    assert own is not None, "the name of an entry point"
+    file, name = own
+    module = ModuleType(f"grpo_ustat_reward_{file.stem}")
+    sys.modules[module.__name__] = module  # as dataclasses in it need
+    module.__file__ = str(file)
+    with user_errors(f"dataset.reward={reward}"):
+        code = compile(file.read_bytes(), str(file), "exec")
+        exec(code, module.__dict__)  # noqa: S102  # the user's own, which the command line names
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"dataset.reward={reward}: {name} is no function in {file}")
+    return cast(Callable[[Prompt, str], float], function)
 
 
 @contextmanager

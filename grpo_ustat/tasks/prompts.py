@@ -45,7 +45,8 @@ class Prompting:
     def prompt(self, question: Question) -> Prompt:
         """The prompt of a question, as the policy reads it."""
         text = self._chat(question) if self.chat else self._plain(question)
-        return Prompt(question.id, text, question.text, question.answer, question.kind)
+        bare, columns, where = question.text, question.columns, question.where
+        return Prompt(question.id, text, bare, question.answer, question.kind, columns, where)
 
     def _plain(self, question: Question) -> str:
         templates = (self.template, cast(str, self.reply))

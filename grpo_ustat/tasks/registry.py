@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grpo_ustat.config.common import Common
-from grpo_ustat.config.data import REWARDS, TASKS
+from grpo_ustat.config.data import REWARDS, TASKS, reward_file
 from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges
 from grpo_ustat.tasks.base import Fitting, Judge, NumberJudge, Source, Task
 from grpo_ustat.tasks.gsm8k import gsm8k
+from grpo_ustat.tasks.jsonl import ExactJudge, JsonlSource
 from grpo_ustat.tasks.math import math
 from grpo_ustat.tasks.math_answers import MathJudge
 from grpo_ustat.tasks.one_step import OneStep
-from grpo_ustat.tasks.plugins import OwnJudge, OwnSource, describe, entry_point, user_errors
+from grpo_ustat.tasks.plugins import (
+    OwnJudge,
+    OwnSource,
+    describe,
+    entry_point,
+    file_function,
+    user_errors,
+)
 from grpo_ustat.tasks.prompts import Prompting, Turn
 from grpo_ustat.tasks.verifier import Verifier
 
@@ -54,6 +62,8 @@ def make_source(config: Common) -> Source:
         return gsm8k(dataset, sizes, prompt.seed)
     if dataset.kind == "math":
         return math(dataset, sizes, prompt.seed)
+    if dataset.kind == "jsonl":
+        return JsonlSource(dataset, sizes, prompt.seed)
     if dataset.kind == "own":
         return OwnSource(dataset.name, dataset.options, sizes)
     ranges = Ranges(
@@ -75,10 +85,15 @@ def make_judge(config: Common, source: Source) -> Judge:
     elif dataset.kind == "math":
         limits = (config.launch.judge_workers, dataset.judge_seconds, dataset.judge_memory_gb)
         judge = MathJudge(Verifier(*limits), dataset.max_answer_length)
+    elif dataset.kind == "jsonl":
+        judge = ExactJudge()
     else:
         judge = NumberJudge()
     if dataset.reward is None:
         return judge
+    if reward_file(dataset.reward):
+        reward = file_function(dataset.reward)
+        return OwnJudge(reward, judge.extract, f"dataset.reward={dataset.reward}")
     named = describe(REWARDS, dataset.reward)
     with user_errors(named):
         reward = entry_point(REWARDS, dataset.reward)

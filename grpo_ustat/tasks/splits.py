@@ -89,6 +89,15 @@ class Splits:
         return list(first_by_id.values())
 
 
+def hold_out(
+    questions: list[Question], count: int, seed: int
+) -> tuple[list[Question], list[Question]]:
+    """The questions apart from `count` different ones of them, and those, drawn by the seed."""
+    shuffled = _shuffled(list({q.id: q for q in questions[::-1]}.values()), f"held out/{seed}")
+    held = {question.id for question in shuffled[:count]}
+    return [q for q in questions if q.id not in held], shuffled[:count]
+
+
 def _shuffled(questions: list[Question], seed: str) -> list[Question]:
     return sorted(questions, key=lambda question: _digest(f"{seed}/{question.id}", 8))
 

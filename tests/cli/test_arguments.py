@@ -78,7 +78,7 @@ TRAIN = {
     ),
     ("dataset.kind=arithmetik",): (
         "unknown dataset.kind 'arithmetik': did you mean arithmetic? "
-        "choose from arithmetic, one_step, gsm8k, math, own"
+        "choose from arithmetic, one_step, gsm8k, math, jsonl, own"
     ),
     ("logger=wandbb",): (
         "unknown logger 'wandbb': did you mean wandb? choose from none, tensorboard, trackio, wandb"

@@ -15,6 +15,8 @@ from grpo_ustat.cli.compose import parse
 READERS = {  # what is a reader's own, and what stands for it here
     "org/name": "Qwen/Qwen2.5-0.5B",
     "FOLDER": "tests/data/math/train.jsonl",
+    "my.jsonl": "tests/data/jsonl/my.jsonl",
+    "my.py": "tests/data/jsonl/my.py",
     "math500.jsonl": "tests/data/math/test.jsonl",
     "completions.parquet": "README.md.parquet",
     "$SLURM_ARRAY_TASK_ID": "1",

@@ -1,0 +1,207 @@
+"""Rows and a reward of the user's own from files: read, split, judged, refused by row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import readme
+from commands import compose
+from launching import finished
+
+from grpo_ustat.config.data import check_reward_file
+from grpo_ustat.config.identity import folder_name
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.records import Prompt
+from grpo_ustat.tasks.jsonl import ExactJudge
+from grpo_ustat.tasks.registry import make_task
+
+DATA = Path(__file__).parents[1] / "data" / "jsonl"
+ROWS = [{"question": f"q{n}?", "answer": f"a {n}", "level": n} for n in range(40)]
+
+
+def written(path, rows):
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def configured(path, *overrides, entry="train"):
+    return compose(entry, "dataset=jsonl", f"dataset.path={path}", *overrides)
+
+
+def task(path, *overrides):
+    return make_task(configured(path, *overrides, "budget.rollouts=8"))
+
+
+def texts(a_task, split):
+    return {question.text for question in a_task.questions(split)}
+
+
+def test_one_file_is_split_without_overlap_and_says_so(tmp_path):
+    path = written(tmp_path / "my.jsonl", [*ROWS[:20], "", *ROWS[20:]])
+    made = task(path)
+    study, test, train = (texts(made, split) for split in ("study", "test", "train"))
+    assert (len(study), len(test), len(train)) == (10, 10, 20)
+    assert study | test | train == {row["question"] for row in ROWS}
+    assert made.note == (
+        f"{path}: 10 questions for studies (dataset.study_size), 10 for tests "
+        "(dataset.test_size), 20 to train on"
+    )
+    again = task(written(tmp_path / "other.jsonl", ROWS[::-1]))
+    assert texts(again, "test") == test
+    assert {q.id for q in again.questions("study")} == {q.id for q in made.questions("study")}
+
+
+def test_sizes_can_be_set_and_a_study_may_take_all(tmp_path):
+    path = written(tmp_path / "my.jsonl", ROWS)
+    made = task(path, "dataset.study_size=5", "dataset.test_size=15")
+    assert [len(made.questions(s)) for s in ("study", "test", "train")] == [5, 15, 20]
+    whole = configured(path, "dataset.study_size=40", entry="mse")
+    assert len(make_task(whole).questions("study")) == 40
+    with pytest.raises(ConfigError, match="no row is left for test, lower dataset.study_size"):
+        make_task(whole).questions("test")
+    with pytest.raises(ConfigError, match="study_size=30 and dataset.test_size=20 of 40 rows"):
+        configured(path, "dataset.study_size=30", "dataset.test_size=20")
+
+
+def test_a_test_file_is_tested_on_and_not_trained_on(tmp_path):
+    path = written(tmp_path / "my.jsonl", ROWS)
+    tests = written(tmp_path / "test.jsonl", ROWS[:4])
+    made = task(path, f"dataset.test_path={tests}")
+    assert texts(made, "test") == {row["question"] for row in ROWS[:4]}
+    assert len(made.questions("train")) == 40 - 4 - 10
+    assert made.dropped == {"train questions that are also test questions": 4}
+
+
+def test_columns_have_names_of_ones_own(tmp_path):
+    rows = [{"q": "2+2", "gold": 4.5}, *({"q": f"{n}", "gold": "so #### x"} for n in range(7))]
+    path = written(tmp_path / "my.jsonl", rows)
+    made = task(path, "dataset.question=q", "dataset.answer=gold", "dataset.study_size=1")
+    found = [q for split in ("study", "test", "train") for q in made.questions(split)]
+    assert {q.text: q.answer for q in found}["2+2"] == "4.5"
+    assert {(q.answer, q.solution) for q in found} == {("4.5", "4.5"), ("x", "so #### x")}
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"question": "x"}, "row 3: field answer is missing, the fields there are: question"),
+    ({"question": " ", "answer": "1"}, "row 3: field question is ' ', it must be a text that"),
+    ({"question": "x", "answer": [1]}, r"row 3: field answer is \[1\], it must be a text or a num"),
+    ({"question": "x", "answer": True}, "row 3: field answer is True, it must be a text or a num"),
+    ({"question": "x", "answer": "so ####"}, "row 3: field answer is 'so ####', it must be"),
+    ("{", "row 3 is no json: "),
+    ("[1]", r"row 3 is \[1\], it must be an object with named fields"),
+])  # fmt: skip
+def test_a_row_that_cannot_be_used_is_named(row, message, tmp_path):
+    path = written(tmp_path / "my.jsonl", [*ROWS[:2], row, *ROWS[3:]])
+    with pytest.raises(ConfigError, match=f"my.jsonl {message}"):
+        task(path)
+
+
+@pytest.mark.parametrize("words, message", [
+    ((), "dataset.path has no value: set dataset.path="),
+    (("dataset.path=nowhere.jsonl",), "dataset.path=nowhere.jsonl: there is no such file"),
+])  # fmt: skip
+def test_a_file_that_is_not_there_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        compose("train", "dataset=jsonl", *words)
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="holds no row"):
+        configured(written(tmp_path / "my.jsonl", [""]))
+
+
+def test_exact_answers_earn_one():
+    prompt = Prompt("1", "", "", "a  b", "jsonl")
+    told = ["a b", " a b\n", "so #### a b\nmore", "a b.", "b", "#### a b #### c", ""]
+    assert ExactJudge().rewards([prompt] * 7, told) == [1, 1, 1, 0, 0, 0, 0]
+
+
+def reward_in(tmp_path, source):
+    path = written(tmp_path / "my.jsonl", ROWS)
+    (tmp_path / "my.py").write_text(source)
+    return path, f"dataset.reward={tmp_path / 'my.py'}:score"
+
+
+def test_a_reward_from_a_file_sees_the_other_columns(tmp_path):
+    made = task(
+        *reward_in(tmp_path, "def score(prompt, text):\n return prompt.columns['level'] / 39")
+    )
+    prompts = made.prompts("train")
+    levels = [int(prompt.question[1:-1]) / 39 for prompt in prompts]
+    assert made.rewards(prompts, [""] * len(prompts)) == levels
+    assert not list(tmp_path.glob("__pycache__"))
+
+
+@pytest.mark.parametrize("source, message", [
+    ("def score(p, t):\n return 1 / 0", r"ZeroDivisionError: division by zero \(.*my.py, line 2\)"),
+    ("def score(p, t):\n return float('nan')", "the reward is nan, it must be a number from 0"),
+    ("def score(p, t):\n return 'good'", "the reward is 'good', it must be a number from 0 to 1"),
+    ("def score(p, t):\n return 2", "the reward is 2, it must be a number from 0 to 1"),
+])  # fmt: skip
+def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
+    made = task(*reward_in(tmp_path, source))
+    prompt = made.prompts("train")[0]
+    row = 1 + int(prompt.question[1:-1])
+    with pytest.raises(ConfigError, match=rf"my.py:score, .*my.jsonl row {row}: {message}"):
+        made.rewards([prompt], [""])
+
+
+@pytest.mark.parametrize("source, message", [
+    ("def scores(p, t):\n return 1", "has no function 'score': did you mean scores. it has scores"),
+    ("x = 1", "has no function 'score': it has none"),
+    ("def score(:", "my.py line 1 is no Python"),
+])  # fmt: skip
+def test_a_wrong_reward_file_is_refused_before_it_runs(source, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        configured(*reward_in(tmp_path, f"{source}\n"))
+
+
+def test_a_reward_file_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="nowhere.py:score: there is no file nowhere.py"):
+        check_reward_file("nowhere.py:score")
+
+
+@pytest.mark.parametrize("source, message", [
+    ("import nowhere_to_be\ndef score(p, t): 0", "ModuleNotFoundError: .*my.py, line 1"),
+    ("score = 3", "score is no function in"),
+])  # fmt: skip
+def test_a_reward_file_that_fails_is_one_line(source, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        task(*reward_in(tmp_path, source))
+
+
+def test_a_reward_of_a_file_is_for_every_data_set(tmp_path):
+    _, reward = reward_in(tmp_path, "def score(p, t):\n return 0.25")
+    made = make_task(compose("train", reward))
+    assert made.rewards(made.prompts("train")[:1], ["x"]) == [0.25]
+
+
+def test_a_run_is_known_by_the_content_of_rows_and_reward(tmp_path):
+    path, reward = reward_in(tmp_path, "def score(p, t):\n return 0.25")
+    before = folder_name(configured(path, reward))
+    assert "-jsonl-" in before
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    other = moved / "rows.jsonl"
+    other.write_text(path.read_text())
+    (moved / "r.py").write_text((tmp_path / "my.py").read_text())
+    assert folder_name(configured(other, f"dataset.reward={moved / 'r.py'}:score")) == before
+    (moved / "r.py").write_text("def score(p, t):\n return 0.5")
+    assert folder_name(configured(other, f"dataset.reward={moved / 'r.py'}:score")) != before
+    written(other, ROWS[1:])
+    assert folder_name(configured(other, reward)) != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["mse", "train"])
+def test_both_commands_run_with_files_alone(entry, tmp_path):
+    data = ("dataset=jsonl", f"dataset.path={DATA / 'my.jsonl'}")
+    reward = f"dataset.reward={DATA / 'my.py'}:score"
+    code, told = finished(entry, *data, reward, f"debug={entry}", cwd=tmp_path, seconds=600)
+    assert code == 0, told
+    assert "my.jsonl: 10 questions for studies (dataset.study_size), " in told
+    result = json.loads(readme.only(tmp_path, "result.json").read_text())
+    assert result["left_out"] == {}
