@@ -23,6 +23,7 @@ from grpo_ustat.report.study_page import (
     mse_title,
 )
 from grpo_ustat.report.svg import inlined
+from grpo_ustat.report.symbols import ALARM_WORDS
 from grpo_ustat.report.tables import Cell, Table, as_cell, best_size, rows_table, with_interval
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
@@ -269,7 +270,10 @@ def train_facts(run: RunRecord) -> list[tuple[str, Cell]]:
         ("Rollouts in all", as_cell(result.get("rollouts", last.get("rollouts")))),
         ("Tokens sampled", as_cell(tokens)),
         *([("G* of the gradient, latest", latest_gstar)] if latest_gstar else []),
-        ("Alarms", ", ".join(f"{name} in {n} steps" for name, n in alarms.items()) or "none"),
+        (
+            "Alarms",
+            ", ".join(f"{ALARM_WORDS.get(x, x)} in {n} steps" for x, n in alarms.items()) or "none",
+        ),
         ("Checkpoints refused by the disk", as_cell(result.get("failed_saves", 0))),
     ]  # fmt: skip
 

@@ -42,6 +42,7 @@ PATTERN = re.compile(
         for symbol in sorted(SYMBOLS, key=len, reverse=True)
     )
 )
+ALARM_WORDS = {"silent": "zero-variance groups"}  # of an alarm, by its key in result.json
 BASELINE_WORDS = {"none": "vanilla (no baseline)"}  # of a value that is typed, where it is read
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.report.symbols import ALARM_WORDS
 from grpo_ustat.report.tables import cut_text, often_cut
 
 MAJORITY = 0.5  # above it a share is most of them
@@ -55,7 +56,9 @@ def check_alarms(
         if streaks[name] < alarm.steps:
             continue
         if name not in alarms:
-            lines.append(f"{name}, step {row['step']}: {alarm.text(config, row)}")
+            lines.append(
+                f"{ALARM_WORDS.get(name, name)}, step {row['step']}: {alarm.text(config, row)}"
+            )
             alarms[name] = alarm.steps - 1
         alarms[name] += 1
     return lines

@@ -22,6 +22,7 @@ from grpo_ustat.progress import TrainingBar, listening, waiting
 from grpo_ustat.records import Prompt
 from grpo_ustat.report.accuracy import evaluation_table
 from grpo_ustat.report.run_page import leave_page
+from grpo_ustat.report.symbols import ALARM_WORDS
 from grpo_ustat.report.tables import clipped_warning, write_csv
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling
@@ -294,7 +295,9 @@ def result_record(config: TrainConfig, progress: TrainProgress) -> dict[str, Any
         f"questions, {decoding}."
     )
     if progress.alarms:
-        alarms = ", ".join(f"{name} ({steps})" for name, steps in progress.alarms.items())
+        alarms = ", ".join(
+            f"{ALARM_WORDS.get(name, name)} ({steps})" for name, steps in progress.alarms.items()
+        )
         summary += f" Alarms (steps): {alarms}."
     summary += clipped_warning("last step's", progress.clipped_ratio, config.max_completion_length)
     return {

@@ -10,6 +10,7 @@ import pytest
 from test_metrics import batch_of
 from training_runs import config_of, fit
 
+from grpo_ustat.report.symbols import ALARM_WORDS
 from grpo_ustat.train import trainer
 from grpo_ustat.train.alarms import ALARMS, MAX_LOGPROB_GAP, check_alarms
 from grpo_ustat.train.metrics import batch_metrics
@@ -51,7 +52,11 @@ def test_each_trap_is_told_once_and_counted(name):
     injected, after, pattern = INJECTED[name]
     lines, alarms = heard([HEALTHY, *[HEALTHY | injected] * 7])
     ((step, line),) = lines
-    assert step == 1 + after and line.startswith(f"{name}, step {step}: ") and "\n" not in line
+    assert (
+        step == 1 + after
+        and line.startswith(f"{ALARM_WORDS.get(name, name)}, step {step}: ")
+        and "\n" not in line
+    )
     assert re.search(pattern, line), line
     assert alarms == {name: 7}
 
@@ -92,11 +97,14 @@ def test_a_healthy_run_is_quiet_and_a_sick_one_is_not(tmp_path, capsys, monkeypa
     monkeypatch.setattr(trainer, "sample_batch", broken)
     sick = fit(tmp_path / "sick", "max_completion_length=5")
     err = capsys.readouterr().err
-    for name in ("truncated", "extraction_failed", "silent"):
+    for name in ("truncated", "extraction_failed", "zero-variance groups"):
         assert err.count(f"ALARM {name}, ") == 1
     result = json.loads((sick / "result.json").read_text())
     assert result["alarms"] == {"truncated": 4, "extraction_failed": 4, "silent": 4}
-    assert "Alarms (steps): truncated (4), extraction_failed (4), silent (4)" in result["summary"]
+    assert (
+        "Alarms (steps): truncated (4), extraction_failed (4), zero-variance groups (4)"
+        in result["summary"]
+    )
 
 
 @pytest.mark.slow
