@@ -13,10 +13,12 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord
 MOST_ROWS = 200  # that a page holds
 P_VALUE = "p (Holm)"  # raw, and corrected for the claims of a study
 FAMILY_RULE = (
-    "p: of the hypothesis that the prediction holds, in brackets with Holm's correction over the "
-    "study's claims that have one; a claim disagrees where that is at most 0.05, so that of "
-    "studies without an error at most 5 % disagree. Intervals are of each claim by itself. Without "
-    "p: enumerated, or not tested. Severity: what else would have agreed."
+    "p: the p-value of the hypothesis that the prediction holds; in brackets with Holm's "
+    "correction "
+    "over the claims of the study that have one. A claim disagrees if the corrected one is at most "
+    "0.05, so that at most 5 % of studies without an error disagree. Intervals are of each claim "
+    "by "
+    "itself. Without p: enumerated, or not tested. Severity: what else would have agreed."
 )
 VERDICT_WORDS = {
     AGREES: "Theory and measurement agree.",

@@ -15,8 +15,8 @@ from grpo_ustat.runs.record import AGREES, COUNTED, DISAGREES, OPEN, RunRecord, 
 
 UNFINISHED = "unfinished"
 RULE = (
-    "A study disagrees where any of its claims does, after Holm's correction over its claims, and "
-    "is else not decided where any is not."
+    "A study disagrees if any of its claims does, after Holm's correction over its claims. If none "
+    "disagrees but some claim is not decided, the study is not decided."
 )
 COUNT_COLUMNS = [name.replace(" ", "_") for name in COUNTED.values()]
 

@@ -41,7 +41,7 @@ COLOURS = {
 CAPTIONS = {  # what a table shows of the finished runs of a command
     "train": "held-out accuracy, 95 % intervals generalising to new questions",
     "mse": "accuracy of the policy, 95 % intervals generalising to new questions",
-    "gap": "predictions that agree with what is measured, that do not, and that are not decided",
+    "gap": "predictions that agree with measurement, that disagree, and that are not decided",
 }
 
 
