@@ -27,7 +27,6 @@ SYMBOLS = {
     "Z": "reward of a completion",
     "V": "expected reward of a prompt",
     "S": "score of a completion, the gradient of its log-probability",
-    "g": "gradient of the expected reward of one prompt",
     "sigma": "standard deviation of the rewards of a prompt",
     "J*": "largest expected reward that the policy can reach",
     "J": "expected reward of the policy over all prompts",
