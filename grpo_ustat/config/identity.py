@@ -20,6 +20,7 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 OF_THE_MODEL = ("size", "learning_rate", "lora_learning_rate")  # change no result by themselves
 LONGEST_WORDS = 200  # characters; file systems end names at 255 bytes
 OPERATIONAL = (
+    "output_root",
     "on_existing",
     "dry_run",
     "show_prompts",

@@ -85,6 +85,9 @@ class Shared:
         "what to do with a folder that this run has already; resume: go on, or show the result",
         choices=ON_EXISTING,
     )
+    output_root: str = field(
+        "the folder below which outputs are written", factory=lambda: "outputs"
+    )
     dry_run: bool = field("print what would run and what it costs, and end")
     report: ReportConfig = node(ReportConfig, "what a sweep leaves beside its runs")
     logger: LoggerConfig = node(LoggerConfig, "a tracker that mirrors the run folder")
@@ -142,6 +145,9 @@ class ReportEntry:
 
     runs: Any = field("folders of runs, or patterns of them: one, or a list")
     name: str = field("of the report's folder")
+    output_root: str = field(
+        "the folder below which outputs are written", factory=lambda: "outputs"
+    )
     steps: list[int] | None = field(
         "at which accuracy is shown; null: at every evaluation", "steps"
     )

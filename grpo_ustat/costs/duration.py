@@ -168,7 +168,7 @@ def earlier_runs(planned: PlannedRun) -> list[EarlierRun]:
     the usual place; if any has the planned shape, only those that have.
     """
     entry = "train" if isinstance(planned.config, TrainConfig) else "mse"
-    places = [(Path("outputs") / entry, "*/*/code.json")]
+    places = [(Path(planned.config.output_root) / entry, "*/*/code.json")]
     if planned.folder is not None:
         path = planned.folder.path
         places.append((path.parent, "*/code.json"))

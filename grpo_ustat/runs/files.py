@@ -16,7 +16,8 @@ from uuid import uuid4
 @contextmanager
 def atomic_write(file: Path, shared: bool = False) -> Iterator[Path]:
     """A path beside the file to write to. When the block ends it takes the file's place, so that
-    the file is always as before, or whole; after an error nothing stays of it.
+    the file is always as before, or whole; after an error nothing stays of it. Who may read it
+    follows from the umask, whatever the library that writes has made of it.
 
     Args:
         file: to be replaced.
@@ -24,7 +25,11 @@ def atomic_write(file: Path, shared: bool = False) -> Iterator[Path]:
     """
     staged = hidden_path(file, f".{uuid4().hex}" if shared else "")
     try:
+        staged.touch()
+        mode = staged.stat().st_mode
         yield staged
+        with suppress(PermissionError):  # a file system without modes
+            staged.chmod(mode)
         os.replace(staged, file)
     except BaseException:
         with suppress(OSError):  # it takes room on a disk that may have none

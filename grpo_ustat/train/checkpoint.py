@@ -94,6 +94,8 @@ def write_checkpoint(
         (staging / STATE).write_text(json.dumps(state | {"step": step}))
         for name, text in (texts or {}).items():
             (staging / name).write_text(text)
+        for file in filter(Path.is_file, staging.rglob("*")):  # safetensors writes 0600
+            file.chmod((staging / STATE).stat().st_mode)
 
     return publish(folder, step, write_files)
 

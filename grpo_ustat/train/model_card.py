@@ -41,9 +41,9 @@ defaults:
 hydra:
   output_subdir: null
   run:
-    dir: outputs/train/${folder_name:}/seed=${seed}
+    dir: ${output_root}/train/${folder_name:}/seed=${seed}
   sweep:
-    dir: outputs/train
+    dir: ${output_root}/train
     subdir: ${folder_name:}/seed=${seed}
 """
 
@@ -57,7 +57,7 @@ def card_files(run: TrainContext, progress: TrainProgress) -> dict[str, str]:
         return {
             NAME: card(run, progress, rows),
             PICTURE: curves_svg(rows, progress.evals),
-            CONFIG: HEADER + yaml.safe_dump(asdict(run.config), sort_keys=False),
+            CONFIG: HEADER + yaml.safe_dump(_published(run.config), sort_keys=False),
         }
     except Exception as error:
         warn(f"no model card: {type(error).__name__}: {error}")
@@ -196,7 +196,7 @@ def training_section(run: TrainContext, progress: TrainProgress, rows: list[Any]
         "tokens written": progress.tokens,
         "seconds in steps": round(progress.seconds, 1),
     }
-    settings = fenced(yaml.safe_dump(asdict(config), sort_keys=False), "yaml")
+    settings = fenced(yaml.safe_dump(_published(config), sort_keys=False), "yaml")
     details = f"<details><summary>Whole configuration</summary>\n\n{settings}\n\n</details>"
     return Table("", ("", ""), list(facts.items())).markdown() + "\n\n" + details
 
@@ -296,3 +296,8 @@ def curves_svg(rows: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
         figure.savefig(file, format="svg", metadata=UNDATED["svg"])
         plt.close(figure)
     return file.getvalue()
+
+
+def _published(config: TrainConfig) -> dict[str, Any]:
+    """The configuration without the folder that it wrote to, which is nobody else's."""
+    return asdict(config) | {"output_root": "outputs"}

@@ -227,5 +227,5 @@ def test_help_of_an_entry_without_runs_speaks_of_its_fields_alone(capsys, monkey
     monkeypatch.setenv("COLUMNS", "80")
     show_help("report", words())
     text = capsys.readouterr().out
-    assert re.findall(r"^  (\w+)=", text, re.MULTILINE) == ["runs", "name", "steps"]
+    assert re.findall(r"^  (\w+)=", text, re.MULTILINE) == ["runs", "name", "output_root", "steps"]
     assert "GROUPS" not in text and "-m field" not in text and "FIELDS" in text

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from commands import CONF, compose
 
-from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.cli.compose import compose_config, compose_single, parse
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.folder import RunFolder
@@ -136,3 +136,29 @@ def test_a_file_of_ones_own_may_leave_them_out(tmp_path):
     with pytest.raises(ConfigError, match=r"^max_completion_length has no value: set max_comp"):
         compose_config("mse", [own, "dataset=mine"])
     assert compose_config("mse", [own, "dataset=mine", "max_completion_length=9"])
+
+
+@pytest.mark.parametrize("entry, words", [
+    ("train", ()), ("gap", ()), ("mse", ("-m", "seed=0,1")),
+    ("mse", ("study=best_group_size_start",)),
+])  # fmt: skip
+def test_outputs_go_below_their_root_and_are_the_same_runs(entry, words, tmp_path):
+    usual = parse(entry, [*words, "dry_run=true"]).planned_runs
+    moved = parse(entry, [*words, "dry_run=true", f"output_root={tmp_path}/a=1"]).planned_runs
+    for one, other in zip(usual, moved, strict=True):
+        below = one.folder.path.relative_to("outputs")
+        assert other.folder.path == tmp_path / "a=1" / below
+        assert other.folder.config_hash == one.folder.config_hash
+        if one.sweep:
+            assert other.sweep == tmp_path / "a=1" / one.sweep.relative_to("outputs")
+
+
+def test_reports_and_what_they_read_go_below_the_root_too(tmp_path):
+    assert (
+        compose_single("report", ["runs=x", f"output_root={tmp_path}"]) == tmp_path / "report/all"
+    )
+    study = compose_config("gap", ["study=best_group_size", f"output_root={tmp_path}"]).study
+    assert study.trained == [f"{tmp_path}/best_group_size"]
+    assert compose_config("gap", ["study=best_group_size"]).study.trained == [
+        "outputs/best_group_size"
+    ]
