@@ -153,7 +153,7 @@ def test_notes_say_where_the_experiment_is_not_the_theorem(tmp_path):
     adam = best_group_size(sweep(tmp_path / "runs", TOLD), study(tmp_path / "study")).notes
     assert any("adamw scales each coordinate" in note for note in adam)
     assert any("16 to 1 at n = 32" in note for note in adam)
-    assert any("0.100 before training" in note and "with G = none" in note for note in adam)
+    assert any("0.100 before training" in note and "with no G" in note for note in adam)
     assert any("the predicted G of 2, 8, 32 is 8." in note for note in adam)
     sgd = sweep(tmp_path / "sgd", TOLD, changes={"optimizer.name": "sgd"})
     notes = best_group_size(sgd, study(tmp_path / "wide", ends=(3.0, 20.0))).notes
