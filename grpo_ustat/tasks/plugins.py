@@ -15,8 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from numbers import Real
-from types import ModuleType
+from types import CodeType
 from typing import Any, cast
 
 from grpo_ustat.config.data import TASKS, reward_file
@@ -144,6 +146,14 @@ def entry_point(group: str, name: str) -> Any:
     return importlib.metadata.entry_points(group=group)[name].load()
 
 
+class _FreshSource(SourceFileLoader):
+    """Reads a file anew, never its compiled copy, which is taken for the same by time and size."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """See `InspectLoader.get_code`."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 @cache
 def file_function(reward: str) -> Callable[[Prompt, str], float]:
     """The function of `dataset.reward=FILE:FUNCTION`, from that file alone: what the file imports
@@ -155,12 +165,12 @@ def file_function(reward: str) -> Callable[[Prompt, str], float]:
     own = reward_file(reward)
     assert own is not None, "the name of an entry point"
     file, name = own
-    module = ModuleType(f"grpo_ustat_reward_{file.stem}")
-    sys.modules[module.__name__] = module  # as dataclasses in it need
-    module.__file__ = str(file)
+    loader = _FreshSource(f"grpo_ustat_reward_{file.stem}", str(file))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None  # a loader has one
+    module = sys.modules[loader.name] = module_from_spec(spec)  # as dataclasses in it need
     with user_errors(f"dataset.reward={reward}"):
-        code = compile(file.read_bytes(), str(file), "exec")
-        exec(code, module.__dict__)  # noqa: S102  # the user's own, which the command line names
+        loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"dataset.reward={reward}: {name} is no function in {file}")
