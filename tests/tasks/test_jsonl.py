@@ -195,6 +195,15 @@ def test_a_run_is_known_by_the_content_of_rows_and_reward(tmp_path):
     assert folder_name(configured(other, reward)) != before
 
 
+def test_the_files_are_those_of_the_page():
+    page = readme.PAGES["docs/models-and-data.md"]
+    code = page.partition("```python\ndef score(")[2].partition("```")[0]
+    assert code and code in (DATA / "my.py").read_text()
+    assert all(
+        line in (DATA / "my.jsonl").read_text() for line in page.splitlines() if line[:2] == '{"'
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ["mse", "train"])
 def test_both_commands_run_with_files_alone(entry, tmp_path):
