@@ -21,6 +21,7 @@ WORDS = {
     "rollouts=256": "completions of a training step, prompts times num_generations",
     "reward=COLUMN": "which column of a log holds the rewards",
     "model=CHECKPOINT": "the model that wrote a log's completions: scores them (mse pool=FILE)",
+    "output_root=DIR": "where such a study is written; outputs",
 }
 
 

@@ -57,6 +57,7 @@ class Request:
         reward: the column of rewards of a log.
         model: a checkpoint or a model's name, with which a log's rollouts are scored.
         overrides: further ones, for `mse`.
+        output_root: the folder below which a study that is made now is written.
     """
 
     source: Path
@@ -65,6 +66,7 @@ class Request:
     reward: str | None = None
     model: str | None = None
     overrides: Sequence[str] = ()
+    output_root: str = "outputs"
 
 
 def advice_of(request: Request) -> Advice:
@@ -302,7 +304,7 @@ def _study_now(overrides: Sequence[str], request: Request) -> Advice:
         ConfigError: the study ended with an error, which it has printed.
     """
     digest = hashlib.blake2b("\n".join(overrides).encode(), digest_size=5).hexdigest()
-    folder = Path("outputs/advise") / f"{request.source.stem}-{digest}"
+    folder = Path(request.output_root) / "advise" / f"{request.source.stem}-{digest}"
     words = [*overrides, f"hydra.run.dir={folder}"]
     command = [sys.executable, "-m", "grpo_ustat", "mse", *words]
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
@@ -319,12 +321,12 @@ def _check_sizes(group_size: int | None, rollouts: int) -> None:
         )
 
 
-OPTIONS = ("num_generations", "rollouts", "reward", "model")
+OPTIONS = ("num_generations", "rollouts", "reward", "model", "output_root")
 
 
 def parse_request(words: Sequence[str]) -> Request:
-    """The command line's words: a source, `num_generations=`, `rollouts=`, `reward=`, `model=`, and
-    with a model overrides of `mse`.
+    """The command line's words: a source, `num_generations=`, `rollouts=`, `reward=`, `model=`,
+    `output_root=`, and with a model overrides of `mse`.
 
     Raises:
         ConfigError: a word that means nothing, a number that is none, no source or several.

@@ -38,7 +38,7 @@ VERBS = {
     "advise": Verb(
         "keep, raise or lower the group size of a run or a log of rollouts",
         ("outputs/train/NAME/seed=0", "num_generations=8"),
-        ("num_generations=", "rollouts=", "reward=", "model=", "--json"),
+        ("num_generations=", "rollouts=", "reward=", "model=", "output_root=", "--json"),
     ),
     "report": Verb(
         "figures, tables and a page of any runs, finished or not", ("runs=outputs/train",)
