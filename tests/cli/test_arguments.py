@@ -173,6 +173,7 @@ def test_a_wrong_command_line_is_refused_in_one_plain_line(entry, words, line):
     assert refusal(entry, *words) == line
 
 
+@pytest.mark.slow
 def test_all_bad_points_of_a_sweep_are_named_once():
     assert refusal("train", "-m", "group_size=x,y,4", "seed=0,1").splitlines() == [
         "4 of the sweep's 6 runs cannot start:",

@@ -118,6 +118,7 @@ def test_a_file_of_that_name_goes_before_a_folder(tmp_path, monkeypatch):
     assert model_place("model=mine/one", "conf") == ["model=mine/one"]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_models_has_a_run_for_each(model_folder):
     runs = parse("train", ["-m", f"model=tiny,org/name,{model_folder}"]).planned_runs
     places = [run.config.model.model_name_or_path for run in runs]

@@ -122,6 +122,7 @@ def test_a_run_from_before_goes_on(tmp_path):
     assert identity_keys(old) == identity_keys(asdict(config))
 
 
+@pytest.mark.slow
 def test_a_file_of_ones_own_may_leave_them_out(tmp_path):
     """As files from before did; then the command line has to say them."""
     for group, name in (("model", "tiny"), ("dataset", "arithmetic")):
@@ -139,8 +140,9 @@ def test_a_file_of_ones_own_may_leave_them_out(tmp_path):
 
 
 @pytest.mark.parametrize("entry, words", [
-    ("train", ()), ("gap", ()), ("mse", ("-m", "seed=0,1")),
-    ("mse", ("study=best_group_size_start",)),
+    pytest.param("train", (), marks=pytest.mark.slow), ("gap", ()),
+    pytest.param("mse", ("-m", "seed=0,1"), marks=pytest.mark.slow),
+    pytest.param("mse", ("study=best_group_size_start",), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_outputs_go_below_their_root_and_are_the_same_runs(entry, words, tmp_path):
     usual = parse(entry, [*words, "dry_run=true"]).planned_runs

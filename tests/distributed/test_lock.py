@@ -311,6 +311,7 @@ def winners(folder, gun):
     return [told(pipe) for pipe in owners]
 
 
+@pytest.mark.slow
 def test_who_wrote_last_of_those_that_took_over_has_the_lock(
     tmp_path, monkeypatch, hasty, no_flock
 ):
@@ -328,6 +329,7 @@ def test_who_wrote_last_of_those_that_took_over_has_the_lock(
     assert json.loads((tmp_path / lock.NAME).read_text())["token"] == other[0].token
 
 
+@pytest.mark.slow
 def test_a_lock_that_was_removed_while_it_was_opened_is_no_lock(tmp_path, monkeypatch):
     """Its owner ends and another begins between the opening of the file and its flock."""
     old, flock = Lock(tmp_path), lock._flock
@@ -382,6 +384,7 @@ def test_processes_that_come_and_go_never_meet(tmp_path, monkeypatch, locks):
     assert (met == 0) == locks
 
 
+@pytest.mark.slow
 def test_an_owner_that_was_suspended_learns_that_it_lost(tmp_path, hasty, no_flock):
     with process(own, tmp_path) as (pipe, child):
         told(pipe)
@@ -472,6 +475,7 @@ def test_a_second_run_is_refused_before_it_loads_anything(tmp_path, monkeypatch,
     assert (path / "result.json").exists() and not (path / lock.NAME).exists()
 
 
+@pytest.mark.slow
 def test_ranks_are_refused_together(tmp_path):
     def refused(_):
         with pytest.raises(RefusedByRank, match="is in use by process"):
@@ -523,6 +527,7 @@ def test_however_a_run_ends_its_folder_is_free(tmp_path, monkeypatch, end, raise
     assert (tmp_path / "code.json").exists() and not (tmp_path / lock.NAME).exists()
 
 
+@pytest.mark.slow
 def test_a_run_refused_while_it_sets_up_leaves_no_folder(tmp_path, monkeypatch):
     def refuse(*_):
         raise ConfigError("no such model")

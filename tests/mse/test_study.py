@@ -25,6 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose, run  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base")
+FINISHED = (
+    "model=tiny_direct", "study.methods=[closed_form,monte_carlo]", "group_sizes=[2,4]",
+    "budget=study_smoke",
+)  # fmt: skip
 CURVE_KEYS = {
     "method", "baseline", "target", "setting", "interval", "group_size", "num_prompts",
     "replicates", "mse", "low", "high", "bias2", "variance", "relative_mse", "best_scalar_mse",
@@ -41,8 +45,7 @@ def study(path, *overrides):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     path = tmp_path_factory.mktemp("study")
-    return path, study(path, "study.methods=[closed_form,monte_carlo]", "group_sizes=[2,4]",
-                       "budget=study_smoke")  # fmt: skip
+    return path, study(path, *FINISHED)
 
 
 def test_the_folder_holds_what_it_promises(finished):
@@ -159,8 +162,7 @@ def test_columns_free_of_scale_belong_to_their_setting(tmp_path):
 
 def test_a_finished_study_is_shown_again(finished, capsys):
     path, result = finished
-    config = compose("mse", *SMALL, "study.methods=[closed_form,monte_carlo]", "group_sizes=[2,4]",
-                     "budget=study_smoke")  # fmt: skip
+    config = compose("mse", *SMALL, *FINISHED)
     value = study_run.run(config, RunFolder(path, config))
     assert "is complete" in capsys.readouterr().out
     assert value == result["curves"][0]["mse"]
@@ -399,8 +401,7 @@ def test_the_verdict_leaves_the_best_group_size_to_the_answer():
 def test_the_console_shows_brackets(finished, capsys):
     """Rich would take [q Z] for markup."""
     path, result = finished
-    config = compose("mse", *SMALL, "study.methods=[closed_form,monte_carlo]", "group_sizes=[2,4]",
-                     "budget=study_smoke")  # fmt: skip
+    config = compose("mse", *SMALL, *FINISHED)
     study_run.run(config, RunFolder(path, config))
     shown = "".join(capsys.readouterr().out.split())
     assert "".join(result["summary"].split()) in shown

@@ -70,7 +70,7 @@ def test_no_prompt_has_two_beginnings_or_none(chat, tmp_path):
 
 
 def test_a_base_model_has_no_chat_format():
-    with pytest.raises(ConfigError, match="embedded:tiny has no chat format.*prompt=plain"):
+    with pytest.raises(ConfigError, match="embedded:tiny_base has no chat format.*prompt=plain"):
         chat_format(compose("mse", "prompt=chat"))
 
 

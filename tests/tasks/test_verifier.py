@@ -180,6 +180,7 @@ def test_workers_share_a_batch_and_begin_afresh(stub, calls):
     assert max(map(by_process.count, by_process)) == 2
 
 
+@pytest.mark.slow
 def test_canaries_are_judged_in_every_batch_by_every_worker(stub, calls):
     verifier = stub(workers=2, canaries={("7", "7"): RIGHT, ("7", "8"): WRONG})
     for batch in range(3):
@@ -206,6 +207,7 @@ def asked_of(calls, answer):
     return len({pid for pid, found in calls() if found == answer})
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_only_slow_is_told_apart(stub, calls):
     verifier = stub(deadline=0.5, canaries={("7", "sleep 60"): RIGHT})
     with pytest.raises(JudgeError, match=r"answer sleep 60, .* deadline of 0.5 s: raise") as told:
@@ -301,6 +303,7 @@ def test_ctrl_c_ends_a_batch_and_leaves_no_verdict_behind(stub):
     assert verifier.judge([("3", "4"), ("4", "4")]) == [WRONG, RIGHT]
 
 
+@pytest.mark.slow
 def test_close_and_begin_again(stub):
     verifier = stub()
     verifier.judge([("3", "3")])

@@ -61,6 +61,7 @@ def watched(tmp_path):
     return run, batch
 
 
+@pytest.mark.slow
 def test_it_is_the_scaling_law_of_the_steps_own_scores(watched):
     run, batch = watched
     row, scores = gradient_mse(run, batch), flat_scores(run, batch)

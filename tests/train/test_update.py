@@ -183,6 +183,7 @@ def test_out_of_memory_gives_the_same_gradient_from_smaller_passes(tmp_path, mon
     assert "out of memory in an update" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_other_errors_and_hopeless_ones_are_not_swallowed():
     def failing(error):
         raise error
