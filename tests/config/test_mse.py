@@ -17,6 +17,7 @@ def own(tmp_path):
     return tmp_path / "own"
 
 
+@pytest.mark.slow
 def test_a_folder_of_somebodys_own_files_is_refused_before_any_work(own):
     before = sorted(own.rglob("*"))
     words = ("pool=own", "debug=mse")

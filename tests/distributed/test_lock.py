@@ -150,6 +150,7 @@ def test_a_killed_owner_is_followed_at_once(tmp_path, capsys):
     mine.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgets", [True, False])
 def test_a_fork_of_the_owner_keeps_no_lock(tmp_path, forgets):
     """And, where it would, a dead owner's folder stayed closed: the negative control."""
@@ -177,6 +178,7 @@ def test_a_fork_of_the_owner_keeps_no_lock(tmp_path, forgets):
         mine.release()
 
 
+@pytest.mark.slow
 def test_a_fork_that_ends_takes_no_lock_away(tmp_path):
     mine = Lock(tmp_path)
     mine.take()
@@ -220,6 +222,7 @@ def test_who_is_asked_to_stop_watches_no_longer(tmp_path, hasty):
     assert json.loads((tmp_path / lock.NAME).read_text())["token"] == owner.token
 
 
+@pytest.mark.slow
 def test_who_only_looks_denies_nobody_the_lock(tmp_path):
     """For as long as it looks the lock is not free; the one that takes it waits."""
     (tmp_path / lock.NAME).touch()
@@ -399,6 +402,7 @@ def test_an_owner_that_was_suspended_learns_that_it_lost(tmp_path, hasty, no_flo
     mine.release()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux" or os.getuid() != 0 or not shutil.which("unshare"),
     reason="only root can give itself another host name",

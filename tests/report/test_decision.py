@@ -105,6 +105,7 @@ def test_intervals_say_what_they_speak_of():
 UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolist(), dof=1e9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "result, overrides, command",
     [

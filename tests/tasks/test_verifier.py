@@ -119,6 +119,7 @@ def test_workers_import_neither_torch_nor_this_package(math_verify):
     assert not any("torch" in files or "numpy" in files for files in maps)
 
 
+@pytest.mark.slow
 def test_hostile_answers_end_at_the_deadline(stub, calls):
     """Each costs its deadline and nothing else: the next pair meets a worker that works."""
     verifier = stub(deadline=0.5)

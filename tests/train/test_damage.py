@@ -76,6 +76,7 @@ def test_these_are_all_files_of_a_checkpoint(through):
     assert last == {*FILES, model_card.NAME, model_card.PICTURE, model_card.CONFIG}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(stopped, capsys, name, damage):
