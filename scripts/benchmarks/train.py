@@ -117,6 +117,8 @@ class Questions:
         """Nothing."""
         return {}
 
+    note = ""  # there is nothing to say of them
+
 
 def our_configuration(job: dict) -> TrainConfig:
     """The project's own configuration of a job."""

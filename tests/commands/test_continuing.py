@@ -41,7 +41,9 @@ def work(entry, config, folder):
 
 @pytest.fixture
 def typed(tmp_path, monkeypatch, capsys):
-    """Type a sweep: exit code, what it printed to the output and to the error stream."""
+    """Type a sweep: exit code, what it printed to the output and to the error stream, there but for
+    the line with which each run begins.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(job, "make_run", work)
 
@@ -49,7 +51,9 @@ def typed(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["train", *SWEEP, *words])
         with pytest.raises(SystemExit) as ended:
             app.main(load_command("train"))
-        return ended.value.code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines(True) if not re.match("train: .* steps of ", line)]
+        return ended.value.code, out, "".join(lines)
 
     return command
 

@@ -149,7 +149,7 @@ WRONG = {
     "studies of gap": ("gap", ["study=x"], "choose from best_group_size, corollaries9_10, lemma11"),
     "misspelt bed": ("gap", ["bed.sed=1"], "unknown key bed.sed: did you mean bed.seed?"),
     "another trainer's": ("mse", ["num_generations=4"], "in train it is group_size"),
-    "wrong bed": ("gap", ["bed=sequences"], "study=lemma6 with bed.kind=sequences: it runs on a"),
+    "wrong bed": ("gap", ["bed=sequences"], "study=lemma6 with bed.kind=sequences: choose a"),
     "few replicates": ("gap", ["study.replicates=2"], "use 10 replicates or more"),
     "one file": (
         "train", ["dataset=gsm8k", "dataset.test_path=openai/gsm8k"], "is also dataset.test_path"
