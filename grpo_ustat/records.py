@@ -71,6 +71,8 @@ class Rollouts:
         prompts: the P prompts.
         prompt_tokens: token ids of each prompt, P lists of their own lengths.
         tokens_PGT: completion token ids, end token included, padded with 0 (int64).
+        scored_PGT: True on the tokens that the policy wrote, where an environment wrote others,
+            such as the answers of tools; None: it wrote all.
         mask_PGT: True on the completion's tokens; a prefix of every row.
         ended_PG: True where the policy wrote its end token, False where it was cut.
         texts_PG: the decoded completions, P lists of G strings, without special tokens.
@@ -87,6 +89,7 @@ class Rollouts:
     texts_PG: list[list[str]]
     logprobs_PGT: Array | None = None
     entropy_PGT: Array | None = None
+    scored_PGT: Mask | None = None
 
     @property
     def lengths_PG(self) -> Integers:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from jinja2 import TemplateError
 
 from grpo_ustat.config.identity import file_digest
@@ -29,9 +30,14 @@ from grpo_ustat.mse.pool import (
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.replay_draws import LEAST_REST
 from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
+from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.logged import LoggedRollout, read_rollouts
 
+MOST_GAP = 0.05  # nats a token, between log-probabilities of a sampler and of the same model
+LEAST_GAP = 0.002  # below which no other temperature is nearer than rounding
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+CHECKED = 64  # completions
 LEAST_COMPLETIONS = 4  # the jackknife leaves three, which the unbiased estimators need
 
 
@@ -50,22 +56,30 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     logged = logged_rollouts(config)
     assert config.pool is not None  # `config.imports_pool`
     policy = configured_policy(config)
-    if not isinstance(logged[0].prompt, str):
+    if not logged[0].is_exact and not isinstance(logged[0].prompt, str):
         _check_template(policy, config)
         policy = replace(policy, special_tokens=False)  # the template has written them
     groups: dict[str, list[LoggedRollout]] = {}
     for rollout in logged:
-        groups.setdefault(_prompt_text(rollout, policy, config), []).append(rollout)
+        ids = rollout.prompt_ids
+        key = _prompt_text(rollout, policy, config) if ids is None else str(ids)
+        groups.setdefault(key, []).append(rollout)
     groups = _trim_groups(groups, config)
-    ids = [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in groups]
+    names = [hashlib.blake2b(key.encode(), digest_size=8).hexdigest() for key in groups]
+    texts = [
+        key if group[0].prompt_ids is None else str(policy.tokenizer.decode(group[0].prompt_ids))
+        for key, group in groups.items()
+    ]
     prompts = [
-        Prompt(name, text, text, "", "imported") for name, text in zip(ids, groups, strict=True)
+        Prompt(name, text, text, "", "imported") for name, text in zip(names, texts, strict=True)
     ]
     rollouts = _tokenise(prompts, list(groups.values()), policy, config)
     file = {"file": file_digest(Path(config.pool)), "cut_at": config.study.cut_at}
     store = PoolStore(folder, draws_of(config) | file)
     store.open()
     rewards_PN = np.array([[x.reward for x in group] for group in groups.values()])
+    if rollouts.logprobs_PGT is not None:
+        check_sampler(policy, rollouts, config)
     sketches = score_sketches(config, policy)
     check_batch(policy, rollouts, rewards_PN.shape[1])
     for row, prompt in enumerate(prompts):
@@ -92,7 +106,7 @@ def logged_rollouts(config: MseConfig) -> list[LoggedRollout]:
             f"study.cut_at={cut_at}, but {path} has a column ended, which says what was cut: use "
             "study.cut_at=null"
         )
-    if not has_ended and cut_at is None:
+    if not has_ended and cut_at is None and not rollouts[0].is_exact:
         raise ConfigError(
             f"{path} has no column ended, and study.cut_at=null: a completion's score depends on "
             "whether it wrote its end token. Say at how many tokens completions were cut "
@@ -183,17 +197,27 @@ def _tokenise(
     Without a column `ended`, completions of `study.cut_at` tokens and more were cut. Tokens are
     those of the text: where the policy had split it otherwise, their number may differ by a few.
     """
-    prompt_ids, end = policy.encode([prompt.text for prompt in prompts]), _end_token(policy)
+    exact = groups[0][0].is_exact
+    if exact:
+        prompt_ids, end = [group[0].prompt_ids or [] for group in groups], -1
+        _check_vocabulary(groups, policy, config)
+    else:
+        prompt_ids, end = policy.encode([prompt.text for prompt in prompts]), _end_token(policy)
     limit, cut_at = context_length(config), config.study.cut_at
     completion_ids, other_length = [], 0
     ended = np.zeros((len(groups), len(groups[0])), dtype=bool)
     for p, group in enumerate(groups):
         for i, rollout in enumerate(group):
             place = f"{config.pool} row {rollout.row} (from 0)"
-            (ids,) = encode(policy.tokenizer, [rollout.completion], special_tokens=False)
-            ended[p, i] = rollout.ended if cut_at is None else len(ids) < cut_at
-            if ended[p, i] and not policy.end_tokens.intersection(ids[-1:]):
-                ids = [*ids, end]
+            if rollout.completion_ids is not None:
+                ids = rollout.completion_ids
+                by_token = ids[-1] in policy.end_tokens
+                ended[p, i] = by_token if rollout.ended is None else rollout.ended
+            else:
+                (ids,) = encode(policy.tokenizer, [rollout.completion], special_tokens=False)
+                ended[p, i] = rollout.ended if cut_at is None else len(ids) < cut_at
+                if ended[p, i] and not policy.end_tokens.intersection(ids[-1:]):
+                    ids = [*ids, end]
             if not ids or not prompt_ids[p]:
                 empty = "completion" if prompt_ids[p] else "prompt"
                 raise ConfigError(f"{place}: {empty} has no token and cannot be scored: drop it")
@@ -204,7 +228,7 @@ def _tokenise(
                 )
             other_length += rollout.length not in (None, len(ids))
             completion_ids.append(ids)
-    if cut_at is not None:
+    if cut_at is not None and not exact:
         _print_on_main(
             f"{config.pool}: {(~ended).sum()} of {ended.size} completions have study.cut_at="
             f"{cut_at} tokens or more and count as cut, the others as ended"
@@ -216,16 +240,102 @@ def _tokenise(
         )
     tokens = np.zeros((ended.size, max(map(len, completion_ids))), dtype=np.int64)
     mask = np.zeros(tokens.shape, dtype=bool)
+    scored, logprobs = np.zeros(tokens.shape, dtype=bool), np.zeros(tokens.shape)
+    flat = [rollout for group in groups for rollout in group]
     for i, ids in enumerate(completion_ids):
         tokens[i, : len(ids)], mask[i, : len(ids)] = ids, True
+        scored[i, : len(ids)] = True if flat[i].loss_mask is None else flat[i].loss_mask
+        logprobs[i, : len(ids)] = 0.0 if flat[i].logprobs is None else flat[i].logprobs
+    if not scored.any(axis=1).all():
+        row = flat[int(scored.any(axis=1).argmin())].row
+        raise ConfigError(
+            f"{config.pool} row {row} (from 0): loss_mask is 0 on every token, so the policy wrote "
+            "none: drop it"
+        )
+    shape = (*ended.shape, tokens.shape[1])
+    has_logprobs = all(rollout.logprobs is not None for rollout in flat)
     return Rollouts(
         prompts=prompts,
         prompt_tokens=prompt_ids,
         tokens_PGT=tokens.reshape(*ended.shape, -1),
         mask_PGT=mask.reshape(*ended.shape, -1),
         ended_PG=ended,
-        texts_PG=[[rollout.completion for rollout in group] for group in groups],
+        texts_PG=[
+            [
+                rollout.completion or str(policy.tokenizer.decode(rollout.completion_ids or []))
+                for rollout in group
+            ]
+            for group in groups
+        ],
+        logprobs_PGT=logprobs.reshape(shape) if has_logprobs else None,
+        scored_PGT=None if (scored == mask).all() else scored.reshape(shape),
     )
+
+
+def _check_vocabulary(groups: list[list[LoggedRollout]], policy: Policy, config: MseConfig) -> None:
+    """Refuse token ids that the model does not have."""
+    size = len(policy.model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
+    for rollout in (one for group in groups for one in group):
+        largest = max(*(rollout.prompt_ids or [0]), *(rollout.completion_ids or [0]))
+        if largest >= size:
+            raise ConfigError(
+                f"{config.pool} row {rollout.row} (from 0) holds token {largest}, and "
+                f"{config.model.name} has {size} tokens: use the model that wrote the rows"
+            )
+
+
+def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None:
+    """Refuse rollouts that the model did not write so: its log-probabilities of their tokens are
+    far from the sampler's, which were logged, or less than half as far at another temperature. At
+    most CHECKED completions are read.
+
+    Raises:
+        ConfigError: naming the mean absolute gap a token and its likely cause.
+    """
+    count = rollouts.ended_PG.size
+    index = np.unique(np.linspace(0, count - 1, min(CHECKED, count)).astype(int))
+    gap = sampler_gap(policy, rollouts, index, config.temperature)
+    gaps = {one: sampler_gap(policy, rollouts, index[::4], one) for one in TEMPERATURES}
+    nearest = min(gaps, key=lambda one: gaps[one])
+    other = gap > LEAST_GAP and gaps[nearest] < gap / 2
+    if gap <= MOST_GAP and not other:
+        _print_on_main(
+            f"{config.pool}: log-probabilities are within {gap:.4f} nats a token of the sampler's, "
+            f"in {len(index)} completions"
+        )
+        return
+    cause = (
+        f"they were sampled at another temperature: use temperature={nearest}"
+        if other
+        else "another checkpoint wrote them, or the prompts were written in another way"
+    )
+    raise ConfigError(
+        f"{config.pool}: {config.model.name} at temperature={config.temperature} gives the logged "
+        f"tokens log-probabilities that are off by {gap:.3f} nats a token in {len(index)} "
+        f"completions, where at most {MOST_GAP} is rounding; most likely {cause}"
+    )
+
+
+def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperature: float) -> float:
+    """Mean absolute difference of the policy's log-probabilities and the sampler's, nats a token.
+
+    Args:
+        policy: what is said to have written them.
+        rollouts: with `logprobs_PGT`.
+        index: of the completions that are read, flat.
+        temperature: divides the logits.
+    """
+    assert rollouts.logprobs_PGT is not None
+    width = rollouts.mask_PGT.shape[-1]
+    logged_NT = rollouts.logprobs_PGT.reshape(-1, width)
+    gaps = []
+    with torch.inference_mode(), policy.computing():
+        for one in index:
+            rows = pack(rollouts, np.array([one]), policy.pad_token, policy.model.device)
+            own_T = token_logprobs(policy.model, rows, temperature)[0].double().cpu().numpy()
+            scored_T = rows.completion_mask_BT[0, -rows.width :].bool().cpu().numpy()
+            gaps.append(np.abs(own_T - logged_NT[one, : rows.width])[scored_T])
+    return float(np.concatenate(gaps).mean())
 
 
 def _end_token(policy: Policy) -> int:

@@ -23,7 +23,8 @@ class Rows:
     Attributes:
         input_ids_BT: token ids.
         attention_mask_BT: 1 on prompt and completion tokens.
-        completion_mask_BT: 1 on completion tokens.
+        completion_mask_BT: 1 on completion tokens that the policy wrote, see
+            `Rollouts.scored_PGT`.
         width: T, the columns that hold completions.
     """
 
@@ -45,10 +46,14 @@ def pack(rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.de
     tokens_BT = rollouts.tokens_PGT.reshape(-1, longest)[index, :width]
     tokens_BT = np.where(written_BT, tokens_BT, pad_token).astype(np.int64)
     mask_BT = torch.from_numpy(written_BT.astype(np.int64)).to(device)
+    scored_BT = mask_BT
+    if rollouts.scored_PGT is not None:
+        own_BT = rollouts.scored_PGT.reshape(-1, longest)[index, :width]
+        scored_BT = mask_BT * torch.from_numpy(own_BT.astype(np.int64)).to(device)
     return Rows(
         input_ids_BT=torch.cat([prompt_BL, torch.from_numpy(tokens_BT).to(device)], dim=1),
         attention_mask_BT=torch.cat([mask_BL, mask_BT], dim=1),
-        completion_mask_BT=torch.cat([torch.zeros_like(mask_BL), mask_BT], dim=1),
+        completion_mask_BT=torch.cat([torch.zeros_like(mask_BL), scored_BT], dim=1),
         width=width,
     )
 

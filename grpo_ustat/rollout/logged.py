@@ -1,14 +1,18 @@
 """Rollouts that were logged elsewhere: the rows of a Parquet file, each refused by row and field.
 
-The columns are those of TRL's completions log: `prompt` and `completion`, texts or conversations
-(lists of messages with `role` and `content`), and one column of rewards; `step`, `advantage` and
-the columns of our own completions.parquet may be there too. Rows count from 0. What the rows become
-is said in `import_rollouts`.
+Two kinds of columns. Token-exact ones, as `grpo-ustat convert` writes them: `prompt_id`,
+`prompt_ids`, `completion_ids` (token ids, end token included), `reward`, `ended`, and perhaps
+`loss_mask` (1 on tokens that the policy wrote), `logprobs` (of the sampler, a number a token) and
+`policy_version`. Or those of TRL's completions log: `prompt` and `completion`, texts or
+conversations (lists of messages with `role` and `content`), and one column of rewards; `step`,
+`advantage` and the columns of our own completions.parquet may be there too. Rows count from 0. What
+the rows become is said in `import_rollouts`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,10 @@ from grpo_ustat.config.schema import ConfigError
 KNOWN = (  # TRL's, then ours
     "step", "prompt", "completion", "advantage",
     "prompt_id", "completion_index", "length", "ended", "answer", "extracted",
+    "prompt_ids", "completion_ids", "loss_mask", "logprobs", "policy_version",
 )  # fmt: skip
+EXACT = ("prompt_ids", "completion_ids")  # what makes rows token-exact
+PER_TOKEN = ("loss_mask", "logprobs")  # a number for each token of the completion
 
 Message = dict[str, str]
 
@@ -37,6 +44,9 @@ class LoggedRollout:
         reward: finite.
         ended: whether it wrote its end token, False where it was cut; None: no such column.
         length: in tokens, end token included; None: no such column.
+        prompt_ids, completion_ids: token ids; None: only texts are known.
+        loss_mask: whether the policy wrote each token of the completion; None: it wrote all.
+        logprobs: of the tokens, by the sampler; None: not logged.
     """
 
     row: int
@@ -45,6 +55,15 @@ class LoggedRollout:
     reward: float
     ended: bool | None
     length: int | None
+    prompt_ids: list[int] | None = None
+    completion_ids: list[int] | None = None
+    loss_mask: list[bool] | None = None
+    logprobs: list[float] | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its tokens are known, not only its text."""
+        return self.completion_ids is not None
 
 
 def read_rollouts(path: Path) -> list[LoggedRollout]:
@@ -68,6 +87,8 @@ def read_rollouts(path: Path) -> list[LoggedRollout]:
             f"{path}: column ended holds {table['ended'].type}, not true (the end token was "
             "written) or false (the completion was cut): write it as booleans"
         )
+    if set(EXACT) <= set(columns):
+        return _exact_rollouts(path, columns, rewards)
     faults = {
         "prompt": _prompt_fault,
         "completion": _completion_fault,
@@ -91,6 +112,70 @@ def read_rollouts(path: Path) -> list[LoggedRollout]:
     ]
 
 
+def _exact_rollouts(path: Path, columns: dict[str, list[Any]], rewards: str) -> list[LoggedRollout]:
+    """Rows whose tokens are known."""
+    faults: dict[str, Callable[[Any], str | None]] = {
+        "prompt_ids": _ids_fault,
+        "completion_ids": _ids_fault,
+        rewards: _reward_fault,
+    }
+    for name, fault in faults.items():
+        _refuse(path, name, [fault(value) for value in columns[name]])
+    lengths = [len(ids) for ids in columns["completion_ids"]]
+    for name in PER_TOKEN:
+        values = columns.get(name, [None] * len(lengths))
+        pairs = zip(values, lengths, strict=True)
+        _refuse(path, name, [_per_token_fault(value, length) for value, length in pairs])
+        columns[name] = values
+    versions: dict[str, set[Any]] = {}
+    groups = columns.get("prompt_id") or [str(ids) for ids in columns["prompt_ids"]]
+    for group, version in zip(groups, columns.get("policy_version", ()), strict=False):
+        versions.setdefault(str(group), set()).add(version)
+    mixed = [group for group, several in versions.items() if len(several) > 1]
+    if mixed:
+        raise ConfigError(
+            f"{path}: prompt_id {mixed[0]:.60} has completions of policy_version "
+            f"{', '.join(map(str, sorted(versions[mixed[0]], key=str)))}, and {len(mixed) - 1} "
+            "more prompts have such: a group is of one policy, drop the others"
+        )
+    nothing = [None] * len(lengths)
+    texts = [columns.get(name, [""] * len(lengths)) for name in ("prompt", "completion")]
+    rows = zip(
+        *texts, columns[rewards], columns.get("ended", nothing), lengths, columns["prompt_ids"],
+        columns["completion_ids"], columns["loss_mask"], columns["logprobs"], strict=True,
+    )  # fmt: skip
+    return [
+        LoggedRollout(
+            row, prompt if isinstance(prompt, str) else "",
+            completion if isinstance(completion, str) else "", float(reward), ended, length,
+            prompt_ids, completion_ids, None if mask is None else [bool(x) for x in mask], logprobs,
+        )
+        for row, (prompt, completion, reward, ended, length, prompt_ids, completion_ids, mask,
+                  logprobs) in enumerate(rows)
+    ]  # fmt: skip
+
+
+def _ids_fault(value: Any) -> str | None:
+    """Why a value is no list of token ids; None where it is one."""
+    if value is None:
+        return "is null"
+    if not isinstance(value, list) or not value:
+        return f"is {value!r:.40}, not a list of token ids"
+    wrong = [one for one in value if not isinstance(one, int) or one < 0]
+    return f"holds {wrong[0]!r:.20}, which is no token id" if wrong else None
+
+
+def _per_token_fault(value: Any, length: int) -> str | None:
+    """Why a value is not null and not a list of one finite number a token; None where it is."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != length:
+        count = len(value) if isinstance(value, list) else "no list"
+        return f"has {count} numbers, the completion {length} tokens"
+    wrong = [one for one in value if one is None or not math.isfinite(one)]
+    return f"holds {wrong[0]}, not a finite number" if wrong else None
+
+
 def _table(path: Path) -> pyarrow.Table:
     try:
         table = parquet.read_table(path)
@@ -105,6 +190,8 @@ def _table(path: Path) -> pyarrow.Table:
 def _reward_column(table: pyarrow.Table, path: Path) -> str:
     """The name of the column of rewards: the only numeric one that is not in `KNOWN`."""
     missing = {"prompt", "completion"} - set(table.column_names)
+    if set(EXACT) <= set(table.column_names):
+        missing = set[str]()
     numeric = [
         name for name in table.column_names if name not in KNOWN and _is_numeric(table[name].type)
     ]

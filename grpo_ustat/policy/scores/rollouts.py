@@ -64,6 +64,8 @@ def distinct(rollouts: Rollouts, index: np.ndarray) -> tuple[np.ndarray, np.ndar
     size, width = rollouts.mask_PGT.shape[1:]
     tokens_NT = np.where(rollouts.mask_PGT, rollouts.tokens_PGT, -1).reshape(-1, width)[index]
     keyed = np.column_stack([index // size, tokens_NT])
+    if rollouts.scored_PGT is not None:
+        keyed = np.column_stack([keyed, rollouts.scored_PGT.reshape(-1, width)[index]])
     _, first, place_B = np.unique(keyed, axis=0, return_index=True, return_inverse=True)
     return first, place_B.ravel()
 
