@@ -40,6 +40,11 @@ VERBS = {
         ("outputs/train/NAME/seed=0", "num_generations=8"),
         ("num_generations=", "rollouts=", "reward=", "model=", "output_root=", "--json"),
     ),
+    "convert": Verb(
+        "rollouts of TRL, verl, NeMo-RL, prime-rl ... as one file for mse",
+        ("rollouts/", "rollouts.parquet"),
+        ("--from", "--group-size", "--reward", "--version"),
+    ),
     "report": Verb(
         "figures, tables and a page of any runs, finished or not", ("runs=outputs/train",)
     ),

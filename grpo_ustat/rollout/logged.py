@@ -82,6 +82,12 @@ def read_rollouts(path: Path) -> list[LoggedRollout]:
         raise ConfigError(
             f"{path} holds steps {min(steps)} to {max(steps)}, each of another policy: keep one"
         )
+    versions = sorted(set(map(str, columns.get("policy_version", ()))))
+    if len(versions) > 1:
+        raise ConfigError(
+            f"{path} holds rollouts of {len(versions)} policies, policy_version {versions[0]} to "
+            f"{versions[-1]}: a study is of one, keep one"
+        )
     if "ended" in columns and not types.is_boolean(table["ended"].type):
         raise ConfigError(
             f"{path}: column ended holds {table['ended'].type}, not true (the end token was "
@@ -127,17 +133,6 @@ def _exact_rollouts(path: Path, columns: dict[str, list[Any]], rewards: str) -> 
         pairs = zip(values, lengths, strict=True)
         _refuse(path, name, [_per_token_fault(value, length) for value, length in pairs])
         columns[name] = values
-    versions: dict[str, set[Any]] = {}
-    groups = columns.get("prompt_id") or [str(ids) for ids in columns["prompt_ids"]]
-    for group, version in zip(groups, columns.get("policy_version", ()), strict=False):
-        versions.setdefault(str(group), set()).add(version)
-    mixed = [group for group, several in versions.items() if len(several) > 1]
-    if mixed:
-        raise ConfigError(
-            f"{path}: prompt_id {mixed[0]:.60} has completions of policy_version "
-            f"{', '.join(map(str, sorted(versions[mixed[0]], key=str)))}, and {len(mixed) - 1} "
-            "more prompts have such: a group is of one policy, drop the others"
-        )
     nothing = [None] * len(lengths)
     texts = [columns.get(name, [""] * len(lengths)) for name in ("prompt", "completion")]
     rows = zip(

@@ -62,7 +62,8 @@ MISSPELT = {
     "MSE": "unknown command 'MSE': did you mean mse?",
     "seed=1": "seed=1 comes after a verb, as in grpo-ustat train seed=1",
     "-m": "-m comes after a verb, as in grpo-ustat train -m",
-    "x": "unknown command 'x': choose from train, mse, gap, advise, report, sweep, mirror, doctor",
+    "x": "unknown command 'x': choose from train, mse, gap, advise, convert, report, sweep, "
+    "mirror, doctor",
 }
 
 

@@ -149,7 +149,10 @@ ROW = {
         ({"logprobs": [-0.1, float("nan")]}, r"logprobs holds nan, not a finite number"),
         ({"loss_mask": [1, 1, 0]}, r"loss_mask has 3 numbers, the completion 2 tokens"),
         ({"reward": float("inf")}, r"reward is inf: not a finite reward"),
-        ({"policy_version": 2}, r"prompt_id a has completions of policy_version 1, 2"),
+        (
+            {"policy_version": 2},
+            r"holds rollouts of 2 policies, policy_version 1 to 2: a study is of one",
+        ),
     ],
 )
 def test_rows_that_cannot_be_used_are_refused_by_field(tmp_path, changes, message):

@@ -1,0 +1,49 @@
+"""`grpo-ustat convert SRC DST.parquet`: rollouts of another framework as one Parquet file, which
+`grpo-ustat mse pool=DST.parquet model=CHECKPOINT` and `grpo-ustat advise` take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.convert.formats import FORMATS, Options, detect
+from grpo_ustat.convert.table import convert
+
+
+def main() -> None:
+    """Console entry; the exit code is 2 where nothing was written."""
+    parser = argparse.ArgumentParser(prog=command_line("convert"), description=__doc__)
+    parser.add_argument("source", type=Path, metavar="SRC", help="a file, or a folder of files")
+    parser.add_argument("target", type=Path, metavar="DST", help="a Parquet file to write")
+    parser.add_argument(
+        "--from", dest="name", choices=["auto", *FORMATS], default="auto",
+        help="the framework that wrote SRC; auto: by file names and fields",
+    )  # fmt: skip
+    parser.add_argument(
+        "--group-size", type=int, help="completions of a prompt, where rows name no group"
+    )
+    parser.add_argument("--reward", metavar="COLUMN", help="which column holds the rewards")
+    parser.add_argument("--version", help="of the policy whose rollouts are kept; else the last")
+    arguments = parser.parse_args()
+    try:
+        if not arguments.source.exists():
+            raise ConfigError(f"{arguments.source} does not exist")
+        one = detect(arguments.source) if arguments.name == "auto" else FORMATS[arguments.name]
+        options = Options(arguments.group_size, arguments.reward, arguments.version)
+        conversion = convert(arguments.source, one, arguments.target, options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(*conversion.lines(), sep="\n")
+    if one.note:
+        print(f"  note: {one.note}")
+    cut = [] if conversion.exact else ["study.cut_at=LENGTH"]
+    print("next: " + command_line("mse", f"pool={arguments.target}", "model=CHECKPOINT", *cut))
+
+
+if __name__ == "__main__":
+    main()

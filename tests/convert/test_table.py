@@ -1,0 +1,290 @@
+"""The layout of every framework, written as its code writes it, becomes the same rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from grpo_ustat.advise.rewards import read_rewards
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.convert.__main__ import main
+from grpo_ustat.convert.formats import FORMATS, Options, detect
+from grpo_ustat.convert.table import convert
+from grpo_ustat.rollout.logged import read_rollouts
+
+GROUPS = {"a": ([1, 2, 3], [[7, 8, 9], [7, 9], [8, 9]]), "b": ([4, 5], [[6, 9], [6, 6, 9], [9]])}
+REWARDS = {"a": [1.0, 0.0, 0.5], "b": [0.0, 0.0, 1.0]}
+
+
+def rows():
+    """(group, place in it, prompt ids, completion ids, reward), as every fixture holds them."""
+    for name, (prompt, completions) in GROUPS.items():
+        for i, ids in enumerate(completions):
+            yield name, i, prompt, ids, REWARDS[name][i]
+
+
+def lines(path, objects):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(one) + "\n" for one in objects))
+
+
+def nemo_rl(folder):
+    width = 8
+    lines(folder / "train_data_step3.jsonl", [
+        {
+            "content": ["text"], "rewards": [reward], "input_lengths": [len(prompt) + len(ids)],
+            "token_ids": [(prompt + ids + [0] * width)[:width]],
+            "token_loss_mask": [([0] * len(prompt) + [1] * len(ids) + [0] * width)[:width]],
+            "sample_loss_mask": [1.0], "advantages": [[0.0] * width],
+            "generation_logprobs": [([0.0] * len(prompt) + [-0.5] * len(ids) + [0.0] * 8)[:width]],
+            "prev_logprobs": [[0.0] * width], "idx": k,
+        }
+        for k, (_, _, prompt, ids, reward) in enumerate(rows())
+    ])  # fmt: skip
+
+
+def prime_rl(folder):
+    lines(folder / "rollouts/step_3/train/all/traces.jsonl", [
+        {
+            "run": {"work": {"policy": {"start": 2, "end": 2}}}, "group": {"id": name},
+            "traces": [{
+                "nodes": [
+                    {"parent": None, "sampled": False, "token_ids": prompt, "mask": None,
+                     "logprobs": None, "advantages": None},
+                    {"parent": 0, "sampled": True, "token_ids": ids, "mask": [True] * len(ids),
+                     "logprobs": [-0.5] * len(ids), "advantages": [0.0] * len(ids)},
+                ],
+                "rewards": {"right": {"score": reward, "weight": 1.0},
+                            "form": {"score": 3.0, "weight": 0.0}},
+                "stop_condition": "stop", "calls": [{"finish_reason": "stop"}],
+            }],
+        }
+        for name, _, prompt, ids, reward in rows()
+    ])  # fmt: skip
+
+
+def open_instruct(folder):
+    lines(folder / "run_rollouts_000000.jsonl", [
+        {
+            "step": 3, "sample_idx": i, "prompt_idx": "ab".index(name), "prompt_tokens": prompt,
+            "response_tokens": ids, "reward": reward, "advantage": 0.0, "finish_reason": "stop",
+            "dataset": "x", "logprobs": [-0.5] * len(ids),
+        }
+        for name, i, prompt, ids, reward in rows()
+    ])  # fmt: skip
+
+
+def slime(folder):
+    import torch
+
+    samples = [
+        {
+            "group_index": "ab".index(name), "tokens": prompt + ids, "response_length": len(ids),
+            "reward": reward, "loss_mask": [1] * len(ids), "status": "completed",
+            "rollout_log_probs": [-0.5] * len(ids), "weight_versions": ["2"] * 2,
+        }
+        for name, _, prompt, ids, reward in rows()
+    ]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"rollout_id": 3, "samples": samples}, folder / "p_3.pt")
+
+
+def text(ids):
+    return " ".join(map(str, ids))
+
+
+def trl(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    table = {
+        "step": [3] * 6, "prompt": [text(one[2]) for one in rows()],
+        "completion": [text(one[3]) for one in rows()], "reward_func": [one[4] for one in rows()],
+        "advantage": [0.0] * 6,
+    }  # fmt: skip
+    parquet.write_table(pyarrow.table(table), folder / "completions_00003.parquet")
+
+
+def verl(folder):
+    lines(folder / "3.jsonl", [
+        {"input": text(prompt), "output": text(ids), "gts": "", "score": reward, "step": 3,
+         "uid": f"{name}_{i}_0"}
+        for name, i, prompt, ids, reward in rows()
+    ])  # fmt: skip
+
+
+def areal(folder):
+    for name in GROUPS:
+        lines(folder / f"rollout/2/{name}.jsonl", [
+            {"task_id": name, "sample_idx": i, "seqlen": len(prompt) + len(ids),
+             "prompt_len": len(prompt), "head_version": 2, "tail_version": 2, "reward": reward,
+             "prompt": text(prompt), "completion": text(ids)}
+            for other, i, prompt, ids, reward in rows() if other == name
+        ])  # fmt: skip
+
+
+def ms_swift(folder):
+    one = list(rows())
+    lines(folder / "completions.jsonl", [{
+        "step": [3] * 6, "prompt": [text(x[2]) for x in one],
+        "completion": [text(x[3]) for x in one], "accuracy": [x[4] for x in one],
+        "advantages": [0.0] * 6,
+    }])  # fmt: skip
+
+
+WRITERS = {
+    one.__name__: one
+    for one in (nemo_rl, prime_rl, open_instruct, slime, trl, verl, areal, ms_swift)
+}
+
+
+def converted(name, tmp_path, options=Options()):  # noqa: B008  # frozen
+    WRITERS[name](tmp_path / "source")
+    target = tmp_path / "rollouts.parquet"
+    return convert(tmp_path / "source", FORMATS[name], target, options), target
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_row_is_taken_and_belongs_to_its_prompt(name, tmp_path):
+    conversion, target = converted(name, tmp_path)
+    assert (conversion.kept, conversion.rows, conversion.groups) == (6, 6, 2)
+    assert not conversion.reasons and conversion.exact == FORMATS[name].exact
+    table = parquet.read_table(target).to_pylist()
+    assert [row["reward"] for row in table] == [one[4] for one in rows()]
+    for row, (_, _, prompt, ids, _) in zip(table, rows(), strict=True):
+        if conversion.exact:
+            assert (row["prompt_ids"], row["completion_ids"]) == (prompt, ids)
+            assert row["logprobs"] == [-0.5] * len(ids)
+        else:
+            assert (row["prompt"], row["completion"]) == (text(prompt), text(ids))
+    assert [group.tolist() for group in read_rewards(target).groups] == list(REWARDS.values())
+    if conversion.exact:
+        read = read_rollouts(target)
+        assert [one.completion_ids for one in read] == [one[3] for one in rows()]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_layout_is_recognised(name, tmp_path):
+    WRITERS[name](tmp_path)
+    assert detect(tmp_path).name == name
+
+
+def test_what_is_no_format_is_refused(tmp_path):
+    lines(tmp_path / "x.jsonl", [{"a": 1}])
+    with pytest.raises(ConfigError, match="is in no format that is known by its names and fields"):
+        detect(tmp_path)
+
+
+def open_instruct_rows(changes):
+    """Rows of open-instruct, some changed, by their place."""
+    all_rows = []
+    for k, (name, i, prompt, ids, reward) in enumerate(rows()):
+        row = {"step": 3, "sample_idx": i, "prompt_idx": "ab".index(name), "prompt_tokens": prompt,
+               "response_tokens": ids, "reward": reward, "finish_reason": "stop",
+               "logprobs": [-0.5] * len(ids)}  # fmt: skip
+        all_rows.append(row | changes.get(k, {}))
+    return all_rows
+
+
+@pytest.mark.parametrize(
+    "changes, kept, reason",
+    [
+        ({1: {"reward": math.nan}}, 5, "its reward is not a finite number"),
+        ({1: {"response_tokens": []}}, 5, "it has no prompt or no completion tokens"),
+        ({1: {"logprobs": [-0.5]}}, 5, "logprobs is not as long as the completion"),
+        ({k: {"reward": math.inf} for k in (3, 4)}, 3, "a group of one completion"),
+        ({k: {"step": 2} for k in (0, 1, 2)}, 3, "of another policy than step 3, which is kept"),
+        ({1: {"prompt_tokens": [1]}}, 3, "its group has several prompts"),
+    ],
+)
+def test_what_is_left_out_is_counted_with_its_reason(changes, kept, reason, tmp_path):
+    lines(tmp_path / "run_rollouts_000000.jsonl", open_instruct_rows(changes))
+    target = tmp_path / "out.parquet"
+    conversion = convert(tmp_path, FORMATS["open_instruct"], target, Options())
+    assert conversion.kept == kept and sum(conversion.reasons.values()) == 6 - kept
+    assert any(line.split("left out: ")[-1].startswith(reason) for line in conversion.lines())
+
+
+def test_a_group_of_several_policies_is_left_out(tmp_path):
+    prime_rl(tmp_path)
+    path = tmp_path / "rollouts/step_3/train/all/traces.jsonl"
+    episodes = [json.loads(line) for line in path.read_text().splitlines()]
+    episodes[0]["run"]["work"]["policy"] = {"start": 1, "end": 2}
+    episodes[1]["run"]["work"]["policy"] = {"start": 1, "end": 1}
+    lines(path, episodes)
+    conversion = convert(tmp_path, FORMATS["prime_rl"], tmp_path / "o.parquet", Options())
+    assert conversion.kept == 3 and dict(conversion.reasons) == {
+        "written by policies 1 to 2": 1, "its group was written by several policies": 2,
+    }  # fmt: skip
+
+
+def test_tokens_of_tools_are_masked(tmp_path):
+    """An environment's turn between two of the policy's."""
+    prime_rl(tmp_path)
+    path = tmp_path / "rollouts/step_3/train/all/traces.jsonl"
+    episodes = [json.loads(line) for line in path.read_text().splitlines()]
+    for episode in episodes:
+        episode["traces"][0]["nodes"] += [
+            {"parent": 1, "sampled": False, "token_ids": [5, 5], "mask": None, "logprobs": None},
+            {"parent": 2, "sampled": True, "token_ids": [9], "mask": [True], "logprobs": [-1.0]},
+        ]
+    lines(path, episodes)
+    convert(tmp_path, FORMATS["prime_rl"], tmp_path / "o.parquet", Options())
+    first = read_rollouts(tmp_path / "o.parquet")[0]
+    assert first.completion_ids == [7, 8, 9, 5, 5, 9]
+    assert first.loss_mask == [True, True, True, False, False, True]
+    assert first.logprobs == [-0.5, -0.5, -0.5, 0.0, 0.0, -1.0]
+
+
+def test_a_pickle_that_needs_code_is_refused(tmp_path):
+    import torch
+
+    torch.save({"rollout_id": 3, "samples": [Options()]}, tmp_path / "p_3.pt")
+    with pytest.raises(ConfigError, match="a pickle may run code, so it is refused"):
+        convert(tmp_path, FORMATS["slime"], tmp_path / "o.parquet", Options())
+
+
+def test_several_reward_columns_are_asked_for(tmp_path):
+    trl(tmp_path)
+    path = tmp_path / "completions_00003.parquet"
+    table = parquet.read_table(path)
+    parquet.write_table(table.append_column("form", pyarrow.array([1.0] * 6)), path)
+    with pytest.raises(ConfigError, match="reward columns reward_func, form: say which"):
+        convert(tmp_path, FORMATS["trl"], tmp_path / "o.parquet", Options())
+    conversion = convert(tmp_path, FORMATS["trl"], tmp_path / "o.parquet", Options(reward="form"))
+    assert conversion.kept == 6
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["missing", "o.parquet"], "missing does not exist"),
+        (["source", "o.csv"], "o.csv: the converted file ends in .parquet"),
+        (["source", "there.parquet"], "there.parquet is there already"),
+        (["source", "o.parquet", "--from", "verl"], "is not as verl writes it (KeyError: 'input')"),
+        (["source", "o.parquet", "--from", "slime"], "source holds no *.pt, as slime writes them"),
+        (["source", "o.parquet", "--from", "skyrl"], "source holds no *_training_input.pkl"),
+    ],
+)
+def test_wrong_command_lines_end_in_one_line(words, message, tmp_path, monkeypatch, capsys):
+    open_instruct(tmp_path / "source")
+    (tmp_path / "there.parquet").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["convert", *words])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_the_command_says_what_it_took_and_what_next(tmp_path, monkeypatch, capsys):
+    open_instruct(tmp_path / "source")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["convert", "source", "o.parquet"])
+    main()
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "open_instruct: 6 of 6 rows of 1 files taken, 2 prompts; token-exact."
+    assert out[-1] == "next: grpo-ustat mse pool=o.parquet model=CHECKPOINT"
