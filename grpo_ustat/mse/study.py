@@ -144,6 +144,11 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     result = study_result(
         config, pool, statistics, curves, facts.parameters, pool_cost, replicate_cost
     )
+    if config.imports_pool and not logged_rollouts(config)[0].is_exact:
+        result["summary"] += (
+            " WARNING: only texts were logged, which were tokenised again: where the policy had "
+            "split them otherwise, scores are those of other tokens, so this result is inexact."
+        )
     return result | {"left_out": left_out, "not_measured": refusals}
 
 
