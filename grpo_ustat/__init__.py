@@ -1,3 +1,42 @@
-"""grpo_ustat: how good a GRPO policy gradient is, which group size to use, and training with it."""
+"""grpo_ustat: how good a GRPO policy gradient is, which group size to use, and training with it.
+
+The names below are loaded when they are first used, so that `import grpo_ustat` takes no time:
+
+- `completion_scores`: exact scores of completions of a loaded model.
+- `scaling_from_arrays`: C1, C2, C3 and the best group size G* from arrays.
+- `Baseline`: what a baseline of one's own is.
+- `load_run`: a run folder, finished or not.
+- `read_curves`: the curves of a study as a table.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_ustat.estimators.baselines import Baseline
+    from grpo_ustat.estimators.scaling import scaling_from_arrays
+    from grpo_ustat.policy.scores import completion_scores
+    from grpo_ustat.runs.tables import load_run, read_curves
 
 __version__ = "0.1.0"
+__all__ = ["Baseline", "completion_scores", "load_run", "read_curves", "scaling_from_arrays"]
+
+_HOMES = {
+    "Baseline": "grpo_ustat.estimators.baselines",
+    "completion_scores": "grpo_ustat.policy.scores",
+    "load_run": "grpo_ustat.runs.tables",
+    "read_curves": "grpo_ustat.runs.tables",
+    "scaling_from_arrays": "grpo_ustat.estimators.scaling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'grpo_ustat' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
