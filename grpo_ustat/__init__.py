@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grpo_ustat.estimators.baselines import Baseline
     from grpo_ustat.estimators.scaling import scaling_from_arrays
     from grpo_ustat.policy.scores import completion_scores
-    from grpo_ustat.runs.tables import load_run, read_curves
+    from grpo_ustat.runs.library import load_run, read_curves
 
 __version__ = "0.1.0"
 __all__ = ["Baseline", "completion_scores", "load_run", "read_curves", "scaling_from_arrays"]
@@ -26,8 +26,8 @@ __all__ = ["Baseline", "completion_scores", "load_run", "read_curves", "scaling_
 _HOMES = {
     "Baseline": "grpo_ustat.estimators.baselines",
     "completion_scores": "grpo_ustat.policy.scores",
-    "load_run": "grpo_ustat.runs.tables",
-    "read_curves": "grpo_ustat.runs.tables",
+    "load_run": "grpo_ustat.runs.library",
+    "read_curves": "grpo_ustat.runs.library",
     "scaling_from_arrays": "grpo_ustat.estimators.scaling",
 }
 

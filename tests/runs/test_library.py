@@ -14,7 +14,7 @@ import grpo_ustat as gu
 from grpo_ustat.estimators.baselines import Baseline
 from grpo_ustat.estimators.scaling import scaling_from_arrays
 from grpo_ustat.policy.scores import completion_scores
-from grpo_ustat.runs.tables import load_run, read_curves
+from grpo_ustat.runs.library import load_run, read_curves
 
 
 def test_the_names_are_those_of_the_rooms():
