@@ -139,6 +139,7 @@ def test_a_file_of_ones_own_may_leave_them_out(tmp_path):
     assert compose_config("mse", [own, "dataset=mine", "max_completion_length=9"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry, words", [
     pytest.param("train", (), marks=pytest.mark.slow), ("gap", ()),
     pytest.param("mse", ("-m", "seed=0,1"), marks=pytest.mark.slow),

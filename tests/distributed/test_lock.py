@@ -118,6 +118,7 @@ def beating(folder, drift):
     thread.join()
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_and_told_whose_it_is(tmp_path):
     with process(own, tmp_path) as (pipe, child):
         owner = told(pipe)
@@ -372,6 +373,7 @@ def come_and_go(pipe, folder, times):
     pipe.send(met)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locks", [True, False])
 def test_processes_that_come_and_go_never_meet(tmp_path, monkeypatch, locks):
     """The file goes with each of them; without flock they do meet, the negative control."""

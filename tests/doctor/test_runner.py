@@ -25,6 +25,7 @@ def doctor(*arguments, path=None, **environment):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=known)
 
 
+@pytest.mark.slow
 def test_whatever_a_check_does_it_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)

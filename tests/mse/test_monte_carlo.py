@@ -38,6 +38,7 @@ def study(policy, name, group_size, replicates, blocks, block_size, rng):
     return curve(squared, found @ refs.T, refs @ refs.T, float(total @ total))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -35,6 +35,7 @@ def test_the_copy_is_the_source_byte_for_byte():
         assert f"`{hashlib.sha256(content).hexdigest()}`" in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SIZES)
 def test_every_row_parses_and_every_gold_scores_1_against_its_own_solution(rows, split):
     found = [question_of(row) for row in rows[split]]

@@ -39,6 +39,7 @@ def texts(a_task, split):
     return {question.text for question in a_task.questions(split)}
 
 
+@pytest.mark.slow
 def test_one_file_is_split_without_overlap_and_says_so(tmp_path):
     path = written(tmp_path / "my.jsonl", [*ROWS[:20], "", *ROWS[20:]])
     made = task(path)

@@ -80,6 +80,7 @@ def gone(processes, seconds=10):
     return not psutil.wait_procs(processes, seconds)[1]
 
 
+@pytest.mark.slow
 def test_math_verify_judges(math_verify):
     pairs = [
         (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", RIGHT), ("x^2-1", "(x+1)(x-1)", RIGHT),

@@ -34,6 +34,7 @@ def broken(through, tmp_path, *steps):
     return rewind(path, *(steps or (3, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override",
     ["optimizer=adamw", *(pytest.param(override, marks=pytest.mark.slow) for override in MORE)],
