@@ -18,6 +18,11 @@ from grpo_ustat.estimators.baselines import PLUGIN_GROUP, own_rules
 NO_CUT = {"top_p": 1.0, "top_k": 0}  # were fields of one value each, and keep their place in hashes
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 OF_THE_MODEL = ("size", "learning_rate", "lora_learning_rate")  # change no result by themselves
+REWRITTEN = {  # hash of an embedded policy: its hash before its tokenizer was written otherwise
+    "d3e245593976": "41c7b89189fa",
+    "141bb549a609": "a5b20b037c83",
+    "ecec94fe94a9": "2f18b1ecb1c2",
+}
 LONGEST_WORDS = 200  # characters; file systems end names at 255 bytes
 OPERATIONAL = (
     "output_root",
@@ -124,7 +129,8 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
 
     Adapters count with how they are added and with the model that they are added to.
 
-    Small files count by their content, files above 64 MiB by size and time of change.
+    Small files count by their content, files above 64 MiB by size and time of change. Where other
+    files give the same tokens as before (`REWRITTEN`), the hash stays, and with it runs and pools.
     """
     folder = model_folder(model_name_or_path)
     files = sorted(file for kind in MODEL_FILES for file in folder.glob(kind))
@@ -134,7 +140,8 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
     adapters = adapter_base(folder)
     if adapters is not None:
         total.update(str(weights_fingerprint(adapters[0])).encode())
-    return total.hexdigest()[:12]
+    digest = total.hexdigest()[:12]
+    return REWRITTEN.get(digest, digest)
 
 
 def data_fingerprint(dataset: Any) -> str | None:

@@ -39,6 +39,8 @@ from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
 from grpo_ustat.tasks.registry import make_task
 
+CLASSES_OF_NO_MODEL = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one, renamed in 5.0
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -152,9 +154,20 @@ def load_tokenizer(
         return load_tokenizer(base, revision=revision, trust_remote_code=trust_remote_code)
     with _one_line(model_name_or_path):
         config = get_tokenizer_config(source, **common)
-        plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        plain = config.get("tokenizer_class") in CLASSES_OF_NO_MODEL
         loader = PreTrainedTokenizerFast if plain else AutoTokenizer
         return loader.from_pretrained(source, padding_side="left", **common)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer's files as `save_pretrained` does, with a class that every transformers
+    knows: versions before 5.0 have no TokenizersBackend.
+    """
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    text = file.read_text(encoding="utf-8")
+    newer, older = (f'"tokenizer_class": "{name}"' for name in CLASSES_OF_NO_MODEL)
+    file.write_text(text.replace(newer, older), encoding="utf-8")
 
 
 @contextmanager

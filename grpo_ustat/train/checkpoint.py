@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import main_only
-from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.loading import Policy, save_tokenizer
 from grpo_ustat.runs.log import RunLog, attempt
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train.context import TrainContext, TrainProgress
@@ -88,7 +88,7 @@ def write_checkpoint(
     def write_files(staging: Path) -> None:
         """Every file of the checkpoint, into the folder that `publish` then renames."""
         policy.model.save_pretrained(staging)
-        policy.tokenizer.save_pretrained(staging)
+        save_tokenizer(policy.tokenizer, staging)
         save_file(moments, staging / OPTIMIZER)
         np.savez(staging / BASELINE_STATE, **baseline_state)
         (staging / STATE).write_text(json.dumps(state | {"step": step}))

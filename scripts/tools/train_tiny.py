@@ -55,12 +55,23 @@ RECIPES = {
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, newline included."""
+    """One token per printable ASCII character, newline included; any other character is UNKNOWN.
+
+    Its form is that of Qwen2's tokenizers, bytes without merges: `AutoTokenizer` gives a model of
+    this type the class of its type, which reads the vocabulary and the merges alone.
+    """
     characters = [c for c in string.printable if c.isprintable()] + ["\n"]
-    vocab = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(characters)])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
+    as_byte = {" ": "Ġ", "\n": "Ċ"}  # as byte-level vocabularies write them
+    tokens = [PAD, END, UNKNOWN, *(as_byte.get(c, c) for c in sorted(characters))]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    core = Tokenizer(models.BPE(vocab, [], unk_token=UNKNOWN, fuse_unk=True))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,

@@ -113,7 +113,7 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     assert {"checkpoint-2", "checkpoint-4", "report.html"} <= names
     assert "in 4 steps of 16 rollouts, " in html.unescape((path / "report.html").read_text())
     tokenizer = AutoTokenizer.from_pretrained(path / "checkpoint-4")
-    assert tokenizer.decode(tokenizer("1+2=")["input_ids"]) == "1+2="
+    assert tokenizer.decode(tokenizer("1 + 2 =\n")["input_ids"]) == "1 + 2 =\n"
     result = json.loads((path / "result.json").read_text())
     assert result["steps"] == 4 and result["rollouts"] == 64
     assert [row["step"] for row in result["evals"]] == [0, 2, 4]
