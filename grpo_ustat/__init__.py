@@ -23,19 +23,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Baseline", "completion_scores", "load_run", "read_curves", "scaling_from_arrays"]
 
-_HOMES = {
-    "Baseline": "grpo_ustat.estimators.baselines",
-    "completion_scores": "grpo_ustat.policy.scores",
-    "load_run": "grpo_ustat.runs.library",
-    "read_curves": "grpo_ustat.runs.library",
-    "scaling_from_arrays": "grpo_ustat.estimators.scaling",
+_HOMES = {  # the module of a name, and the extra that it needs
+    "Baseline": ("grpo_ustat.estimators.baselines", ""),
+    "completion_scores": ("grpo_ustat.policy.scores", "torch"),
+    "load_run": ("grpo_ustat.runs.library", "cli"),
+    "read_curves": ("grpo_ustat.runs.library", "cli"),
+    "scaling_from_arrays": ("grpo_ustat.estimators.scaling", ""),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'grpo_ustat' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    home, extra = _HOMES[name]
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if not extra:
+            raise
+        raise ImportError(
+            f"grpo_ustat.{name} needs {error.name}: pip install 'grpo-ustat[{extra}]'"
+        ) from error
 
 
 def __dir__() -> list[str]:

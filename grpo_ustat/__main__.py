@@ -5,10 +5,32 @@ from __future__ import annotations
 import importlib
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import NoReturn
 
 from grpo_ustat import __version__
 from grpo_ustat.cli.verbs import VERBS, help_text, unknown_verb
+from grpo_ustat.config.command_line import install_line
+
+OF_COMMANDS = {  # the package of each module that the extra [cli] brings
+    "accelerate": "accelerate",
+    "datasets": "datasets",
+    "gx2": "gx2",
+    "hydra": "hydra-core",
+    "jinja2": "jinja2",
+    "math_verify": "math-verify",
+    "matplotlib": "matplotlib",
+    "omegaconf": "hydra-core",  # which brings it
+    "packaging": "packaging",
+    "pandas": "datasets",
+    "psutil": "psutil",
+    "pyarrow": "pyarrow",
+    "rich": "rich",
+    "safetensors": "safetensors",
+    "torch": "torch",
+    "transformers": "transformers",
+    "yaml": "pyyaml",
+}
 
 
 def main() -> None:
@@ -32,7 +54,20 @@ def main() -> None:
     if verb not in VERBS:
         _refuse(unknown_verb(verb))
     sys.argv[1:] = arguments
-    importlib.import_module(f"grpo_ustat.{verb}.__main__").main()
+    try:
+        importlib.import_module(f"grpo_ustat.{verb}.__main__").main()
+    except ModuleNotFoundError as error:
+        package = OF_COMMANDS.get((error.name or "").partition(".")[0])
+        if package is None:
+            raise
+        print(f"grpo-ustat {verb} needs {package}: {install_line('cli')}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def hyphenated() -> None:
+    """Console entry of `grpo-ustat-VERB`: what `grpo-ustat VERB` does."""
+    sys.argv.insert(1, Path(sys.argv[0]).stem.removeprefix("grpo-ustat-"))
+    main()
 
 
 def _refuse(message: object) -> NoReturn:

@@ -1,11 +1,11 @@
 # Sourced by run and test: makes .venv and installs the package into it, once per change of
-# pyproject.toml or constraints.txt.  Usage: set_up [extra]
+# pyproject.toml or constraints.txt, with the extra [cli].  Usage: set_up ROOT [another extra]
 set_up() {
   local root="$1" extra="${2:-}" venv stamp want
   venv="$root/.venv"
   stamp="$venv/.installed${extra:+-$extra}"
   want="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
-  for done in "$stamp" "$venv/.installed-test"; do  # the test extra includes everything
+  for done in "$stamp" "$venv/.installed-test"; do  # with the test extra all is there
     [ -f "$done" ] && [ "$(cat "$done")" = "$want" ] && return
   done
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
@@ -16,6 +16,6 @@ set_up() {
   }
   echo "Installing into $venv (first time: a few minutes) ..." >&2
   "$venv/bin/python" -m pip install -q --disable-pip-version-check \
-    -c "$root/constraints.txt" -e "$root${extra:+[$extra]}" >&2
+    -c "$root/constraints.txt" -e "$root[cli${extra:+,$extra}]" >&2
   echo "$want" > "$stamp"
 }

@@ -48,6 +48,8 @@ def install_line(extra: str) -> str:
     """The command that installs an optional dependency of this package.
 
     Args:
-        extra: a name of `[project.optional-dependencies]`.
+        extra: a name of `[project.optional-dependencies]`; one that only commands use comes with
+            `cli`.
     """
-    return f"pip install -e '.[{extra}]'" if CHECKOUT else f"pip install 'grpo_ustat[{extra}]'"
+    names = extra if extra in ("cli", "torch") else f"cli,{extra}"
+    return f"pip install -e '.[{names}]'" if CHECKOUT else f"pip install 'grpo-ustat[{names}]'"

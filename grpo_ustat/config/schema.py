@@ -15,7 +15,7 @@ from dataclasses import MISSING as WITHOUT
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from omegaconf import MISSING
+UNSET: Any = "???"  # omegaconf.MISSING
 
 
 def flatten(content: Mapping[str, Any], between: str = ".", prefix: str = "") -> dict[str, Any]:
@@ -63,7 +63,7 @@ def field(
     metadata = {"meaning": meaning, "unit": unit, "limits": limits, "entries": entries or {}}
     if factory is not WITHOUT:
         return dataclasses.field(default_factory=factory, metadata=metadata)
-    return dataclasses.field(default=MISSING, metadata=metadata)
+    return dataclasses.field(default=UNSET, metadata=metadata)
 
 
 @dataclass(frozen=True)

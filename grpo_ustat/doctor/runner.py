@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from grpo_ustat.config.command_line import install_line
 from grpo_ustat.config.secrets import redact_text
 
 AT_ONCE = 3  # checks
@@ -192,7 +193,7 @@ def _crash_finding(check: Check, code: int, stderr: str) -> Finding:
     end = f"signal {-code}" if code < 0 else f"exit code {code}"
     fix = f"python -m grpo_ustat.doctor.runner {check.target} . {check.deadline:g} shows all of it"
     if "No module named" in last:
-        fix = "pip install the missing package, see `packages` above"
+        fix = install_line("cli")
     return failed(f"the check itself broke ({end}): {last[:300]}", fix)
 
 

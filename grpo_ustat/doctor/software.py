@@ -26,10 +26,11 @@ from grpo_ustat import __version__
 from grpo_ustat.doctor.runner import Finding, failed, ok, warning
 
 PACKAGE = "grpo-ustat"
+OF_COMMANDS = ("", "torch", "cli")  # extras that every command needs
 NOT_INSTALLED = warning(
     f"{PACKAGE} runs from its sources without being installed: versions have nothing to be "
     "compared to",
-    "pip install -c constraints.txt -e .",
+    "pip install -c constraints.txt -e '.[cli]'",
 )
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 JUDGE_DEADLINE, JUDGE_MEMORY_GB = 2.0, 2.0  # as in conf/dataset/math.yaml
@@ -77,7 +78,11 @@ def packages(_: Path) -> Finding:
         declared = [Requirement(text) for text in requires(PACKAGE) or ()]
     except PackageNotFoundError:
         return NOT_INSTALLED
-    needed = [one for one in declared if one.marker is None or one.marker.evaluate({"extra": ""})]
+    declared = [one for one in declared if one.name != PACKAGE]  # [cli] holds [torch]
+    needed = [
+        one for one in declared
+        if one.marker is None or any(one.marker.evaluate({"extra": x}) for x in OF_COMMANDS)
+    ]  # fmt: skip
     problems = [problem for one in needed for problem in _problems(one)]
     if problems:
         message = ", ".join(f"{one.name} is {own}, needed is {one}" for one, own in problems)

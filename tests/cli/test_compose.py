@@ -11,8 +11,8 @@ from grpo_ustat.config.schema import ConfigError
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words, line", [
-    (["lora=r16"], "lora.r=16 needs the package peft: pip install -e '.[lora]'"),
-    (["rollout=vllm"], "rollout=vllm needs the package vllm: pip install -e '.[vllm]', or use "
+    (["lora=r16"], "lora.r=16 needs the package peft: pip install -e '.[cli,lora]'"),
+    (["rollout=vllm"], "rollout=vllm needs the package vllm: pip install -e '.[cli,vllm]', or use "
      "rollout=local"),
 ])  # fmt: skip
 def test_a_package_that_a_run_needs_is_missed_before_anything_is_imported(monkeypatch, words, line):

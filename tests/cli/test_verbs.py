@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from grpo_ustat import __main__ as program
 from grpo_ustat.cli.verbs import VERBS, help_text, unknown_verb, verb_candidates, verb_of
+from grpo_ustat.config import command_line
 from grpo_ustat.config.command_line import PROGRAM
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +38,7 @@ def test_every_room_with_a_command_is_a_verb():
     assert scripts.pop("grpo-ustat") == "grpo_ustat.__main__:main"
     for name, target in scripts.items():  # the older ones
         verb = name.removeprefix("grpo-ustat-")
-        assert verb in VERBS and target == f"grpo_ustat.{verb}.__main__:main"
+        assert verb in VERBS and target == "grpo_ustat.__main__:hyphenated"
 
 
 def test_help_has_a_line_and_an_example_of_each(monkeypatch, capsys):
@@ -81,6 +83,44 @@ def test_the_verbs_own_words_reach_it(monkeypatch, capsys, verb):
     sys.modules[name].main = lambda: seen.append(sys.argv[1:])
     assert main(monkeypatch, capsys, verb, "-m", "a=b c") == (0, "", "")
     assert seen == [["-m", "a=b c"]]
+
+
+def lacks(monkeypatch, module):
+    """Let `mse` miss a module."""
+
+    def missing():
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setitem(sys.modules, "grpo_ustat.mse.__main__", type(sys)("mse"))
+    sys.modules["grpo_ustat.mse.__main__"].main = missing
+
+
+@pytest.mark.parametrize("module, package", [("hydra", "hydra-core"), ("torch.nn", "torch")])
+def test_a_verb_whose_package_is_missing_says_how_to_install_it(
+    monkeypatch, capsys, module, package
+):
+    lacks(monkeypatch, module)
+    monkeypatch.setattr(command_line, "CHECKOUT", False)
+    line = f"grpo-ustat mse needs {package}: pip install 'grpo-ustat[cli]'\n"
+    assert main(monkeypatch, capsys, "mse", "seed=1") == (2, "", line)
+    monkeypatch.setattr(sys, "argv", ["/bin/grpo-ustat-mse", "seed=1"])
+    with pytest.raises(SystemExit):
+        program.hyphenated()
+    assert capsys.readouterr() == ("", line)
+
+
+def test_a_module_of_no_package_of_ours_is_no_matter_of_extras(monkeypatch, capsys):
+    lacks(monkeypatch, "mine")
+    with pytest.raises(ModuleNotFoundError, match="mine"):
+        main(monkeypatch, capsys, "mse")
+
+
+def test_every_package_of_the_commands_has_its_line():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    names = {re.match(r"[\w-]+", one)[0] for one in extras["torch"] + extras["cli"]}
+    assert names == {"grpo-ustat", "omegaconf", *program.OF_COMMANDS.values()}
 
 
 def test_help_and_a_misspelt_verb_import_neither_torch_nor_hydra():
@@ -141,6 +181,17 @@ def test_the_script_passes_on_and_says_how_it_was_typed(checkout):
     (checkout / "sub dir").mkdir()
     done = typed("../scripts/run mse", checkout / "sub dir")
     assert done.stdout == "../scripts/run|-m grpo_ustat mse\n"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_the_first_use_installs_what_the_commands_need(checkout):
+    (checkout / ".venv/.installed").unlink()
+    done = typed("./scripts/run mse", checkout)
+    assert f"-c {checkout}/constraints.txt -e {checkout}[cli]\n" in done.stderr
+    done = typed(
+        f". scripts/setup.sh; printf x >> pyproject.toml; set_up {checkout} test", checkout
+    )
+    assert done.stderr.endswith(f"-e {checkout}[cli,test]\n")
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")

@@ -35,9 +35,10 @@ def test_a_shell_reads_the_words_that_were_given(monkeypatch, typed, start):
 
 def test_an_extra_is_installed_as_this_package_was(monkeypatch):
     monkeypatch.setattr(module, "CHECKOUT", True)
-    assert install_line("wandb") == "pip install -e '.[wandb]'"
+    assert install_line("wandb") == "pip install -e '.[cli,wandb]'"
+    assert install_line("cli") == "pip install -e '.[cli]'"
     monkeypatch.setattr(module, "CHECKOUT", False)
-    assert install_line("wandb") == "pip install 'grpo_ustat[wandb]'"
+    assert install_line("wandb") == "pip install 'grpo-ustat[cli,wandb]'"
 
 
 def test_every_extra_that_a_line_names_is_one():

@@ -67,6 +67,17 @@ def test_missing_old_and_mismatched_packages(site):
     assert found.fix.count("'") == 6
 
 
+def test_what_commands_need_is_in_two_extras(site):
+    installed(
+        site, "grpo-ustat", "0.1.0", "numpy", 'no-such-package>=2 ; extra == "torch"',
+        'grpo-ustat[torch] ; extra == "cli"', 'scipy>=99 ; extra == "cli"',
+        extras=["torch", "cli"],
+    )  # fmt: skip
+    found = software.packages(site)
+    assert found.status == "failed" and "grpo-ustat" not in found.message
+    assert "no-such-package is missing" in found.message and "needed is scipy>=99" in found.message
+
+
 def test_an_extra_that_is_too_old_is_a_warning(site):
     installed(site, "grpo-ustat", "0.1.0", 'peft>=99 ; extra == "lora"', extras=["lora"])
     found = software.packages(site)

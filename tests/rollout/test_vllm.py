@@ -283,6 +283,6 @@ def test_what_vllm_cannot_run_is_refused(policy, monkeypatch):
 
 def test_without_vllm_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[vllm\]'") as caught:
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[cli,vllm\]'") as caught:
         engine_of(random_policy(dtype=torch.float32))
     assert "\n" not in str(caught.value)

@@ -126,9 +126,9 @@ def test_without_the_plugin_only_its_launchers_are_refused(tmp_path):
     refused = run("-m", "hydra/launcher=slurm", "seed=0,1")
     assert refused.returncode == 2
     assert refused.stderr == (
-        "error: SLURM needs hydra-submitit-launcher: pip install -e '.[slurm]'\n"
+        "error: SLURM needs hydra-submitit-launcher: pip install -e '.[cli,slurm]'\n"
     )
-    assert "(pip install 'grpo_ustat[slurm]')" in " ".join(run("--help").stdout.split())
+    assert "(pip install 'grpo-ustat[cli,slurm]')" in " ".join(run("--help").stdout.split())
     assert (
         "budget.rollouts=16 is not a multiple" in run("group_size=5", "budget.rollouts=16").stderr
     )

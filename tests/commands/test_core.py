@@ -1,0 +1,139 @@
+"""The core, without an extra: NumPy and SciPy are enough for estimators, and commands say what is
+missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REFUSE = """
+import sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        allowed = {"numpy", "scipy", "grpo_ustat", *sys.stdlib_module_names}
+        if top not in allowed and not top.startswith("_"):
+            raise ModuleNotFoundError(f"No module named {top!r}", name=top)
+
+sys.meta_path.insert(0, Refused())
+"""
+CORE = """
+import numpy as np
+
+import grpo_ustat as gu
+from grpo_ustat.estimators import convergence
+from grpo_ustat.estimators.baselines import Baseline, advantages
+from grpo_ustat.estimators.intervals import clustered_wilson, wilson
+from grpo_ustat.estimators.scaling import scaling_from_arrays
+
+assert gu.scaling_from_arrays is scaling_from_arrays and gu.Baseline is Baseline
+assert constants["gstar"].low < constants["gstar"].estimate < constants["gstar"].high
+assert abs(advantages("leave_one_out", rewards_PG, BaselineContext()).sum()) < 1e-12
+assert Baseline("half", lambda r, _: r - 0.5, unbiased=True, min_group_size=1).name == "half"
+assert wilson(5, 10).low < 0.5 < clustered_wilson(rewards_PN).high
+
+from grpo_ustat.convert.formats import FORMATS, Options
+
+row, _ = FORMATS["verl"].read(Path(sys.argv[1]), Options())
+assert (row.prompt, row.reward) == ("1+1=", 1.0)
+for name, extra in (("completion_scores", "torch"), ("load_run", "cli"), ("read_curves", "cli")):
+    try:
+        getattr(gu, name)
+    except ImportError as error:
+        assert str(error).startswith(f"grpo_ustat.{name} needs "), error
+        assert str(error).endswith(f": pip install 'grpo-ustat[{extra}]'"), error
+    else:
+        raise AssertionError(name)
+"""
+COMMANDS = (
+    "train",
+    "mse",
+    "gap",
+    "advise rewards.csv num_generations=2",
+    "convert {} out.parquet",
+    "report runs=outputs",
+    "sweep status outputs",
+    "mirror outputs logger=wandb",
+)
+
+
+def examples():
+    """The blocks of the page about the library that need no model."""
+    page = (ROOT / "docs" / "library.md").read_text()
+    return [
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "import numpy" in block
+    ]  # fmt: skip
+
+
+def core(tmp_path):
+    """A script that uses all that the core has, and its argument."""
+    file = tmp_path / "1.jsonl"
+    row = {"input": "1+1=", "output": "2", "gts": "2", "score": 1.0, "step": 1}
+    file.write_text(2 * (json.dumps(row) + "\n"))
+    script = tmp_path / "core.py"
+    script.write_text("\n".join(["import sys\nfrom pathlib import Path", *examples(), CORE]))
+    return [str(script), str(file)]
+
+
+@pytest.mark.slow
+def test_the_core_needs_numpy_and_scipy_alone(tmp_path):
+    assert len(examples()) == 2
+    script, argument = core(tmp_path)
+    command = [sys.executable, "-c", REFUSE + Path(script).read_text(), argument]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_command_without_its_packages_ends_in_a_line(words, tmp_path):
+    verb, *arguments = words.format(core(tmp_path)[1]).split()
+    program = REFUSE + "from grpo_ustat.__main__ import main; main()"
+    command = [sys.executable, "-c", program, verb, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    assert re.fullmatch(
+        rf"grpo-ustat {verb} needs [\w-]+: pip install -e '\.\[cli\]'\n", done.stderr
+    )
+
+
+@pytest.mark.slow
+def test_a_plain_install_brings_numpy_and_scipy_alone(tmp_path):
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(pip, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    clean = tmp_path / "clean"
+    subprocess.run([sys.executable, "-m", "venv", str(clean)], check=True)
+    python = str(clean / "bin" / "python")
+    install = [python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
+    subprocess.run([*install, str(wheel)], check=True)
+    listed = subprocess.run(
+        [python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True
+    )
+    names = {one["name"] for one in json.loads(listed.stdout)} - {"pip", "setuptools"}
+    assert names == {"grpo-ustat", "numpy", "scipy"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def run(*command):
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env=environment
+        )
+
+    done = run(python, *core(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for command in (["grpo-ustat", "mse"], ["grpo-ustat-mse"]):
+        done = run(str(clean / "bin" / command[0]), *command[1:])
+        line = "grpo-ustat mse needs hydra-core: pip install 'grpo-ustat[cli]'\n"
+        assert (done.returncode, done.stderr) == (2, line)
+    done = run(str(clean / "bin" / "grpo-ustat"), "doctor", "--only", "packages")
+    assert done.returncode == 1 and "fix: pip install 'grpo-ustat[cli]'" in done.stdout
