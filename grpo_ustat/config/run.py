@@ -95,11 +95,6 @@ class Shared:
     show_prompts, model = 0, None  # no fields here: of entries that have prompts and a model
 
     @property
-    def plan(self) -> str:
-        """What will run, in a line for the terminal."""
-        raise NotImplementedError
-
-    @property
     def only_shows(self) -> bool:
         """Whether nothing is to be run."""
         return self.dry_run or bool(self.show_prompts)

@@ -101,6 +101,11 @@ def logged_rollouts(config: MseConfig) -> list[LoggedRollout]:
     path, cut_at = Path(config.pool), config.study.cut_at
     rollouts = read_rollouts(path)
     has_ended = rollouts[0].ended is not None
+    if rollouts[0].is_exact and cut_at is not None:
+        raise ConfigError(
+            f"study.cut_at={cut_at}, but {path} has the tokens, whose end says what was cut: use "
+            "study.cut_at=null"
+        )
     if has_ended and cut_at is not None:
         raise ConfigError(
             f"study.cut_at={cut_at}, but {path} has a column ended, which says what was cut: use "
@@ -228,7 +233,7 @@ def _tokenise(
                 )
             other_length += rollout.length not in (None, len(ids))
             completion_ids.append(ids)
-    if cut_at is not None and not exact:
+    if cut_at is not None:
         _print_on_main(
             f"{config.pool}: {(~ended).sum()} of {ended.size} completions have study.cut_at="
             f"{cut_at} tokens or more and count as cut, the others as ended"
@@ -238,36 +243,50 @@ def _tokenise(
             f"{config.pool}: {other_length} of {ended.size} completions have another number of "
             "tokens than their column length says: their text is tokenised in another way now"
         )
-    tokens = np.zeros((ended.size, max(map(len, completion_ids))), dtype=np.int64)
-    mask = np.zeros(tokens.shape, dtype=bool)
-    scored, logprobs = np.zeros(tokens.shape, dtype=bool), np.zeros(tokens.shape)
+    return _padded(prompts, prompt_ids, groups, completion_ids, ended, policy, config)
+
+
+def _padded(
+    prompts: list[Prompt],
+    prompt_ids: list[list[int]],
+    groups: list[list[LoggedRollout]],
+    completion_ids: list[list[int]],
+    ended_PN: np.ndarray,
+    policy: Policy,
+    config: MseConfig,
+) -> Rollouts:
+    """The tokens of all completions as one array, with which of them the policy wrote and what the
+    sampler's log-probabilities were, where these are known of every completion.
+
+    Raises:
+        ConfigError: the policy wrote no token of a completion.
+    """
     flat = [rollout for group in groups for rollout in group]
-    for i, ids in enumerate(completion_ids):
+    tokens = np.zeros((ended_PN.size, max(map(len, completion_ids))), dtype=np.int64)
+    mask, scored = (np.zeros(tokens.shape, dtype=bool) for _ in range(2))
+    logprobs = np.zeros(tokens.shape)
+    for i, (ids, rollout) in enumerate(zip(completion_ids, flat, strict=True)):
         tokens[i, : len(ids)], mask[i, : len(ids)] = ids, True
-        scored[i, : len(ids)] = True if flat[i].loss_mask is None else flat[i].loss_mask
-        logprobs[i, : len(ids)] = 0.0 if flat[i].logprobs is None else flat[i].logprobs
-    if not scored.any(axis=1).all():
-        row = flat[int(scored.any(axis=1).argmin())].row
-        raise ConfigError(
-            f"{config.pool} row {row} (from 0): loss_mask is 0 on every token, so the policy wrote "
-            "none: drop it"
-        )
-    shape = (*ended.shape, tokens.shape[1])
-    has_logprobs = all(rollout.logprobs is not None for rollout in flat)
+        scored[i, : len(ids)] = True if rollout.loss_mask is None else rollout.loss_mask
+        logprobs[i, : len(ids)] = 0.0 if rollout.logprobs is None else rollout.logprobs
+        if not scored[i].any():
+            raise ConfigError(
+                f"{config.pool} row {rollout.row} (from 0): loss_mask is 0 on every token, so the "
+                "policy wrote none: drop it"
+            )
+    shape = (*ended_PN.shape, tokens.shape[1])
+    texts = [
+        one.completion or str(policy.tokenizer.decode(one.completion_ids or [])) for one in flat
+    ]
+    size = ended_PN.shape[1]
     return Rollouts(
         prompts=prompts,
         prompt_tokens=prompt_ids,
-        tokens_PGT=tokens.reshape(*ended.shape, -1),
-        mask_PGT=mask.reshape(*ended.shape, -1),
-        ended_PG=ended,
-        texts_PG=[
-            [
-                rollout.completion or str(policy.tokenizer.decode(rollout.completion_ids or []))
-                for rollout in group
-            ]
-            for group in groups
-        ],
-        logprobs_PGT=logprobs.reshape(shape) if has_logprobs else None,
+        tokens_PGT=tokens.reshape(shape),
+        mask_PGT=mask.reshape(shape),
+        ended_PG=ended_PN,
+        texts_PG=[texts[first : first + size] for first in range(0, len(texts), size)],
+        logprobs_PGT=None if flat[0].logprobs is None else logprobs.reshape(shape),
         scored_PGT=None if (scored == mask).all() else scored.reshape(shape),
     )
 

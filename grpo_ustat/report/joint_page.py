@@ -20,7 +20,7 @@ from grpo_ustat.report.page import (
     Figure,
     Page,
     differences,
-    made_text,
+    provenance_line,
 )
 from grpo_ustat.report.tables import Cell, Table, shorten
 from grpo_ustat.report.verdicts import (
@@ -172,7 +172,7 @@ def page(report: Report) -> Page:
         completions=Completions(rows, sentence) if rows else None,
         difference=differences({run.label: run.config for run in runs}) if len(runs) > 1 else None,
         configuration=shared,
-        made=made_text(
+        provenance=provenance_line(
             "made", datetime.now(UTC).isoformat(), socket.gethostname(), typed_command()
         ),
     )

@@ -71,7 +71,7 @@ class Page:
 
     Attributes:
         title: of the run or the report.
-        made: when, on which machine and by which command; "" where that is not known.
+        provenance: when, on which machine and by which command; "" where that is not known.
         answer: to what was asked of the runs, a line for each kind of runs.
         next_step: mostly a command to copy into a shell; "" shows none.
         notes: warnings and what is missing, a line each.
@@ -95,7 +95,7 @@ class Page:
     completions: Completions | None = None
     difference: Mapping[str, Mapping[str, Any]] | None = None
     configuration: Mapping[str, Any] | None = None
-    made: str = ""
+    provenance: str = ""
 
 
 def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -147,7 +147,7 @@ def render(page: Page) -> str:
     return html.encode("ascii", "xmlcharrefreplace").decode()  # the same in every encoding
 
 
-def made_text(what: str, time: str, host: str | None, command: str | None) -> str:
+def provenance_line(what: str, time: str, host: str | None, command: str | None) -> str:
     """A line on when, where and by which command a run or a page was made.
 
     Args:
@@ -155,7 +155,7 @@ def made_text(what: str, time: str, host: str | None, command: str | None) -> st
         time: in ISO format, UTC.
         host, command: None where not known.
 
-    >>> made_text("made", "2026-03-01T04:20:59+00:00", "node7", "grpo-ustat mse")
+    >>> provenance_line("made", "2026-03-01T04:20:59+00:00", "node7", "grpo-ustat mse")
     'made 2026-03-01 04:20 UTC on node7 by `grpo-ustat mse`'
     """
     moment = datetime.fromisoformat(time).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")

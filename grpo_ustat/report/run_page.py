@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.report.decision import WHY_FIXED_ROLLOUTS, interval_note
-from grpo_ustat.report.page import NAME, Completions, Figure, Page, made_text, render
+from grpo_ustat.report.page import NAME, Completions, Figure, Page, provenance_line, render
 from grpo_ustat.report.study_page import (
     gap_answer,
     gap_facts,
@@ -113,17 +113,17 @@ def run_page(
         tables=page_tables,
         completions=Completions(rows, sentence) if rows else None,
         configuration=run.config,
-        made=_made(run),
+        provenance=_last_start(run),
     )
 
 
-def _made(run: RunRecord) -> str:
+def _last_start(run: RunRecord) -> str:
     """When, where and by which command the run was started last."""
     starts = [row for row in run.launches if row.get("event") == "start" and "time" in row]
     if not starts:
         return ""
     last = starts[-1]
-    return made_text("started", last["time"], last.get("host"), last.get("command"))
+    return provenance_line("started", last["time"], last.get("host"), last.get("command"))
 
 
 def _result_notes(run: RunRecord) -> list[str]:

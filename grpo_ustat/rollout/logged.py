@@ -133,6 +133,11 @@ def _exact_rollouts(path: Path, columns: dict[str, list[Any]], rewards: str) -> 
         pairs = zip(values, lengths, strict=True)
         _refuse(path, name, [_per_token_fault(value, length) for value, length in pairs])
         columns[name] = values
+    if any(columns["logprobs"]):  # of some rows alone they cannot show which policy wrote the rest
+        nulls = [value is None for value in columns["logprobs"]]
+        _refuse(
+            path, "logprobs", ["is null, other rows have it" if null else None for null in nulls]
+        )
     nothing = [None] * len(lengths)
     texts = [columns.get(name, [""] * len(lengths)) for name in ("prompt", "completion")]
     rows = zip(

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.mse.import_rollouts import MOST_GAP, import_pool, sampler_gap
+from grpo_ustat.mse.import_rollouts import MOST_GAP, import_pool, logged_rollouts, sampler_gap
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.rollout.logged import read_rollouts
@@ -147,6 +147,7 @@ ROW = {
         ({"prompt_ids": [1, -2]}, r"prompt_ids holds -2, which is no token id"),
         ({"logprobs": [-0.1]}, r"logprobs has 1 numbers, the completion 2 tokens"),
         ({"logprobs": [-0.1, float("nan")]}, r"logprobs holds nan, not a finite number"),
+        ({"logprobs": None}, r"row 1 \(from 0\): logprobs is null, other rows have it"),
         ({"loss_mask": [1, 1, 0]}, r"loss_mask has 3 numbers, the completion 2 tokens"),
         ({"reward": float("inf")}, r"reward is inf: not a finite reward"),
         (
@@ -159,6 +160,12 @@ def test_rows_that_cannot_be_used_are_refused_by_field(tmp_path, changes, messag
     path = write(tmp_path / "r.parquet", [ROW, ROW | changes])
     with pytest.raises(ConfigError, match=message):
         read_rollouts(path)
+
+
+def test_tokens_say_themselves_what_was_cut(tmp_path):
+    path = write(tmp_path / "r.parquet", [{k: v for k, v in ROW.items() if k != "ended"}])
+    with pytest.raises(ConfigError, match="has the tokens, whose end says what was cut"):
+        logged_rollouts(compose("mse", *SMALL, f"pool={path}", "study.cut_at=4"))
 
 
 def test_rows_need_no_texts(tmp_path):

@@ -84,14 +84,14 @@ def folder_of(path, config, result=None, steps=4, rows=None):
 
 def test_a_page_says_when_where_and_by_which_command_its_run_started(tmp_path):
     folder = folder_of(tmp_path, TRAIN, RESULT)
-    assert run_page(folder).made == ""  # of an earlier version, which kept no times
+    assert run_page(folder).provenance == ""  # of an earlier version, which kept no times
     start = {"event": "start", "time": "2026-03-01T04:20:59+00:00", "host": "node7"}
     row = start | {"command": "grpo-ustat train -m group_size=4,8"}
     (folder / "launches.jsonl").write_text(json.dumps(row) + "\n")
     now = datetime(2026, 3, 1, 5, 20, 59, tzinfo=UTC)
     page = run_page(folder, now=now)
     line = "started 2026-03-01 04:20 UTC on node7 by `grpo-ustat train -m group_size=4,8`"
-    assert page.made == line and line in html.unescape(render(page))
+    assert page.provenance == line and line in html.unescape(render(page))
     assert dict(page.facts)["Wall time"] == "1:00:00"
     assert dict(run_page(folder).facts)["Wall time"] is None  # killed
 

@@ -62,11 +62,16 @@ def stub(calls):
     """Verifiers of the stub, whose warm-up is the first eight calls of a worker."""
     made, before = [], set(descendants())
 
+    def of_stub(process):
+        # a worker of another fixture may fork after `before` was taken
+        with suppress(psutil.Error):
+            return process not in before and not before.intersection(process.parents())
+
     def make(workers=1, deadline=20.0, memory_gb=1.0, canaries=None, **settings):
         made.append(Verifier(workers, deadline, memory_gb, canaries or {}, **settings))
         return made[-1]
 
-    make.processes = lambda: [p for p in descendants() if p not in before]
+    make.processes = lambda: [process for process in descendants() if of_stub(process)]
     yield make
     for verifier in made:
         verifier.close()
