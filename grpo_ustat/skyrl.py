@@ -1,0 +1,18 @@
+"""Our baselines as advantage estimators of SkyRL, `grpo_ustat_NAME`: see docs/skyrl.md.
+
+Import it before SkyRL's own `main`. Names that SkyRL has already, from another process of the same
+run, stay as they are.
+"""
+
+from __future__ import annotations
+
+from skyrl.backends.skyrl_train.utils.ppo_utils import (  # pyright: ignore[reportMissingImports]
+    AdvantageEstimatorRegistry,
+    register_advantage_estimator,
+)
+
+from grpo_ustat.row_advantages import PREFIX, REWARDS_ALONE, estimator
+
+for _rule in REWARDS_ALONE:
+    if PREFIX + _rule not in AdvantageEstimatorRegistry.list_available():
+        register_advantage_estimator(PREFIX + _rule)(estimator(_rule))
