@@ -1,7 +1,8 @@
-"""Our baselines as advantage estimators of SkyRL, `grpo_ustat_NAME`: see docs/skyrl.md.
+"""SkyRL with our baselines as advantage estimators `grpo_ustat_NAME`: see docs/skyrl.md.
 
-Import it before SkyRL's own `main`. Names that SkyRL has already, from another process of the same
-run, stay as they are.
+`python -m grpo_ustat.skyrl` takes what `python -m skyrl.train.entrypoints.main_base` takes. An
+entry point of one's own imports this module first. Names that SkyRL has already, from another
+process of the same run, stay as they are.
 """
 
 from __future__ import annotations
@@ -16,3 +17,8 @@ from grpo_ustat.row_advantages import PREFIX, REWARDS_ALONE, estimator
 for _rule in REWARDS_ALONE:
     if PREFIX + _rule not in AdvantageEstimatorRegistry.list_available():
         register_advantage_estimator(PREFIX + _rule)(estimator(_rule))
+
+if __name__ == "__main__":
+    from skyrl.train.entrypoints.main_base import main  # pyright: ignore[reportMissingImports]
+
+    main()

@@ -1,4 +1,7 @@
-"""SkyRL's registry: a stand-in of its decorator and call; where it is installed, SkyRL itself."""
+"""SkyRL's registry: a stand-in of its decorator and call; where it is installed, SkyRL itself.
+
+`python -m grpo_ustat.skyrl` is the registration and then SkyRL's own `main`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from readme import PAGES, commands
 
 from grpo_ustat.row_advantages import REWARDS_ALONE, estimator
 
@@ -94,6 +98,25 @@ def test_skyrl_itself_calls_them_in_another_process():
     for rule, result in zip(REWARDS_ALONE, results, strict=True):
         expected, _ = estimator(rule)(REWARDS_BT, MASK_BT, UIDS)
         assert all(torch.equal(tokens, expected) for tokens in result)
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_the_settings_of_the_page_make_the_update_ours():
+    pytest.importorskip("skyrl", reason="SkyRL is not installed")
+    from skyrl.train.config import SkyRLTrainConfig
+
+    words = next(w for w in commands(PAGES["docs/skyrl.md"]) if "grpo_ustat.skyrl" in w)
+    trainer = SkyRLTrainConfig.from_cli_overrides(words[3:]).trainer
+    algorithm = trainer.algorithm
+    assert not (algorithm.use_kl_loss or algorithm.use_kl_in_reward or algorithm.use_entropy_loss)
+    assert not algorithm.advantage_batch_normalize and trainer.update_epochs_per_batch == 1
+    assert trainer.policy_mini_batch_size == trainer.train_batch_size
+    utils = importlib.import_module(HOME)
+    advantage_BT, _ = estimator("leave_one_out")(REWARDS_BT, MASK_BT, UIDS)
+    scaled_BT = utils.apply_loss_reduction_to_advantages_minibatch(
+        advantage_BT, MASK_BT, algorithm.loss_reduction, 1, algorithm.max_seq_len
+    )
+    assert torch.allclose(scaled_BT * algorithm.max_seq_len, advantage_BT / len(UIDS))
 
 
 def _in_another_process():

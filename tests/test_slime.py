@@ -1,7 +1,8 @@
 """slime's advantage function and reducer, under stand-ins for megatron's groups and slime's slices.
 
-slime itself needs Megatron-LM and a GPU. Its batches are those of its `rollout.py`: lists of a
-rank's samples, `sample_indices` numbered through, the samples of a prompt on several ranks.
+`python train.py` of slime calls them on every rank. slime itself needs Megatron-LM and a GPU; its
+batches are those of its `rollout.py`: lists of a rank's samples, `sample_indices` numbered through,
+the samples of a prompt on several ranks.
 """
 
 from __future__ import annotations

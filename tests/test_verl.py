@@ -24,6 +24,7 @@ ORDER = [4, 0, 8, 3, 1, 7, 6, 2, 5]
 REAL = """
 import numpy as np, torch, verl
 from verl import DataProto
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from test_verl import UIDS, batch, expected
 from grpo_ustat.row_advantages import REWARDS_ALONE
@@ -36,6 +37,23 @@ for rule in REWARDS_ALONE:
     torch.testing.assert_close(data.batch["advantages"], expected(rule) * mask)
     assert torch.equal(data.batch["returns"], data.batch["advantages"])
 print("as verl calls them:", len(REWARDS_ALONE))
+
+from hydra import compose, initialize_config_module
+from readme import PAGES, commands
+from verl.trainer.ppo.core_algos import agg_loss
+
+words = next(w for w in commands(PAGES["docs/verl.md"]) if "verl.trainer.main_ppo" in w)
+with initialize_config_module("verl.trainer.config", version_base=None):
+    config = compose("ppo_trainer", words[words.index("verl.trainer.main_ppo") + 1 :])
+actor = config.actor_rollout_ref.actor
+assert not (actor.use_kl_loss or actor.entropy_coeff or config.algorithm.use_kl_in_reward)
+assert actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+get_adv_estimator_fn(config.algorithm.adv_estimator)
+logprobs = torch.zeros(9, 4, requires_grad=True)
+advantage = expected("leave_one_out")
+agg_loss(-advantage * logprobs, mask, actor.loss_agg_mode, global_batch_size=9).backward()
+torch.testing.assert_close(-logprobs.grad, advantage * mask / 9)
+print("the update is ours")
 """
 UIDS = np.array([f"uid {row // 3}" for row in ORDER], dtype=object)
 LENGTHS = np.array([1, 4, 2, 3, 4, 1, 2, 4, 3])
@@ -109,3 +127,4 @@ def test_verl_itself_calls_them(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":".join([*sys.path]))
     run = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True)
     assert f"as verl calls them: {len(REWARDS_ALONE)}" in run.stdout, run.stderr[-2000:]
+    assert "the update is ours" in run.stdout, run.stderr[-2000:]

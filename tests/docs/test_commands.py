@@ -35,6 +35,9 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "python scripts/tools/try_vllm.py": "tests/rollout/test_vllm.py",
     ".venv/bin/python scripts/tools/fetch_smollm2.py": "tests/policy/test_loading.py",
     "eval": "tests/cli/test_completion.py",
+    "VERL_USE_EXTERNAL_MODULES=grpo_ustat.verl python": "tests/test_verl.py",
+    "python -m grpo_ustat.skyrl": "tests/test_skyrl.py",
+    "python train.py": "tests/test_slime.py",
 }
 PROGRAMS = ("./scripts/run", "grpo-ustat")  # the same command, in a checkout and installed
 INSTALLS = ("python3 -m venv", "uv venv", "pip install", ".venv/bin/pip install")  # by setup.sh
