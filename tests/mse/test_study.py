@@ -255,7 +255,7 @@ def test_two_processes_give_the_figures_of_one(tmp_path):
 @pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(1800)
 def test_three_methods_agree_on_tiny(tmp_path):
-    """Rules of every kind, 12 questions: replay against fresh rollouts, simultaneous 99 %."""
+    """Rules of every kind, 6 questions: replay against fresh rollouts, simultaneous 99 %."""
     names = [
         "none",
         "leave_one_out",
@@ -267,7 +267,7 @@ def test_three_methods_agree_on_tiny(tmp_path):
         "batch_std",
     ]
     result = study(
-        tmp_path, "model=tiny_base", "study.questions=12", "launch.workers=1",
+        tmp_path, "model=tiny_base", "study.questions=6", "launch.workers=1",
         "study.methods=[closed_form,replay,monte_carlo]", f"baselines=[{','.join(names)}]",
         "group_sizes=[2,4,8]", "budget.pool_completions=224", "budget.replicates=48",
         "budget.reference_completions=256", "budget.value_completions=256",
