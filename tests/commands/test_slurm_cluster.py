@@ -26,7 +26,7 @@ TRAIN = (  # steps of a few tenths of a second, in which some group of a few ear
 )  # fmt: skip
 STUDY = ("model=tiny_base", "study.questions=160", "launch.workers=1")
 POINTS = ("group_size=2 seed=0", "group_size=4 seed=0")
-SWEEP = ("-m", "group_size=2,4,8", "seed=0,1", *TRAIN)
+SWEEP = ("-m", "group_size=2,4", "seed=0,1", *TRAIN)
 SLURM = (
     "hydra/launcher=slurm", "hydra.launcher.partition=main", "hydra.launcher.tasks_per_node=2",
     "hydra.launcher.cpus_per_task=1", "hydra.launcher.array_parallelism=2",
@@ -175,7 +175,7 @@ def sweep(folder, *overrides, environment=None):
 
 
 def points(folder):
-    pairs = [(size, seed) for size in (2, 4, 8) for seed in (0, 1)]
+    pairs = [(size, seed) for size in (2, 4) for seed in (0, 1)]
     return [
         Run(f"group_size={size} seed={seed}", folder, f"outputs/train/*-G={size}-*/seed={seed}")
         for size, seed in pairs
