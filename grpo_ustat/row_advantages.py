@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import yaml
 
-from grpo_ustat.config.load import CONF
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.estimators.baselines import BASELINES, OURS, advantages, check_options
 from grpo_ustat.records import Array, BaselineContext
 

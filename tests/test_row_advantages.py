@@ -7,7 +7,7 @@ import pytest
 import torch
 from reference import zoo_advantages
 
-from grpo_ustat.config.load import CONF
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.estimators.baselines import OURS, advantages
 from grpo_ustat.records import BaselineContext
 from grpo_ustat.row_advantages import REWARDS_ALONE, estimator, row_advantages, rule_options

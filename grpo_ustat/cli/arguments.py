@@ -10,7 +10,8 @@ import shlex
 from collections.abc import Sequence
 
 from grpo_ustat.cli.errors import fits, unknown_key
-from grpo_ustat.config.load import CONF, SCHEMAS, all_fields
+from grpo_ustat.config.folders import CONF
+from grpo_ustat.config.load import SCHEMAS, all_fields
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.values import example_value, field_at, quote_for_shell
 

@@ -31,8 +31,9 @@ from grpo_ustat.cli.hydra_api import (
     sweep_node,
 )
 from grpo_ustat.config.command_line import install_line
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.identity import folder_name
-from grpo_ustat.config.load import CONF, SCHEMAS, build_config
+from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.launch.run import check_ranks

@@ -25,7 +25,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
 from grpo_ustat.cli.arguments import check_flags
-from grpo_ustat.config.load import CONF
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
 
 MULTIRUN = RunMode.MULTIRUN

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
@@ -22,6 +21,7 @@ from omegaconf.errors import (
 from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.beds import BEDS
 from grpo_ustat.config.data import DATASETS
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.gap import STUDIES, GapConfig
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.run import ReportEntry
@@ -36,8 +36,6 @@ from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.config.values import field_at, typed_value, wrong_value
 from grpo_ustat.estimators.baselines import own_rules
 
-PACKAGE = Path(__file__).resolve().parents[1]
-CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
 OF_KIND: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
     "bed": BEDS,

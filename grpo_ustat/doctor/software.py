@@ -163,7 +163,7 @@ def _hub_ids(group: str, keys: Sequence[str]) -> list[str]:
     """Hub ids in the configuration files of a group, each once."""
     import yaml
 
-    from grpo_ustat.config.load import CONF
+    from grpo_ustat.config.folders import CONF
 
     contents = [yaml.safe_load(file.read_text()) for file in sorted((CONF / group).glob("*.yaml"))]
     values = [(content or {}).get(key) for content in contents for key in keys]

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.config.command_line import command_line
-from grpo_ustat.config.load import CONF
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.run import LoggerConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mirror.follow import End, MirrorJob, describe, end_now, follow

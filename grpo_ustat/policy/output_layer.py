@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import widen
+
+if TYPE_CHECKING:  # loading needs more packages than scores do
+    from grpo_ustat.policy.loading import Policy
 
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits computed at a time
 

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from grpo_ustat.config.command_line import command_line
-from grpo_ustat.config.load import CONF
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.scaling import ScalingEstimate
 

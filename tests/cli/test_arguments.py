@@ -6,7 +6,7 @@ import pytest
 
 from grpo_ustat.cli.arguments import unclosed
 from grpo_ustat.cli.compose import compose_single, parse
-from grpo_ustat.config.load import CONF
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import example_value, quote_for_shell
 

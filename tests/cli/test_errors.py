@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grpo_ustat.cli.errors import fits, is_overlay, one_line
-from grpo_ustat.config.load import CONF, SCHEMAS
+from grpo_ustat.config.folders import CONF
+from grpo_ustat.config.load import SCHEMAS
 
 FILES = {  # file: the entries that know all it sets
     "study/lemma6": {"gap"}, "study/best_group_size": {"gap"}, "study/figure4": {"mse"},

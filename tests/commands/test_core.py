@@ -94,6 +94,32 @@ def test_the_core_needs_numpy_and_scipy_alone(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+OF_THE_COMMANDS = ("datasets", "gx2", "hydra", "math_verify", "matplotlib", "omegaconf", "pandas",
+                   "pyarrow")  # fmt: skip
+SCORES = f"""
+import sys
+
+sys.modules.update(dict.fromkeys({OF_THE_COMMANDS}))
+import torch
+
+import grpo_ustat as gu
+import grpo_ustat.advise.verdict, grpo_ustat.policy.scores.rollouts, grpo_ustat.row_advantages
+from grpo_ustat.policy.loading import load_policy
+
+policy = load_policy("embedded:tiny")
+ids = torch.tensor(policy.encode(["1 + 2=3", "4 + 4=8"]))
+ones, last = torch.ones_like(ids), torch.zeros_like(ids)
+last[:, -1] = 1
+assert (gu.completion_scores(policy.model, ids, ones, last).sq_norm_B > 0).all()
+"""
+
+
+@pytest.mark.slow
+def test_scores_need_nothing_that_is_of_the_commands_alone():
+    done = subprocess.run([sys.executable, "-c", SCORES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_command_without_its_packages_ends_in_a_line(words, tmp_path):
