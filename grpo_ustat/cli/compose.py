@@ -41,6 +41,7 @@ from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import PlannedRun
 
 MOST_MESSAGES = 5  # of a sweep
+_LAST: dict[str, tuple[DictConfig, Any]] = {}  # composed, with its checked configuration
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,10 @@ def register(entry: str) -> None:
     schema = SCHEMAS[entry]
 
     def resolve(*, _root_: DictConfig) -> str:
-        return folder_name(build_config(_job_part(_root_), schema))
+        composed, config = _LAST.get("composed", (None, None))
+        if composed is not _root_:
+            config = build_config(_job_part(_root_), schema)
+        return folder_name(config)
 
     def learning_rate(*, _root_: DictConfig) -> float | None:
         return _root_.model.get("lora_learning_rate" if _root_.lora.r else "learning_rate")
@@ -212,9 +216,11 @@ def _compose(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictCo
     """The checked configuration, and Hydra's own node."""
     try:
         node = hydra.compose(name, overrides, return_hydra_config=True)
-        return build_config(_job_part(node), schema), node.hydra
+        config = build_config(_job_part(node), schema)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error, schema, CONF)) from error
+    _LAST["composed"] = node, config
+    return config, node.hydra
 
 
 def _job_part(node: DictConfig) -> dict[str, Any]:
