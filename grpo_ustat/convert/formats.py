@@ -103,12 +103,15 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
     """TRL's completions_{step:05d}.parquet, from GRPOTrainer's log: a row a completion, a column of
-    each reward function; token ids only where a reward function has logged them with `log_extra`.
+    each reward function; token ids and the policy's step only where `grpo_ustat.trl.record` was
+    among the reward functions.
     """
     from pyarrow import parquet
 
     rows = parquet.read_table(path).to_pylist()
-    known = {"step", "prompt", "completion", "advantage", "prompt_ids", "completion_ids"}
+    known = {
+        "step", "prompt", "completion", "advantage", "prompt_ids", "completion_ids", "policy_step",
+    }  # fmt: skip
     names = [name for name in rows[0] if name not in known] if rows else []
     numeric = [
         name for name in names
@@ -122,11 +125,12 @@ def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
             "reward=COLUMN (TRL does not log the weights by which it adds them)"
         )
     for number, row in enumerate(rows):
-        value = row[rewards[0]]
+        value, written_by = row[rewards[0]], row.get("policy_step")
+        version = f"step {row.get('step')}" if written_by is None else f"checkpoint-{written_by}"
         yield Rollout(
             f"{path} row {number}", json.dumps([row.get("step"), row["prompt"]], sort_keys=True),
             math.nan if value is None else float(value), row.get("prompt_ids"),
-            row.get("completion_ids"), policy_version=f"step {row.get('step')}",
+            row.get("completion_ids"), policy_version=version,
             prompt=row["prompt"], completion=row["completion"],
         )  # fmt: skip
 
@@ -307,8 +311,8 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
 FORMATS = {
     one.name: one
     for one in (
-        Format("trl", "completions*.parquet", False, frozenset({"prompt", "completion", "step"}),
-               read_trl, "file K was written by checkpoint K - 1"),
+        Format("trl", "**/completions*.parquet", False, frozenset({"prompt", "completion", "step"}),
+               read_trl, "file K was written by checkpoint K - 1, or that of its policy_step"),
         Format("nemo_rl", "train_data_step*.jsonl", True,
                frozenset({"token_ids", "token_loss_mask", "input_lengths", "rewards"}),
                read_nemo_rl, "no end reason is logged: what ended follows from the end token"),

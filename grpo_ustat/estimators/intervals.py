@@ -82,6 +82,54 @@ def jackknife_interval(
     return interval(estimate, float(variances.sum()), dof, level)
 
 
+def ratio_interval(
+    above: float,
+    below: float,
+    delete_one_above_Kn: Array,
+    delete_one_below_Kn: Array,
+    level: float = LEVEL,
+) -> Interval:
+    """The ratio of two positive means, both estimated, with Fieller's (1954) set.
+
+    r belongs to the set where `above - r below` does not differ significantly from 0: a quadratic
+    inequality in r. Where the denominator may be 0 the set has no upper end.
+
+    Args:
+        above, below: estimates from all units.
+        delete_one_above_Kn, delete_one_below_Kn: the same with one of a part's n units left out, K
+            independent parts.
+        level: coverage.
+
+    Returns:
+        The estimate is NaN where the denominator's is not positive; the ends are at least 0.
+
+    >>> deviates = np.array([[-0.5, 0.0, 0.5]])
+    >>> [round(x, 3) for x in ratio_interval(4.0, 1.0, 4 + deviates, 1 + 0 * deviates)]
+    [4.0, 1.516, 6.484]
+    >>> [round(x, 3) for x in ratio_interval(4.0, 1.0, 4 + 0 * deviates, 1 + deviates)]
+    [4.0, 1.147, inf]
+    """
+    estimate = above / below if below > 0 else math.nan
+    count = delete_one_above_Kn.shape[1]
+    changes = [
+        x - x.mean(axis=1, keepdims=True) for x in (delete_one_above_Kn, delete_one_below_Kn)
+    ]
+    above_K, mixed_K, below_K = (
+        (count - 1) / count * (changes[i] * changes[j]).sum(axis=1)
+        for i, j in ((0, 0), (0, 1), (1, 1))
+    )
+    dof = min(pooled_dof(above_K, count - 1), pooled_dof(below_K, count - 1))
+    t_sq = float(stats.t.ppf((1 + level) / 2, dof)) ** 2
+    square = below**2 - t_sq * float(below_K.sum())
+    linear = above * below - t_sq * float(mixed_K.sum())
+    constant = above**2 - t_sq * float(above_K.sum())
+    root = math.sqrt(max(linear**2 - square * constant, 0.0))
+    if square > 0:
+        return Interval(estimate, max(0.0, (linear - root) / square), (linear + root) / square)
+    low = constant / (linear + root) if constant > 0 and linear + root > 0 else 0.0
+    return Interval(estimate, low, math.inf)
+
+
 class Tails(NamedTuple):
     """Whether a sample is large enough for its tails, see `tails`.
 

@@ -25,7 +25,7 @@ from grpo_ustat.config.schema import ConfigError
 KNOWN = (  # TRL's, then ours
     "step", "prompt", "completion", "advantage",
     "prompt_id", "completion_index", "length", "ended", "answer", "extracted",
-    "prompt_ids", "completion_ids", "loss_mask", "logprobs", "policy_version",
+    "prompt_ids", "completion_ids", "loss_mask", "logprobs", "policy_version", "policy_step",
 )  # fmt: skip
 EXACT = ("prompt_ids", "completion_ids")  # what makes rows token-exact
 PER_TOKEN = ("loss_mask", "logprobs")  # a number for each token of the completion
@@ -188,12 +188,18 @@ def _table(path: Path) -> pyarrow.Table:
 
 
 def _reward_column(table: pyarrow.Table, path: Path) -> str:
-    """The name of the column of rewards: the only numeric one that is not in `KNOWN`."""
+    """The name of the column of rewards: the only numeric one that is not in `KNOWN` and holds a
+    value (TRL's log has a column for a reward function that rewards nothing).
+    """
     missing = {"prompt", "completion"} - set(table.column_names)
     if set(EXACT) <= set(table.column_names):
         missing = set[str]()
     numeric = [
-        name for name in table.column_names if name not in KNOWN and _is_numeric(table[name].type)
+        name
+        for name in table.column_names
+        if name not in KNOWN
+        and _is_numeric(table[name].type)
+        and table[name].null_count < len(table)
     ]
     if missing or len(numeric) != 1:
         raise ConfigError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,27 +19,12 @@ from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.estimators.scaling import correlation, prompt_scaling
 from grpo_ustat.policy.scores.backward import parameter_sizes
-from grpo_ustat.policy.scores.rollouts import score_rollouts
+from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.train.batch import gather_by_prompt
 from grpo_ustat.train.context import Batch, TrainContext
 
 REPORTED = ("c1", "c2", "c3", "gstar", "corr")
-
-
-@dataclass(frozen=True)
-class GroupScores:
-    """Score norms and gradient of one prompt's group.
-
-    Attributes:
-        sq_norm_G: squared score norms q, float64.
-        ghat_sq: ||ghat||^2 of its leave-one-out gradient, exact.
-        ghat_R: sketch of ghat, exact where the model has no more parameters than R.
-    """
-
-    sq_norm_G: np.ndarray
-    ghat_sq: float
-    ghat_R: np.ndarray
 
 
 def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
@@ -85,34 +69,16 @@ def own_group_scores(run: TrainContext, batch: Batch) -> list[GroupScores]:
     rollouts, budget = batch.own_rollouts, run.token_budget
     sketch = Sketch(parameter_sizes(run.policy.model), run.config.monitor.gradient_sketch)
     weights_PG = run.own_rows(pool_gradient_weights(batch.rewards_PG))
-    size = weights_PG.shape[1]
 
-    def group_scores(p: int) -> GroupScores:
+    def scores_of(p: int) -> GroupScores:
         """Of prompt `p`, as many completions at once as the token budget of now allows."""
         longest = len(rollouts.prompt_tokens[p]) + int(rollouts.lengths_PG[p].max())
         at_once = max(1, budget.tokens // longest)
-        norms, ghat = [], {}
-        for part in np.split(np.arange(size), range(at_once, size, at_once)):
-            scores = score_rollouts(
-                run.policy, rollouts, p * size + part, run.config.temperature,
-                weights_KB=weights_PG[p][None, part],
-            )  # fmt: skip
-            norms.append(scores.sq_norm_B.cpu().numpy())
-            for name, value in scores.gradients_K[0].items():
-                ghat[name] = ghat[name] + value if name in ghat else value
-        ghat_sq = sum(float(value.double().square().sum()) for value in ghat.values())
-        ghat_R = sketch.of(ghat).double().cpu().numpy()
-        return GroupScores(np.concatenate(norms), ghat_sq, ghat_R)
+        return group_scores(
+            run.policy, rollouts, p, weights_PG[p], run.config.temperature, sketch, at_once
+        )
 
-    return [budget.attempt(partial(group_scores, p)) for p in range(len(weights_PG))]
-
-
-def gradient_gram(groups_P: list[GroupScores]) -> np.ndarray:
-    """<ghat_x, ghat_y>, [P, P]: unbiased from sketches between prompts, exact on the diagonal."""
-    ghat_PR = np.stack([group.ghat_R for group in groups_P])
-    gram_PP = ghat_PR @ ghat_PR.T
-    np.fill_diagonal(gram_PP, [group.ghat_sq for group in groups_P])
-    return gram_PP
+    return [budget.attempt(partial(scores_of, p)) for p in range(len(weights_PG))]
 
 
 def _reason(name: str, intervals: dict[str, Interval]) -> str:

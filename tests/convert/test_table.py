@@ -108,6 +108,36 @@ def trl(folder):
     parquet.write_table(pyarrow.table(table), folder / "completions_00003.parquet")
 
 
+def recorded_trl(folder, reused=0):
+    """With `grpo_ustat.trl.record` among the reward functions; written `reused` steps before."""
+    (folder / "completions").mkdir(parents=True, exist_ok=True)
+    table = {
+        "step": [3] * 6, "prompt": [text(one[2]) for one in rows()],
+        "completion": [text(one[3]) for one in rows()], "right": [one[4] for one in rows()],
+        "record": pyarrow.array([None] * 6, pyarrow.float64()),
+        "prompt_ids": [one[2] for one in rows()], "completion_ids": [one[3] for one in rows()],
+        "policy_step": [2 - reused] * 6, "advantage": [0.0] * 6,
+    }  # fmt: skip
+    parquet.write_table(pyarrow.table(table), folder / "completions/completions_00003.parquet")
+
+
+def test_what_record_logged_in_trl_is_token_exact(tmp_path):
+    """By way of `convert`, with the policy's step, and as the pool of `mse` itself."""
+    recorded_trl(tmp_path, reused=1)
+    assert detect(tmp_path).name == "trl"
+    target = tmp_path / "out.parquet"
+    conversion = convert(tmp_path, FORMATS["trl"], target, Options())
+    assert conversion.exact and (conversion.kept, conversion.groups) == (6, 2)
+    for path in (target, tmp_path / "completions/completions_00003.parquet"):
+        read = read_rollouts(path)
+        assert [one.prompt_ids for one in read] == [one[2] for one in rows()]
+        assert [one.completion_ids for one in read] == [one[3] for one in rows()]
+        assert [one.reward for one in read] == [one[4] for one in rows()]
+    assert {row["policy_version"] for row in parquet.read_table(target).to_pylist()} == {
+        "checkpoint-1"
+    }
+
+
 def verl(folder):
     lines(folder / "3.jsonl", [
         {"input": text(prompt), "output": text(ids), "gts": "", "score": reward, "step": 3,

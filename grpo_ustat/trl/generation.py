@@ -1,0 +1,158 @@
+"""What TRL generated in a batch: completions as they were written, in whole groups, with rewards.
+
+TRL hands out the rows of a generation batch in rank order, the G completions of a prompt one after
+another; a group may begin on one rank and end on the next. Rewards it gathers by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.records import Prompt, Rollouts
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One row of a generation batch, without padding.
+
+    Attributes:
+        prompt_ids, completion_ids: token ids, end token included.
+        own: whether the policy wrote each token of the completion; None: it wrote all.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    own: list[bool] | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The G completions of a prompt and their rewards."""
+
+    completions: list[Completion]
+    rewards_G: np.ndarray
+
+    @property
+    def varies(self) -> bool:
+        """Whether its rewards differ; if not its gradient is 0 whatever its scores are."""
+        return bool((self.rewards_G != self.rewards_G[0]).any())
+
+    def rollouts(self) -> Rollouts:
+        """Its completions as a batch of one prompt."""
+        lengths = [len(one.completion_ids) for one in self.completions]
+        tokens_GT = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
+        mask_GT = np.arange(max(lengths)) < np.array(lengths)[:, None]
+        own_GT = mask_GT.copy()
+        for i, one in enumerate(self.completions):
+            tokens_GT[i, : lengths[i]] = one.completion_ids
+            if one.own is not None:
+                own_GT[i, : lengths[i]] = one.own
+        return Rollouts(
+            prompts=[Prompt("", "", "", "", "")],
+            prompt_tokens=[self.completions[0].prompt_ids],
+            tokens_PGT=tokens_GT[None],
+            mask_PGT=mask_GT[None],
+            ended_PG=np.ones((1, len(lengths)), dtype=bool),
+            texts_PG=[[""] * len(lengths)],
+            scored_PGT=own_GT[None],
+        )
+
+
+def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion]:
+    """The rows that `_generate_and_score_completions` returned.
+
+    A completion that `mask_truncated_completions` has masked whole is taken as it was written: a
+    truncated one ends in neither an end token nor padding, so what follows its last token that is
+    not padding was padded. Its score counts: with scores set to 0 by length the mean score of a
+    prompt would not be 0, on which every formula here rests.
+
+    Args:
+        output: `prompt_ids`, `prompt_mask` (padded on the left), `completion_ids`,
+            `completion_mask` (on the right) and perhaps `tool_mask`, 1 on the policy's tokens.
+        pad_token: id of the padding.
+    """
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    prompts, prompt_masks, completions, masks = (output[name].cpu() for name in names)
+    tools = output.get("tool_mask")
+    rows = []
+    for i, ids_T in enumerate(completions):
+        length = int(masks[i].sum())
+        if length == 0:
+            written = (ids_T != pad_token).nonzero()
+            length = int(written.max()) + 1 if len(written) else 0
+        own = None if tools is None else tools[i, :length].bool().tolist()
+        prompt_ids = prompts[i][prompt_masks[i].bool()].tolist()
+        rows.append(Completion(prompt_ids, ids_T[:length].tolist(), own))
+    return rows
+
+
+def summed_rewards(
+    logged: Mapping[str, Sequence[float]], weights: torch.Tensor, rows: int
+) -> np.ndarray:
+    """The weighted sum of every row's rewards, as TRL adds them up; NaN where a row has none.
+
+    Args:
+        logged: by reward function, in their order, the rewards of all ranks' last rows; NaN where
+            it returned None.
+        weights: of the reward functions.
+        rows: of this generation batch, all ranks together.
+
+    Raises:
+        ConfigError: fewer rewards were logged.
+    """
+    columns = []
+    for name, values in logged.items():
+        last = [math.nan if value is None else float(value) for value in values][-rows:]
+        if len(last) != rows:
+            raise ConfigError(
+                f"{len(last)} rewards of {name} are logged for {rows} completions: "
+                "generation_batch_size is smaller than what was generated"
+            )
+        columns.append(last)
+    values_RF = np.array(columns).T
+    none_R = np.isnan(values_RF).all(axis=1)
+    sums_R = np.nansum(values_RF * weights.double().cpu().numpy(), axis=1)
+    return np.where(none_R, np.nan, sums_R)
+
+
+def whole_groups(
+    completions: Sequence[Completion], rewards_R: np.ndarray, group_size: int
+) -> tuple[list[Group], int]:
+    """The groups of a generation batch whose rewards are all known, and how many are not.
+
+    Args:
+        completions: all ranks' rows, in rank order.
+        rewards_R: their rewards, NaN where a row has none.
+        group_size: G.
+
+    Raises:
+        ConfigError: the rows are no whole number of groups, or a group has several prompts or a
+            completion or prompt without a token.
+    """
+    if len(completions) % group_size:
+        raise ConfigError(
+            f"{len(completions)} completions are no whole number of groups of {group_size}"
+        )
+    groups, unknown = [], 0
+    for start in range(0, len(completions), group_size):
+        rows = list(completions[start : start + group_size])
+        if any(one.prompt_ids != rows[0].prompt_ids for one in rows):
+            raise ConfigError(
+                f"rows {start} to {start + group_size - 1} are one group but have several prompts: "
+                "environments that change the prompt cannot be measured"
+            )
+        if not all(one.prompt_ids and one.completion_ids for one in rows):
+            raise ConfigError(f"a prompt or completion of rows {start} and after has no token")
+        rewards_G = rewards_R[start : start + group_size]
+        if np.isfinite(rewards_G).all():
+            groups.append(Group(rows, rewards_G))
+        else:
+            unknown += 1
+    return groups, unknown

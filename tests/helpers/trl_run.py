@@ -1,0 +1,78 @@
+"""A few steps of TRL's own GRPOTrainer on an embedded policy; as a script under torchrun too.
+
+    torchrun --nproc_per_node 2 tests/helpers/trl_run.py FOLDER '{"num_generations": 4}'
+
+writes `terms-<rank>.npz`, what the callback of each rank measured last.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import grpo_ustat
+
+MODEL = Path(grpo_ustat.__file__).parent / "assets" / "tiny_base"
+
+
+def questions(count=200, seed=0):
+    """Sums of two numbers, of which the policy solves some."""
+    numbers = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        a, b = numbers.randint(1, 9), numbers.randint(1, 30)
+        rows.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
+    return rows
+
+
+def right(completions, answer, **_):
+    """Whether what stands after #### is the answer."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(text.split("####")[-1].strip() == truth) for text, truth in pairs]
+
+
+def short(completions, **_):
+    """None for a completion of nothing."""
+    return [1.0 / len(text) if text else None for text in completions]
+
+
+def train(folder, rewards=(right,), every=1, measure=True, peft_config=None, **changes):
+    """Trainer and callback, after training; checkpoints and completions of every step."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from grpo_ustat.trl import GradientNoiseCallback, record
+
+    arguments = dict(
+        output_dir=str(folder), use_cpu=True, bf16=False, gradient_checkpointing=False,
+        per_device_train_batch_size=16, gradient_accumulation_steps=4, num_generations=8,
+        max_completion_length=64, learning_rate=1e-3, max_steps=3, logging_steps=1, save_steps=1,
+        report_to=[], disable_tqdm=True, log_completions=True, seed=0,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        # dropout, so that a random state that was changed would show in the weights
+        model=AutoModelForCausalLM.from_pretrained(MODEL, attention_dropout=0.1),
+        args=GRPOConfig(**arguments | changes),
+        processing_class=AutoTokenizer.from_pretrained(MODEL),
+        reward_funcs=[*rewards, record],
+        train_dataset=Dataset.from_list(questions()),
+        peft_config=peft_config,
+    )
+    callback = None
+    if measure:
+        callback = GradientNoiseCallback(trainer, every=every, sketch=1_000_000)
+        trainer.add_callback(callback)
+    trainer.train()
+    return trainer, callback
+
+
+if __name__ == "__main__":
+    changes = json.loads(sys.argv[2])
+    trainer, callback = train(Path(sys.argv[1]), rewards=(right, short), **changes)
+    rank = trainer.accelerator.process_index
+    np.savez(Path(sys.argv[1]) / f"terms-{rank}.npz", *callback.measurements[-1].terms)
