@@ -11,6 +11,7 @@ import re
 import tomllib
 
 import pytest
+import trl_room  # noqa: F401  # pages name grpo_ustat.trl, which wants TRL at its import
 import yaml
 from readme import PAGES, ROOT, anchor, headings, links, prose
 

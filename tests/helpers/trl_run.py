@@ -49,7 +49,7 @@ def train(folder, rewards=(right,), every=1, measure=True, peft_config=None, **c
     from grpo_ustat.trl import GradientNoiseCallback, record
 
     arguments = dict(
-        output_dir=str(folder), use_cpu=True, bf16=False, gradient_checkpointing=False,
+        output_dir=str(folder), use_cpu=True, bf16=False,
         per_device_train_batch_size=16, gradient_accumulation_steps=4, num_generations=8,
         max_completion_length=64, learning_rate=1e-3, max_steps=3, logging_steps=1, save_steps=1,
         report_to=[], disable_tqdm=True, log_completions=True, seed=0,

@@ -137,10 +137,12 @@ def test_numbers_are_those_of_plain_differentiation(run):
 
 
 def test_weighted_rewards_and_masked_truncated_completions(tmp_path):
-    """Of 24 tokens most completions are truncated; they are scored as they were written."""
+    """Of 24 tokens most completions are truncated; they are scored as they were written, and in
+    float32 where training computes in bfloat16.
+    """
     trainer, callback = trl_run.train(
         tmp_path, rewards=(trl_run.right, trl_run.short), reward_weights=[1.0, -3.0, 1.0],
-        mask_truncated_completions=True, max_completion_length=24, max_steps=1,
+        mask_truncated_completions=True, max_completion_length=24, max_steps=1, bf16=True,
     )  # fmt: skip
     rows = logged_rows(tmp_path, 0)
     assert 0 < trainer.state.log_history[0]["completions/clipped_ratio"] <= 1
