@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
 from grpo_ustat.config.schema import ConfigError
 
 USED = (
@@ -12,6 +15,19 @@ USED = (
 )  # fmt: skip
 SAMPLING = {"top_p": (None, 1, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0, 0.0),
             "repetition_penalty": (None, 1, 1.0)}  # fmt: skip
+
+
+def active_dropout(model: nn.Module) -> tuple[str, float] | None:
+    """The first dropout of a model that is above 0, with its name: a module's, or a number that a
+    module hands to its attention.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            return path or "dropout", module.p
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float) and value > 0:
+                return f"{path}.{name}".strip("."), value
+    return None
 
 
 def check_trainer(trainer: Any) -> None:
@@ -50,6 +66,13 @@ def check_trainer(trainer: Any) -> None:
                 f"{name}={value} changes what is sampled but not what is scored, so the formulas "
                 f"do not hold: use {name}={neutral[-1]}"
             )
+    if not getattr(trainer, "use_vllm", False) and (dropout := active_dropout(trainer.model)):
+        name, rate = dropout
+        raise ConfigError(
+            f"{name} is {rate}, and TRL samples with dropout on: the policy that writes is not the "
+            "one that is scored. Load the model with attention_dropout=0, use lora_dropout=0, or "
+            "disable_dropout=True"
+        )
     if getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") != (
         "sum_then_normalize"
     ):

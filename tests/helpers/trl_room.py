@@ -47,7 +47,7 @@ class GRPOTrainer:
     def __init__(self, group_size=4, rank=0, world=1, **changes):
         self.num_generations, self.temperature = group_size, 1.0
         self.reward_func_names, self.reward_weights = ["right"], torch.tensor([1.0])
-        self.model = torch.nn.Dropout(0.5)
+        self.model = torch.nn.Dropout(0.0)
         self.processing_class = SimpleNamespace(pad_token_id=PAD)
         self.state = SimpleNamespace(global_step=0)
         self.accelerator = SimpleNamespace(

@@ -40,8 +40,14 @@ def short(completions, **_):
     return [1.0 / len(text) if text else None for text in completions]
 
 
-def train(folder, rewards=(right,), every=1, measure=True, peft_config=None, **changes):
-    """Trainer and callback, after training; checkpoints and completions of every step."""
+def train(
+    folder, rewards=(right,), every=1, measure=True, peft_config=None, dropout=0.0, **changes
+):
+    """Trainer and callback, after training; checkpoints and completions of every step.
+
+    Dropout, which is refused, is switched on behind the callback's back: a random state or mode
+    that it had changed would show in the weights.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -55,8 +61,7 @@ def train(folder, rewards=(right,), every=1, measure=True, peft_config=None, **c
         report_to=[], disable_tqdm=True, log_completions=True, seed=0,
     )  # fmt: skip
     trainer = GRPOTrainer(
-        # dropout, so that a random state that was changed would show in the weights
-        model=AutoModelForCausalLM.from_pretrained(MODEL, attention_dropout=0.1),
+        model=AutoModelForCausalLM.from_pretrained(MODEL),
         args=GRPOConfig(**arguments | changes),
         processing_class=AutoTokenizer.from_pretrained(MODEL),
         reward_funcs=[*rewards, record],
@@ -67,6 +72,9 @@ def train(folder, rewards=(right,), every=1, measure=True, peft_config=None, **c
     if measure:
         callback = GradientNoiseCallback(trainer, every=every, sketch=1_000_000)
         trainer.add_callback(callback)
+    for module in trainer.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = dropout
     trainer.train()
     return trainer, callback
 

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 def run(tmp_path_factory):
     """Three steps, measured at 0 and 2."""
     folder = tmp_path_factory.mktemp("run")
-    trainer, callback = trl_run.train(folder, every=2)
+    trainer, callback = trl_run.train(folder, every=2, dropout=0.1)
     assert isinstance(callback, GradientNoiseCallback)
     return folder, trainer, callback
 
@@ -80,7 +80,7 @@ def assert_same(terms, expected, rtol=2e-4):
 def test_training_ends_in_the_same_weights(run, tmp_path):
     """Dropout is on. Optimizer and random states too."""
     folder, _, callback = run
-    trl_run.train(tmp_path, measure=False)
+    trl_run.train(tmp_path, measure=False, dropout=0.1)
     assert [one.step for one in callback.measurements] == [0, 2]
     measured, plain = folder / "checkpoint-3", tmp_path / "checkpoint-3"
     weights, expected = (load_file(one / "model.safetensors") for one in (measured, plain))
