@@ -35,9 +35,9 @@ def right(completions, answer, **_):
     return [float(text.split("####")[-1].strip() == truth) for text, truth in pairs]
 
 
-def short(completions, **_):
-    """None for a completion of nothing."""
-    return [1.0 / len(text) if text else None for text in completions]
+def ones(completions, **_):
+    """The share of the digit 1; None for a completion of nothing."""
+    return [text.count("1") / len(text) if text else None for text in completions]
 
 
 def train(
@@ -81,6 +81,6 @@ def train(
 
 if __name__ == "__main__":
     changes = json.loads(sys.argv[2])
-    trainer, callback = train(Path(sys.argv[1]), rewards=(right, short), **changes)
+    trainer, callback = train(Path(sys.argv[1]), rewards=(right, ones), **changes)
     rank = trainer.accelerator.process_index
     np.savez(Path(sys.argv[1]) / f"terms-{rank}.npz", *callback.measurements[-1].terms)

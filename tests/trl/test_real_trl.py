@@ -137,17 +137,17 @@ def test_numbers_are_those_of_plain_differentiation(run):
 
 
 def test_weighted_rewards_and_masked_truncated_completions(tmp_path):
-    """Of 24 tokens most completions are truncated; they are scored as they were written, and in
+    """Of 32 tokens most completions are truncated; they are scored as they were written, and in
     float32 where training computes in bfloat16.
     """
     trainer, callback = trl_run.train(
-        tmp_path, rewards=(trl_run.right, trl_run.short), reward_weights=[1.0, -3.0, 1.0],
-        mask_truncated_completions=True, max_completion_length=24, max_steps=1, bf16=True,
+        tmp_path, rewards=(trl_run.right, trl_run.ones), reward_weights=[1.0, -3.0, 1.0],
+        mask_truncated_completions=True, max_completion_length=32, max_steps=1, bf16=True,
     )  # fmt: skip
     rows = logged_rows(tmp_path, 0)
     assert 0 < trainer.state.log_history[0]["completions/clipped_ratio"] <= 1
     model = AutoModelForCausalLM.from_pretrained(trl_run.MODEL)
-    expected = reference_terms(model, rows, 8, {"right": 1.0, "short": -3.0})
+    expected = reference_terms(model, rows, 8, {"right": 1.0, "ones": -3.0})
     assert_same(callback.measurements[0].terms, expected)
 
 
@@ -155,12 +155,13 @@ def test_adapters_alone_are_scored(tmp_path):
     from peft import AutoPeftModelForCausalLM, LoraConfig
 
     _, callback = trl_run.train(
-        tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]), max_steps=2
-    )
+        tmp_path, rewards=(trl_run.right, trl_run.ones), max_steps=2,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
+    )  # fmt: skip
     path = tmp_path / "checkpoint-1"
     model = AutoPeftModelForCausalLM.from_pretrained(path, is_trainable=True)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) < 20_000
-    expected = reference_terms(model, logged_rows(tmp_path, 1), 8, {"right": 1.0})
+    expected = reference_terms(model, logged_rows(tmp_path, 1), 8, {"right": 1.0, "ones": 1.0})
     assert_same(callback.measurements[-1].terms, expected)
 
 
@@ -178,7 +179,7 @@ def test_groups_straddle_two_processes(tmp_path):
     rows = logged_rows(tmp_path, 1)
     assert len(rows) == 20
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
-    expected = reference_terms(model, rows, 4, {"right": 1.0, "short": 1.0})
+    expected = reference_terms(model, rows, 4, {"right": 1.0, "ones": 1.0})
     for rank in range(2):
         terms = np.load(tmp_path / f"terms-{rank}.npz")
         assert_same([terms[name] for name in terms.files], expected)
