@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,3 +68,25 @@ def test_nothing_imports_trl():
         assert not re.search(r"^\s*(import|from) trl\b", text, re.MULTILINE), path
         if path.parent.name != "trl":
             assert "import grpo_ustat.trl" not in text and "from grpo_ustat.trl" not in text, path
+
+
+WITHOUT_COMMANDS = """
+import sys
+
+absent = ("gx2", "hydra", "math_verify", "matplotlib", "omegaconf", "pyarrow")
+sys.modules.update(dict.fromkeys(absent))
+import trl_room
+from grpo_ustat.trl import GradientNoiseCallback, record
+"""
+
+
+@pytest.mark.slow
+def test_it_needs_nothing_that_is_of_the_commands_alone():
+    """`pip install grpo-ustat[trl]` has the score engine and TRL."""
+    helpers = Path(trl_room.__file__).parent
+    paths = os.pathsep.join([str(helpers), str(helpers.parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMMANDS], env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
