@@ -133,6 +133,8 @@ class ScorePool:
             the model has no more parameters than R.
         reward_sums_PR, score_sums_PR: wider sketches of `sum_i z_i s_i` and `sum_i s_i`.
         greedy_P: reward of the greedy completion, None where no baseline asks for it.
+        sampler_gap: mean absolute difference of the sampler's log-probabilities and the model's, in
+            some of the completions, nats a token; None where the model itself sampled.
     """
 
     rewards_PN: Array
@@ -142,6 +144,7 @@ class ScorePool:
     reward_sums_PR: Array
     score_sums_PR: Array
     greedy_P: Array | None = None
+    sampler_gap: float | None = None
 
     @property
     def sq_norm_PN(self) -> Array:

@@ -88,7 +88,10 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     {'model': {'name': 'x'}, 'dataset': {'path': 'local'}}
 
     A number of minibatches that leaves the batch whole, or does not count, is left out too: older
-    configurations have no such key.
+    configurations have no such key. So is a study's `rollout=local`.
+
+    >>> "rollout" in drop_neutral_keys({"study": {}, "rollout": {"name": "local"}})
+    False
     """
     model = {key: value for key, value in keys.get("model", {}).items() if key not in OF_THE_MODEL}
     if "bed" in keys:
@@ -107,6 +110,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     objective = dict(keys.get("objective", {}))
     if objective.get("num_minibatches") == 1 or objective.get("minibatch_size") is not None:
         objective.pop("num_minibatches", None)
+    if "study" in keys and keys.get("rollout", {}).get("name") == "local":
+        keys.pop("rollout")
     groups = {"study": study, "objective": objective}
     return keys | {"model": model, "dataset": dataset} | {k: v for k, v in groups.items() if v}
 

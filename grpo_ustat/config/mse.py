@@ -18,6 +18,7 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
+from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
 
@@ -144,6 +145,9 @@ class MseConfig(Common):
         StudyLaunch, "processes and devices; none of it changes results"
     )
     study: StudyConfig = node(StudyConfig, "what is measured, and how")
+    rollout: RolloutConfig = node(
+        RolloutConfig, "what writes completions; the model itself scores them"
+    )
     budget: StudyBudget = node(StudyBudget, "how many completions stand behind each number")
     rules: dict[str, BaselineConfig] = field("the options of each baseline", factory=dict)
     baselines: list[str] = field(
@@ -179,10 +183,18 @@ class MseConfig(Common):
             else f"{self.dataset.name}: {questions or 'all'} questions x {completions} completions"
         )
         sizes = ", ".join(map(str, self.group_sizes))
+        sampler = ""
+        if self.rollout.name == "vllm":
+            sampler = "; vLLM writes the completions, one process samples and scores"
         return (
             f"mse: {self.model.name} on {source}; gradient error of {', '.join(self.baselines)} at "
-            f"G = {sizes} ({', '.join(self.study.methods)})"
+            f"G = {sizes} ({', '.join(self.study.methods)}){sampler}"
         )
+
+    @property
+    def sampling_workers(self) -> int:
+        """Local processes that sample and score: one with vLLM, whose memory is for one engine."""
+        return 1 if self.rollout.name == "vllm" else self.launch.workers
 
     @property
     def fills_part(self) -> bool:
@@ -215,11 +227,29 @@ class MseConfig(Common):
                 f"study.num_prompts=[]: {' and '.join(sorted(batches))} need at least one number "
                 "of questions a batch"
             )
+        self._check_rollout()
         self._check_baselines()
         self._check_pool()
         self._check_part()
         if not self.imports_pool:  # its file says how many questions and completions there are
             self._check_counts()
+
+    def _check_rollout(self) -> None:
+        """Refuse vLLM on several ranks, or where nothing is sampled."""
+        self.rollout.check()
+        if self.rollout.name != "vllm":
+            return
+        if self.imports_pool:
+            raise ConfigError(
+                f"rollout=vllm with pool={self.pool}: the file's completions are there already, "
+                "use rollout=local"
+            )
+        if self.launch.num_processes > 1:
+            raise ConfigError(
+                f"launch.num_processes={self.launch.num_processes} with rollout=vllm: one process "
+                "of a study samples with vLLM; use launch.num_processes=1, and study.part=k/n for "
+                "several GPUs"
+            )
 
     def _check_baselines(self) -> None:
         """Refuse a baseline without options of its own, or that no method or group size suits."""

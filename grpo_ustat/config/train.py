@@ -16,6 +16,7 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
+from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
 
 FRESH = {"value_P", "optimal_P", "tracker_P"}  # context that budget.value_completions pays for
@@ -28,7 +29,6 @@ ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")  # schedules that
 ENDING = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
 KL_ESTIMATORS, KL_PLACES = ("k1", "k2", "k3"), ("loss", "reward")
-ROLLOUTS = ("local", "vllm")
 DECODINGS = ("sampled", "greedy")
 DEVICES = ("cpu", "cuda")
 SHARINGS = ("ddp", "deepspeed", "fsdp2")  # the files of launch/accelerate/
@@ -241,30 +241,6 @@ class LoraConfig:
             raise ConfigError(
                 f"lora.r={self.r} needs lora_alpha and target_modules: start from lora=r16"
             )
-
-
-@dataclass
-class RolloutConfig:
-    """What writes completions."""
-
-    name: str = field("local: in this process; vllm: by vLLM in this process", choices=ROLLOUTS)
-    gpu_memory_utilization: float | None = field(
-        "share of the GPU's memory, or of all on a CPU, that vLLM may hold; null: its own choice"
-    )
-    max_model_len: int | None = field(
-        "of prompt and completion that vLLM has room for; null: its own choice", "tokens"
-    )
-    enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
-
-    def check(self) -> None:
-        """Refuse vLLM's options without vLLM.
-
-        Raises:
-            ConfigError: naming the option and the fix.
-        """
-        for name in ("gpu_memory_utilization", "max_model_len", "enforce_eager"):
-            if self.name == "local" and getattr(self, name) is not None:
-                raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")
 
 
 @dataclass

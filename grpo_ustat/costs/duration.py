@@ -195,6 +195,7 @@ def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
 
     with suppress(OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError):
         stored = yaml.safe_load((folder / ".hydra/config.yaml").read_text())
+        stored.setdefault("rollout", {"name": "local"})  # studies of before had no other
         launches = history.launches(folder)
         hosts = {row.get("host") for row in launches if row["event"] == "start"}
         if hosts != {socket.gethostname()} or not same(SAME):

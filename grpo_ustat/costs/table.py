@@ -59,10 +59,10 @@ def settings(config: TrainConfig | MseConfig) -> dict[str, str]:
         "prompt.max_length": config.prompt.max_length,
         "length": config.max_completion_length,
         "temperature": config.temperature,
+        "rollout": config.rollout.name,
     }
     if isinstance(config, TrainConfig):
         values |= {
-            "rollout": config.rollout.name,
             "objective": config.objective.name,
             "baseline": config.baseline.name,
             "G": config.group_size,
@@ -168,7 +168,13 @@ def cost_notes(configs: Sequence[TrainConfig | MseConfig], costs: Sequence[Cost]
         )
 
     if isinstance(config, MseConfig):
-        notes.append(f"Each of launch.workers={config.launch.workers} has this memory.")
+        notes.append(
+            f"Each of launch.workers={config.launch.workers} has this memory."
+            if config.rollout.name == "local"
+            else "One process has this memory, and vLLM has what "
+            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives it; "
+            f"launch.workers={config.launch.workers} share out replay alone."
+        )
     elif config.launch.device.startswith("cuda") and most.memory is not None and most.training:
         shards, whole = sharded_memory(most, PROCESSES)
         names = "weights and reference" if most.reference else "weights"

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from jinja2 import TemplateError
 
 from grpo_ustat.config.identity import file_digest
@@ -29,12 +28,11 @@ from grpo_ustat.mse.pool import (
 )
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.replay_draws import LEAST_REST
+from grpo_ustat.mse.sampler import MOST_GAP, sampler_gap
 from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
-from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.logged import LoggedRollout, read_rollouts
 
-MOST_GAP = 0.05  # nats a token, between log-probabilities of a sampler and of the same model
 LEAST_GAP = 0.002  # below which no other temperature is nearer than rounding
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 CHECKED = 64  # completions
@@ -333,28 +331,6 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
         f"tokens log-probabilities that are off by {gap:.3f} nats a token in {len(index)} "
         f"completions, where at most {MOST_GAP} is rounding; most likely {cause}"
     )
-
-
-def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperature: float) -> float:
-    """Mean absolute difference of the policy's log-probabilities and the sampler's, nats a token.
-
-    Args:
-        policy: what is said to have written them.
-        rollouts: with `logprobs_PGT`.
-        index: of the completions that are read, flat.
-        temperature: divides the logits.
-    """
-    assert rollouts.logprobs_PGT is not None
-    width = rollouts.mask_PGT.shape[-1]
-    logged_NT = rollouts.logprobs_PGT.reshape(-1, width)
-    gaps = []
-    with torch.inference_mode(), policy.computing():
-        for one in index:
-            rows = pack(rollouts, np.array([one]), policy.pad_token, policy.model.device)
-            own_T = token_logprobs(policy.model, rows, temperature)[0].double().cpu().numpy()
-            scored_T = rows.completion_mask_BT[0, -rows.width :].bool().cpu().numpy()
-            gaps.append(np.abs(own_T - logged_NT[one, : rows.width])[scored_T])
-    return float(np.concatenate(gaps).mean())
 
 
 def _end_token(policy: Policy) -> int:

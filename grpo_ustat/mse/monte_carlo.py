@@ -32,7 +32,8 @@ from grpo_ustat.mse.pool import (
     rows_that_fit,
     sample_with_cost,
 )
-from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
+from grpo_ustat.mse.sampler import start_sampler
+from grpo_ustat.policy.loading import Policy, configured_task
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
@@ -89,7 +90,7 @@ def monte_carlo(
     reference, reference_cost = _reference(config, prompts)
     total = config.budget.replicates * max(config.group_sizes) * len(prompts)
     workers, cost = share(
-        _replicate, list(range(config.budget.replicates)), config.launch.workers, "replicates",
+        _replicate, list(range(config.budget.replicates)), config.sampling_workers, "replicates",
         total, config, prompts, reference.blocks_HD, reference.context,
     )  # fmt: skip
     gram_HH = reference.blocks_HD @ reference.blocks_HD.T
@@ -108,7 +109,7 @@ def _reference(config: MseConfig, prompts: list[Prompt]) -> tuple[_Reference, Wo
         each = budget.value_completions + ("greedy_P" in needs)
         (context,), cost = share(_context, [prompts], 1, "values", len(prompts) * each, config)
     parts, block_cost = share(
-        _blocks, list(range(budget.reference_blocks)), config.launch.workers, "reference",
+        _blocks, list(range(budget.reference_blocks)), config.sampling_workers, "reference",
         len(prompts) * budget.reference_completions, config, prompts,
     )  # fmt: skip
     parts.sort(key=lambda part: part[0])
@@ -135,11 +136,11 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
     At a fixed policy a running mean settles at the mean reward of all questions. An estimated b* is
     used as it is; only the oracle's price of an estimated V is subtracted.
     """
-    policy, task = configured_policy(config), configured_task(config)
+    (policy, engine), task = start_sampler(config), configured_task(config)
     size = config.budget.value_completions
     needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
     for prompts in items:
-        rollouts, cost = sample_with_cost(policy, prompts, size, Sampling.of(config, "value"))
+        rollouts, cost = sample_with_cost(engine, prompts, size, Sampling.of(config, "value"))
         z_PK, judge_cost = reward_completions(task, rollouts)
         yield cost + judge_cost + WorkCost(rollouts=len(prompts) * size)
         optimal_P, greedy_P = None, None
@@ -148,7 +149,7 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
             _, q_PK = _gradients(policy, rollouts, no_weights, config.temperature)
             optimal_P = best_constant(q_PK, z_PK)
         if "greedy_P" in needs:
-            greedy_P, cost = greedy_rewards_with_cost(config, policy, task, prompts)
+            greedy_P, cost = greedy_rewards_with_cost(config, engine, task, prompts)
             yield cost
         yield BaselineContext(
             value_P=z_PK.mean(axis=1),
@@ -159,11 +160,11 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
 
 
 def _blocks(items: list[int], config: MseConfig, prompts: list[Prompt]) -> Iterator:
-    policy, task = configured_policy(config), configured_task(config)
+    (policy, engine), task = start_sampler(config), configured_task(config)
     size = config.budget.reference_completions // config.budget.reference_blocks
     sampling = Sampling.of(config, "reference")
     for h in items:
-        rollouts, cost = sample_with_cost(policy, prompts, size, sampling, first=h * size)
+        rollouts, cost = sample_with_cost(engine, prompts, size, sampling, first=h * size)
         start = time.perf_counter()
         rewards_PN, judge_cost = reward_completions(task, rollouts)
         weights_PN = pool_gradient_weights(rewards_PN) / len(prompts)
@@ -202,7 +203,7 @@ def _gradients(
 
 
 def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterator:
-    policy, task = configured_policy(config), configured_task(config)
+    (policy, engine), task = start_sampler(config), configured_task(config)
     largest, sampling = max(config.group_sizes), Sampling.of(config, "replicate")
     keys = [(name, size) for name in config.baselines for size in config.group_sizes]
     result = _Replicates(
@@ -211,7 +212,7 @@ def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterato
         sums_D={key: np.zeros(blocks_HD.shape[1]) for key in keys},
     )
     for r in items:
-        rollouts, cost = sample_with_cost(policy, prompts, largest, sampling, step=r)
+        rollouts, cost = sample_with_cost(engine, prompts, largest, sampling, step=r)
         began = time.perf_counter()
         rewards_PG, judge_cost = reward_completions(task, rollouts)
         group_context = replace(context, lengths_PG=rollouts.lengths_PG)

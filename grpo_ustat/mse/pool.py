@@ -17,6 +17,7 @@ from grpo_ustat.distributed.ranks import main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
+from grpo_ustat.mse.sampler import sampler_gap, start_sampler
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
@@ -25,8 +26,11 @@ from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.progress import Notice
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 from grpo_ustat.report.tables import cut_text, often_cut
-from grpo_ustat.rollout.local import Sampling, sample
+from grpo_ustat.rollout.engine import Engine
+from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.tasks.base import Task, rewards
+
+READ = 4  # completions of a question's part, in which the sampler is compared with the model
 
 
 def build_pool(
@@ -75,7 +79,7 @@ def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> 
         work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]
         try:
             share(
-                _score_chunks, chunks, config.launch.workers, "score pool", total,
+                _score_chunks, chunks, config.sampling_workers, "score pool", total,
                 config, prompts, store, size, weights=work,
             )  # fmt: skip
         except Stopped as stopped:
@@ -129,19 +133,19 @@ def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> Array:
 
 def _greedy(items: list[list[Prompt]], config: MseConfig) -> Iterator[WorkCost | Array]:
     """The work of `greedy_rewards`, for a process of its own."""
-    policy, task = configured_policy(config), configured_task(config)
+    (_, engine), task = start_sampler(config), configured_task(config)
     for prompts in items:
-        rewards_P, cost = greedy_rewards_with_cost(config, policy, task, prompts)
+        rewards_P, cost = greedy_rewards_with_cost(config, engine, task, prompts)
         yield cost
         yield rewards_P
 
 
 def greedy_rewards_with_cost(
-    config: MseConfig, policy: Policy, task: Task, prompts: list[Prompt]
+    config: MseConfig, engine: Engine, task: Task, prompts: list[Prompt]
 ) -> tuple[Array, WorkCost]:
     """Rewards of the prompts' greedy completions, [P], and the cost of these."""
     sampling = Sampling.of(config, "greedy", greedy=True)
-    rollouts, cost = sample_with_cost(policy, prompts, 1, sampling)
+    rollouts, cost = sample_with_cost(engine, prompts, 1, sampling)
     rewards_P1, judge_cost = reward_completions(task, rollouts)
     return rewards_P1[:, 0], cost + judge_cost + WorkCost(rollouts=len(prompts))
 
@@ -201,13 +205,13 @@ def _score_chunks(
     """Sample, score and store the missing completions of every chunk, see `_chunks_to_sample`; say
     after the first one where many were cut.
     """
-    policy, task = configured_policy(config), configured_task(config)
+    (policy, engine), task = start_sampler(config), configured_task(config)
     sampling, sketches = Sampling.of(config, "pool"), score_sketches(config, policy)
     checked = False
     for first, chunk in items:
         chunk_prompts = [prompts[p] for p in chunk]
         rollouts, chunk_cost = sample_with_cost(
-            policy, chunk_prompts, size - first, sampling, first=first
+            engine, chunk_prompts, size - first, sampling, first=first
         )
         yield chunk_cost
         share_cut = float((~rollouts.ended_PG).mean())
@@ -279,6 +283,11 @@ def score_part(
     assert scores.gram_BB is not None  # `gram`, `features` and `pooled` ask for them
     assert scores.features_BR is not None and scores.pooled_KR is not None
     sums_KR = scores.pooled_KR.float().cpu().numpy()
+    gap = None
+    if config.rollout.name != "local":
+        read = row * count + np.unique(np.linspace(0, count - 1, READ).astype(int))
+        tokens = int(rollouts.lengths_PG.ravel()[read].sum())
+        gap = np.array([sampler_gap(policy, rollouts, read, config.temperature), tokens])
     seconds = WorkCost(seconds_score=time.perf_counter() - start)
     return Part(
         rewards_N=rewards_N,
@@ -290,6 +299,7 @@ def score_part(
         reward_sum_R=sums_KR[0],
         score_sum_R=sums_KR[1],
         cost=np.array(astuple(cost + seconds), dtype=np.float64),
+        sampler_gap=gap,
     )
 
 
@@ -318,6 +328,10 @@ def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[Score
             gram_NN[inside, inside] = part.gram_NN
             start = inside.stop
         grams.append(gram_NN)
+    mean_gap = None
+    if stored[0][0].sampler_gap is not None:
+        gap_K, tokens_K = np.array([x.sampler_gap for parts in stored for x in parts]).T
+        mean_gap = float(np.average(gap_K, weights=tokens_K))
     pool = ScorePool(
         rewards_PN=concatenate("rewards_N"),
         gram_PNN=np.array(grams),
@@ -325,19 +339,21 @@ def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[Score
         features_PNR=concatenate("features_NR", np.float32),
         reward_sums_PR=total("reward_sum_R"),
         score_sums_PR=total("score_sum_R"),
+        sampler_gap=mean_gap,
     )
     return pool, sum((part.work_cost for parts in stored for part in parts), WorkCost())
 
 
 def sample_with_cost(
-    policy: Policy, prompts: list[Prompt], size: int, sampling: Sampling, **key: int
+    engine: Engine, prompts: list[Prompt], size: int, sampling: Sampling, **key: int
 ) -> tuple[Rollouts, WorkCost]:
-    """Rollouts of `sample` and their cost; progress counts a completion only once it is scored.
+    """Rollouts of `engine.sample` and their cost; progress counts a completion only once it is
+    scored.
 
     `key` holds the `first` or the `step` of `sample`.
     """
     start = time.perf_counter()
-    rollouts = sample(policy, prompts, size, sampling, **key)
+    rollouts = engine.sample(prompts, size, sampling, **key)
     seconds, cut = time.perf_counter() - start, int((~rollouts.ended_PG).sum())
     tokens = int(rollouts.lengths_PG.sum())
     return rollouts, WorkCost(tokens=tokens, clipped=cut, seconds_generate=seconds)

@@ -42,6 +42,9 @@ class Part:
         features_NR: sketches of the scores.
         reward_sum_R, score_sum_R: wider sketches of `sum_i z_i s_i` and `sum_i s_i`.
         cost: what it took, as the fields of `WorkCost`.
+        sampler_gap: of some of them, the mean absolute difference of the sampler's and the model's
+            own log-probabilities, nats a token, and the number of those tokens; None where the
+            model itself sampled.
     """
 
     rewards_N: np.ndarray
@@ -53,6 +56,7 @@ class Part:
     reward_sum_R: np.ndarray
     score_sum_R: np.ndarray
     cost: np.ndarray
+    sampler_gap: np.ndarray | None = None
 
     @property
     def work_cost(self) -> WorkCost:
@@ -71,6 +75,8 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
     draws = {key: keys[key] for key in chosen} | {key: keys["budget"][key] for key in budget}
     for key in ("study_size", "train_size", "test_size"):
         draws["dataset"].pop(key, None)
+    if config.rollout.name != "local":  # pools of before have no such key
+        draws["rollout"] = config.rollout.name
     draws["weights"] = weights_fingerprint(config.model.model_name_or_path)
     return draws | {"data": data_fingerprint(config.dataset)}
 
@@ -101,10 +107,12 @@ class PoolStore:
         except (OSError, ValueError) as error:
             raise ConfigError(f"the pool folder {self.folder} cannot be used: {error}") from error
         for key in dict.fromkeys([*stored, *self.draws]):
-            if stored.get(key) != self.draws.get(key):
+            absent = "local" if key == "rollout" else None
+            there, own = stored.get(key, absent), self.draws.get(key, absent)
+            if there != own:
                 raise ConfigError(
-                    f"{self.folder} holds completions of {key}={stored.get(key)}, asked is "
-                    f"{self.draws.get(key)}: use another pool=DIR"
+                    f"{self.folder} holds completions of {key}={there}, asked is {own}: use "
+                    "another pool=DIR"
                 )
 
     def parts(self, prompt: Prompt) -> list[tuple[int, int]]:
@@ -124,7 +132,8 @@ class PoolStore:
     def write(self, prompt: Prompt, first: int, part: Part) -> None:
         """Write one part whole or not at all."""
         path = self._path(prompt, first, len(part.rewards_N))
-        arrays = {key: np.ascontiguousarray(value) for key, value in vars(part).items()}
+        known = {key: value for key, value in vars(part).items() if value is not None}
+        arrays = {key: np.ascontiguousarray(value) for key, value in known.items()}
         with atomic_write(path, shared=True) as staged:
             save_file(arrays, staged, {"prompt": prompt.id})
 

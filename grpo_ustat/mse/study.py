@@ -32,6 +32,7 @@ from grpo_ustat.mse.result import (
     target_words,
     write_curves,
 )
+from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
 from grpo_ustat.progress import waiting
 from grpo_ustat.records import Prompt, ScorePool
@@ -149,6 +150,9 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
             " WARNING: only texts were logged, which were tokenised again: where the policy had "
             "split them otherwise, scores are those of other tokens, so this result is inexact."
         )
+    if pool.sampler_gap is not None:
+        result["summary"] += sampler_text(config.rollout.name, pool.sampler_gap)
+        result["sampler"] = {"name": config.rollout.name, "gap": pool.sampler_gap}
     return result | {"left_out": left_out, "not_measured": refusals}
 
 

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_ustat.config.common import Common
 from grpo_ustat.config.model import adapter_base, model_folder
+from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.distributed.ranks import RefusedByRank, own_device
@@ -354,7 +355,7 @@ def check_lengths(
             f"{texts[lengths.index(0)]!r}: does it have its tokenizer files?"
         )
     limits = [(context_length(config), "the model's")]
-    if isinstance(config, TrainConfig):
+    if isinstance(config, TrainConfig | MseConfig):
         limits.append((config.rollout.max_model_len, "rollout.max_model_len, vLLM's"))
     longest, completion_length = max(lengths), config.max_completion_length
     for limit, name in limits:

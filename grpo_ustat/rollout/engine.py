@@ -1,10 +1,11 @@
-"""Rollout engines: they sample the completions that a trainer learns from."""
+"""Rollout engines: they sample the completions that are learnt from or measured."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Protocol
 
+from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.records import Prompt, Rollouts
@@ -42,7 +43,7 @@ class LocalEngine:
         """Nothing to do: the weights are the policy's own."""
 
 
-def make_engine(config: TrainConfig, policy: Policy) -> Engine:
+def make_engine(config: TrainConfig | MseConfig, policy: Policy) -> Engine:
     """The configured engine.
 
     Raises:

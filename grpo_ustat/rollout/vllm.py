@@ -20,8 +20,8 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_ustat.config.command_line import install_line
+from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.config.train import RolloutConfig
 from grpo_ustat.distributed import ranks
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.progress import Progress

@@ -43,8 +43,10 @@ def environment(folder: Path) -> Path:
     venv.create(folder, with_pip=True)
     pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = project["dependencies"] + project["optional-dependencies"]["cli"]
-    light = [d for d in needed if not d.startswith("grpo-ustat[torch]")]  # vLLM brings its own
+    extras = project["optional-dependencies"]
+    needed = project["dependencies"] + extras["torch"] + extras["cli"]
+    brought = ("grpo-ustat", "torch", "transformers")  # by vLLM, in versions of its own
+    light = [d for d in needed if not d.startswith(brought)]
     subprocess.run([*pip, "install", ENGINE, *light], check=True)
     subprocess.run([*pip, "uninstall", "-y", *BROKEN], check=True)
     subprocess.run([*pip, "install", "--no-deps", "-e", str(ROOT)], check=True)
@@ -103,7 +105,7 @@ def differing(one, other) -> int:
 
 def check(model: str, dtype: str) -> dict:
     """All checks at one precision, in an environment that has vLLM."""
-    from grpo_ustat.config.train import RolloutConfig
+    from grpo_ustat.config.rollout import RolloutConfig
     from grpo_ustat.policy.loading import load_policy
     from grpo_ustat.rollout.engine import LocalEngine
     from grpo_ustat.rollout.local import Sampling

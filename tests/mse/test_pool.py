@@ -92,7 +92,7 @@ def test_an_interrupted_study_goes_on_and_ends_byte_identical(tmp_path, monkeypa
 @pytest.mark.slow
 def test_another_study_reuses_the_pool_without_the_model(tmp_path, monkeypatch):
     first = study(tmp_path / "a", f"pool={tmp_path / 'pool'}")
-    monkeypatch.setattr(pool_module, "sample", None)  # sampling now would fail
+    monkeypatch.setattr(pool_module, "start_sampler", None)  # sampling now would fail
     second = study(tmp_path / "b", f"pool={tmp_path / 'pool'}", "group_sizes=[2,4,8,16]")
     assert second.splitlines()[1] == first.splitlines()[1]
 

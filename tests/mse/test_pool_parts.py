@@ -112,7 +112,7 @@ def test_pools_of_several_folders_merge_by_copying(tmp_path, monkeypatch):
     for file in (tmp_path / "1").glob("*"):
         if not (tmp_path / "2" / file.name).exists():
             shutil.copy(file, tmp_path / "2")
-    monkeypatch.setattr(pool_module, "sample", None)  # sampling now would fail
+    monkeypatch.setattr(pool_module, "start_sampler", None)  # sampling now would fail
     config, _ = asked(f"pool={tmp_path / '2'}")
     study_run.run(config, RunFolder(tmp_path / "run", config))
     assert (tmp_path / "run" / "curves.csv").is_file()

@@ -1,0 +1,33 @@
+"""What writes completions: of `train`, and of the studies of `mse`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo_ustat.config.schema import ConfigError, field
+
+ROLLOUTS = ("local", "vllm")
+
+
+@dataclass
+class RolloutConfig:
+    """What writes completions."""
+
+    name: str = field("local: in this process; vllm: by vLLM in this process", choices=ROLLOUTS)
+    gpu_memory_utilization: float | None = field(
+        "share of the GPU's memory, or of all on a CPU, that vLLM may hold; null: its own choice"
+    )
+    max_model_len: int | None = field(
+        "of prompt and completion that vLLM has room for; null: its own choice", "tokens"
+    )
+    enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
+
+    def check(self) -> None:
+        """Refuse vLLM's options without vLLM.
+
+        Raises:
+            ConfigError: naming the option and the fix.
+        """
+        for name in ("gpu_memory_utilization", "max_model_len", "enforce_eager"):
+            if self.name == "local" and getattr(self, name) is not None:
+                raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")

@@ -1,0 +1,88 @@
+"""What writes a study's completions, and how far it is from the model that scores them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.distributed.ranks import RefusedByRank, world
+from grpo_ustat.policy.loading import Policy, configured_policy
+from grpo_ustat.policy.logprobs import pack, token_logprobs
+from grpo_ustat.records import Rollouts
+from grpo_ustat.rollout.engine import Engine, LocalEngine, make_engine
+
+MOST_GAP = 0.05  # nats a token, between log-probabilities of a sampler and of the same model
+_STARTED: dict[str, tuple[list[Any], Policy, Engine]] = {}  # this process's vLLM, at most one
+
+
+def start_sampler(config: MseConfig) -> tuple[Policy, Engine]:
+    """The configured policy, and the engine that samples from it.
+
+    vLLM is started once in a process, where its first completions are needed: a study that extends
+    its pool or draws replicates, and the next study of a sweep over the same model, go on with the
+    same engine. The weights of a study never change.
+
+    Raises:
+        ConfigError: vLLM is missing, or cannot run this model; several ranks would sample with it.
+    """
+    if config.rollout.name == "local":
+        policy = configured_policy(config)
+        return policy, LocalEngine(policy)
+    if world() > 1:
+        raise RefusedByRank(
+            f"rollout=vllm on {world()} ranks: one process of a study samples with vLLM; start it "
+            "without a launcher, and use study.part=k/n for several GPUs"
+        )
+    needs = [config.model, config.prompt, config.rollout, config.rollout_batch_size]
+    needs.append(config.launch.device)
+    if "vllm" in _STARTED and _STARTED["vllm"][0] == needs:
+        return _STARTED["vllm"][1:]
+    _STARTED.clear()  # its memory is needed for the next one
+    policy = configured_policy(config)
+    _STARTED["vllm"] = (needs, policy, make_engine(config, policy))
+    return _STARTED["vllm"][1:]
+
+
+def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperature: float) -> float:
+    """Mean absolute difference of the policy's log-probabilities and the sampler's, nats a token.
+
+    Args:
+        policy: what is said to have written them.
+        rollouts: with `logprobs_PGT`.
+        index: of the completions that are read, flat.
+        temperature: divides the logits.
+    """
+    assert rollouts.logprobs_PGT is not None
+    width = rollouts.mask_PGT.shape[-1]
+    logged_NT = rollouts.logprobs_PGT.reshape(-1, width)
+    gaps = []
+    with torch.inference_mode(), policy.computing():
+        for one in index:
+            rows = pack(rollouts, np.array([one]), policy.pad_token, policy.model.device)
+            own_T = token_logprobs(policy.model, rows, temperature)[0].double().cpu().numpy()
+            scored_T = rows.completion_mask_BT[0, -rows.width :].bool().cpu().numpy()
+            gaps.append(np.abs(own_T - logged_NT[one, : rows.width])[scored_T])
+    return float(np.concatenate(gaps).mean())
+
+
+def sampler_text(name: str, gap: float) -> str:
+    """A sentence on how far the sampler is from the model that scores, with a warning where that is
+    more than rounding; it begins with a space.
+
+    >>> sampler_text("vllm", 0.0004)
+    " Completions are vllm's: its log-probabilities are 0.0004 nats a token from the model's own."
+    """
+    if gap <= MOST_GAP:
+        return (
+            f" Completions are {name}'s: its log-probabilities are {gap:.2g} nats a token from the "
+            "model's own."
+        )
+    return (
+        f" WARNING: completions are {name}'s, whose log-probabilities are {gap:.2g} nats a token "
+        f"from the model's own, where at most {MOST_GAP} is rounding: they are draws of another "
+        "distribution than the one that is scored, so this result is biased; use rollout=local, or "
+        "model.dtype=float32."
+    )
