@@ -12,8 +12,8 @@ from grpo_ustat.config.train import TrainConfig
 SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig}
 
 
-MODELS = ("budget", "dataset", "debug", "model", "prompt")  # groups of what a bed has none of
-TRAINING = ("baseline", "optimizer", "objective", "schedule", "lora", "rollout")
+MODELS = ("budget", "dataset", "debug", "model", "prompt", "rollout")  # a bed has none
+TRAINING = ("baseline", "optimizer", "objective", "schedule", "lora")
 TAKERS = {  # of each group's files, where not all entries take them
     **dict.fromkeys(MODELS, ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
     "policy": ("mse",), "bed": ("gap",), "study": ("gap",), "experiment": ("train",),
