@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
-from huggingface_hub import is_offline_mode
+from huggingface_hub import constants as hub_settings
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -184,7 +184,7 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
                 "it is not in the hub's local cache, and the hub does not answer: download it "
                 "where there is a network and set HF_HUB_OFFLINE=1, or name a folder"
             )
-        elif is_offline_mode() and of_hub:
+        elif hub_settings.HF_HUB_OFFLINE and of_hub:
             reason = (
                 "it is not in the hub's local cache, and HF_HUB_OFFLINE=1 keeps it from being "
                 "fetched: unset that, or name a folder"

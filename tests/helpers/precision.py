@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
 
 class _KeepDouble(TorchFunctionMode):
     """Where a float64 tensor is asked for in float32, it stays float64."""
@@ -17,6 +19,8 @@ class _KeepDouble(TorchFunctionMode):
                 return args[0]
             args = tuple(torch.float64 if x is torch.float32 else x for x in args)
             kwargs = {k: torch.float64 if x is torch.float32 else x for k, x in kwargs.items()}
+            if func in PRODUCTS:  # of frequencies and positions, each cast in older transformers
+                args = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in args)
         return func(*args, **kwargs)
 
 

@@ -63,7 +63,9 @@ def test_no_prompt_has_two_beginnings_or_none(chat, tmp_path):
     assert ids.count(0) == 1 and ids[0] == 0
     if chat:
         turns = [{"role": "user", "content": f"{prompt.question}="}]
-        expected = policy.tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+        expected = policy.tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=True
+        )
         assert ids == expected["input_ids"]
     both = encode(policy.tokenizer, [prompt.text], special_tokens=True)[0]
     assert (both != ids) == chat
