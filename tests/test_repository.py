@@ -26,6 +26,16 @@ def test_continuous_integration_runs_what_a_person_runs():
     assert lowest in job["strategy"]["matrix"]["python"]
 
 
+def test_the_newest_trl_is_tried_every_week():
+    workflow = read(".github/workflows/trl.yml")
+    assert workflow[True]["schedule"] and "push" not in workflow[True]
+    job = workflow["jobs"]["test"]
+    assert "trl @ git+" in job["strategy"]["matrix"]["trl"][-1]
+    commands = "\n".join(step["run"] for step in job["steps"] if "run" in step)
+    assert "pytest --slow tests/trl" in commands and "matrix.trl" in commands
+    assert (ROOT / "tests/trl/test_real_trl.py").is_file()
+
+
 def test_a_commit_is_formatted_by_the_ruff_that_checks_it():
     (hooks,) = read(".pre-commit-config.yaml")["repos"]
     pinned = re.search(r"^ruff==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]

@@ -29,6 +29,7 @@ from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
 from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.records import Rollouts
 from grpo_ustat.report.decision import group_size_costs
 from grpo_ustat.trl.generation import Group, completions_of, summed_rewards, whole_groups
 from grpo_ustat.trl.support import check_trainer
@@ -180,11 +181,8 @@ class GradientNoiseCallback(TrainerCallback):
         rollouts, weights_G = group.rollouts(), pool_gradient_weights(group.rewards_G)
         if self._sketch is None:
             self._sketch = Sketch(parameter_sizes(policy.model), self.sketch_size)
-        if not self._checked:  # once a run: two completions against plain differentiation
-            few = pack(rollouts, np.arange(2), policy.pad_token, policy.model.device)
-            check_scores(
-                policy.model, few.input_ids_BT, few.attention_mask_BT, few.completion_mask_BT
-            )
+        if not self._checked:
+            self._check(policy, rollouts)
             self._checked = True
         while True:
             try:
@@ -200,6 +198,23 @@ class GradientNoiseCallback(TrainerCallback):
             self.at_once //= 2
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+    def _check(self, policy: Policy, rollouts: Rollouts) -> None:
+        """Compare a group's two shortest completions with plain differentiation, once a run.
+
+        Raises:
+            ConfigError: a layer's score rule is wrong.
+        """
+        shortest = np.argsort(rollouts.lengths_PG[0], kind="stable")[:2]
+        few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
+        try:
+            check_scores(
+                policy.model, few.input_ids_BT, few.attention_mask_BT, few.completion_mask_BT
+            )
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self._print(f"{PREFIX}: no memory to compare scores with plain differentiation")
 
     def recent(self) -> list[Measurement]:
         """Those of the second half of the measured steps, at least the last four."""

@@ -20,6 +20,7 @@ from grpo_ustat.estimators.noise import group_terms, noise_estimate
 from grpo_ustat.policy.scores.groups import GroupScores
 from grpo_ustat.trl import callback as module
 from grpo_ustat.trl.callback import GradientNoiseCallback, unchanged
+from grpo_ustat.trl.generation import Completion, Group
 
 SIZE, PROMPTS = 4, 6
 
@@ -174,6 +175,30 @@ def test_a_fault_ends_the_measuring_and_not_the_training(monkeypatch, capsys):
         "grpo_ustat: nothing was measured: RuntimeError: no rule for this layer."
     ]
     assert trainer.model.training and not trainer._metrics["train"]
+
+
+@pytest.mark.parametrize("message", ["CUDA out of memory.", "shapes differ"])
+def test_a_comparison_that_has_no_memory_is_left_out(message, monkeypatch, capsys):
+    """Of the two shortest completions; any other error is one."""
+    compared = []
+
+    def fails(model, ids, attention, completion):
+        compared.append(completion.sum(dim=1).tolist())
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(module, "check_scores", fails)
+    _, callback = measured()
+    prompts, completions, _ = batch(0)
+    rows = [Completion(p, c) for p, c in zip(prompts[:SIZE], completions[:SIZE], strict=True)]
+    policy = SimpleNamespace(model=SimpleNamespace(device="cpu"), pad_token=0)
+    rollouts = Group(rows, np.zeros(SIZE)).rollouts()
+    if "memory" in message:
+        callback._check(policy, rollouts)
+        assert "no memory to compare scores" in capsys.readouterr().out
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            callback._check(policy, rollouts)
+    assert compared == [[2, 2]]
 
 
 def test_the_end_says_what_to_do(capsys):
