@@ -149,26 +149,13 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     if len(recent) < LEAST_STEPS:
         return _without_monitor(run, group_size, len(recent))
     values_3S = np.array([[row[f"monitor/{name}"] for row in recent] for name in CONSTANTS])
-    count = values_3S.shape[1]
-    delete_one_3S = (values_3S.sum(axis=1, keepdims=True) - values_3S) / (count - 1)
-    whole: dict[str, float] = dict(zip(CONSTANTS, values_3S.mean(axis=1), strict=True))
-    delete_one: dict[str, Array] = {
-        name: one[None] for name, one in zip(CONSTANTS, delete_one_3S, strict=True)
-    }
-    estimate = scaling_estimate(whole, delete_one)
-    best, low, high = (
-        float(value) if np.isfinite(value) else None
-        for value in group_size_interval(whole, delete_one)
-    )
-    scaling = {
-        **whole, "covariance": estimate.covariance_33, "dof": estimate.dof,
-        "gstar": best, "gstar_low": low, "gstar_high": high,
-    }  # fmt: skip
+    scaling = scaling_of_steps(values_3S)
+    best, low, high = (scaling[name] for name in ("gstar", "gstar_low", "gstar_high"))
     verdict, sentence, numbers = group_size_advice(scaling, group_size, rollouts)
     ends = f"[{low or 1:.1f}, {'no upper end' if high is None else f'{high:.1f}'}]"
     about = "not enough data" if best is None else f"{best:.1f}"
     details = [
-        f"Best G is about {about} {ends}, from {count} monitored steps, {recent[0]['step']} to "
+        f"Best G is about {about} {ends}, from {len(recent)} monitored steps, {recent[0]['step']} to "
         f"{recent[-1]['step']}.",
         "Intervals of 95 % over steps, of the policies of these steps together.",
     ]
@@ -183,6 +170,32 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     else:
         following = _measure_checkpoint(run)
     return Advice(verdict, sentence, details, following, numbers)
+
+
+def scaling_of_steps(values_3S: Array) -> dict[str, Any]:
+    """C1, C2, C3 and G* of a training run, as the means of what its monitor measured, jackknifed
+    over steps: each step has prompts and completions of its own, and its estimates are unbiased.
+
+    Args:
+        values_3S: C1, C2 and C3 of each of S >= 2 steps.
+
+    Returns:
+        What `group_size_advice` takes.
+    """
+    delete_one_3S = (values_3S.sum(axis=1, keepdims=True) - values_3S) / (values_3S.shape[1] - 1)
+    whole: dict[str, float] = dict(zip(CONSTANTS, values_3S.mean(axis=1), strict=True))
+    delete_one: dict[str, Array] = {
+        name: one[None] for name, one in zip(CONSTANTS, delete_one_3S, strict=True)
+    }
+    estimate = scaling_estimate(whole, delete_one)
+    best, low, high = (
+        float(value) if np.isfinite(value) else None
+        for value in group_size_interval(whole, delete_one)
+    )
+    return {
+        **whole, "covariance": estimate.covariance_33, "dof": estimate.dof,
+        "gstar": best, "gstar_low": low, "gstar_high": high,
+    }  # fmt: skip
 
 
 def _without_monitor(run: RunRecord, group_size: int, steps: int) -> Advice:

@@ -86,7 +86,8 @@ def group_size_advice(
         return CHOOSE, sentence, numbers
     extra, low, high = estimate.extra_error(group_size, best)
     names = ("extra_error", "extra_error_low", "extra_error_high")
-    numbers |= dict(zip(names, (extra, low, high), strict=True))
+    ends = (value if math.isfinite(value) else None for value in (extra, low, high))
+    numbers |= dict(zip(names, ends, strict=True))
     if group_size != best and low > 0:
         verdict, word = (RAISE, "Raise") if group_size < best else (LOWER, "Lower")
         saved = extra / (1 + extra)

@@ -171,8 +171,9 @@ class ScalingEstimate(NamedTuple):
         contrast_3 = _n_mse_weights(group_size) / own - _n_mse_weights(reference) / other
         variance = max(float(contrast_3 @ self.covariance_33 @ contrast_3), 0.0)
         half = math.sqrt(2 * float(fdtri(2, self.dof, level)) * variance)
-        ends = (math.expm1(math.log(own / other) + x) for x in (0.0, -half, half))
-        return Interval(*ends)
+        logs = math.log(own / other) + np.array([0.0, -half, half])
+        with np.errstate(over="ignore"):  # an estimate near 0 has no upper end
+            return Interval(*map(float, np.expm1(logs)))
 
     def prompts_for_best_size(self, prompts: int, power: float = 0.8) -> int | None:
         """How many prompts would probably give G* an interval with both ends.

@@ -158,9 +158,11 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
 def percent(share: float) -> str:
     """A signed share in percent, without decimals.
 
-    >>> percent(0.094), percent(-0.004), percent(12.3)
-    ('+9 %', '0 %', '+1230 %')
+    >>> percent(0.094), percent(-0.004), percent(12.3), percent(math.inf)
+    ('+9 %', '0 %', '+1230 %', 'no upper end')
     """
+    if share == math.inf:
+        return "no upper end"
     value = round(100 * share)
     return f"{value:+d} %" if value else "0 %"
 

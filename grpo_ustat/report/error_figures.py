@@ -366,6 +366,7 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
     curve = [estimate.extra_error(size, costs.best) for size in grid]
     heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
     axes.plot(grid, heights, color=colour, linewidth=1.5)
+    highs = np.minimum(highs, 10 * TOP_PERCENT)  # some have no upper end
     axes.fill_between(grid, lows, highs, color=colour, alpha=0.2, linewidth=0)
     for size, extra in costs.extra.items():
         if not 100 * extra.estimate <= TOP_PERCENT - 10:

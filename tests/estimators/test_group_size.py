@@ -122,6 +122,13 @@ def test_extra_errors_by_hand():
     assert np.isnan(law(-3.0, 2.0, 9.0).extra_error(16, 2)).all()
 
 
+def test_an_error_estimated_near_0_has_no_upper_end():
+    """C1 of 1e-5 with a standard error of 1: the logarithm's half width is beyond a float's."""
+    estimate = ScalingEstimate(np.array([1e-5, 0.0, 1e-5]), np.eye(3), 10.0)
+    extra, low, high = estimate.extra_error(16, 2)
+    assert extra > 0 and low == -1 and high == math.inf
+
+
 def test_the_width_of_an_extra_error_is_that_of_a_numerical_derivative(rng):
     """Scheffe's value times the standard error of log f(G)/f(R), by differences of the units."""
     whole, delete_one, units = sample(rng, 1.0)
