@@ -155,8 +155,8 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     ends = f"[{low or 1:.1f}, {'no upper end' if high is None else f'{high:.1f}'}]"
     about = "not enough data" if best is None else f"{best:.1f}"
     details = [
-        f"Best G is about {about} {ends}, from {len(recent)} monitored steps, {recent[0]['step']} to "
-        f"{recent[-1]['step']}.",
+        f"Best G is about {about} {ends}, from {len(recent)} monitored steps, "
+        f"{recent[0]['step']} to {recent[-1]['step']}.",
         "Intervals of 95 % over steps, of the policies of these steps together.",
     ]
     if verdict != UNKNOWN:
