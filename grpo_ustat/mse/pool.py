@@ -8,7 +8,6 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from grpo_ustat.config.mse import MseConfig
@@ -20,7 +19,10 @@ from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
 from grpo_ustat.mse.sampler import sampler_gap, start_sampler
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack
+from grpo_ustat.policy.memory import free_bytes, score_bytes
+from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
+from grpo_ustat.policy.scores.by_layer import LayerByLayer
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.progress import Notice
@@ -367,14 +369,10 @@ def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
     check_scores(policy.model, few.input_ids_BT, few.attention_mask_BT, few.completion_mask_BT)
 
 
-def rows_that_fit(policy: Policy, tokens: int) -> int:
+def rows_that_fit(policy: Policy, tokens: int, by_layer: bool = False) -> int:
     """About how many rows of so many tokens can be scored at once in the free memory."""
-    config, entry = policy.model.config, policy.model.dtype.itemsize
-    width = 16 * config.hidden_size + 4 * (getattr(config, "intermediate_size", None) or 0)
-    free = psutil.virtual_memory().available
-    if policy.model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(policy.model.device)[0]
-    return int(free / (entry * tokens * config.num_hidden_layers * width))
+    free, row = free_bytes(policy.model.device), score_bytes(policy.model, tokens, by_layer)
+    return free // row
 
 
 def check_memory(policy: Policy, rows: int, prompt_tokens: int, rollouts: Rollouts) -> None:
@@ -384,7 +382,7 @@ def check_memory(policy: Policy, rows: int, prompt_tokens: int, rollouts: Rollou
         ConfigError: with the number of completions that would fit.
     """
     tokens = prompt_tokens + rollouts.mask_PGT.shape[-1]
-    fit = rows_that_fit(policy, tokens)
+    fit = rows_that_fit(policy, tokens, by_layer=LayerByLayer(causal(policy.model)).fits)
     if rows > fit:
         raise ConfigError(
             f"scoring {rows} completions of up to {tokens} tokens at once does not fit, {fit} do: "

@@ -14,6 +14,9 @@ from reference import one_score
 
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
 from grpo_ustat.policy.scores.backward import completion_scores, covered_parameters
+from grpo_ustat.policy.scores.by_layer import LayerByLayer
+
+WHOLE = {"ctrl", "openai-gpt"}  # not made of transformers' layers
 
 
 def letters(name="llama"):
@@ -35,6 +38,11 @@ def reference(model, rollouts, temperature=1.0):
     return {name: torch.stack([row[name].flatten() for row in rows]) for name in rows[0]}
 
 
+def layer_by_layer(model, rollouts, **options):
+    """As `fast`, each layer computed twice."""
+    return fast(model, rollouts, by_layer=True, **options)
+
+
 def fast(model, rollouts, **options):
     """All completions in one left-padded batch."""
     rows = pack(rollouts, np.arange(rollouts.mask_PGT[..., 0].size), 0, model.device)
@@ -46,10 +54,10 @@ def trainable(model):
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def assert_close(found, expected):
+def assert_close(found, expected, rounding=1e-10):
     """To 1e-10 of the largest entry: smaller ones may be sums that cancel."""
     torch.testing.assert_close(
-        found, expected, rtol=0, atol=1e-10 * max(1e-3, expected.abs().max().item())
+        found, expected, rtol=0, atol=rounding * max(1e-3, expected.abs().max().item())
     )
 
 
@@ -76,6 +84,35 @@ def assert_everything_equals_autograd(model, rollouts, temperature=1.0):
 @every_architecture
 def test_norms_gradients_and_gram_equal_autograd(name, tied):
     assert_everything_equals_autograd(build(name, tied), letters(name), temperature=0.7)
+
+
+def assert_layer_by_layer_is_the_same(model, rollouts, rtol=1e-12):
+    weights = torch.randn(2, 12, dtype=torch.float64)
+    for options in ({}, {"weights_KB": weights, "gram": True}):
+        whole, parts = fast(model, rollouts, **options), layer_by_layer(model, rollouts, **options)
+        torch.testing.assert_close(parts.sq_norm_B, whole.sq_norm_B, rtol=rtol, atol=0)
+        if options:
+            assert_close(parts.gram_BB, whole.gram_BB, rtol)
+            for one, other in zip(parts.gradients_K, whole.gradients_K, strict=True):
+                assert one.keys() == other.keys()
+                for name, value in one.items():
+                    assert_close(value, other[name], rtol)
+
+
+@every_architecture
+def test_layer_by_layer_gives_the_same(name, tied):
+    model = build(name, tied)
+    assert LayerByLayer(model).fits == (name not in WHOLE)
+    rounding = 1e-7 if name.startswith("mamba") else 1e-12  # its layers add in float32
+    assert_layer_by_layer_is_the_same(model, letters(name), rounding)
+
+
+def test_layer_by_layer_counts_what_layers_share():
+    """A module of two layers, and a weight of two modules: joined before anything is squared."""
+    model = build("llama", tied=True)
+    first, second = model.model.layers
+    second.mlp, second.self_attn.q_proj.weight = first.mlp, first.self_attn.q_proj.weight
+    assert_layer_by_layer_is_the_same(model, letters())
 
 
 @every_architecture

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from grpo_ustat.policy.logprobs import positions, widen
 from grpo_ustat.policy.output_layer import OutputLayer, Window, body, causal
 from grpo_ustat.policy.scores import layers
 from grpo_ustat.policy.scores.accumulate import SQUARE, Accumulator
+from grpo_ustat.policy.scores.by_layer import LayerByLayer
 from grpo_ustat.policy.scores.output_layer import add_output_layer
 from grpo_ustat.policy.scores.sketch import Sketch
 
@@ -60,6 +61,7 @@ def completion_scores(
     *,
     features: Sketch | None = None,
     pooled: Sketch | None = None,
+    by_layer: bool = False,
 ) -> CompletionScores:
     """Score norms, pooled gradients and Gram matrix over all trainable parameters.
 
@@ -75,6 +77,8 @@ def completion_scores(
         temperature: divides the logits, as in sampling.
         features: sketch every completion's score.
         pooled: sketch the pooled gradients instead of returning them whole.
+        by_layer: keep the inputs of layers alone and compute each layer twice, for less memory; a
+            model that is not made of such layers keeps all.
 
     Raises:
         ConfigError: the model is in training mode, or has no parameter to train.
@@ -85,7 +89,7 @@ def completion_scores(
     batch, device = len(input_ids_BT), input_ids_BT.device
     totals = Accumulator(batch, device, weights_KB, gram, features, pooled)
     with _activations_only(model):
-        backward_pass = _Backward(model, names, input_ids_BT, attention_mask_BT, totals)
+        backward_pass = _Backward(model, names, input_ids_BT, attention_mask_BT, totals, by_layer)
         backward_pass.run(completion_mask_BT, temperature)
     rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
@@ -142,15 +146,19 @@ class _Backward:
         added: names of the parameters whose gradients are in the totals.
     """
 
-    def __init__(self, model, names: dict[int, str], input_ids_BT, attention_mask_BT, totals):
+    def __init__(
+        self, model, names: dict[int, str], input_ids_BT, attention_mask_BT, totals, by_layer: bool
+    ):
         self.model = causal(model)
+        layer_by_layer = LayerByLayer(self.model)
+        self.layers = layer_by_layer if by_layer and layer_by_layer.fits else None
         self.names, self.totals = names, totals
         self.ids, self.attention = input_ids_BT, attention_mask_BT
         self.added: set[str] = set()
         self.expected: dict[str, int] = {}
         self.arrived: dict[str, list[layers.Part]] = {}
         self.left_out: set[str] = set()
-        self.roots: list[torch.Tensor] = []
+        self.roots: list[tuple[torch.Tensor, nn.Embedding, tuple | None]] = []
         self.shapes = {names[id(p)]: p.shape for p in model.parameters() if id(p) in names}
         embedding = cast(nn.Embedding, self.model.get_input_embeddings())
         head = cast(nn.Linear, self.model.get_output_embeddings())
@@ -161,12 +169,21 @@ class _Backward:
     def run(self, completion_mask_BT: torch.Tensor, temperature: float) -> None:
         """Run the forward and the backward pass; the scores are then in the totals."""
         with self._hooks():
-            hidden_BTD = self._forward()
-        grad_hidden_BTD = self._output_layer(hidden_BTD.detach(), completion_mask_BT, temperature)
-        torch.autograd.backward(hidden_BTD, grad_hidden_BTD, inputs=self.roots)
+            with self.layers.forward() if self.layers else nullcontext():
+                hidden_BTD = self._forward()
+            grad_hidden_BTD = self._output_layer(
+                hidden_BTD.detach(), completion_mask_BT, temperature
+            )
+            leaves = [leaf for leaf, _, _ in self.roots]
+            if self.layers:
+                self.layers.backward(hidden_BTD, grad_hidden_BTD, leaves)
+            else:
+                torch.autograd.backward(hidden_BTD, grad_hidden_BTD, inputs=leaves)
+        for leaf, module, args in self.roots:
+            if args is not None and leaf.grad is not None:
+                self._arrive(module, args, leaf.grad)
         for name in list(self.arrived):
             self._reduce(name)
-        self.roots.clear()  # their hooks hold this object: a circle would keep the gradients alive
 
     def _forward(self) -> torch.Tensor:
         base = body(self.model)
@@ -194,15 +211,18 @@ class _Backward:
             """Wait for the gradient at this output of the module."""
             if isinstance(module, nn.Embedding):
                 return self._root(module, args, output)
-            if not output.requires_grad:  # functional_call inside a rule comes by here too
+            twice = self.layers is not None and self.layers.computes
+            if not output.requires_grad and not twice:  # a rule calls the module too
                 return None
             # dropped as soon as the gradient arrives
             held: list[Any] = [self._by_row(path, args, kwargs)]
             if held[0] is None:
                 self.left_out.update(self._own(module))
             elif self._own(module):
-                self._expect(module)
-                output.register_hook(lambda grad: self._arrive(module, held.pop(), grad))
+                if self.layers is None or not self.layers.recomputes:
+                    self._expect(module)
+                if output.requires_grad:
+                    output.register_hook(lambda grad: self._arrive(module, held.pop(), grad))
             return None
 
         return watch
@@ -210,12 +230,12 @@ class _Backward:
     def _root(self, module: nn.Embedding, args, output: torch.Tensor) -> torch.Tensor:
         """Make an embedding's output a leaf, so that the backward pass ends there."""
         leaf = output.detach().requires_grad_()
-        self.roots.append(leaf)
         if layers.kind(module) and args and args[0].shape == self.ids.shape:
             self._expect(module)
-            leaf.register_hook(lambda grad: self._arrive(module, args, grad))
+            self.roots.append((leaf, module, args))
         else:
             self.left_out.update(self._own(module))
+            self.roots.append((leaf, module, None))
         return leaf.clone()  # a model may scale its embeddings in place
 
     def _by_row(self, path: str, args: tuple, kwargs: dict) -> tuple | None:

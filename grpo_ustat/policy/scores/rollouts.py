@@ -9,6 +9,7 @@ import torch
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack
+from grpo_ustat.policy.memory import SHARE, free_bytes, score_bytes
 from grpo_ustat.policy.scores.backward import CompletionScores, completion_scores
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
@@ -25,7 +26,8 @@ def score_rollouts(
     features: Sketch | None = None,
     pooled: Sketch | None = None,
 ) -> CompletionScores:
-    """`completion_scores` of the completions with the given flat indices p*G + i, in that order.
+    """`completion_scores` of the completions with the given flat indices p*G + i, in that order;
+    layer by layer where the whole graph would take over half of the free memory.
 
     Equal completions of a prompt have equal scores: each is scored once, with their weights added.
 
@@ -43,6 +45,7 @@ def score_rollouts(
         np.add.at(merged, (slice(None), place_B), weights_KB)  # pyright: ignore[reportArgumentType]
         weights = torch.from_numpy(merged)
     rows = pack(rollouts, index[first], policy.pad_token, policy.model.device)
+    whole = score_bytes(policy.model, rows.input_ids_BT.numel(), by_layer=False)
     scores = completion_scores(
         policy.model,
         rows.input_ids_BT,
@@ -53,6 +56,7 @@ def score_rollouts(
         temperature=temperature,
         features=features,
         pooled=pooled,
+        by_layer=whole > SHARE * free_bytes(policy.model.device),
     )
     return _spread(scores, torch.from_numpy(place_B).to(policy.model.device))
 

@@ -1,0 +1,154 @@
+"""A forward pass that keeps the inputs of its layers alone; each layer is computed again in the
+backward pass (gradient checkpointing, Chen et al. 2016), so that one layer's graph exists at a time.
+
+transformers' own checkpointing would run the score rules' hooks twice, and only in training mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo_ustat.policy.output_layer import body
+
+
+@dataclass
+class _Call:
+    """One call of one layer.
+
+    Attributes:
+        forward: the layer's own forward pass.
+        inputs, structure: its arguments, flat, and how they belong together.
+        grads: at its outputs that gradients flow through, as far as they have come.
+    """
+
+    forward: Callable[..., Any]
+    inputs: list[Any]
+    structure: Any
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+
+
+class _Top(torch.autograd.Function):
+    """A layer's output as the bottom of the graph above it: its gradient goes to the call, and
+    nothing is held for it.
+    """
+
+    @staticmethod
+    def forward(ctx, anchor: torch.Tensor, call: _Call, output: list[torch.Tensor]) -> torch.Tensor:
+        """The output, which a list hands over so that it counts as new."""
+        ctx.call, ctx.place = call, len(call.grads)
+        call.grads.append(None)
+        return output.pop()
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor) -> tuple[None, None, None]:
+        """Keep the gradient for `LayerByLayer.backward`."""
+        before = ctx.call.grads[ctx.place]
+        ctx.call.grads[ctx.place] = grads[0] if before is None else before + grads[0]
+        return None, None, None
+
+
+class LayerByLayer:
+    """The forward and backward pass of a model's layers, one layer's graph at a time.
+
+    Attributes:
+        computes: whether a layer is computed for the first time now, without a graph.
+        recomputes: whether one is for the second time.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        layers = [m for m in body(model).modules() if isinstance(m, GradientCheckpointingLayer)]
+        self.layers = [m for m in layers if not any(m in _inside(other) for other in layers)]
+        self.computes = self.recomputes = False
+        self._calls: list[_Call] = []
+        self._anchor = torch.zeros((), requires_grad=True)  # below every graph
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model is made of such layers, without embeddings of their own."""
+        embeddings = (isinstance(m, nn.Embedding) for x in self.layers for m in x.modules())
+        return bool(self.layers) and not any(embeddings)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Within, layers are computed without a graph, and their inputs kept."""
+        before = [vars(layer).get("forward") for layer in self.layers]
+        try:
+            for layer in self.layers:
+                layer.forward = self._first(layer.forward)
+            yield
+        finally:
+            for layer, forward in zip(self.layers, before, strict=True):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward
+
+    def backward(self, hidden: torch.Tensor, grad: torch.Tensor, roots: list[torch.Tensor]) -> None:
+        """Let the gradient at the last hidden states reach every layer, and `grad` of the roots."""
+        below = [*roots, self._anchor]
+        torch.autograd.backward(hidden, grad, inputs=below)
+        while self._calls:
+            call = self._calls.pop()
+            reached = [value is not None for value in call.grads]
+            if not any(reached):
+                continue
+            inputs = [x.detach().requires_grad_() if _flows(x) else x for x in call.inputs]
+            args, kwargs = tree_unflatten(inputs, call.structure)
+            self.recomputes = True
+            try:
+                outputs = tree_leaves(call.forward(*args, **kwargs))
+            finally:
+                self.recomputes = False
+            ends = [x for x, used in zip(filter(_is_real, outputs), reached, strict=True) if used]
+            grads = [value for value in call.grads if value is not None]
+            torch.autograd.backward(ends, grads, inputs=list(filter(_flows, inputs)))
+            pairs = zip(call.inputs, inputs, strict=True)
+            starts = [
+                (before, x.grad) for before, x in pairs if _flows(before) and x.grad is not None
+            ]
+            # layers may read from one graph below them, such as Gemma 3n's inputs by layer
+            torch.autograd.backward(*zip(*starts, strict=True), inputs=below, retain_graph=True)
+            call.inputs, call.grads = [], []  # the graph above holds the call itself
+
+    def _first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            """The layer's output, at the bottom of a new graph."""
+            inputs, structure = tree_flatten((args, kwargs))
+            if not any(map(_flows, inputs)):
+                return forward(*args, **kwargs)
+            self.computes = True
+            try:
+                with torch.no_grad():
+                    outputs, shape = tree_flatten(forward(*args, **kwargs))
+            finally:
+                self.computes = False
+            call = _Call(forward, inputs, structure)
+            self._calls.append(call)
+            for place, output in enumerate(outputs):
+                if _is_real(output):
+                    outputs[place] = _Top.apply(self._anchor, call, [output])
+            return tree_unflatten(outputs, shape)
+
+        return compute
+
+
+def _inside(module: nn.Module) -> set[nn.Module]:
+    return set(module.modules()) - {module}
+
+
+def _flows(value: Any) -> bool:
+    """Whether gradients flow through a value."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _is_real(value: Any) -> bool:
+    """Whether gradients could flow through a value."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
