@@ -4,10 +4,11 @@
     python scripts/benchmarks/scores.py qwen2.5-0.5b --device cuda --dtype bfloat16 \\
         --rows 64 --prompt 40 --completion 256
 
-`qwen2.5-0.5b` stands for random weights of that shape. Four programs take turns, each in a process
+`qwen2.5-0.5b` stands for random weights of that shape. Five programs take turns, each in a process
 of its own: `ordinary` (log-probabilities of the completions, backward to all parameters), `scores`
 (squared norms and one pooled gradient), `gram` (with the Gram matrix) and `study` (with the Gram
-matrix, 2 pooled gradients and the sketches that a study keeps). Printed: medians, ratios of
+matrix, 2 pooled gradients and the sketches that a study keeps) and `layers` (as `study`, each layer
+computed twice). Printed: medians, ratios of
 medians to `ordinary`, peak memory above the loaded model, tokens a second, and the share of the
 rate at which this machine multiplies matrices.
 """
@@ -28,7 +29,7 @@ from grpo_ustat.policy.logprobs import Rows, completion_logprobs
 from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
 from grpo_ustat.policy.scores.sketch import Sketch
 
-PROGRAMS = ("ordinary", "scores", "gram", "study")
+PROGRAMS = ("ordinary", "scores", "gram", "study", "layers")
 QWEN = dict(
     vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
     num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
@@ -64,13 +65,14 @@ def program(name, model, rows, asked):
             (completion_logprobs(model, packed) * weights).sum().backward()
 
         return run
-    if name == "study":
+    if name in ("study", "layers"):
         sizes = parameter_sizes(model)
         features, pooled = Sketch(sizes, 1021), Sketch(sizes, 32749)
         both = torch.stack([weights, torch.ones_like(weights)])
         return lambda: completion_scores(
-            model, *rows, weights_KB=both, gram=True, features=features, pooled=pooled
-        )
+            model, *rows, weights_KB=both, gram=True, features=features, pooled=pooled,
+            by_layer=name == "layers",
+        )  # fmt: skip
     return lambda: completion_scores(model, *rows, weights_KB=weights[None], gram=name == "gram")
 
 

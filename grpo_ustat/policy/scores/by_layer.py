@@ -1,5 +1,7 @@
-"""A forward pass that keeps the inputs of its layers alone; each layer is computed again in the
-backward pass (gradient checkpointing, Chen et al. 2016), so that one layer's graph exists at a time.
+"""A forward pass that keeps the inputs of its layers alone.
+
+Each layer is computed again in the backward pass (gradient checkpointing, Chen et al. 2016), so
+that one layer's graph exists at a time.
 
 transformers' own checkpointing would run the score rules' hooks twice, and only in training mode.
 """
