@@ -104,10 +104,10 @@ def ratio_interval(
         The estimate is NaN where the denominator's is not positive; the ends are at least 0.
 
     >>> deviates = np.array([[-0.5, 0.0, 0.5]])
-    >>> [round(x, 3) for x in ratio_interval(4.0, 1.0, 4 + deviates, 1 + 0 * deviates)]
-    [4.0, 1.516, 6.484]
-    >>> [round(x, 3) for x in ratio_interval(4.0, 1.0, 4 + 0 * deviates, 1 + deviates)]
-    [4.0, 1.147, inf]
+    >>> [round(x, 2) for x in ratio_interval(4.0, 1.0, 4 + deviates, 1 + 0 * deviates)]
+    [4.0, 1.52, 6.48]
+    >>> [round(x, 2) for x in ratio_interval(4.0, 1.0, 4 + 0 * deviates, 1 + deviates)]
+    [4.0, 1.15, inf]
     """
     estimate = above / below if below > 0 else math.nan
     count = delete_one_above_Kn.shape[1]
