@@ -274,9 +274,10 @@ def _check_packages(config: Any) -> None:
         return
     if lora and lora.r and not _is_installed("peft"):
         raise ConfigError(f"lora.r={lora.r} needs the package peft: {install_line('lora')}")
-    if rollout and rollout.name == "vllm" and not _is_installed("vllm"):
+    if rollout and rollout.name != "local" and not _is_installed("vllm"):
         raise ConfigError(
-            f"rollout=vllm needs the package vllm: {install_line('vllm')}, or use rollout=local"
+            f"rollout={rollout.name} needs the package vllm: {install_line('vllm')}, or use "
+            "rollout=local"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_ustat.config.data import FILES, REWARDS, TASKS, module_file, reward_file
 from grpo_ustat.config.model import adapter_base, model_folder
+from grpo_ustat.config.rollout import OF_THE_SERVER
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import ENDING
 from grpo_ustat.estimators.baselines import PLUGIN_GROUP, own_rules
@@ -110,6 +111,9 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     objective = dict(keys.get("objective", {}))
     if objective.get("num_minibatches") == 1 or objective.get("minibatch_size") is not None:
         objective.pop("num_minibatches", None)
+    if "rollout" in keys:  # where a server is, changes nothing
+        rollout = {k: v for k, v in keys["rollout"].items() if k not in OF_THE_SERVER}
+        keys["rollout"] = rollout
     if "study" in keys and keys.get("rollout", {}).get("name") == "local":
         keys.pop("rollout")
     groups = {"study": study, "objective": objective}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from grpo_ustat.config.schema import ConfigError, field
 
-ROLLOUTS = ("local", "vllm")
+ROLLOUTS = ("local", "vllm", "vllm_server")
+OF_VLLM = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
+OF_THE_SERVER = ("url", "timeout")  # change no result
 
 
 @dataclass
 class RolloutConfig:
     """What writes completions."""
 
-    name: str = field("local: in this process; vllm: by vLLM in this process", choices=ROLLOUTS)
+    name: str = field(
+        "local: in this process; vllm: by vLLM in this process; vllm_server: by a vllm serve",
+        choices=ROLLOUTS,
+    )
     gpu_memory_utilization: float | None = field(
         "share of the GPU's memory, or of all on a CPU, that vLLM may hold; null: its own choice"
     )
@@ -22,12 +28,28 @@ class RolloutConfig:
     )
     enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
 
+    url: str | None = field("of the vLLM server; null: rollout has none", factory=lambda: None)
+    timeout: float | None = field(
+        "until the vLLM server must have answered; null: rollout has none",
+        "seconds",
+        positive=True,
+        factory=lambda: None,
+    )
+
     def check(self) -> None:
-        """Refuse vLLM's options without vLLM.
+        """Refuse options of vLLM without it, and a server without its address.
 
         Raises:
             ConfigError: naming the option and the fix.
         """
-        for name in ("gpu_memory_utilization", "max_model_len", "enforce_eager"):
-            if self.name == "local" and getattr(self, name) is not None:
+        for name in OF_VLLM:
+            if self.name != "vllm" and getattr(self, name) is not None:
                 raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")
+        for name in OF_THE_SERVER:
+            if (getattr(self, name) is None) == (self.name == "vllm_server"):
+                raise ConfigError(f"rollout.{name} is of a vLLM server: use rollout=vllm_server")
+        if self.url is not None and not re.fullmatch(r"http://[^/\s:]+:\d+/?", self.url):
+            raise ConfigError(
+                f"rollout.url={self.url} is no address of a server: use one such as "
+                "http://127.0.0.1:8000"
+            )

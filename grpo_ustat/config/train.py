@@ -417,6 +417,7 @@ class TrainConfig(Common):
         self.schedule.check()
         self.lora.check()
         self.rollout.check()
+        self._check_server()
         self.eval.check()
         self.monitor.check(self.group_size, self.prompts_per_step)
         for step in self.report.steps or ():
@@ -431,6 +432,21 @@ class TrainConfig(Common):
                     f"report.steps names {step}, but eval_steps={self.eval_steps} never evaluates "
                     "there: use multiples of eval_steps"
                 )
+
+    def _check_server(self) -> None:
+        """Refuse a vLLM server where its weights cannot be sent."""
+        if self.rollout.name != "vllm_server":
+            return
+        if self.launch.device != "cuda":
+            raise ConfigError(
+                f"launch.device={self.launch.device} with rollout=vllm_server: weights go to the "
+                "server over NCCL, which CUDA alone has; use launch.device=cuda, or rollout=vllm"
+            )
+        if self.launch.num_processes > 1:
+            raise ConfigError(
+                f"launch.num_processes={self.launch.num_processes} with rollout=vllm_server: one "
+                "process trains with a server; use launch.num_processes=1, or rollout=vllm"
+            )
 
     def _check_batch(self) -> None:
         """Refuse a baseline's options, and a batch that has not what the baseline needs."""

@@ -11,6 +11,7 @@ from grpo_ustat.policy.loading import Policy
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.rollout.vllm import VllmEngine
+from grpo_ustat.rollout.vllm_server import VllmServerEngine
 
 
 class Engine(Protocol):
@@ -47,8 +48,10 @@ def make_engine(config: TrainConfig | MseConfig, policy: Policy) -> Engine:
     """The configured engine.
 
     Raises:
-        ConfigError: `rollout=vllm` where vLLM is missing or cannot run this model.
+        ConfigError: vLLM is missing or cannot run this model, or its server is not as it must be.
     """
     if config.rollout.name == "local":
         return LocalEngine(policy)
+    if config.rollout.name == "vllm_server":
+        return VllmServerEngine(policy, config.rollout, rows=config.rollout_batch_size)
     return VllmEngine(policy, config.rollout, rows=config.rollout_batch_size)

@@ -104,7 +104,8 @@ class VllmEngine:
             ConfigError: vLLM would cut completions early or change the temperature.
         """
         encoded = self._policy.encode([prompt.text for prompt in prompts])
-        self._check(encoded, sampling)
+        limit, fix = self._llm.model_config.max_model_len, "use rollout.max_model_len={} or more"
+        check_requests(encoded, sampling, limit, fix)
         options = PLAIN | {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_completion_length,
@@ -122,37 +123,62 @@ class VllmEngine:
         with restore_process_state(self._policy.model.device):
             answers = self._llm.generate(requests, request_options, use_tqdm=False)
         outputs = [answer.outputs[0] for answer in answers]
-        lengths_R = np.array([len(output.token_ids) for output in outputs])
-        progress.add(len(requests), int(lengths_R.sum()))
-
-        tokens_RT = np.zeros((len(outputs), sampling.max_completion_length), dtype=np.int64)
-        logprobs_RT = None if sampling.greedy else np.zeros(tokens_RT.shape)
-        for row, output in enumerate(outputs):
-            tokens_RT[row, : lengths_R[row]] = output.token_ids
-            if logprobs_RT is not None:
+        progress.add(len(requests), sum(len(output.token_ids) for output in outputs))
+        completions_R = []
+        for output in outputs:
+            logprobs = None
+            if not sampling.greedy:
                 positions = zip(output.logprobs, output.token_ids, strict=True)
-                logprobs_RT[row, : lengths_R[row]] = [at[token].logprob for at, token in positions]
-        return assemble(self._policy, prompts, encoded, tokens_RT, lengths_R, logprobs_RT)
+                logprobs = [at[token].logprob for at, token in positions]
+            completions_R.append((list(output.token_ids), logprobs))
+        return written(self._policy, prompts, encoded, completions_R, sampling)
 
-    def _check(self, encoded: list[list[int]], sampling: Sampling) -> None:
-        """Refuse what vLLM would cut early or sample at another temperature.
 
-        Raises:
-            ConfigError: naming both values.
-        """
-        longest, limit = max(map(len, encoded)), self._llm.model_config.max_model_len
-        needed = longest + sampling.max_completion_length
-        if needed > limit:
-            raise ConfigError(
-                f"a prompt of {longest} tokens and max_completion_length="
-                f"{sampling.max_completion_length} do not fit into vLLM's {limit} tokens: "
-                f"use rollout.max_model_len={needed} or more"
-            )
-        if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
-            raise ConfigError(
-                f"temperature={sampling.temperature}: vLLM would sample at {LEAST_TEMPERATURE}; "
-                f"use temperature={LEAST_TEMPERATURE} or more, or rollout=local"
-            )
+def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int, fix: str) -> None:
+    """Refuse what vLLM would cut early or sample at another temperature.
+
+    Args:
+        encoded: the prompts' tokens.
+        sampling: how they are completed.
+        limit: tokens of prompt and completion that vLLM has room for.
+        fix: what to do where these are too few, with `{}` for the number that is needed.
+
+    Raises:
+        ConfigError: naming both values.
+    """
+    longest = max(map(len, encoded))
+    needed = longest + sampling.max_completion_length
+    if needed > limit:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and max_completion_length="
+            f"{sampling.max_completion_length} do not fit into vLLM's {limit} tokens: "
+            f"{fix.format(needed)}"
+        )
+    if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature={sampling.temperature}: vLLM would sample at {LEAST_TEMPERATURE}; "
+            f"use temperature={LEAST_TEMPERATURE} or more, or rollout=local"
+        )
+
+
+def written(
+    policy: Policy,
+    prompts: list[Prompt],
+    encoded: list[list[int]],
+    completions_R: list[tuple[list[int], list[float] | None]],
+    sampling: Sampling,
+) -> Rollouts:
+    """Rollouts of what vLLM wrote: tokens of each row, with their log-probabilities unless greedy;
+    rows are prompt after prompt.
+    """
+    lengths_R = np.array([len(tokens) for tokens, _ in completions_R])
+    tokens_RT = np.zeros((len(lengths_R), sampling.max_completion_length), dtype=np.int64)
+    logprobs_RT = None if sampling.greedy else np.zeros(tokens_RT.shape)
+    for row, (tokens, logprobs) in enumerate(completions_R):
+        tokens_RT[row, : lengths_R[row]] = tokens
+        if logprobs_RT is not None:
+            logprobs_RT[row, : lengths_R[row]] = logprobs
+    return assemble(policy, prompts, encoded, tokens_RT, lengths_R, logprobs_RT)
 
 
 def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -165,8 +191,8 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
     return revert_weight_conversion(model, model.state_dict())
 
 
-def import_vllm() -> Any:
-    """The module, with its environment set for this process.
+def import_vllm(rollout: str = "vllm") -> Any:
+    """The module, with its environment set for this process; `rollout` is what needs it.
 
     Raises:
         ConfigError: it cannot be imported.
@@ -178,7 +204,7 @@ def import_vllm() -> Any:
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"rollout=vllm: vLLM cannot be imported ({reason}): install it with "
+            f"rollout={rollout}: vLLM cannot be imported ({reason}): install it with "
             f"{install_line('vllm')}, or use rollout=local"
         ) from error
 
@@ -199,6 +225,10 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
     limits = {name: getattr(options, name) for name in names}
     if ranks.world() > 1:
         limits["distributed_executor_backend"] = "external_launcher"  # an engine on every rank
+    if policy.model.device.type == "cpu":
+        # vLLM 0.32 ends where a seeded request's prompt is read in two parts: it would take back
+        # the draw between them, which generators on CPUs cannot.
+        limits["enable_chunked_prefill"] = False
     limits = {name: value for name, value in limits.items() if value is not None}
     # On CPUs vLLM 0.32 packs a tied output layer once and for all: reloaded weights would reach
     # the embeddings alone, so here the output layer stands apart from them.

@@ -12,7 +12,8 @@ older transformers than this project is tested with. There, in float32 and in bf
     again     completions that change when the same call is repeated
     alone     completions that change when every prompt is sampled in a call of its own
 
-and then two steps of `train rollout=vllm`. Exit code 1 where a check fails.
+then two steps of `train rollout=vllm`, and a study by `mse rollout=vllm` and by `rollout=local`,
+whose intervals must overlap at every G. Exit code 1 where a check fails.
 """
 
 from __future__ import annotations
@@ -173,6 +174,40 @@ def train(python: Path, model: str, folder: Path) -> list[str]:
     return [] if len(gaps) == 2 and max(gaps) < LIMIT["float32"] else ["train: gap"]
 
 
+def study(python: Path, model: str, folder: Path) -> list[str]:
+    """The same questions measured with completions of vLLM and of the model; what went wrong."""
+    results = {}
+    for name in ("vllm", "local"):
+        options = [
+            "rollout.max_model_len=256", "rollout.enforce_eager=true",
+            f"rollout.gpu_memory_utilization={MEMORY}",
+        ] if name == "vllm" else []  # fmt: skip
+        start = time.perf_counter()
+        done = subprocess.run([
+            str(python), "-m", "grpo_ustat.mse", f"rollout={name}", *options, "model=hub",
+            f"model.model_name_or_path={model}", "dataset=plus_one", "prompt=few_shot",
+            "max_completion_length=4", "study.questions=8", "budget.pool_completions=32",
+            "group_sizes=[2,4,8]", "launch.workers=1", f"hydra.run.dir={folder / name}",
+            "on_existing=overwrite",
+        ], cwd=ROOT)  # fmt: skip
+        if done.returncode:
+            return [f"mse rollout={name}"]
+        results[name] = json.loads((folder / name / "result.json").read_text())
+        cost = results[name]["cost"]
+        print(f"mse rollout={name}: {time.perf_counter() - start:.0f} s, of these "
+              f"{cost['seconds_generate']:.1f} s to sample {cost['tokens']} tokens")  # fmt: skip
+    apart, inside = [], 0
+    pairs = list(zip(results["vllm"]["curves"], results["local"]["curves"], strict=True))
+    for one, other in pairs:
+        inside += other["low"] <= one["mse"] <= other["high"]
+        if one["low"] > other["high"] or other["low"] > one["high"]:
+            apart.append(f"mse: {one['baseline']} at G = {one['group_size']}")
+    mean = results["vllm"]["sampler"]["gap"]
+    print(f"mse: mean gap {mean:.2g} nats a token; {inside} of {len(pairs)} errors by vLLM's "
+          "completions lie in the interval of the model's own")  # fmt: skip
+    return apart + ["mse: gap"] * (not mean < LIMIT["float32"])
+
+
 def main() -> int:
     """Set up, check at every precision, train; 1 where something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -195,6 +230,7 @@ def main() -> int:
         print(json.dumps(result, indent=1))
         wrong += [f"{dtype}: {name}" for name in failures(result)]
     wrong += train(python, model, chosen.out.absolute())
+    wrong += study(python, model, chosen.out.absolute() / "mse")
     print("failed: " + ", ".join(wrong) if wrong else "all as it must be")
     return bool(wrong)
 

@@ -188,6 +188,7 @@ def test_nulls_are_left_to_vllm_and_values_handed_over(policy):
     assert plain["gpu_memory_utilization"] == 0.3 and plain["max_num_seqs"] == 7
     assert not {"max_model_len", "enforce_eager", "distributed_executor_backend"} & set(plain)
     assert chosen["max_model_len"] == 32 and chosen["enforce_eager"] is True
+    assert plain["enable_chunked_prefill"] is False  # on a CPU
     assert plain["logprobs_mode"] == "processed_logprobs" and plain["dtype"] == "float32"
 
 
