@@ -237,11 +237,6 @@ class MseConfig(Common):
     def _check_rollout(self) -> None:
         """Refuse vLLM on several ranks, or where nothing is sampled."""
         self.rollout.check()
-        if self.rollout.name == "vllm_server":
-            raise ConfigError(
-                "rollout=vllm_server is of training, whose weights change: a study samples with "
-                "rollout=vllm or rollout=local"
-            )
         if self.rollout.name != "vllm":
             return
         if self.imports_pool:

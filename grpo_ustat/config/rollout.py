@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grpo_ustat.config.schema import ConfigError, field
 
-ROLLOUTS = ("local", "vllm", "vllm_server")
+ROLLOUTS = ("local", "vllm")
 OF_VLLM = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
 OF_THE_SERVER = ("url", "timeout")  # change no result
 
@@ -16,10 +16,7 @@ OF_THE_SERVER = ("url", "timeout")  # change no result
 class RolloutConfig:
     """What writes completions."""
 
-    name: str = field(
-        "local: in this process; vllm: by vLLM in this process; vllm_server: by a vllm serve",
-        choices=ROLLOUTS,
-    )
+    name: str = field("local: in this process; vllm: by vLLM in this process", choices=ROLLOUTS)
     gpu_memory_utilization: float | None = field(
         "share of the GPU's memory, or of all on a CPU, that vLLM may hold; null: its own choice"
     )
@@ -28,16 +25,8 @@ class RolloutConfig:
     )
     enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
 
-    url: str | None = field("of the vLLM server; null: rollout has none", factory=lambda: None)
-    timeout: float | None = field(
-        "until the vLLM server must have answered; null: rollout has none",
-        "seconds",
-        positive=True,
-        factory=lambda: None,
-    )
-
     def check(self) -> None:
-        """Refuse options of vLLM without it, and a server without its address.
+        """Refuse vLLM's options without vLLM.
 
         Raises:
             ConfigError: naming the option and the fix.
@@ -45,6 +34,27 @@ class RolloutConfig:
         for name in OF_VLLM:
             if self.name != "vllm" and getattr(self, name) is not None:
                 raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")
+
+
+@dataclass
+class TrainRollout(RolloutConfig):
+    """As `RolloutConfig`, of training, whose weights a server can take."""
+
+    name: str = field(
+        "local: in this process; vllm: by vLLM in this process; vllm_server: by a vllm serve",
+        choices=(*ROLLOUTS, "vllm_server"),
+    )
+    url: str | None = field("of the vLLM server; null: none", factory=lambda: None)
+    timeout: float | None = field(
+        "until the vLLM server must have answered; null: none",
+        "seconds",
+        positive=True,
+        factory=lambda: None,
+    )
+
+    def check(self) -> None:
+        """See `RolloutConfig.check`; refuse a server without its address too."""
+        super().check()
         for name in OF_THE_SERVER:
             if (getattr(self, name) is None) == (self.name == "vllm_server"):
                 raise ConfigError(f"rollout.{name} is of a vLLM server: use rollout=vllm_server")

@@ -16,7 +16,7 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
-from grpo_ustat.config.rollout import RolloutConfig
+from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
 
 FRESH = {"value_P", "optimal_P", "tracker_P"}  # context that budget.value_completions pays for
@@ -343,7 +343,7 @@ class TrainConfig(Common):
     optimizer: OptimizerConfig = node(OptimizerConfig, "what turns gradients into steps")
     schedule: ScheduleConfig = node(ScheduleConfig, "how the learning rate changes")
     lora: LoraConfig = node(LoraConfig, "adapters (PEFT) in place of training all parameters")
-    rollout: RolloutConfig = node(RolloutConfig, "what writes completions")
+    rollout: TrainRollout = node(TrainRollout, "what writes completions")
     eval: EvalConfig = node(EvalConfig, "how held-out questions are answered")
     monitor: MonitorConfig = node(MonitorConfig, "how good the gradients of training are")
     budget: TrainBudget = node(TrainBudget, "what a step may sample")

@@ -52,6 +52,6 @@ def make_engine(config: TrainConfig | MseConfig, policy: Policy) -> Engine:
     """
     if config.rollout.name == "local":
         return LocalEngine(policy)
-    if config.rollout.name == "vllm_server":
+    if isinstance(config, TrainConfig) and config.rollout.name == "vllm_server":
         return VllmServerEngine(policy, config.rollout, rows=config.rollout_batch_size)
     return VllmEngine(policy, config.rollout, rows=config.rollout_batch_size)

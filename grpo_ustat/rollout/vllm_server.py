@@ -17,8 +17,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from transformers import AutoConfig
 
-from grpo_ustat.config.rollout import RolloutConfig
+from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.policy.loading import Policy
@@ -55,7 +56,7 @@ class VllmServerEngine:
     merged, and forgets what the server computed with the old ones.
     """
 
-    def __init__(self, policy: Policy, options: RolloutConfig, rows: int):
+    def __init__(self, policy: Policy, options: TrainRollout, rows: int):
         """Ask the server what it is, join its group of NCCL, and send the policy's weights.
 
         Args:
@@ -66,7 +67,7 @@ class VllmServerEngine:
         Raises:
             ConfigError: vLLM is missing here, no server answers, or it is not such a server.
         """
-        assert options.url is not None and options.timeout is not None  # `RolloutConfig.check`
+        assert options.url is not None and options.timeout is not None  # `TrainRollout.check`
         if world() > 1:
             raise RefusedByRank(
                 f"rollout=vllm_server on {world()} ranks: one process trains with a server; use "
@@ -204,7 +205,7 @@ def check_server(server: Server, policy: Policy) -> tuple[str, int]:
     known = server.get("v1/models")["data"][0]
     config = server.get("server_info?config_format=json")["vllm_config"]
     model = config["model_config"]
-    shape = served_shape(model["hf_config"])
+    served = served_shape(model["model"], model["revision"])
     dtype = "bfloat16" if policy.bf16 else str(policy.model.dtype).removeprefix("torch.")
     own = policy.model.config
     differences = [
@@ -213,7 +214,8 @@ def check_server(server: Server, policy: Policy) -> tuple[str, int]:
         ("--logprobs-mode", model["logprobs_mode"], "processed_logprobs"),
         ("--generation-config", model["generation_config"], "vllm"),
         ("--dtype", str(model["dtype"]).removeprefix("torch."), dtype),
-        *((f"the model's {name}", shape.get(name), getattr(own, name, None)) for name in SHAPE),
+        ("--quantization", model["quantization"], None),
+        *((f"the model's {n}", getattr(served, n, None), getattr(own, n, None)) for n in SHAPE),
     ]  # fmt: skip
     for name, there, wanted in differences:
         if there != wanted:
@@ -224,15 +226,21 @@ def check_server(server: Server, policy: Policy) -> tuple[str, int]:
     return known["id"], known["max_model_len"]
 
 
-def served_shape(hf_config: Any) -> dict[str, Any]:
-    """The server's model configuration, which it writes as a text around JSON.
+def served_shape(model: str, revision: str | None) -> Any:
+    """The configuration of the model that a server was started with, by its folder or hub id: the
+    server itself does not tell it.
 
-    >>> served_shape('Qwen2Config {"vocab_size": 9}')
-    {'vocab_size': 9}
+    Raises:
+        ConfigError: it cannot be read on this machine.
     """
-    if isinstance(hf_config, dict):
-        return hf_config
-    return json.loads(hf_config[hf_config.index("{") :])
+    try:
+        return AutoConfig.from_pretrained(model, revision=revision)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"the vLLM server holds {model}, whose config.json cannot be read here ({reason}): "
+            "start it with a model that this machine has"
+        ) from error
 
 
 def join_server(server: Server, policy: Policy) -> Any:

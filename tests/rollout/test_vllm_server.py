@@ -18,26 +18,25 @@ from commands import compose
 from fakes import letter_prompts, random_policy
 
 from grpo_ustat.config.identity import folder_name
-from grpo_ustat.config.rollout import RolloutConfig
+from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank
 from grpo_ustat.rollout import vllm_server
 from grpo_ustat.rollout.local import Sampling
-from grpo_ustat.rollout.vllm_server import Server, VllmServerEngine, own_address, served_shape
+from grpo_ustat.rollout.vllm_server import Server, VllmServerEngine, own_address
 
 PROMPTS = letter_prompts("ab", "c", "abcde")
 SAMPLING = Sampling(seed=0, stream="test", max_completion_length=9, temperature=0.8)
 
 
-def server_config(policy, **changes):
-    """As /server_info of vllm 0.32 writes it."""
-    shape = json.dumps({name: getattr(policy.model.config, name) for name in vllm_server.SHAPE})
-    model = {
-        "hf_config": f"Qwen2Config {shape}\n", "max_model_len": 64, "dtype": "torch.float32",
-        "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
+def server_config(model, **changes):
+    """As /server_info of vllm 0.32 writes it; `model` is the folder of the served one."""
+    served = {
+        "model": str(model), "revision": None, "max_model_len": 64, "dtype": "torch.float32",
+        "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "quantization": None,
     }  # fmt: skip
     transfer = changes.pop("transfer", {"backend": "nccl"})
-    return {"model_config": model | changes, "weight_transfer_config": transfer}
+    return {"model_config": served | changes, "weight_transfer_config": transfer}
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -45,9 +44,9 @@ class FakeServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, policy):
+    def __init__(self, model):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.config, self.calls, self.requests = server_config(policy), [], []
+        self.config, self.calls, self.requests = server_config(model), [], []
         self.resets = True  # whether the cache can be forgotten
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -106,9 +105,10 @@ def policy():
 
 
 @pytest.fixture
-def server(policy, monkeypatch):
+def server(policy, monkeypatch, tmp_path):
     """A server of the policy's shape, and a sender that goes through its routes as vLLM's does."""
-    server = FakeServer(policy)
+    policy.model.config.save_pretrained(tmp_path)
+    server = FakeServer(tmp_path)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
 
@@ -127,7 +127,7 @@ def server(policy, monkeypatch):
 
 
 def engine_of(policy, server):
-    options = RolloutConfig("vllm_server", None, None, None, server.url, 5.0)
+    options = TrainRollout("vllm_server", None, None, None, server.url, 5.0)
     return VllmServerEngine(policy, options, rows=3)
 
 
@@ -198,17 +198,29 @@ def test_weights_that_do_not_arrive_are_one_line(policy, server):
     ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs, training needs processed"),
     ({"generation_config": "auto"}, "has --generation-config auto, training needs vllm"),
     ({"dtype": "torch.bfloat16"}, "has --dtype bfloat16, training needs float32"),
-    ({"hf_config": 'Other {"vocab_size": 99}'}, "the model's vocab_size 99, training needs 12"),
+    ({"quantization": "fp8"}, "has --quantization fp8, training needs None"),
 ])  # fmt: skip
 def test_another_server_is_refused_with_the_command_that_starts_the_right_one(
-    policy, server, changes, message
+    policy, server, tmp_path, changes, message
 ):
-    server.config = server_config(policy, **changes)
+    server.config = server_config(tmp_path, **changes)
     with pytest.raises(ConfigError, match=message) as refused:
         engine_of(policy, server)
     assert "VLLM_SERVER_DEV_MODE=1 vllm serve" in str(refused.value)
     assert "\n" not in str(refused.value)
     assert "update_weights" not in server.calls
+
+
+def test_a_server_of_another_shape_or_an_unknown_model_is_refused(policy, server, tmp_path):
+    for vocabulary, message in (
+        (99, "has the model's vocab_size 99, training needs 12: start it with"),
+        (None, "holds .*, whose config.json cannot be read here"),
+    ):
+        if vocabulary:
+            random_policy(vocab=vocabulary).model.config.save_pretrained(tmp_path / "other")
+        server.config = server_config(tmp_path / ("other" if vocabulary else "nowhere"))
+        with pytest.raises(ConfigError, match=message):
+            engine_of(policy, server)
 
 
 def test_a_server_without_development_mode_and_no_server_are_one_line(policy, server):
@@ -234,7 +246,6 @@ def test_several_ranks_are_refused(policy, server, monkeypatch):
 
 def test_the_trainer_waits_where_the_server_can_reach_it():
     assert own_address("http://127.0.0.1:8000") == "127.0.0.1"
-    assert served_shape({"vocab_size": 3}) == {"vocab_size": 3}
 
 
 def test_configurations():
@@ -253,5 +264,5 @@ def test_configurations():
     ):
         with pytest.raises(ConfigError, match=message):
             compose("train", *words)
-    with pytest.raises(ConfigError, match="rollout=vllm_server is of training, whose weights"):
+    with pytest.raises(ConfigError, match="rollout=vllm_server is one of train's"):
         compose("mse", "rollout=vllm_server")
