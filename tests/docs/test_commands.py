@@ -38,6 +38,7 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "VERL_USE_EXTERNAL_MODULES=grpo_ustat.verl python": "tests/test_verl.py",
     "python -m grpo_ustat.skyrl": "tests/test_skyrl.py",
     "python train.py": "tests/test_slime.py",
+    "VLLM_SERVER_DEV_MODE=1": "tests/rollout/test_vllm_server.py",
 }
 PROGRAMS = ("./scripts/run", "grpo-ustat")  # the same command, in a checkout and installed
 INSTALLS = ("python3 -m venv", "uv venv", "pip install", ".venv/bin/pip install")  # by setup.sh
