@@ -113,6 +113,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         objective.pop("num_minibatches", None)
     if "rollout" in keys:  # where a server is, changes nothing
         rollout = {k: v for k, v in keys["rollout"].items() if k not in OF_THE_SERVER}
+        if rollout["name"] == "vllm" and rollout["max_model_len"] is None:
+            rollout["max_model_len"] = 2048  # what null was written as
         keys["rollout"] = rollout
     if "study" in keys and keys.get("rollout", {}).get("name") == "local":
         keys.pop("rollout")

@@ -21,7 +21,9 @@ class RolloutConfig:
         "share of the GPU's memory, or of all on a CPU, that vLLM may hold; null: its own choice"
     )
     max_model_len: int | None = field(
-        "of prompt and completion that vLLM has room for; null: its own choice", "tokens"
+        "of prompt and completion that vLLM has room for; null: prompt.max_length and "
+        "max_completion_length, or what the model has positions for",
+        "tokens",
     )
     enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
 

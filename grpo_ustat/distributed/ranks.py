@@ -14,6 +14,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.signals import Stopped
 
 PARENT = "GRPO_USTAT_PARENT"  # environment: process id of the command that started the ranks
+WORKER = "GRPO_USTAT_WORKER"  # environment: which of the local workers a process is
 LONGEST = timedelta(days=20)  # that a rank waits for the others; gloo's own 30 minutes are short
 
 
@@ -41,14 +42,17 @@ def is_main() -> bool:
 
 
 def own_device(device: str) -> str:
-    """The configured device, `cuda` as this rank's own one.
+    """The configured device, `cuda` as this rank's or local worker's own one.
 
     Raises:
         ConfigError: there are fewer than ranks on this machine.
     """
-    if world() == 1 or device != "cuda":
+    if device != "cuda" or (world() == 1 and WORKER not in os.environ):
         return device
     import torch
+
+    if world() == 1:
+        return f"cuda:{int(os.environ[WORKER]) % max(1, torch.cuda.device_count())}"
 
     # A task of SLURM may see its own device alone, as the first.
     own, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -56,6 +60,15 @@ def own_device(device: str) -> str:
     if here > visible > 1:
         raise RefusedByRank(f"{here} processes on a machine with {visible} GPUs: use {visible}")
     return f"cuda:{own % visible if visible else own}"
+
+
+def one_on_each_gpu(workers: int, device: str) -> int:
+    """How many local workers have a model on the configured device: on CUDA one for each GPU."""
+    if not device.startswith("cuda"):
+        return workers
+    import torch
+
+    return min(workers, max(1, torch.cuda.device_count())) if device == "cuda" else 1
 
 
 def barrier() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import signal
 import threading
 import traceback
@@ -18,7 +19,7 @@ from typing import Any, cast
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.lock import check_own
 from grpo_ustat.distributed.processes import end_with_parent
-from grpo_ustat.distributed.ranks import all_gather_call, is_main, rank, tally, world
+from grpo_ustat.distributed.ranks import WORKER, all_gather_call, is_main, rank, tally, world
 from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
 from grpo_ustat.progress import Activity, Meter, Notice, listening
 
@@ -144,7 +145,9 @@ def _events(
             for number, own in enumerate(shares):
                 pipe, far_end = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_run_worker, args=(far_end, work, own, arguments), daemon=True
+                    target=_run_worker,
+                    args=(far_end, number, work, own, arguments),
+                    daemon=True,
                 )
                 process.start()
                 far_end.close()  # so that the pipe ends with the worker
@@ -194,13 +197,16 @@ def _signals_held() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _run_worker(pipe: Connection, work: Work, items: list[Any], arguments: tuple) -> None:
+def _run_worker(
+    pipe: Connection, number: int, work: Work, items: list[Any], arguments: tuple
+) -> None:
     """A worker's process: it sends its events, then how it ended."""
+    os.environ[WORKER] = str(number)
     parent = mp.parent_process()
     assert parent is not None and parent.pid is not None
     end_with_parent(parent.pid)
-    for number in STOPPING:  # which a scheduler sends to all; the parent answers
-        signal.signal(number, signal.SIG_IGN)
+    for stop in STOPPING:  # which a scheduler sends to all; the parent answers
+        signal.signal(stop, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # what it starts may listen
     sending = threading.Lock()  # judges send from threads of their own
 

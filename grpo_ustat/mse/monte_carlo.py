@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.distributed.ranks import one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import BASELINES, advantages, best_constant
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positive_interval
@@ -89,13 +90,14 @@ def monte_carlo(
     """Curves by (baseline, group size) from `budget.replicates` replicates, and what they took."""
     reference, reference_cost = _reference(config, prompts)
     total = config.budget.replicates * max(config.group_sizes) * len(prompts)
-    workers, cost = share(
-        _replicate, list(range(config.budget.replicates)), config.sampling_workers, "replicates",
-        total, config, prompts, reference.blocks_HD, reference.context,
+    workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
+    parts, cost = share(
+        _replicate, list(range(config.budget.replicates)), workers, "replicates", total,
+        config, prompts, reference.blocks_HD, reference.context,
     )  # fmt: skip
     gram_HH = reference.blocks_HD @ reference.blocks_HD.T
     curves = {
-        (name, size): _curve(workers, (name, size), gram_HH, reference)
+        (name, size): _curve(parts, (name, size), gram_HH, reference)
         for name in config.baselines
         for size in config.group_sizes
     }
@@ -108,8 +110,9 @@ def _reference(config: MseConfig, prompts: list[Prompt]) -> tuple[_Reference, Wo
     if needs - {"lengths_PG"}:
         each = budget.value_completions + ("greedy_P" in needs)
         (context,), cost = share(_context, [prompts], 1, "values", len(prompts) * each, config)
+    workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
     parts, block_cost = share(
-        _blocks, list(range(budget.reference_blocks)), config.sampling_workers, "reference",
+        _blocks, list(range(budget.reference_blocks)), workers, "reference",
         len(prompts) * budget.reference_completions, config, prompts,
     )  # fmt: skip
     parts.sort(key=lambda part: part[0])

@@ -12,7 +12,7 @@ import torch
 
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.distributed.ranks import main_only
+from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
@@ -33,6 +33,7 @@ from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.tasks.base import Task, rewards
 
 READ = 4  # completions of a question's part, in which the sampler is compared with the model
+CHECKED_TOKENS = 64  # of a completion whose score is compared with plain differentiation
 
 
 def build_pool(
@@ -76,13 +77,14 @@ def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> 
     """Add the missing completions of this job's part of the pool, and return the pool's folder."""
     store = PoolStore(folder, draws_of(config))
     main_only(store.open)
+    workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
     while chunks := main_only(_chunks_to_sample, config, prompts, store, size):
         total = sum((size - first) * len(chunk) for first, chunk in chunks)
         work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]
         try:
             share(
-                _score_chunks, chunks, config.sampling_workers, "score pool", total,
-                config, prompts, store, size, weights=work,
+                _score_chunks, chunks, workers, "score pool", total, config, prompts, store, size,
+                weights=work,
             )  # fmt: skip
         except Stopped as stopped:
             complete = _complete_questions(store, prompts, size)
@@ -362,11 +364,18 @@ def sample_with_cost(
 
 
 def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
-    """Compare scores with plain differentiation on a few completions; refuse what cannot fit."""
+    """Compare scores with plain differentiation on the two shortest completions, of which at most
+    CHECKED_TOKENS; refuse what cannot fit.
+    """
     check_memory(policy, rows, int(max(map(len, rollouts.prompt_tokens))), rollouts)
-    index = np.arange(min(3, rollouts.mask_PGT[..., 0].size))
-    few = pack(rollouts, index, policy.pad_token, policy.model.device)
-    check_scores(policy.model, few.input_ids_BT, few.attention_mask_BT, few.completion_mask_BT)
+    prompt_R = np.repeat(list(map(len, rollouts.prompt_tokens)), rollouts.mask_PGT.shape[1])
+    shortest = np.argsort(prompt_R + rollouts.lengths_PG.ravel(), kind="stable")[:2]
+    few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
+    columns = few.input_ids_BT.shape[1] - few.width + min(few.width, CHECKED_TOKENS)
+    if not few.completion_mask_BT[:, :columns].any():  # a tool wrote all of these
+        columns = few.input_ids_BT.shape[1]
+    masks = (few.attention_mask_BT[:, :columns], few.completion_mask_BT[:, :columns])
+    check_scores(policy.model, few.input_ids_BT[:, :columns], *masks)
 
 
 def rows_that_fit(policy: Policy, tokens: int, by_layer: bool = False) -> int:

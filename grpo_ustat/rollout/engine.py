@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.loading import Policy, context_length
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.rollout.vllm import VllmEngine
@@ -54,4 +55,8 @@ def make_engine(config: TrainConfig | MseConfig, policy: Policy) -> Engine:
         return LocalEngine(policy)
     if isinstance(config, TrainConfig) and config.rollout.name == "vllm_server":
         return VllmServerEngine(policy, config.rollout, rows=config.rollout_batch_size)
-    return VllmEngine(policy, config.rollout, rows=config.rollout_batch_size)
+    options, longest = config.rollout, config.prompt.max_length
+    if options.max_model_len is None and longest is not None:
+        room, limit = longest + config.max_completion_length, context_length(config)
+        options = replace(options, max_model_len=min(room, limit or room))
+    return VllmEngine(policy, options, rows=config.rollout_batch_size)

@@ -115,7 +115,8 @@ def check_finite(policy: Policy, moments: dict[str, torch.Tensor] | None = None)
     tensors = {f"weight {name}": p.detach() for name, p in policy.model.named_parameters()}
     tensors |= {f"optimizer state {name}": value for name, value in (moments or {}).items()}
     for name, value in tensors.items():
-        if not torch.isfinite(value).all():
+        ends = value.aminmax() if value.numel() else ()  # not a number stays one
+        if not all(map(torch.isfinite, ends)):
             raise FloatingPointError(f"{name} is not finite: lower learning_rate")
 
 

@@ -104,6 +104,14 @@ def test_what_was_left_out_is_told_and_recorded(entry, tmp_path):
     assert told.count("note: questions left out: 2 train questions that are also test quest") == 1
 
 
+def test_vllms_room_was_2048_before_it_followed_the_prompts():
+    names = [
+        folder_name(compose("train", "rollout=vllm", *more))
+        for more in ((), ("rollout.max_model_len=2048",), ("rollout.max_model_len=4096",))
+    ]
+    assert names[0] == names[1] != names[2]
+
+
 def test_a_run_that_was_stored_with_top_p_and_top_k_goes_on(tmp_path):
     """Both were fields of one value each; folder, hash and what tells runs apart are as before."""
     from grpo_ustat.runs.folder import RunFolder

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.distributed.ranks import own_device
+from grpo_ustat.distributed.ranks import WORKER, one_on_each_gpu, own_device
 from grpo_ustat.distributed.workers import WorkCost, share, shares_of
 from grpo_ustat.progress import Meter, Notice
 
@@ -225,6 +225,25 @@ def test_cuda_is_the_ranks_own(monkeypatch):
     assert [own_device(name) for name in ("cuda", "cuda:3", "cpu")] == ["cuda:1", "cuda:3", "cpu"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a task of SLURM with its own GPU
     assert own_device("cuda") == "cuda:0"
+
+
+def test_local_workers_have_a_gpu_each(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    counts = [one_on_each_gpu(8, device) for device in ("cuda", "cuda:3", "cpu")]
+    assert counts == [4, 1, 8] and one_on_each_gpu(2, "cuda") == 2
+    monkeypatch.setenv(WORKER, "3")
+    assert [own_device(name) for name in ("cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:1", "cpu"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # refused later, by name
+    assert one_on_each_gpu(8, "cuda") == 1 and own_device("cuda") == "cuda:0"
+
+
+def device_of_worker(items):
+    yield from ((item, os.environ[WORKER]) for item in items)
+
+
+def test_workers_know_their_number():
+    found, _ = share(device_of_worker, [0, 1, 2, 3], 2, "numbers", 4)
+    assert sorted(found) == [(0, "0"), (1, "1"), (2, "0"), (3, "1")]
 
 
 def noticing(items):

@@ -15,6 +15,7 @@ from fakes import letter_prompts, random_policy
 
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.loading import context_length
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.rollout.engine import LocalEngine, make_engine
 from grpo_ustat.rollout.local import Sampling, sample
@@ -175,11 +176,20 @@ def test_the_configured_engine(policy):
     config = compose("train", "rollout=vllm", "rollout_batch_size=11")
     assert isinstance(make_engine(config, policy), VllmEngine)
     options = FakeLLM.made[0].options
-    assert options["max_num_seqs"] == 11 and options["max_model_len"] == 2048
+    assert options["max_num_seqs"] == 11 and "max_model_len" not in options
     local = make_engine(compose("train"), policy)
     assert local.sample(PROMPTS, 2, SAMPLING, step=3, first=1).texts_PG == [
         texts[1:] for texts in sample(policy, PROMPTS, 3, SAMPLING, step=3).texts_PG
     ]
+
+
+@pytest.mark.parametrize("longest, room", [(40, 40 + 96), (9999, 512)])
+def test_vllm_has_room_for_the_longest_prompt_and_completion(policy, longest, room):
+    """As far as the model has positions."""
+    config = compose("train", "rollout=vllm", f"prompt.max_length={longest}")
+    assert config.max_completion_length == 96 and context_length(config) == 512
+    make_engine(config, policy)
+    assert FakeLLM.made[-1].options["max_model_len"] == room
 
 
 def test_nulls_are_left_to_vllm_and_values_handed_over(policy):
