@@ -10,7 +10,7 @@ import pytest
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "grpo_ustat"
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
-BESIDE = {"commands", "scripts", "docs"}  # whole commands, scripts/, README and docs/
+BESIDE = {"commands", "scripts", "docs", "gpu"}  # whole commands, scripts/, pages, one device
 FILES = sorted(TESTS.rglob("test_*.py"))
 
 

@@ -1,0 +1,287 @@
+"""What a GPU gives: rates of products, correctness, sampling, scores, updates, ranks, a study.
+
+    python scripts/benchmarks/check_gpu.py                              # everything, on cuda
+    python scripts/benchmarks/check_gpu.py correct sampling scores --minutes 4 --json gpu.json
+    python scripts/benchmarks/check_gpu.py --device cpu --shape tiny    # tried before a GPU is lent
+
+    rates      products of two square matrices in float32, TF32 and bfloat16, TFLOP/s
+    correct    tests/gpu: draws, scores and an update against the CPU in float64
+    sampling   tokens a second at 32, 128 and 512 rows in float32 and bfloat16, and how many kernels
+               are launched for a token of all rows
+    scores     seconds and peak memory for a question's completions of unequal lengths, whole and
+               layer by layer, in float32, with TF32 products, and in bfloat16
+    update     steps of `train`, tokens a second of sampling and updates
+    ranks      two steps of `train` with FSDP2, on one rank of NCCL (two of gloo on a CPU), stopped
+               after the first and gone on with
+    study      A_0, A_V and G* of `mse model=tiny` on the device and on the CPU
+
+Each part is a process of its own that ends after `--minutes`; a part that fails or is cut does not
+stop the others. `--shape qwen2.5-0.5b` has random weights, `tiny` is the embedded policy. A table
+is printed; `--json` keeps its rows with the device and the versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from grpo_ustat.policy.loading import Policy, load_policy
+from grpo_ustat.policy.scores import completion_scores
+from grpo_ustat.records import Prompt
+from grpo_ustat.rollout.local import Sampling, sample
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN = dict(
+    vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+    num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+def policy_of(options: argparse.Namespace, dtype: str) -> Policy:
+    """The embedded policy, or a model of the shape whose rows never end, with its tokenizer."""
+    policy = load_policy("embedded:tiny", dtype=dtype, device=options.device)
+    if options.shape == "tiny":
+        return policy
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(
+            Qwen2Config(**QWEN), dtype=getattr(torch, dtype)
+        ).eval()
+    return Policy(model, policy.tokenizer, frozenset({QWEN["vocab_size"]}), 0)
+
+
+def clock(options: argparse.Namespace, work: Callable[[], Any], repeats: int = 3) -> float:
+    """Median seconds of a piece of work, after one that does not count."""
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def rates(options: argparse.Namespace) -> Iterator[Row]:
+    """Products of square matrices."""
+    size = 8192 if options.device == "cuda" else 512
+    for name, dtype, tf32 in (
+        ("float32", torch.float32, False), ("TF32", torch.float32, True),
+        ("bfloat16", torch.bfloat16, False),
+    ):  # fmt: skip
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        a = torch.randn(size, size, dtype=dtype, device=options.device)
+        seconds = clock(options, lambda a=a: a @ a, repeats=5)
+        yield {"what": f"{name}, {size}^3", "TFLOP/s": 2 * size**3 / seconds / 1e12}
+
+
+def correct(options: argparse.Namespace) -> Iterator[Row]:
+    """The tests of one device."""
+    environment = os.environ | {"GRPO_USTAT_TEST_DEVICE": options.device}
+    command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests/gpu")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    yield {"what": "tests/gpu", "exit code": done.returncode, "said": done.stdout[-300:].strip()}
+
+
+def sampling(options: argparse.Namespace) -> Iterator[Row]:
+    """`rollout=local`, every row as long as it may be where the shape is not `tiny`."""
+    width = 16 if options.device == "cpu" else 256
+    for dtype in ("float32", "bfloat16"):
+        policy = policy_of(options, dtype)
+        for rows in (32, 128, 512)[: 1 if options.device == "cpu" else 3]:
+            prompts = [Prompt(str(i), f"What is {i} + {i}?", "", "", "") for i in range(rows // 8)]
+
+            def work(policy=policy, prompts=prompts, rows=rows, length=width):
+                return sample(policy, prompts, 8, Sampling(0, "check", length, rows=rows))
+
+            seconds, tokens = clock(options, work), int(work().lengths_PG.sum())
+            yield {
+                "what": f"{rows} rows x {width}, {dtype}",
+                "tokens/s": tokens / seconds,
+                "kernels a token": kernels(options, work),
+            }
+
+
+def kernels(options: argparse.Namespace, work: Callable[..., Any]) -> float | None:
+    """Kernels launched for one more token of all rows; None on a CPU."""
+    if options.device == "cpu":
+        return None
+    counts = []
+    for length in (8, 16):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            work(length=length)
+        counts.append(sum(event.count for event in profile.key_averages()))
+    return (counts[1] - counts[0]) / 8
+
+
+def scores(options: argparse.Namespace) -> Iterator[Row]:
+    """All that a study keeps of a question, its completions 64 to 256 tokens long."""
+    count, prompt, longest = (32, 60, 256) if options.device == "cuda" else (4, 6, 16)
+    for dtype, tf32 in (("float32", False), ("float32", True), ("bfloat16", False)):
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        model = policy_of(options, dtype).model
+        ids = torch.randint(0, 90, (count, prompt + longest), device=options.device)
+        lengths = torch.linspace(longest // 4, longest, count).long().to(options.device)
+        place = torch.arange(prompt + longest, device=options.device)
+        attention = (place < prompt + lengths[:, None]).long()
+        completion = attention * (place >= prompt)
+        weights = torch.ones(2, count, device=options.device)
+        for by_layer in (False, True):
+            work = partial(
+                completion_scores, model, ids, attention, completion, weights, gram=True,
+                by_layer=by_layer,
+            )  # fmt: skip
+            seconds = clock(options, work)
+            peak = None
+            if options.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                work()
+                peak = torch.cuda.max_memory_allocated() / 2**30
+            way = "layer by layer" if by_layer else "whole"
+            kind = "TF32" if tf32 else dtype
+            what = f"{count} x ({prompt} + {longest}), {kind}, {way}"
+            yield {"what": what, "seconds": seconds, "peak GiB": peak}
+
+
+def update(options: argparse.Namespace) -> Iterator[Row]:
+    """Steps of `train`, as its metrics have them."""
+    for extra in ((), ("bf16=true",)):
+        with tempfile.TemporaryDirectory() as folder:
+            train(options, folder, "max_steps=6", *extra)
+            lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+            last = [json.loads(line) for line in lines][2:]
+            timed = [name for name in last[0] if name in ("step_time", "seconds_generate")]
+            medians = {name: statistics.median(row[name] for row in last) for name in timed}
+            yield {"what": f"train {' '.join(extra) or 'float32'}, model=tiny", **medians}
+
+
+def ranks(options: argparse.Namespace) -> Iterator[Row]:
+    """FSDP2, stopped after a step and gone on with."""
+    count = 1 if options.device == "cuda" else 2
+    config = str(ROOT / "grpo_ustat/launch/accelerate/fsdp2.yaml")
+    launcher = [
+        "accelerate.commands.launch",
+        "--config_file",
+        config,
+        "--num_processes",
+        str(count),
+    ]
+    launcher += ["--main_process_port", "0", "-m"]
+    with tempfile.TemporaryDirectory() as folder:
+        for steps in ("max_steps=1", "max_steps=2"):
+            train(options, folder, steps, "save_steps=1", launcher=launcher)
+        rows = len((Path(folder) / "metrics.jsonl").read_text().splitlines())
+        yield {"what": f"FSDP2 on {count} ranks, saved and gone on with", "steps": rows}
+
+
+def train(
+    options: argparse.Namespace, folder: str, *overrides: str, launcher: Sequence[str] = ()
+) -> None:
+    """A small run of `train` on the device, by a launcher's module or alone."""
+    small = ("debug=train", "model=tiny", "model.dtype=float32", "budget.rollouts=64")
+    place = (f"hydra.run.dir={folder}", f"launch.device={options.device}", "on_existing=resume")
+    command = [sys.executable, "-m", *launcher, "grpo_ustat.train", *small, *place, *overrides]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-500:])
+
+
+def study(options: argparse.Namespace) -> Iterator[Row]:
+    """The same study on the device and on the CPU."""
+    questions = 50 if options.device == "cuda" else 6
+    for device in dict.fromkeys((options.device, "cpu")):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                sys.executable, "-m", "grpo_ustat.mse", "model=tiny", "launch.workers=1",
+                f"study.questions={questions}", "budget.pool_completions=16",
+                f"launch.device={device}", f"hydra.run.dir={folder}",
+            ]  # fmt: skip
+            start = time.perf_counter()
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
+            seconds = time.perf_counter() - start
+            result = json.loads((Path(folder) / "result.json").read_text())
+            a0 = result["assumption2"]["a0"]
+            yield {
+                "what": f"mse model=tiny, {questions} questions, {device}",
+                "seconds": seconds,
+                "A_0": a0,
+                "A_V": a0 + result["assumption2"]["av_minus_a0"],
+                "G*": result["scaling"]["gstar"],
+            }
+
+
+PARTS = {one.__name__: one for one in (rates, correct, sampling, scores, update, ranks, study)}
+
+
+def main() -> None:
+    """Run the parts, each in a process with a limit of time; print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--shape", default="qwen2.5-0.5b", choices=["qwen2.5-0.5b", "tiny"])
+    parser.add_argument("--minutes", type=float, default=9.0, help="of each part, at most")
+    parser.add_argument("--json", type=Path, help="a file for the rows")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        for row in PARTS[options.parts[0]](options):
+            print(json.dumps(row), flush=True)
+        return
+    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
+    facts = {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    results: dict[str, Any] = {**facts, "rows": []}
+    for part in options.parts or PARTS:
+        print(f"\n{part}", flush=True)
+        for row in run_part(part, options):
+            results["rows"].append({"part": part, **row})
+            cells = [f"{key} {cell(value)}" for key, value in row.items() if key != "what"]
+            print(f"  {row['what']}: {', '.join(cells)}", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=1))
+
+
+def run_part(part: str, options: argparse.Namespace) -> Iterator[Row]:
+    """The rows of a part, and one more where it failed or was cut."""
+    command = [
+        sys.executable, __file__, part, "--inside", "--device", options.device, "--shape",
+        options.shape,
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=60 * options.minutes)
+        end = f"exit code {process.returncode}: {err[-400:].strip()}" if process.returncode else ""
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, _ = process.communicate()
+        end = f"cut after {options.minutes:g} minutes"
+    for line in out.splitlines():
+        if line.startswith("{"):
+            yield json.loads(line)
+    if end:
+        yield {"what": "not finished", "why": end}
+
+
+def cell(value: Any) -> str:
+    """A value as the table shows it."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
