@@ -15,6 +15,7 @@ from grpo_ustat.config.model import ModelConfig, ModelSize, model_folder
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.policy.limits import LOGIT_BYTES
 
 ENTRY = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer stores for a parameter
@@ -253,8 +254,6 @@ def _logits(config: Any, size: ModelSize, side: int) -> int | None:
     """
     if size.vocabulary is None:
         return None
-    from grpo_ustat.policy.scores.output_layer import LOGIT_BYTES
-
     rows = min(config.rollout_batch_size, side)
     chunk = LOGIT_BYTES["cuda" if config.launch.device.startswith("cuda") else "cpu"]
     whole = 4 * size.vocabulary * side * config.max_completion_length

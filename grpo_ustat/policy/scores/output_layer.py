@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from grpo_ustat.policy.limits import LOGIT_BYTES
 from grpo_ustat.policy.logprobs import widen
 from grpo_ustat.policy.output_layer import OutputLayer, Window
 from grpo_ustat.policy.scores.accumulate import Accumulator
-
-LOGIT_BYTES = {"cpu": 2**26, "cuda": 2**30}  # of logits computed at a time
 
 
 def add_output_layer(
