@@ -131,7 +131,7 @@ class VllmEngine:
                 positions = zip(output.logprobs, output.token_ids, strict=True)
                 logprobs = [at[token].logprob for at, token in positions]
             completions_R.append((list(output.token_ids), logprobs))
-        return written(self._policy, prompts, encoded, completions_R, sampling)
+        return rollouts_of(self._policy, prompts, encoded, completions_R, sampling)
 
 
 def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int, fix: str) -> None:
@@ -161,7 +161,7 @@ def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int, fix
         )
 
 
-def written(
+def rollouts_of(
     policy: Policy,
     prompts: list[Prompt],
     encoded: list[list[int]],

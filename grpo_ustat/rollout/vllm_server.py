@@ -27,7 +27,7 @@ from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.draws import request_seeds
 from grpo_ustat.rollout.local import Sampling
-from grpo_ustat.rollout.vllm import check_requests, checkpoint_weights, import_vllm, written
+from grpo_ustat.rollout.vllm import check_requests, checkpoint_weights, import_vllm, rollouts_of
 
 PLAIN = {  # of every request: nothing reshapes its distribution
     "n": 1,
@@ -137,7 +137,7 @@ class VllmServerEngine:
                 logprobs = None if sampling.greedy else choice["logprobs"]["token_logprobs"]
                 completions_R.append((choice["token_ids"], logprobs))
                 progress.add(1, len(choice["token_ids"]))
-        return written(self._policy, prompts, encoded, completions_R, sampling)
+        return rollouts_of(self._policy, prompts, encoded, completions_R, sampling)
 
 
 class Server:

@@ -81,10 +81,10 @@ def check_trainer(trainer: Any) -> None:
             "group's spread, so there is no one reward whose gradient has an error: use "
             "'sum_then_normalize'"
         )
-    written_by_others = any(
+    has_tools = any(
         getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")
     )
-    if getattr(trainer, "mask_truncated_completions", False) and written_by_others:
+    if getattr(trainer, "mask_truncated_completions", False) and has_tools:
         raise ConfigError(
             "mask_truncated_completions=True hides which tokens of a truncated completion tools "
             "wrote: use mask_truncated_completions=False"

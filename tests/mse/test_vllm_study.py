@@ -209,3 +209,6 @@ def test_the_next_study_of_a_sweep_keeps_the_engine_unless_the_model_changes(wei
     other = replace(weights, rollout=replace(weights.rollout, max_model_len=96))
     assert start_sampler(other)[1] is not first
     assert len(sampler._STARTED) == 1 and len(FakeLLM.made) == 2
+    longer = replace(other, max_completion_length=other.max_completion_length + 1)
+    start_sampler(longer)  # vLLM's room follows the length of completions
+    assert len(sampler._STARTED) == 1 and len(FakeLLM.made) == 3
