@@ -24,7 +24,7 @@ TRAIN = (  # steps of a few tenths of a second, in which some group of a few ear
     "eval_steps=15", "save_steps=15", "save_total_limit=1", "budget.rollouts=16",
     "dataset.test_size=10", "max_completion_length=40",
 )  # fmt: skip
-STUDY = ("model=tiny_base", "study.questions=160", "launch.workers=1")
+STUDY = ("model=tiny_base", "study.questions=80", "launch.workers=1")
 POINTS = ("group_size=2 seed=0", "group_size=4 seed=0")
 SWEEP = ("-m", "group_size=2,4", "seed=0,1", *TRAIN)
 SLURM = (
@@ -376,7 +376,7 @@ def test_a_preempted_study_goes_on(scenario, tmp_path):
     job, run = submit(scenario, tmp_path, "study", entry="mse", words=STUDY)
     drawn = lambda: len([*run.folder.glob("pool/*.safetensors")])  # noqa: E731
     try:
-        wait_for(lambda: 20 <= drawn() < 120, "some questions", PATIENCE)
+        wait_for(lambda: 10 <= drawn() < 50, "some questions", PATIENCE)
         scenario.cluster.run("sbatch", "-p", "high", "-n8", "-o", "/dev/null", "--wrap", "sleep 1")
         wait_for(lambda: len(run.launches) > 1, "the next launch", PATIENCE)
         assert ended(scenario, job) == ("COMPLETED", "1", "0:0")

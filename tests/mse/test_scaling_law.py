@@ -58,13 +58,13 @@ def test_minibatches_of_a_tabular_policy_follow_the_prediction():
 def test_minibatches_of_tiny_follow_the_prediction(tmp_path):
     """n = 32 of 40 questions: the law from one pool, minibatches from another.
 
-    The second pool is split into 16 disjoint parts, each of which gives one independent measurement
+    The second pool is split into 8 disjoint parts, each of which gives one independent measurement
     at every G; t criterion at 1 % over the four comparisons together.
     """
-    points, parts = [(2, 16), (4, 8), (8, 4), (16, 2)], 16
+    points, parts = [(2, 16), (4, 8), (8, 4), (16, 2)], 8
     small = ("model=tiny_base", "study.questions=40", "launch.workers=2")
-    one = compose("mse", *small, "budget.pool_completions=128")
-    two = compose("mse", *small, "seed=1", "budget.pool_completions=256",
+    one = compose("mse", *small, "budget.pool_completions=96")
+    two = compose("mse", *small, "seed=1", "budget.pool_completions=128",
                   "budget.feature_sketch=4093")  # fmt: skip
     prompts = configured_task(one).prompts("study")[:40]
     first, _ = build_pool(one, prompts, tmp_path / "one")
@@ -83,7 +83,7 @@ def test_minibatches_of_tiny_follow_the_prediction(tmp_path):
 
 
 def minibatch_mse(pool, block, size, count, rng, replicates=400):
-    """E||T - grad J||^2 from one sixteenth of a pool: drawn minibatches, unbiased in the sketch."""
+    """E||T - grad J||^2 from sixteen completions a question of a pool: drawn minibatches, unbiased in the sketch."""
     inside = slice(16 * block, 16 * block + 16)
     z, features = pool.rewards_PN[:, inside], pool.features_PNR[:, inside].astype(float)
     ghat = leave_one_out(z, features)

@@ -195,7 +195,7 @@ def test_the_command_runs_from_anywhere(tmp_path):
 def test_closed_form_and_monte_carlo_agree(tmp_path):
     """10 questions, G up to 16: every difference within a simultaneous 99 % criterion.
 
-    The statistics of the 12 curves are compared at level 1 - 0.01/12 each (Bonferroni), with the
+    The statistics of the 9 curves are compared at level 1 - 0.01/9 each (Bonferroni), with the
     standard errors of both methods. Variance falls like 1 / completions on both sides, so neither
     is given many more than the other.
     """
@@ -203,7 +203,7 @@ def test_closed_form_and_monte_carlo_agree(tmp_path):
         tmp_path, "experiment=monte_carlo_check", "study.questions=10", "launch.workers=1",
         "budget.replicates=24", "budget.pool_completions=256", "rollout_batch_size=512",
         "budget.value_completions=128", "model=tiny_base", "baselines=[none,leave_one_out,oracle]",
-        "group_sizes=[2,4,8,16]",
+        "group_sizes=[2,4,16]",
     )  # fmt: skip
     rows = {(r["method"], r["baseline"], r["group_size"]): r for r in result["curves"]}
     keys = [(b, g) for m, b, g in rows if m == "closed_form"]
@@ -269,7 +269,7 @@ def test_three_methods_agree_on_tiny(tmp_path):
     result = study(
         tmp_path, "model=tiny_base", "study.questions=6", "launch.workers=1",
         "study.methods=[closed_form,replay,monte_carlo]", f"baselines=[{','.join(names)}]",
-        "group_sizes=[2,4,8]", "budget.pool_completions=224", "budget.replicates=48",
+        "group_sizes=[2,8]", "budget.pool_completions=224", "budget.replicates=48",
         "budget.reference_completions=256", "budget.value_completions=256",
     )  # fmt: skip
     rows = {(r["method"], r["baseline"], r["group_size"], r["target"]): r for r in result["curves"]}
@@ -288,7 +288,7 @@ def test_three_methods_agree_on_tiny(tmp_path):
         score = (ours["mse"] - carlo["mse"]) / error
         scores[ours["method"], ours["baseline"], ours["group_size"]] = round(score, 2)
     print(scores)
-    assert len(pairs) >= 12 + 24
+    assert len(pairs) >= 8 + 16
     assert max(map(abs, scores.values())) < limit, scores
 
 

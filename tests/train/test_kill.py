@@ -5,7 +5,7 @@ half of what a run that mostly saves costs otherwise. Half of the kills come
 after a seeded time, half just before a seeded one of the calls that change the folder (each file
 synced, renamed or removed), so saving and pruning get their share.
 
-`KILLS=200 python -m pytest --slow tests/train/test_kill.py` kills that often instead of 60 times.
+`KILLS=200 python -m pytest --slow tests/train/test_kill.py` kills that often instead of 40 times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_ustat.train import checkpoint, trainer
 CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir")
 MODEST = ("max_steps=3", "save_total_limit=1")
 REASONING = ("model=tiny_base", "max_completion_length=60", "budget.rollouts=8")
-KILLS = int(os.environ.get("KILLS", "60"))
+KILLS = int(os.environ.get("KILLS", "40"))
 
 
 def forked(path, config, before=lambda: None):
@@ -164,7 +164,7 @@ def test_a_recovery_that_forgets_is_caught(tmp_path, monkeypatch):
         reference.recover(run)
 
 
-@pytest.mark.slow(minutes=KILLS / 60)
+@pytest.mark.slow(minutes=KILLS / 40)
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     "busy, overrides, kills",
@@ -172,7 +172,7 @@ def test_a_recovery_that_forgets_is_caught(tmp_path, monkeypatch):
     ids=["writing", "saving"],
 )
 def test_kills_and_recoveries(tmp_path, capsys, busy, overrides, kills):
-    """60, or `KILLS`: 30 % in runs that mostly write completions, 70 % in runs that mostly save.
+    """40, or `KILLS`: 30 % in runs that mostly write completions, 70 % in runs that mostly save.
 
     Of the latter as many as a fifth are to hit a save and a twentieth a prune, or more follow.
     """
