@@ -135,6 +135,7 @@ class ScorePool:
         greedy_P: reward of the greedy completion, None where no baseline asks for it.
         sampler_gap: mean absolute difference of the sampler's log-probabilities and the model's, in
             some of the completions, nats a token; None where the model itself sampled.
+        packages: completions by the versions of the packages that scored them, where known.
     """
 
     rewards_PN: Array
@@ -145,6 +146,7 @@ class ScorePool:
     score_sums_PR: Array
     greedy_P: Array | None = None
     sampler_gap: float | None = None
+    packages: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def sq_norm_PN(self) -> Array:

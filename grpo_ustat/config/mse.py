@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 from grpo_ustat.config.baseline import (
@@ -25,6 +24,7 @@ from grpo_ustat.estimators.baselines import BASELINES, own_rules
 METHODS = ("closed_form", "replay", "monte_carlo")
 INTERVALS = ("completions", "questions")
 SETTINGS = ("all_questions_once", "with_replacement", "without_replacement", "one_question")
+OF_A_POOL = re.compile(r"\.?(pool\.json|[0-9a-f]{16}-\d+-\d+\.safetensors)(\.[0-9a-f]{32}\.tmp)?")
 CLOSED_FORMS = (
     "none",
     "leave_one_out",
@@ -363,7 +363,8 @@ def check_pool_folder(pool: str) -> None:
     """Refuse to fill a folder that holds files of somebody's own.
 
     Args:
-        pool: the folder; it may be missing, empty, or a pool, which holds `pool.json`.
+        pool: the folder; it may be missing, empty, or a pool, which holds `pool.json` or has lost
+            it: its parts say which settings they are of.
 
     Raises:
         ConfigError: it is something else.
@@ -374,7 +375,9 @@ def check_pool_folder(pool: str) -> None:
     if not folder.is_dir() or (folder / "pool.json").is_file():
         return
     names = sorted(path.name for path in folder.iterdir())
-    names = [name for name in names if not fnmatch(name, ".pool.json.*.tmp")]  # one that is begun
+    names = [
+        name for name in names if not OF_A_POOL.fullmatch(name)
+    ]  # begun, or bereft of its note
     if (folder / "pool" / "pool.json").is_file():
         raise ConfigError(f"pool={pool} is no pool, it holds one: use pool={folder / 'pool'}")
     if names:

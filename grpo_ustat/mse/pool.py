@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -332,6 +333,10 @@ def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[Score
             gram_NN[inside, inside] = part.gram_NN
             start = inside.stop
         grams.append(gram_NN)
+    packages: Counter[str] = Counter()
+    for part in (part for parts in stored for part in parts):
+        if part.packages is not None:
+            packages[part.packages] += len(part.rewards_N)
     mean_gap = None
     if stored[0][0].sampler_gap is not None:
         gap_K, tokens_K = np.array([x.sampler_gap for parts in stored for x in parts]).T
@@ -344,6 +349,7 @@ def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[Score
         reward_sums_PR=total("reward_sum_R"),
         score_sums_PR=total("score_sum_R"),
         sampler_gap=mean_gap,
+        packages=dict(packages),
     )
     return pool, sum((part.work_cost for parts in stored for part in parts), WorkCost())
 

@@ -11,25 +11,34 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from grpo_ustat.config.identity import data_fingerprint, drop_neutral_keys, weights_fingerprint
+from grpo_ustat.config.identity import (
+    data_fingerprint,
+    drop_neutral_keys,
+    fingerprint,
+    weights_fingerprint,
+)
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.files import atomic_write, hidden_path
+from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.log import attempt, write_rows
 
 MOST = 2000
+SCORED_WITH = ("torch", "transformers")  # packages that a completion and its score depend on
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Part:
         sampler_gap: of some of them, the mean absolute difference of the sampler's and the model's
             own log-probabilities, nats a token, and the number of those tokens; None where the
             model itself sampled.
+        packages: versions of the packages that made it, as `scored_with`; None in pools of before.
     """
 
     rewards_N: np.ndarray
@@ -57,6 +67,7 @@ class Part:
     score_sum_R: np.ndarray
     cost: np.ndarray
     sampler_gap: np.ndarray | None = None
+    packages: str | None = None
 
     @property
     def work_cost(self) -> WorkCost:
@@ -86,7 +97,7 @@ class PoolStore:
 
     Args:
         folder: need not exist.
-        draws: see `draws_of`.
+        draws: see `draws_of`; empty where any are read.
     """
 
     def __init__(self, folder: Path, draws: dict[str, Any]):
@@ -102,10 +113,17 @@ class PoolStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not note.is_file():
+                self._check_marks()
                 _create(note, json.dumps(self.draws, indent=1))
-            stored = json.loads(note.read_text())
-        except (OSError, ValueError) as error:
+            text = note.read_text(errors="replace")
+        except OSError as error:
             raise ConfigError(f"the pool folder {self.folder} cannot be used: {error}") from error
+        try:
+            stored = json.loads(text)
+        except ValueError:
+            stored = None
+        if not isinstance(stored, dict):
+            raise ConfigError(f"{note} is damaged: delete it, it will be made again")
         for key in dict.fromkeys([*stored, *self.draws]):
             absent = "local" if key == "rollout" else None
             there, own = stored.get(key, absent), self.draws.get(key, absent)
@@ -114,6 +132,16 @@ class PoolStore:
                     f"{self.folder} holds completions of {key}={there}, asked is {own}: use "
                     "another pool=DIR"
                 )
+
+    def _check_marks(self) -> None:
+        """Refuse parts without their pool.json that do not say which settings they are of."""
+        for path in self.folder.glob("*.safetensors"):
+            with suppress(OSError, SafetensorError), safe_open(path, framework="numpy") as file:
+                if "draws" not in (file.metadata() or {}):
+                    raise ConfigError(
+                        f"{self.folder} has lost its pool.json, and {path.name}, of an earlier "
+                        "version, does not say which settings it is of: use another pool=DIR"
+                    )
 
     def parts(self, prompt: Prompt) -> list[tuple[int, int]]:
         """(first, count) of each stored part of the question, in order; they have no gaps, from 0
@@ -133,24 +161,57 @@ class PoolStore:
         """Write one part whole or not at all."""
         path = self._path(prompt, first, len(part.rewards_N))
         known = {key: value for key, value in vars(part).items() if value is not None}
+        packages = known.pop("packages", None) or scored_with()
         arrays = {key: np.ascontiguousarray(value) for key, value in known.items()}
+        facts = {"prompt": prompt.id, "digest": _digest(arrays), "packages": packages}
+        facts["draws"] = fingerprint(self.draws)
         with atomic_write(path, shared=True) as staged:
-            save_file(arrays, staged, {"prompt": prompt.id})
+            save_file(arrays, staged, facts)
 
     def read(self, prompt: Prompt, first: int, count: int) -> Part:
         """One part.
 
         Raises:
-            ConfigError: the file is damaged.
+            ConfigError: the file is damaged: no part, of another length, or with content that is
+                not what was written (parts of before have no checksum); or it holds other draws, as
+                after the loss of pool.json.
         """
         path = self._path(prompt, first, count)
         try:
-            return Part(**load_file(path))
+            with safe_open(path, framework="numpy") as file:
+                facts = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            part = Part(**arrays, packages=facts.get("packages"))
         except (OSError, SafetensorError, TypeError) as error:
             raise ConfigError(f"{path} is damaged: delete it, it will be made again") from error
+        if facts.get("digest", _digest(arrays)) != _digest(arrays) or len(part.rewards_N) != count:
+            raise ConfigError(f"{path} is damaged: delete it, it will be made again")
+        own = fingerprint(self.draws)
+        if self.draws and facts.get("draws", own) != own:
+            raise ConfigError(
+                f"{path} holds completions of settings {facts['draws']}, asked are {own}: use "
+                "another pool=DIR"
+            )
+        return part
 
     def _path(self, prompt: Prompt, first: int, count: int) -> Path:
         return self.folder / f"{_stem(prompt)}-{first}-{count}.safetensors"
+
+
+@cache
+def scored_with() -> str:
+    """Versions of the packages that scores are computed with here."""
+    installed = versions()
+    return ", ".join(f"{name} {installed[name]}" for name in SCORED_WITH)
+
+
+def _digest(arrays: dict[str, np.ndarray]) -> str:
+    """Of names, types, shapes and bytes."""
+    total = hashlib.blake2b(digest_size=16)
+    for name, array in sorted(arrays.items()):
+        total.update(f"{name} {array.dtype} {array.shape}".encode())
+        total.update(np.ascontiguousarray(array).data)
+    return total.hexdigest()
 
 
 def _stem(prompt: Prompt) -> str:

@@ -19,8 +19,9 @@ from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import GRID, ClosedForm, CurvePoint, Request
 from grpo_ustat.mse.pool import ModelFacts
+from grpo_ustat.mse.pool_store import scored_with
 from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint
-from grpo_ustat.mse.verdict import heavy_warning, refutes_assumption2, verdict
+from grpo_ustat.mse.verdict import heavy_warning, packages_sentence, refutes_assumption2, verdict
 from grpo_ustat.records import ScorePool
 from grpo_ustat.report.tables import clipped_warning, unjudged_warning
 from grpo_ustat.runs.files import atomic_write
@@ -122,7 +123,8 @@ def study_result(
             pool_cost.clipped / pool_cost.rollouts,
             None if config.imports_pool else config.max_completion_length,
         )
-        + unjudged_warning(total_cost.timeouts, total_cost.failures, total_cost.rollouts),
+        + unjudged_warning(total_cost.timeouts, total_cost.failures, total_cost.rollouts)
+        + packages_sentence(pool.packages, scored_with()),
         "cost": {
             "rollouts": total_cost.rollouts,
             "tokens": total_cost.tokens,
@@ -132,6 +134,7 @@ def study_result(
             "seconds_score": total_cost.seconds_score,
         },
         "versions": versions(),
+        "pool_versions": pool.packages,
     }
 
 

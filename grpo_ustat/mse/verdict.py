@@ -25,6 +25,26 @@ def heavy_warning(statistics: ClosedForm, interval: str) -> str:
     return f" WARNING: {heavy_text(statistics.tails, interval)}. Raise {more}."
 
 
+def packages_sentence(packages: dict[str, int], installed: str) -> str:
+    """Which completions other versions of the packages scored, and how to have one version alone.
+
+    >>> packages_sentence({"torch 2.13.0": 32}, "torch 2.13.0")
+    ''
+
+    Args:
+        packages: completions by the versions that scored them.
+        installed: the versions of now.
+    """
+    other = {name: count for name, count in packages.items() if name != installed}
+    if not other:
+        return ""
+    counts = " and ".join(f"{count} of them with {name}" for name, count in sorted(other.items()))
+    return (
+        f" The pool's {sum(packages.values())} completions were not all scored with {installed}, "
+        f"which is installed, but {counts}: another pool=DIR has one version alone."
+    )
+
+
 def verdict(statistics: ClosedForm, baselines: list[str], rewards_PN: np.ndarray) -> str:
     """In words: whether Assumption 2 holds, which ordering follows, why G* has no interval."""
     if (rewards_PN == rewards_PN[:, :1]).all():

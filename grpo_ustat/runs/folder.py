@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import yaml
 from grpo_ustat.config.identity import (
     drop_neutral_keys,
     drop_unused_rules,
+    file_digest,
     fingerprint,
     identity,
     operational_keys,
@@ -49,6 +51,8 @@ ARTEFACTS = (
     "checkpoint-*",
     ".checkpoint-*.tmp",
 )
+RESULT = "result.json"
+TABLES = ("curves.csv", "curves.parquet", "metrics.jsonl", "eval.csv", "completions.parquet")
 PACKAGES = ("grpo-ustat", "torch", "transformers", "accelerate", "hydra-core", "numpy", "scipy")
 
 
@@ -76,6 +80,7 @@ class RunFolder:
         self.data = keys.get("data")
         self.start_mirror: Callable[[Path, Any], Any] | None = None
         self._open = False
+        self._earlier: list[dict[str, str]] = []
         self._lock: lock.Lock | None = None
         self._mirroring: Any = None
 
@@ -105,7 +110,7 @@ class RunFolder:
             )
         if self._is_untouched():
             return
-        if not (self.path / "code.json").is_file():
+        if not any((self.path / name).is_file() for name in ("code.json", history.NAME)):
             raise ConfigError(
                 f"{self.path} holds files of another program ({self._artefacts()[0].name} without "
                 "code.json): choose another folder with hydra.run.dir=DIR"
@@ -180,8 +185,10 @@ class RunFolder:
             for old in sorted(self._artefacts(), key=lambda path: path.name == "code.json"):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
-        used = {"weights": self.weights, "data": self.data}
-        self.write("code.json", json.dumps(code_state() | used, indent=1))
+        code = code_state()
+        self._earlier = self._earlier_versions(code["versions"])
+        code |= {"weights": self.weights, "data": self.data, "earlier_versions": self._earlier}
+        self.write("code.json", json.dumps(code, indent=1))
         (self.path / ".hydra").mkdir(exist_ok=True)
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
         self.note(**history.start_row())
@@ -215,7 +222,14 @@ class RunFolder:
         """
         if not (self.path / "result.json").is_file():
             return None
-        result = self._read("result.json", json.loads)
+        result = self._read(
+            "result.json", json.loads, "delete it, the same command writes it again"
+        )
+        if changed := changed_files(self.path, result):
+            raise ConfigError(
+                f"{self.path / changed[0]} is not as the run left it: restore it, or delete "
+                f"{self.path / RESULT}: the same command writes it again"
+            )
         if result.get("config_hash") != self.config_hash:
             raise ConfigError(
                 f"{self.path}/result.json is of configuration {result.get('config_hash')}, this is "
@@ -234,8 +248,30 @@ class RunFolder:
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write `result.json`, last of all: the run is complete."""
-        text = json.dumps(result | {"config_hash": self.config_hash}, indent=1, allow_nan=False)
+        result = result | {"config_hash": self.config_hash, "files": file_digests(self.path)}
+        if self._earlier:
+            result["earlier_versions"] = self._earlier
+        result["digest"] = content_digest(result)
+        text = json.dumps(result, indent=1, allow_nan=False)
         self.write("result.json", text)
+
+    def _earlier_versions(self, now: dict[str, str]) -> list[dict[str, str]]:
+        """Versions of the packages that parts of this run were made with, where they were others;
+        said in a line on the error stream.
+        """
+        if not (self.path / "code.json").is_file():
+            return []
+        stored = self._read("code.json", json.loads)
+        earlier, before = stored.get("earlier_versions") or [], stored.get("versions") or {}
+        changed = [name for name in before if before[name] != now.get(name)]
+        if not changed:
+            return earlier
+        changes = ", ".join(f"{name} {before[name]}, now {now.get(name)}" for name in changed)
+        print(
+            f"warning: {self.path} was begun with {changes}: its result will be of both",
+            file=sys.stderr,
+        )
+        return [*earlier, before]
 
     def _release(self, end: dict[str, Any]) -> None:
         """Note in the history how work ended here, where it had begun, and let others in."""
@@ -271,7 +307,12 @@ class RunFolder:
         """What earlier runs left here; the only things that overwriting removes."""
         return sorted(path for name in ARTEFACTS for path in self.path.glob(name))
 
-    def _read(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+    def _read(
+        self,
+        name: str,
+        parse: Callable[[str], Any],
+        remedy: str = "on_existing=overwrite runs it again",
+    ) -> dict[str, Any]:
         """A dictionary from one of our own files.
 
         Raises:
@@ -282,10 +323,36 @@ class RunFolder:
         except (OSError, ValueError, yaml.YAMLError):
             content = None
         if not isinstance(content, dict):
-            raise ConfigError(
-                f"{self.path / name} is missing or damaged: on_existing=overwrite runs it again"
-            )
+            raise ConfigError(f"{self.path / name} is missing or damaged: {remedy}")
         return content
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each of the tables that a finished run leaves and that are there."""
+    return {name: file_digest(folder / name) for name in TABLES if (folder / name).is_file()}
+
+
+def content_digest(result: dict[str, Any]) -> str:
+    """Of a result's values, whatever the spaces and the order of its keys in a file."""
+    values = {name: value for name, value in result.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
+    """Which of a finished run's files are not as it left them: result.json, or tables that are
+    still there. Results of before have no digests: nothing is known of their files.
+
+    Args:
+        folder: of the run.
+        result: the content of its result.json.
+    """
+    changed = []
+    if "digest" in result and result["digest"] != content_digest(result):
+        changed.append(RESULT)
+    for name, digest in (result.get("files") or {}).items():
+        if name in TABLES and (folder / name).is_file() and file_digest(folder / name) != digest:
+            changed.append(name)
+    return changed
 
 
 def create_folder(path: Path, key: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import readme
@@ -10,7 +11,7 @@ import yaml
 from commands import compose
 from launching import finished
 
-from grpo_ustat.config.identity import data_fingerprint, folder_name, identity
+from grpo_ustat.config.identity import data_fingerprint, folder_name, identity, weights_fingerprint
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 
@@ -127,3 +128,22 @@ def test_a_run_that_was_stored_with_top_p_and_top_k_goes_on(tmp_path):
     file.write_text(yaml.safe_dump(old))
     folder.check()
     assert identity_keys(old) == identity_keys(stored)
+
+
+def test_large_files_count_by_content_not_by_time(tmp_path):
+    """A file of weights above 64 MiB by its size and by blocks, which a change everywhere hits."""
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as weights:
+        weights.truncate(2**26 + 2**20)
+    before = weights_fingerprint(str(tmp_path))
+    os.utime(file, (1, 1))
+    assert weights_fingerprint(str(tmp_path)) == before
+    stat = file.stat()
+    with file.open("r+b") as weights:
+        for place in range(0, stat.st_size, 2**17):
+            weights.seek(place)
+            weights.write(b"x")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file.stat().st_size == stat.st_size
+    assert weights_fingerprint(str(tmp_path)) != before

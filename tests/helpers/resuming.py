@@ -30,7 +30,7 @@ VIEWS = (
     model_card.PICTURE,
     model_card.CONFIG,
 )  # of launches
-CLOCK = ("step_time", "versions")  # and whatever says seconds
+CLOCK = ("step_time", "versions", "digest", "files")  # and whatever says seconds
 
 
 def config_of(*overrides):

@@ -1,10 +1,15 @@
-"""An output folder of a refused run is removed again."""
+"""The run folder: removed when empty, its files known by checksums, its versions kept."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from grpo_ustat.runs.folder import remove_empty
+import pytest
+from commands import compose
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs.folder import RunFolder, changed_files, remove_empty
 
 
 def test_empty_folders_go_up_to_where_a_file_or_the_working_directory_is(tmp_path, monkeypatch):
@@ -19,3 +24,62 @@ def test_empty_folders_go_up_to_where_a_file_or_the_working_directory_is(tmp_pat
     (tmp_path / "here/outputs/README.md").touch()
     remove_empty(Path("outputs/train/a"))
     assert [file.name for file in (tmp_path / "here/outputs").iterdir()] == ["README.md"]
+
+
+def finished_run(path):
+    """A run folder with a table and a result."""
+    folder = RunFolder(path, compose("mse", "debug=mse"))
+    folder.open()
+    (path / "curves.csv").write_text("mse\n1.5\n")
+    folder.finish({"curves": [{"mse": 1.5}], "summary": "as it was"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("result.json", "1.5", "1.4"),
+        ("result.json", "as it was", "better"),
+        ("curves.csv", "5", "4"),
+    ],
+)
+def test_an_edited_number_is_found_by_its_checksum(tmp_path, capsys, name, old, new):
+    folder, file = finished_run(tmp_path / "run"), tmp_path / "run" / name
+    assert changed_files(folder.path, folder.read_result()) == []
+    file.write_text(file.read_text().replace(old, new, 1))
+    remedy = f"{name} is not as the run left it: restore it, or delete .*result.json: the same"
+    with pytest.raises(ConfigError, match=remedy):
+        folder.read_result()
+
+
+def test_other_spaces_or_a_table_that_was_removed_change_no_result(tmp_path):
+    folder = finished_run(tmp_path / "run")
+    file = tmp_path / "run/result.json"
+    file.write_text(json.dumps(json.loads(file.read_text())))
+    (tmp_path / "run/curves.csv").unlink()
+    assert folder.read_result()["summary"] == "as it was"
+
+
+def test_a_result_of_before_has_no_checksums_and_is_read(tmp_path):
+    folder = finished_run(tmp_path / "run")
+    file = tmp_path / "run/result.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({k: v for k, v in content.items() if k not in ("digest", "files")}))
+    assert folder.read_result()["summary"] == "as it was"
+
+
+def test_versions_of_before_are_named_and_kept(tmp_path, capsys):
+    config = compose("mse", "debug=mse")
+    RunFolder(tmp_path, config).open()
+    code = json.loads((tmp_path / "code.json").read_text())
+    now, code["versions"]["torch"] = code["versions"]["torch"], "1.0"
+    (tmp_path / "code.json").write_text(json.dumps(code))
+    capsys.readouterr()
+    RunFolder(tmp_path, config).open()
+    assert f"was begun with torch 1.0, now {now}: its result" in capsys.readouterr().err
+    folder = RunFolder(tmp_path, config)  # a third launch changes nothing more
+    folder.open()
+    assert "begun with" not in capsys.readouterr().err
+    folder.finish({})
+    (earlier,) = folder.read_result()["earlier_versions"]
+    assert earlier["torch"] == "1.0"
