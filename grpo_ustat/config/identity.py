@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.data import FILES, REWARDS, TASKS, module_file, reward_file
-from grpo_ustat.config.model import adapter_base, model_folder
+from grpo_ustat.config.model import adapter_base, model_folder, tf32_in_use
 from grpo_ustat.config.rollout import OF_THE_SERVER
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import ENDING
@@ -89,7 +89,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     {'model': {'name': 'x'}, 'dataset': {'path': 'local'}}
 
     A number of minibatches that leaves the batch whole, or does not count, is left out too: older
-    configurations have no such key. So is a study's `rollout=local`.
+    configurations have no such key. So is a study's `rollout=local`, and `tf32` where no product is
+    TF32.
 
     >>> "rollout" in drop_neutral_keys({"study": {}, "rollout": {"name": "local"}})
     False
@@ -118,6 +119,9 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         keys["rollout"] = rollout
     if "study" in keys and keys.get("rollout", {}).get("name") == "local":
         keys.pop("rollout")
+    if "tf32" in keys:
+        in_use = tf32_in_use(keys["tf32"], keys["launch"]["device"], model["dtype"])
+        keys = {k: v for k, v in keys.items() if k != "tf32"} | ({"tf32": True} if in_use else {})
     groups = {"study": study, "objective": objective}
     return keys | {"model": model, "dataset": dataset} | {k: v for k, v in groups.items() if v}
 

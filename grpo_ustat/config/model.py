@@ -121,6 +121,16 @@ class PromptConfig:
             raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens")
 
 
+def tf32_in_use(setting: bool | None, device: str, dtype: str) -> bool:
+    """Whether float32 products are TF32: as set, and where nothing is, on cuda alone.
+
+    >>> tf32_in_use(None, "cuda:1", "float32"), tf32_in_use(None, "cpu", "float32")
+    (True, False)
+    """
+    on_cuda = device.startswith("cuda") and dtype == "float32"
+    return on_cuda if setting is None else setting
+
+
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
 FETCHED = {

@@ -17,6 +17,7 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
+from grpo_ustat.config.model import tf32_in_use
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
@@ -161,6 +162,10 @@ class MseConfig(Common):
         positive=True,
         below=1,
     )
+    tf32: bool | None = field(
+        "whether a GPU rounds the factors of float32 products to 10 bits, several times as fast; "
+        "null: yes on cuda with model.dtype=float32"
+    )
     pool: str | None = field(
         "a folder of scored completions to reuse and extend, or a Parquet file of rollouts made "
         "elsewhere; null: in the run folder"
@@ -197,6 +202,11 @@ class MseConfig(Common):
         return 1 if self.rollout.name == "vllm" else self.launch.workers
 
     @property
+    def computes_tf32(self) -> bool:
+        """Whether float32 products are TF32, see `tf32_in_use`."""
+        return tf32_in_use(self.tf32, self.launch.device, self.model.dtype)
+
+    @property
     def fills_part(self) -> bool:
         """Whether only a part of the pool is asked for, which several jobs may fill at once."""
         return self.study.part is not None
@@ -227,12 +237,28 @@ class MseConfig(Common):
                 f"study.num_prompts=[]: {' and '.join(sorted(batches))} need at least one number "
                 "of questions a batch"
             )
+        self._check_tf32()
         self._check_rollout()
         self._check_baselines()
         self._check_pool()
         self._check_part()
         if not self.imports_pool:  # its file says how many questions and completions there are
             self._check_counts()
+
+    def _check_tf32(self) -> None:
+        """Refuse TF32 where nothing has it."""
+        if not self.tf32:
+            return
+        if not self.launch.device.startswith("cuda"):
+            raise ConfigError(
+                f"tf32=true with launch.device={self.launch.device}: only cuda has TF32 products, "
+                "use launch.device=cuda or tf32=null"
+            )
+        if self.model.dtype != "float32":
+            raise ConfigError(
+                f"tf32=true with model.dtype={self.model.dtype}: TF32 is of float32 products, use "
+                "model.dtype=float32 or tf32=null"
+            )
 
     def _check_rollout(self) -> None:
         """Refuse vLLM on several ranks, or where nothing is sampled."""

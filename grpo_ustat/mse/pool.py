@@ -240,7 +240,8 @@ def _score_chunks(
 def score_sketches(config: MseConfig, policy: Policy) -> tuple[Sketch, Sketch]:
     """Sketches of a completion's score and of sums of scores, the latter with more numbers."""
     sizes = parameter_sizes(policy.model)
-    return Sketch(sizes, config.budget.feature_sketch), Sketch(sizes, config.budget.gradient_sketch)
+    features = Sketch(sizes, config.budget.feature_sketch)
+    return features, Sketch(sizes, config.budget.gradient_sketch, signs=features.signs)
 
 
 def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -> WorkCost:

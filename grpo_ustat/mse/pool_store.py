@@ -88,6 +88,8 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
         draws["dataset"].pop(key, None)
     if config.rollout.name != "local":  # pools of before have no such key
         draws["rollout"] = config.rollout.name
+    if config.computes_tf32:  # as above
+        draws["tf32"] = True
     draws["weights"] = weights_fingerprint(config.model.model_name_or_path)
     return draws | {"data": data_fingerprint(config.dataset)}
 
@@ -125,8 +127,13 @@ class PoolStore:
         if not isinstance(stored, dict):
             raise ConfigError(f"{note} is damaged: delete it, it will be made again")
         for key in dict.fromkeys([*stored, *self.draws]):
-            absent = "local" if key == "rollout" else None
+            absent = {"rollout": "local", "tf32": False}.get(key)
             there, own = stored.get(key, absent), self.draws.get(key, absent)
+            if key == "tf32" and there != own:
+                raise ConfigError(
+                    f"{self.folder} holds scores of tf32={str(there).lower()}, asked is "
+                    f"{str(own).lower()}: use tf32={str(there).lower()} or another pool=DIR"
+                )
             if there != own:
                 raise ConfigError(
                     f"{self.folder} holds completions of {key}={there}, asked is {own}: use "

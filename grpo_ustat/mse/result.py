@@ -28,6 +28,7 @@ from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.runs.folder import RunFolder, versions
 
 NAME = "curves.parquet"
+TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}  # scripts/benchmarks/precision.py
 COLUMNS = {
     "method": pyarrow.string(),
     "baseline": pyarrow.string(),
@@ -113,10 +114,12 @@ def study_result(
         "assumption2": _assumption(statistics, pool),
         "grad_sq": _gradient(statistics),
         "metric": metric,
+        "precision": precision(config),
         "policy": _policy(config, pool, pool_cost),
         "questions": len(pool.rewards_PN),
         "pool_completions": pool.rewards_PN.shape[1],
         "summary": verdict(statistics, config.baselines, pool.rewards_PN)
+        + tf32_text(config)
         + heavy_warning(statistics, config.study.interval)
         + clipped_warning(
             "pool's",
@@ -136,6 +139,25 @@ def study_result(
         "versions": versions(),
         "pool_versions": pool.packages,
     }
+
+
+def precision(config: MseConfig) -> dict[str, Any]:
+    """In what the scores were computed; with TF32 the relative error of a squared score norm, the
+    median over completions, and of their sum, at most, on three policies.
+    """
+    error = TF32_ERROR if config.computes_tf32 else None
+    return {"weights": config.model.dtype, "tf32": config.computes_tf32, "tf32_error": error}
+
+
+def tf32_text(config: MseConfig) -> str:
+    """A sentence on the error of TF32, with a space before it; "" without."""
+    if not config.computes_tf32:
+        return ""
+    norm, total = TF32_ERROR["norm"], TF32_ERROR["sum_of_norms"]
+    return (
+        f" Products were TF32: a squared score norm is off by about {norm:.1%}, their sum by at "
+        f"most {total:.2%}, as measured on three policies; tf32=false computes in full float32."
+    )
 
 
 def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ def start_sampler(config: MseConfig) -> tuple[Policy, Engine]:
             "without a launcher, and use study.part=k/n for several GPUs"
         )
     needs = [config.model, config.prompt, config.rollout, config.rollout_batch_size]
-    needs += [config.max_completion_length, config.launch.device]
+    needs += [config.max_completion_length, config.launch.device, config.tf32]
     if "vllm" in _STARTED and _STARTED["vllm"][0] == needs:
         return _STARTED["vllm"][1:]
     _STARTED.clear()  # its memory is needed for the next one

@@ -34,6 +34,7 @@ from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.distributed.ranks import RefusedByRank, own_device
 from grpo_ustat.policy.adapters import merged
 from grpo_ustat.policy.chat import ChatFormat
+from grpo_ustat.policy.precision import set_tf32
 from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.base import Task
@@ -205,12 +206,13 @@ def configured_policy(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Policy:
     """The configured policy on a device, by default this rank's; completions also end at
-    `prompt.stop`. Sets this process's number of threads; loads the tokenizer unless it is an
-    argument.
+    `prompt.stop`. Sets this process's number of threads and whether its products are TF32; loads
+    the tokenizer unless it is an argument.
     """
     device = device or own_device(config.launch.device)
     check_device(device)
     torch.set_num_threads(config.launch.num_threads)
+    set_tf32(isinstance(config, MseConfig) and config.computes_tf32)
     model = config.model
     Progress(f"loading {model.name}")
     policy = load_policy(

@@ -105,6 +105,32 @@ def test_what_was_left_out_is_told_and_recorded(entry, tmp_path):
     assert told.count("note: questions left out: 2 train questions that are also test quest") == 1
 
 
+def test_tf32_counts_where_it_is_in_use():
+    """Studies of before have no such key."""
+    plain, cuda, off, narrow = (
+        compose("mse", *more)
+        for more in (
+            (),
+            ("launch.device=cuda",),
+            ("launch.device=cuda", "tf32=false"),
+            ("launch.device=cuda", "model.dtype=bfloat16"),
+        )
+    )
+    assert [x.computes_tf32 for x in (plain, cuda, off, narrow)] == [False, True, False, False]
+    assert folder_name(plain) == folder_name(off) != folder_name(cuda)
+    assert identity(cuda)["tf32"] and draws_of(cuda)["tf32"]
+    assert all("tf32" not in keys for x in (plain, off) for keys in (identity(x), draws_of(x)))
+
+
+def test_a_pool_of_other_products_is_refused_by_name(tmp_path):
+    full, tf32 = (draws_of(compose("mse", *more)) for more in ((), ("launch.device=cuda",)))
+    for first, second, word in ((full, tf32, "false"), (tf32, full, "true")):
+        folder = tmp_path / word
+        PoolStore(folder, first).open()
+        with pytest.raises(ConfigError, match=f"holds scores of tf32={word}.* use tf32={word} or"):
+            PoolStore(folder, second).open()
+
+
 def test_vllms_room_was_2048_before_it_followed_the_prompts():
     names = [
         folder_name(compose("train", "rollout=vllm", *more))

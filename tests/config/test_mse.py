@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from commands import run
+from commands import compose, run
 
 from grpo_ustat.config.mse import check_pool_folder
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.mse.result import precision, tf32_text
 
 
 @pytest.fixture
@@ -28,6 +29,29 @@ def test_a_folder_of_somebodys_own_files_is_refused_before_any_work(own):
         "pool.json: give a new folder, such as pool=own/pool\n"
     )
     assert sorted(own.rglob("*")) == before and list(own.parent.iterdir()) == [own]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("tf32=true",), "tf32=true with launch.device=cpu: only cuda has TF32 products"),
+        (
+            ("tf32=true", "launch.device=cuda", "model.dtype=bfloat16"),
+            "tf32=true with model.dtype=bfloat16: TF32 is of float32 products",
+        ),
+    ],
+)
+def test_tf32_is_refused_where_nothing_has_it(words, message):
+    with pytest.raises(ConfigError, match=message):
+        compose("mse", *words).check()
+
+
+def test_the_error_of_tf32_is_in_the_result_and_in_words():
+    cpu, cuda = compose("mse"), compose("mse", "launch.device=cuda")
+    assert precision(cpu) == {"weights": "float32", "tf32": False, "tf32_error": None}
+    assert precision(cuda)["tf32_error"] == {"norm": 1e-3, "sum_of_norms": 6e-4}
+    assert tf32_text(cpu) == ""
+    assert "off by about 0.1%, their sum by at most 0.06%" in tf32_text(cuda)
 
 
 def test_one_file_is_enough_and_a_hidden_one_too(tmp_path):

@@ -14,10 +14,12 @@ from __future__ import annotations
 import torch
 
 from grpo_ustat.policy.logprobs import widen
+from grpo_ustat.policy.precision import full_products, sums_wider, wide_bmm
 from grpo_ustat.policy.scores.sketch import Sketch
 
 PASS = 24  # multiplications that cost as much as one more look at an entry in memory
 CHUNK = {"cpu": 2**22, "cuda": 2**28}  # bytes of gradients formed at a time
+SLICES = 256  # of long vectors, on a GPU
 SQUARE = 2**28  # bytes of a T x T product over a whole batch
 
 
@@ -72,10 +74,11 @@ class Accumulator:
             return
         count, _, columns = right_NTC.shape
         step = max(1, CHUNK[self.device.type] // (4 * count * columns))
-        right_NTC = widen(right_NTC)
+        if not sums_wider(left_NTR, right_NTC):
+            right_NTC = widen(right_NTC)  # once for all slices
         for low in range(0, left_NTR.shape[2], step):
             part = left_NTR[:, :, low : low + step].transpose(1, 2)
-            flat = product(part, right_NTC).flatten(1)
+            flat = wide_bmm(part, right_NTC).flatten(1)
             self.add_flat(name, shape, flat, (first_row + low) * columns, rows)
 
     def add_flat(
@@ -110,7 +113,8 @@ class Accumulator:
         if self.gram_BB is None:
             self.sq_norm_B += 2 * torch.linalg.vecdot(first_NC, second_NC)
             return
-        products = first_NC @ second_NC.T
+        with full_products():
+            products = first_NC @ second_NC.T
         products = products + products.T
         self.gram_BB += products
         self.sq_norm_B += products.diagonal()
@@ -120,7 +124,7 @@ class Accumulator:
             self._add_norms(torch.linalg.vecdot(flat_NC, flat_NC), rows)
             return
         assert rows is None, "a Gram matrix needs all completions at once"
-        products = flat_NC @ flat_NC.T
+        products = inner_products(flat_NC)
         self.gram_BB += products
         self.sq_norm_B += products.diagonal()
 
@@ -142,25 +146,30 @@ class Accumulator:
         return squares < whole
 
     def _squares(self, name, shape, left_NTR, right_NTC, first_row, rows) -> None:
-        left, right = widen(left_NTR), widen(right_NTC)
         if self.gram_BB is None:
-            both = product(left, left.transpose(1, 2)).mul_(product(right, right.transpose(1, 2)))
+            with full_products():
+                both = wide_bmm(left_NTR, left_NTR.transpose(1, 2))
+                both.mul_(wide_bmm(right_NTC, right_NTC.transpose(1, 2)))
             self._add_norms(both.sum(dim=(1, 2)), rows)
         else:
             assert rows is None
-            n, length = left.shape[:2]
-            flat_left, flat_right = left.flatten(0, 1), right.flatten(0, 1)
-            both = (flat_left @ flat_left.T).mul_(flat_right @ flat_right.T)
+            n, length = left_NTR.shape[:2]
+            left_1MR, right_1MC = (
+                left_NTR.reshape(1, n * length, -1),
+                right_NTC.reshape(1, n * length, -1),
+            )
+            with full_products():
+                both = wide_bmm(left_1MR, left_1MR.mT).mul_(wide_bmm(right_1MC, right_1MC.mT))
             products = both.view(n, length, n, length).sum(dim=(1, 3))
             self.gram_BB += products
             self.sq_norm_B += products.diagonal()
         if self.weights_KB is not None:
+            left, flat_right = widen(left_NTR), widen(right_NTC).flatten(0, 1)
             weights = self._weights(rows, left.dtype)
-            flat_right = right.flatten(0, 1)
             for k in range(len(weights)):
                 weighted = (left * weights[k][:, None, None]).flatten(0, 1)
                 value = (weighted.T @ flat_right).reshape(1, -1)
-                self._pool(name, shape, value, first_row * right.shape[2], k)
+                self._pool(name, shape, value, first_row * right_NTC.shape[2], k)
 
     def _weights(self, rows, dtype: torch.dtype) -> torch.Tensor:
         assert self.weights_KB is not None
@@ -203,6 +212,19 @@ class Accumulator:
         self.features_BR[rows] += sketch_BR
 
 
-def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Batched matrix product in the wider of the two types."""
-    return torch.bmm(left.to(right.dtype), right)
+def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:
+    """All inner products of N long vectors, [N, N]."""
+    with full_products():
+        if flat_NC.device.type == "cpu":
+            return flat_NC @ flat_NC.T
+        return sliced_products(flat_NC)
+
+
+def sliced_products(flat_NC: torch.Tensor, slices: int = SLICES) -> torch.Tensor:
+    """As `inner_products`, a sum over slices of the vectors: a GPU would compute one product of few
+    entries and long sums on few of its cores.
+    """
+    whole = flat_NC.shape[1] // slices * slices
+    parts_SNK = flat_NC[:, :whole].unflatten(1, (slices, -1)).transpose(0, 1)
+    rest = flat_NC[:, whole:]
+    return torch.bmm(parts_SNK, parts_SNK.mT).sum(dim=0) + rest @ rest.T

@@ -19,6 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from grpo_ustat.policy.logprobs import widen
+from grpo_ustat.policy.precision import full_products
 from grpo_ustat.policy.scores.accumulate import Accumulator
 
 DENSE = 2**25  # bytes of embedding rows held at a time
@@ -155,7 +156,27 @@ def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     step = max(1, DENSE // (4 * batch * width))
     for low in range(0, len(unique), step):
         ids_U = unique[low : low + step]
-        inside = (place_BT >= low) & (place_BT < low + len(ids_U))
-        target = torch.where(inside, place_BT - low, 0)[:, :, None].expand_as(grads)
-        empty = grads.new_zeros((batch, len(ids_U), width))
-        yield ids_U, empty.scatter_add_(1, target, grads * inside[:, :, None])
+        sums = row_sums if grads.device.type == "cpu" else row_sums_of_products
+        yield ids_U, sums(place_BT - low, grads, len(ids_U))
+
+
+def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> torch.Tensor:
+    """For each place 0 ... count - 1 the sum of the vectors at it, [B, count, D]; vectors at other
+    places are left out.
+    """
+    inside = (place_BT >= 0) & (place_BT < count)
+    target = torch.where(inside, place_BT, 0)[:, :, None].expand_as(grads_BTD)
+    empty = grads_BTD.new_zeros((len(grads_BTD), count, grads_BTD.shape[2]))
+    return empty.scatter_add_(1, target, grads_BTD * inside[:, :, None])
+
+
+def row_sums_of_products(
+    place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int
+) -> torch.Tensor:
+    """As `row_sums`, in an order that is the same each time: on a GPU `scatter_add_` adds in any
+    order, so that the same call would give other bits.
+    """
+    places_U = torch.arange(count, device=place_BT.device)
+    at_BUT = (place_BT[:, None] == places_U[:, None]).to(grads_BTD)
+    with full_products():
+        return torch.bmm(at_BUT, grads_BTD)

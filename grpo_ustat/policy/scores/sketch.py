@@ -17,6 +17,49 @@ import hashlib
 import numpy as np
 import torch
 
+KEPT = 2**18  # entries of a parameter up to which its signs stay unpacked
+BLOCK = 2**26  # entries that are sketched at a time
+
+
+class Signs:
+    """The random signs of all entries of named parameters, a bit each.
+
+    Args:
+        sizes: number of entries of every parameter by name.
+        seed: a parameter's signs are a function of (seed, name) alone.
+    """
+
+    def __init__(self, sizes: dict[str, int], seed: int = 0):
+        self.sizes, self.seed = sizes, seed
+        self._bits: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """+-1 for entries `start ... stop` of a parameter, int8."""
+        if name in self._kept:
+            return self._kept[name][start:stop]
+        if self.sizes[name] <= KEPT:
+            self._kept[name] = _unpacked(self._packed(name), 0, self.sizes[name]).to(device)
+            return self._kept[name][start:stop]
+        if name not in self._bits:
+            self._bits[name] = self._packed(name).to(device)
+        return _unpacked(self._bits[name], start, stop)
+
+    def _packed(self, name: str) -> torch.Tensor:
+        """A bit for each entry of a parameter, the first in the highest bit of the first byte."""
+        digest = hashlib.blake2b(f"{self.seed}\x1f{name}".encode(), digest_size=16).digest()
+        bits = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64))
+        words = bits.random_raw((self.sizes[name] + 63) // 64)
+        return torch.from_numpy(words.view(np.uint8))
+
+
+def _unpacked(bytes_M: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The signs of bits `start ... stop`, int8: 1 for 0, -1 for 1."""
+    first = start // 8
+    shifts_8 = torch.arange(7, -1, -1, dtype=torch.uint8, device=bytes_M.device)
+    bits = (bytes_M[first : (stop + 7) // 8, None] >> shifts_8).bitwise_and_(1).flatten()
+    return bits.view(torch.int8).mul_(-2).add_(1)[start - 8 * first : stop - 8 * first]
+
 
 class Sketch:
     """A linear map from named parameter gradients to R numbers.
@@ -24,29 +67,17 @@ class Sketch:
     Args:
         sizes: number of entries of every parameter by name; the order of names does not matter.
         size: R, best a prime; at least as many as parameters keeps vectors in full.
-        seed: of the signs; a parameter's signs are a function of (seed, name) alone.
+        seed: of the signs.
+        signs: of another sketch of the same parameters, which then are there once.
     """
 
-    def __init__(self, sizes: dict[str, int], size: int, seed: int = 0):
+    def __init__(self, sizes: dict[str, int], size: int, seed: int = 0, signs: Signs | None = None):
         total = sum(sizes.values())
         self.full = total <= size
         self.dimension = total if self.full else size
-        self.seed = seed
         starts = np.cumsum([0, *(sizes[name] for name in sorted(sizes))])
         self._start = dict(zip(sorted(sizes), starts.tolist(), strict=False))
-        self._sizes = sizes
-        self._signs: dict[str, torch.Tensor] = {}
-
-    def signs(self, name: str, device: torch.device) -> torch.Tensor:
-        """The random signs +-1 of one parameter's entries, int8 [entries]; computed once."""
-        if name not in self._signs:
-            digest = hashlib.blake2b(f"{self.seed}\x1f{name}".encode(), digest_size=16).digest()
-            bits = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64))
-            count = self._sizes[name]
-            words = bits.random_raw((count + 63) // 64)
-            flips = np.unpackbits(words.view(np.uint8), count=count).astype(np.int8)
-            self._signs[name] = torch.from_numpy(1 - 2 * flips).to(device)
-        return self._signs[name]
+        self.signs = signs or Signs(sizes, seed)
 
     def add(self, out_NR: torch.Tensor, name: str, start: int, flat_NC: torch.Tensor) -> None:
         """Add entries `start ... start + C` of a parameter's N vectors to their sketches.
@@ -58,7 +89,7 @@ class Sketch:
             first = self._start[name] + start
             out_NR[:, first : first + count] += flat_NC
             return
-        flat_NC *= self.signs(name, flat_NC.device)[start : start + count]
+        flat_NC *= self.signs.of(name, start, start + count, flat_NC.device)
         bucket, size = start % self.dimension, self.dimension
         head = min(count, -bucket % size)
         middle = (count - head) // size
@@ -76,5 +107,7 @@ class Sketch:
         wide = torch.promote_types(some.dtype, torch.float32)
         out = torch.zeros((1, self.dimension), dtype=wide, device=some.device)
         for name, value in gradient.items():
-            self.add(out, name, 0, value.to(wide).reshape(1, -1).clone())
+            flat = value.reshape(1, -1)
+            for start in range(0, flat.shape[1], BLOCK):
+                self.add(out, name, start, flat[:, start : start + BLOCK].to(wide, copy=True))
         return out[0]

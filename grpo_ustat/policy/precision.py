@@ -1,0 +1,48 @@
+"""TF32: float32 products of matrices on a GPU, of factors rounded to 10 bits after the point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+NARROW = (torch.bfloat16, torch.float16)
+WIDENING = "dtype" in torch.ops.aten.bmm.overloads()  # whether bmm may sum in a wider type
+
+
+def set_tf32(allowed: bool) -> None:
+    """Let float32 products on a GPU be TF32, or not; on a CPU nothing changes."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+@contextmanager
+def full_products() -> Iterator[None]:
+    """Within, no float32 product is TF32."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether `wide_bmm` takes these factors as they are."""
+    narrow = left.dtype == right.dtype and left.dtype in NARROW
+    return WIDENING and narrow and left.device.type == "cuda"
+
+
+def wide_bmm(left_BIK: torch.Tensor, right_BKJ: torch.Tensor) -> torch.Tensor:
+    """Batched product, [B, I, J], float32 or wider.
+
+    Two factors of one narrow type are not widened on a GPU: the products of their entries are exact
+    in float32, in which they are summed.
+    """
+    if sums_wider(left_BIK, right_BKJ):
+        return torch.bmm(left_BIK, right_BKJ, out_dtype=torch.float32)
+    both = torch.promote_types(left_BIK.dtype, right_BKJ.dtype)
+    wide = torch.promote_types(both, torch.float32)
+    return torch.bmm(left_BIK.to(wide), right_BKJ.to(wide))
