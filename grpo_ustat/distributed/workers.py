@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing as mp
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
@@ -24,6 +26,7 @@ from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
 from grpo_ustat.progress import Activity, Meter, Notice, listening
 
 Work = Callable[..., Iterator[Any]]
+_SERVER: dict[str, int] = {}  # of forks: the "owner", its process; none where workers start afresh
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,36 @@ class WorkCost:
 
     def __add__(self, other: WorkCost) -> WorkCost:
         return WorkCost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def preload(modules: Sequence[str], device: str) -> None:
+    """Have local workers forked by one process that has imported what they need.
+
+    It imports while this process goes on with its own work, serves all later calls of `share`, and
+    ends with this process. Where `device` is not the CPU, a fork could not use it, and outside
+    Linux forks are not safe: there every worker starts afresh.
+
+    Args:
+        modules: by name; one that cannot be imported is left to the workers.
+        device: of the run, "cpu", "cuda" ...
+    """
+    inherited = _SERVER.get("owner", os.getpid()) != os.getpid()  # by a fork: it is not our child
+    if device != "cpu" or sys.platform != "linux" or inherited:
+        _SERVER.clear()
+        return
+    mp.set_forkserver_preload(list(modules))
+    _SERVER["owner"] = os.getpid()
+    atexit.register(_end_server)
+    with _signals_held():  # nor does the server, which would take its workers with it
+        forkserver.ensure_running()
+
+
+def _end_server() -> None:
+    """At this process's end, even where the server still imports and does not see it."""
+    pid = forkserver._forkserver._forkserver_pid
+    if _SERVER.get("owner") == os.getpid() and pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def share(
@@ -138,7 +171,8 @@ def _events(
             yield from ((rank(), event) for event in work(own, *arguments))
         return
 
-    context, processes = mp.get_context("spawn"), []
+    forked = _SERVER.get("owner") == os.getpid()
+    context, processes = mp.get_context("forkserver" if forked else "spawn"), []
     numbers: dict[Connection, int] = {}
     try:
         with _signals_held():
@@ -146,7 +180,7 @@ def _events(
                 pipe, far_end = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_run_worker,
-                    args=(far_end, number, work, own, arguments),
+                    args=(far_end, number, dict(os.environ), work, own, arguments),
                     daemon=True,
                 )
                 process.start()
@@ -198,13 +232,19 @@ def _signals_held() -> Iterator[None]:
 
 
 def _run_worker(
-    pipe: Connection, number: int, work: Work, items: list[Any], arguments: tuple
+    pipe: Connection,
+    number: int,
+    environment: dict[str, str],
+    work: Work,
+    items: list[Any],
+    arguments: tuple,
 ) -> None:
     """A worker's process: it sends its events, then how it ended."""
+    os.environ.update(environment)  # a fork has that of its server
     os.environ[WORKER] = str(number)
     parent = mp.parent_process()
     assert parent is not None and parent.pid is not None
-    end_with_parent(parent.pid)
+    end_with_parent(os.getppid(), ancestor=parent.pid)  # the same process, or a server between
     for stop in STOPPING:  # which a scheduler sends to all; the parent answers
         signal.signal(stop, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # what it starts may listen

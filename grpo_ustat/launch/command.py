@@ -20,12 +20,14 @@ class Command:
             configuration and its `RunFolder` to the number that a sweep shows.
         show_costs: prints what planned runs would cost.
         split: the questions that `show_prompts` shows; None where a run asks no questions.
+        preload: names the modules that a run's local workers import, none where it starts none.
     """
 
     name: str
     load_run: Callable[[], Run]
     show_costs: Callable[[Sequence[Any]], None]
     split: str | None = None
+    preload: Callable[[Any], Sequence[str]] = lambda _: ()
 
 
 def load_command(name: str) -> Command:

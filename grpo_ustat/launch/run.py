@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -26,6 +27,7 @@ from grpo_ustat.progress import waiting
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import NotSaved, RunFolder
 
+COLLECT = (700, 10, 10)  # Python's own thresholds of garbage collection
 REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed)  # printed in one line
 
 
@@ -39,6 +41,7 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
         ConfigError, FloatingPointError, NotSaved, RanksFailed: the message is all there is to say.
         Stopped: by a signal; what is done is saved.
     """
+    gc.set_threshold(*COLLECT)  # which composing had raised
     with StopRequest():
         stop_if_requested()  # while it was composed, or between two runs of a sweep
         join_tasks()
@@ -72,6 +75,11 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
     Raises:
         NotSaved: the disk takes no more; the same command goes on from what is on it.
     """
+    modules = command.preload(config) if world() == 1 and folder.result() is None else ()
+    if modules:
+        from grpo_ustat.distributed.workers import preload  # which --help needs not
+
+        preload(modules, config.launch.device)
     with waiting("starting", visible=is_main()):
         run_command = command.load_run()
     try:

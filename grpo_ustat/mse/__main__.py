@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_ustat.cli.app import main as run_command
+from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.launch.command import Command, Run
 from grpo_ustat.runs.status import PlannedRun
 
@@ -23,7 +24,14 @@ def show_costs(points: Sequence[PlannedRun]) -> None:
     table.show_costs(points)
 
 
-COMMAND = Command("mse", load_run, show_costs, "study")
+def preload(config: MseConfig) -> Sequence[str]:
+    """What local workers of a study import."""
+    samples = config.sampling_workers > 1 and not config.imports_pool
+    replays = config.launch.workers > 1 and "replay" in config.study.methods
+    return ["grpo_ustat.mse.pool"] if samples or replays else []
+
+
+COMMAND = Command("mse", load_run, show_costs, "study", preload)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import WORKER, one_on_each_gpu, own_device
+from grpo_ustat.distributed import workers
 from grpo_ustat.distributed.workers import WorkCost, share, shares_of
 from grpo_ustat.progress import Meter, Notice
 
@@ -127,6 +128,43 @@ def test_one_failing_worker_ends_the_others_at_once(work, kind, match, tmp_path,
         share(work, errands.ITEMS, 2, "errand", 7, weights=errands.WEIGHTS)
     assert time.monotonic() - began < 20
     assert gone(int(path.name) for path in tmp_path.iterdir())
+
+
+def origin(items):
+    for item in items:
+        yield item, os.getppid(), os.environ["OF_PARENT"], signal.getsignal(signal.SIGUSR1)
+
+
+@pytest.mark.slow
+def test_one_server_forks_the_workers_of_all_calls(monkeypatch):
+    """They have the parent's environment of now, and ignore what a scheduler sends to all."""
+    workers.preload(["grpo_ustat.records"], "cpu")
+    parents = set()
+    for text in ("first", "second"):
+        monkeypatch.setenv("OF_PARENT", text)
+        found, _ = share(origin, [0, 1], 2, "origin", 2)
+        parents |= {parent for _, parent, *_ in found}
+        assert [rest for _, _, *rest in found] == 2 * [[text, signal.SIG_IGN]]
+    (server,) = parents
+    assert psutil.Process(server).ppid() == os.getpid()
+    os.kill(server, signal.SIGTERM)  # which it does not see
+    assert psutil.Process(server).is_running()
+    workers.preload(["grpo_ustat.records"], "cuda")  # where no fork could compute
+    found, _ = share(origin, [0, 1], 2, "origin", 2)
+    assert {parent for _, parent, *_ in found} == {os.getpid()}
+
+
+def test_no_server_where_a_fork_could_not_compute_or_is_not_our_own(monkeypatch):
+    monkeypatch.setattr(workers.forkserver, "ensure_running", pytest.fail)
+    for device, platform, owner in (
+        ("cuda", "linux", os.getpid()),
+        ("cpu", "darwin", os.getpid()),
+        ("cpu", "linux", os.getpid() + 1),
+    ):
+        monkeypatch.setattr(workers, "_SERVER", {"owner": owner})
+        monkeypatch.setattr(workers.sys, "platform", platform)
+        workers.preload(["grpo_ustat.records"], device)
+        assert not workers._SERVER
 
 
 @pytest.mark.slow
