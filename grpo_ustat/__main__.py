@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from argparse import Namespace
@@ -55,7 +54,6 @@ def main() -> None:
     if verb not in VERBS:
         _refuse(unknown_verb(verb))
     sys.argv[1:] = arguments
-    gc.set_threshold(100_000, 10, 10)  # a tenth of the time to compose; a run sets it back
     try:
         importlib.import_module(f"grpo_ustat.{verb}.__main__").main()
     except ModuleNotFoundError as error:

@@ -127,8 +127,9 @@ def print_help(entry: str) -> bool:
     """Print help or shell completion; False where the command line asks for neither."""
     words = parse_arguments(sys.argv[1:])
     requested = bool(words.help or words.shell_completion)
+    if requested or words.cfg or words.info:
+        gc.disable()  # a tenth of the time, and the process ends before it matters
     if requested and is_main():
-        gc.disable()  # a quarter of the time, and the process ends before it matters
         if words.help:
             from grpo_ustat.cli.help import show_help
 

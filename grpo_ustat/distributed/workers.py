@@ -16,6 +16,7 @@ from dataclasses import astuple, dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 from grpo_ustat.config.schema import ConfigError
@@ -77,7 +78,7 @@ def preload(modules: Sequence[str], device: str) -> None:
 
 def _end_server() -> None:
     """At this process's end, even where the server still imports and does not see it."""
-    pid = forkserver._forkserver._forkserver_pid
+    pid = vars(forkserver._forkserver)["_forkserver_pid"]
     if _SERVER.get("owner") == os.getpid() and pid is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -172,7 +173,8 @@ def _events(
         return
 
     forked = _SERVER.get("owner") == os.getpid()
-    context, processes = mp.get_context("forkserver" if forked else "spawn"), []
+    context = mp.get_context("forkserver") if forked else mp.get_context("spawn")
+    processes: list[BaseProcess] = []
     numbers: dict[Connection, int] = {}
     try:
         with _signals_held():

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import sys
@@ -27,7 +26,6 @@ from grpo_ustat.progress import waiting
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import NotSaved, RunFolder
 
-COLLECT = (700, 10, 10)  # Python's own thresholds of garbage collection
 REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed)  # printed in one line
 
 
@@ -41,7 +39,6 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
         ConfigError, FloatingPointError, NotSaved, RanksFailed: the message is all there is to say.
         Stopped: by a signal; what is done is saved.
     """
-    gc.set_threshold(*COLLECT)  # which composing had raised
     with StopRequest():
         stop_if_requested()  # while it was composed, or between two runs of a sweep
         join_tasks()

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed import workers as local
 from grpo_ustat.distributed.ranks import WORKER, one_on_each_gpu, own_device
-from grpo_ustat.distributed import workers
 from grpo_ustat.distributed.workers import WorkCost, share, shares_of
 from grpo_ustat.progress import Meter, Notice
 
@@ -138,7 +138,7 @@ def origin(items):
 @pytest.mark.slow
 def test_one_server_forks_the_workers_of_all_calls(monkeypatch):
     """They have the parent's environment of now, and ignore what a scheduler sends to all."""
-    workers.preload(["grpo_ustat.records"], "cpu")
+    local.preload(["grpo_ustat.records"], "cpu")
     parents = set()
     for text in ("first", "second"):
         monkeypatch.setenv("OF_PARENT", text)
@@ -149,22 +149,22 @@ def test_one_server_forks_the_workers_of_all_calls(monkeypatch):
     assert psutil.Process(server).ppid() == os.getpid()
     os.kill(server, signal.SIGTERM)  # which it does not see
     assert psutil.Process(server).is_running()
-    workers.preload(["grpo_ustat.records"], "cuda")  # where no fork could compute
+    local.preload(["grpo_ustat.records"], "cuda")  # where no fork could compute
     found, _ = share(origin, [0, 1], 2, "origin", 2)
     assert {parent for _, parent, *_ in found} == {os.getpid()}
 
 
 def test_no_server_where_a_fork_could_not_compute_or_is_not_our_own(monkeypatch):
-    monkeypatch.setattr(workers.forkserver, "ensure_running", pytest.fail)
+    monkeypatch.setattr(local.forkserver, "ensure_running", pytest.fail)
     for device, platform, owner in (
         ("cuda", "linux", os.getpid()),
         ("cpu", "darwin", os.getpid()),
         ("cpu", "linux", os.getpid() + 1),
     ):
-        monkeypatch.setattr(workers, "_SERVER", {"owner": owner})
-        monkeypatch.setattr(workers.sys, "platform", platform)
-        workers.preload(["grpo_ustat.records"], device)
-        assert not workers._SERVER
+        monkeypatch.setattr(local, "_SERVER", {"owner": owner})
+        monkeypatch.setattr(local.sys, "platform", platform)
+        local.preload(["grpo_ustat.records"], device)
+        assert not local._SERVER
 
 
 @pytest.mark.slow

@@ -88,6 +88,20 @@ def test_another_error_stays_what_it_is(tmp_path):
         make_run(replace(command, load_run=lambda: fail), config, folder)
 
 
+def test_workers_imports_begin_before_the_runs_own(tmp_path, monkeypatch):
+    """Not for one process, nor for a run that is done."""
+    calls = []
+    monkeypatch.setattr("grpo_ustat.distributed.workers.preload", lambda *x: calls.append(x))
+    command = replace(load_command("mse"), load_run=lambda: lambda *_: calls.append("run"))
+    for workers in (1, 2):
+        make_run(command, *begun(tmp_path, workers))
+    assert calls == ["run", (["grpo_ustat.mse.pool"], "cpu"), "run"]
+    config, folder = begun(tmp_path, 2)
+    monkeypatch.setattr(folder, "result", dict)
+    make_run(command, config, folder)
+    assert calls[3:] == ["run"]
+
+
 @pytest.fixture
 def disk(tmp_path):
     with small_disk(tmp_path / "disk", "300k") as path:
