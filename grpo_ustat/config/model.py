@@ -26,6 +26,15 @@ class ModelSize:
         positive=True,
     )
     vocabulary: int | None = field("that it knows; null: unknown", "tokens", positive=True)
+    hidden: int | None = field(
+        "width of its hidden states; null: unknown", "numbers", positive=True, factory=lambda: None
+    )
+    inner: int | None = field(
+        "width of its feed-forward layers; null: unknown",
+        "numbers",
+        positive=True,
+        factory=lambda: None,
+    )
 
 
 @dataclass

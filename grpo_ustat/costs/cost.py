@@ -25,6 +25,11 @@ PUBLISHED = {  # test questions by hub id and subset, as their cards and papers 
     ("HuggingFaceH4/MATH-500", None): 500,  # Lightman et al. 2023
 }
 HEADER = 1000  # bytes of a safetensors file beside its arrays, about
+PROCESS = 580_000_000  # bytes of Python with PyTorch, transformers and tasks; on a GPU none of them
+READ = 2.5  # times its files that a pool takes in the process that reads them
+RAGGED = 1 / 4  # of micro_batch_tokens in a pass, where answers differ in length: from 1/8 to all
+HELD = 4.5  # times a chunk of logits that their log-probabilities and derivatives hold
+WHOLE = 32 * 2**30  # bytes of a graph from which on scores are taken layer by layer: half of a GPU
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,13 @@ class Cost:
         weights: bytes of the model.
         reference: bytes of its frozen copy, 0 without one.
         training: bytes of gradients and optimizer.
-        cache: bytes of keys and values of the completions sampled side by side.
-        logits: bytes of the most logits at a time.
+        process: bytes of the program itself on a CPU, 0 on a GPU.
+        signs: bytes of the random signs behind a study's sketches.
+        cache: bytes of keys and values of the completions sampled side by side, 0 where vLLM does.
+        logits: bytes of the most logits at a time, and what is computed from them.
+        pool: bytes of a study's pool in the process that reads it, 0 on a GPU.
+        graph: bytes of activations that one backward pass holds: of an update, or of a question's
+            scores.
         disk: bytes at most, while it runs: checkpoints, or the study's pool.
         disk_after: bytes of them that stay when it has finished.
     """
@@ -52,17 +62,26 @@ class Cost:
     weights: int | None
     reference: int | None
     training: int | None
+    process: int
+    signs: int | None
     cache: int | None
     logits: int | None
+    graph: int | None
+    pool: int | None
     disk: int | None
     disk_after: int | None
 
     @property
     def memory(self) -> int | None:
-        """Bytes of weights, reference, training, cache and logits together, as if all were needed
-        at once.
+        """Bytes of all these together at the most: while completions are sampled, or in a backward
+        pass; of a study's first process where that is more.
         """
-        return _sum([self.weights, self.reference, self.training, self.cache, self.logits])
+        if self.cache is None or self.graph is None:
+            return None
+        most = max(self.cache, self.graph)
+        parts = [self.weights, self.reference, self.training, self.signs, self.logits]
+        working = _sum([self.process, most, *parts])
+        return None if working is None else max(working, self.process + (self.pool or 0))
 
 
 def cost(config: TrainConfig | MseConfig) -> Cost:
@@ -101,6 +120,11 @@ def train_cost(config: TrainConfig) -> Cost:
     most = checkpoints if limit is None else min(checkpoints, limit + 1)
     last = checkpoints if limit is None else min(checkpoints, limit)
     side = max(config.budget.rollouts, (tests or 0) // evaluations)
+    update = math.ceil(config.objective.update_size(config.budget.rollouts) / processes(config))
+    whole = update * config.max_completion_length
+    pass_tokens = int(min(RAGGED * config.micro_batch_tokens, whole))
+    computed = 2 if config.bf16 else entry
+    graph = _graph(size, pass_tokens, computed, by_layer=config.gradient_checkpointing)
     return Cost(
         rollouts=rollouts,
         values=values,
@@ -109,8 +133,12 @@ def train_cost(config: TrainConfig) -> Cost:
         weights=weights,
         reference=_product(weights, bool(config.objective.beta and not lora)),
         training=_product(weights, trained),
+        process=_process(config),
+        signs=0,
         cache=_cache(config, size, side, 2 if config.bf16 else entry),
-        logits=_logits(config, size, side),
+        logits=_logits(config, size, side, pass_tokens),
+        graph=_sum([graph, _product(size.parameters, 2 * config.bf16)]),  # autocast's weights
+        pool=0,
         disk=_product(weights, trained * most),
         disk_after=_product(weights, trained * last),
     )
@@ -140,8 +168,9 @@ def study_cost(config: MseConfig) -> Cost:
     reference_completions, and value_completions where a baseline needs them. Bytes, for P
     parameters of E bytes: weights E P in each worker; a question's file has 8 N^2 for inner
     products, 4 N R and 8 R' for sketches of R = feature_sketch and R' = gradient_sketch numbers (P
-    where that is smaller), 4 N tokens, 17 N for rewards, lengths and ends. Scores take more memory
-    than is counted here: about one backward pass of N completions.
+    where that is smaller), 4 N tokens, 17 N for rewards, lengths and ends. The scores of a question
+    hold the graph of N completions, layer by layer where that is more than `WHOLE`; each sketch
+    that is smaller than P keeps a sign of one byte for every parameter.
     """
     budget, size = config.budget, model_size(config.model)
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
@@ -160,6 +189,11 @@ def study_cost(config: MseConfig) -> Cost:
     row = 8 * count + 4 * features + 4 * config.max_completion_length + 17
     disk = _product(questions, int(count * row + 8 * gradients + HEADER))
     rollouts, values = questions * of_errors, questions * of_baselines
+    entry, tokens = ENTRY[config.model.dtype], count * config.max_completion_length
+    graph = _graph(size, tokens, entry)
+    if graph is not None and graph > WHOLE:
+        graph = _graph(size, tokens, entry, by_layer=True)
+    sketches = (budget.feature_sketch, budget.gradient_sketch)
     return Cost(
         rollouts=rollouts,
         values=values,
@@ -168,8 +202,12 @@ def study_cost(config: MseConfig) -> Cost:
         weights=_product(size.parameters, ENTRY[config.model.dtype]),
         reference=0,
         training=0,
-        cache=_cache(config, size, questions * count, ENTRY[config.model.dtype]),
-        logits=_logits(config, size, questions * count),
+        process=_process(config),
+        signs=_product(size.parameters, sum(most > one for one in sketches)),
+        cache=_cache(config, size, questions * count, entry),
+        logits=_logits(config, size, questions * count, tokens),
+        graph=graph,
+        pool=int(READ * disk) if config.launch.device == "cpu" and disk is not None else 0,
         disk=disk,
         disk_after=disk,
     )
@@ -226,6 +264,8 @@ def model_size(model: ModelConfig) -> ModelSize:
         layers=stored.get("num_hidden_layers"),
         kv_width=None if heads is None or width is None else heads * width,
         vocabulary=stored.get("vocab_size"),
+        hidden=stored.get("hidden_size"),
+        inner=stored.get("intermediate_size"),
     )
     configured = {key: value for key, value in vars(model.size).items() if value is not None}
     return replace(of_folder, **configured)
@@ -242,22 +282,54 @@ def _cache(config: Any, size: ModelSize, side: int, computed: int) -> int | None
         side: completions to sample, of which at most `rollout_batch_size` at a time.
         computed: bytes of a number of the computation.
     """
+    if config.rollout.name != "local":
+        return 0
     if size.layers is None or size.kv_width is None:
         return None
     row = size.layers * size.kv_width * (ENTRY[config.model.dtype] + computed)
     return min(config.rollout_batch_size, side) * row * config.max_completion_length
 
 
-def _logits(config: Any, size: ModelSize, side: int) -> int | None:
+def _logits(config: Any, size: ModelSize, side: int, tokens: int) -> int | None:
     """Bytes of float32 logits: of the next token of all rows, or of one chunk of those of
-    log-probabilities, whichever is more.
+    log-probabilities with all that is computed from them, whichever is more.
+
+    Args:
+        side: completions to sample.
+        tokens: of a backward pass.
     """
     if size.vocabulary is None:
         return None
     rows = min(config.rollout_batch_size, side)
     chunk = LOGIT_BYTES["cuda" if config.launch.device.startswith("cuda") else "cpu"]
-    whole = 4 * size.vocabulary * side * config.max_completion_length
-    return max(4 * size.vocabulary * rows, min(chunk, whole))
+    whole = 4 * size.vocabulary * tokens
+    return max(4 * size.vocabulary * rows, int(HELD * min(chunk, whole)))
+
+
+def _graph(size: ModelSize, tokens: int, entry: int, by_layer: bool = False) -> int | None:
+    """Bytes of activations that a backward pass over so many tokens holds, as
+    `policy.memory.score_bytes` counts them.
+
+    Args:
+        entry: bytes of a number of the computation.
+        by_layer: whether the graph of one layer is held at a time, beside the inputs of all.
+    """
+    if size.layers is None or size.hidden is None or size.inner is None:
+        return None
+    layer = 16 * size.hidden + 4 * size.inner
+    held = layer + size.layers * size.hidden if by_layer else size.layers * layer
+    return entry * tokens * held
+
+
+def processes(config: TrainConfig | MseConfig) -> int:
+    """How many processes share out a run: its ranks, or the local workers of a study."""
+    if config.launch.num_processes > 1 or isinstance(config, TrainConfig):
+        return config.launch.num_processes
+    return config.sampling_workers
+
+
+def _process(config: TrainConfig | MseConfig) -> int:
+    return PROCESS if config.launch.device == "cpu" else 0
 
 
 def _product(number: int | None, factor: int) -> int | None:

@@ -22,7 +22,7 @@ import yaml
 
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.costs.cost import Cost
+from grpo_ustat.costs.cost import Cost, processes
 from grpo_ustat.runs import history
 from grpo_ustat.runs.files import read_rows
 from grpo_ustat.runs.status import PlannedRun
@@ -100,7 +100,10 @@ class EarlierRun:
 def duration(planned: PlannedRun, cost: Cost) -> Duration:
     """What a run would take, see the module."""
     config = planned.config
-    gpus = config.launch.num_processes if config.launch.device.startswith("cuda") else 0
+    gpus = 0
+    if config.launch.device.startswith("cuda"):  # workers of a named one share it
+        ranks = config.launch.num_processes
+        gpus = processes(config) if config.launch.device == "cuda" else ranks
     trains = isinstance(config, TrainConfig)
     runs = [run for run in earlier_runs(planned) if (run.steps if trains else run.cost)]
     device = config.launch.device
@@ -152,8 +155,8 @@ def study_seconds(config: MseConfig, cost: Cost, runs: list[EarlierRun]) -> Span
     """
     each = []
     for run in runs:
-        workers = (run.cost["seconds_generate"] + run.cost["seconds_score"]) / config.launch.workers
-        each.append((run.wall or workers) / run.cost["rollouts"])
+        seconds = run.cost["seconds_generate"] + run.cost["seconds_score"]
+        each.append((run.wall or seconds / processes(config)) / run.cost["rollouts"])
     wide = AGAIN if runs[0].same_shape else WIDER
     return Span(min(each) / wide, max(each) * wide).times(cost.rollouts + cost.values)
 

@@ -161,10 +161,12 @@ def cost_notes(configs: Sequence[TrainConfig | MseConfig], costs: Sequence[Cost]
         notes.append("Memory and disk unknown: set model.size.parameters and its neighbours.")
     else:
         reference = f"reference {_bytes(most.reference)}, " if most.reference else ""
+        program = f", the program {_bytes(most.process)}" if most.process else ""
         notes.append(
             f"Memory of the largest: weights {_bytes(most.weights)}, {reference}gradients and "
             f"optimizer {_bytes(most.training)}, keys and values {_bytes(most.cache)}, logits "
-            f"{_bytes(most.logits)}; without activations and prompts."
+            f"{_bytes(most.logits)}, activations of a backward pass {_bytes(most.graph)}{program}; "
+            "keys and values and activations are not held at once; without prompts."
         )
 
     if isinstance(config, MseConfig):

@@ -104,6 +104,18 @@ def test_another_shape_is_scaled_by_tokens_and_wider(tmp_path):
     assert "here, of another shape, so 2 times either way;" in found.basis
 
 
+def test_a_study_on_several_gpus_is_timed_as_several(tmp_path):
+    """800 s of work on 200 completions by 8 ranks: 0.5 s each; two workers use two GPUs."""
+    study = planned("mse", launch__num_processes=8, launch__device="cuda")
+    path = left(tmp_path / "outputs/mse/x/seed=0", study)
+    spent = {"rollouts": 200, "seconds_generate": 600.0, "seconds_score": 200.0}
+    (path / "result.json").write_text(json.dumps({"cost": spent}))
+    found = of(study)
+    assert found.seconds == pytest.approx((0.5 * 200 / 1.3, 0.5 * 200 * 1.3)) and found.gpus == 8
+    assert of(planned("mse", launch__device="cuda")).gpus == 2
+    assert of(planned("mse", launch__device="cuda:1")).gpus == 1
+
+
 def test_runs_of_the_same_shape_are_preferred(tmp_path):
     stepped(left(tmp_path / "outputs/train/x/seed=0", planned()), [2.0] * 4)
     other = planned(group_size=8)

@@ -1,0 +1,80 @@
+"""Memory that a dry run estimates, by hand; and how many processes share out the work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from commands import compose
+
+from grpo_ustat.config.model import ModelSize
+from grpo_ustat.costs.cost import cost, processes
+
+SIZE = ModelSize(
+    parameters=7_615_616_512, layers=28, kv_width=512, vocabulary=152_064, hidden=3584, inner=18_944
+)
+TOKEN = 2 * 28 * (16 * 3584 + 4 * 18_944)  # bytes of the whole graph in bfloat16: 7.5 MB
+
+
+@pytest.fixture(scope="module")
+def study():
+    """32 completions of 96 tokens a question; a model of Qwen2.5-7B's shape on a GPU."""
+    config = compose("mse", "budget.pool_completions=32", "launch.workers=8")
+    model = replace(config.model, model_name_or_path="org/name", size=SIZE, dtype="bfloat16")
+    launch = replace(config.launch, device="cuda")
+    return replace(config, model=model, launch=launch, max_completion_length=96)
+
+
+def test_a_studys_scores_and_signs_are_memory(study):
+    one = cost(study)
+    assert one.graph == 32 * 96 * TOKEN
+    assert one.signs == 2 * SIZE.parameters  # a byte each, for both sketches
+    assert one.logits == int(4.5 * 2**30) and one.process == 0
+    assert one.cache < one.graph  # so sampling needs less
+    assert one.memory == one.weights + one.signs + one.logits + one.graph
+
+
+def test_long_answers_are_scored_layer_by_layer(study):
+    one = cost(replace(study, max_completion_length=3200))
+    assert one.graph == 32 * 3200 * 2 * (16 * 3584 + 4 * 18_944 + 28 * 3584)
+
+
+def test_vllm_keeps_the_keys_of_its_own(study):
+    assert cost(replace(study, rollout=replace(study.rollout, name="vllm"))).cache == 0
+
+
+def test_a_program_on_a_cpu_has_its_own_memory(study):
+    here = replace(study, launch=replace(study.launch, device="cpu"))
+    assert cost(here).process == 580_000_000
+    assert cost(here).logits == 4 * 152_064 * 512  # of the next tokens of all rows
+
+
+def test_what_is_unknown_of_a_model_leaves_memory_unknown(study):
+    size = replace(SIZE, hidden=None)
+    assert cost(replace(study, model=replace(study.model, size=size))).memory is None
+
+
+def test_the_first_process_of_a_large_study_holds_its_pool(study):
+    here = replace(study.launch, device="cpu")
+    size = replace(SIZE, parameters=1000, layers=1, vocabulary=10, hidden=64, inner=64, kv_width=8)
+    small = replace(study, launch=here, model=replace(study.model, size=size))
+    assert cost(small).memory == 580_000_000 + int(2.5 * cost(small).disk)
+
+
+def test_an_update_holds_one_pass(study):
+    """A quarter of its tokens, since answers differ in length."""
+    config = compose("train", "micro_batch_tokens=4000", "bf16=true")
+    model = replace(config.model, model_name_or_path="org/name", size=SIZE)
+    config = replace(config, model=model)
+    assert cost(config).graph == 1000 * TOKEN + 2 * SIZE.parameters
+    by_layer = cost(replace(config, gradient_checkpointing=True)).graph
+    assert by_layer == 1000 * 2 * (16 * 3584 + 4 * 18_944 + 28 * 3584) + 2 * SIZE.parameters
+
+
+@pytest.mark.parametrize(
+    "ranks, workers, sampler, count", [(1, 8, "local", 8), (4, 8, "local", 4), (1, 8, "vllm", 1)]
+)
+def test_a_study_is_shared_out_by_ranks_or_workers(study, ranks, workers, sampler, count):
+    launch = replace(study.launch, num_processes=ranks, workers=workers)
+    rollout = replace(study.rollout, name=sampler)
+    assert processes(replace(study, launch=launch, rollout=rollout)) == count
