@@ -8,6 +8,7 @@ depend on the number of processes, on micro-batch size, on the order of work or 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def generator(seed: int, stream: str, step: int = 0, name: str = "") -> np.rando
 
 
 def uniforms(
-    seed: int, stream: str, step: int, prompt_id: str, completions: range, count: int
+    seed: int, stream: str, step: int, prompt_id: str, completions: Sequence[int], count: int
 ) -> np.ndarray:
     """Uniforms in [0, 1), shape [len(completions), count]; row i belongs to completion i alone.
 

@@ -185,18 +185,18 @@ def test_where_memory_runs_out_fewer_rows_are_written_with_the_same_draws(monkey
     policy, decode, tried = random_policy(), local.decode, []
     whole = sample(policy, PROMPTS, 6, SAMPLING)
 
-    def small(policy, prompts, draws_RT, sampling, progress):
-        tried.append(len(draws_RT))
-        if len(draws_RT) > 4:
-            progress.add(len(draws_RT), tokens=7)
+    def small(policy, work, order, at_once, sampling, written, progress):
+        tried.append(at_once)
+        if at_once > 4:
+            progress.add(at_once, tokens=7)
             raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried")
-        return decode(policy, prompts, draws_RT, sampling, progress)
+        return decode(policy, work, order, at_once, sampling, written, progress)
 
     monkeypatch.setattr(local, "decode", small)
     told = []
     with pytest.warns(UserWarning, match="completions side by side"), listening(told.append):
         assert same(whole, sample(policy, PROMPTS, 6, SAMPLING))
-    assert tried == [30, 15, 7] + [3] * 10
+    assert tried == [30, 15, 7, 3]
     assert (told[-1].completed, told[-1].total) == (30, 30)
     assert told[-1].tokens == whole.lengths_PG.sum()
 

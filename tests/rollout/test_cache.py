@@ -12,15 +12,16 @@ from architectures import VOCAB, build
 from fakes import LetterTokenizer, letter_prompts, random_policy
 
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.rollout import cpu_decoding
+from grpo_ustat.rollout import cache, linears, local
+from grpo_ustat.rollout.batch import DecodingBatch
 from grpo_ustat.rollout.draws import uniforms
 from grpo_ustat.rollout.local import Sampling, sample
 
-PROMPTS = letter_prompts("ab", "jjj", "bcdefgh")
+PROMPTS = letter_prompts("ab", "jjj", "bcdefgh", "c")
 SAMPLING = Sampling(seed=0, stream="cache", max_completion_length=12, temperature=0.9)
 KINDS = (
     *("llama", "qwen2", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neo", "falcon-alibi"),
-    *("gpt_oss", "deepseek_v3", "lfm2"),
+    *("gpt_oss", "deepseek_v3", "bloom", "mixtral", "lfm2"),
 )
 
 
@@ -47,6 +48,17 @@ def one_by_one(policy, prompt, completion, sampling):
     return result
 
 
+@pytest.fixture
+def refills(monkeypatch):
+    """Lengths are unequal enough from the start; how many rows waited at each refill."""
+    waiting, refill = [], DecodingBatch.refill
+    monkeypatch.setattr(local, "UNEQUAL", 0)
+    monkeypatch.setattr(
+        DecodingBatch, "refill", lambda self, rows: (waiting.append(len(rows)), refill(self, rows))
+    )
+    return waiting
+
+
 @pytest.mark.parametrize(
     "kind, in_place",
     [
@@ -61,14 +73,15 @@ def one_by_one(policy, prompt, completion, sampling):
         pytest.param("gemma3", False, marks=pytest.mark.slow),
     ],
 )
-def test_sampling_equals_one_full_forward_pass_per_token(kind, in_place, monkeypatch):
-    """Float64; sliding windows of 3, prompts of three lengths, rows that leave, buffers that fill
-    up, groups that are split."""
-    monkeypatch.setattr(cpu_decoding, "IN_PLACE_FROM", 0 if in_place else 2**60)
-    monkeypatch.setattr(cpu_decoding, "ROOM", 2)
+def test_sampling_equals_one_full_forward_pass_per_token(kind, in_place, monkeypatch, refills):
+    """Float64; sliding windows of 3, prompts of four lengths, rows that leave or are replaced,
+    buffers that fill up, groups that are split."""
+    monkeypatch.setattr(cache, "IN_PLACE_FROM", 0 if in_place else 2**60)
+    monkeypatch.setattr(cache, "ROOM", 2)
     policy = Policy(build(kind, tied=False), Letters(), frozenset(range(1, VOCAB, 9)), 0)
     found = [sample(policy, PROMPTS, 4, dataclasses.replace(SAMPLING, rows=r)) for r in (512, 7)]
     assert len(set(found[0].lengths_PG.flatten())) > 2
+    assert bool(refills) == (kind != "lfm2")  # its convolutions have states that cannot move
     for (p, prompt), i in itertools.product(enumerate(PROMPTS), range(4)):
         expected = one_by_one(policy, prompt, i, SAMPLING)
         for rollouts in found:
@@ -80,9 +93,9 @@ def test_sampling_equals_one_full_forward_pass_per_token(kind, in_place, monkeyp
 
 
 def test_a_buffer_is_extended_in_place_until_it_is_full(monkeypatch):
-    monkeypatch.setattr(cpu_decoding, "IN_PLACE_FROM", 0)
-    monkeypatch.setattr(cpu_decoding, "ROOM", 3)
-    layer, whole, places = cpu_decoding.GrowingLayer(), torch.randn(2, 1, 12, 4), []
+    monkeypatch.setattr(cache, "IN_PLACE_FROM", 0)
+    monkeypatch.setattr(cache, "ROOM", 3)
+    layer, whole, places = cache.GrowingLayer(), torch.randn(2, 1, 12, 4), []
     for t in range(12):
         keys, _ = layer.update(whole[:, :, t : t + 1], whole[:, :, t : t + 1])
         assert torch.equal(keys, whole[:, :, : t + 1])
@@ -94,12 +107,12 @@ def test_a_buffer_is_extended_in_place_until_it_is_full(monkeypatch):
 
 
 def test_packed_layers_compute_the_same_and_are_put_back(monkeypatch):
-    monkeypatch.setattr(cpu_decoding, "PACK_FROM", 1)
+    monkeypatch.setattr(linears, "PACK_FROM", 1)
     model = random_policy(dtype=torch.float32).model
     ids = torch.tensor([[2, 3, 4], [5, 6, 7]])
     with torch.inference_mode():
         plain = model(input_ids=ids).logits
-        with cpu_decoding.packed_linears(model, rows=2):
+        with linears.packed_linears(model, rows=2):
             assert any("forward" in vars(module) for module in model.modules())
             found = model(input_ids=ids).logits
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-5)
@@ -107,11 +120,32 @@ def test_packed_layers_compute_the_same_and_are_put_back(monkeypatch):
 
 
 def test_weights_beyond_the_share_of_memory_and_other_types_are_not_packed(monkeypatch):
-    monkeypatch.setattr(cpu_decoding, "PACK_FROM", 1)
+    monkeypatch.setattr(linears, "PACK_FROM", 1)
     double = random_policy().model
-    with cpu_decoding.packed_linears(double, rows=2):
+    with linears.packed_linears(double, rows=2):
         assert not any("forward" in vars(module) for module in double.modules())
-    monkeypatch.setattr(cpu_decoding, "SHARE_OF_MEMORY", 0)
+    monkeypatch.setattr(linears, "SHARE_OF_MEMORY", 0)
     single = random_policy(dtype=torch.float32).model
-    with cpu_decoding.packed_linears(single, rows=2):
+    with linears.packed_linears(single, rows=2):
         assert not any("forward" in vars(module) for module in single.modules())
+
+
+def test_rows_are_replaced_where_lengths_are_unequal_alone(monkeypatch):
+    """Equal lengths: whole batches after each other, no reading of prompts ahead."""
+    waiting = []
+    monkeypatch.setattr(DecodingBatch, "refill", lambda self, rows: waiting.append(len(rows)))
+    equal = Policy(random_policy().model, LetterTokenizer(), frozenset({99}), 0)
+    sample(equal, letter_prompts("ab", "jjj"), 8, dataclasses.replace(SAMPLING, rows=5))
+    assert not waiting
+
+
+def test_a_window_forgets_the_columns_that_no_row_has(monkeypatch):
+    """Dropped before the window is full, and after."""
+    monkeypatch.setattr(cache, "IN_PLACE_FROM", 0)
+    for window in (4, 12):
+        layer, whole = cache.GrowingSlidingWindowLayer(window), torch.randn(2, 1, 16, 4)
+        layer.update(whole[:, :, :8], whole[:, :, :8])
+        layer.drop(3)
+        assert layer.get_seq_length() == 5 and layer.holds(5)
+        keys, _ = layer.update(whole[:, :, 8:9], whole[:, :, 8:9])
+        assert torch.equal(keys, whole[:, :, 9 - min(window, 6) : 9])

@@ -1,0 +1,286 @@
+"""Completions written side by side: the state of each row, and what happens to all rows at once.
+
+Columns are tokens of prompt and completion. All rows end in the same column; a row's own columns
+begin at its prompt's first token, and its mask hides what is before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.logprobs import left_padded, positions
+from grpo_ustat.progress import Progress
+from grpo_ustat.rollout.cache import growing_cache, replaceable_rows
+from grpo_ustat.rollout.decoding import choose
+from grpo_ustat.rollout.sampling import Sampling
+
+ROW_TENSORS = (
+    *("prompt_lengths_R", "lengths_R", "unfinished_R", "token_R"),
+    *("mask_RT", "uniforms_RT", "tokens_RT", "logprobs_RT", "entropy_RT"),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The completions of a call, r = p G + i of each prompt p.
+
+    Attributes:
+        encoded: token ids of each prompt.
+        group_size: G.
+        draws: the uniforms [len(rows), T] of completions.
+    """
+
+    encoded: list[list[int]]
+    group_size: int
+    draws: Callable[[list[int]], np.ndarray]
+
+    def prompt(self, r: int) -> list[int]:
+        """Token ids of a completion's prompt."""
+        return self.encoded[r // self.group_size]
+
+
+class Completions:
+    """R completions of at most T tokens on the host; 0 after each one's end, and of no tokens
+    before it is written.
+
+    Attributes:
+        tokens_RT: token ids.
+        logprobs_RT, entropy_RT: of each token and of its distribution, in float32 or wider.
+        lengths_R: tokens of each row.
+    """
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype):
+        self.tokens_RT = torch.zeros((rows, width), dtype=torch.int64)
+        self.logprobs_RT = self.tokens_RT.to(torch.promote_types(dtype, torch.float32))
+        self.entropy_RT = self.logprobs_RT.clone()
+        self.lengths_R = self.tokens_RT.sum(dim=1)
+
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, lengths, log-probabilities, entropies."""
+        return self.tokens_RT, self.lengths_R, self.logprobs_RT, self.entropy_RT
+
+
+@dataclass
+class ReadPrompts:
+    """Prompts that are read but for their last token, for rows that begin later.
+
+    Attributes:
+        cache: keys and values of P prompts.
+        index: the place of each prompt.
+    """
+
+    cache: DynamicCache
+    index: dict[int, int]
+
+
+class DecodingBatch:
+    """R rows that the model continues token by token.
+
+    Tensors [R, T + 1] of what is written have a column more than a completion: rows that are
+    finished, but still there, write zeros behind their end.
+
+    Attributes:
+        rows: which completion each row writes, -1: none any more.
+        unfinished: as of the last `look`.
+        starts: each row's first column.
+        replaceable: whether rows can be replaced, see `replaceable_rows`.
+        began: what `drawn` was when each row began.
+        drawn: tokens drawn so far, of the batch.
+        length: columns read so far.
+        logits_RV: of the next token.
+    """
+
+    def __init__(self, policy: Policy, work: Work, rows: list[int], sampling: Sampling):
+        """Read each prompt once, then repeat it."""
+        self.policy, self.work, self.sampling = policy, work, sampling
+        self.model, self.device = policy.model, policy.model.device
+        self.width = sampling.max_completion_length
+        self.rows, self.drawn = np.array(rows), 0
+        self.began = np.zeros_like(self.rows)
+        prompts, index = np.unique(self.rows // work.group_size, return_inverse=True)
+        self.cache, self.length, self.logits_RV = self._read_prompts(
+            [work.encoded[p] for p in prompts]
+        )
+        lengths = np.array([len(work.prompt(r)) for r in rows])
+        self.replaceable = replaceable_rows(self.cache, self.length)
+        self.starts, self.prompt_lengths_R = self.length - lengths, self._on_device(lengths)
+        self.mask_RT = self._mask(self.starts, self.length + self.width)
+        self.lengths_R = torch.zeros_like(self.prompt_lengths_R)
+        self.unfinished_R = torch.ones_like(self.lengths_R, dtype=torch.bool)
+        self.uniforms_RT = self._uniforms(rows)
+        self.tokens_RT = torch.zeros(self.uniforms_RT.shape, dtype=torch.int64, device=self.device)
+        self.logprobs_RT = self.tokens_RT.to(torch.promote_types(self.model.dtype, torch.float32))
+        self.entropy_RT = self.logprobs_RT.clone()
+        goes_on_V = np.ones(self.logits_RV.shape[1], dtype=bool)
+        goes_on_V[[token for token in policy.end_tokens if token < len(goes_on_V)]] = False
+        self.goes_on_V = self._on_device(goes_on_V)
+        index_R = self._on_device(index)
+        self.cache.reorder_cache(cast(torch.LongTensor, index_R))
+        self.logits_RV = self.logits_RV[index_R]
+        self.token_R = torch.zeros_like(self.lengths_R)
+        self.unfinished, self.finished_tokens = np.ones(len(rows), dtype=bool), 0
+        self.read_ahead: ReadPrompts | None = None
+
+    def draw(self) -> None:
+        """Draw each row's next token and write it down."""
+        place_R1 = self.lengths_R[:, None]
+        uniform_R = self.uniforms_RT.gather(1, place_R1)[:, 0]
+        self.token_R, logprob_R, entropy_R = choose(
+            self.logits_RV, uniform_R, self.sampling.temperature, self.sampling.greedy
+        )
+        for column_RT, value_R in (
+            (self.tokens_RT, self.token_R),
+            (self.logprobs_RT, logprob_R),
+            (self.entropy_RT, entropy_R),
+        ):
+            value_R = value_R.where(self.unfinished_R, 0).to(column_RT.dtype)
+            column_RT.scatter_(1, place_R1, value_R[:, None])
+        self.lengths_R += self.unfinished_R
+        self.unfinished_R &= self.goes_on_V[self.token_R]
+        self.unfinished_R &= self.lengths_R < self.width
+        self.drawn += 1
+
+    def read(self) -> None:
+        """Read the tokens drawn last, and compute the logits of the next ones."""
+        self.length += 1
+        missing = self.length - self.mask_RT.shape[1]
+        if missing > 0:
+            self.mask_RT = torch.nn.functional.pad(self.mask_RT, (0, missing + 64), value=1)
+        padded = bool(self.starts.any())
+        self.logits_RV = self.model(
+            input_ids=self.token_R[:, None],
+            attention_mask=self.mask_RT[:, : self.length] if padded else None,
+            position_ids=(self.prompt_lengths_R + self.lengths_R - 1)[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    def all_at_the_limit(self) -> bool:
+        """Whether every row has drawn as many tokens as a completion may have."""
+        return self.drawn - int(self.began.max()) >= self.width
+
+    def look(self, progress: Progress) -> int:
+        """How many rows are unfinished; waits for the device."""
+        state_2R = torch.stack([self.unfinished_R.to(torch.int64), self.lengths_R]).cpu().numpy()
+        written = self.rows >= 0
+        before, self.unfinished = self.unfinished, (state_2R[0] > 0) & written
+        tokens, self.finished_tokens = self.finished_tokens, int(state_2R[1, written].sum())
+        finished = int(before.sum()) - int(self.unfinished.sum())
+        progress.add(finished, self.finished_tokens - tokens)
+        return int(self.unfinished.sum())
+
+    def take(self, written: Completions) -> None:
+        """Hand over the completions that are finished."""
+        slots = np.flatnonzero(~self.unfinished & (self.rows >= 0))
+        index_B, rows = self._on_device(slots), self.rows[slots]
+        lengths_B = self.lengths_R[index_B].cpu()
+        self.finished_tokens -= int(lengths_B.sum())
+        for whole, part in zip(
+            written.columns(),
+            (self.tokens_RT, self.lengths_R, self.logprobs_RT, self.entropy_RT),
+            strict=True,
+        ):
+            part_B = part[index_B].cpu()
+            whole[rows] = part_B if part.ndim == 1 else part_B[:, : self.width]
+        self.rows[slots] = -1
+
+    def keep_unfinished(self) -> None:
+        """Drop the rows that are finished and taken."""
+        slots = np.flatnonzero(self.unfinished)
+        index_B = self._on_device(slots)
+        self.cache.reorder_cache(cast(torch.LongTensor, index_B))
+        for name in ROW_TENSORS:
+            setattr(self, name, getattr(self, name)[index_B])
+        for name in ("rows", "starts", "began", "unfinished"):
+            setattr(self, name, getattr(self, name)[slots])
+
+    def refill(self, waiting: list[int]) -> None:
+        """Give the places of taken rows to completions that wait, as far as there are any.
+
+        A new row comes in with its prompt read but for the last token, which stands as if it were
+        drawn last: the next `read` reads it.
+        """
+        slots = np.flatnonzero(~self.unfinished)
+        while len(slots) and waiting:
+            prompt = waiting[0] // self.work.group_size
+            if self.read_ahead is None or prompt not in self.read_ahead.index:
+                self.read_ahead = self._read_ahead(waiting)
+            count = 0
+            while (
+                count < min(len(slots), len(waiting))
+                and waiting[count] // self.work.group_size in self.read_ahead.index
+            ):
+                count += 1
+            self._replace(slots[:count], waiting[:count], self.read_ahead)
+            slots = slots[count:]
+            del waiting[:count]
+        if len(slots):
+            self.keep_unfinished()
+        first = int(self.starts.min())
+        if first > 0:
+            for layer in self.cache.layers:
+                cast(Any, layer).drop(first)
+            self.length, self.starts = self.length - first, self.starts - first
+            self.mask_RT = self.mask_RT[:, first:]
+
+    def _replace(self, slots: np.ndarray, rows: list[int], read: ReadPrompts) -> None:
+        """Begin these completions in these places."""
+        prompts = [self.work.prompt(r) for r in rows]
+        lengths = np.array([len(prompt) for prompt in prompts])
+        slots_B, lengths_B = self._on_device(slots), self._on_device(lengths)
+        index_B = self._on_device(np.array([read.index[r // self.work.group_size] for r in rows]))
+        for layer, other in zip(self.cache.layers, read.cache.layers, strict=True):
+            cast(Any, layer).replace(slots_B, other, index_B, int(lengths.max()) - 1)
+        self.rows[slots], self.began[slots], self.unfinished[slots] = rows, self.drawn, True
+        self.starts[slots] = self.length - lengths + 1
+        mask_BT = self._mask(self.starts[slots], self.mask_RT.shape[1])
+        self.token_R[slots_B] = self._on_device(np.array([prompt[-1] for prompt in prompts]))
+        self.mask_RT[slots_B] = mask_BT
+        self.prompt_lengths_R[slots_B] = lengths_B
+        self.uniforms_RT[slots_B] = self._uniforms(rows)
+        self.lengths_R.index_fill_(0, slots_B, 0)
+        self.unfinished_R.index_fill_(0, slots_B, True)
+        for column_RT in (self.tokens_RT, self.logprobs_RT, self.entropy_RT):
+            column_RT.index_fill_(0, slots_B, 0)
+
+    def _read_ahead(self, waiting: list[int]) -> ReadPrompts:
+        """Read the next prompts but for their last tokens; a prompt of one token has no column."""
+        rows = waiting[: len(self.rows)]
+        prompts = list(dict.fromkeys(r // self.work.group_size for r in rows))
+        ids = [self.work.encoded[p][:-1] or self.work.encoded[p] for p in prompts]
+        cache, _, _ = self._read_prompts(ids)
+        return ReadPrompts(cache, {p: i for i, p in enumerate(prompts)})
+
+    def _read_prompts(self, ids: list[list[int]]) -> tuple[DynamicCache, int, torch.Tensor]:
+        """A cache of P prompts, its columns, and the logits [P, V] of their next tokens."""
+        ids_PL, mask_PL = left_padded(ids, self.policy.pad_token, self.device)
+        length = ids_PL.shape[1]
+        cache = growing_cache(self.model.config, length + self.width)
+        output = self.model(
+            input_ids=ids_PL,
+            attention_mask=mask_PL if min(map(len, ids)) < length else None,
+            position_ids=positions(mask_PL),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return cache, length, output.logits[:, -1]
+
+    def _mask(self, starts: np.ndarray, columns: int) -> torch.Tensor:
+        """1 from each row's first column on."""
+        return self._on_device((np.arange(columns) >= starts[:, None]).astype(np.int64))
+
+    def _uniforms(self, rows: list[int]) -> torch.Tensor:
+        """The draws of these completions, and a column for those that are finished."""
+        return self._on_device(np.pad(self.work.draws(rows), ((0, 0), (0, 1))))
+
+    def _on_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)

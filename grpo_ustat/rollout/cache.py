@@ -1,0 +1,197 @@
+"""A key-value cache that grows in place, and whose rows can be replaced.
+
+`DynamicCache` copies all it holds for every token. Here long keys and values stand in buffers with
+room for more tokens, so a token costs its own entry; what attention reads is the same. On CPUs
+short ones are copied all the same: reading them from where they do not lie side by side costs more.
+
+All rows end in the same column, whenever they began, so a finished row can be replaced: the new
+prompt's entries are written over the last columns, and the row's mask begins with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+ROOM = 64  # tokens of room in a new buffer: what it copies is little beside what attention reads
+IN_PLACE_FROM = 12 * 1024  # bytes of one row's head, where a copy costs more than reading with gaps
+
+
+def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
+    """`DynamicCache(config=config)` whose attention layers grow in place.
+
+    Layers of other kinds (recurrent states, hybrids) stay as transformers made them.
+
+    Args:
+        config: the model's.
+        most: columns beyond which buffers of accelerators do not grow to the next power of two.
+    """
+    cache = DynamicCache(config=config)
+    for place, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[place] = GrowingLayer(most)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[place] = GrowingSlidingWindowLayer(layer.sliding_window, most)
+    return cache
+
+
+def replaceable_rows(cache: DynamicCache, length: int) -> bool:
+    """Whether rows can be replaced: every layer is one of those below and holds `length` columns.
+
+    A model that keeps a state of its own leaves the layers empty.
+    """
+    return all(
+        isinstance(layer, GrowingLayer | GrowingSlidingWindowLayer) and layer.holds(length)
+        for layer in cache.layers
+    )
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values [B, H, T, D] of all tokens so far."""
+
+    def __init__(self, most: int = 0) -> None:
+        super().__init__()
+        self._keys, self._values = GrowingTensor(most), GrowingTensor(most)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DynamicLayer`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        self.keys = self._keys.append(self.keys, key_states)
+        self.values = self._values.append(self.values, value_states)
+        return self.keys, self.values
+
+    def holds(self, length: int) -> bool:
+        """Whether these are the columns of a text of so many tokens."""
+        return self.get_seq_length() == length
+
+    def replace(
+        self, rows_B: torch.Tensor, other: GrowingLayer, index_B: torch.Tensor, count: int
+    ) -> None:
+        """Write the last `count` columns of `other`'s rows `index_B` over the rows `rows_B`."""
+        assert self.keys is not None and self.values is not None
+        assert other.keys is not None and other.values is not None
+        replace_rows(self.keys, rows_B, other.keys, index_B, count)
+        replace_rows(self.values, rows_B, other.values, index_B, count)
+
+    def drop(self, count: int) -> None:
+        """Forget the first `count` columns."""
+        assert self.keys is not None and self.values is not None
+        self.keys = self._keys.crop(self.keys, count)
+        self.values = self._values.crop(self.values, count)
+
+
+class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
+    """Keys and values [B, H, min(T, window - 1), D] of the last tokens."""
+
+    def __init__(self, sliding_window: int, most: int = 0):
+        super().__init__(sliding_window)
+        self._keys, self._values = GrowingTensor(most), GrowingTensor(most)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DynamicSlidingWindowLayer`; returns the keys and values that the new tokens read."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        self.cumulative_length += key_states.shape[-2]
+        keys = self._keys.append(self.keys, key_states)
+        values = self._values.append(self.values, value_states)
+        self.keys = self._keys.crop(keys, 1 - self.sliding_window)
+        self.values = self._values.crop(values, 1 - self.sliding_window)
+        return keys, values
+
+    def holds(self, length: int) -> bool:
+        """See `GrowingLayer`."""
+        kept = min(length, self.sliding_window - 1)
+        columns = -1 if self.keys is None else self.keys.shape[-2]
+        return self.cumulative_length == length and columns == kept
+
+    def replace(
+        self,
+        rows_B: torch.Tensor,
+        other: GrowingSlidingWindowLayer,
+        index_B: torch.Tensor,
+        count: int,
+    ) -> None:
+        """See `GrowingLayer`; of the columns those that the window reaches."""
+        assert self.keys is not None and self.values is not None
+        assert other.keys is not None and other.values is not None
+        count = min(count, self.sliding_window - 1)
+        replace_rows(self.keys, rows_B, other.keys, index_B, count)
+        replace_rows(self.values, rows_B, other.values, index_B, count)
+
+    def drop(self, count: int) -> None:
+        """See `GrowingLayer`."""
+        assert self.keys is not None and self.values is not None
+        self.cumulative_length -= count
+        excess = max(0, self.keys.shape[-2] - self.cumulative_length)
+        self.keys = self._keys.crop(self.keys, excess)
+        self.values = self._values.crop(self.values, excess)
+
+
+def replace_rows(
+    target: torch.Tensor,
+    rows_B: torch.Tensor,
+    source: torch.Tensor,
+    index_B: torch.Tensor,
+    count: int,
+) -> None:
+    """In [rows, H, T, D]: `source`'s rows `index_B` over `target`'s `rows_B`, the last columns."""
+    columns = source[:, :, source.shape[-2] - count :]
+    target[:, :, target.shape[-2] - count :].index_copy_(0, rows_B, columns[index_B])
+
+
+class GrowingTensor:
+    """A tensor [B, H, T, D] that grows along T within a buffer.
+
+    The view that it returned last is extended in place. Any other tensor, such as that view with
+    fewer rows, moves into a new buffer first. On accelerators a buffer's columns are a power of
+    two, or `most`: few sizes, so that the allocator can use a freed one again.
+
+    Attributes:
+        most: see `growing_cache`.
+        view: the tensor returned last, at the end of the used part of the buffer.
+        buffer: [B, H, T + room, D]; None where tensors are short and copied instead.
+        length: columns of the buffer in use.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        self.most = most
+        self.view: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
+        self.length = 0
+
+    def append(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """`old` followed by `new` along T, as a view of the buffer where it has room."""
+        count, on_cpu = new.shape[-2], new.device.type == "cpu"
+        if not old.numel() or (on_cpu and old[0, 0].nbytes < IN_PLACE_FROM):
+            self.buffer, self.view = None, torch.cat([old, new], dim=-2) if old.numel() else new
+            return self.view
+        buffer = self.buffer
+        if buffer is None or old is not self.view or buffer.shape[-2] - self.length < count:
+            *rows, self.length, width = old.shape
+            needed = self.length + count
+            columns = needed + ROOM
+            if not on_cpu:
+                columns = min(1 << (columns - 1).bit_length(), max(self.most, columns))
+            buffer = old.new_empty((*rows, columns, width))
+            buffer[..., : self.length, :] = old
+        start, self.length = self.length - old.shape[-2], self.length + count
+        buffer[..., self.length - count : self.length, :] = new
+        self.buffer, self.view = buffer, buffer[..., start : self.length, :]
+        return self.view
+
+    def crop(self, old: torch.Tensor, start: int) -> torch.Tensor:
+        """`old` without the tokens before `start`, to be extended in place if `old` was."""
+        view = old[..., start:, :]
+        if old is self.view:
+            self.view = view
+        return view

@@ -1,0 +1,64 @@
+"""Faster linear layers while nothing is learnt: packed weights on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
+
+import psutil
+import torch
+from torch import nn
+
+PACK_FROM = 2**16  # entries of a weight; smaller ones lose more by the longer call
+SHARE_OF_MEMORY = 1 / 8  # weights beyond this share of the machine's memory are not packed
+
+
+@contextmanager
+def packed_linears(model: nn.Module, rows: int) -> Iterator[None]:
+    """Within, plain float32 linear layers on CPUs compute with packed copies of their weights.
+
+    The same products in float32, summed in another order. Without gradients only, and the weights
+    must not change meanwhile. Other layers, devices and types are left alone.
+
+    Args:
+        model: the model.
+        rows: rows of a usual product; any number works.
+    """
+    layers = [module for module in model.modules() if _packable(module)]
+    size = sum(layer.weight.nbytes for layer in layers)
+    if size > SHARE_OF_MEMORY * psutil.virtual_memory().total:
+        layers = []
+    try:
+        for layer in layers:
+            layer.__dict__["forward"] = _packed_forward(layer, rows)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a plain layer: no subclass, and not hooked, sharded or quantized."""
+    return (
+        type(module) is nn.Linear
+        and "forward" not in vars(module)
+        and type(module.weight) is nn.Parameter
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype == torch.float32
+        and module.weight.numel() >= PACK_FROM
+        and torch.backends.mkldnn.is_available()
+        and not torch.is_autocast_enabled("cpu")  # sampling and scoring in the same precision
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+def _packed_forward(layer: nn.Linear, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A forward pass of the layer with a packed copy of its weight."""
+    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
+    bias = layer.bias
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+    return forward
