@@ -1,0 +1,35 @@
+"""Attention masks of padded rows on accelerators, made without a look at their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+NAME = "_ignore_causal_mask_sdpa"
+
+
+@contextmanager
+def masks_without_waits(device: torch.device) -> Iterator[None]:
+    """Within, transformers writes out every mask of padded rows on an accelerator.
+
+    It would read whether a mask hides anything, to leave it out if not, and wait for the device at
+    every token. The sampler passes a mask only where it hides something. A version of transformers
+    that asks elsewhere is left as it is: the same tokens, with waits.
+    """
+    ask = getattr(masking_utils, NAME, None)
+    if device.type == "cpu" or ask is None:
+        yield
+        return
+
+    def leave_out(padding_mask: torch.Tensor | None, *args: Any, **options: Any) -> bool:
+        return padding_mask is None and ask(padding_mask, *args, **options)
+
+    setattr(masking_utils, NAME, leave_out)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, NAME, ask)
