@@ -1,14 +1,17 @@
-"""Faster linear layers while nothing is learnt: packed weights on CPUs."""
+"""Faster linear layers while nothing is learnt: packed weights on CPUs, narrow copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeGuard
 
 import psutil
 import torch
 from torch import nn
+
+from grpo_ustat.policy.memory import free_bytes
 
 PACK_FROM = 2**16  # entries of a weight; smaller ones lose more by the longer call
 SHARE_OF_MEMORY = 1 / 8  # weights beyond this share of the machine's memory are not packed
@@ -32,6 +35,42 @@ def packed_linears(model: nn.Module, rows: int) -> Iterator[None]:
     try:
         for layer in layers:
             layer.__dict__["forward"] = _packed_forward(layer, rows)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+@contextmanager
+def cast_linears(model: nn.Module) -> Iterator[None]:
+    """Within, plain linear layers under autocast compute with copies of their weights in its type.
+
+    The same numbers to the bit: autocast makes the same copies, anew at every call where nothing
+    is differentiated. Made once, they cost half the bytes of float32 weights; where that is more
+    than half of what is free, and of other layers, autocast goes on as ever.
+
+    Args:
+        model: the model.
+    """
+    device = next(model.parameters()).device
+    layers = []
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        layers = [
+            module
+            for module in model.modules()
+            if type(module) is nn.Linear
+            and "forward" not in vars(module)
+            and type(module.weight) is nn.Parameter
+            and module.weight.dtype != dtype
+        ]
+        if sum(x.weight.numel() * dtype.itemsize for x in layers) > free_bytes(device) / 2:
+            layers = []
+    try:
+        for layer in layers:
+            bias = None if layer.bias is None else layer.bias.detach().to(dtype)
+            weight = layer.weight.detach().to(dtype)
+            layer.__dict__["forward"] = partial(nn.functional.linear, weight=weight, bias=bias)
         yield
     finally:
         for layer in layers:

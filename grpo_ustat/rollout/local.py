@@ -18,7 +18,7 @@ from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.batch import Completions, DecodingBatch, Work
 from grpo_ustat.rollout.draws import uniforms
-from grpo_ustat.rollout.linears import packed_linears
+from grpo_ustat.rollout.linears import cast_linears, packed_linears
 from grpo_ustat.rollout.masks import masks_without_waits
 from grpo_ustat.rollout.sampling import Sampling
 
@@ -70,8 +70,13 @@ def sample(
     order = sorted(range(len(prompts) * group_size), key=lambda r: len(encoded[r // group_size]))
     written = Completions(len(order), sampling.max_completion_length, policy.model.dtype)
     at_once, progress = min(sampling.rows, len(order)), Progress("writing", len(order))
-    device = policy.model.device
-    with policy.computing(), packed_linears(policy.model, at_once), masks_without_waits(device):
+    model = policy.model
+    with (
+        policy.computing(),
+        packed_linears(model, at_once),
+        cast_linears(model),
+        masks_without_waits(model.device),
+    ):
         while order:
             no_memory = False
             try:

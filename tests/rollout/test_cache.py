@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from architectures import VOCAB, build
 from fakes import LetterTokenizer, letter_prompts, random_policy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.rollout import cache, linears, local
@@ -149,3 +151,38 @@ def test_a_window_forgets_the_columns_that_no_row_has(monkeypatch):
         assert layer.get_seq_length() == 5 and layer.holds(5)
         keys, _ = layer.update(whole[:, :, 8:9], whole[:, :, 8:9])
         assert torch.equal(keys, whole[:, :, 9 - min(window, 6) : 9])
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is made bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        copies = function.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy)
+        if copies and result.dtype is torch.bfloat16:
+            self.count += args[0].dtype is torch.float32
+        return result
+
+
+def casts_and_rollouts(longest):
+    model = random_policy(dtype=torch.float32).model
+    policy = Policy(model, LetterTokenizer(), frozenset({99}), 0, bf16=True)
+    with Casts() as casts:
+        rollouts = sample(
+            policy, PROMPTS, 2, dataclasses.replace(SAMPLING, max_completion_length=longest)
+        )
+    return casts.count, rollouts
+
+
+def test_weights_are_cast_once_a_call_and_the_numbers_stay(monkeypatch):
+    """14 linear layers and the output: a token casts their inputs alone."""
+    (few, _), (more, rollouts) = casts_and_rollouts(4), casts_and_rollouts(12)
+    monkeypatch.setattr(local, "cast_linears", lambda model: contextlib.nullcontext())
+    (few_before, _), (more_before, plain) = casts_and_rollouts(4), casts_and_rollouts(12)
+    np.testing.assert_array_equal(rollouts.tokens_PGT, plain.tokens_PGT)
+    np.testing.assert_array_equal(rollouts.logprobs_PGT, plain.logprobs_PGT)
+    assert (more_before - few_before) - (more - few) >= 8 * 15
