@@ -132,11 +132,11 @@ def decode(
     while waiting:
         batch = DecodingBatch(policy, work, waiting[:at_once], sampling)
         waiting, first_leave = waiting[at_once:], 0
+        undecided = bool(waiting) and batch.replaceable and not refill
         while True:
             batch.draw()
             if batch.drawn % every == 0 or batch.all_at_the_limit():
                 count, rows = batch.look(progress), len(batch.rows)
-                undecided = bool(waiting) and batch.replaceable and not refill
                 if count < REFILL_BELOW * rows and not first_leave:
                     first_leave = batch.drawn
                 if undecided and count < DECIDE_BELOW * rows:
