@@ -37,7 +37,9 @@ from grpo_ustat.report.decision import (
     group_size_costs,
     interval_note,
     next_step,
+    noise_sentence,
     policy_overrides,
+    training_noise_sentence,
 )
 from grpo_ustat.runs.record import RESULT, RunRecord
 
@@ -128,6 +130,7 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     details = [best_size_sentence(result)]
     if verdict != UNKNOWN:
         details.append(other_sizes(group_size_costs(result["scaling"], rollouts)))
+    details += filter(None, [noise_sentence(result, rollouts, group_size)])
     details.append(interval_note(result))
     following = next_step(result, run.config, rollouts)
     return Advice(verdict, sentence, details, following, numbers)
@@ -157,6 +160,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     details = [
         f"Best G is about {about} {ends}, from {len(recent)} monitored steps, "
         f"{recent[0]['step']} to {recent[-1]['step']}.",
+        *filter(None, [training_noise_sentence(run.metrics, group_size, rollouts)]),
         "Intervals of 95 % over steps, of the policies of these steps together.",
     ]
     if verdict != UNKNOWN:

@@ -7,8 +7,16 @@ and everything that is a ratio is a ratio of such means:
     G* = 1 + sqrt(C3 / C1)        n_c(G) = ( G C1 + C2 + C3/(G-1) ) / ||grad J||^2
 
 n_c is the number of rollouts of a step at which the gradient's squared error equals its squared
-length: the simple noise scale of McCandlish et al. (2018), counted in rollouts of groups of G. Far
-below it noise dominates the gradient, far above it more rollouts change the gradient little.
+length: the simple noise scale of McCandlish et al. (2018), counted in rollouts of groups of G. It
+is least at G*, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`. A step of n rollouts has
+
+    E||ghat||^2 = ||grad J||^2 ( 1 + n_c/n )        noise share = n_c / ( n + n_c )
+
+and where the curvature is alike in all directions, a step of the best length gains a share
+`n / ( n + n_c )` of what the true gradient gains. So one percent more rollouts makes a step gain
+(noise share) percent more: at n_c half a percent, far below it a whole one, far above it nothing.
+In tokens a group costs k + G c (its prompt once), so `n_c (k + G c) / G` tokens take the place of
+n_c rollouts.
 """
 
 from __future__ import annotations
@@ -40,6 +48,88 @@ from grpo_ustat.records import Array
 LEAST_UNITS = 4  # of which a jackknife leaves one out
 NOTHING = Interval(math.nan, math.nan, math.nan)
 CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
+
+
+def noise_scale(
+    whole: Mapping[str, Array | float],
+    delete_one: Mapping[str, Array],
+    group_size: float,
+    prompt_cost: float = 0.0,
+    completion_cost: float = 1.0,
+) -> Interval:
+    """n_c(G) with Fieller's interval: no upper end where ||grad J||^2 may be 0.
+
+    Args:
+        whole: c1, c2, c3, grad_sq.
+        delete_one: the same with one unit left out at a time, each [K, n], K independent parts.
+        group_size: G > 1; at the estimate of G* the interval is to first order that of the least
+            n_c, whose slope in G is 0. NaN gives NaN.
+        prompt_cost, completion_cost: k and c; by default the unit is a rollout.
+
+    >>> whole = {"c1": 1.0, "c2": 2.0, "c3": 9.0, "grad_sq": 0.5}
+    >>> exact = {name: np.full((1, 4), value) for name, value in whole.items()}
+    >>> noise_scale(whole, exact, 4), noise_scale(whole, exact, 4, 8.0, 3.0).estimate
+    (Interval(estimate=18.0, low=18.0, high=18.0), 90.0)
+    """
+    if not math.isfinite(group_size):
+        return NOTHING
+    unit = completion_cost + prompt_cost / group_size
+    return ratio_interval(
+        unit * float(_n_mse(whole, group_size)), float(whole["grad_sq"]),
+        unit * np.asarray(_n_mse(delete_one, group_size)), delete_one["grad_sq"],
+    )  # fmt: skip
+
+
+def prompt_share(
+    whole: Mapping[str, Array | float], delete_one: Mapping[str, Array], group_size: float
+) -> Interval:
+    """G C1 / ( G C1 + C2 + C3/(G-1) ): the share of the noise that comes from which prompts are
+    drawn, which no rollouts of the same prompts would average out; within [0, 1].
+
+    Args:
+        whole, delete_one, group_size: see `noise_scale`.
+
+    >>> whole = {"c1": 1.0, "c2": 2.0, "c3": 9.0}
+    >>> exact = {name: np.full((1, 4), value) for name, value in whole.items()}
+    >>> round(prompt_share(whole, exact, 4).estimate, 3)
+    0.444
+    """
+    if not math.isfinite(group_size):
+        return NOTHING
+    share = ratio_interval(
+        group_size * float(whole["c1"]), float(_n_mse(whole, group_size)),
+        group_size * delete_one["c1"], np.asarray(_n_mse(delete_one, group_size)),
+    )  # fmt: skip
+    return Interval(*(min(max(x, 0.0), 1.0) for x in share))
+
+
+def noise_share(scale: Interval, rollouts: float) -> Interval:
+    """n_c / (n + n_c): the share of E||ghat||^2 that is noise, from n_c or its interval.
+
+    >>> noise_share(Interval(300.0, 100.0, math.inf), 100.0)
+    Interval(estimate=0.75, low=0.5, high=1.0)
+    """
+    return Interval(*(1.0 if math.isinf(x) else x / (rollouts + x) for x in scale))
+
+
+def noise_of_steps(values_4S: Array, group_size: float) -> tuple[Interval, Interval]:
+    """n_c(G) and the share of the noise from prompts, of the policies of some steps together,
+    jackknifed over steps.
+
+    Args:
+        values_4S: unbiased estimates of C1, C2, C3 and ||grad J||^2 of each of S >= 2 steps, which
+            share no completions.
+        group_size: G > 1.
+    """
+    delete_one_4S = (values_4S.sum(axis=1, keepdims=True) - values_4S) / (values_4S.shape[1] - 1)
+    whole = dict(zip(CONSTANTS_AND_GRADIENT, map(float, values_4S.mean(axis=1)), strict=True))
+    delete_one = {
+        name: one[None] for name, one in zip(CONSTANTS_AND_GRADIENT, delete_one_4S, strict=True)
+    }
+    return (
+        noise_scale(whole, delete_one, group_size),
+        prompt_share(whole, delete_one, group_size),
+    )
 
 
 class GroupTerms(NamedTuple):
@@ -93,8 +183,9 @@ class NoiseEstimate:
 
     Attributes:
         intervals: c1, c2, c3, grad_sq, gstar, noise_scale (at the group size in use),
-            noise_scale_best (at G*) and zero_variance, each with its 95 % interval; the ends are
-            NaN where there are fewer than 4 groups a step and fewer than 4 steps.
+            noise_scale_best (at G*), prompt_share (at the group size in use) and zero_variance,
+            each with its 95 % interval; the ends are NaN where there are fewer than 4 groups a step
+            and fewer than 4 steps.
         scaling: C1, C2, C3 with the covariance of their errors.
         heavy: whether intervals are likely to cover less than 90 %, see `intervals.Tails`.
     """
@@ -144,6 +235,8 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
             error, length = _n_mse(whole, size), whole["grad_sq"]
             ratio = float(error / length) if length > 0 else math.nan
             intervals[name] = NOTHING._replace(estimate=ratio)
+        share = group_size * whole["c1"] / _n_mse(whole, float(group_size))
+        intervals["prompt_share"] = NOTHING._replace(estimate=min(max(float(share), 0.0), 1.0))
         unknown = ScalingEstimate(constants_3, np.full((3, 3), np.nan), 1.0)
         return NoiseEstimate(intervals, unknown, heavy=True)
     for name in CONSTANTS_AND_GRADIENT:
@@ -151,14 +244,8 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
     if not all((delete_one[name] == whole[name]).all() for name in CONSTANTS):
         intervals["gstar"] = group_size_interval(whole, delete_one)
     for name, size in sizes.items():
-        intervals[name] = (
-            ratio_interval(
-                float(_n_mse(whole, size)), whole["grad_sq"],
-                np.asarray(_n_mse(delete_one, size)), delete_one["grad_sq"],
-            )
-            if math.isfinite(size)
-            else NOTHING
-        )  # fmt: skip
+        intervals[name] = noise_scale(whole, delete_one, size)
+    intervals["prompt_share"] = prompt_share(whole, delete_one, float(group_size))
     norms = np.concatenate([step.norm_P[~np.isnan(step.norm_P)] for step in steps])
     leading = [delete_one["c2"], delete_one["c3"]]
     heavy = len(norms) < LEAST_UNITS or tails(norms[None], leading).heavy

@@ -30,6 +30,7 @@ from grpo_ustat.estimators.moments import (
     delete_one_moments,
     pool_moments,
 )
+from grpo_ustat.estimators.noise import noise_scale, prompt_share
 from grpo_ustat.estimators.scaling import ScalingEstimate, group_size_interval, scaling_estimate
 from grpo_ustat.records import Array, ScorePool
 
@@ -94,7 +95,10 @@ class ClosedForm:
     Attributes:
         statistics: see `_statistics`; `mse/...` are the curves' points, see `CurvePoint.key`, and
             `ratio/...` their errors over the oracle's. Both errors of a ratio are from the same
-            delete-one pools, so that its interval, on the log scale, is a paired one.
+            delete-one pools, so that its interval, on the log scale, is a paired one. `noise/G` and
+            `noise_tokens/G` are n_c in rollouts and in tokens, `prompt_share/G` the share of the
+            noise from prompts (see `estimators.noise`); G is one of `GRID`, or `best`: G*, of
+            `noise_tokens` the best G at a fixed number of tokens.
         parts: (bias^2, variance, E||T||^2, <E T, tau>, ||tau||^2) of every point; tau is grad J, in
             the setting one_question each question's own gradient, averaged over questions.
         scaling: C1, C2, C3 with the covariance of their errors.
@@ -143,6 +147,14 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     intervals["gstar_paper"] = Interval(*(x - 1 for x in intervals["gstar"]))
     for name, costs in request.costs.items():
         intervals[f"gstar_{name}"] = group_size_interval(estimates, delete_one, *costs)
+    sizes = {str(size): float(size) for size in GRID}
+    for name, size in (sizes | {"best": _decided(intervals["gstar"])}).items():
+        intervals[f"noise/{name}"] = noise_scale(estimates, delete_one, size)
+        intervals[f"prompt_share/{name}"] = prompt_share(estimates, delete_one, size)
+    if "tokens" in request.costs:
+        costs = request.costs["tokens"]
+        for name, size in (sizes | {"best": _decided(intervals["gstar_tokens"])}).items():
+            intervals[f"noise_tokens/{name}"] = noise_scale(estimates, delete_one, size, *costs)
 
     def crossover(excess: float) -> float:
         """1 + C3 / (A_0 - A_V) from its inverse; infinite where A_0 - A_V may be 0."""
@@ -161,6 +173,13 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         for point in request.points
     }
     return ClosedForm(intervals, parts, scaling_estimate(estimates, delete_one), pool_tails)
+
+
+def _decided(best: Interval) -> float:
+    """G* where its interval has both ends, else NaN: the least of an error whose place is not known
+    is understated.
+    """
+    return best.estimate if math.isfinite(best.high) else math.nan
 
 
 def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arrays:

@@ -111,6 +111,7 @@ def study_result(
         "curves": curves,
         "ratio_to_oracle": oracle_ratios(statistics),
         "scaling": _scaling(statistics),
+        "noise": _noise(statistics),
         "assumption2": _assumption(statistics, pool),
         "grad_sq": _gradient(statistics),
         "metric": metric,
@@ -312,6 +313,34 @@ def _scaling(statistics: ClosedForm) -> dict[str, Any]:
     if result["gstar_high"] is None:
         result["reason"] = _unbounded_reason(result["gstar_low"])
     return result
+
+
+def _noise(statistics: ClosedForm) -> dict[str, Any]:
+    """The noise scale of leave_one_out at every G, and at its least, see `estimators.noise`."""
+    sizes = [(str(size), size) for size in GRID]
+    sizes.append(("best", _scaled_size(statistics["gstar"])))
+    rows = [
+        {"group_size": size}
+        | _triple("rollouts", statistics[f"noise/{name}"])
+        | _triple("tokens", statistics[f"noise_tokens/{name}"])
+        | _triple("prompt_share", statistics[f"prompt_share/{name}"])
+        for name, size in sizes
+    ]
+    best_tokens = _scaled_size(statistics["gstar_tokens"])
+    result: dict[str, Any] = {
+        "curve": rows[:-1],
+        "best": rows[-1] | {"group_size_tokens": best_tokens},
+    }
+    if not statistics["grad_sq"].low > 0:
+        result["reason"] = (
+            "||grad J||^2 is not significantly different from 0: the noise scale has no upper end"
+        )
+    return result
+
+
+def _scaled_size(best: Interval) -> float | None:
+    """G* where its interval has both ends; elsewhere the least noise scale is not known."""
+    return _finite(best.estimate) if math.isfinite(best.high) else None
 
 
 def _unbounded_reason(low: float | None) -> str:

@@ -41,6 +41,7 @@ from grpo_ustat.report.decision import (
     decision_sentence,
     interval_note,
     next_step,
+    noise_sentence,
 )
 from grpo_ustat.report.error_figures import mse_figure, scaling_figure
 from grpo_ustat.report.gradient_error import study_tables
@@ -70,7 +71,8 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
         )
-    answer = f"{decision_sentence(result)}\nnext: {next_step(result, asdict(config))}\n"
+    sentences = filter(None, (decision_sentence(result), noise_sentence(result)))
+    answer = "\n".join([*sentences, f"next: {next_step(result, asdict(config))}", ""])
     console.print(answer, soft_wrap=True, highlight=False, markup=False)
     for table in study_tables(result):
         console.print(table.terminal())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,12 @@ import yaml
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.noise import (
+    CONSTANTS_AND_GRADIENT,
+    LEAST_UNITS,
+    noise_of_steps,
+    noise_share,
+)
 from grpo_ustat.estimators.scaling import ScalingEstimate
 
 ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
@@ -30,6 +36,7 @@ INTERVALS = {  # what an interval speaks of
     "completions": "conditional on these {} questions",
     "questions": "generalising from these {} to new questions of the kind",
 }
+USUAL_SIZE = 8  # TRL's G where none is chosen
 NEIGHBOURS = (-1, 1, 2)  # of the best admissible G, whose costs the sentence names
 
 
@@ -153,6 +160,109 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
     prompts = costs.rollouts // costs.best
     first = f"At n = {costs.rollouts}: G = {costs.best}, {prompts} prompt{'s' * (prompts > 1)}."
     return f"{first} {', '.join(parts)}." if parts else first
+
+
+def noise_sentence(
+    result: Mapping[str, Any], rollouts: int = ROLLOUTS, group_size: int | None = None
+) -> str:
+    """How much of a step is noise, and whether more rollouts are worth their price.
+
+    Args:
+        result: content of the study's `result.json`; "" where an earlier version wrote it.
+        rollouts: n of a training step.
+        group_size: G; None: the best one that divides n, or 8 where it is not decided. Of the
+            sizes that the result has, the nearest.
+    """
+    if "noise" not in result or result["assumption2"].get("corr") is None:
+        return ""
+    if group_size is None:
+        decided = is_decided(result["scaling"])
+        group_size = group_size_costs(result["scaling"], rollouts).best if decided else USUAL_SIZE
+    row = min(
+        result["noise"]["curve"], key=lambda row: abs(math.log(row["group_size"] / group_size))
+    )
+    scale, share = row_interval(row, "rollouts"), row_interval(row, "prompt_share")
+    return noise_text(scale, share, row["group_size"], rollouts)
+
+
+def training_noise_sentence(
+    metrics: Sequence[Mapping[str, Any]], group_size: int, rollouts: int
+) -> str:
+    """`noise_text` of a training run, averaged over the second half of its monitored steps; "" of
+    fewer than 4 such steps.
+
+    Args:
+        metrics: rows of `metrics.jsonl`.
+        group_size: G of the run.
+        rollouts: n of its steps.
+    """
+    keys = [f"monitor/{name}" for name in CONSTANTS_AND_GRADIENT]
+    rows = [row for row in metrics if all(row.get(key) is not None for key in keys)]
+    recent = [row for row in rows if 2 * row["step"] >= rows[-1]["step"]]
+    if len(recent) < LEAST_UNITS:
+        return ""
+    values_4S = np.array([[row[key] for row in recent] for key in keys])
+    text = noise_text(*noise_of_steps(values_4S, group_size), group_size, rollouts)
+    return text and f"{text} Steps {recent[0]['step']} to {recent[-1]['step']} together."
+
+
+def row_interval(row: Mapping[str, Any], name: str) -> Interval:
+    """An estimate and its ends from a row of a result: no estimate is NaN; no upper end infinite,
+    where there is a lower one.
+    """
+    estimate, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
+    return Interval(
+        math.nan if estimate is None else estimate,
+        math.nan if low is None else low,
+        (math.nan if low is None else math.inf) if high is None else high,
+    )
+
+
+def noise_text(scale: Interval, prompts: Interval, group_size: int, rollouts: int) -> str:
+    """The noise scale in words, with the verdict on n.
+
+    Args:
+        scale: n_c, in rollouts.
+        prompts: the share of the noise from prompts.
+        group_size: G.
+        rollouts: n of a training step.
+
+    >>> text = noise_text(Interval(768, 512, 1024), Interval(0.25, 0.2, 0.3), 4, 256)
+    >>> text.split(": ")[1]
+    'at G = 4 the noise scale n_c is 768 rollouts [512, 1024], 25 % of it [20 %, 30 %] from prompts'
+    >>> noise_text(Interval(9, 5, 20), Interval(0.25, 0.2, 0.3), 4, 256).split(": ")[2]
+    'half as many rollouts would lose 3 % of what a step gains [2 %, 7 %].'
+    """
+    if math.isnan(scale.low):
+        return ""
+    ends = f"[{scale.low:.0f}, {f'{scale.high:.0f}]' if math.isfinite(scale.high) else 'infinity)'}"
+    if math.isnan(scale.estimate):
+        about = f"is not known: {ends} rollouts, since ||grad J||^2 is not significantly above 0"
+    else:
+        about = f"is {scale.estimate:.0f} rollouts {ends}"
+        if math.isfinite(prompts.low):
+            about += f", {_shares(prompts)[0]} % of it {_shares(prompts)[1]} from prompts"
+    first = f"Noise: at G = {group_size} the noise scale n_c {about}."
+    step, ends = _shares(noise_share(scale, rollouts))
+    second = f"A step of {rollouts} rollouts is {step} % noise {ends}"
+    if math.isnan(scale.estimate):
+        second = f"Of a step of {rollouts} rollouts {ends} is noise"
+    if rollouts < scale.low:
+        more, ends = _shares(noise_share(scale, 2 * rollouts))
+        gain = f", twice as many make a step gain {more} % more {ends}" if more else ""
+        return f"{first} {second}: below n_c more rollouts are worth their price{gain}."
+    if rollouts > scale.high:
+        share = Interval(*(x / (rollouts + 2 * x) for x in scale))
+        less, ends = _shares(share)
+        loss = f"half as many rollouts would lose {less} % of what a step gains {ends}"
+        return f"{first} {second}: {loss}."
+    return f"{first} {second}; n is not significantly different from n_c."
+
+
+def _shares(share: Interval) -> tuple[str, str]:
+    """A share in percent and its interval in brackets; "" for an unknown estimate."""
+    estimate, low, high = (f"{100 * x:.0f}" if math.isfinite(x) else "" for x in share)
+    return estimate, f"[{low} %, {high} %]"
 
 
 def percent(share: float) -> str:

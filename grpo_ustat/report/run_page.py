@@ -9,7 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.report.decision import WHY_FIXED_ROLLOUTS, interval_note
+from grpo_ustat.report.decision import (
+    WHY_FIXED_ROLLOUTS,
+    interval_note,
+    training_noise_sentence,
+)
 from grpo_ustat.report.page import NAME, Completions, Figure, Page, provenance_line, render
 from grpo_ustat.report.study_page import (
     gap_answer,
@@ -21,6 +25,7 @@ from grpo_ustat.report.study_page import (
     mse_next_step,
     mse_tables,
     mse_title,
+    open_interval,
 )
 from grpo_ustat.report.svg import inlined
 from grpo_ustat.report.symbols import ALARM_WORDS
@@ -45,7 +50,13 @@ METRICS = {  # of metrics.jsonl, and their columns
     "step_time": "seconds",
 }
 ENDS = ("", "_low", "_high")
-MONITORED = {"c1": "C1", "c2": "C2", "c3": "C3", "corr": "corr(q, Z)"}
+MONITORED = {
+    "c1": "C1", "c2": "C2", "c3": "C3", "corr": "corr(q, Z)",
+}  # fmt: skip
+NOISE_COLUMNS = {
+    "noise_scale": "noise scale, rollouts", "noise_share": "noise in a step",
+    "prompt_share": "of it from prompts",
+}  # fmt: skip
 MOST_STEPS = 200  # that the table of steps holds
 ERRORS = "Mean squared error of the gradient against group size"
 COSTS = "What each group size costs at the same number of rollouts"
@@ -250,6 +261,9 @@ def train_facts(run: RunRecord) -> list[tuple[str, Cell]]:
     if isinstance(size, int) and isinstance(rollouts, int) and size > 0:
         rollouts_per_step = f"{rollouts} = {rollouts // size} prompts x G = {size}"
     last = run.metrics[-1] if run.metrics else {}
+    noise = ""
+    if isinstance(size, int) and isinstance(rollouts, int) and size > 1:
+        noise = training_noise_sentence(run.metrics, size, rollouts)
     tokens = result.get("tokens", last.get("tokens"))
     if run.result is None:
         tokens = sum(row.get("tokens", 0) for row in run.metrics)
@@ -270,6 +284,7 @@ def train_facts(run: RunRecord) -> list[tuple[str, Cell]]:
         ("Rollouts in all", as_cell(result.get("rollouts", last.get("rollouts")))),
         ("Tokens sampled", as_cell(tokens)),
         *([("G* of the gradient, latest", latest_gstar)] if latest_gstar else []),
+        *([("Noise of a step", noise.removeprefix("Noise: "))] if noise else []),
         (
             "Alarms",
             ", ".join(f"{ALARM_WORDS.get(x, x)} in {n} steps" for x, n in alarms.items()) or "none",
@@ -308,6 +323,10 @@ def train_tables(run: RunRecord) -> list[Table]:
                 **{
                     name: with_interval(row, f"monitor/{key}", f"monitor/{key}_")
                     for key, name in MONITORED.items()
+                },
+                **{
+                    name: open_interval(row, f"monitor/{key}")
+                    for key, name in NOISE_COLUMNS.items()
                 },
             }
             for row in (monitored[place] for place in places)

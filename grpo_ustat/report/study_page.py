@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from grpo_ustat.config.gap import STUDIES
-from grpo_ustat.report.decision import decision_sentence, next_step
+from grpo_ustat.report.decision import (
+    decision_sentence,
+    next_step,
+    noise_sentence,
+    row_interval,
+)
 from grpo_ustat.report.symbols import baseline_word
-from grpo_ustat.report.tables import Cell, Table, as_cell, rows_table, with_interval
+from grpo_ustat.report.tables import (
+    Cell,
+    Table,
+    as_cell,
+    rows_table,
+    three_digits,
+    with_interval,
+)
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord
 
 MOST_ROWS = 200  # that a page holds
@@ -27,6 +40,7 @@ VERDICT_WORDS = {
 }
 TITLES = {kind: schema.title for kind, schema in STUDIES.items()}
 
+NOISE = {"rollouts": "n_c, rollouts", "tokens": "n_c, tokens", "prompt_share": "from prompts"}
 QUANTITIES = {  # of the scaling law and of Assumption 2
     "c1": "C1", "c2": "C2", "c3": "C3",
     "gstar": "G*, rollouts", "gstar_paper": "G*, as in the paper",
@@ -126,7 +140,7 @@ def mse_title(run: RunRecord) -> str:
 
 
 def mse_answer(run: RunRecord) -> str:
-    """Which G is best and what its neighbours cost."""
+    """Which G is best, what its neighbours cost, and how much of a step is noise."""
     if run.result is None:
         parts = (run.folder / "pool").glob("*.safetensors")
         scored = len({part.name.split("-")[0] for part in parts})
@@ -135,7 +149,7 @@ def mse_answer(run: RunRecord) -> str:
             f"Unfinished: completions of {scored} of {questions} questions are scored, no curve "
             "is drawn."
         )
-    return decision_sentence(run.result)
+    return f"{decision_sentence(run.result)} {noise_sentence(run.result)}".rstrip()
 
 
 def mse_next_step(run: RunRecord) -> str:
@@ -185,6 +199,8 @@ def mse_tables(run: RunRecord) -> list[Table]:
         _curves_table(run.result["curves"]),
         Table("Scaling law and Assumption 2", columns, rows, [note] if note else []),
     ]
+    if "noise" in run.result:
+        tables.append(_noise_table(run.result["noise"]))
     ratios = run.result.get("ratio_to_oracle")
     if ratios:
         shown = [row | {"ratio": with_interval(row, "ratio", "ratio_")} for row in ratios]
@@ -198,6 +214,40 @@ def mse_tables(run: RunRecord) -> list[Table]:
     if run.result.get("not_measured"):
         tables.append(rows_table("Not measured", run.result["not_measured"]))
     return tables
+
+
+def _noise_table(noise: dict[str, Any]) -> Table:
+    """The noise scale at every G, and at the best one in rollouts and in tokens."""
+    best = noise["best"]
+    rows = [
+        [number_text(row["group_size"]), *(open_interval(row, name) for name in NOISE)]
+        for row in noise["curve"]
+    ]
+    if best["group_size"] is not None:
+        size, size_tokens = best["group_size"], best["group_size_tokens"]
+        sizes = f"G* = {size:.1f}" + (f", of tokens {size_tokens:.1f}" if size_tokens else "")
+        rows.append([sizes, *(open_interval(best, name) for name in NOISE)])
+    notes = [
+        "n_c: rollouts of a step (tokens, prompts read once a group) at which half of E||ghat||^2 "
+        "is noise. leave_one_out, prompts drawn independently; in brackets 95 % intervals.",
+        *([noise["reason"]] if "reason" in noise else []),
+    ]
+    return Table("Noise scale", ["G", *NOISE.values()], rows, notes)
+
+
+def open_interval(row: dict[str, Any], name: str) -> str:
+    """An estimate to three digits with its interval, which may have no upper end; `-` where it is
+    not known.
+
+    >>> open_interval({"x": 2.0, "x_low": 1.0, "x_high": None}, "x"), open_interval({}, "x")
+    ('2.00 [1.00, infinity)', '-')
+    """
+    estimate, low, high = row_interval(row, name)
+    if math.isnan(low):
+        return "-"
+    first = "unknown" if math.isnan(estimate) else three_digits(estimate)
+    end = f"{three_digits(high)}]" if math.isfinite(high) else "infinity)"
+    return f"{first} [{three_digits(low)}, {end}"
 
 
 def _curves_table(rows: list[dict[str, Any]]) -> Table:

@@ -17,6 +17,7 @@ import numpy as np
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
+from grpo_ustat.estimators.noise import group_terms, noise_estimate, noise_share
 from grpo_ustat.estimators.scaling import correlation, prompt_scaling
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram, group_scores
@@ -24,7 +25,8 @@ from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.train.batch import gather_by_prompt
 from grpo_ustat.train.context import Batch, TrainContext
 
-REPORTED = ("c1", "c2", "c3", "gstar", "corr")
+NOISE = ("grad_sq", "noise_scale", "noise_scale_best", "prompt_share")
+REPORTED = ("c1", "c2", "c3", "gstar", "corr", *NOISE, "noise_scale_tokens", "noise_share")
 
 
 def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
@@ -33,7 +35,12 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     The constants are those of the population that the step's prompts are drawn from and of the
     rewards as judged by the task. A bound that is not finite is None, and `..._reason` says why.
     `monitor/mse` is the error of leave_one_out's gradient from a step of so many prompts and
-    completions, `(G C1 + C2 + C3/(G-1)) / n`, unbiased. `monitor/heavy_tails` is 1 where the
+    completions, `(G C1 + C2 + C3/(G-1)) / n`, unbiased; `monitor/noise_scale` the number of
+    rollouts at which it equals ||grad J||^2 (`..._tokens`: tokens, each prompt counted once a
+    group; `..._best`: at G*), `monitor/prompt_share` the part of it that comes from which prompts
+    were drawn, `monitor/noise_share` its part of E||ghat||^2, see `estimators.noise`. Where the
+    estimate of ||grad J||^2 is not above 0 a noise scale has a lower end at most; averages over
+    steps are ratios of averages, `noise_of_steps`. `monitor/heavy_tails` is 1 where the
     intervals are likely to cover less than 90 % (see `intervals.Tails`), 0 where not.
     The same on any number of ranks; parameters and gradients stay as they are.
     """
@@ -42,7 +49,16 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     if not (batch.rewards_PG == batch.rewards_PG[:, :1]).all():
         groups_P = gather_by_prompt(own_group_scores(run, batch))
         q_PG = np.stack([group.sq_norm_G for group in groups_P])
-        intervals, tails = prompt_scaling(batch.rewards_PG, q_PG, gradient_gram(groups_P))
+        gram_PP = gradient_gram(groups_P)
+        intervals, tails = prompt_scaling(batch.rewards_PG, q_PG, gram_PP)
+        terms = group_terms(batch.rewards_PG, q_PG, gram_PP)
+        noise = noise_estimate([terms], batch.rewards_PG.shape[1]).intervals
+        intervals |= {name: noise[name] for name in NOISE}
+        per_group = batch.prompt_lengths_P.mean() / batch.rewards_PG.shape[1]
+        tokens = float(batch.lengths_PG.mean() + per_group)
+        scale = noise["noise_scale"]
+        intervals["noise_scale_tokens"] = Interval(*(tokens * x for x in scale))
+        intervals["noise_share"] = noise_share(scale, batch.rewards_PG.size)
         ghat_sq_P = np.array([group.ghat_sq for group in groups_P])
         intervals["corr"] = correlation(norm_moments(q_PG, batch.rewards_PG, ghat_sq_P))
         heavy = int(tails.heavy)
@@ -87,5 +103,9 @@ def _reason(name: str, intervals: dict[str, Interval]) -> str:
         return "every group has zero variance"
     if name == "corr":
         return "rewards or score norms vary within one group at most"
+    if name in ("noise_scale", "noise_scale_tokens", "noise_share") or (
+        name == "noise_scale_best" and math.isfinite(intervals["gstar"].estimate)
+    ):
+        return "the interval of ||grad J||^2 reaches 0: more prompts a step, or an average"
     unsure = [constant for constant in ("c1", "c3") if not intervals[constant].low > 0]
     return f"the interval of {' and '.join(unsure)} reaches 0: more prompts a step, or an average"

@@ -6,6 +6,7 @@ the plane and r the score norm, lognormal, Student or Pareto; the reward is 1 wi
 
     python scripts/benchmarks/interval_coverage.py --tails light heavy --questions 12 60
     python scripts/benchmarks/interval_coverage.py --assumption2  # false refutations where it holds
+    python scripts/benchmarks/interval_coverage.py --gradient  # ||grad J||^2, 2 to 200 dimensions
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from grpo_ustat.estimators.intervals import jackknife_interval
 from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, closed_form
 from grpo_ustat.mse.verdict import refutes_assumption2
 from grpo_ustat.records import ScorePool
@@ -126,6 +128,10 @@ class Bed:
         curves["leave_one_out"] = c2 + c3 / (GROUP_SIZE - 1)
         errors = {f"mse {name}": curves[name] / GROUP_SIZE / questions for name in BASELINES}
         constants = {"c1": c1, "c2": c2, "c3": c3, "gstar": 1 + math.sqrt(c3 / c1)}
+        noise = 4 * c1 + c2 + c3 / 3
+        constants |= {"grad_sq": grad_sq, "noise/4": noise / grad_sq}
+        constants |= {"noise/best": (c1 + c2 + 2 * math.sqrt(c1 * c3)) / grad_sq}
+        constants |= {"prompt_share/4": 4 * c1 / noise}
         return errors | constants | {"share": excess / a_v}
 
 
@@ -188,6 +194,31 @@ def assumption2(count: int) -> None:
                     )
 
 
+def gradient(count: int) -> None:
+    """Coverage of ||grad J||^2 by the jackknife over questions of its U-statistic, where the
+    questions' estimates are normal, equally noisy in D directions.
+    """
+    print("| dimensions | questions | signal over noise | coverage | above | below | low end > 0 |")
+    print("|---" * 7 + "|")
+    rng = np.random.default_rng(0)
+    for dimensions in (2, 30, 200):
+        for questions in (12, 60):
+            for signal in (0.5, 1, 2, 4, 10):
+                truth = signal * dimensions / questions
+                shape = (count, questions, dimensions)
+                estimates = rng.standard_normal(shape) + math.sqrt(truth / dimensions)
+                others = np.einsum("rmd,rd->rm", estimates, estimates.sum(axis=1))
+                others -= np.square(estimates).sum(axis=2)
+                pairs = questions * (questions - 1)
+                deleted = (others.sum(axis=1)[:, None] - 2 * others) / (pairs - 2 * questions + 2)
+                whole = others.sum(axis=1) / pairs
+                ends = [jackknife_interval(x, d[None]) for x, d in zip(whole, deleted, strict=True)]
+                low, high = np.array([(x.low, x.high) for x in ends]).T
+                shares = ((low <= truth) & (truth <= high), low > truth, high < truth, low > 0)
+                cells = " | ".join(f"{share.mean():.3f}" for share in shares)
+                print(f"| {dimensions} | {questions} | {signal} | {cells} |", flush=True)
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -199,11 +230,16 @@ def main() -> None:
     )
     parser.add_argument("--studies", type=int, default=300)
     parser.add_argument("--assumption2", action="store_true")
+    parser.add_argument("--gradient", action="store_true")
     options = parser.parse_args()
+    if options.gradient:
+        gradient(options.studies)
+        return
     if options.assumption2:
         assumption2(options.studies)
         return
-    names = [f"mse {name}" for name in BASELINES] + ["c1", "c2", "c3", "gstar", "share"]
+    names = [f"mse {name}" for name in BASELINES] + ["c1", "c2", "c3", "gstar"]
+    names += ["grad_sq", "n_c(4)", "n_c(G*)", "prompts at 4", "share"]
     columns = ["tails", "interval", "questions x completions", *names]
     columns += ["G* unbounded", "median G* off", "warned"]
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from reference import minibatch_mse
 
-from grpo_ustat.estimators.intervals import ratio_interval
+from grpo_ustat.estimators.intervals import Interval, ratio_interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.noise import group_terms, noise_estimate
-from grpo_ustat.estimators.scaling import prompt_scaling, scaling_estimate
+from grpo_ustat.estimators.noise import (
+    group_terms,
+    noise_estimate,
+    noise_of_steps,
+    noise_scale,
+    noise_share,
+    prompt_share,
+)
+from grpo_ustat.estimators.scaling import prompt_scaling, scaling_estimate, scaling_law
+from grpo_ustat.policy.tabular import TabularPolicy
 
 DIMENSIONS = 3
 
@@ -140,3 +149,60 @@ def test_the_truth_is_in_the_intervals(rng):
 def test_a_step_of_one_group_is_refused(rng):
     with pytest.raises(ValueError, match="at least 2 groups, got 1"):
         group_terms(*groups(rng, 1, 4))
+
+
+def test_the_least_noise_scale_is_at_the_best_group_size():
+    """By search over G: `(C1 + C2 + 2 sqrt(C1 C3)) / ||grad J||^2` at 1 + sqrt(C3/C1)."""
+    whole = {"c1": 0.7, "c2": 2.0, "c3": 5.0, "grad_sq": 0.1}
+    exact = {name: np.full((1, 4), value) for name, value in whole.items()}
+    sizes = np.linspace(1.5, 10, 2000)
+    scales = [noise_scale(whole, exact, size).estimate for size in sizes]
+    best = 1 + np.sqrt(5.0 / 0.7)
+    assert sizes[np.argmin(scales)] == pytest.approx(best, abs=0.01)
+    assert min(scales) == pytest.approx((0.7 + 2.0 + 2 * np.sqrt(0.7 * 5.0)) / 0.1, rel=1e-5)
+
+
+def test_the_noise_scale_is_that_of_enumerated_minibatches():
+    """E||ghat||^2 / ||grad J||^2 - 1 = n_c / n over every minibatch of two prompts, G = 2 and 3."""
+    shared = [([0.3, -0.8, 0.5], [1.0, 0.0, 0.25]), ([0.3, -0.8, 0.5], [0.0, 1.0, 0.7])]
+    policy = TabularPolicy(
+        np.tile(np.eye(3), (2, 1, 1)), np.array(shared[0][0]), np.array([r for _, r in shared])
+    )
+    grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
+    law = scaling_law(policy.moments(), grad_sq)
+    whole = {"c1": law.c1, "c2": law.c2, "c3": law.c3, "grad_sq": grad_sq}
+    exact = {name: np.full((1, 4), value) for name, value in whole.items()}
+    for prompts, size in ((1, 2), (2, 2), (1, 3)):
+        error = minibatch_mse(shared, "leave_one_out", size, prompts)
+        scale = noise_scale(whole, exact, size)
+        rollouts = prompts * size
+        assert error / grad_sq == pytest.approx(scale.estimate / rollouts, rel=1e-10)
+        share = noise_share(scale, rollouts).estimate
+        assert share == pytest.approx(error / (error + grad_sq), rel=1e-10)
+        between = law.c1 / prompts / error
+        assert prompt_share(whole, exact, size).estimate == pytest.approx(between, rel=1e-10)
+
+
+def test_doubling_the_rollouts_gains_the_noise_share_of_the_doubled_step():
+    scale = Interval(300.0, 200.0, 500.0)
+    for n in (50, 300, 2000):
+        gains = [n / (n + x) for x in scale]
+        doubled = [2 * n / (2 * n + x) for x in scale]
+        np.testing.assert_allclose(np.divide(doubled, gains) - 1, noise_share(scale, 2 * n))
+
+
+def test_steps_of_a_run_are_averaged_before_they_are_divided(rng):
+    values_4S = np.array([1.0, 2.0, 9.0, 0.5])[:, None] + 0.1 * rng.standard_normal((4, 12))
+    scale, prompts = noise_of_steps(values_4S, 4)
+    c1, c2, c3, grad_sq = values_4S.mean(axis=1)
+    error = 4 * c1 + c2 + c3 / 3
+    assert scale.estimate == pytest.approx(error / grad_sq)
+    assert prompts.estimate == pytest.approx(4 * c1 / error)
+    assert scale.low < scale.estimate < scale.high
+
+
+def test_without_a_gradient_the_noise_scale_has_a_lower_end_alone():
+    steps = np.array([[1.0], [2.0], [9.0], [0.0]]) + 0.1 * np.array([-1.0, 1.0, -1.0, 1.0])
+    scale, _ = noise_of_steps(steps, 4)
+    assert np.isnan(scale.estimate) and scale.low > 0 and scale.high == np.inf
+    assert noise_share(scale, 100).high == 1.0

@@ -15,6 +15,8 @@ from grpo_ustat.report.decision import (
     group_size_costs,
     interval_note,
     next_step,
+    noise_sentence,
+    training_noise_sentence,
 )
 
 # n MSE = G + 2 + 9/(G-1): G* = 4, and 13, 9, 11.286, 18.6 at G = 2, 4, 8, 16
@@ -152,3 +154,54 @@ def test_rollouts_of_another_framework_are_not_trained_on_here():
         "train with num_generations=4 where these rollouts were logged"
     )
     assert next_step(UNDECIDED, config) == "log more prompts, and import them in the same way"
+
+
+NOISE = {
+    "curve": [
+        {"group_size": size, "rollouts": scale, "rollouts_low": low, "rollouts_high": high,
+         "prompt_share": 0.25, "prompt_share_low": 0.2, "prompt_share_high": 0.3}
+        for size, scale, low, high in ((4, 768, 512, 1024), (8, 1000, 100, None), (64, 9, 5, 20))
+    ]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "size, sentence",
+    [
+        (None, "Noise: at G = 4 the noise scale n_c is 768 rollouts [512, 1024], 25 % of it "
+         "[20 %, 30 %] from prompts. A step of 256 rollouts is 75 % noise [67 %, 80 %]: below n_c "
+         "more rollouts are worth their price, twice as many make a step gain 60 % more "
+         "[50 %, 67 %]."),
+        (8, "Noise: at G = 8 the noise scale n_c is 1000 rollouts [100, infinity), 25 % of it "
+         "[20 %, 30 %] from prompts. A step of 256 rollouts is 80 % noise [28 %, 100 %]; n is not "
+         "significantly different from n_c."),
+        (50, "Noise: at G = 64 the noise scale n_c is 9 rollouts [5, 20], 25 % of it [20 %, 30 %] "
+         "from prompts. A step of 256 rollouts is 3 % noise [2 %, 7 %]: half as many rollouts "
+         "would lose 3 % of what a step gains [2 %, 7 %]."),
+    ],
+)  # fmt: skip
+def test_the_noise_of_a_step_is_said_with_its_verdict(size, sentence):
+    assert noise_sentence(RESULT | {"noise": NOISE}, 256, size) == sentence
+
+
+def test_without_a_noise_scale_nothing_is_said():
+    assert noise_sentence(RESULT) == ""
+    assert noise_sentence(RESULT | {"noise": NOISE, "assumption2": {"corr": None}}) == ""
+    unknown = {"group_size": 4, "rollouts": None, "rollouts_low": 400, "rollouts_high": None}
+    assert noise_sentence(RESULT | {"noise": {"curve": [unknown]}}) == (
+        "Noise: at G = 4 the noise scale n_c is not known: [400, infinity) rollouts, since "
+        "||grad J||^2 is not significantly above 0. Of a step of 256 rollouts [61 %, 100 %] is "
+        "noise: below n_c more rollouts are worth their price."
+    )
+
+
+def test_the_noise_of_a_training_run_is_that_of_its_second_half():
+    names = ("c1", "c2", "c3", "grad_sq")
+    rows = [
+        {"step": step} | {f"monitor/{x}": v for x, v in zip(names, values, strict=True)}
+        for step, values in enumerate([(9, 9, 9, 9)] * 3 + [(1, 2, 9, 0.1)] * 4)
+    ]
+    text = training_noise_sentence(rows, 4, 90)
+    assert "n_c is 90 rollouts [90, 90], 44 % of it" in text
+    assert text.endswith("Steps 3 to 6 together.")
+    assert training_noise_sentence(rows[:3], 4, 90) == ""

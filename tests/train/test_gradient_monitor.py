@@ -73,6 +73,11 @@ def test_it_is_the_scaling_law_of_the_steps_own_scores(watched):
         np.testing.assert_allclose(intervals(row, name), found[name], rtol=1e-8)
     c1, c2, c3 = (found[name].estimate for name in NAMES[:3])
     assert row["monitor/mse"] == pytest.approx((4 * c1 + c2 + c3 / 3) / batch.rewards_PG.size)
+    grad_sq = float((ghat @ ghat.T).sum() - np.trace(ghat @ ghat.T)) / (8 * 7)
+    assert row["monitor/grad_sq"] == pytest.approx(grad_sq)
+    scale = (4 * c1 + c2 + c3 / 3) / grad_sq if grad_sq > 0 else None
+    assert row["monitor/noise_scale"] == (scale and pytest.approx(scale))
+    assert row["monitor/noise_share"] == (scale and pytest.approx(scale / (32 + scale)))
     estimate = found["gstar"].estimate
     assert row["monitor/gstar"] == pytest.approx(None if math.isnan(estimate) else estimate)
 
@@ -162,7 +167,8 @@ def test_what_has_no_interval_says_why(watched):
         (one_PG, {"gstar": "the interval of c1 and c3 reaches 0", "corr": "within one group"}),
     ):
         row = gradient_mse(run, dataclasses.replace(batch, rewards_PG=rewards_PG))
-        assert {k for k in row if k.endswith("_reason")} == {f"monitor/{n}_reason" for n in reasons}
+        said = {f"monitor/{n}_reason" for n in NAMES} & set(row)
+        assert said == {f"monitor/{n}_reason" for n in reasons}
         for name, reason in reasons.items():
             assert row[f"monitor/{name}_high"] is None
             assert row[f"monitor/{name}_low"] in (None, 1.0 if name == "gstar" else None)
