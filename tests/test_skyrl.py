@@ -17,9 +17,14 @@ from readme import PAGES, commands
 from grpo_ustat.row_advantages import REWARDS_ALONE, estimator
 
 NAMES = [f"grpo_ustat_{rule}" for rule in REWARDS_ALONE]
-REWARDS_BT = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.5, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
-MASK_BT = torch.tensor([[1, 1], [1, 1], [1, 0], [1, 1], [1, 0], [1, 1]])
-UIDS = ["7", "8", "8", "7", "9", "9"]
+REWARDS_BT = torch.tensor([
+    [0.0, 1.0], [0.0, 0.0], [0.5, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0],
+    [0.0, 0.0],
+])  # fmt: skip
+MASK_BT = torch.tensor([
+    [1, 1], [1, 1], [1, 0], [1, 1], [1, 0], [1, 1], [1, 0], [1, 1], [1, 1],
+])  # fmt: skip
+UIDS = ["7", "8", "8", "7", "9", "9", "7", "8", "9"]
 HOME = "skyrl.backends.skyrl_train.utils.ppo_utils"
 
 

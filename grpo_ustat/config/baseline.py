@@ -16,6 +16,9 @@ from grpo_ustat.estimators.baselines import check_shape as check_rewards_shape
 OPTIONS = {  # of baselines, and what they mean
     "value": "the number that is subtracted",
     "epsilon": "added to what divides, so that it is never 0",
+    "level": "share of the group at or below the quantile that is the baseline",
+    "share": "of the group that is kept",
+    "power": "of the length by which a completion counts less",
     "decay": "how much of the past stays with each step, of a running mean or a critic's fit",
     "ridge": "penalty on the weights of the critic's head",
     "minimum": "smallest reward there is",
@@ -27,6 +30,9 @@ OPTIONS = {  # of baselines, and what they mean
 }
 RANGES = {  # of those that have one
     "epsilon": (0.0, math.inf),
+    "level": (0.0, 1.0),
+    "share": (1e-12, 1.0),
+    "power": (0.0, 10.0),
     "decay": (0.0, 1.0),
     "ridge": (1e-12, math.inf),
     "ceiling": (1e-12, math.inf),

@@ -122,9 +122,10 @@ def noise_of_steps(values_4S: Array, group_size: float) -> tuple[Interval, Inter
         group_size: G > 1.
     """
     delete_one_4S = (values_4S.sum(axis=1, keepdims=True) - values_4S) / (values_4S.shape[1] - 1)
-    whole = dict(zip(CONSTANTS_AND_GRADIENT, map(float, values_4S.mean(axis=1)), strict=True))
-    delete_one = {
-        name: one[None] for name, one in zip(CONSTANTS_AND_GRADIENT, delete_one_4S, strict=True)
+    names: tuple[str, ...] = CONSTANTS_AND_GRADIENT
+    whole: dict[str, float] = dict(zip(names, map(float, values_4S.mean(axis=1)), strict=True))
+    delete_one: dict[str, Array] = {
+        name: one[None] for name, one in zip(names, delete_one_4S, strict=True)
     }
     return (
         noise_scale(whole, delete_one, group_size),

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +51,7 @@ from grpo_ustat.mse.replay_independent import (
     question_stats,
     room_for_two,
 )
+from grpo_ustat.mse.rule_sizes import RuleLaw
 from grpo_ustat.records import Array, ScorePool
 
 NO_SPREAD = 1e-9  # a standard deviation or a value that is 0 but for rounding
@@ -81,6 +82,9 @@ class ReplayPoint:
         cosine: <E T, tau> / sqrt(E||T||^2 ||tau||^2), T the minibatch's estimate.
         best_scalar_mse: ||tau||^2 - <E T, tau>^2 / E||T||^2, the MSE of the best multiple of T.
             Both are None where the estimate of ||tau||^2 is not positive.
+        law: what the error at any number of rollouts is made of; of the first setting alone, None
+            for rules that couple questions, against the rule's own mean, and where the pool has no
+            room for two disjoint groups.
     """
 
     baseline: str
@@ -94,6 +98,7 @@ class ReplayPoint:
     variance: float
     cosine: float | None
     best_scalar_mse: float | None
+    law: RuleLaw | None = field(default=None, compare=False)
 
 
 class _Means(NamedTuple):
@@ -272,11 +277,44 @@ def _replay_independent(
             whole = _jackknife_corrected(whole, delete_one_completion)
         elif BASELINES[name].unbiased:
             whole, delete_one = _with_unbiased_mean(whole), _with_unbiased_mean(delete_one)
-        for setting, num_prompts in settings:
+        law = None
+        if target != "own_mean" and room_for_two(name, size, count - 1) and questions > 1:
+            sample = interval == "questions"
+            law = _law(whole, delete_one, name, size, target, questions, sample)
+        for place, (setting, num_prompts) in enumerate(settings):
             numbers = _setting_numbers(
                 whole, delete_one, setting, num_prompts, questions, count, size, name, target
             )
-            yield ReplayPoint(name, size, target, setting, num_prompts, draws, *numbers)
+            row = (name, size, target, setting, num_prompts, draws)
+            yield ReplayPoint(*row, *numbers, law=None if place else law)
+
+
+def _law(
+    whole: _Means,
+    delete_one: _Means,
+    name: str,
+    size: int,
+    target: str,
+    questions: int,
+    sample: bool,
+) -> RuleLaw:
+    """The law of a rule at one G; of a sample of questions that of their population, whose products
+    of means are those of pairs of different questions.
+    """
+
+    def parts(means: _Means) -> Array:
+        mu_sq, cross, target_sq = means[4:]
+        if sample:
+            share = 1 / questions
+            mu_sq, cross, target_sq = (
+                (both - share * own) / (1 - share)
+                for both, own in zip(means[4:], means[1:4], strict=True)
+            )
+        bias2 = mu_sq - 2 * cross + target_sq
+        return np.stack([bias2, means.e - mu_sq, means.p - mu_sq, cross, target_sq])
+
+    replicates = parts(delete_one)
+    return RuleLaw(name, size, target, parts(whole), replicates[:, None] if sample else replicates)
 
 
 def _with_unbiased_mean(means: _Means) -> _Means:

@@ -13,6 +13,7 @@ from grpo_ustat.config.mse import CLOSED_FORMS, MseConfig
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval, clustered_mean
 from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.scaling import ScalingLaw
@@ -112,6 +113,7 @@ def study_result(
         "ratio_to_oracle": oracle_ratios(statistics),
         "scaling": _scaling(statistics),
         "noise": _noise(statistics),
+        "dynamic_sampling": _dynamic_sampling(statistics, pool),
         "assumption2": _assumption(statistics, pool),
         "grad_sq": _gradient(statistics),
         "metric": metric,
@@ -317,7 +319,7 @@ def _scaling(statistics: ClosedForm) -> dict[str, Any]:
 
 def _noise(statistics: ClosedForm) -> dict[str, Any]:
     """The noise scale of leave_one_out at every G, and at its least, see `estimators.noise`."""
-    sizes = [(str(size), size) for size in GRID]
+    sizes: list[tuple[str, float | None]] = [(str(size), size) for size in GRID]
     sizes.append(("best", _scaled_size(statistics["gstar"])))
     rows = [
         {"group_size": size}
@@ -336,6 +338,24 @@ def _noise(statistics: ClosedForm) -> dict[str, Any]:
             "||grad J||^2 is not significantly different from 0: the noise scale has no upper end"
         )
     return result
+
+
+def _dynamic_sampling(statistics: ClosedForm, pool: ScorePool) -> list[dict[str, Any]]:
+    """What dynamic sampling costs at every G that the pool has, see `kept_groups`."""
+    rows = []
+    for size in GRID:
+        if size > pool.rewards_PN.shape[1]:
+            break
+        silent_P = silent_share(pool.rewards_PN, size)
+        most = pool.rewards_PN.shape[1] // size
+        found = kept_groups(silent_P, size, statistics[f"noise/{size}"], most)
+        rows.append(
+            {"group_size": size}
+            | _triple("kept", found.kept)
+            | _triple("generated", found.generated)
+            | _triple("break_even", found.break_even)
+        )
+    return rows
 
 
 def _scaled_size(best: Interval) -> float | None:

@@ -32,6 +32,7 @@ from grpo_ustat.mse.result import (
     target_words,
     write_curves,
 )
+from grpo_ustat.mse.rule_sizes import rule_sizes
 from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
 from grpo_ustat.progress import waiting
@@ -39,12 +40,15 @@ from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.report.decision import (
     WHY_FIXED_ROLLOUTS,
     decision_sentence,
+    dynamic_sampling_sentence,
     interval_note,
     next_step,
     noise_sentence,
+    rule_sizes_sentence,
 )
 from grpo_ustat.report.error_figures import mse_figure, scaling_figure
 from grpo_ustat.report.gradient_error import study_tables
+from grpo_ustat.report.recipes import recipes_figure
 from grpo_ustat.report.run_page import leave_page
 from grpo_ustat.report.tables import write_csv
 from grpo_ustat.runs.folder import RunFolder
@@ -71,7 +75,13 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
         )
-    sentences = filter(None, (decision_sentence(result), noise_sentence(result)))
+    words = (
+        decision_sentence(result),
+        noise_sentence(result),
+        rule_sizes_sentence(result),
+        dynamic_sampling_sentence(result),
+    )
+    sentences = filter(None, words)
     answer = "\n".join([*sentences, f"next: {next_step(result, asdict(config))}", ""])
     console.print(answer, soft_wrap=True, highlight=False, markup=False)
     for table in study_tables(result):
@@ -99,6 +109,7 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
     if is_main():
         mse_figure(folder.path, result)
         scaling_figure(folder.path, result)
+        recipes_figure(folder.path, result)
         leave_page(folder, result)
     folder.finish(result)
     return result
@@ -137,9 +148,9 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:
         curves += closed_form_rows(config, statistics)
-    refusals = []
+    refusals, sizes = [], []
     if "replay" in config.study.methods:
-        replay_points, refusals = run_replay(config, pool, statistics)
+        replay_points, refusals, sizes = run_replay(config, pool, statistics)
         curves += replay_points
     if "monte_carlo" in config.study.methods:
         curves_by_rule, replicate_cost = monte_carlo(config, prompts)
@@ -147,6 +158,8 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     result = study_result(
         config, pool, statistics, curves, facts.parameters, pool_cost, replicate_cost
     )
+    if sizes:
+        result["scaling"]["rules"] = sizes
     if config.imports_pool and not logged_rollouts(config)[0].is_exact:
         result["summary"] += (
             " WARNING: only texts were logged, which were tokenised again: where the policy had "
@@ -176,8 +189,12 @@ def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
     return prompts, task.dropped
 
 
-def run_replay(config: MseConfig, pool: ScorePool, statistics: ClosedForm) -> tuple[list, list]:
-    """Rows of the replay method, shared out by rule and group size, and what has no row and why."""
+def run_replay(
+    config: MseConfig, pool: ScorePool, statistics: ClosedForm
+) -> tuple[list, list, list]:
+    """Rows of the replay method, shared out by rule and group size; what has no row and why; and
+    the best group sizes of the rules by the number of rollouts.
+    """
     settings = batch_settings(config, len(pool.rewards_PN))
     items = [(name, size) for name in config.baselines for size in config.group_sizes]
     total = len(items) * config.budget.replay_draws
@@ -190,7 +207,11 @@ def run_replay(config: MseConfig, pool: ScorePool, statistics: ClosedForm) -> tu
     refusals = [
         row for name in config.baselines for row in _replay_refusals(config, pool, name, settings)
     ]
-    return replay_rows(config, rows, statistics, is_binary(pool.rewards_PN)), refusals
+    binary = is_binary(pool.rewards_PN)
+    sizes = rule_sizes([row.law for row in rows if row.law is not None])
+    for row in sizes:
+        row["target"] = target_words(row["target"], binary)
+    return replay_rows(config, rows, statistics, binary), refusals, sizes
 
 
 def _replay_refusals(

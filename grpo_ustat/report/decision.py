@@ -185,6 +185,49 @@ def noise_sentence(
     return noise_text(scale, share, row["group_size"], rollouts)
 
 
+def rule_sizes_sentence(result: Mapping[str, Any]) -> str:
+    """Of which rules the best group size grows with the rollouts, and of which this is not shown;
+    "" where no rule was replayed.
+    """
+    rules = [row for row in result["scaling"].get("rules", []) if row["measure"] == "mse"]
+    if not rules:
+        return ""
+    parts = []
+    for row in rules:
+        first, last = row["sizes"][0], row["sizes"][-1]
+        sizes = (
+            f"{first['group_size']} at n = {first['n']}, {last['group_size']} at n = {last['n']}"
+        )
+        grows = "" if row["grows"] else " (growth not shown)"
+        parts.append(f"{row['baseline']} against the {row['target']}: {sizes}{grows}")
+    return f"Best of the measured G by rule: {'; '.join(parts)}."
+
+
+def dynamic_sampling_sentence(result: Mapping[str, Any], group_size: int | None = None) -> str:
+    """What a kept group costs under dynamic sampling, and when it is worth that.
+
+    Args:
+        result: content of the study's `result.json`; "" where an earlier version wrote it.
+        group_size: G; None: 8, of the measured sizes the nearest.
+    """
+    rows = result.get("dynamic_sampling")
+    if not rows or result["assumption2"].get("corr") is None:
+        return ""
+    row = min(rows, key=lambda row: abs(math.log(row["group_size"] / (group_size or USUAL_SIZE))))
+    more, even = row_interval(row, "generated"), row_interval(row, "break_even")
+    text = (
+        f"Dynamic sampling at G = {row['group_size']} generates {more.estimate:.2f} groups "
+        f"[{more.low:.2f}, {more.high:.2f}] for a kept one; its gradient has the right direction "
+        f"and {more.estimate:.2f} times the length"
+    )
+    if not math.isfinite(even.high):
+        return f"{text}."
+    return (
+        f"{text}. It beats leaving zero-variance groups out, without new ones, only while it "
+        f"throws away less than {100 * even.high:.2g} % of its kept groups."
+    )
+
+
 def training_noise_sentence(
     metrics: Sequence[Mapping[str, Any]], group_size: int, rollouts: int
 ) -> str:

@@ -60,11 +60,13 @@ NOISE_COLUMNS = {
 MOST_STEPS = 200  # that the table of steps holds
 ERRORS = "Mean squared error of the gradient against group size"
 COSTS = "What each group size costs at the same number of rollouts"
+PUBLISHED = "Published group sizes at the same number of rollouts"
 PREDICTED = "Predictions are lines, measurements markers with 95 % intervals"
 FIGURES = {  # that our runs draw: title, caption, data
     "train": {"learning": ("How training went", "Numbers:", "metrics.jsonl")},
     "mse": {
         "scaling": (COSTS, "", None),
+        "recipes": (PUBLISHED, "", None),
         "figure": (ERRORS, "Numbers:", "curves.csv"),
     },
     "gap": {"figure": (PREDICTED, "Numbers:", "curves.csv")},

@@ -154,6 +154,7 @@ def coverage(tail: str, questions: int, completions: int, interval: str, count: 
     size = POPULATION if over else questions
     exact = Bed(norm, size, rng=np.random.default_rng(7), **bed).truth(questions)
     hits, warned, best, unbounded = dict.fromkeys(exact, 0), 0, [], 0
+    given = dict.fromkeys(exact, 0)
     for result in studies(norm, questions, completions, interval, count, 1, **bed):
         warned += result.tails.heavy
         unbounded += math.isinf(result["gstar"].high)
@@ -163,7 +164,8 @@ def coverage(tail: str, questions: int, completions: int, interval: str, count: 
             if name.startswith("mse "):
                 key = CurvePoint(name[4:], GROUP_SIZE, "all_questions_once", questions).key
             hits[name] += result[key].low <= value <= result[key].high
-    shares = " | ".join(f"{hits[name] / count:.3f}" for name in exact)
+            given[name] += not math.isnan(result[key].low)
+    shares = " | ".join(f"{hits[name] / max(given[name], 1):.3f}" for name in exact)
     off = np.nanmedian(best) / exact["gstar"] - 1
     print(
         f"| {tail} | {interval} | {questions} x {completions} | {shares} | {unbounded / count:.2f} "

@@ -40,6 +40,7 @@ OVERLAYS = {  # of each overlay that names a model or a data set: learning rate,
     "train": {
         "experiment=algorithm2": (1e-4, 96),
         "experiment=best_group_size": (7e-3, 96),
+        "experiment=normalised_group_size": (7e-3, 96),
         "experiment=figure5_gsm8k": (1e-6, 512),
         "experiment=figure5_offline": (1e-4, 96),
         "experiment=table2_math": (1e-6, 3000),

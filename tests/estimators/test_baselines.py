@@ -27,6 +27,7 @@ PROMPTS = [  # logits, rewards and lengths of three outcomes
 CENTRED = [
     "leave_one_out", "group_mean", "group_std", "maxrl", "opo", "opo_self", "batch_std",
     "reinforce_pp", "reinforce_pp_baseline", "james_stein", "jspo", "beta",
+    "group_std_jackknife", "leave_one_out_std", "quantile", "pods", "length_weighted",
 ]  # fmt: skip
 EPSILON = [name for name, rule in BASELINES.items() if "epsilon" in rule.options]
 
@@ -52,7 +53,8 @@ def test_every_rule_is_the_one_written_out(name, rng):
     """Random groups with lengths, binary and real rewards."""
     rule = BASELINES[name]
     for trial in range(40):
-        prompts, size = rng.integers(max(2, rule.min_prompts), 6), rng.integers(2, 6)
+        prompts = rng.integers(max(2, rule.min_prompts), 6)
+        size = rng.integers(max(2, rule.min_group_size), 6)
         rewards = rng.random((prompts, size))
         rewards = (np.round(rewards) if trial % 2 else rewards).tolist()
         lengths = rng.integers(1, 9, size=(prompts, size)).tolist()
@@ -84,6 +86,7 @@ def gradient(prompts):
         )
         for name in BASELINES
         for size in (2, 3)
+        if size >= BASELINES[name].min_group_size
     ],
 )
 def test_a_rule_is_unbiased_exactly_when_it_says_so(name, group_size):
@@ -162,6 +165,50 @@ def test_normalised_rules_tend_to_their_target(name, probability):
     gaps = [abs(binary_mean(name, probability, size) - target) for size in (2, 8, 32, 128)]
     assert all(after < before for before, after in zip(gaps, gaps[1:], strict=False) if before)
     assert gaps[-1] < 0.02 * target
+
+
+@pytest.mark.parametrize("probability", [0.3, 0.5, 0.6])
+def test_the_jackknife_takes_off_the_bias_of_order_one_over_g(probability):
+    """By enumeration: G times group_std's bias tends to -(1 + 4v) / (8 v^(3/2)) g, v = p (1-p);
+    that of the jackknifed rule falls by 4 where G doubles."""
+    v = probability * (1 - probability)
+    target = math.sqrt(v)
+    sizes = (64, 128, 256)
+    plain = [size * (binary_mean("group_std", probability, size) - target) for size in sizes]
+    assert plain[-1] == pytest.approx(-(1 + 4 * v) / (8 * math.sqrt(v)), rel=0.03)
+    left = [abs(binary_mean("group_std_jackknife", probability, size) - target) for size in sizes]
+    assert max(x / y for x, y in zip(left[1:], left, strict=False)) < 0.3
+    assert left[0] < 0.1 * abs(plain[0]) / sizes[0]
+
+
+def test_a_std_without_the_completion_explodes_near_silent_groups():
+    """By enumeration at p = 0.9, G = 4: the second moment grows like 1/epsilon^2, that of group_std
+    stays; the mean grows like 1/epsilon too, so no scale cures it."""
+    p, size = 0.9, 4
+    successes = np.arange(size + 1)
+    rewards = (np.arange(size) < successes[:, None]).astype(float)
+    law = np.array([math.comb(size, k) * p**k * (1 - p) ** (size - k) for k in successes])
+
+    def second(name, epsilon):
+        advantage = advantages(name, rewards, BaselineContext(), {"epsilon": epsilon})
+        return float(law @ np.square((advantage * (rewards - p)).mean(axis=1)))
+
+    growth = second("leave_one_out_std", 1e-4) / second("leave_one_out_std", 1e-3)
+    assert growth == pytest.approx(100, rel=0.02)
+    assert second("group_std", 1e-4) == pytest.approx(second("group_std", 1e-3), rel=0.01)
+
+
+@pytest.mark.parametrize("level", [0.2, 0.4, 0.6, 0.8])
+def test_the_quantile_rule_pushes_rare_successes_or_rare_failures(level):
+    """The paper's two regimes, 0/1 rewards: only right completions where p <= 1 - K, else only
+    wrong ones."""
+    for right in range(1, 5):
+        z = (np.arange(5) < right).astype(float)[None]
+        options = {"level": level, "epsilon": 0.0}
+        found = advantages("quantile", z, BaselineContext(), options)[0]
+        hard = right / 5 <= 1 - level + 1e-12
+        assert ((found > 0) == (z[0] == 1) & hard).all()
+        assert ((found < 0) == (z[0] == 0) & (not hard)).all()
 
 
 @pytest.mark.parametrize("group_size", [2, 5])

@@ -14,6 +14,11 @@ BASELINE_OPTIONS = {  # of every rule that has any
     "running_mean": {"decay": 0.9},
     "critic": {"decay": 0.9, "ridge": 1.0},
     "group_std": {"epsilon": 1e-4},
+    "group_std_jackknife": {"epsilon": 1e-4},
+    "leave_one_out_std": {"epsilon": 0.1},
+    "quantile": {"level": 0.4, "epsilon": 1e-4},
+    "pods": {"share": 0.6, "epsilon": 1e-4},
+    "length_weighted": {"power": 0.75, "epsilon": 1e-4},
     "maxrl": {"epsilon": 1e-4},
     "batch_std": {"epsilon": 1e-4},
     "reinforce_pp": {"epsilon": 1e-8},
@@ -94,6 +99,38 @@ def james_stein_row(rewards, p, epsilon, factor):
     return result
 
 
+def standardised(row, epsilon):
+    """Of one group, (r - mean) / (std + epsilon)."""
+    return [(r - mean_of(row)) / (math.sqrt(variance_of(row)) + epsilon) for r in row]
+
+
+def jackknifed_row(row, epsilon):
+    """G N - (G-1) mean_k N^(-k), N = 1/G sum A_i s_i, as G times the weights of the scores."""
+    size = len(row)
+    weights = [size * a / size for a in standardised(row, epsilon)]
+    for k in range(size):
+        kept = [i for i in range(size) if i != k]
+        for i, a in zip(kept, standardised([row[i] for i in kept], epsilon), strict=True):
+            weights[i] -= (size - 1) / size * a / (size - 1)
+    return [size * w for w in weights]
+
+
+def kept_row(row, kept, epsilon):
+    """PODS by trying every part: the largest variance; then the smallest sum, the first places."""
+    size = len(row)
+    best = max(
+        itertools.combinations(range(size), kept),
+        key=lambda part: (
+            round(variance_of([row[i] for i in part], ddof=0), 10),
+            -round(sum(row[i] for i in part), 10),
+            [-i for i in part],
+        ),
+    )
+    inside = standardised([row[i] for i in best], epsilon)
+    found = dict(zip(best, inside, strict=True))
+    return [size / kept * found.get(i, 0.0) for i in range(size)]
+
+
 def zoo_advantages(name, rewards, lengths, context, options):
     """Advantages of a batch under any rule, written out; context is a plain dictionary."""
     result = []
@@ -120,6 +157,13 @@ def zoo_advantages(name, rewards, lengths, context, options):
             factor = 1 - 1 / len(rewards) if name == "james_stein" else 1
             result.append(james_stein_row(rewards, p, options["epsilon"], factor))
             continue
+        if name == "group_std_jackknife":
+            result.append(jackknifed_row(row, options["epsilon"]))
+            continue
+        if name == "pods":
+            kept = min(len(row), max(2, round(options["share"] * len(row))))
+            result.append(kept_row(row, kept, options["epsilon"]))
+            continue
         group = []
         for i, r in enumerate(row):
             others = [j for j in range(len(row)) if j != i]
@@ -138,6 +182,16 @@ def zoo_advantages(name, rewards, lengths, context, options):
                 a = r - centre
             elif name == "group_std":
                 a = (r - centre) / (math.sqrt(variance_of(row)) + options["epsilon"])
+            elif name == "leave_one_out_std":
+                rest = [row[j] for j in others]
+                a = (r - mean_of(rest)) / (math.sqrt(variance_of(rest)) + options["epsilon"])
+            elif name == "quantile":
+                level = options["level"]
+                reached = [x for x in row if sum(y <= x for y in row) / len(row) >= level - 1e-12]
+                a = (r - min(reached)) / (math.sqrt(variance_of(row)) + options["epsilon"])
+            elif name == "length_weighted":
+                weights = [n ** -options["power"] for n in lengths[p]]
+                a = standardised(row, options["epsilon"])[i] * weights[i] / mean_of(weights)
             elif name == "maxrl":
                 a = (r - centre) / (centre + options["epsilon"])
             elif name == "batch_std":

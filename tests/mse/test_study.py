@@ -52,7 +52,9 @@ def test_the_folder_holds_what_it_promises(finished):
     path, result = finished
     names = {p.name for p in path.iterdir()}
     pictures = {
-        f"{name}.{kind}" for name in ("figure", "scaling") for kind in ("pdf", "svg", "png")
+        f"{name}.{kind}"
+        for name in ("figure", "scaling", "recipes")
+        for kind in ("pdf", "svg", "png")
     }
     always = {".hydra", "code.json", "launches.jsonl", "result.json"}
     views = {"curves.csv", "curves.parquet", "completions.parquet", "report.html"}

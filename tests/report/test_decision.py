@@ -12,10 +12,12 @@ from commands import compose
 
 from grpo_ustat.report.decision import (
     decision_sentence,
+    dynamic_sampling_sentence,
     group_size_costs,
     interval_note,
     next_step,
     noise_sentence,
+    rule_sizes_sentence,
     training_noise_sentence,
 )
 
@@ -205,3 +207,37 @@ def test_the_noise_of_a_training_run_is_that_of_its_second_half():
     assert "n_c is 90 rollouts [90, 90], 44 % of it" in text
     assert text.endswith("Steps 3 to 6 together.")
     assert training_noise_sentence(rows[:3], 4, 90) == ""
+
+
+def dynamic(**changes):
+    row = {"group_size": 8, "kept": 0.5, "kept_low": 0.4, "kept_high": 0.6}
+    row |= {"generated": 2.0, "generated_low": 1.67, "generated_high": 2.5}
+    row |= {"break_even": 0.01, "break_even_low": 0.005, "break_even_high": 0.02}
+    return RESULT | {"dynamic_sampling": [row | {"group_size": 2}, row | changes]}
+
+
+def test_dynamic_sampling_is_said_with_its_break_even():
+    assert dynamic_sampling_sentence(dynamic()) == (
+        "Dynamic sampling at G = 8 generates 2.00 groups [1.67, 2.50] for a kept one; its gradient "
+        "has the right direction and 2.00 times the length. It beats leaving zero-variance "
+        "groups out, without new ones, only while it throws away less than 2 % of its kept groups."
+    )
+    unknown = dynamic(break_even=None, break_even_low=None, break_even_high=None)
+    assert dynamic_sampling_sentence(unknown).endswith("2.00 times the length.")
+    assert dynamic_sampling_sentence(RESULT) == ""
+
+
+def test_the_best_sizes_of_rules_are_said_with_whether_they_grow():
+    sizes = [{"n": n, "group_size": g, "alike": [g]} for n, g in ((64, 4), (65536, 32))]
+    rules = [
+        {"baseline": "group_std", "target": "limit g/sigma", "measure": m, "sizes": sizes,
+         "grows": m == "mse"}
+        for m in ("mse", "best_scalar")
+    ]  # fmt: skip
+    assert rule_sizes_sentence(changed(rules=rules)) == (
+        "Best of the measured G by rule: group_std against the limit g/sigma: 4 at n = 64, 32 at "
+        "n = 65536."
+    )
+    unsure = changed(rules=[rules[0] | {"grows": False}])
+    assert rule_sizes_sentence(unsure).endswith("32 at n = 65536 (growth not shown).")
+    assert rule_sizes_sentence(RESULT) == ""

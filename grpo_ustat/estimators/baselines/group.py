@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from grpo_ustat.estimators.baselines.base import centre, quotient, require
 from grpo_ustat.records import Array, BaselineContext
+
+ROUNDING = 1e-12  # within which shares and variances are equal
 
 
 def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
@@ -45,6 +49,128 @@ def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float) ->
     """
     centred_PG = centre(rewards_PG)
     return quotient(centred_PG, centred_PG.std(axis=1, ddof=1, keepdims=True) + epsilon)
+
+
+def group_std_jackknife(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+    """`group_std` less its jackknifed bias: of the estimate N, `G N - (G-1) mean of N without k`.
+
+    As advantages, with A^(-k) those of `group_std` in the group without completion k,
+
+        A_i = G A_i^(all) - sum_{k != i} A_i^(-k)
+
+    Its mean goes to g/sigma as that of `group_std`, whose bias of order 1/G it takes off: what is
+    left is of order 1/G^2, and where rewards are rarely unequal that of zero-variance groups. It
+    costs variance, `(1 + O(1/G))` times that of `group_std`. Ours; the jackknife is Quenouille's
+    (1956).
+
+    >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    >>> group_std_jackknife(z, BaselineContext(), epsilon=0.0).round(3).tolist()
+    [[2.05, -1.025, -1.025], [0.0, 0.0, 0.0]]
+    """
+    size = rewards_PG.shape[1]
+    result = size * group_std(rewards_PG, context, epsilon=epsilon)
+    for k in range(size):
+        kept = [i for i in range(size) if i != k]
+        result[:, kept] -= group_std(rewards_PG[:, kept], context, epsilon=epsilon)
+    return result
+
+
+def leave_one_out_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+    """`A_i = (r_i - mean of the others) / (std of the others + epsilon)`, std with divisor G-2.
+
+    No number in it but r_i holds completion i, so a prompt's mean is g times a number,
+    `g E[1 / (std of G-1 + epsilon)]`: the direction is exact prompt by prompt, the weights of
+    prompts are not. A completion unlike others that are all equal is divided by epsilon alone:
+    near silent groups its variance grows like `1/epsilon^2`, so epsilon must not be small.
+    No published rule is known to us that leaves the completion out of the std too.
+
+    >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    >>> leave_one_out_std(z, BaselineContext(), epsilon=0.5).round(3).tolist()
+    [[2.0, -0.414, -0.414], [0.0, 0.0, 0.0]]
+    """
+    size = rewards_PG.shape[1]
+    result = np.empty_like(rewards_PG)
+    for i in range(size):
+        others_PG = np.delete(rewards_PG, i, axis=1) - rewards_PG[:, i : i + 1]
+        spread_P = (others_PG - others_PG[:, :1]).std(axis=1, ddof=1)
+        result[:, i] = quotient(-others_PG.mean(axis=1), spread_P + epsilon)
+    return result
+
+
+def quantile(rewards_PG: Array, context: BaselineContext, *, level: float, epsilon: float) -> Array:
+    """QAE (Junkang Wu et al. 2025, arXiv 2509.22611): `A_i = (r_i - Q_K) / (std + epsilon)`.
+
+    Q_K is the smallest reward with at least a share K = `level` of the group at or below it. For
+    0/1 rewards it is 0 where at most 1 - K are right, which then alone get an advantage, and 1
+    elsewhere, where the wrong ones alone do. Biased: Q_K holds the completion's own reward. The
+    paper names neither the divisor of the std (here G-1, as in `group_std`) nor, of rewards between
+    0 and 1, the quantile's kind; both are ours, its authors' code was not at hand.
+
+    >>> z = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+    >>> quantile(z, BaselineContext(), level=0.4, epsilon=0.5).tolist()
+    [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, -1.0]]
+    """
+    size = rewards_PG.shape[1]
+    place = max(0, math.ceil(level * size - ROUNDING) - 1)
+    base_P1 = np.sort(rewards_PG, axis=1)[:, place : place + 1]
+    spread_P1 = centre(rewards_PG).std(axis=1, ddof=1, keepdims=True)
+    return quotient(rewards_PG - base_P1, spread_P1 + epsilon)
+
+
+def pods(rewards_PG: Array, context: BaselineContext, *, share: float, epsilon: float) -> Array:
+    """PODS (Xu et al. 2025, arXiv 2504.13818), max-variance: `group_std` of a part of the group.
+
+    Of the G completions the m = `share` G (rounded, at least 2) of largest variance of the rewards
+    are kept, always some of the largest and the rest of the smallest; the others get no gradient.
+    Advantages are normalised within the part, and averaged over it: G/m times their share of G. Of
+    equal rewards the first ones are kept, of equal variances the part with the fewest large
+    rewards. Biased: which completions are kept depends on their rewards.
+
+    >>> z = np.array([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
+    >>> (pods(z, BaselineContext(), share=0.5, epsilon=0.0) / 2).round(3).tolist()  # G/m = 2
+    [[1.155, 0.0, -0.577, -0.577, 0.0, 0.0]]
+    """
+    size = rewards_PG.shape[1]
+    kept = min(size, max(2, round(share * size)))
+    order_PG = np.argsort(rewards_PG, axis=1, kind="stable")
+    falling_PG = np.argsort(-rewards_PG, axis=1, kind="stable")
+    parts_KPM = np.stack([
+        np.concatenate([falling_PG[:, :large], order_PG[:, : kept - large]], axis=1)
+        for large in range(kept + 1)
+    ])  # fmt: skip
+    variance_KP = np.stack([
+        centre(np.take_along_axis(rewards_PG, part_PM, axis=1)).var(axis=1) for part_PM in parts_KPM
+    ])  # fmt: skip
+    most_KP = variance_KP >= variance_KP.max(axis=0) * (1 - ROUNDING) - ROUNDING
+    place_1P1 = most_KP.argmax(axis=0)[None, :, None]
+    part_PM = np.take_along_axis(parts_KPM, place_1P1, axis=0)[0]
+    inside_PM = np.take_along_axis(rewards_PG, part_PM, axis=1)
+    result = np.zeros_like(rewards_PG)
+    scaled_PM = group_std(inside_PM, context, epsilon=epsilon) * size / kept
+    np.put_along_axis(result, part_PM, scaled_PM, axis=1)
+    return result
+
+
+def length_weighted(
+    rewards_PG: Array, context: BaselineContext, *, power: float, epsilon: float
+) -> Array:
+    """VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558): `group_std` times L_i^-power weights.
+
+    The weights of a group add up to G: `w_i = G L_i^-power / sum_j L_j^-power`. With power 1 they
+    give the least variance where that of a completion's gradient is proportional to its length L
+    and its mean is not: then the weighted mean is unbiased too. Neither holds in general: the
+    weights go with the score, so the mean is biased beside what `group_std` is. The paper's formula
+    was read in descriptions of it, not in its authors' code; there sums may run over the batch.
+
+    >>> context = BaselineContext(lengths_PG=np.array([[1, 3]]))
+    >>> z = np.array([[1.0, 0.0]])
+    >>> length_weighted(z, context, power=1.0, epsilon=0.0).round(4).tolist()
+    [[1.0607, -0.3536]]
+    """
+    lengths_PG = require(context.lengths_PG, "lengths_PG", "length_weighted")
+    weight_PG = np.asarray(lengths_PG, dtype=np.float64) ** -power
+    weight_PG *= rewards_PG.shape[1] / weight_PG.sum(axis=1, keepdims=True)
+    return weight_PG * group_std(rewards_PG, context, epsilon=epsilon)
 
 
 def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:

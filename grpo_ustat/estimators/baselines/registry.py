@@ -93,6 +93,25 @@ BASELINES = _Rules(
             options=("epsilon", "rho_min", "rho_max", "half_distance"),
             of_memory=("rho_min", "rho_max", "half_distance"),
         ),
+        Baseline(
+            "group_std_jackknife", group.group_std_jackknife, unbiased=False, min_group_size=3,
+            target="g_over_sigma", options=_EPSILON,
+        ),
+        Baseline(
+            "leave_one_out_std", group.leave_one_out_std, unbiased=False, min_group_size=3,
+            target="g_over_sigma", options=_EPSILON,
+        ),
+        Baseline(
+            "quantile", group.quantile, unbiased=False, min_group_size=2,
+            options=("level", "epsilon"),
+        ),
+        Baseline(
+            "pods", group.pods, unbiased=False, min_group_size=2, options=("share", "epsilon"),
+        ),
+        Baseline(
+            "length_weighted", group.length_weighted, unbiased=False, min_group_size=2,
+            needs=_LENGTHS, options=("power", "epsilon"),
+        ),
     )
 )  # fmt: skip
 

@@ -1,0 +1,97 @@
+r"""What dynamic sampling does to the gradient, and what a kept group costs (DAPO, 2503.14476).
+
+Groups are drawn until B of them have rewards that differ; the rest, silent, are dropped. With q_x
+the chance that a group of prompt x is silent (`p^G + (1-p)^G` for 0/1 rewards), `K = E[1 - q_X]`
+the share that is kept, and ghat any estimate that is 0 on silent groups,
+
+    a kept group's prompt has the law   rho(x) (1 - q_x) / K
+    E[ ghat | kept ] = E ghat / K       E[ ||ghat||^2 | kept ] = E||ghat||^2 / K
+
+since `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`: the two tilts cancel. So the direction is that of
+all groups and the scale 1/K, which changes as the policy does. B kept groups take `B / K`
+generated ones on average. Rescaled by K, with `M = E||ghat||^2` and ghat unbiased,
+
+    B kept groups                      ( K M - ||grad J||^2 ) / B
+    N = B / K generated, none dropped  (   M - ||grad J||^2 ) / N
+
+Per generated group the first is `(M - ||grad J||^2 / K) / N`: better, because the number of kept
+groups is fixed, by the share `(1/K - 1) G / n_c(G)` alone (n_c is the noise scale). The same
+generated groups, silent ones left out of the update and not replaced, have the error of the second
+line at the price of the first. So dynamic sampling pays as long as it throws away less than
+
+    s = (1/K - 1) G / n_c(G)
+
+of its kept groups, which come in batches larger than the gap that they fill.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_ustat.estimators.intervals import Interval, clustered_wilson
+from grpo_ustat.records import Array
+
+
+class KeptGroups(NamedTuple):
+    """Of groups of one size.
+
+    Attributes:
+        kept: K, with its interval over prompts.
+        generated: 1/K, generated groups for a kept one, which is also the scale of the gradient.
+        break_even: s; its interval joins those of K and n_c and covers at least 90 %.
+    """
+
+    kept: Interval
+    generated: Interval
+    break_even: Interval
+
+
+def kept_groups(silent_P: Array, group_size: int, scale: Interval, most: int = 1) -> KeptGroups:
+    """What dynamic sampling costs and saves.
+
+    Args:
+        silent_P: unbiased estimates of q_x, see `ustatistic.silent_share`.
+        group_size: G.
+        scale: n_c(G), in rollouts; an end that is not known is NaN, no upper end infinite.
+        most: groups behind an estimate of q_x, at least 1.
+
+    >>> silent = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt
+    >>> found = kept_groups(silent, 8, Interval(80.0, 40.0, math.inf))
+    >>> found.kept.estimate, found.generated.estimate, found.break_even.estimate
+    (0.5, 2.0, 0.1)
+    >>> found.break_even.low
+    0.0
+    """
+    kept = clustered_wilson(1 - np.asarray(silent_P), most)
+    generated = Interval(*(1 / x if x > 0 else math.inf for x in (kept[0], kept[2], kept[1])))
+
+    def threshold(more: float, noise: float) -> float:
+        """s from 1/K and n_c."""
+        if math.isinf(noise):
+            return 0.0
+        return (more - 1) * group_size / noise if noise > 0 else math.nan
+
+    break_even = Interval(
+        threshold(generated.estimate, scale.estimate),
+        threshold(generated.low, scale.high),
+        threshold(generated.high, scale.low),
+    )
+    return KeptGroups(kept, generated, break_even)
+
+
+def kept_error(second: float, grad_sq: float, kept: float, groups: int) -> float:
+    """MSE of K times the mean of B kept groups, `( K M - ||grad J||^2 ) / B`.
+
+    Args:
+        second: M, of a group of any prompt, silent ones included.
+        grad_sq: ||grad J||^2.
+        kept: K.
+        groups: B.
+
+    >>> kept_error(second=10.0, grad_sq=1.0, kept=0.5, groups=4)
+    1.0
+    """
+    return (kept * second - grad_sq) / groups
