@@ -25,7 +25,7 @@ from grpo_ustat.estimators.baselines import BASELINES, own_rules
 METHODS = ("closed_form", "replay", "monte_carlo")
 INTERVALS = ("completions", "questions")
 SETTINGS = ("all_questions_once", "with_replacement", "without_replacement", "one_question")
-OF_A_POOL = re.compile(r"\.?(pool\.json|[0-9a-f]{16}-\d+-\d+\.safetensors)(\.[0-9a-f]{32}\.tmp)?")
+OF_A_POOL = re.compile(r"\.?(pool\.json|[0-9a-f]{16}-\d+-\d+\.safetensors)(\.[0-9a-f]+\.tmp)?")
 CLOSED_FORMS = (
     "none",
     "leave_one_out",
