@@ -2,7 +2,7 @@
 
 A row is a left-padded prompt followed by a right-padded completion, so that all completions start
 in the same column. Positions are always explicit: a padded prompt gets the positions it would have
-alone.
+alone. Contiguous rows have all their padding at the end: a causal model reads them without a mask.
 """
 
 from __future__ import annotations
@@ -56,6 +56,48 @@ def pack(rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.de
         completion_mask_BT=torch.cat([torch.zeros_like(mask_BL), scored_BT], dim=1),
         width=width,
     )
+
+
+@dataclass(frozen=True)
+class ContiguousRows:
+    """B rows of a prompt and its completion without a gap, padded at the end alone, and the windows
+    of T columns in which their completions are predicted.
+
+    Attributes:
+        input_ids_BL: token ids.
+        columns_BT: the column whose output predicts each completion token, the last one on padding.
+        targets_BT: completion tokens.
+        mask_BT: 1 on completion tokens that the policy wrote, see `Rollouts.scored_PGT`.
+    """
+
+    input_ids_BL: torch.Tensor
+    columns_BT: torch.Tensor
+    targets_BT: torch.Tensor
+    mask_BT: torch.Tensor
+
+
+def pack_contiguous(
+    rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.device
+) -> ContiguousRows:
+    """Contiguous rows of the completions whose flat indices p*G + i are given, in that order."""
+    group_size, longest = rollouts.mask_PGT.shape[1:]
+    written_BT = rollouts.mask_PGT.reshape(-1, longest)[index]
+    lengths_B = written_BT.sum(axis=1)
+    width = int(lengths_B.max())
+    prompts = [rollouts.prompt_tokens[i // group_size] for i in index]
+    heads_B = np.array([len(prompt) for prompt in prompts])
+    tokens_BT = rollouts.tokens_PGT.reshape(-1, longest)[index, :width]
+    targets_BT = np.where(written_BT[:, :width], tokens_BT, pad_token).astype(np.int64)
+    ids_BL = np.full((len(index), int((heads_B + lengths_B).max())), pad_token, dtype=np.int64)
+    for row, (prompt, length) in enumerate(zip(prompts, lengths_B, strict=True)):
+        ids_BL[row, : len(prompt)] = prompt
+        ids_BL[row, len(prompt) : len(prompt) + length] = targets_BT[row, :length]
+    columns_BT = (heads_B[:, None] - 1 + np.arange(width)).clip(max=ids_BL.shape[1] - 1)
+    mask_BT = written_BT[:, :width]
+    if rollouts.scored_PGT is not None:
+        mask_BT = mask_BT & rollouts.scored_PGT.reshape(-1, longest)[index, :width]
+    columns = (ids_BL, columns_BT, targets_BT, mask_BT.astype(np.int64))
+    return ContiguousRows(*(torch.from_numpy(column).to(device) for column in columns))
 
 
 def left_padded(

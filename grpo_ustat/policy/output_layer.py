@@ -41,13 +41,14 @@ class Head:
     @torch.no_grad()
     def logprobs(self, window: Window) -> torch.Tensor:
         """Log-probabilities of the window's targets, [B, T], 0 where its mask is 0."""
-        place = window.mask_BT.bool()
-        targets_N, logprobs = window.targets_BT[place], []
-        for part, hidden_ND in self._chunks(window.hidden_BTD[place]):
+        place_N = window.mask_BT.flatten().nonzero().squeeze(1)
+        targets_N, logprobs = window.targets_BT.flatten()[place_N], []
+        for part, hidden_ND in self._chunks(window.hidden_BTD.flatten(0, 1)[place_N]):
             scores_NV = self._scores(self._logits(hidden_ND))
             logprobs.append(_chosen(scores_NV, targets_N[part]) - scores_NV.logsumexp(dim=-1))
-        result = widen(window.hidden_BTD[:0]).new_zeros(place.shape)
-        result[place] = torch.cat(logprobs).to(result)
+        result = widen(window.hidden_BTD[:0]).new_zeros(window.mask_BT.shape)
+        if logprobs:
+            result.view(-1)[place_N] = torch.cat(logprobs).to(result)
         return result
 
     def backward(
@@ -66,10 +67,12 @@ class Head:
         """
         used = factor_BT != 0 if entropy_BT is None else (factor_BT != 0) | (entropy_BT != 0)
         result = widen(window.hidden_BTD[:0].detach()).new_zeros(used.shape)
-        if not used.any():
+        place_N = used.flatten().nonzero().squeeze(1)  # the only wait for the device
+        if not len(place_N):
             return result
-        hidden_ND, targets_N = window.hidden_BTD[used], window.targets_BT[used]
-        factors = (factor_BT[used], None if entropy_BT is None else entropy_BT[used])
+        hidden_ND = window.hidden_BTD.flatten(0, 1).index_select(0, place_N)
+        targets_N = window.targets_BT.flatten()[place_N]
+        factors = [x if x is None else x.flatten()[place_N] for x in (factor_BT, entropy_BT)]
         grads_ND, logprobs = torch.empty_like(hidden_ND), []
         for part, hidden in self._chunks(hidden_ND.detach()):
             hidden.requires_grad_()
@@ -83,7 +86,7 @@ class Head:
             logprobs.append(logprob_N)
         if hidden_ND.requires_grad:
             hidden_ND.backward(grads_ND)
-        result[used] = torch.cat(logprobs).to(result)
+        result.view(-1)[place_N] = torch.cat(logprobs).to(result)
         return result
 
     def _gradient(self, logits_NV, targets_N, factor_N, entropy_N):

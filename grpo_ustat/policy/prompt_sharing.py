@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.policy.logprobs import left_padded, pack, positions
+from grpo_ustat.policy.logprobs import left_padded, pack, pack_contiguous, positions
 from grpo_ustat.policy.output_layer import Head, Window, body, causal
 from grpo_ustat.records import Rollouts
 
@@ -37,6 +38,7 @@ class SharedPromptReader:
         self.below = body(causal(policy.model))
         rows = [rollouts.prompt_tokens[p] for p in prompts]
         ids_PL, self.mask_PL = left_padded(rows, policy.pad_token, policy.model.device)
+        self.padded = len({len(row) for row in rows}) > 1
         self.cache = DynamicCache(config=causal(policy.model).config)
         hidden_PLD = self._read(ids_PL, self.mask_PL, self.cache)
         self.ends = [hidden_PLD[:, -1]]
@@ -54,7 +56,7 @@ class SharedPromptReader:
         hidden_BTD = self.leaves[0][place_B][:, None]
         if rows.width > 1:
             past = self._copy(place_B)
-            mask = torch.cat([self.mask_PL[place_B], mask_BT[:, :-1]], dim=1)
+            mask = torch.nn.functional.pad(self.mask_PL[place_B], (0, rows.width - 1), value=1)
             later = self._read(targets_BT[:, :-1], mask, past)
             hidden_BTD = torch.cat([hidden_BTD, later], dim=1)
         return Window(hidden_BTD, targets_BT, mask_BT)
@@ -75,10 +77,11 @@ class SharedPromptReader:
         return result
 
     def _read(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        """Hidden states of the last columns; only prompts of unequal lengths need a mask."""
         with self.policy.computing():
             output = self.below(
                 input_ids=ids,
-                attention_mask=mask,
+                attention_mask=mask if self.padded else None,
                 position_ids=positions(mask)[:, -ids.shape[1] :],
                 past_key_values=cache,
                 use_cache=True,
@@ -87,8 +90,33 @@ class SharedPromptReader:
         return output.last_hidden_state
 
 
+class ContiguousReader:
+    """Reads prompt and completion of a row in one pass, padded at the end and without a mask, so
+    that the fast kernels of causal attention apply.
+    """
+
+    def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
+        self.policy, self.rollouts = policy, rollouts
+
+    def window(self, index: np.ndarray) -> Window:
+        """See `SharedPromptReader`."""
+        rows = pack_contiguous(
+            self.rollouts, index, self.policy.pad_token, self.policy.model.device
+        )
+        below = body(causal(self.policy.model))
+        with self.policy.computing():
+            output = below(input_ids=rows.input_ids_BL, use_cache=False)
+        self.output = type(output)
+        row_B1 = torch.arange(len(index), device=rows.columns_BT.device)[:, None]
+        hidden_BTD = output.last_hidden_state[row_B1, rows.columns_BT]
+        return Window(hidden_BTD, rows.targets_BT, rows.mask_BT)
+
+    def backward(self) -> None:
+        """Does nothing: the one pass has carried every gradient back already."""
+
+
 class FullReader:
-    """Reads prompt and completion of a row in one pass, for models that cannot share prompts."""
+    """Reads prompt and completion of a row in one pass with a mask, for models that need one."""
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
         self.policy, self.rollouts = policy, rollouts
@@ -115,6 +143,10 @@ class FullReader:
         """Does nothing: the one pass has carried every gradient back already."""
 
 
+Reader = SharedPromptReader | ContiguousReader | FullReader
+UNEQUAL, EQUAL = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]  # prompts of trials
+
+
 def can_share(policy: Policy) -> bool:
     """Whether a prompt can be read once for its whole group: its layers pass on keys and values
     alone, and continuing from copies of these gives the log-probabilities of a single pass.
@@ -124,8 +156,24 @@ def can_share(policy: Policy) -> bool:
     plain = all(type(x) in (DynamicLayer, DynamicSlidingWindowLayer) for x in layers)
     if not plain or not layers or not {"position_ids", "past_key_values"} <= set(parameters):
         return False
+    return all(
+        _agrees(policy, SharedPromptReader, prompts, at_once=2) for prompts in (UNEQUAL, EQUAL)
+    )
+
+
+def can_read_contiguous(policy: Policy) -> bool:
+    """Whether rows padded at the end and read without a mask give the log-probabilities of rows
+    read alone.
+    """
+    return _agrees(policy, ContiguousReader, UNEQUAL, at_once=1)
+
+
+def _agrees(
+    policy: Policy, way: Callable[..., Reader], prompts: list[list[int]], at_once: int
+) -> bool:
+    """Whether a way gives, but for rounding, what `FullReader` gives with so many rows at once."""
     try:
-        one, two = (_trial(policy, way) for way in (SharedPromptReader, FullReader))
+        one, two = _trial(policy, way, prompts, 2), _trial(policy, FullReader, prompts, at_once)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return False  # a model that is read in another way
     if policy.bf16 or policy.model.dtype.itemsize == 2:
@@ -134,18 +182,24 @@ def can_share(policy: Policy) -> bool:
     return torch.allclose(one, two, rtol=0.0, atol=1000 * torch.finfo(one.dtype).eps * largest)
 
 
-def _trial(policy: Policy, way: type[SharedPromptReader | FullReader]) -> torch.Tensor:
-    """Log-probabilities of two completions of two prompts of different lengths."""
+def _trial(
+    policy: Policy, way: Callable[..., Reader], prompts: list[list[int]], at_once: int
+) -> torch.Tensor:
+    """Log-probabilities of two completions of two prompts, [2, 3], so many rows at once."""
     tokens = np.arange(2, 8, dtype=np.int64).reshape(2, 1, 3) % policy.model.config.vocab_size
     rollouts = Rollouts(
         prompts=[],
-        prompt_tokens=[[2, 3, 4, 5], [3, 2]],
+        prompt_tokens=prompts,
         tokens_PGT=tokens,
         mask_PGT=np.ones_like(tokens, dtype=bool),
         ended_PG=np.ones((2, 1), dtype=bool),
         texts_PG=[[""], [""]],
     )
+    logprobs = []
     with torch.no_grad():
-        reader = way(policy, rollouts, np.arange(2))
-        window = reader.window(np.arange(2))
-        return Head(policy, reader.output, 1.0).logprobs(window)
+        for start in range(0, 2, at_once):
+            index = np.arange(start, start + at_once)
+            reader = way(policy, rollouts, index)
+            window = reader.window(index)
+            logprobs.append(Head(policy, reader.output, 1.0).logprobs(window))
+    return torch.cat(logprobs)

@@ -94,6 +94,7 @@ class TrainContext:
         baseline_state: what the baseline carries from batch to batch.
         token_budget: how many tokens a backward pass may take.
         share_prompts: whether updates read a prompt once for its group.
+        contiguous: whether updates read other rows padded at the end and without a mask.
     """
 
     config: TrainConfig
@@ -111,6 +112,7 @@ class TrainContext:
     baseline_state: BaselineState
     token_budget: TokenBudget
     share_prompts: bool
+    contiguous: bool
 
     @property
     def trained_policy(self) -> Policy:

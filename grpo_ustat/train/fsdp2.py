@@ -32,7 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main
 from grpo_ustat.policy.loading import Policy, out_of_memory
-from grpo_ustat.policy.logprobs import pack, positions
+from grpo_ustat.policy.logprobs import ContiguousRows, pack, pack_contiguous, positions
 from grpo_ustat.policy.output_layer import Window, body, causal
 from grpo_ustat.records import Rollouts
 from grpo_ustat.train.context import TrainContext
@@ -69,11 +69,12 @@ def shard(policy: Policy, device: torch.device) -> Policy:
     Raises:
         ConfigError: the model has no layers that could be gathered one at a time.
     """
-    cpu_parameters = {
-        id(p): torch.nn.Parameter(p.detach().cpu().clone(), requires_grad=p.requires_grad)
+    # No clone: `fully_shard` copies this rank's part out of the full copy's own storage.
+    aliases = {
+        id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
         for p in policy.model.parameters()
     }
-    model = copy.deepcopy(policy.model, cpu_parameters)  # moves to the device shard by shard
+    model = copy.deepcopy(policy.model, aliases)
     layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
     if not layers:
         raise RefusedByRank(
@@ -140,7 +141,7 @@ def rounds(
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     idle = [np.zeros(0, dtype=np.int64)] * (int(count) - len(parts))
     for part in parts + idle:
-        yield Fsdp2Reader(run.sharded_policy, rollouts), [part]
+        yield Fsdp2Reader(run.sharded_policy, rollouts, run.contiguous), [part]
 
 
 def attempt_once(run: TrainContext, work: Callable[[], Result]) -> Result:
@@ -169,14 +170,16 @@ class Fsdp2Reader:
     Args:
         sharded_policy: see `shard`.
         rollouts: prompts and completions.
+        contiguous: whether rows are padded at the end and read without a mask.
 
     Attributes:
         policy: the same, but its model's call starts no collective.
         output: the class of what the layers return, after `window`.
     """
 
-    def __init__(self, sharded_policy: Policy, rollouts: Rollouts):
+    def __init__(self, sharded_policy: Policy, rollouts: Rollouts, contiguous: bool):
         self.model, self.rollouts = sharded_policy.model, rollouts
+        self.contiguous = contiguous
         model: Any = _WithoutHooks(sharded_policy.model)
         self.policy = replace(sharded_policy, model=model)
 
@@ -184,7 +187,18 @@ class Fsdp2Reader:
         """Where these completions are predicted; with none of them, where one of this rank's is."""
         if not len(index):
             index = np.zeros(1, dtype=np.int64)
-        rows = pack(self.rollouts, index, self.policy.pad_token, self.model.device)
+        options = (self.rollouts, index, self.policy.pad_token, self.model.device)
+        if self.contiguous:
+            rows = pack_contiguous(*options)
+            inputs = {"input_ids": rows.input_ids_BL}
+        else:
+            rows = pack(*options)
+            mask = rows.attention_mask_BT
+            inputs = {
+                "input_ids": rows.input_ids_BT,
+                "attention_mask": mask,
+                "position_ids": positions(mask),
+            }
         outputs, below = [], body(causal(self.model))
         hook = below.register_forward_hook(lambda _, inputs, output: outputs.append(output))
         try:
@@ -194,20 +208,22 @@ class Fsdp2Reader:
                 enabled=self.policy.bf16,
                 cache_enabled=False,  # it would keep every gathered layer
             ):
-                self.model(  # the root module, whose hooks gather the parameters
-                    input_ids=rows.input_ids_BT,
-                    attention_mask=rows.attention_mask_BT,
-                    position_ids=positions(rows.attention_mask_BT),
-                    logits_to_keep=1,
-                    use_cache=False,
-                )
+                # the root module, whose hooks gather the parameters
+                self.model(**inputs, logits_to_keep=1, use_cache=False)
         finally:
             hook.remove()
         self.output = type(outputs[0])
-        self.hidden_BTD = outputs[0].last_hidden_state[:, -rows.width - 1 : -1]
+        hidden = outputs[0].last_hidden_state
+        if isinstance(rows, ContiguousRows):
+            row_B1 = torch.arange(len(index), device=hidden.device)[:, None]
+            self.hidden_BTD = hidden[row_B1, rows.columns_BT]
+            targets_BT, mask_BT = rows.targets_BT, rows.mask_BT
+        else:
+            self.hidden_BTD = hidden[:, -rows.width - 1 : -1]
+            targets_BT = rows.input_ids_BT[:, -rows.width :]
+            mask_BT = rows.completion_mask_BT[:, -rows.width :]
         self.leaf_BTD = self.hidden_BTD.detach().requires_grad_()
-        targets_BT = rows.input_ids_BT[:, -rows.width :]
-        return Window(self.leaf_BTD, targets_BT, rows.completion_mask_BT[:, -rows.width :])
+        return Window(self.leaf_BTD, targets_BT, mask_BT)
 
     def backward(self) -> None:
         """Carry the hidden states' gradients back, or zero: the collectives are the same."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,10 @@ from grpo_ustat.estimators.scaling import correlation, prompt_scaling
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.runs.log import warn
 from grpo_ustat.train.batch import gather_by_prompt
 from grpo_ustat.train.context import Batch, TrainContext
+from grpo_ustat.train.micro_batches import OutOfMemory, TokenBudget
 
 NOISE = ("grad_sq", "noise_scale", "noise_scale_best", "prompt_share")
 REPORTED = ("c1", "c2", "c3", "gstar", "corr", *NOISE, "noise_scale_tokens", "noise_share")
@@ -42,12 +45,16 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     estimate of ||grad J||^2 is not above 0 a noise scale has a lower end at most; averages over
     steps are ratios of averages, `noise_of_steps`. `monitor/heavy_tails` is 1 where the
     intervals are likely to cover less than 90 % (see `intervals.Tails`), 0 where not.
-    The same on any number of ranks; parameters and gradients stay as they are.
+    The same on any number of ranks; parameters and gradients stay as they are. Where even one
+    completion at a time finds no memory on some rank, every interval is None and a warning says so:
+    training goes on, and updates keep their micro-batches.
     """
     start, heavy = time.perf_counter(), None
     intervals: dict[str, Interval] = dict.fromkeys(REPORTED, Interval(math.nan, math.nan, math.nan))
-    if not (batch.rewards_PG == batch.rewards_PG[:, :1]).all():
-        groups_P = gather_by_prompt(own_group_scores(run, batch))
+    silent = bool((batch.rewards_PG == batch.rewards_PG[:, :1]).all())
+    groups_P = [] if silent else gather_by_prompt(own_group_scores(run, batch))
+    no_memory = any(group is None for group in groups_P)
+    if groups_P and not no_memory:
         q_PG = np.stack([group.sq_norm_G for group in groups_P])
         gram_PP = gradient_gram(groups_P)
         intervals, tails = prompt_scaling(batch.rewards_PG, q_PG, gram_PP)
@@ -68,7 +75,9 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
         values = [value if math.isfinite(value) else None for value in intervals[name]]
         row |= dict(zip(keys, values, strict=True))
         if None in values:
-            row[f"monitor/{name}_reason"] = _reason(name, intervals)
+            row[f"monitor/{name}_reason"] = (
+                "out of memory" if no_memory else _reason(name, intervals)
+            )
     c1, c2, c3 = (intervals[name].estimate for name in ("c1", "c2", "c3"))
     size = batch.rewards_PG.shape[1]
     error = (size * c1 + c2 + c3 / (size - 1)) / batch.rewards_PG.size
@@ -77,12 +86,13 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     return row | {"monitor/seconds": time.perf_counter() - start}
 
 
-def own_group_scores(run: TrainContext, batch: Batch) -> list[GroupScores]:
+def own_group_scores(run: TrainContext, batch: Batch) -> Sequence[GroupScores | None]:
     """Score norms and leave-one-out gradient of each of this rank's prompts, in order.
 
-    Where memory runs out a prompt is read again, fewer completions at once.
+    Where memory runs out a prompt is read again, fewer completions at once; None for all of them
+    where one completion is too many.
     """
-    rollouts, budget = batch.own_rollouts, run.token_budget
+    rollouts, budget = batch.own_rollouts, TokenBudget(run.token_budget.tokens)
     sketch = Sketch(parameter_sizes(run.policy.model), run.config.monitor.gradient_sketch)
     weights_PG = run.own_rows(pool_gradient_weights(batch.rewards_PG))
 
@@ -94,7 +104,12 @@ def own_group_scores(run: TrainContext, batch: Batch) -> list[GroupScores]:
             run.policy, rollouts, p, weights_PG[p], run.config.temperature, sketch, at_once
         )
 
-    return [budget.attempt(partial(scores_of, p)) for p in range(len(weights_PG))]
+    prompts = range(len(weights_PG))
+    try:
+        return [budget.attempt(partial(scores_of, p), "the monitor") for p in prompts]
+    except OutOfMemory:
+        warn("no memory for monitor.gradient_mse_every: this step's row has no gradient error")
+        return [None for _ in prompts]
 
 
 def _reason(name: str, intervals: dict[str, Interval]) -> str:

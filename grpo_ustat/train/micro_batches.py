@@ -17,7 +17,9 @@ from grpo_ustat.runs.log import warn
 
 Result = TypeVar("Result")
 
-ENOUGH = 1 / 8  # share of the tokens allowed from which on a part makes large enough products
+# Share of the tokens allowed from which on a part makes large enough products. A GPU waits for
+# thousands of launches in each pass, so there a part ends early only where padding costs as much.
+ENOUGH = {"cpu": 1 / 8, "cuda": 1 / 2}
 RAGGED = 0.9  # of a part's longest completion: shorter ones go into a part of their own
 
 
@@ -34,7 +36,9 @@ class MicroBatch:
     parts: list[np.ndarray]
 
 
-def plan(rollouts: Rollouts, index: np.ndarray, tokens: int, share: bool) -> list[MicroBatch]:
+def plan(
+    rollouts: Rollouts, index: np.ndarray, tokens: int, share: bool, device: str = "cpu"
+) -> list[MicroBatch]:
     """Cut completions into micro-batches whose padded tokens stay below a limit.
 
     Args:
@@ -42,6 +46,7 @@ def plan(rollouts: Rollouts, index: np.ndarray, tokens: int, share: bool) -> lis
         index: flat indices of the completions that count.
         tokens: padded prompt and completion tokens at a time; a single row may exceed them.
         share: whether a micro-batch reads each of its prompts once.
+        device: type of the device, which says from where on small parts are no slower.
     """
     size = rollouts.mask_PGT.shape[1]
     heads_N = np.array([len(rollouts.prompt_tokens[i // size]) for i in index], dtype=np.int64)
@@ -60,7 +65,7 @@ def plan(rollouts: Rollouts, index: np.ndarray, tokens: int, share: bool) -> lis
         order = inside[np.lexsort((index[inside], -lengths_N[inside]))]
         rows = [(int(index[k]), head, int(lengths_N[k])) for k in order]
         rest = max(1, tokens - head * len(prompts))
-        parts = list(_parts(rows, rest, int(tokens * ENOUGH)))
+        parts = list(_parts(rows, rest, int(tokens * ENOUGH.get(device, 1 / 2))))
         micro_batches.append(MicroBatch(np.sort(prompts), parts))
     return micro_batches
 
@@ -95,6 +100,10 @@ def _parts(
         yield np.array(numbers)
 
 
+class OutOfMemory(ConfigError):
+    """No memory for one completion at a time."""
+
+
 class TokenBudget:
     """Padded tokens of a backward pass; halved where memory runs out, which changes no gradient.
 
@@ -105,11 +114,15 @@ class TokenBudget:
     def __init__(self, tokens: int):
         self.tokens = tokens
 
-    def attempt(self, work: Callable[[], Result]) -> Result:
+    def attempt(self, work: Callable[[], Result], what: str = "an update") -> Result:
         """What the work returns; where memory runs out, again with half as many tokens.
 
+        Args:
+            work: reads `tokens` anew each time.
+            what: it is, for the warning.
+
         Raises:
-            ConfigError: nothing is left to halve.
+            OutOfMemory: nothing is left to halve.
         """
         while True:
             try:
@@ -119,14 +132,11 @@ class TokenBudget:
                     raise
             # Not in the handler: the error holds all that was allocated.
             if self.tokens < 2:
-                raise ConfigError(
+                raise OutOfMemory(
                     "out of memory with one completion at a time: use "
                     "gradient_checkpointing=true, bf16=true, lora=r16, or a smaller "
                     "max_completion_length"
                 )
             self.tokens //= 2
             clear_device_cache(garbage_collection=True)
-            warn(
-                f"out of memory in an update; the same gradient again with "
-                f"micro_batch_tokens={self.tokens}"
-            )
+            warn(f"out of memory in {what}; the same again with micro_batch_tokens={self.tokens}")

@@ -23,7 +23,7 @@ from grpo_ustat.policy.loading import (
     configured_tokenizer,
 )
 from grpo_ustat.policy.output_layer import causal
-from grpo_ustat.policy.prompt_sharing import can_share
+from grpo_ustat.policy.prompt_sharing import can_read_contiguous, can_share
 from grpo_ustat.rollout.engine import make_engine
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import tell_dropped
@@ -83,6 +83,7 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
         baseline_state=make_baseline_state(config.baseline),
         token_budget=TokenBudget(config.micro_batch_tokens),
         share_prompts=shares_prompts(config, policy),
+        contiguous=can_read_contiguous(policy),
     )
 
 

@@ -19,7 +19,12 @@ import torch.distributed as dist
 from grpo_ustat.policy.adapters import recomputing
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.output_layer import Head
-from grpo_ustat.policy.prompt_sharing import FullReader, SharedPromptReader
+from grpo_ustat.policy.prompt_sharing import (
+    ContiguousReader,
+    FullReader,
+    Reader,
+    SharedPromptReader,
+)
 from grpo_ustat.progress import Progress
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.draws import generator
@@ -268,17 +273,20 @@ def backward_parts(
 
 def readers(
     run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
-) -> Iterator[tuple[SharedPromptReader | FullReader | fsdp2.Fsdp2Reader, list[np.ndarray]]]:
+) -> Iterator[tuple[Reader | fsdp2.Fsdp2Reader, list[np.ndarray]]]:
     """The micro-batches of these completions: a reader of its prompts, and the parts of completions
     that continue them.
     """
     if policy is run.sharded_policy:
         yield from fsdp2.rounds(run, rollouts, index)
         return
-    for micro_batch in plan(rollouts, index, run.token_budget.tokens, run.share_prompts):
+    device, tokens = policy.model.device.type, run.token_budget.tokens
+    for micro_batch in plan(rollouts, index, tokens, run.share_prompts, device):
         completions = sum(map(len, micro_batch.parts))
         several = len(micro_batch.prompts) < completions  # of some prompt
-        kind = SharedPromptReader if run.share_prompts and several else FullReader
+        kind = ContiguousReader if run.contiguous else FullReader
+        if run.share_prompts and several:
+            kind = SharedPromptReader
         yield kind(policy, rollouts, micro_batch.prompts), micro_batch.parts
 
 

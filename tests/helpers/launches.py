@@ -15,16 +15,15 @@ WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonze
 SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach",
           "_unsafe_view", "lift_fresh", "sym_size", "sym_stride", "sym_numel", "is_same_size",
           "resize_", "set_"}  # fmt: skip
-TO_HOST = ("cpu", "numpy", "tolist")
+TO_HOST = ("cpu", "tolist")
 
 
 class Launches(TorchDispatchMode):
     """Within, counts by name the operations that would launch a kernel, and those that would make
     the host wait for the device, backward passes included.
 
-    A wait is an `item`, `nonzero`, an index by a boolean mask, or a copy to the host (`cpu`,
-    `numpy`, `tolist` of any tensor). What only lives on the host is counted too: give tensors that
-    a GPU would hold, or compare with a count that allows for it.
+    A wait is an `item`, a `nonzero`, an index by a boolean mask, or a copy to the host (`cpu`,
+    `tolist`). A CPU's tensors are all counted, those that would stay on the host beside a GPU too.
 
     Attributes:
         kernels, waits: how often each name came.

@@ -12,8 +12,15 @@ from peft import LoraConfig, get_peft_model
 from grpo_ustat.policy import output_layer
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.output_layer import Head
-from grpo_ustat.policy.prompt_sharing import FullReader, SharedPromptReader, can_share
+from grpo_ustat.policy.prompt_sharing import (
+    ContiguousReader,
+    FullReader,
+    SharedPromptReader,
+    can_read_contiguous,
+    can_share,
+)
 
+MASKED: set[str] = set()  # architectures that cannot be read without a mask
 PARTS = ([0, 1, 2, 3, 4], [5, 8], [6, 7, 9, 10, 11])  # of prompts 0; 1; 1 and 2, with gaps
 
 
@@ -81,7 +88,9 @@ def test_gradients_are_those_of_a_plain_pass(name, tied, monkeypatch):
     policy, rollouts = case(name, tied)
     factors = coefficients()
     expected, logprobs = plain(policy, rollouts, factors, 0.7)
+    assert can_read_contiguous(policy) == (name not in MASKED)
     ways = [FullReader] + [SharedPromptReader] * can_share(policy)
+    ways += [ContiguousReader] * (name not in MASKED)
     for way in ways:
         grads, found = read(policy, rollouts, factors, 0.7, way)
         torch.testing.assert_close(found, logprobs, rtol=1e-10, atol=1e-10)

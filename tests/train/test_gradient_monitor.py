@@ -21,6 +21,7 @@ from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.records import ScorePool
 from grpo_ustat.tasks.base import rewards
+from grpo_ustat.train import gradient_monitor
 from grpo_ustat.train.gradient_monitor import gradient_mse
 
 ASKED = ("monitor.gradient_mse_every=1", "model.dtype=float64", "monitor.gradient_sketch=300000",
@@ -197,6 +198,32 @@ def test_it_scores_what_is_trained(tmp_path, overrides):
         assert batch.rollouts.texts_PG == same.rollouts.texts_PG
         expected = gradient_mse(plain, same)
         assert all(close(intervals(row, n), intervals(expected, n), 1e-9) for n in NAMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [0, 1])
+def test_no_memory_for_it_ends_nothing_and_leaves_updates_as_they_are(
+    watched, monkeypatch, capsys, most
+):
+    """With memory for no completion, or for one at a time."""
+    run, batch = watched
+    real = gradient_monitor.group_scores
+
+    def failing(*arguments):
+        if arguments[-1] > most:
+            raise torch.OutOfMemoryError("injected")
+        return real(*arguments)
+
+    tokens = run.token_budget.tokens
+    monkeypatch.setattr(gradient_monitor, "group_scores", failing)
+    row = gradient_mse(run, batch)
+    assert run.token_budget.tokens == tokens
+    if most:
+        assert row["monitor/c1"] is not None
+    else:
+        assert {row[f"monitor/{name}_reason"] for name in NAMES} == {"out of memory"}
+        assert row["monitor/mse"] is None and row["monitor/c1"] is None
+        assert "no memory for monitor.gradient_mse_every" in capsys.readouterr().err
 
 
 def test_too_few_completions_or_prompts_are_refused():

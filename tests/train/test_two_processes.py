@@ -16,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from forks import FSDP2, in_ranks  # noqa: E402
+from live_bytes import LiveBytes  # noqa: E402
 from resuming import rows, weights  # noqa: E402
 from training_runs import SMALL as BASE  # noqa: E402
 from training_runs import config_of, first_batch, fit  # noqa: E402
@@ -146,6 +147,21 @@ def test_an_output_layer_of_its_own_is_summed_too(tmp_path, launch):
         launch, lambda _: first_gradient(tmp_path, *untied, silent=slice(1, None, 2))
     ):
         assert_same_gradient(found, one)
+
+
+@pytest.mark.slow
+def test_a_rank_makes_its_shards_without_a_second_whole_copy():
+    """Bytes held at once while the policy is sharded, of those of its parameters."""
+
+    def work(_):
+        policy, cpu = load_policy("embedded:tiny_base"), torch.device("cpu")
+        whole = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+        with LiveBytes() as live:
+            fsdp2.shard(policy, cpu)
+        return live.peak / whole
+
+    for share in on_two("shards", work):
+        assert 0.4 < share < 0.7
 
 
 @pytest.mark.slow

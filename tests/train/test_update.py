@@ -296,6 +296,19 @@ def test_short_completions_are_not_padded_to_long_ones():
     assert mask.sum() < padded < 1.3 * mask.sum() < 64 * 73
 
 
+def test_a_gpu_takes_fewer_and_larger_parts():
+    """The same completions in two parts, where a CPU takes three."""
+    rollouts = random_rollouts([5], group_size=64, longest=9)
+    mask = np.arange(73) < np.arange(10, 74)[:, None]
+    rollouts = dataclasses.replace(rollouts, mask_PGT=mask[None], tokens_PGT=mask[None] * 2)
+    counts = {}
+    for device in ("cpu", "cuda"):
+        (one,) = plan(rollouts, np.arange(64), 6000, share=True, device=device)
+        assert sorted(np.concatenate(one.parts)) == list(range(64))
+        counts[device] = len(one.parts)
+    assert counts["cuda"] < counts["cpu"]
+
+
 def test_too_small_a_target_of_adapters_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="lora.target_modules=nothing_of_that_name"):
         first_batch(tmp_path, "lora=r16", "lora.target_modules=nothing_of_that_name")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.scores.rollouts import score_rollouts
@@ -56,7 +57,9 @@ def group_scores(
         norms.append(scores.sq_norm_B.cpu().numpy())
         for name, value in scores.gradients_K[0].items():
             ghat[name] = ghat[name] + value if name in ghat else value
-    ghat_sq = sum(float(value.double().square().sum()) for value in ghat.values())
+    ghat_sq = sum(  # no copy in float64
+        float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2 for value in ghat.values()
+    )
     return GroupScores(np.concatenate(norms), ghat_sq, sketch.of(ghat).double().cpu().numpy())
 
 
