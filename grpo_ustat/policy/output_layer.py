@@ -91,28 +91,27 @@ class Head:
 
     def _gradient(self, logits_NV, targets_N, factor_N, entropy_N):
         """Gradients at the logits, [N, V], and the log-probabilities of the targets, [N]."""
-        scores_NV = self._scores(logits_NV)
-        normaliser_N = scores_NV.logsumexp(dim=-1, keepdim=True)
-        logprob_N = _chosen(scores_NV, targets_N) - normaliser_N[:, 0]
-        factor_N1 = factor_N.to(scores_NV)[:, None]
+        log_NV = self._scores(logits_NV).log_softmax(dim=-1)
+        logprob_N = _chosen(log_NV, targets_N)
+        factor_N1 = factor_N.to(log_NV)[:, None] / self.temperature
         if entropy_N is None:
-            grad_NV = scores_NV.sub_(normaliser_N).exp_().mul_(-factor_N1)
+            grad_NV = log_NV.exp_().mul_(-factor_N1)
         else:
-            # a logit of -inf adds 0 to the entropy, not 0 * inf
-            scores_NV.sub_(normaliser_N).clamp_(min=-1e30)
-            p_NV = scores_NV.exp()
-            entropy_N1 = -(p_NV * scores_NV).sum(dim=-1, keepdim=True)
-            weight_N1 = entropy_N.to(scores_NV)[:, None]
-            grad_NV = p_NV.mul_(-factor_N1 - weight_N1 * (scores_NV + entropy_N1))
+            log_NV.clamp_(min=-1e30)  # a logit of -inf adds 0 to the entropy, not 0 * inf
+            p_NV = log_NV.exp()
+            entropy_N1 = -(p_NV * log_NV).sum(dim=-1, keepdim=True)
+            weight_N1 = entropy_N.to(log_NV)[:, None] / self.temperature
+            grad_NV = p_NV.mul_(-factor_N1 - weight_N1 * (log_NV + entropy_N1))
         grad_NV.scatter_add_(1, targets_N[:, None], factor_N1)
-        return grad_NV.div_(self.temperature).to(logits_NV.dtype), logprob_N
+        return grad_NV.to(logits_NV.dtype), logprob_N
 
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         with self.policy.computing():
             return self.layer.final(hidden_ND[None])[0]
 
     def _scores(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        return widen(logits_NV) / self.temperature
+        scores_NV = widen(logits_NV)
+        return scores_NV if self.temperature == 1 else scores_NV / self.temperature
 
     def _chunks(self, hidden_ND: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         vocabulary = self.layer.head.weight.shape[0]

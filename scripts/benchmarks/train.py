@@ -131,6 +131,7 @@ def our_configuration(job: dict) -> TrainConfig:
         f"learning_rate={job['learning_rate']}", f"micro_batch_tokens={job['micro_batch']}",
         f"dataset.train_size={len(job['prompts'])}",
         f"gradient_checkpointing={str(job['gradient_checkpointing']).lower()}",
+        f"bf16={str(job['bf16']).lower()}",
     ])  # fmt: skip
 
 
@@ -205,6 +206,7 @@ def job_of(program: Program, asked, model: str, questions: list[str], turn: int)
     """What a program is told; prompts in the order of the steps."""
     job = {
         "model": model, "dtype": asked.dtype, "device": asked.device, "clock": asked.clock,
+        "bf16": asked.bf16,
         "threads": asked.threads, "group_size": asked.group_size,
         "prompts_per_step": asked.prompts,
         "max_completion_length": asked.length, "learning_rate": asked.learning_rate,
@@ -289,6 +291,10 @@ def check(asked) -> None:
                 f"error: --trl {micro} does not divide {asked.prompts} x {asked.group_size} = "
                 f"{count} completions a step"
             )
+    if asked.bf16 and asked.dtype != "float32":
+        raise SystemExit(
+            f"error: --bf16 computes over float32 weights: leave out --dtype {asked.dtype}"
+        )
     if asked.silent and asked.prompts < 2:
         raise SystemExit("error: --silent needs --prompts of at least 2")
     if not asked.model or not asked.questions:
@@ -307,8 +313,8 @@ def share_of_peak(asked, facts: Facts, found: Measured) -> float:
 
 def report(asked, facts: Facts, measured: dict[Program, Measured]) -> None:
     """Print the table; ratios are to the first row with the same rewards."""
-    title = asked.shape or asked.model
-    print(f"\n{title}: {facts.parameters / 1e6:.1f} M parameters, {asked.dtype}, {asked.device}, ")
+    title, dtype = asked.shape or asked.model, asked.dtype + " with bf16" * asked.bf16
+    print(f"\n{title}: {facts.parameters / 1e6:.1f} M parameters, {dtype}, {asked.device}, ")
     print(f"{asked.prompts} prompts of {facts.prompt_tokens:.0f} tokens on average x ", end="")
     print(f"{asked.group_size} completions of at most {asked.length}, ", end="")
     print(f"{asked.turns} turns of {asked.steps} steps, torch {torch.__version__}, ", end="")
@@ -368,6 +374,7 @@ def arguments():
         help="process: of each program alone, for a busy machine",
     )  # fmt: skip
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--bf16", action="store_true", help="compute in it over --dtype float32")
     parser.add_argument("--shape", choices=["qwen2.5-0.5b"], help="random weights")
     parser.add_argument("--peak-tflops", type=float, help="of the device, in 10^12 a second")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # a folder: be one program

@@ -116,7 +116,8 @@ def plain(job: dict) -> dict:
     return dict(
         output_dir=job["output_dir"], num_generations=job["group_size"], temperature=1.0,
         max_completion_length=job["max_completion_length"], use_cpu=job["device"] == "cpu",
-        bf16=False, shuffle_dataset=False, lr_scheduler_type="constant", report_to="none",
+        bf16=job.get("bf16", False), shuffle_dataset=False,
+        lr_scheduler_type="constant", report_to="none",
         disable_tqdm=True, logging_strategy="no", save_strategy="no", dataloader_pin_memory=False,
     )  # fmt: skip
 

@@ -75,7 +75,7 @@ def gap(policy, rollouts) -> tuple[float, float]:
     index, mask_PGT = np.arange(rollouts.lengths_PG.size), rollouts.mask_PGT
     with torch.no_grad():
         rows = pack(rollouts, index, policy.pad_token, policy.model.device)
-        own_PGT = token_logprobs(policy.model, rows).float().numpy().reshape(mask_PGT.shape)
+        own_PGT = token_logprobs(policy.model, rows).float().cpu().numpy().reshape(mask_PGT.shape)
     apart = np.abs(rollouts.logprobs_PGT - own_PGT)[mask_PGT]
     return float(apart.mean()), float(apart.max())
 

@@ -189,7 +189,7 @@ def test_a_micro_batch_is_a_number(bench):
 def test_both_sides_see_the_same_questions(bench, tmp_path):
     asked = argparse.Namespace(
         dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
-        steps=1, learning_rate=1e-6, clock="wall",
+        steps=1, learning_rate=1e-6, clock="wall", bf16=False,
     )  # fmt: skip
     (tmp_path / "config.json").touch()
     texts = [f"question {i}" for i in range(9)]
@@ -205,7 +205,7 @@ def test_both_sides_see_the_same_questions(bench, tmp_path):
 def test_our_turn_goes_through_the_trainer(bench, tmp_path):
     asked = argparse.Namespace(
         dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
-        steps=1, learning_rate=1e-6, clock="process",
+        steps=1, learning_rate=1e-6, clock="process", bf16=True,
     )  # fmt: skip
     texts, program = [f"{i}+1=" for i in range(9)], bench.Program("ours", 64, False, True)
     job = bench.job_of(program, asked, "embedded:tiny_base", texts, 3)
