@@ -154,6 +154,7 @@ def test_a_rank_makes_its_shards_without_a_second_whole_copy():
     """Bytes held at once while the policy is sharded, of those of its parameters."""
 
     def work(_):
+        setup.join_ranks(config_of(*SMALL))
         policy, cpu = load_policy("embedded:tiny_base"), torch.device("cpu")
         whole = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         with LiveBytes() as live:
