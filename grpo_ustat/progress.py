@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import rich.progress
-from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.spinner import Spinner
 from rich.text import Text
+
+from grpo_ustat.terminal import Console
 
 SECONDS = 0.25  # at least, between two reports of an activity
 
@@ -122,7 +123,7 @@ class Meter:
         self._visible, self._clock, self._start = visible, clock, clock()
         self._line, self._share, self._ended = self._start, None, False
         self._reports: dict[int, tuple[float, Activity]] = {}
-        self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._console = Console(stderr=True, soft_wrap=True)
         live = visible and self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = self._bars() if live else None
 
@@ -240,7 +241,7 @@ def waiting(text: str, visible: bool = True) -> Iterator[None]:
     """While something loads: a line that moves on a terminal and goes away; elsewhere a line
     afterwards if it took long.
     """
-    console, start = Console(stderr=True, highlight=False, markup=False), time.monotonic()
+    console, start = Console(stderr=True), time.monotonic()
     if visible and console.is_terminal and not console.is_dumb_terminal:
         line = Spinner("line", Text(text, no_wrap=True, overflow="ellipsis"))
         with Live(

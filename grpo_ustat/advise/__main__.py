@@ -14,6 +14,7 @@ import textwrap
 from grpo_ustat.advise.sources import advice_of, parse_request
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.terminal import tell
 
 WORDS = {
     "SOURCE": "run folder of mse or train, pool folder, log of rollouts, or file of rewards",
@@ -39,7 +40,7 @@ def main() -> None:
     try:
         advice = advice_of(parse_request(arguments.words))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if arguments.json:
         print(json.dumps(vars(advice), indent=1))
@@ -47,8 +48,8 @@ def main() -> None:
     for line in (advice.sentence, *advice.details):
         glued = line.replace(" %", "\0%")  # no percent sign begins a line
         wrapped = textwrap.fill(glued, 100, break_long_words=False, break_on_hyphens=False)
-        print(wrapped.replace("\0", " "))
-    print(f"next: {advice.next}")
+        tell(wrapped.replace("\0", " "))
+    tell(f"next: {advice.next}")
 
 
 if __name__ == "__main__":

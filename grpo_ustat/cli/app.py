@@ -24,6 +24,7 @@ from grpo_ustat.launch.submitit import leave
 from grpo_ustat.launch.torchrun import RanksFailed
 from grpo_ustat.runs.folder import RunFolder, create_folder, remove_empty
 from grpo_ustat.runs.status import PlannedRun
+from grpo_ustat.terminal import tell
 
 
 def main(command: Command) -> None:
@@ -55,7 +56,7 @@ def main(command: Command) -> None:
         _exit(error)
     except KeyboardInterrupt:
         if is_main():
-            print("interrupted; the same command goes on from there", file=sys.stderr)
+            tell("interrupted; the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
 
 
@@ -160,7 +161,7 @@ def _exit(error: Exception, code: int = 2) -> NoReturn:
     """Print the error, once where all ranks have it, and end with the exit code."""
     on_all_ranks = isinstance(error, RefusedByRank)
     if is_main() or not on_all_ranks:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", file=sys.stderr)
     if on_all_ranks:
         barrier()  # a rank that ends earlier makes the launcher end rank 0 before it has printed
     raise SystemExit(code)

@@ -75,11 +75,12 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
     place = re.sub(r"\\(['\"\\])", r"\1", value[1:-1]) if quoted else value
     folders = [CONF, *([Path(config_dir)] if config_dir else [])]
     choice = any((folder / "model" / f"{place}.yaml").is_file() for folder in folders)
-    folder = bool(place) and Path(place).expanduser().is_dir()
+    literal = place.replace("\\${", "${")  # which OmegaConf does not look up
+    folder = bool(place) and os.path.isdir(os.path.expanduser(literal))
     if choice or not (folder or "/" in place or place[:1] in ("~", ".")):
         return [override]
     place = os.path.normpath(place) if folder else place
-    escaped = place.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = place.replace("\\", "\\\\").replace("'", "\\'").replace("\\\\${", "\\${")
     return ["model=hub", f"model.model_name_or_path='{escaped}'"]
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig
-from rich.console import Console
 
 from grpo_ustat.cli.compose import Invocation, check_trust, register
 from grpo_ustat.cli.hydra_api import hydra_session, output_folder, sweep_launcher, sweep_node
@@ -34,6 +33,7 @@ from grpo_ustat.runs.status import (
     note_sweep,
     status_table,
 )
+from grpo_ustat.terminal import Console, tell
 
 
 def run_sweep(entry: str, invocation: Invocation) -> int:
@@ -49,13 +49,13 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
     todo = []
     for planned, one, state in zip(planned_runs, sweep.entries, states, strict=True):
         if state.name == RUNNING:
-            print(f"left to the process that runs it: {one.label}, {state.detail}")
+            tell(f"left to the process that runs it: {one.label}, {state.detail}")
         elif state.name == DONE:
-            print(f"{'done before' if overwrite else 'done already'}: {one.label} ({one.folder})")
+            tell(f"{'done before' if overwrite else 'done already'}: {one.label} ({one.folder})")
         elif state.name == PAST_MAX_STEPS:
-            print(f"left as it is: {one.label}: {state.detail}")
+            tell(f"left as it is: {one.label}: {state.detail}")
         elif state.detail:
-            print(f"{state.name} before, again now: {one.label}: {state.detail}")
+            tell(f"{state.name} before, again now: {one.label}: {state.detail}")
         if state.name not in ((RUNNING,) if overwrite else (DONE, PAST_MAX_STEPS, RUNNING)):
             todo.append(planned)
     if todo:
@@ -67,7 +67,7 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
         report_sweep(sweep.entries, folder, config.report.steps)
     offline = [place for one in sweep.entries for place in offline_runs(one.folder)]
     if offline:
-        print(f"logger=wandb: {sync_command(offline, sweep.file.parent)}", file=sys.stderr)
+        tell(f"logger=wandb: {sync_command(offline, sweep.file.parent)}", file=sys.stderr)
     return _print_outcome(sweep)
 
 
@@ -116,7 +116,7 @@ def _report_failure(folder: RunFolder, error: BaseException, before: list[dict])
     if isinstance(error, (*REFUSALS, SystemExit)):
         if is_main() or not isinstance(error, RefusedByRank):
             text = str(error).removeprefix("error: ")
-            print(f"error: {folder.path}: {text}", file=sys.stderr)
+            tell(f"error: {folder.path}: {text}", file=sys.stderr)
     else:
         traceback.print_exc()
     if is_main() and peek(folder.path) is None:
@@ -148,7 +148,7 @@ def _submit(launcher: Launcher, todo: list[PlannedRun], files: str) -> None:
         unfinished = starts and rows[-1].get("outcome") in (None, "stopped")
         job = starts[-1].get("slurm_job_id") if unfinished else None
         if job in queue:
-            print(f"left to SLURM job {job}, which is in the queue: {planned.name}")
+            tell(f"left to SLURM job {job}, which is in the queue: {planned.name}")
         else:
             rest.append(planned)
     with slurm.without_job_env():
@@ -165,7 +165,7 @@ def _start(launcher: Launcher, todo: list[PlannedRun]) -> bool:
     try:
         launcher.launch(overrides, initial_job_idx=0)
     except Exception as error:  # a job that ended without a result, no scheduler
-        print(f"error: {history.last_line(error)}", file=sys.stderr)
+        tell(f"error: {history.last_line(error)}", file=sys.stderr)
         return False
     return True
 
@@ -177,5 +177,5 @@ def _print_outcome(sweep: Sweep) -> int:
     for one, state in zip(sweep.entries, states, strict=True):
         if state.name != DONE:
             reason = f": {state.detail}" if state.detail else ""
-            print(f"error: did not finish: {one.label} ({one.folder}){reason}", file=sys.stderr)
+            tell(f"error: did not finish: {one.label} ({one.folder}){reason}", file=sys.stderr)
     return 0 if all(state.name == DONE for state in states) else 1

@@ -13,6 +13,7 @@ from grpo_ustat.policy.loading import (
 )
 from grpo_ustat.runs.log import warn
 from grpo_ustat.tasks.prompts import render
+from grpo_ustat.terminal import tell
 
 END = "\N{LEFTWARDS ARROW TO BAR}"  # after the last character of a prompt
 
@@ -33,22 +34,22 @@ def show_prompts(config: Common, split: str) -> None:
     for i in range(min(config.show_prompts, len(prompts))):
         ids = tokens[i] if len(tokens[i]) <= 4 else [*tokens[i][:2], *tokens[i][-2:]]
         ends = " ".join(repr(tokenizer.decode([token])) for token in ids)  # a doubled special token
-        print(f"--- {split} prompt {i + 1}: {len(tokens[i])} tokens, {ends}")
-        print(visible(texts[i]) + END)
+        tell(f"--- {split} prompt {i + 1}: {len(tokens[i])} tokens, {ends}")
+        tell(visible(texts[i]) + END)
         reference = render(config.prompt.reply or "{solution}", questions[i])
         answer, (reward,) = task.extract(reference), task.rewards([prompts[i]], [reference])
-        print(f"expected answer: {visible(questions[i].answer)}")
-        print(f"reference: {visible(reference).strip()}")
+        tell(f"expected answer: {visible(questions[i].answer)}")
+        tell(f"reference: {visible(reference).strip()}")
         answer = "nothing" if answer is None else visible(answer)
-        print(f"read from the reference: {answer}, reward {reward:g}\n")
+        tell(f"read from the reference: {answer}, reward {reward:g}\n")
     if config.prompt.stop is not None:
         stops = stop_tokens(tokenizer, config.prompt.stop)
-        print(f"{len(stops)} tokens hold prompt.stop={config.prompt.stop!r} and end a completion")
+        tell(f"{len(stops)} tokens hold prompt.stop={config.prompt.stop!r} and end a completion")
 
     longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
     count, limit = len(tokens[longest]), context_length(config)
     total = count + config.max_completion_length
-    print(
+    tell(
         f"longest of {len(prompts)} {split} prompts: {count} tokens "
         f"({visible(prompts[longest].id)}); with max_completion_length="
         f"{config.max_completion_length} {total}, of the model's {limit or 'unknown number'}"

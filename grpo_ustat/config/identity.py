@@ -24,7 +24,7 @@ REWRITTEN = {  # hash of an embedded policy: its hash before its tokenizer was w
     "141bb549a609": "a5b20b037c83",
     "ecec94fe94a9": "2f18b1ecb1c2",
 }
-LONGEST_WORDS = 200  # characters; file systems end names at 255 bytes
+LONGEST_WORDS = 200  # bytes; file systems end names at 255
 OPERATIONAL = (
     "output_root",
     "on_existing",
@@ -241,6 +241,7 @@ def folder_name(config: Any) -> str:
     """
     keys = identity(config)
     del keys["seed"]
-    words = re.sub(r"[^\w.=-]+", "_", config.run_name)[-LONGEST_WORDS:]
+    words = re.sub(r"[^\w.=-]+", "_", config.run_name)
+    words = words.encode()[-LONGEST_WORDS:].decode(errors="ignore")
     words = words.lstrip("._") if words.startswith(".") else words
     return f"{words}-{fingerprint(keys)[:8]}"

@@ -6,9 +6,10 @@ configuration is refused before anything slow happens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import (
@@ -49,12 +50,15 @@ def build_config(config: Any, schema: type) -> Any:
     """The composed configuration as a checked instance of its schema.
 
     Args:
-        config: an OmegaConf node or a plain dictionary, without the `hydra` node.
+        config: an OmegaConf node, or a plain dictionary, of which no text is looked up any more;
+            without the `hydra` node.
         schema: one of `SCHEMAS`.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or a combination that cannot be run.
     """
+    if not OmegaConf.is_config(config):
+        config = _literal(config)
     try:
         base = OmegaConf.structured(schema)
         for name, kinds in kinds_of(schema).items():
@@ -76,6 +80,15 @@ def build_config(config: Any, schema: type) -> Any:
             result.rules.setdefault(name, BaselineConfig(name=name, options={}))
     result.check()
     return result
+
+
+def _literal(value: Any) -> Any:
+    r"""A nested value in which OmegaConf looks nothing up: `\` before every `${`."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
+    if isinstance(value, dict):
+        return {key: _literal(entry) for key, entry in cast(dict[Any, Any], value).items()}
+    return [_literal(x) for x in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def type_error(error: ValidationError, schema: type, config: Any, typed: str | None = None) -> str:

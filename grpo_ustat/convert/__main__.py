@@ -12,6 +12,7 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.convert.formats import FORMATS, Options, detect
 from grpo_ustat.convert.table import convert
+from grpo_ustat.terminal import tell
 
 
 def main() -> None:
@@ -36,13 +37,13 @@ def main() -> None:
         options = Options(arguments.group_size, arguments.reward, arguments.version)
         conversion = convert(arguments.source, one, arguments.target, options)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(*conversion.lines(), sep="\n")
+    tell(*conversion.lines())
     if one.note:
-        print(f"  note: {one.note}")
+        tell(f"  note: {one.note}")
     cut = [] if conversion.exact else ["study.cut_at=LENGTH"]
-    print("next: " + command_line("mse", f"pool={arguments.target}", "model=CHECKPOINT", *cut))
+    tell("next: " + command_line("mse", f"pool={arguments.target}", "model=CHECKPOINT", *cut))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
 from rich.table import Table
 
 from grpo_ustat.config.mse import MseConfig
@@ -19,6 +17,7 @@ from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.costs.cost import Cost, cost, published_size, sharded_memory, total
 from grpo_ustat.costs.duration import Duration, Span, duration, hours_text, span_text
 from grpo_ustat.runs.status import PlannedRun
+from grpo_ustat.terminal import Console
 
 BATCHES = 6  # different ones that are printed in words
 PROCESSES = 8  # of the example of FSDP2
@@ -26,7 +25,7 @@ PROCESSES = 8  # of the example of FSDP2
 
 def show_costs(planned_runs: Sequence[PlannedRun]) -> None:
     """Print what all runs share, a line for each run, their totals, and their durations."""
-    console = Console(highlight=False)
+    console = Console()
     configs = [planned.config for planned in planned_runs]
     costs, rows = [cost(config) for config in configs], [settings(config) for config in configs]
     shared = {k: v for k, v in rows[0].items() if all(row.get(k) == v for row in rows)}
@@ -37,12 +36,12 @@ def show_costs(planned_runs: Sequence[PlannedRun]) -> None:
     # No line breaks between a name and its value.
     text = ", ".join(f"{key}\xa0{value}" for key, value in shared.items())
     lines = textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False)
-    console.print("\n".join(lines).replace("\xa0", " "), markup=False)
+    console.print("\n".join(lines).replace("\xa0", " "))
     for line in batches_in_words(configs):
-        console.print(line, markup=False)
+        console.print(line)
     console.print(cost_table(labels, costs))
     for note in cost_notes(configs, costs):
-        console.print(note, markup=False)
+        console.print(note)
     durations = [duration(*pair) for pair in zip(planned_runs, costs, strict=True)]
     show_durations(labels, durations, console)
 
@@ -143,7 +142,7 @@ def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for label, row in zip(labels, cells, strict=False):
-        table.add_row(escape(label), *(row[key] for key in columns))
+        table.add_row(label, *(row[key] for key in columns))
     if runs > 1:
         table.add_section()
         table.add_row("all", *(cells[-1][key] for key in columns))
@@ -209,7 +208,7 @@ def show_durations(labels: Sequence[str], durations: Sequence[Duration], console
             table.add_column(name, justify="right", no_wrap=True)
         for label, one in zip(labels, durations, strict=True):
             gpu_hours = [hours_text(one.gpu_hours)] if hours else []
-            table.add_row(escape(label), span_text(one.seconds), *gpu_hours)
+            table.add_row(label, span_text(one.seconds), *gpu_hours)
         table.add_section()
         gpu_hours = [hours_text(_sum([one.gpu_hours for one in durations]))] if hours else []
         seconds = _sum([one.seconds for one in durations])
@@ -223,10 +222,10 @@ def show_durations(labels: Sequence[str], durations: Sequence[Duration], console
         if len(durations) == 1 and has_estimate:
             time += f" {span_text(durations[0].seconds)}"
             time += f", {hours_text(durations[0].gpu_hours)} GPU hours" if hours else ""
-        console.print(f"{time}: {basis}{of}.", markup=False)
+        console.print(f"{time}: {basis}{of}.")
     if has_estimate:
         console.print(
-            "Wall time leaves out start-up, saving, and waiting in a queue.", markup=False
+            "Wall time leaves out start-up, saving, and waiting in a queue.",
         )
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.terminal import tell
 
 Ending = Literal["requeue", "comes_back", "for_good"]
 AT_WORK = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")
@@ -215,7 +216,7 @@ def _query(*words: str) -> str | None:
         if process.returncode == 0:
             return process.stdout
         why = " ".join(process.stderr.split()) or f"code {process.returncode}"
-    print(f"SLURM: {' '.join(words)}: {why}", file=sys.stderr)
+    tell(f"SLURM: {' '.join(words)}: {why}", file=sys.stderr)
     return None
 
 
@@ -281,7 +282,7 @@ def main() -> None:
     if ending == "requeue" and not requeue():
         ending = "for_good"
     texts = {"requeue": "requeued", "comes_back": "comes back", "for_good": "ends for good"}
-    print(f"SLURM job {address()}: {texts[ending]}")
+    tell(f"SLURM job {address()}: {texts[ending]}")
 
 
 if __name__ == "__main__":

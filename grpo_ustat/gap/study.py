@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from grpo_ustat.config.gap import GapConfig
@@ -22,6 +20,7 @@ from grpo_ustat.report.tables import write_csv
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.record import AGREES, verdict_counts
 from grpo_ustat.runs.status import PlannedRun
+from grpo_ustat.terminal import Console
 
 RATE = Span(
     1.5e6, 2e7
@@ -37,7 +36,7 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
     Returns:
         How many of its predictions do not agree with what is measured.
     """
-    console = Console(quiet=not is_main(), highlight=False)
+    console = Console(quiet=not is_main())
     result = main_only(folder.result)
     if result is None:
         theorem(config.study.kind).check(config)
@@ -45,14 +44,14 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
             result = main_only(folder.result) or run_study(config, folder)
     else:
         text = f"{folder.path} is complete; on_existing=overwrite runs it again."
-        console.print(text, soft_wrap=True, markup=False)
+        console.print(text, soft_wrap=True)
     console.print(claims_table(result, console.width))
     if console.width < WIDE and any(claim.get("severity") for claim in result["claims"]):
-        console.print("- which alternatives would also have agreed: see report.html", markup=False)
+        console.print("- which alternatives would also have agreed: see report.html")
     for note in result["notes"]:
-        console.print(f"- {note}", markup=False)
-    console.print(result["answer"], markup=False)
-    console.print(f"Wrote {folder.path}", soft_wrap=True, markup=False)
+        console.print(f"- {note}")
+    console.print(result["answer"])
+    console.print(f"Wrote {folder.path}", soft_wrap=True)
     return float(sum(claim["verdict"] != AGREES for claim in result["claims"]))
 
 
@@ -107,7 +106,7 @@ def claims_table(result: dict[str, Any], width: int) -> Table:
         words = name in ("claim", "verdict", "severity")
         table.add_column(name, justify="left" if words else "right", no_wrap=name == "verdict")
     for cells in zip(*columns.values(), strict=True):
-        table.add_row(*map(escape, cells))
+        table.add_row(*cells)
     return table
 
 
@@ -129,13 +128,12 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     if len(runs) > 1:
         table.add_section()
         table.add_row("one after the other", *[""] * 4, span_text(sum(spans[1:], spans[0])))
-    console = Console(highlight=False)
+    console = Console()
     console.print(table)
     workers = runs[0].config.launch.workers
     console.print(
         f"Time: assumed, {RATE.low:.1e} to {RATE.high:.0e} completions a second for each of "
         f"{workers} workers on a core of its own; folders hold less than 10 MB each.",
-        markup=False,
     )
 
 

@@ -25,6 +25,7 @@ from grpo_ustat.mirror.follow import Mirroring
 from grpo_ustat.progress import waiting
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import NotSaved, RunFolder
+from grpo_ustat.terminal import tell
 
 REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed)  # printed in one line
 
@@ -58,7 +59,7 @@ def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
         export_sharing(config.launch.accelerate)
     if is_main() and slurm.job_id() is not None:
         where = f"SLURM job {slurm.address()} on {socket.gethostname()}"
-        print(f"{where}, restart {slurm.restart_count()}", file=sys.stderr)
+        tell(f"{where}, restart {slurm.restart_count()}", file=sys.stderr)
     folder.start_mirror = Mirroring
     value = make_run(command, config, folder)
     if is_main():

@@ -11,6 +11,7 @@ from typing import NoReturn
 from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.signals import EXIT_CODE, Stopped
+from grpo_ustat.terminal import tell
 
 REQUEUE_PATIENCE = 60.0  # seconds that the first rank has to requeue the job
 REQUEUE_INTERVAL = 5  # seconds between two looks whether it has
@@ -38,7 +39,7 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     if is_main():
         again = on_existing == "resume" or slurm.job_id() is not None
         how = "" if again else " with on_existing=resume"
-        print(f"{stopped}; the same command{how} goes on from there", file=sys.stderr)
+        tell(f"{stopped}; the same command{how} goes on from there", file=sys.stderr)
     if "SUBMITIT_EXECUTOR" in os.environ:
         _leave_submitit(stopped)
     raise SystemExit(EXIT_CODE)

@@ -20,6 +20,7 @@ from grpo_ustat.mirror.follow import End, MirrorJob, describe, end_now, follow
 from grpo_ustat.mirror.journal import InUse
 from grpo_ustat.runs import history
 from grpo_ustat.runs.record import CONFIG, RESULT
+from grpo_ustat.terminal import tell
 
 HELP = """Send run folders, finished or not, to a tracker; what it has already is not sent again.
 
@@ -35,7 +36,7 @@ def main() -> NoReturn:
     """Send the folders of the command line; exit code 1 if a tracker failed, 2 if it is wrong."""
     words = sys.argv[1:]
     if not words or {"-h", "--help"} & set(words):
-        print(HELP.format(command_line("mirror")))
+        tell(HELP.format(command_line("mirror")))
         raise SystemExit(0 if words else 2)
     try:
         logger = parse_logger([word for word in words if word.startswith("logger")])
@@ -46,7 +47,7 @@ def main() -> NoReturn:
             if not (folder / CONFIG).is_file():
                 raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}")
     except (ConfigError, OmegaConfBaseException) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        tell(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
     failures = [folder for folder in folders if not send_folder(folder, logger)]
     end_now(int(bool(failures)))  # some trackers hang at exit
@@ -81,9 +82,9 @@ def send_folder(folder: Path, logger: LoggerConfig) -> bool:
         count, refused = follow(job, End(job), print)
     except (Exception, SystemExit) as error:
         reason = str(error) if isinstance(error, InUse) else describe(error)
-        print(f"error: {folder}: {' '.join(reason.split())}", file=sys.stderr)
+        tell(f"error: {folder}: {' '.join(reason.split())}", file=sys.stderr)
         return False
-    print(f"{folder}: {count} items" + (f", {refused} were refused" if refused else ""))
+    tell(f"{folder}: {count} items" + (f", {refused} were refused" if refused else ""))
     return not refused
 
 

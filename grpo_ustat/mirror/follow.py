@@ -31,6 +31,7 @@ from grpo_ustat.mirror.backends import OPENERS, About, Tracker
 from grpo_ustat.mirror.journal import InUse, Journal
 from grpo_ustat.mirror.source import Event, FolderReader
 from grpo_ustat.runs.folder import TRACKER
+from grpo_ustat.terminal import tell
 
 REPORT_FD = "GRPO_USTAT_REPORT_FD"  # environment: where a mirror begun anew writes for its run
 LOOK = 1.0  # seconds between two looks into the folder
@@ -343,7 +344,7 @@ class Mirroring:
         until = time.monotonic() + seconds
         with suppress(subprocess.TimeoutExpired):
             return process.wait(min(PATIENCE, seconds))
-        print(
+        tell(
             f"waiting up to {seconds:.0f} s for logger={self._logger.name}; all files are written",
             file=sys.stderr,
         )
@@ -370,7 +371,7 @@ class Mirroring:
         for line in process.stdout:
             with suppress(ValueError, KeyError):
                 report = json.loads(line)
-                print(("warning: " if report["warning"] else "") + report["text"], file=sys.stderr)
+                tell(("warning: " if report["warning"] else "") + report["text"], file=sys.stderr)
         code = process.wait()
         if code and not self._finishing:
             self._warn(f"its process ended with code {code}, see {self._folder}/tracker")

@@ -32,6 +32,7 @@ from grpo_ustat.mse.sampler import MOST_GAP, sampler_gap
 from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.logged import LoggedRollout, read_rollouts
+from grpo_ustat.terminal import tell
 
 LEAST_GAP = 0.002  # below which no other temperature is nearer than rounding
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
@@ -349,4 +350,4 @@ def _end_token(policy: Policy) -> int:
 
 def _print_on_main(message: str) -> None:
     if is_main():
-        print(message)
+        tell(message)

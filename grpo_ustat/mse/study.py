@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from grpo_ustat.config.mse import MseConfig, check_questions
 from grpo_ustat.distributed.ranks import is_main, main_only
@@ -53,6 +52,7 @@ from grpo_ustat.report.run_page import leave_page
 from grpo_ustat.report.tables import write_csv
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import tell_dropped
+from grpo_ustat.terminal import Console
 
 
 def run(config: MseConfig, folder: RunFolder) -> float | None:
@@ -64,7 +64,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     """
     console = Console(quiet=not is_main())
     if config.study.part is not None:
-        console.print(fill_part(config), soft_wrap=True, highlight=False, markup=False)
+        console.print(fill_part(config), soft_wrap=True)
         main_only(folder.leave)
         return None
     result = main_only(folder.result)
@@ -73,7 +73,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
             result = main_only(folder.result) or _complete_study(config, folder)
     else:
         console.print(
-            f"{folder.path} is complete; on_existing=overwrite runs it again.", markup=False
+            f"{folder.path} is complete; on_existing=overwrite runs it again.",
         )
     words = (
         decision_sentence(result),
@@ -83,14 +83,14 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     )
     sentences = filter(None, words)
     answer = "\n".join([*sentences, f"next: {next_step(result, asdict(config))}", ""])
-    console.print(answer, soft_wrap=True, highlight=False, markup=False)
+    console.print(answer, soft_wrap=True)
     for table in study_tables(result):
         console.print(table.terminal())
-    console.print(f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}", highlight=False, markup=False)
+    console.print(f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}")
     for row in result["not_measured"]:
-        console.print(f"{row['method']}, {row['setting']}: {row['reason']}", markup=False)
-    console.print(result["summary"], highlight=False, markup=False)
-    console.print(f"Wrote {folder.path}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"{row['method']}, {row['setting']}: {row['reason']}")
+    console.print(result["summary"])
+    console.print(f"Wrote {folder.path}", soft_wrap=True)
     return result["curves"][0]["mse"]
 
 

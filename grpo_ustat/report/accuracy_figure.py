@@ -13,12 +13,16 @@ from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.figures import (
     FONTS,
     MOST_PANELS,
+    legend_label,
     note,
     plt,
     save,
     series_style,
 )
 from grpo_ustat.report.settings import Axis, value_text
+from grpo_ustat.terminal import excerpt, visible
+
+MOST_CHARACTERS = 60  # of a value along an axis
 
 
 def accuracy_figure(
@@ -119,7 +123,8 @@ def _accuracy_panel(
         above = [cell["high"] - cell["accuracy"] for cell in line]
         axes.errorbar(
             places, heights, (below, above), color=colour, marker=marker, markersize=4,
-            linewidth=1, capsize=2, label=title, linestyle="-" if axis.is_numeric else "none",
+            linewidth=1, capsize=2, label=legend_label(title),
+            linestyle="-" if axis.is_numeric else "none",
         )  # fmt: skip
         for x, y, cell in zip(places, heights, line, strict=True):
             if cell["best"] and cell["decided"]:
@@ -128,7 +133,7 @@ def _accuracy_panel(
                 axes.plot(
                     x, y, marker, color=colour, markerfacecolor="white", markersize=5, zorder=4
                 )
-    names = [value_text(value) for value in axis.values]
+    names = [excerpt(visible(value_text(value)), MOST_CHARACTERS) for value in axis.values]
     if axis.is_logarithmic:
         axes.set_xscale("log", base=2)
     axes.set_xticks(positions, [textwrap.fill(x, 14) for x in names])

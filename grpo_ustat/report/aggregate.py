@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.report import accuracy, error_figures, gradient_error
 from grpo_ustat.report.accuracy import AccuracyCell
@@ -46,6 +44,7 @@ from grpo_ustat.report.verdicts import (
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.record import CODE, CONFIG, RunRecord
 from grpo_ustat.runs.status import Entry
+from grpo_ustat.terminal import Console, tell
 
 FILES = re.compile(
     r"(accuracy|accuracy_runs|budget|claims|fixed_n|learning.*|mse|published_table2|runs|settings|theorems)"
@@ -53,6 +52,7 @@ FILES = re.compile(
 )
 MOST_STEPS = 8  # with a panel each, where no steps are asked for
 MOST_LINES = 12  # on the terminal, of what is missing
+LONGEST_SLUG = 80  # bytes; file systems end names at 255
 MOST_CURVES = 4  # of several G and settings, in one figure of learning
 
 
@@ -82,7 +82,7 @@ def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | 
     """Report the runs of a sweep, in its order."""
     report = Report(folder, read_runs(entries), steps)
     if report.is_empty:
-        print(f"No run of {folder.name} has anything to report.")
+        tell(f"No run of {folder.name} has anything to report.")
     else:
         write_report(report)
 
@@ -106,9 +106,9 @@ def write_report(report: Report) -> None:
         table.write(report.folder)
     write_whole(report.folder / NAME, render(page(report)))
 
-    console = Console(highlight=False)
+    console = Console()
     for line in report.answers:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     main_tables = {"theorems", "mse", "fixed_n", "accuracy", "settings", "published_table2"}
     if len({run.config["budget"]["rollouts"] for run in report.training}) > 1:
         main_tables.add("budget")
@@ -116,8 +116,8 @@ def write_report(report: Report) -> None:
         if table.name in main_tables:
             console.print(table.terminal())
     for line in shorten(report.notes, MOST_LINES, "runs.tex"):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"Wrote {report.folder}", soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
+    console.print(f"Wrote {report.folder}", soft_wrap=True)
 
 
 def run_set_notes(run_set: RunSet) -> list[str]:
@@ -277,7 +277,8 @@ def _add_learning(
                 curves.setdefault(" ".join(filter(None, title)), []).append(line)
     for place, (series, lines) in enumerate(curves.items(), 1):
         slug = re.sub(r"[^\w.=-]+", "_", series)
-        slug = slug if len(slug) <= 80 else f"{slug[:76]}-{place}"  # names of files have an end
+        if len(slug.encode()) > LONGEST_SLUG:
+            slug = f"{slug.encode()[:LONGEST_SLUG].decode(errors='ignore')}-{place}"
         name = "learning" if len(curves) == 1 else f"learning-{slug}"
         rows = learning_figure(report.folder, name, lines)
         if rows:

@@ -378,7 +378,7 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
     overrides = []
     for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):
         node = config[group]
-        shipped = (CONF / group / f"{node['name']}.yaml").is_file()
+        shipped = f"{node['name']}.yaml" in {file.name for file in (CONF / group).iterdir()}
         of_kind = "jsonl" if node.get("kind") == "jsonl" else other
         name = node["name"] if shipped else of_kind
         values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
@@ -404,4 +404,5 @@ def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "
         text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
         if isinstance(value, str) and not re.fullmatch(r"[\w./:@+-]+", value):
             text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+            text = text.replace("${", "\\${")  # which OmegaConf would look up
         yield f"{prefix}{key}={text}"

@@ -13,8 +13,11 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter
 
 from grpo_ustat.estimators.baselines import OURS
+from grpo_ustat.terminal import excerpt, visible
 
 matplotlib.use("Agg")
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every glyph table
@@ -36,6 +39,7 @@ FONTS: dict[Any, Any] = {
 }  # fmt: skip
 UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
 MOST_PANELS = 4  # side by side
+MOST_CHARACTERS, MOST_LINES = 200, 40  # of a line, and lines of a text
 
 
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
@@ -52,10 +56,17 @@ def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
         place = others.index(name) % count
         colour, marker = OTHER_COLOURS[place], OTHER_MARKERS[place]
     else:
-        digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+        digest = int.from_bytes(
+            hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "big"
+        )
         place, shift = digest % count, 1 + digest // count % (count - 1)
         colour, marker = OTHER_COLOURS[place], OTHER_MARKERS[(place + shift) % count]
-    return colour, marker, name if unbiased else f"{name} (biased)"
+    return colour, marker, legend_label(name if unbiased else f"{name} (biased)")
+
+
+def legend_label(name: str) -> str:
+    """A name as a legend shows it: it leaves out those that begin with `_`."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def series_style(name: str, place: int) -> tuple[str, str]:
@@ -82,12 +93,34 @@ def log_sizes(axes: Axes, sizes: Sequence[int]) -> None:
 
 def note(figure: Figure, lines: Sequence[str], width: float) -> None:
     """Add small lines below a figure of so many inches."""
-    words = "\n".join(textwrap.fill(line, int(17 * width)) for line in lines)
-    figure.supxlabel(words.replace("$", r"\$"), fontsize=6.5, x=0.02, ha="left")
+    words = "\n".join(textwrap.fill(visible(line), int(17 * width)) for line in lines)
+    figure.supxlabel(words, fontsize=6.5, x=0.02, ha="left")
+
+
+def show_names_as_texts(figure: Figure) -> None:
+    """Before a figure is drawn: no text of it is a formula, but for numbers along its axes; lines
+    have an end, and invisible characters are spelt out.
+    """
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            named = isinstance(axis.get_major_formatter(), FuncFormatter)  # see Axes.set_xticks
+            for tick in axis.get_major_ticks() if named else ():
+                tick.label1.set_parse_math(False)
+    numbers = {
+        label
+        for axes in figure.axes
+        for label in (*axes.get_xticklabels(which="both"), *axes.get_yticklabels(which="both"))
+    }
+    for text in figure.findobj(Text):
+        if text not in numbers:
+            text.set_parse_math(False)
+            lines = visible(text.get_text()).split("\n")
+            text.set_text("\n".join(excerpt(line, MOST_CHARACTERS) for line in lines[:MOST_LINES]))
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
     """Write it as PDF, SVG and PNG, and close it; laid out once for all three."""
+    show_names_as_texts(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine(None)
     for suffix, metadata in UNDATED.items():

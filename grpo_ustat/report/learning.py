@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from grpo_ustat.estimators.intervals import clustered_mean
 from grpo_ustat.estimators.scaling import group_size_interval
-from grpo_ustat.report.figures import FONTS, note, plt, save, series_style
+from grpo_ustat.report.figures import FONTS, legend_label, note, plt, save, series_style
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.record import RunRecord
 
@@ -267,7 +267,7 @@ def _panel(
         axes.plot(
             [row["step"] for row in line], [row["mean"] for row in line], color=colour,
             marker=marker if len(line) <= 25 else "", markersize=3,
-            linewidth=2.0 if own else 1.2, label=name,
+            linewidth=2.0 if own else 1.2, label=legend_label(name),
         )  # fmt: skip
         if quantity == GSTAR:
             span = max((row["step"] for row in rows), default=0)

@@ -27,7 +27,8 @@ from markupsafe import Markup, escape
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.report.svg import dark_rules, inlined
 from grpo_ustat.report.symbols import legend, parts
-from grpo_ustat.report.tables import Cell, Table, as_cell, cell_text, sort_value, visible
+from grpo_ustat.report.tables import Cell, Table, as_cell, cell_text, sort_value
+from grpo_ustat.terminal import visible
 
 NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"

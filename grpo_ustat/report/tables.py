@@ -12,19 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table as TerminalTable
 
-from grpo_ustat.runs.files import write_whole
+from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.terminal import excerpt, visible
 
 Cell = str | int | float | bool | None
 MISSING = "–"
+MOST_CHARACTERS = 300  # of a cell on a terminal
 OFTEN_CUT = 0.1  # share of completions, from which on a run says at once that they were cut
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
-INVISIBLE = re.compile(  # control characters, and those that turn the direction of the text
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
 LATEX_SENTENCES = r"p{0.3\linewidth}"  # a column of them
 LATEX_SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
@@ -82,14 +80,14 @@ class Table:
 
     def terminal(self) -> TerminalTable:
         """For a terminal, without the columns of sentences."""
-        table = TerminalTable(title=escape(self.title), caption=escape("\n".join(self.notes)))
+        table = TerminalTable(title=self.title, caption="\n".join(self.notes))
         table.min_width = 64
         places = [i for i, column in enumerate(self.columns) if column not in self.sentences]
         for i in places:
             justify = "left" if self.headings and i == 0 else "right"
-            table.add_column(escape(self.columns[i]), justify=justify)
+            table.add_column(excerpt(self.columns[i], MOST_CHARACTERS), justify=justify)
         for row in self._text_rows():
-            table.add_row(*(escape(row[i]) for i in places))
+            table.add_row(*(excerpt(row[i], MOST_CHARACTERS) for i in places))
         return table
 
     def csv(self) -> str:
@@ -218,15 +216,6 @@ def sort_value(cell: Cell) -> float | None:
     return float(cell) if math.isfinite(cell) else None
 
 
-def visible(text: str) -> str:
-    r"""The text with invisible characters spelt out: terminal escapes, nulls, turns of direction.
-
-    >>> visible("a\x1b[31mb\x00\u202ec\n")
-    'a\\x1b[31mb\\x00\\u202ec\n'
-    """
-    return INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text)
-
-
 def tex(text: str) -> str:
     r"""Text as LaTeX shows it; a character that its fonts lack as the number of it.
 
@@ -295,12 +284,27 @@ def fenced(text: str, language: str = "") -> str:
 
 
 def csv_text(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of equal keys; None becomes an empty field."""
+    r"""Rows of equal keys; None becomes an empty field.
+
+    A text that a spreadsheet would run begins with `'`, which `files.csv_rows` takes away again;
+    invisible characters are spelt out.
+
+    >>> print(csv_text([{"name": "=1+1", "low": -0.5, "text": "-0.5"}]), end="")
+    name,low,text
+    '=1+1,-0.5,-0.5
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: _csv_cell(value) for key, value in row.items()} for row in rows)
     return text.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    runs = FORMULA.match(value) and not NUMBER.fullmatch(value)
+    return visible(f"'{value}" if runs else value)
 
 
 def write_csv(folder: RunFolder, name: str, rows: list[dict[str, Any]]) -> None:

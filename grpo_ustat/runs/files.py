@@ -6,11 +6,14 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet runs, and what is quoted against it
 
 
 @contextmanager
@@ -90,4 +93,4 @@ def _cell(text: str | None) -> Any:
             return kind(text or "")
         except ValueError:
             pass
-    return text or None
+    return (text[1:] if text and text[0] == "'" and FORMULA.match(text) else text) or None

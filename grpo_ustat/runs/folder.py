@@ -30,6 +30,7 @@ from grpo_ustat.distributed import lock, slurm
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.runs import history
 from grpo_ustat.runs.files import write_whole
+from grpo_ustat.terminal import tell
 
 TRACKER = "tracker"  # what a mirror keeps of a run folder, inside it
 ARTEFACTS = (
@@ -180,7 +181,7 @@ class RunFolder:
             return
         self.check_lock()
         self.check()
-        print(self.config.plan, file=sys.stderr)
+        tell(self.config.plan, file=sys.stderr)
         if self.mode == "overwrite":  # what shows that the folder is ours goes last
             for old in sorted(self._artefacts(), key=lambda path: path.name == "code.json"):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()

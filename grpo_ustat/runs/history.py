@@ -19,6 +19,7 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import world
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.runs.files import read_rows
+from grpo_ustat.terminal import tell
 
 NAME = "launches.jsonl"
 
@@ -40,7 +41,7 @@ def append(folder: Path, row: dict[str, Any]) -> None:
         with (folder / NAME).open("a") as file:
             file.write(line)
     except OSError as error:
-        print(f"warning: no row in {folder / NAME}: {error}", file=sys.stderr)
+        tell(f"warning: no row in {folder / NAME}: {error}", file=sys.stderr)
 
 
 def end_row(error: BaseException | None) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pyarrow
 from pyarrow import compute, parquet
-from rich.console import Console
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.files import atomic_write
+from grpo_ustat.terminal import Console
 
 NAME = "completions.parquet"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -40,7 +40,7 @@ COLUMNS = pyarrow.schema(
 
 def warn(text: str) -> None:
     """A line in red on standard error, above bars that are drawn there."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    console = Console(stderr=True, soft_wrap=True)
     with console.capture() as capture:
         console.print(f"warning: {text}", style="bold red")
     print(capture.get(), end="", file=sys.stderr)  # which a console of its own would go round

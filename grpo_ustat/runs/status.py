@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs import history
@@ -179,7 +179,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
     counts = {name: sum(state.name == name for state in states) for name in COLOURS}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     table = Table(
-        title=escape(str(sweep.file)),
+        title=str(sweep.file),
         caption=f"{summary} of {len(states)} runs; {CAPTIONS[sweep.command]}",
         box=SIMPLE_HEAD,
         pad_edge=False,
@@ -191,7 +191,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
     for column in (*steps, "starts", "wall\ntime", *results):
         table.add_column(column, justify="right", no_wrap=True)
     for entry, state in zip(sweep.entries, states, strict=True):
-        cells = [escape(entry.label), f"[{COLOURS[state.name]}]{state.name}[/]"]
+        cells: list[Any] = [entry.label, Text(state.name, COLOURS[state.name])]
         if sweep.command == "train":
             cells.append("" if state.steps is None else f"{state.step}/{state.steps}")
         cells += [
@@ -202,7 +202,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
         elif state.name != DONE or state.accuracy is None:
             cells.append("")
         else:
-            cells.append(escape(f"{state.accuracy:.3f} [{state.low:.3f}, {state.high:.3f}]"))
+            cells.append(f"{state.accuracy:.3f} [{state.low:.3f}, {state.high:.3f}]")
         table.add_row(*cells)
     return table
 

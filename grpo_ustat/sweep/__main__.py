@@ -6,11 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.status import details, status_table, sweeps_in
+from grpo_ustat.terminal import Console, tell
 
 
 def main() -> None:
@@ -26,9 +25,9 @@ def main() -> None:
         for sweep in sweeps_in(place):
             states = [one.state() for one in sweep.entries]
             Console().print(status_table(sweep, states))
-            print(*details(sweep, states), sep="\n", end="\n\n")
+            tell(*details(sweep, states), "")
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -15,6 +15,7 @@ from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.records import Prompt, Question, Rollouts
 from grpo_ustat.tasks.answers import final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
+from grpo_ustat.terminal import tell
 
 
 class Source(Protocol):
@@ -121,10 +122,10 @@ def tell_dropped(task: Task) -> None:
     why.
     """
     if task.note and is_main():
-        print(f"note: {task.note}", file=sys.stderr)
+        tell(f"note: {task.note}", file=sys.stderr)
     reasons = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items())
     if reasons and is_main():
-        print(f"note: questions left out: {reasons}", file=sys.stderr)
+        tell(f"note: questions left out: {reasons}", file=sys.stderr)
 
 
 def rewards(task: Task, rollouts: Rollouts) -> np.ndarray:

@@ -10,6 +10,7 @@ import threading
 from functools import cache
 
 from grpo_ustat.distributed.ranks import is_main
+from grpo_ustat.terminal import tell
 
 SECONDS = 8.0  # to answer; names are looked up without a limit of their own
 
@@ -42,7 +43,7 @@ def go_offline_if_unreachable() -> bool:
     if "datasets" in sys.modules and "HF_DATASETS_OFFLINE" not in os.environ:
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     if is_main():
-        print(
+        tell(
             f"warning: the hub does not answer ({failures[0]}): its local cache alone is read, as "
             "HF_HUB_OFFLINE=1 has it",
             file=sys.stderr,

@@ -272,7 +272,7 @@ SECTIONS: dict[str, Section] = {  # of the card, by title
 
 def curves_svg(rows: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     """Mean reward and held-out accuracy with its 95 % intervals, by step, as SVG."""
-    from grpo_ustat.report.figures import FONTS, UNDATED, line_style, plt
+    from grpo_ustat.report.figures import FONTS, UNDATED, line_style, plt, show_names_as_texts
 
     with plt.rc_context(FONTS):
         figure, axes = plt.subplots(figsize=(6.7, 2.5), layout="constrained")
@@ -292,6 +292,7 @@ def curves_svg(rows: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
         axes.set_xlabel("step")
         axes.grid(alpha=0.3, linewidth=0.5)
         axes.legend(frameon=False, fontsize=8)
+        show_names_as_texts(figure)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=UNDATED["svg"])
         plt.close(figure)

@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import TrainConfig
@@ -28,6 +27,7 @@ from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
 from grpo_ustat.runs.log import RunLog, attempt, warn
+from grpo_ustat.terminal import Console, tell
 from grpo_ustat.train.alarms import check_alarms
 from grpo_ustat.train.batch import baseline_context, sample_batch
 from grpo_ustat.train.checkpoint import (
@@ -63,15 +63,15 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
         result = main_only(finished_result, config, folder)
         if result is not None:
             text = f"{folder.path} is complete; on_existing=overwrite runs it again."
-            console.print(text, markup=False, soft_wrap=True)
+            console.print(text, soft_wrap=True)
         else:
             with folder.lock(), name_lost_ranks():
                 # Another process may have finished it just now.
                 result = main_only(finished_result, config, folder) or train(config, folder)
     console.print(evaluation_table(result).terminal())
-    console.print(result["summary"], highlight=False, markup=False)
+    console.print(result["summary"])
     last_line = f"Wrote {folder.path} (checkpoint in {result['seconds_save']:.1f} s)"
-    console.print(last_line, soft_wrap=True, highlight=False, markup=False)
+    console.print(last_line, soft_wrap=True)
     return result["final_accuracy"]
 
 
@@ -112,7 +112,7 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         check_same_start(run, progress.step)
         refuse_fewer_steps(config, folder, progress.step)
         if main and progress.step:
-            print(f"going on from checkpoint-{progress.step} of {folder.path}", file=sys.stderr)
+            tell(f"going on from checkpoint-{progress.step} of {folder.path}", file=sys.stderr)
             folder.note(event="resumed", step=progress.step)
         log = RunLog(folder.path, keep_up_to=progress.step) if main else None
         bar = TrainingBar(config.max_steps, progress.step, visible=main)
@@ -348,6 +348,6 @@ def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -
         f"granted are {', '.join(waits)}"
     )
     if seconds_step + seconds_save <= min(limits.values(), default=math.inf):
-        print(text, file=sys.stderr)
+        tell(text, file=sys.stderr)
     else:
         warn(f"{text}: a kill loses the steps since the last checkpoint, so lower save_steps")

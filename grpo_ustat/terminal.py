@@ -1,0 +1,54 @@
+"""What a terminal shows: data as text. None of it is markup, and no control character acts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any, TextIO
+
+import rich.console
+from rich.text import Text
+
+INVISIBLE = re.compile(  # control characters, what turns the direction of the text, half letters
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def visible(text: str) -> str:
+    r"""The text with invisible characters spelt out: terminal escapes, nulls, turns of direction.
+
+    >>> visible("a\x1b[31mb\x00\u202ec\n")
+    'a\\x1b[31mb\\x00\\u202ec\n'
+    """
+    return INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def excerpt(text: str, most: int) -> str:
+    """A text that is not longer than so many characters; of a longer one both ends.
+
+    >>> excerpt("a name", 9), excerpt("a very long name", 9)
+    ('a name', 'a ve…name')
+    """
+    if len(text) <= most:
+        return text
+    half = (most - 1) // 2
+    return f"{text[: most - 1 - half]}…{text[-half:]}"
+
+
+def tell(*lines: str, file: TextIO | None = None) -> None:
+    """Print lines, by default on standard output."""
+    for line in lines:
+        print(visible(line), file=file or sys.stdout)
+
+
+class Console(rich.console.Console):
+    """Rich's, in which a text is a text: styles come from `style=` and `rich.text.Text` alone."""
+
+    def __init__(self, **options: Any):
+        settings: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
+        super().__init__(**settings | options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A text or a table's cell, with invisible characters spelt out."""
+        return super().render_str(visible(text), **options)

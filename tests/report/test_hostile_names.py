@@ -1,0 +1,179 @@
+"""Names are data: on a terminal, in figures, on pages, in CSV, LaTeX, file names and overrides."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import hostile
+import pytest
+import yaml
+from folders import claim, proved, studied, trained
+from test_page import Skeleton, page_of
+
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.config.identity import folder_name
+from grpo_ustat.report.aggregate import report_runs
+from grpo_ustat.report.decision import policy_overrides
+from grpo_ustat.report.figures import FONTS, legend_label, plt, show_names_as_texts
+from grpo_ustat.report.page import render
+from grpo_ustat.report.tables import LATEX_SPECIAL, Table, csv_text
+from grpo_ustat.runs.files import csv_rows
+from grpo_ustat.terminal import Console, tell, visible
+
+ROOT = Path(__file__).parents[2] / "grpo_ustat"
+NAMES = list(hostile.NAMES.values())
+RUN_BY_A_SHEET = ("=", "+", "-", "@", "\t", "\r")
+OWN_PRINTS = {  # modules that print what no name is in, or bytes as they are
+    "__main__.py", "advise/__main__.py", "cli/completion.py", "cli/help.py", "distributed/lock.py",
+    "doctor/runner.py", "launch/torchrun.py", "runs/log.py", "terminal.py",
+    "trl/callback.py",
+}  # fmt: skip
+
+
+def table_of(names):
+    return Table(
+        names[0], ["name", "place"], [[name, i] for i, name in enumerate(names)], notes=names,
+        name="names", data=[{"name": name, "low": -0.5} for name in names],
+    )  # fmt: skip
+
+
+def test_a_terminal_shows_names_as_they_are_written(capsys):
+    console = Console(width=25_000)
+    for name in NAMES:
+        console.print(table_of([name]).terminal())
+        console.print(name, soft_wrap=True)
+        tell(name)
+        text = capsys.readouterr().out
+        assert not set(text) & set(hostile.TERMINAL_ACTS)
+        lines = visible(name).split("\n")
+        few = [x for x in lines if text.count(x.expandtabs()[:100].strip()) < 4]
+        assert not few, name[:50]
+
+
+def test_every_module_prints_through_the_terminal():
+    """So that no print is forgotten."""
+    modules = {str(path.relative_to(ROOT)): path for path in ROOT.rglob("*.py")}
+    printing, of_rich = set(), set()
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print":
+                printing.add(name)
+            if isinstance(node, ast.ImportFrom) and node.module in ("rich.console", "rich.markup"):
+                of_rich.add(name)
+    assert printing <= OWN_PRINTS
+    assert of_rich <= {"cli/help.py"}
+
+
+@pytest.mark.parametrize("name", NAMES, ids=hostile.NAMES)
+def test_a_spreadsheet_runs_no_name_and_reading_gives_it_back(name):
+    text = csv_text([{"name": name, "low": -0.5}])
+    assert "-0.5" in text and not set(text) & set(hostile.TERMINAL_ACTS)
+    (_, (cell, _)) = csv.reader(io.StringIO(text))
+    assert not cell.startswith(RUN_BY_A_SHEET)
+    assert csv_rows(text)[0]["name"] == (visible(name) or None)
+
+
+def test_latex_sees_no_command_of_a_name():
+    allowed = {
+        "begin", "end", "centering", "caption", "label", "resizebox", "ifdim", "width",
+        "linewidth", "else", "fi", "toprule", "midrule", "bottomrule", "textbackslash", "textbar",
+        "textasciitilde", "textasciicircum", "textless", "textgreater", "surd", "dots",
+        "usepackage",
+    }  # fmt: skip
+    for name in NAMES:
+        text = table_of([name, "other"]).latex()
+        assert set(re.findall(r"\\([A-Za-z]+)", text)) <= allowed, name
+        assert text.count(r"\begin{") == 2 and text.isascii()
+        for piece in (r"\$", *LATEX_SPECIAL.values()):
+            text = text.replace(piece, "")
+        assert "$" not in text
+
+
+def test_a_figure_draws_names_as_texts():
+    with plt.rc_context(FONTS):
+        figure, axes = plt.subplots(figsize=(3, 2))
+        for place, name in enumerate(NAMES):
+            axes.plot([place], [place], label=legend_label(name))
+        axes.set_xticks(range(3), [hostile.NAMES["mathtext, wrong"], "$a$", "${"])
+        axes.set_title(hostile.NAMES["mathtext, wrong"])
+        axes.set_yscale("log")  # whose numbers are formulas of matplotlib
+        axes.legend()
+        figure.supxlabel("\n".join(NAMES))
+        show_names_as_texts(figure)
+        text = io.StringIO()
+        figure.savefig(text, format="svg")
+        plt.close(figure)
+    texts = list(ElementTree.fromstring(text.getvalue()).itertext())
+    for name in NAMES:
+        assert sum(visible(name)[:50].split("\n")[0].strip() in one for one in texts) >= 2, name
+    assert "$a$" in texts and "_hidden" in " ".join(texts)
+    assert not any("mathdefault" in one for one in texts)
+
+
+def test_a_page_has_no_tag_of_a_name():
+    plain = Skeleton(render(page_of(["a"] * len(NAMES))))
+    page = Skeleton(render(page_of(NAMES)))
+    assert {tag for tag, *_ in page.tags} <= {tag for tag, *_ in plain.tags}
+
+
+def test_folders_have_names_that_file_systems_take(tmp_path):
+    config = compose_config("train", [])
+    for name in NAMES:
+        folder = folder_name(replace(config, model=replace(config.model, name=name)))
+        assert "/" not in folder and not folder.startswith(".")
+        (tmp_path / folder).mkdir(exist_ok=True)
+        assert (tmp_path / folder).parent == tmp_path
+
+
+@pytest.mark.parametrize("name", ["${oc.env:HOME}", "[a,b=c]", "it's"])
+def test_the_next_command_names_the_same_model(name, tmp_path):
+    """A command to copy: no part of it is looked up."""
+    (tmp_path / name).symlink_to(ROOT / "assets/tiny_base")
+    config = asdict(compose_config("mse", []))
+    config["model"] |= {"name": "own", "model_name_or_path": str(tmp_path / name)}
+    again = compose_config("train", policy_overrides(config))
+    assert again.model.model_name_or_path == str(tmp_path / name)
+
+
+def test_the_next_command_reads_no_file_for_a_name():
+    config = asdict(compose_config("mse", []))
+    for name in ("../common", *NAMES):
+        config["model"]["name"] = name
+        assert policy_overrides(config)[0] == "model=hub"
+
+
+@pytest.mark.slow(minutes=4)
+@pytest.mark.parametrize("key", hostile.NAMES)
+def test_a_report_with_the_name_at_every_place(key, tmp_path, capsys):
+    name = hostile.NAMES[key]
+    keys = {f"{node}.name": name for node in ("model", "dataset", "prompt")}
+    place = tmp_path / (re.sub("[/\x00\ud800]", "_", name.encode()[:200].decode(errors="ignore"))
+                        if "\ud800" not in name else "x")  # fmt: skip
+    if place == tmp_path:
+        place = tmp_path / "x"
+    trained(place / "a", 4, 0, {0: 0.2, 8: 0.4}, changes=keys | {"baseline.name": name})
+    trained(place / "b", 8, 0, {0: 0.2, 8: 0.4}, changes=keys)
+    errors = {(name, 2): 0.5, (name, 4): 0.4, ("leave_one_out", 2): 0.3}
+    studied(place / "c", name, errors, changes=keys)
+    folder = proved(place / "d", "theorem7", claim("agrees", name), answer=name)
+    file = folder / ".hydra/config.yaml"
+    config = yaml.safe_load(file.read_text())
+    config["bed"]["name"] = name
+    file.write_text(yaml.safe_dump(config))
+    report_runs([str(tmp_path)], tmp_path / "report", None)
+    said = capsys.readouterr().out
+    assert not set(said) & set(hostile.TERMINAL_ACTS)
+    assert all(f"{len(list((tmp_path / 'report').glob(x)))}" != "0" for x in ("*.svg", "*.tex"))
+    for file in (tmp_path / "report").glob("*.csv"):
+        text = file.read_text()
+        assert not set(text) & set(hostile.TERMINAL_ACTS)
+        for row in csv.reader(io.StringIO(text)):
+            for cell in row:
+                number = re.fullmatch(r"-?[\d.]+(e[-+]\d+)?|-", cell)
+                assert number or not cell.startswith(RUN_BY_A_SHEET)
