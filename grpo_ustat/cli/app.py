@@ -15,6 +15,7 @@ from grpo_ustat.cli.hydra_api import output_folder, parse_arguments, run_task
 from grpo_ustat.config.command_line import note_typed
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed.ranks import RefusedByRank, barrier, is_main
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.distributed.slurm import join_tasks
@@ -161,7 +162,7 @@ def _exit(error: Exception, code: int = 2) -> NoReturn:
     """Print the error, once where all ranks have it, and end with the exit code."""
     on_all_ranks = isinstance(error, RefusedByRank)
     if is_main() or not on_all_ranks:
-        tell(f"error: {error}", file=sys.stderr)
+        tell(f"error: {redact_code(str(error))}", file=sys.stderr)
     if on_all_ranks:
         barrier()  # a rank that ends earlier makes the launcher end rank 0 before it has printed
     raise SystemExit(code)

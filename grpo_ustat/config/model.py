@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 
@@ -74,7 +76,7 @@ class ModelConfig:
         Raises:
             ConfigError: naming the values and the fix.
         """
-        check_model(self.model_name_or_path, cached=cached)
+        check_model(self.model_name_or_path, cached=cached, trusted=self.trust_remote_code)
 
 
 @dataclass
@@ -140,6 +142,8 @@ def tf32_in_use(setting: bool | None, device: str, dtype: str) -> bool:
     return on_cuda if setting is None else setting
 
 
+MOST_LAYERS, MOST_SIZE = 10_000, 10**9  # of a model; the largest have some hundred layers
+MOST_CONFIG_BYTES, MOST_DEPTH, MOST_ENTRIES = 10_000_000, 20, 1_000_000  # of a config.json
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
 FETCHED = {
@@ -172,23 +176,109 @@ def adapter_base(folder: Path) -> tuple[str, str | None] | None:
         return None
     try:
         stored = dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged: {error}") from error
     if stored.get("peft_type") != "LORA":
         raise ConfigError(f"{file}: peft_type={stored.get('peft_type')} cannot be loaded: use LORA")
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} holds LoRA adapters without adapter_model.safetensors")
-    if not stored.get("base_model_name_or_path"):
+    base = stored.get("base_model_name_or_path")
+    if not base:
         raise ConfigError(f"{file}: base_model_name_or_path is missing: name the adapters' model")
+    if not isinstance(base, str) or not isinstance(stored.get("revision"), str | None):
+        raise ConfigError(f"{file}: base_model_name_or_path and revision must be texts")
+    if Path(base).expanduser().resolve() == folder.resolve():
+        raise ConfigError(f"{file}: base_model_name_or_path={base} is the folder of the adapters")
     return stored["base_model_name_or_path"], stored.get("revision")
 
 
-def check_model(model_name_or_path: str, *, cached: bool = True) -> None:
+def check_stored_config(stored: object, place: str, *, trusted: bool = False) -> None:
+    """Refuse a model's own config.json that names native code, or shapes of no model.
+
+    transformers loads a kernel of the hub that `attn_implementation` or `experts_implementation`
+    names, where the package `kernels` is installed.
+
+    Args:
+        stored: its content.
+        place: of the model, for messages.
+        trusted: whether model.trust_remote_code=true stands on the command line.
+
+    Raises:
+        ConfigError: naming the key and its value.
+    """
+    level: list[tuple[str, object]] = [("config.json", stored)]
+    if not isinstance(stored, dict):
+        raise ConfigError(f"{place}: its config.json is damaged: it holds no mapping")
+    for _ in range(MOST_DEPTH):
+        below: list[tuple[str, object]] = []
+        for key, value in level:
+            if isinstance(value, dict):
+                inner = cast(dict[str, object], value)
+                below += [(f"{key}.{name}", inner[name]) for name in inner]
+            elif isinstance(value, list) and len(cast(list[object], value)) <= MOST_ENTRIES:
+                below += [(key, entry) for entry in cast(list[object], value)]
+            elif isinstance(value, list):
+                raise ConfigError(f"{place}: its {key} is damaged: it has too many entries")
+            if re.search(r"(attn|attention|experts)_implementation", key) and not trusted:
+                _refuse_kernels(value, key, place)
+            if re.search(r"\.((num|n)_\w+|\w+_(size|dim|layers|heads))$", key):
+                _refuse_shape(value, key, place)
+        level = below
+        if not level:
+            return
+        if len(level) > MOST_ENTRIES:
+            break
+    raise ConfigError(f"{place}: its config.json is damaged: it is larger than any model's")
+
+
+def _refuse_kernels(value: object, key: str, place: str) -> None:
+    if isinstance(value, str) and re.search(r"[/:@|]", value):
+        raise ConfigError(
+            f"{place}: {key}={value!r} names native code of the hub: read that, "
+            "and if you trust it add model.trust_remote_code=true to the command line; else take "
+            "the key out"
+        )
+
+
+def _refuse_shape(value: object, key: str, place: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    of_layers = re.search(r"\.(num_hidden_layers|n_layers?|num_layers)$", key)
+    most = MOST_LAYERS if of_layers else MOST_SIZE
+    if not -1 <= value <= most:
+        raise ConfigError(f"{place}: {key}={value} is of no model: at most {most:,} is loaded")
+
+
+def read_config_json(folder: Path) -> object:
+    """Content of a model's config.json.
+
+    Raises:
+        ConfigError: it is damaged, or larger than any model's.
+    """
+    file = folder / "config.json"
+    try:
+        if file.stat().st_size > MOST_CONFIG_BYTES:
+            raise ValueError(f"it has more than {MOST_CONFIG_BYTES:,} bytes")
+        return cast(object, json.loads(file.read_text()))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{file} is damaged ({reason}): download the model again") from error
+
+
+def check_model(
+    model_name_or_path: str,
+    *,
+    cached: bool = True,
+    trusted: bool = False,
+    bases: Sequence[str] = (),
+) -> None:
     """Refuse what is no embedded or cached model, no folder of a model or of LoRA adapters, no id.
 
     Args:
         model_name_or_path: as configured.
         cached: whether the cache must hold a cached model already.
+        trusted: whether code that comes with the model may run.
+        bases: of which adapters it is the base.
 
     Raises:
         ConfigError: naming it and the fix.
@@ -208,8 +298,11 @@ def check_model(model_name_or_path: str, *, cached: bool = True) -> None:
             raise ConfigError(f"{key}={name}: there is no folder {folder.resolve()}")
         adapters = adapter_base(folder)
         if adapters is not None:
+            here = str(folder.resolve())
+            if here in bases:
+                raise ConfigError(f"{folder} holds LoRA adapters that are their own base model")
             try:
-                check_model(adapters[0])
+                check_model(adapters[0], trusted=trusted, bases=(*bases, here))
             except ConfigError as error:
                 raise ConfigError(
                     f"the LoRA adapters in {name} are of a model that is not there ({error}): "
@@ -217,6 +310,8 @@ def check_model(model_name_or_path: str, *, cached: bool = True) -> None:
                 ) from error
         elif not (folder / "config.json").is_file():
             raise ConfigError(f"{key}={name} holds no model: no config.json in {folder.resolve()}")
+        else:
+            check_stored_config(read_config_json(folder), f"{key}={name}", trusted=trusted)
     elif name.startswith(EMBEDDED):
         models = sorted(file.parent.name for file in ASSETS.glob("*/config.json"))
         check_choice(key, name, tuple(EMBEDDED + model for model in models))

@@ -12,17 +12,42 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 REDACTED = "(redacted)"
-FORMS = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{20,}|\bgh[opsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
-    r"|\bwandb_v1_\w{20,}|\bglpat-[\w-]{20,}|\bAKIA[A-Z0-9]{16}\b|\bxox[abprs]-[\w-]{10,}"
-    r"|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|-----BEGIN [A-Z ]*PRIVATE KEY[\s\S]*|\bBearer\s+\S{8,}"
-    r"|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
+KINDS = {  # of keys that have a form of their own, by who gives them out
+    "Hugging Face": r"\bhf_[A-Za-z0-9]{20,}|\bapi_org_[A-Za-z0-9]{20,}",
+    "OpenAI, Anthropic, OpenRouter, Stripe": r"\b(?:sk|rk)[-_][\w-]{20,}",
+    "GitHub": r"\bgh[oprsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}",
+    "GitLab": r"\bgl(?:pat|dt|rt|ptt|cbt|oas)-[\w-]{20,}",
+    "Weights & Biases": r"\bwandb_v1_\w{20,}|\blocal-[0-9a-f]{40}\b",
+    "AWS": r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b",
+    "Google": r"\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bGOCSPX-[\w-]{20,}|\b1//0[\w-]{30,}",
+    "Azure": r"(?<=AccountKey=)[\w+/=]{20,}|(?<=SharedAccessKey=)[\w+/=]{20,}"
+    r"|(?<=[?&;]sig=)[\w%+/=-]{20,}|\b\w{3}8Q~[\w~.-]{30,}",
+    "Slack": r"\bxox[a-z]-[\w-]{10,}|\bxapp-\d-[\w-]{10,}"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]{20,}",
+    "Groq, xAI, Perplexity, Replicate, NVIDIA": r"\bgsk_\w{20,}|\bxai-\w{20,}|\bpplx-\w{20,}"
+    r"|\br8_\w{20,}|\bnvapi-[\w-]{20,}",
+    "npm, PyPI, Docker": r"\bnpm_\w{30,}|\bpypi-[\w-]{30,}|\bdckr_[op]at_[\w-]{20,}",
+    "Databricks, SendGrid, Telegram": r"\bdapi[0-9a-f]{32}|\bSG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|\b\d{8,10}:AA[\w-]{30,}",
+    "Vault, Grafana, DigitalOcean": r"\bhv[sb]\.[\w-]{20,}|\bgl(?:c|sa)_\w{20,}|\bdop_v1_\w{20,}",
+    "web tokens": r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*",
+    "private keys": r"-----BEGIN [A-Z ]*PRIVATE KEY[\s\S]*|\bAGE-SECRET-KEY-1\w{20,}",
+    "headers": r"\bBearer\s+\S{8,}|(?<=Authorization: )(?:Basic|token)\s+\S{8,}",
+    "addresses with a password": r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=://)[\w-]{20,}(?=@)"
+    r"|(?<=[?&])(?:[\w-]*token|api_?key|password|secret|X-Amz-Signature)=[^\s&]{8,}",
+}
+FORMS = re.compile("|".join(KINDS.values()))
+WORDS = (
+    r"(?:api|access|private|account|secret|subscription|auth|signing|encryption)_?key"
+    r"|secret|token|password|passwd|passphrase|credentials?|authorization|connection_?string"
 )
-WORDS = r"api_?key|secret|token|password|passwd|credentials?"
 NAMES = re.compile(rf"(^|[_.-])({WORDS})$", re.I)
 ASSIGNED = re.compile(rf"((?:key|{WORDS})=)[^\s,;&]+", re.I)
+QUOTED = re.compile(rf"((?:{WORDS})[\"']?\s*[:=]\s*[\"'])[^\"'\s$<{{(]{{8,}}(?=[\"'])", re.I)
 HEXADECIMAL = re.compile(r"\b[0-9a-f]{40,}\b")  # an old wandb key, or a commit
-VARIABLES = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
+VARIABLES = re.compile(
+    r"(^|_)(KEY|KEY_ID|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|PAT|DSN)$", re.I
+)
 SHORTEST = 12  # characters of a variable's value; shorter ones may stand in any text
 
 
@@ -37,6 +62,9 @@ def find_secret(content: Any, environ: Mapping[str, str] = os.environ, key: str 
             (f"{key}.{name}" if key else str(name), value)
             for name, value in cast(Mapping[Any, Any], content).items()
         )
+        named = [str(name) for name in cast(Mapping[Any, Any], content)]
+        if any(is_secret("", name, environ) for name in named):
+            return f"{key}.{REDACTED}" if key else REDACTED
     elif isinstance(content, list | tuple):
         inner = ((key, value) for value in cast(Sequence[Any], content))
     else:
@@ -53,7 +81,7 @@ def redact(content: Any, key: str = "", environ: Mapping[str, str] = os.environ)
     """
     if isinstance(content, Mapping):
         return {
-            name: redact(value, str(name), environ)
+            REDACTED if is_secret("", name, environ) else name: redact(value, str(name), environ)
             for name, value in cast(Mapping[Any, Any], content).items()
         }
     if isinstance(content, list | tuple):
@@ -72,6 +100,19 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
     for value in _secrets_in(environ):
         text = text.replace(value, "***")
     return HEXADECIMAL.sub("***", FORMS.sub("***", ASSIGNED.sub(r"\1***", text)))
+
+
+def redact_code(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """A program's text, its changes or an error of it, with every secret in it replaced.
+
+    Fingerprints stay, and so does what is assigned by name alone: `token=tokenizer.eos` is no key.
+
+    >>> redact_code("commit 8f1d: api_key = 'abcdefgh1', token=next(tokens)", {})
+    "commit 8f1d: api_key = '***', token=next(tokens)"
+    """
+    for value in _secrets_in(environ):
+        text = text.replace(value, "***")
+    return FORMS.sub("***", QUOTED.sub(r"\1***", text))
 
 
 def is_secret(key: str, value: Any, environ: Mapping[str, str] = os.environ) -> bool:

@@ -56,8 +56,8 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         with _quiet():
             adapted = peft.PeftModel(model, peft.PeftConfig.from_pretrained(folder))
             report = adapted.load_adapter(folder, "default", torch_device="cpu")
-    except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(f"the adapters do not fit their base model: {reason}") from error
     differing = [*report.missing_keys, *report.unexpected_keys]
     if differing:

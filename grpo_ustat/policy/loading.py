@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -27,7 +28,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
 from grpo_ustat.config.common import Common
-from grpo_ustat.config.model import adapter_base, model_folder
+from grpo_ustat.config.model import adapter_base, check_stored_config, model_folder
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import TrainConfig
@@ -128,6 +129,8 @@ def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedMo
     if adapters is not None:
         base, revision = adapters
         return merged(_model(resolve(base), revision=revision, **options), source)
+    stored, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+    check_stored_config(stored, source, trusted=options.get("trust_remote_code", False))
     model = AutoModelForCausalLM.from_pretrained(
         source, revision=revision, use_safetensors=True, **options
     )

@@ -26,7 +26,7 @@ from grpo_ustat.report.accuracy_figure import accuracy_figure
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, key_label, read_runs
 from grpo_ustat.report.decision import WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.report.joint_page import Report, page, runs_table
-from grpo_ustat.report.learning import MONITORED, Learning, learning_figure, notes
+from grpo_ustat.report.learning import MONITORED, Learning, learning_figure, learning_rows, notes
 from grpo_ustat.report.page import (
     NAME,
     render,
@@ -64,7 +64,7 @@ def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | No
     """
     if (folder / CONFIG).exists() or (folder / CODE).exists():
         raise ConfigError(f"{folder} is a run's folder: choose another with name=NAME")
-    run_set = read_runs(entries_in(patterns))
+    run_set = without_unreadable(read_runs(entries_in(patterns)))
     run_set.runs.sort(key=lambda run: (run.launches or [{}])[0].get("time", ""))  # as typed
     report = Report(folder, run_set, steps)
     if report.is_empty:
@@ -80,7 +80,7 @@ def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | No
 
 def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | None) -> None:
     """Report the runs of a sweep, in its order."""
-    report = Report(folder, read_runs(entries), steps)
+    report = Report(folder, without_unreadable(read_runs(entries)), steps)
     if report.is_empty:
         tell(f"No run of {folder.name} has anything to report.")
     else:
@@ -120,6 +120,41 @@ def write_report(report: Report) -> None:
     console.print(f"Wrote {report.folder}", soft_wrap=True)
 
 
+def without_unreadable(run_set: RunSet) -> RunSet:
+    """The runs of which each can be shown by itself; the others are named among the damaged, so
+    that none of them ends the report of the rest.
+    """
+    runs, damaged = [], list(run_set.damaged)
+    for run in run_set.runs:
+        try:
+            _tables_of_one(run)
+            runs.append(run)
+        except Exception as error:  # of any kind: what a folder holds, anybody can have written
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            damaged.append(f"{run.label}: it cannot be shown ({reason})")
+    return RunSet(runs, damaged, run_set.absent, run_set.twins)
+
+
+def _tables_of_one(run: RunRecord) -> None:
+    """Make the tables of a report of this run alone, and its row among all."""
+    one = Report(run.folder, RunSet([run], [], [], []), None)
+    runs_table(one)
+    if one.theorems:
+        theorems_table(one.theorems)
+        claims_table(one.theorems).latex()
+    if one.studies:
+        gradient_error.mse_table([run], ()).latex()
+        gradient_error.scaling_table([run], ()).latex()
+        decision_sentence(run.final_result)
+        for row in error_figures.expected_reward_rows(run.final_result)[:1] or [None]:
+            if row is None:
+                raise ValueError("result.json has no curve against the expected reward")
+            error_figures.ratio_rows(run.final_result, row["setting"], row["num_prompts"])
+    if one.training:
+        accuracy.accuracy_rows([run], (), swept_axis([run], ()))
+        learning_rows([Learning("", run.metrics, run.evals)])
+
+
 def run_set_notes(run_set: RunSet) -> list[str]:
     """Lines on what is not whole, and on what is left out."""
     lines = [f"unfinished: {run.unfinished}" for run in run_set.runs if run.unfinished]
@@ -131,6 +166,12 @@ def run_set_notes(run_set: RunSet) -> list[str]:
     if len(commits) > 1:
         counts = ", ".join(f"{name} ({count} runs)" for name, count in commits.items())
         lines.append(f"the runs are of several commits: {counts}")
+    packages = [run.code.get("versions") or {} for run in run_set.runs]
+    for package in dict.fromkeys(name for versions in packages for name in versions):
+        of = Counter(str(versions.get(package, "unknown")) for versions in packages)
+        if len(of) > 1:
+            counts = ", ".join(f"{name} ({count} runs)" for name, count in of.items())
+            lines.append(f"the runs are of several versions of {package}: {counts}")
     return lines
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.runs import history
+from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.record import CONFIG, DONE, PAST_MAX_STEPS, RunRecord
 from grpo_ustat.runs.status import Entry
 
@@ -24,8 +24,39 @@ CONFIG_KEYS = {  # that a configuration of a command has
 }  # fmt: skip
 RESULT_KEYS = {  # that a result of a command has
     "train": ("evals",),
-    "mse": ("curves", "scaling", "assumption2", "policy", "questions", "pool_completions"),
-    "gap": ("statement", "claims", "answer", "verdict"),
+    "mse": (
+        *(
+            f"curves[].{key}"
+            for key in (
+                "method",
+                "baseline",
+                "target",
+                "setting",
+                "interval",
+                "group_size",
+                "num_prompts",
+                "unbiased",
+                "mse",
+                "low",
+                "high",
+                "replicates",
+            )
+        ),
+        *(
+            f"scaling.{key}{end}"
+            for key in ("c1", "c2", "c3", "gstar")
+            for end in ("", "_low", "_high")
+        ),
+        *(f"scaling.curve[].{key}" for key in ("group_size", "n_mse", "low", "high")),
+        "assumption2.corr",
+        "policy.name",
+        "policy.accuracy",
+        "policy.accuracy_low",
+        "policy.accuracy_high",
+        "questions",
+        "pool_completions",
+    ),
+    "gap": ("statement", "claims[].what", "answer", "verdict", "cost.rollouts"),
 }
 CLAIM_TYPES = {
     "what": str, "predicted": (int, float, str), "measured": (int, float),
@@ -137,7 +168,7 @@ def _check(run: RunRecord) -> None:
     if run.state.name not in (DONE, PAST_MAX_STEPS):
         run.result = None
     if run.result is not None:
-        missing = [key for key in RESULT_KEYS[run.command] if key not in run.result]
+        missing = [key for key in RESULT_KEYS[run.command] if contents.is_absent(run.result, key)]
         if missing:
             raise ValueError(
                 f"result.json has no {', '.join(missing)}: of another version, run it again"

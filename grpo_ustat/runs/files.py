@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -72,25 +73,33 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
 
 def csv_rows(text: str) -> list[dict[str, Any]]:
-    r"""A table's rows; a cell is a number, a text, or None where it is empty.
+    r"""A table's rows; a cell is a finite number, a text, or None where it is empty.
+
+    Raises:
+        ValueError: it is no table.
 
     >>> csv_rows("step,split,low\n4,test,0.25\n8,,\n")
     [{'step': 4, 'split': 'test', 'low': 0.25}, {'step': 8, 'split': None, 'low': None}]
     """
     rows = csv.DictReader(io.StringIO(text))
-    return [{key: _cell(value) for key, value in row.items() if key} for row in rows]
+    try:
+        return [{key: _cell(value) for key, value in row.items() if key} for row in rows]
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
 
 
 def _cell(text: str | None) -> Any:
     for kind in (int, float):
         try:
-            return kind(text or "")
-        except ValueError:
+            number = kind(text or "")
+            if math.isfinite(number):
+                return number
+        except (ValueError, OverflowError):
             pass
     return (text[1:] if text and text[0] == "'" and FORMULA.match(text) else text) or None

@@ -26,6 +26,7 @@ from grpo_ustat.config.identity import (
     operational_keys,
 )
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed import lock, slurm
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.runs import history
@@ -268,7 +269,7 @@ class RunFolder:
         if not changed:
             return earlier
         changes = ", ".join(f"{name} {before[name]}, now {now.get(name)}" for name in changed)
-        print(
+        tell(
             f"warning: {self.path} was begun with {changes}: its result will be of both",
             file=sys.stderr,
         )
@@ -415,7 +416,7 @@ def code_state() -> dict[str, Any]:
     commit = _git(source, "rev-parse", "HEAD") if tracked else None
     return {
         "commit": commit.strip() if commit else None,
-        "diff": _git(source, "diff", "HEAD") if commit else None,
+        "diff": redact_code(_git(source, "diff", "HEAD") or "") if commit else None,
         "versions": versions(),
     }
 

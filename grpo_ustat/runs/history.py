@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.command_line import typed_command
+from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import world
 from grpo_ustat.distributed.signals import Stopped
+from grpo_ustat.runs.contents import count, scalar
 from grpo_ustat.runs.files import read_rows
 from grpo_ustat.terminal import tell
 
@@ -59,7 +61,7 @@ def end_row(error: BaseException | None) -> dict[str, Any]:
 def last_line(error: BaseException) -> str:
     """An error's last line for a table; of errors that are not ours, their type too."""
     name = type(error).__name__
-    lines = str(error).removeprefix("error: ").strip().splitlines()
+    lines = redact_code(str(error)).removeprefix("error: ").strip().splitlines()
     ours = type(error).__module__.startswith("grpo_ustat.")
     if lines and (ours or isinstance(error, FloatingPointError | SystemExit)):
         return lines[-1]
@@ -115,6 +117,16 @@ def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) ->
 def launches(folder: Path) -> list[dict[str, Any]]:
     """All rows, in their order; without a line that a killed run left half written."""
     try:
-        return read_rows(folder / NAME)[0]
+        return [row for row in read_rows(folder / NAME)[0] if _fits(row)]
     except OSError:
         return []
+
+
+def _fits(row: dict[str, Any]) -> bool:
+    """Whether a row is one that `append` can have written: scalars, a time with its zone."""
+    try:
+        whole = datetime.fromisoformat(row.get("time", "2000-01-01T00:00:00+00:00")).tzinfo
+    except (ValueError, TypeError):
+        return False
+    of_slurm = "slurm_job_id" not in row or count(row.get("slurm_restart_count"))
+    return whole is not None and of_slurm and all(map(scalar, row.values()))

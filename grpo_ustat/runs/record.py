@@ -19,8 +19,9 @@ import yaml
 from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_rules, operational_keys
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.distributed.lock import peek
-from grpo_ustat.runs import history
+from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.files import csv_rows, read_rows
+from grpo_ustat.runs.folder import changed_files
 
 if TYPE_CHECKING:
     import pyarrow
@@ -30,6 +31,8 @@ METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
 NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)  # notes on other files come after these
 EVAL_NUMBERS = ("step", "accuracy", "low", "high", "n")
 MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000  # that a page holds
+MOST_PARQUET_BYTES = 4_000_000_000  # unpacked, of a log of completions
+MOST_EVALS = 1000  # that are shown of a run
 
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
 PAST_MAX_STEPS = "already past max_steps"
@@ -93,17 +96,17 @@ class RunRecord:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The configuration, nested."""
-        return self._read(CONFIG, yaml.safe_load) or {}
+        return self._read(CONFIG, contents.parsed_yaml, contents.CONFIGURATION) or {}
 
     @cached_property
     def code(self) -> dict[str, Any]:
         """Commit, uncommitted changes, versions, and fingerprints of weights and data."""
-        return self._read(CODE, json.loads) or {}
+        return self._read(CODE, contents.parsed_json, contents.CODE) or {}
 
     @cached_property
     def result(self) -> dict[str, Any] | None:
         """Content of `result.json`; None while the run is unfinished."""
-        return self._read(RESULT, json.loads)
+        return self._read(RESULT, contents.parsed_json, contents.RESULTS[self.command])
 
     @property
     def final_result(self) -> dict[str, Any]:
@@ -126,12 +129,18 @@ class RunRecord:
         """Rows of the training steps, those without a step left out."""
         try:
             rows, damaged = read_rows(self.folder / METRICS)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self.add_note(f"{METRICS} is damaged and not shown: {_one_line(error)}")
             return []
         if damaged:
             self.add_note(f"{METRICS} is damaged in {damaged} lines, which are left out")
-        return [row for row in rows if isinstance(row.get("step"), int)]
+        rows, wrong = contents.typed_rows(rows)
+        if wrong:
+            self.add_note(f"{METRICS} is damaged: {wrong}")
+        by_step = {row["step"]: row for row in rows}
+        if len(by_step) < len(rows):
+            self.add_note(f"{METRICS} is damaged: {len(rows) - len(by_step)} steps come twice")
+        return [by_step[step] for step in sorted(by_step)]
 
     @cached_property
     def eval_rows(self) -> list[dict[str, Any]]:
@@ -144,20 +153,37 @@ class RunRecord:
         every = (self.result or {}).get("evals", self.eval_rows)
         decodings = self.value("eval.decoding") or [row.get("decoding") for row in every]
         rows = [row for row in every if row.get("decoding") == decodings[0]]
-        whole = [
-            row for row in rows if all(isinstance(row.get(k), int | float) for k in EVAL_NUMBERS)
-        ]
+        whole = {
+            (row["step"], str(row.get("split"))): row
+            for row in rows
+            if all(contents.is_number(row.get(k)) for k in EVAL_NUMBERS)
+            and contents.misfit(row, contents.EVALUATION) is None
+        }
         if len(whole) < len(rows) or bool(every) > bool(rows):
             self.add_note(f"{EVALS} is damaged in part")
-        return whole
+        steps = sorted(whole)
+        if len(steps) > MOST_EVALS:
+            self.add_note(f"{EVALS} has {len(steps):,} evaluations, {MOST_EVALS} of them shown")
+            last = len(steps) - 1
+            steps = [steps[round(i * last / (MOST_EVALS - 1))] for i in range(MOST_EVALS)]
+        return [whole[step] for step in steps]
 
     @property
     def notes(self) -> list[str]:
         """A line for each damaged file."""
         for name in ("config", "code", "result", "metrics", "eval_rows"):
             getattr(self, name)
+        for name in self._edited:
+            self.add_note(f"{name} is not as the run has left it: it was edited since")
         ranks = {name: rank for rank, name in enumerate(NOTE_ORDER)}
         return sorted(self._notes, key=lambda line: ranks.get(line.split()[0], len(ranks)))
+
+    @cached_property
+    def _edited(self) -> list[str]:
+        try:
+            return changed_files(self.folder, self.result or {})
+        except OSError:  # which the file's own reader says
+            return []
 
     def add_note(self, line: str) -> None:
         """Add a line on a damaged file, whose name comes first; each line is kept once."""
@@ -287,14 +313,16 @@ class RunRecord:
             return 0
         for line in reversed(lines):
             try:
-                return json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError):
+                step = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
+            if contents.count(step):
+                return step
         return 0
 
     def csv_rows(self, name: str) -> list[dict[str, Any]]:
         """Rows of a table in CSV, none where there is no such file."""
-        return self._read(name, csv_rows, list) or []
+        return self._read(name, csv_rows) or []
 
     def completions(self) -> tuple[list[dict[str, Any]], str]:
         """Rows of the log of completions, and a sentence on which they are.
@@ -305,12 +333,17 @@ class RunRecord:
         file = self.folder / COMPLETIONS
         if not file.is_file():
             return [], ""
-        from pyarrow import parquet  # not at the start of every command
+        import pyarrow  # not at the start of every command
+        from pyarrow import parquet
 
         try:
+            groups = parquet.read_metadata(file)
+            size = sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
+            if size > MOST_PARQUET_BYTES:
+                raise ValueError(f"it has {size:,} bytes, at most {MOST_PARQUET_BYTES:,} are read")
             steps = parquet.read_table(file, columns=["step"])["step"].to_pylist()
             table = _thin(parquet.read_table(file), steps)
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
             self.add_note(f"{COMPLETIONS} is damaged and not shown: {_one_line(error)}")
             return [], ""
         columns = [name for name in table.column_names if table[name].null_count < len(table)]
@@ -323,18 +356,23 @@ class RunRecord:
             sentence += f"; here are {len(table)}, {which}."
         return table.select(columns).to_pylist(), sentence
 
-    def _read(self, name: str, parse: Callable[[str], Any], kind: type = dict) -> Any:
-        """A file's parsed content; None where it is missing, or damaged and noted."""
-        file = self.folder / name
-        if not file.is_file():
+    def _read(self, name: str, parse: Callable[[str], Any], shape: contents.Shape = None) -> Any:
+        """A file's parsed content; None where it is missing, or damaged and noted.
+
+        Args:
+            name: of the file.
+            parse: makes its content of its text, by a ValueError where it cannot.
+            shape: of a mapping, see `contents.misfit`; None: anything.
+        """
+        if not (self.folder / name).is_file():
             return None
         try:
-            content = parse(file.read_text(errors="replace"))
+            content = parse(contents.text_of(self.folder, name))
+            wrong = contents.misfit(content, shape) if shape else None
         except (OSError, ValueError, yaml.YAMLError) as error:
-            self.add_note(f"{name} is damaged and not shown: {_one_line(error)}")
-            return None
-        if not isinstance(content, kind):
-            self.add_note(f"{name} is damaged and not shown: it holds no {kind.__name__}")
+            wrong = _one_line(error)
+        if wrong:
+            self.add_note(f"{name} is damaged and not shown: {wrong}")
             return None
         return content
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -35,6 +36,9 @@ START_SECONDS = 120.0  # for a worker's imports on a busy machine
 LOOK_SECONDS = 0.02  # between two looks whether a starting worker is still needed
 GRACE = 1.0  # seconds past the deadline that a worker has to end by itself
 MAX_TASKS = 1000  # pairs after which a worker begins afresh, for the libraries keep what they read
+JUDGE_VARIABLES = re.compile(
+    r"PATH|HOME|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON[A-Z]+"
+)  # that a worker sees of the environment
 CACHED = 20_000  # pairs whose verdict is remembered
 
 Pair = tuple[str, str]  # gold and answer, texts as math-verify reads them: \boxed{...}
@@ -193,7 +197,7 @@ class _Worker:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=judge_environment(os.environ),
             start_new_session=True,
         )
         worker_end.close()  # so that the pipe ends with the worker
@@ -274,3 +278,13 @@ def _end(workers: dict[int, _Worker], process: int) -> None:
     """End all workers if this is the process that started them, not a fork of it."""
     while workers and process == os.getpid():
         workers.popitem()[1].end()
+
+
+def judge_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a judging process sees of the environment: where Python and its packages are, no key.
+
+    >>> judge_environment({"PATH": "/bin", "HF_TOKEN": "x", "PYTHONPATH": "y"})
+    {'PATH': '/bin', 'PYTHONPATH': 'y', 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
+    """
+    kept = {name: text for name, text in environ.items() if JUDGE_VARIABLES.fullmatch(name)}
+    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from grpo_ustat.config.run import check_no_secrets
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.config.secrets import is_secret, redact, redact_text
+from grpo_ustat.config.secrets import (
+    FORMS,
+    find_secret,
+    is_secret,
+    redact,
+    redact_code,
+    redact_text,
+)
+from grpo_ustat.runs import history
 
 KEYS = {
     "hugging face": "hf_" + "aB3" * 10,
@@ -19,6 +30,31 @@ KEYS = {
     "bearer": "Authorization: Bearer abcdefgh12",
     "password in an address": "https://me:secret@host.example/path",
     "token in an address": "https://:secret@host.example/path",
+}
+KEYS |= {  # put together here, so that no scanner takes them for keys
+    "anthropic": "sk-ant-" + "api03-" + "a1" * 20,
+    "openrouter": "sk-or-v1-" + "a1" * 20,
+    "stripe": "sk" + "_live_" + "a1" * 12,
+    "aws, for a session": "ASIA" + "A1" * 8,
+    "google": "AIza" + "a1B-_" * 7,
+    "google, for an hour": "ya29." + "a1" * 20,
+    "azure sas": "https://x.blob.core.windows.net/c?sv=1&sig=" + "a1%2B" * 8,
+    "azure client": "abc8Q~" + "a1" * 17,
+    "github, for an app": "ghr_" + "a1" * 18,
+    "github, of few rights": "github" + "_pat_" + "a1" * 20,
+    "gitlab": "glpat-" + "a1" * 10,
+    "slack": "xoxb-" + "1234567890-" * 2 + "a1" * 10,
+    "slack, of an app": "xapp-1-" + "A1" * 10,
+    "slack, of a hook": "https://hooks.slack.com/services/T0/B0/" + "a1" * 12,
+    "groq": "gsk_" + "a1" * 20,
+    "nvidia": "nvapi-" + "a1" * 20,
+    "npm": "npm_" + "a1" * 18,
+    "pypi": "pypi-" + "A1" * 30,
+    "databricks": "dapi" + "a1" * 16,
+    "vault": "hvs." + "a1" * 20,
+    "basic": "Authorization: Basic " + "a1" * 10,
+    "user alone in an address": "https://" + "a1" * 15 + "@host.example/path",
+    "query of an address": "https://host/x?access_token=" + "a1" * 10,
 }
 HARMLESS = {
     "revision": "8f1d3c5a" * 5, "path": "/data/hf_models/tiny", "address": "https://host:8080/a@b",
@@ -59,6 +95,15 @@ SHOWN = {  # what may be read beside a key; of the others nothing
 }
 
 
+SHOWN |= {
+    "azure sas": "https://x.blob.core.windows.net/c?sv=1&sig=***",
+    "slack, of a hook": "https://hooks.slack.com/services/***",
+    "basic": "Authorization: ***",
+    "user alone in an address": "https://***@host.example/path",
+    "query of an address": "https://host/x?access_token=***",
+}
+
+
 @pytest.mark.parametrize("kind", KEYS)
 def test_what_a_configuration_may_not_hold_is_hidden_in_texts_too(kind):
     assert redact_text(f"before {KEYS[kind]}", {}) == f"before {SHOWN.get(kind, '***')}"
@@ -67,3 +112,39 @@ def test_what_a_configuration_may_not_hold_is_hidden_in_texts_too(kind):
 def test_a_text_shows_no_value_of_an_environment_variable_that_is_a_key():
     assert redact_text("x=correct-horse-battery", {"MY_TOKEN": "correct-horse-battery"}) == "x=***"
     assert redact_text("/home/me/abcdefgh", {"HOME": "/home/me/abcdefgh"}) == "/home/me/abcdefgh"
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_key_in_place_of_an_options_name_is_not_shown_either(kind):
+    with pytest.raises(ConfigError) as caught:
+        check_no_secrets({"dataset": {"options": {KEYS[kind]: 1}}}, {})
+    assert KEYS[kind] not in str(caught.value) and "dataset.options" in str(caught.value)
+    assert KEYS[kind] not in str(redact({"x": [{KEYS[kind]: 1}]}, environ={}))
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_an_error_and_the_changes_of_a_program_show_no_key(kind):
+    line = history.last_line(OSError(f"401 for {KEYS[kind]} of host"))
+    changes = redact_code(f"+    client({KEYS[kind]!r})\n", {})
+    for text in (line, changes):
+        assert KEYS[kind] not in text and "***" in text
+        assert KEYS[kind].rpartition("=")[2][-12:] not in text or "@host" in KEYS[kind]
+
+
+def test_a_program_keeps_what_is_no_key():
+    code = "token=tokenizer.eos, key=lambda row: row, secret = read(), commit " + "8f1d3c5a" * 5
+    assert redact_code(code, {}) == code
+    assert redact_code('password: "correct-horse"', {}) == 'password: "***"'
+
+
+def test_the_repositorys_own_texts_hold_no_key():
+    """So that the forms are narrow: all of conf/, of the documentation, and of the package."""
+    root = Path(__file__).parents[2]
+    files = [*root.glob("conf/**/*.yaml"), *root.glob("docs/*.md"), *root.glob("*.md")]
+    files += [file for file in root.glob("grpo_ustat/**/*.py") if file.name != "secrets.py"]
+    assert len(files) > 300
+    for file in files:
+        lines = [line for line in file.read_text().splitlines() if ">>>" not in line]  # examples
+        assert not FORMS.findall("\n".join(lines)), file
+    for file in root.glob("conf/**/*.yaml"):
+        assert find_secret(yaml.safe_load(file.read_text()), {}) is None, file
