@@ -220,9 +220,9 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
             elif isinstance(value, list):
                 raise ConfigError(f"{place}: its {key} is damaged: it has too many entries")
             if re.search(r"(attn|attention|experts)_implementation", key) and not trusted:
-                _refuse_kernels(value, key, place)
+                _refuse_kernels(cast(object, value), key, place)
             if re.search(r"\.((num|n)_\w+|\w+_(size|dim|layers|heads))$", key):
-                _refuse_shape(value, key, place)
+                _refuse_shape(cast(object, value), key, place)
         level = below
         if not level:
             return
