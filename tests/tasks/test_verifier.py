@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.tasks import verifier as judging
 from grpo_ustat.tasks.answers import final_number
 from grpo_ustat.tasks.math_answers import MathJudge
 from grpo_ustat.tasks.verifier import CANARIES, JudgeError, Verdict, Verifier
@@ -49,6 +51,8 @@ def calls(tmp_path, monkeypatch):
     """What the stub was asked, as (process, answer), once it stands in for math-verify."""
     monkeypatch.setenv("PYTHONPATH", str(HERE / "stub_math_verify"), prepend=os.pathsep)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    seen = re.compile(f"{judging.JUDGE_VARIABLES.pattern}|CALLS")
+    monkeypatch.setattr(judging, "JUDGE_VARIABLES", seen)
 
     def read():
         lines = (tmp_path / "calls").read_text().splitlines()
