@@ -15,7 +15,7 @@ from grpo_ustat.config.model import ModelConfig, ModelSize, model_folder
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.policy.limits import LOGIT_BYTES
+from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
 ENTRY = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer stores for a parameter
@@ -210,6 +210,24 @@ def study_cost(config: MseConfig) -> Cost:
         pool=int(READ * disk) if config.launch.device == "cpu" and disk is not None else 0,
         disk=disk,
         disk_after=disk,
+    )
+
+
+def score_memory(config: MseConfig) -> tuple[int, int, int] | None:
+    """Bytes of scoring N completions of a question, beside the weights: with the whole graph, layer
+    by layer, and of one completion layer by layer; prompts left out. None where the sizes are
+    unknown.
+    """
+    size, length = model_size(config.model), config.max_completion_length
+    layers, hidden, inner = size.layers, size.hidden, size.inner
+    if layers is None or hidden is None or not isinstance(inner, int):
+        return None
+    shape = (ENTRY[config.model.dtype], layers, hidden, inner)
+    many = config.budget.pool_completions * length
+    return (
+        pass_bytes(many, *shape, by_layer=False),
+        pass_bytes(many, *shape, by_layer=True),
+        pass_bytes(length, *shape, by_layer=True),
     )
 
 

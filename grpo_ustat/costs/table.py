@@ -14,7 +14,14 @@ from rich.table import Table
 
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.costs.cost import Cost, cost, published_size, sharded_memory, total
+from grpo_ustat.costs.cost import (
+    Cost,
+    cost,
+    published_size,
+    score_memory,
+    sharded_memory,
+    total,
+)
 from grpo_ustat.costs.duration import Duration, Span, duration, hours_text, span_text
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal import Console
@@ -169,6 +176,7 @@ def cost_notes(configs: Sequence[TrainConfig | MseConfig], costs: Sequence[Cost]
         )
 
     if isinstance(config, MseConfig):
+        notes += score_notes(config)
         notes.append(
             f"Each of launch.workers={config.launch.workers} has this memory."
             if config.rollout.name == "local"
@@ -195,6 +203,28 @@ def cost_notes(configs: Sequence[TrainConfig | MseConfig], costs: Sequence[Cost]
             "Tests unknown: dataset.test_size=null asks all test questions; tokens leave them out."
         )
     return notes
+
+
+def score_notes(config: MseConfig) -> list[str]:
+    """How a question's completions are scored, what that holds, and what to change where it does
+    not fit.
+    """
+    memory = score_memory(config)
+    if memory is None:
+        return []
+    count, weights = config.budget.pool_completions, cost(config).weights or 0
+    whole, by_layer, _ = memory
+    text = (
+        f"Scores of N = {count} completions at once, beside the weights: {decimal(whole)} with the "
+        f"whole graph, or layer by layer {decimal(by_layer)}, at a quarter more time, where the "
+        f"first is over half of the free memory; so {decimal(weights + by_layer)} at least."
+    )
+    if count > 1:
+        text += (
+            f" Where that does not fit: budget.pool_completions={count // 2} first, then {count} "
+            "on the same pool=DIR."
+        )
+    return [text]
 
 
 def show_durations(labels: Sequence[str], durations: Sequence[Duration], console: Console) -> None:

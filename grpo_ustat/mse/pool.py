@@ -13,14 +13,15 @@ import torch
 
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
+from grpo_ustat.costs.cost import score_memory, study_cost
+from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
 from grpo_ustat.mse.sampler import sampler_gap, start_sampler
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.memory import free_bytes, score_bytes
+from grpo_ustat.policy.memory import check_weights, free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
@@ -116,7 +117,15 @@ class ModelFacts:
 
 
 def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
-    """Count parameters and tokens, and time the reading of a few prompts."""
+    """Count parameters and tokens, and time the reading of a few prompts.
+
+    Raises:
+        ConfigError: the model does not fit on the GPU, known before it is loaded.
+    """
+    weights, memory = study_cost(config).weights, score_memory(config)
+    if config.launch.device.startswith("cuda") and weights is not None and memory is not None:
+        device = own_device(config.launch.device)
+        check_weights(weights, memory[2], free_bytes(torch.device(device)), device)
     policy = configured_policy(config)
     encoded = policy.encode([prompt.text for prompt in prompts])
     few = [torch.tensor([ids], device=policy.model.device) for ids in encoded[:8]]

@@ -6,6 +6,9 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.limits import pass_bytes
+
 SHARE = 1 / 2  # of the free memory that the graph of a whole model may take
 
 
@@ -18,14 +21,31 @@ def free_bytes(device: torch.device) -> int:
 
 
 def score_bytes(model: PreTrainedModel, tokens: int, by_layer: bool) -> int:
-    """About how many bytes scoring so many tokens holds at once, rows of a batch times columns.
-
-    Of each token and layer a graph holds some 16 vectors of the hidden size and 4 of the
-    intermediate size (238 kB measured on a model of Qwen2.5-7B's shape in bfloat16); layer by layer
-    that of one layer, and of the others their inputs.
-    """
-    config, entry = model.config.get_text_config(decoder=True), model.dtype.itemsize
-    hidden, layers = config.hidden_size, config.num_hidden_layers
+    """About how many bytes scoring so many tokens of a model holds, see `pass_bytes`."""
+    config = model.config.get_text_config(decoder=True)
     inner = getattr(config, "intermediate_size", None) or 0
-    graph = 16 * hidden + 4 * (max(inner) if isinstance(inner, list) else inner)
-    return entry * tokens * (graph + layers * hidden if by_layer else layers * graph)
+    inner = max(inner) if isinstance(inner, list) else inner
+    shape = (config.num_hidden_layers, config.hidden_size, inner)
+    return pass_bytes(tokens, model.dtype.itemsize, *shape, by_layer)
+
+
+def check_weights(weights: int, one: int, free: int, device: str) -> None:
+    """Refuse a model that fits into a device's free memory not even with one completion.
+
+    Args:
+        weights: bytes of the model.
+        one: bytes of scoring one completion, layer by layer.
+        free: bytes that are free.
+        device: of the model.
+
+    Raises:
+        ConfigError: with the sum.
+    """
+    if weights + one <= free:
+        return
+    words = [f"{size / 1e9:.1f} GB" for size in (weights, one, weights + one, free)]
+    raise ConfigError(
+        f"scores need the whole model on one device: weights {words[0]} + one completion layer by "
+        f"layer {words[1]} = {words[2]}, of which {device} has {words[3]} free: use "
+        "model.dtype=bfloat16, a shorter max_completion_length, or a GPU with more memory"
+    )

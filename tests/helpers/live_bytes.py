@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
+
+
+def uncounted(function):
+    """The function, of whose operations only what it returns is counted."""
+
+    @functools.wraps(function)
+    def call(*args):
+        modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes)]
+        with _disable_current_modes():
+            result = function(*args)
+        for mode in modes:
+            mode.add(result.untyped_storage())
+        return result
+
+    return call
 
 
 class LiveBytes(TorchDispatchMode):
@@ -26,10 +46,11 @@ class LiveBytes(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if _is(value) and value.untyped_storage()._cdata not in inputs | self._known:
-                self._add(value.untyped_storage())
+                self.add(value.untyped_storage())
         return result
 
-    def _add(self, storage):
+    def add(self, storage):
+        """Count a storage until it is freed."""
         key, size = storage._cdata, storage.nbytes()
         self._known.add(key)
         self.now += size

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
+from commands import compose
 from fakes import random_rollouts
 from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.costs.table import score_notes
+from grpo_ustat.mse import pool
 from grpo_ustat.policy import memory
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.scores import completion_scores, rollouts
@@ -26,9 +32,9 @@ def llama(layers):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def peak(model, by_layer):
+def peak(model, by_layer, tokens=TOKENS):
     """Bytes a token."""
-    ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % 50
+    ids = torch.arange(ROWS * tokens).view(ROWS, tokens) % 50
     ones = torch.ones_like(ids)
     completion = ones.clone()
     completion[:, :8] = 0
@@ -67,3 +73,42 @@ def test_layers_are_computed_twice_where_memory_is_short(monkeypatch):
         scores.append(score_rollouts(policy, drawn, np.arange(6), 1.0, gram=True))
     assert ways == [False, True]
     torch.testing.assert_close(scores[0].gram_BB, scores[1].gram_BB)
+
+
+@pytest.mark.slow
+def test_layer_by_layer_the_peak_grows_by_an_input_a_token_and_layer():
+    """With depth and tokens both doubled, what is left beside the layers' inputs is as with one."""
+    peaks = {
+        (layers, tokens): peak(llama(layers), True, tokens) * ROWS * tokens
+        for layers in (4, 8)
+        for tokens in (64, 128)
+    }
+    inputs = {key: key[0] * key[1] * ROWS * HIDDEN * 4 for key in peaks}
+    rest = {key: (peaks[key] - inputs[key]) / key[1] for key in peaks}
+    assert max(rest.values()) < 1.1 * min(rest.values())
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_sum():
+    memory.check_weights(15 * 10**9, 2 * 10**9, 17 * 10**9, "cuda")
+    with pytest.raises(ConfigError) as error:
+        memory.check_weights(144 * 10**9, 2 * 10**9, 80 * 10**9, "cuda")
+    assert "weights 144.0 GB + one completion layer by layer 2.0 GB = 146.0 GB" in str(error.value)
+    assert "cuda has 80.0 GB free" in str(error.value)
+
+
+def test_a_large_model_is_refused_before_it_is_loaded(monkeypatch):
+    config = compose("mse", "model=qwen2_5_math_7b", "launch.device=cuda")
+    monkeypatch.setattr(pool, "free_bytes", lambda device: 20 * 10**9)
+    monkeypatch.setattr(pool, "configured_policy", None)
+    with pytest.raises(ConfigError, match=r"weights 30\.5 GB \+ one completion"):
+        pool.model_facts(config, [])
+
+
+def test_dry_run_says_how_a_7b_model_is_scored():
+    words = ("model=qwen2_5_math_7b", "model.dtype=bfloat16", "max_completion_length=3200")
+    [note] = score_notes(compose("mse", *words))
+    assert "Scores of N = 32 completions at once" in note
+    by_layer = re.search(r"layer by layer ([\d.]+) GB", note)
+    assert 40 < float(by_layer[1]) < 64
+    assert "budget.pool_completions=16 first, then 32 on the same pool=DIR" in note
+    assert score_notes(compose("mse", "model=org/name")) == []

@@ -13,7 +13,7 @@ from reference import one_flat_score
 
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
-from grpo_ustat.policy.scores import accumulate, layers, output_layer
+from grpo_ustat.policy.scores import accumulate, backward, layers, output_layer
 from grpo_ustat.policy.scores.accumulate import Accumulator
 from grpo_ustat.policy.scores.backward import (
     check_scores,
@@ -227,6 +227,32 @@ def test_a_layer_that_breaks_its_rule_is_refused_by_name():
     weight = new.weight
     new.register_forward_hook(lambda module, args, out: out + args[0] @ weight.T)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        check_scores(policy.model, *arguments)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_are_compared_a_few_parameters_at_a_time(monkeypatch, tied):
+    """What a check of a large model holds is a group's; the same layer is refused in any group."""
+    policy, rollouts = random_policy(tied=tied), random_rollouts([3], group_size=3, longest=4)
+    rows = pack(rollouts, np.arange(3), 0, "cpu")
+    arguments = (rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT)
+    sizes, counts, original = parameter_sizes(policy.model), [], backward.completion_scores
+
+    def spy(model, *args, **kwargs):
+        counts.append(sum(parameter_sizes(model).values()))
+        return original(model, *args, **kwargs)
+
+    monkeypatch.setattr(backward, "completion_scores", spy)
+    monkeypatch.setattr(backward, "COMPARED", 600)
+    check_scores(policy.model, *arguments)
+    assert len(counts) > 3 and sum(counts) == sum(sizes.values())
+    assert max(counts) <= max(600, *sizes.values())
+    assert parameter_sizes(policy.model) == sizes
+    rule = layers._norm
+    monkeypatch.setattr(
+        layers, "_norm", lambda *x: ((k, layers.Small(2 * p.gradient_B)) for k, p in rule(*x))
+    )
+    with pytest.raises(ValueError, match=r"norm\.weight disagrees"):
         check_scores(policy.model, *arguments)
 
 

@@ -368,6 +368,7 @@ def _logprob(model, ids_T, completion_T, temperature: float) -> torch.Tensor:
 
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+COMPARED = 2**28  # parameters whose gradients are compared at a time
 
 
 def check_scores(model, input_ids_BT, attention_mask_BT, completion_mask_BT) -> None:
@@ -381,20 +382,57 @@ def check_scores(model, input_ids_BT, attention_mask_BT, completion_mask_BT) -> 
     """
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
     weights = torch.linspace(0.5, 1.5, len(input_ids_BT), dtype=torch.float64)
-    gradients = completion_scores(model, *rows, weights_KB=weights[None]).gradients_K[0]
-    logprobs = (
-        weight * _logprob(model, ids[mask.bool()], completion[mask.bool()], 1.0)
-        for weight, ids, mask, completion in zip(weights.tolist(), *rows, strict=True)
-    )
-    total = cast(torch.Tensor, sum(logprobs))
-    names, parameters = zip(*trainable(model), strict=True)
-    plain = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
-    whole = torch.stack([g.double().norm() for g in plain]).norm()
-    errors = [(gradients[n] - g).double().norm() for n, g in zip(names, plain, strict=True)]
-    worst = max(range(len(names)), key=lambda k: errors[k])
-    if errors[worst] > TOLERANCE.get(parameters[0].dtype, 0.1) * whole:
+    parameters = trainable(model)
+    norms, errors = [], []
+    for group in _compared_together(parameters):
+        with _only_trainable(parameters, group):
+            gradients = completion_scores(model, *rows, weights_KB=weights[None]).gradients_K[0]
+            logprobs = (
+                weight * _logprob(model, ids[mask.bool()], completion[mask.bool()], 1.0)
+                for weight, ids, mask, completion in zip(weights.tolist(), *rows, strict=True)
+            )
+            plain = torch.autograd.grad(
+                cast(torch.Tensor, sum(logprobs)),
+                [p for _, p in group],
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        for (name, _), grad in zip(group, plain, strict=True):
+            norms.append(_norm(grad))
+            errors.append(_norm(gradients.pop(name).sub_(grad)))
+    whole, worst = torch.stack(norms).norm(), int(torch.stack(errors).argmax())
+    if errors[worst] > TOLERANCE.get(parameters[0][1].dtype, 0.1) * whole:
         raise ConfigError(
-            f"the score of {names[worst]} disagrees with plain differentiation by "
+            f"the score of {parameters[worst][0]} disagrees with plain differentiation by "
             f"{errors[worst]:.3g} of {whole:.3g}: freeze it (requires_grad=False) or report the "
             f"model class {type(model).__name__}"
         )
+
+
+def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list]:
+    """Neighbouring parameters of at most COMPARED entries, or a larger one alone."""
+    group, entries = [], 0
+    for name, parameter in parameters:
+        if group and entries + parameter.numel() > COMPARED:
+            yield group
+            group, entries = [], 0
+        group.append((name, parameter))
+        entries += parameter.numel()
+    yield group
+
+
+@contextmanager
+def _only_trainable(parameters: list[tuple[str, nn.Parameter]], some: list) -> Iterator[None]:
+    """Within, of all trainable parameters some alone are."""
+    others = {name for name, _ in parameters} - {name for name, _ in some}
+    for name, parameter in parameters:
+        parameter.requires_grad_(name not in others)
+    try:
+        yield
+    finally:
+        for _, parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def _norm(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float64)

@@ -37,7 +37,7 @@ def add_output_layer(
     wide = widen(window.hidden_BTD[:0])
     budget = LOGIT_BYTES[window.hidden_BTD.device.type] // wide.element_size()
     rows = max(1, budget // (length * vocabulary))
-    grad_BTD = torch.zeros_like(window.hidden_BTD)
+    grad_BTD = wide.new_zeros(window.hidden_BTD.shape)  # slices of the vocabulary add up
     grad_BTU = wide.new_zeros((batch, length, len(tokens_U)))
     if layer.opaque:
         for index in torch.arange(batch).split(rows):
@@ -72,7 +72,7 @@ def add_output_layer(
             inside_U = (tokens_U >= tokens.start) & (tokens_U < tokens.stop)
             grad_BTU[:, :, inside_U] = grad_BTS[:, :, tokens_U[inside_U] - tokens.start]
             _add_parameters(layer, window, names, totals, grad_BTS, first_row=tokens.start)
-    return grad_BTD, grad_BTU
+    return grad_BTD.to(window.hidden_BTD), grad_BTU
 
 
 def _add_parameters(
