@@ -169,8 +169,8 @@ def study_cost(config: MseConfig) -> Cost:
     parameters of E bytes: weights E P in each worker; a question's file has 8 N^2 for inner
     products, 4 N R and 8 R' for sketches of R = feature_sketch and R' = gradient_sketch numbers (P
     where that is smaller), 4 N tokens, 17 N for rewards, lengths and ends. The scores of a question
-    hold the graph of N completions, layer by layer where that is more than `WHOLE`; each sketch
-    that is smaller than P keeps a sign of one byte for every parameter.
+    hold the graph of N completions, layer by layer where that is more than `WHOLE`; where a
+    sketch is smaller than P, each parameter has a sign of one bit.
     """
     budget, size = config.budget, model_size(config.model)
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
@@ -203,7 +203,7 @@ def study_cost(config: MseConfig) -> Cost:
         reference=0,
         training=0,
         process=_process(config),
-        signs=_product(size.parameters, sum(most > one for one in sketches)),
+        signs=_product(size.parameters and -(-size.parameters // 8), int(most > min(sketches))),
         cache=_cache(config, size, questions * count, entry),
         logits=_logits(config, size, questions * count, tokens),
         graph=graph,

@@ -28,7 +28,7 @@ def study():
 def test_a_studys_scores_and_signs_are_memory(study):
     one = cost(study)
     assert one.graph == 32 * 96 * TOKEN
-    assert one.signs == 2 * SIZE.parameters  # a byte each, for both sketches
+    assert one.signs == -(-SIZE.parameters // 8)  # a bit each, once for both sketches
     assert one.logits == int(4.5 * 2**30) and one.process == 0
     assert one.cache < one.graph  # so sampling needs less
     assert one.memory == one.weights + one.signs + one.logits + one.graph
