@@ -271,7 +271,7 @@ def noise_text(scale: Interval, prompts: Interval, group_size: int, rollouts: in
         rollouts: n of a training step.
 
     >>> text = noise_text(Interval(768, 512, 1024), Interval(0.25, 0.2, 0.3), 4, 256)
-    >>> text.split(": ")[1]
+    >>> text.split(". ")[0].removeprefix("Noise: ")
     'at G = 4 the noise scale n_c is 768 rollouts [512, 1024], 25 % of it [20 %, 30 %] from prompts'
     >>> noise_text(Interval(9, 5, 20), Interval(0.25, 0.2, 0.3), 4, 256).split(": ")[2]
     'half as many rollouts would lose 3 % of what a step gains [2 %, 7 %].'

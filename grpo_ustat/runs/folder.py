@@ -91,7 +91,7 @@ class RunFolder:
         """`on_existing`; but a job that SLURM has started again goes on with what it had begun."""
         begun = any(
             row.get("slurm_job_id") == slurm.address()
-            and row["slurm_restart_count"] < slurm.restart_count()
+            and row.get("slurm_restart_count", 0) < slurm.restart_count()
             for row in (history.launches(self.path) if slurm.restart_count() else ())
         )
         return "resume" if begun else self.config.on_existing

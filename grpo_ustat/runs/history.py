@@ -128,5 +128,5 @@ def _fits(row: dict[str, Any]) -> bool:
         whole = datetime.fromisoformat(row.get("time", "2000-01-01T00:00:00+00:00")).tzinfo
     except (ValueError, TypeError):
         return False
-    of_slurm = "slurm_job_id" not in row or count(row.get("slurm_restart_count"))
-    return whole is not None and of_slurm and all(map(scalar, row.values()))
+    counted = count(row.get("slurm_restart_count", 0))
+    return whole is not None and counted and all(map(scalar, row.values()))

@@ -153,6 +153,7 @@ def test_peak_memory_is_this_process_own():
 
 def test_table_of_hand_made_measurements(bench, capsys):
     asked = argparse.Namespace(
+        bf16=False,
         shape=None, model="M", dtype="float32", device="cpu", prompts=2, group_size=4, length=8,
         turns=2, steps=1, threads=1, peak_tflops=0.001, clock="wall",
     )  # fmt: skip

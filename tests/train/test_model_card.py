@@ -152,7 +152,12 @@ def pretended(folder, lora=False):
     config.lora.r = 16 * lora
     config.model.name = config.dataset.name = config.prompt.name = HOSTILE
     config.model.revision = config.prompt.system = HOSTILE + "````\n</details>"
-    told = {"event": "end", "outcome": "failed", "error": HOSTILE, "time": HOSTILE}
+    told = {
+        "event": "end",
+        "outcome": "failed",
+        "error": HOSTILE,
+        "time": "2026-11-23T00:00:00+00:00",
+    }
     (folder / "launches.jsonl").write_text(json.dumps(told) + "\n")
     code = {"commit": HOSTILE, "diff": None, "versions": {HOSTILE: HOSTILE}}
     (folder / "code.json").write_text(json.dumps(code))
@@ -183,7 +188,7 @@ def test_hostile_names_and_reasons_stay_text(tmp_path):
     assert not [t for t in tokens if t.type in ("link_open", "em_open", "strong_open", "hr")]
     assert not [t for t in tokens if t.type == "code_inline"]
     shown = "".join(t.content for t in tokens if t.type == "text")
-    assert shown.count("<script>alert(1)</script> [x](javascript:alert(1))") == 16  # all of them
+    assert shown.count("<script>alert(1)</script> [x](javascript:alert(1))") == 15  # all of them
     assert len([t for t in tokens if t.type == "fence"]) == 2
     assert "\x1b" not in body.replace("\\e", "") and "https://evil" not in _outside_code(body)
 
