@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from transformers import PreTrainedModel
+
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.policy.loading import Policy, context_length
+from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.rollout.vllm import VllmEngine
 from grpo_ustat.rollout.vllm_server import VllmServerEngine
+
+OF_ANOTHER_CACHE = ("recurrent_gemma",)  # whose past_key_values is no transformers.Cache of ours
 
 
 class Engine(Protocol):
@@ -36,13 +43,35 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """The policy's own model: exactly the distribution that is scored, always up to date."""
+    """The policy's own model: exactly the distribution that is scored, always up to date.
+
+    Raises:
+        ConfigError: the model cannot go on with a text that it has begun, see `check_cache`.
+    """
 
     def __init__(self, policy: Policy):
+        check_cache(policy.model)
         self.sample = partial(sample, policy)
 
     def refresh(self) -> None:
         """Nothing to do: the weights are the policy's own."""
+
+
+def check_cache(model: PreTrainedModel) -> None:
+    """Refuse a model that ignores the `past_key_values` it is called with: every token after the
+    first would be drawn as if nothing stood before it.
+
+    Raises:
+        ConfigError: naming the architecture.
+    """
+    kind = model.config.model_type
+    keeps_it = "past_key_values" in inspect.signature(causal(model).forward).parameters
+    if keeps_it and kind not in OF_ANOTHER_CACHE:
+        return
+    raise ConfigError(
+        f"rollout=local cannot sample from {kind}, which continues no text from past_key_values: "
+        "use rollout=vllm, or study rollouts that were made elsewhere (pool=FILE.parquet)"
+    )
 
 
 def make_engine(config: TrainConfig | MseConfig, policy: Policy) -> Engine:

@@ -9,14 +9,17 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from architectures import VOCAB, build
+from architectures import ARCHITECTURES, VOCAB, build
 from fakes import LetterTokenizer, letter_prompts, random_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.mse.sampler import sampler_gap
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.rollout import cache, linears, local
 from grpo_ustat.rollout.batch import DecodingBatch
 from grpo_ustat.rollout.draws import uniforms
+from grpo_ustat.rollout.engine import LocalEngine
 from grpo_ustat.rollout.local import Sampling, sample
 
 PROMPTS = letter_prompts("ab", "jjj", "bcdefgh", "c")
@@ -186,3 +189,24 @@ def test_weights_are_cast_once_a_call_and_the_numbers_stay(monkeypatch):
     np.testing.assert_array_equal(rollouts.tokens_PGT, plain.tokens_PGT)
     np.testing.assert_array_equal(rollouts.logprobs_PGT, plain.logprobs_PGT)
     assert (more_before - few_before) - (more - few) >= 8 * 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_an_architecture_is_sampled_as_it_scores_or_is_refused(kind):
+    """Padded prompts in float64: the sampler's log-probabilities are the model's own."""
+    policy = Policy(build(kind, tied=False), Letters(), frozenset(range(1, VOCAB, 9)), 0)
+    try:
+        engine = LocalEngine(policy)
+    except ConfigError as refusal:
+        assert kind in ("mamba", "mamba2", "rwkv", "openai-gpt", "recurrent_gemma")
+        assert f"rollout=local cannot sample from {kind}" in str(refusal)
+        return
+    rollouts = engine.sample(PROMPTS, 4, SAMPLING)
+    assert sampler_gap(policy, rollouts, np.arange(16), SAMPLING.temperature) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv"])
+def test_a_model_that_ignores_what_it_has_read_is_refused(kind):
+    with pytest.raises(ConfigError, match="continues no text from past_key_values: use rollout"):
+        LocalEngine(Policy(build(kind, tied=False), Letters(), frozenset({1}), 0))
