@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from jinja2 import TemplateError
 
 from grpo_ustat.config.identity import file_digest
 from grpo_ustat.config.mse import MseConfig, check_questions
@@ -29,6 +28,7 @@ from grpo_ustat.mse.pool import (
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.replay_draws import LEAST_REST
 from grpo_ustat.mse.sampler import MOST_GAP, sampler_gap
+from grpo_ustat.policy.chat import in_chat_format
 from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.logged import LoggedRollout, read_rollouts
@@ -145,13 +145,10 @@ def _prompt_text(rollout: LoggedRollout, policy: Policy, config: MseConfig) -> s
     place = f"{config.pool} row {rollout.row} (from 0): prompt"
     template, fix = f"the chat template of {config.model.name}", "write it as the text it became"
     try:
-        text = policy.tokenizer.apply_chat_template(
-            rollout.prompt, tokenize=False, add_generation_prompt=True
-        )
-    except (TemplateError, ValueError) as error:
+        text = in_chat_format(policy.tokenizer, rollout.prompt)
+    except ValueError as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{place} is refused by {template} ({reason}): {fix}") from error
-    assert isinstance(text, str)  # tokenize=False
     for message in rollout.prompt:
         if message["content"].strip() not in text:
             raise ConfigError(

@@ -2,13 +2,78 @@
 
 from __future__ import annotations
 
-from typing import cast
+import resource
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.prompts import Turn
+
+SECONDS, BYTES = 5.0, 2**30  # that writing one conversation may take, beside what is there
+LONGEST = 10_000_000  # letters of its text
+
+
+def in_chat_format(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> str:
+    """The text that the model reads, special tokens included, up to where its answer begins.
+
+    A chat template is a program that came with a model. transformers runs it without access to
+    Python's objects; here it has a limit of time and memory, too, in the main thread.
+
+    Raises:
+        ValueError: the template refuses the turns, fails, or does not end within `SECONDS` and
+            `BYTES`; a line that says which.
+    """
+    try:
+        with _limits():
+            text = tokenizer.apply_chat_template(
+                cast(Any, turns), tokenize=False, add_generation_prompt=True
+            )
+    except _TooLong as error:
+        raise ValueError(f"it does not end within {SECONDS:g} s") from error
+    except MemoryError as error:
+        raise ValueError(f"it takes more than {BYTES / 2**30:g} GiB") from error
+    except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+    if not isinstance(text, str) or len(text) > LONGEST:
+        raise ValueError(f"it writes more than {LONGEST:,} letters")
+    return text
+
+
+class _TooLong(BaseException):
+    """Past what catches exceptions within a template."""
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Within, this process may work for `SECONDS` and allocate `BYTES` more."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise _TooLong
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        used = int(statm.read_text().split()[0]) * resource.getpagesize()
+        most = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([used + BYTES, *most]), hard))
+    handler = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 class ChatFormat:
@@ -37,13 +102,8 @@ class ChatFormat:
             ConfigError: the format has no place for one of the turns.
         """
         try:
-            text = cast(
-                str,  # as tokenize=False says
-                self._tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=True
-                ),
-            )
-        except (TemplateError, ValueError) as error:
+            text = in_chat_format(self._tokenizer, turns)
+        except ValueError as error:
             reason = " ".join(str(error).split())[:200]
             raise self._refused(turns[0], f"refuses these turns ({reason})") from error
         for turn in turns:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+
 import pytest
 import toys
 from commands import compose
 
 from grpo_ustat.config.model import cache_folder
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy import chat
 from grpo_ustat.policy.chat import ChatFormat
 from grpo_ustat.policy.loading import (
     chat_format,
@@ -99,3 +103,34 @@ def test_smollm2_reads_its_own_format():
     assert prompt.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
     (ids,) = encode(configured_tokenizer(config), [prompt.text], special_tokens=False)
     assert ids.count(1) == 3  # <|im_start|> is one token, of each turn
+
+
+BEYOND = {  # templates that a model could bring, and what is said of them
+    "loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% set k = i %}{% endfor %}"
+        "{% endfor %}",
+        "does not end within 0.5 s",
+    ),
+    "in one word": ("{{ 'a' * 10 ** 11 }}", "takes more than 1 GiB"),
+    "doubles": (
+        "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(99) %}"
+        "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "(takes more than 1 GiB|does not end within 0.5 s)",
+    ),
+    "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    "divides": ("{{ 1 / 0 }}", "division by zero"),
+    "writes and writes": ("{{ 'a' * 20_000_000 }}", "more than 10,000,000 letters"),
+    "reaches": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_template_beyond_its_limits_is_one_line(name, monkeypatch):
+    template, why = BEYOND[name]
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+    with pytest.raises(ConfigError, match=f"the chat format of toy .*{why}") as refusal:
+        prompting(template).prompt(toys.QUESTIONS[0])
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
+    assert before == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM))
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
