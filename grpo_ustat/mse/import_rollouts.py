@@ -8,6 +8,7 @@ model must be the policy that wrote them: their scores are the model's.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +89,26 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
             store.write(prompt, 0, part)
     pool, cost = read_pool(store, prompts, rewards_PN.shape[1])
     return pool, cost, prompts
+
+
+def repeated_sentence(rollouts: list[LoggedRollout]) -> str:
+    """How many completions are written twice or more for their prompt, word for word; "" where
+    none is. It begins with a space.
+
+    >>> rows = enumerate(["2", "2", "3"])
+    >>> repeated_sentence([LoggedRollout(i, "1+1=", x, 1.0, True, 1) for i, x in rows])[:49]
+    ' 2 of the 3 completions are there more than once,'
+    """
+    keys = [repr((x.prompt_ids or x.prompt, x.completion_ids or x.completion, x.reward))
+            for x in rollouts]  # fmt: skip
+    repeated = sum(count for count in Counter(keys).values() if count > 1)
+    if not repeated:
+        return ""
+    return (
+        f" {repeated} of the {len(rollouts)} completions are there more than once, word for word "
+        "and with the same reward: usual for short answers; of long ones, look whether the log "
+        "was written twice."
+    )
 
 
 def logged_rollouts(config: MseConfig) -> list[LoggedRollout]:

@@ -282,6 +282,9 @@ def score_part(
         config: the study's configuration.
         sketches: see `score_sketches`.
         cost: what the completions took so far; scoring is added.
+
+    Raises:
+        ConfigError: a score is beyond what its numbers can hold; names the prompt.
     """
     start = time.perf_counter()
     count = len(rewards_N)
@@ -297,7 +300,13 @@ def score_part(
     )
     assert scores.gram_BB is not None  # `gram`, `features` and `pooled` ask for them
     assert scores.features_BR is not None and scores.pooled_KR is not None
-    sums_KR = scores.pooled_KR.float().cpu().numpy()
+    sums_KR, gram_NN = scores.pooled_KR.float().cpu().numpy(), scores.gram_BB.cpu().numpy()
+    for i in np.flatnonzero(~np.isfinite(gram_NN).all(axis=1)):
+        raise ConfigError(
+            f"the score of completion {i} of prompt {rollouts.prompts[row].id} has squared norm "
+            f"{gram_NN[i, i]} in {config.model.dtype}: use model.dtype=float64, and look whether "
+            "the model's weights are finite"
+        )
     gap = None
     if config.rollout.name != "local":
         read = row * count + np.unique(np.linspace(0, count - 1, READ).astype(int))
@@ -309,7 +318,7 @@ def score_part(
         lengths_N=rollouts.lengths_PG[row],
         ended_N=rollouts.ended_PG[row],
         tokens_NT=rollouts.tokens_PGT[row].astype(np.int32),
-        gram_NN=scores.gram_BB.cpu().numpy(),
+        gram_NN=gram_NN,
         features_NR=scores.features_BR.float().cpu().numpy(),
         reward_sum_R=sums_KR[0],
         score_sum_R=sums_KR[1],

@@ -22,7 +22,13 @@ from grpo_ustat.mse.closed_form import GRID, ClosedForm, CurvePoint, Request
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
 from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint
-from grpo_ustat.mse.verdict import heavy_warning, packages_sentence, refutes_assumption2, verdict
+from grpo_ustat.mse.verdict import (
+    heavy_warning,
+    packages_sentence,
+    refutes_assumption2,
+    verdict,
+    zero_scores_sentence,
+)
 from grpo_ustat.records import ScorePool
 from grpo_ustat.report.tables import clipped_warning, unjudged_warning
 from grpo_ustat.runs.files import atomic_write
@@ -130,6 +136,7 @@ def study_result(
             None if config.imports_pool else config.max_completion_length,
         )
         + unjudged_warning(total_cost.timeouts, total_cost.failures, total_cost.rollouts)
+        + zero_scores_sentence(pool)
         + packages_sentence(pool.packages, scored_with()),
         "cost": {
             "rollouts": total_cost.rollouts,

@@ -16,7 +16,7 @@ from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.mse.closed_form import ClosedForm, closed_form
-from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts
+from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
 from grpo_ustat.mse.pool import ModelFacts, build_part, build_pool, greedy_rewards, model_facts
 from grpo_ustat.mse.pool_store import leave_sample
@@ -160,7 +160,9 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     )
     if sizes:
         result["scaling"]["rules"] = sizes
-    if config.imports_pool and not logged_rollouts(config)[0].is_exact:
+    logged = logged_rollouts(config) if config.imports_pool else []
+    result["summary"] += repeated_sentence(logged)
+    if logged and not logged[0].is_exact:
         result["summary"] += (
             " WARNING: only texts were logged, which were tokenised again: where the policy had "
             "split them otherwise, scores are those of other tokens, so this result is inexact."

@@ -10,6 +10,7 @@ from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.scaling import heavy_text
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import ClosedForm
+from grpo_ustat.records import ScorePool
 from grpo_ustat.report.symbols import baseline_word
 from grpo_ustat.report.tables import best_size, three_digits
 
@@ -23,6 +24,17 @@ def heavy_warning(statistics: ClosedForm, interval: str) -> str:
         return ""
     more = "study.questions" if interval == "questions" else "budget.pool_completions"
     return f" WARNING: {heavy_text(statistics.tails, interval)}. Raise {more}."
+
+
+def zero_scores_sentence(pool: ScorePool) -> str:
+    """How many scores are exactly 0; "" where none is. It begins with a space."""
+    zero, count = int((pool.sq_norm_PN == 0).sum()), pool.sq_norm_PN.size
+    if not zero:
+        return ""
+    return (
+        f" {zero} of {count} scores are exactly 0: there the model is so certain of every token "
+        "that the others' probabilities are lost in rounding; such completions move no weight."
+    )
 
 
 def packages_sentence(packages: dict[str, int], installed: str) -> str:

@@ -7,20 +7,26 @@ import multiprocessing
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.mse import pool as pool_module
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import build_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.verdict import zero_scores_sentence
 from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
+from test_closed_form import pool_of, tabular  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
 
@@ -229,3 +235,23 @@ def test_cut_completions_are_named_once_and_at_once(tmp_path, capsys, monkeypatc
     assert "WARNING" not in "".join(heard[1:]) + capsys.readouterr().err
     build(tmp_path / "whole", "max_completion_length=200")
     assert "WARNING" not in capsys.readouterr().err
+
+
+def test_a_score_beyond_its_numbers_names_the_prompt(monkeypatch):
+    """Written down it would be a table without numbers."""
+    gram = torch.eye(3)
+    gram[1, 1] = torch.inf
+    scores = SimpleNamespace(gram_BB=gram, features_BR=torch.ones(3, 2), pooled_KR=torch.ones(2, 2))
+    monkeypatch.setattr(pool_module, "score_rollouts", lambda *_, **__: scores)
+    config = compose("mse", *SMALL)
+    rollouts = SimpleNamespace(prompts=[SimpleNamespace(id="6*41")])
+    message = "completion 1 of prompt 6.41 has squared norm inf in float32: use model.dtype=float64"
+    with pytest.raises(ConfigError, match=message):
+        pool_module.score_part(None, rollouts, 0, np.ones(3), config, (None, None), WorkCost())
+
+
+def test_scores_of_exactly_zero_are_counted():
+    pool = pool_of(tabular(), 4, np.random.default_rng(0))
+    assert zero_scores_sentence(pool) == ""
+    pool.gram_PNN[0, :2, :] = pool.gram_PNN[0, :, :2] = 0
+    assert zero_scores_sentence(pool).startswith(f" 2 of {pool.rewards_PN.size} scores are exactly")
