@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -50,14 +52,16 @@ def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[Non
         time.sleep(INTERVAL)
 
 
-def end_with_parent(parent: int, ancestor: int | None = None) -> None:
-    """From now on this process ends, with code 1 and no cleaning up, when its parent is dead, or an
-    ancestor above it; see `while_parent_lives`.
+def end_with_parent(parent: int, ancestor: int | None = None, folder: Path | None = None) -> None:
+    """From now on this process ends, with code 1 and no other cleaning up, when its parent is dead,
+    or an ancestor above it; see `while_parent_lives`. A temporary folder of theirs goes with it.
     """
 
     def watch() -> None:
         for _ in while_parent_lives(parent, ancestor):
             pass
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -14,12 +14,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed import server
 from grpo_ustat.distributed.lock import check_own
 from grpo_ustat.distributed.processes import end_with_parent
 from grpo_ustat.distributed.ranks import WORKER, all_gather_call, is_main, rank, tally, world
@@ -69,11 +70,13 @@ def preload(modules: Sequence[str], device: str) -> None:
     if device != "cpu" or sys.platform != "linux" or inherited:
         _SERVER.clear()
         return
-    mp.set_forkserver_preload(list(modules))
+    mp.set_forkserver_preload([server.__name__, *modules])
     _SERVER["owner"] = os.getpid()
     atexit.register(_end_server)
+    os.environ[server.FOLDER] = util.get_temp_dir()
     with _signals_held():  # nor does the server, which would take its workers with it
         forkserver.ensure_running()
+    del os.environ[server.FOLDER]
 
 
 def _end_server() -> None:

@@ -28,7 +28,8 @@ def main() -> None:
     the outcome.
     """
     name, config_file, folder, outcome_file = sys.argv[1:]
-    end_with_parent(os.getppid(), ancestor=int(os.environ[PARENT]))
+    of_parent = Path(config_file).parent
+    end_with_parent(os.getppid(), ancestor=int(os.environ[PARENT]), folder=of_parent)
     with StopRequest():
         config = build_config(yaml.safe_load(Path(config_file).read_text()), SCHEMAS[name])
         try:

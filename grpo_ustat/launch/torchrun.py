@@ -126,7 +126,9 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
         for number in (*STOPPING, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
+    own_files = Path(words[1]).parent  # which torchrun would leave elsewhere when it is killed
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--log-dir={own_files / 'torchrun'}"]
     command += [f"--nproc_per_node={count}", "-m", "grpo_ustat.launch.rank", *words]
     environment = os.environ | {PARENT: str(os.getpid()), "PET_SIGNALS_TO_HANDLE": "SIGHUP"}
     with subprocess.Popen(

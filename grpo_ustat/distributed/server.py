@@ -1,0 +1,23 @@
+"""Imported first by the process that forks a study's workers, see `workers.preload`.
+
+The folder with the socket on which it listens is removed by the process that started it, unless
+that one was killed. Then this one, which ends once nobody is left to ask it, removes the folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+
+FOLDER = "GRPO_USTAT_SERVER_FOLDER"  # in the environment of the server
+
+
+def remove_folder(path: str, process: int) -> None:
+    """Remove it in this process, not in its forks."""
+    if os.getpid() == process:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+if FOLDER in os.environ:
+    atexit.register(remove_folder, os.environ.pop(FOLDER), os.getpid())
