@@ -123,9 +123,10 @@ def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
         ConfigError: the model does not fit on the GPU, known before it is loaded.
     """
     weights, memory = study_cost(config).weights, score_memory(config)
-    if config.launch.device.startswith("cuda") and weights is not None and memory is not None:
-        device = own_device(config.launch.device)
-        check_weights(weights, memory[2], free_bytes(torch.device(device)), device)
+    device = torch.device(own_device(config.launch.device))
+    is_there = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    if is_there and weights is not None and memory is not None:
+        check_weights(weights, memory[2], free_bytes(device), str(device))
     policy = configured_policy(config)
     encoded = policy.encode([prompt.text for prompt in prompts])
     few = [torch.tensor([ids], device=policy.model.device) for ids in encoded[:8]]

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import socket
 import stat
 import subprocess
@@ -20,7 +19,6 @@ from huggingface_hub import constants
 
 from grpo_ustat.distributed import lock
 from grpo_ustat.doctor import cluster, hardware, software, storage
-from grpo_ustat.tasks import verifier
 from grpo_ustat.tasks.verifier import GRACE
 
 STUB = Path(__file__).parents[1] / "helpers" / "stub_math_verify"
@@ -339,9 +337,7 @@ def test_trackers(monkeypatch, site, silent):
 
 
 def test_a_judge_that_judges_wrongly_or_is_not_there(monkeypatch, tmp_path):
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    seen = re.compile(f"{verifier.JUDGE_VARIABLES.pattern}|CALLS")
-    monkeypatch.setattr(verifier, "JUDGE_VARIABLES", seen)
+    monkeypatch.setenv("PYTHONCALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("PYTHONPATH", str(STUB), prepend=os.pathsep)  # right only if written alike
     found = software.judge(tmp_path)
     assert found.status == "failed" and "the judge of answers is broken" in found.message

@@ -102,14 +102,14 @@ def notes_of_seed(seed, folders, tmp_path):
     draw = random.Random(seed)
     try:
         what = damaged(folders, tmp_path, draw)
-    except (TypeError, ValueError):  # no JSON comes of it
+    except (TypeError, ValueError, RecursionError):  # no JSON comes of it
         return None
     notes_of(tmp_path)
     return what
 
 
-@pytest.mark.slow(minutes=5)
-@pytest.mark.parametrize("first", range(20, 420, 20))
+@pytest.mark.slow(minutes=1)
+@pytest.mark.parametrize("first", range(20, 140, 20))
 def test_no_edit_ends_a_whole_report(first, folders, tmp_path):
     """With figures and page, of twenty edits each."""
     for seed in range(first, first + 20):
@@ -117,7 +117,7 @@ def test_no_edit_ends_a_whole_report(first, folders, tmp_path):
         place.mkdir()
         try:
             damaged(folders, place, random.Random(seed))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):  # no JSON comes of it
             continue
         report_runs([str(place)], place / "report", None)
         assert (place / "report/report.html").is_file()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import psutil
 import pytest
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.tasks import verifier as judging
 from grpo_ustat.tasks.answers import final_number
 from grpo_ustat.tasks.math_answers import MathJudge
 from grpo_ustat.tasks.verifier import CANARIES, JudgeError, Verdict, Verifier
@@ -50,9 +48,7 @@ def limited():
 def calls(tmp_path, monkeypatch):
     """What the stub was asked, as (process, answer), once it stands in for math-verify."""
     monkeypatch.setenv("PYTHONPATH", str(HERE / "stub_math_verify"), prepend=os.pathsep)
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    seen = re.compile(f"{judging.JUDGE_VARIABLES.pattern}|CALLS")
-    monkeypatch.setattr(judging, "JUDGE_VARIABLES", seen)
+    monkeypatch.setenv("PYTHONCALLS", str(tmp_path / "calls"))
 
     def read():
         lines = (tmp_path / "calls").read_text().splitlines()
