@@ -243,7 +243,7 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = LEVEL) -> In
         level: coverage.
     """
     count, p = len(values_P), float(values_P.mean())
-    variance = values_P.var(ddof=1) / count
+    variance = values_P.var(ddof=1) / count if count > 1 else np.inf  # of one: not known
     trials = p * (1 - p) / variance if variance > 0 else np.inf
     trials = float(np.clip(trials, count, most * count))
     return wilson(p * trials, trials, level)

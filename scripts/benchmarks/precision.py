@@ -12,6 +12,7 @@ scores the mean and the largest error relative to the product of the norms; A_0,
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -59,9 +60,12 @@ def measure(config, prompts, way):
 
 
 def main():
-    config = compose_config(
-        "mse", ["launch.workers=1", "model.attn_implementation=eager", *sys.argv[1:]]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("override", nargs="*", help="as of `mse`: key=value")
+    chosen = ["launch.workers=1", "model.attn_implementation=eager", *parser.parse_args().override]
+    config = compose_config("mse", chosen)
     prompts, _ = _prompts(config)
     exact = None
     for way in WAYS:

@@ -12,7 +12,7 @@ from training_runs import first_batch
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import out_of_memory
-from grpo_ustat.rollout import local
+from grpo_ustat.rollout import batch as decoding
 from grpo_ustat.train import update as update_module
 from grpo_ustat.train.micro_batches import TokenBudget, plan
 from grpo_ustat.train.update import (
@@ -243,9 +243,9 @@ def test_adapters_train_alone_and_their_absence_is_the_reference(tmp_path):
 @pytest.mark.slow
 def test_bf16_samples_what_it_scores(tmp_path, monkeypatch):
     """Weights stay float32; sampler and update compute in bfloat16."""
-    seen, choose = set(), local.choose
+    seen, choose = set(), decoding.choose
     monkeypatch.setattr(
-        local, "choose", lambda logits, *rest: (seen.add(logits.dtype), choose(logits, *rest))[1]
+        decoding, "choose", lambda logits, *rest: (seen.add(logits.dtype), choose(logits, *rest))[1]
     )
     run, batch = first_batch(tmp_path, "bf16=true")
     assert seen == {torch.bfloat16}
