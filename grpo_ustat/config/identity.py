@@ -121,7 +121,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         keys.pop("rollout")
     if "tf32" in keys:
         device, dtype = str(keys.get("launch", {}).get("device")), model.get("dtype")
-        in_use = tf32_in_use(keys["tf32"], device, dtype)  # of a file, which may lack them
+        in_use = tf32_in_use(keys["tf32"], device, str(dtype))  # of a file, which may lack them
         keys = {k: v for k, v in keys.items() if k != "tf32"} | ({"tf32": True} if in_use else {})
     groups = {"study": study, "objective": objective}
     return keys | {"model": model, "dataset": dataset} | {k: v for k, v in groups.items() if v}
