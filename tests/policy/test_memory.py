@@ -98,6 +98,7 @@ def test_weights_that_do_not_fit_are_refused_with_the_sum():
 
 def test_a_large_model_is_refused_before_it_is_loaded(monkeypatch):
     config = compose("mse", "model=qwen2_5_math_7b", "launch.device=cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(pool, "free_bytes", lambda device: 20 * 10**9)
     monkeypatch.setattr(pool, "configured_policy", None)
     with pytest.raises(ConfigError, match=r"weights 30\.5 GB \+ one completion"):
