@@ -59,10 +59,10 @@ def kept_groups(silent_P: Array, group_size: int, scale: Interval, most: int = 1
         most: groups behind an estimate of q_x, at least 1.
 
     >>> silent = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt
-    >>> found = kept_groups(silent, 8, Interval(80.0, 40.0, math.inf))
-    >>> found.kept.estimate, found.generated.estimate, found.break_even.estimate
+    >>> groups = kept_groups(silent, 8, Interval(80.0, 40.0, math.inf))
+    >>> groups.kept.estimate, groups.generated.estimate, groups.break_even.estimate
     (0.5, 2.0, 0.1)
-    >>> found.break_even.low
+    >>> groups.break_even.low
     0.0
     """
     kept = clustered_wilson(1 - np.asarray(silent_P), most)

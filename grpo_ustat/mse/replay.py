@@ -303,6 +303,7 @@ def _law(
     """
 
     def parts(means: _Means) -> Array:
+        """The rows of `RuleLaw.whole_5`."""
         mu_sq, cross, target_sq = means[4:]
         if sample:
             share = 1 / questions

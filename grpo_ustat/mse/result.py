@@ -355,12 +355,12 @@ def _dynamic_sampling(statistics: ClosedForm, pool: ScorePool) -> list[dict[str,
             break
         silent_P = silent_share(pool.rewards_PN, size)
         most = pool.rewards_PN.shape[1] // size
-        found = kept_groups(silent_P, size, statistics[f"noise/{size}"], most)
+        groups = kept_groups(silent_P, size, statistics[f"noise/{size}"], most)
         rows.append(
             {"group_size": size}
-            | _triple("kept", found.kept)
-            | _triple("generated", found.generated)
-            | _triple("break_even", found.break_even)
+            | _triple("kept", groups.kept)
+            | _triple("generated", groups.generated)
+            | _triple("break_even", groups.break_even)
         )
     return rows
 

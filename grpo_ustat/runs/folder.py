@@ -187,6 +187,10 @@ class RunFolder:
             for old in sorted(self._artefacts(), key=lambda path: path.name == "code.json"):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
+        if "files" in (result := self.read_result() or {}):  # the run goes on, its tables grow
+            del result["files"]
+            result["digest"] = content_digest(result)
+            self.write(RESULT, json.dumps(result, indent=1, allow_nan=False))
         code = code_state()
         self._earlier = self._earlier_versions(code["versions"])
         code |= {"weights": self.weights, "data": self.data, "earlier_versions": self._earlier}

@@ -83,3 +83,16 @@ def test_versions_of_before_are_named_and_kept(tmp_path, capsys):
     folder.finish({})
     (earlier,) = folder.read_result()["earlier_versions"]
     assert earlier["torch"] == "1.0"
+
+
+def test_a_run_that_goes_on_past_its_result_may_change_its_tables(tmp_path, capsys):
+    """As training to a larger max_steps does, which may be killed before it has another result."""
+    path = finished_run(tmp_path / "run").path
+    folder = RunFolder(path, compose("mse", "debug=mse"))
+    folder.open()
+    (path / "curves.csv").write_text("mse\n1.5\n1.2\n")
+    result = folder.read_result()
+    assert result["summary"] == "as it was"
+    (path / "result.json").write_text((path / "result.json").read_text().replace("1.5", "1.4"))
+    with pytest.raises(ConfigError, match="result.json is not as the run left it"):
+        folder.read_result()

@@ -289,3 +289,25 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path):
     fit(tmp_path / "parts", *NO_SCHEDULE, "max_steps=2")
     parts = fit(tmp_path / "parts", *NO_SCHEDULE)
     assert differences(parts, through) == []
+
+
+@pytest.mark.slow
+def test_a_longer_run_that_was_killed_goes_on(tmp_path, monkeypatch):
+    """Two steps were finished, the run to four was killed in the fourth: its table has grown."""
+    fit(tmp_path / "through", *NO_SCHEDULE, "max_steps=4")
+    fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=2")
+    steps, step = [], trainer.train_step
+
+    def killed(*arguments, **options):
+        steps.append(1)
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "train_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=4")
+    assert len(rows(tmp_path / "run")) == 3
+    monkeypatch.undo()
+    fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=4")
+    assert rows(tmp_path / "run") == rows(tmp_path / "through")
