@@ -7,6 +7,7 @@ import multiprocessing as mp
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections import defaultdict
@@ -27,6 +28,7 @@ from grpo_ustat.distributed.ranks import WORKER, all_gather_call, is_main, rank,
 from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
 from grpo_ustat.progress import Activity, Meter, Notice, listening
 
+LONGEST_TEMPORARY_PATH = 75  # bytes; with /pymp-XXXXXXXX/listener-XXXXXXXX a socket's 107
 Work = Callable[..., Iterator[Any]]
 _SERVER: dict[str, int] = {}  # of forks: the "owner", its process; none where workers start afresh
 
@@ -60,23 +62,29 @@ def preload(modules: Sequence[str], device: str) -> None:
 
     It imports while this process goes on with its own work, serves all later calls of `share`, and
     ends with this process. Where `device` is not the CPU, a fork could not use it, and outside
-    Linux forks are not safe: there every worker starts afresh.
+    Linux forks are not safe; where the path of the temporary folder is too long for a socket, or
+    this process is a fork of one that has such a server, there can be none. There every worker
+    starts afresh.
 
     Args:
         modules: by name; one that cannot be imported is left to the workers.
         device: of the run, "cpu", "cuda" ...
     """
-    inherited = _SERVER.get("owner", os.getpid()) != os.getpid()  # by a fork: it is not our child
-    if device != "cpu" or sys.platform != "linux" or inherited:
-        _SERVER.clear()
+    _SERVER.clear()
+    room = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_TEMPORARY_PATH
+    if device != "cpu" or sys.platform != "linux" or not room:
         return
     mp.set_forkserver_preload([server.__name__, *modules])
+    os.environ[server.FOLDER] = util.get_temp_dir()
+    try:
+        with _signals_held():  # nor does the server, which would take its workers with it
+            forkserver.ensure_running()
+    except ChildProcessError:
+        return
+    finally:
+        del os.environ[server.FOLDER]
     _SERVER["owner"] = os.getpid()
     atexit.register(_end_server)
-    os.environ[server.FOLDER] = util.get_temp_dir()
-    with _signals_held():  # nor does the server, which would take its workers with it
-        forkserver.ensure_running()
-    del os.environ[server.FOLDER]
 
 
 def _end_server() -> None:

@@ -130,41 +130,74 @@ def test_one_failing_worker_ends_the_others_at_once(work, kind, match, tmp_path,
     assert gone(int(path.name) for path in tmp_path.iterdir())
 
 
-def origin(items):
-    for item in items:
-        yield item, os.getppid(), os.environ["OF_PARENT"], signal.getsignal(signal.SIGUSR1)
-
-
 @pytest.mark.slow
-def test_one_server_forks_the_workers_of_all_calls(monkeypatch):
+def test_one_server_forks_the_workers_of_all_calls():
     """They have the parent's environment of now, and ignore what a scheduler sends to all."""
-    local.preload(["grpo_ustat.records"], "cpu")
-    parents = set()
-    for text in ("first", "second"):
-        monkeypatch.setenv("OF_PARENT", text)
-        found, _ = share(origin, [0, 1], 2, "origin", 2)
-        parents |= {parent for _, parent, *_ in found}
-        assert [rest for _, _, *rest in found] == 2 * [[text, signal.SIG_IGN]]
-    (server,) = parents
-    assert psutil.Process(server).ppid() == os.getpid()
-    os.kill(server, signal.SIGTERM)  # which it does not see
-    assert psutil.Process(server).is_running()
-    local.preload(["grpo_ustat.records"], "cuda")  # where no fork could compute
-    found, _ = share(origin, [0, 1], 2, "origin", 2)
-    assert {parent for _, parent, *_ in found} == {os.getpid()}
+    code = """
+import os, signal
+import psutil
+from errands import origin
+from grpo_ustat.distributed.workers import preload, share
+
+preload(["grpo_ustat.records"], "cpu")
+parents = set()
+for text in ("first", "second"):
+    os.environ["OF_PARENT"] = text
+    results, _ = share(origin, [0, 1], 2, "origin", 2)
+    parents |= {parent for _, parent, *_ in results}
+    assert [rest for _, _, *rest in results] == 2 * [[text, signal.SIG_IGN]]
+(server,) = parents
+assert psutil.Process(server).ppid() == os.getpid()
+os.kill(server, signal.SIGTERM)  # which it does not see
+assert psutil.Process(server).is_running()
+preload(["grpo_ustat.records"], "cuda")  # where no fork could compute
+results, _ = share(origin, [0, 1], 2, "origin", 2)
+assert {parent for _, parent, *_ in results} == {os.getpid()}
+"""
+    run_code(code)
 
 
-def test_no_server_where_a_fork_could_not_compute_or_is_not_our_own(monkeypatch):
+def run_code(code, *arguments, **environment):
+    """In a process of its own, since a server of workers stays with a process."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(errands.__file__).parent), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
+
+
+def test_no_server_where_a_fork_could_not_compute(monkeypatch):
     monkeypatch.setattr(local.forkserver, "ensure_running", pytest.fail)
-    for device, platform, owner in (
-        ("cuda", "linux", os.getpid()),
-        ("cpu", "darwin", os.getpid()),
-        ("cpu", "linux", os.getpid() + 1),
-    ):
-        monkeypatch.setattr(local, "_SERVER", {"owner": owner})
+    for device, platform in (("cuda", "linux"), ("cpu", "darwin")):
+        monkeypatch.setattr(local, "_SERVER", {"owner": os.getpid()})
         monkeypatch.setattr(local.sys, "platform", platform)
         local.preload(["grpo_ustat.records"], device)
         assert not local._SERVER
+
+
+@pytest.mark.slow
+def test_no_server_of_another_process_and_none_where_its_socket_cannot_be(tmp_path):
+    """In a fork of a process that has one; in a temporary folder with a path of 108 bytes."""
+    code = """
+import os, sys, tempfile
+from grpo_ustat.distributed import workers
+
+def served():
+    workers.preload(["grpo_ustat.records"], "cpu")
+    return bool(workers._SERVER)
+
+if sys.argv[1] == "long":
+    sys.exit(served())
+assert served()
+pid = os.fork()
+if pid == 0:
+    os._exit(served())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    long = tmp_path / (108 * "x")
+    long.mkdir()
+    for case, folder in (("long", long), ("fork", tmp_path)):
+        run_code(code, case, TMPDIR=str(folder))
 
 
 @pytest.mark.slow

@@ -59,6 +59,12 @@ def sleep(items):
         yield WorkCost()
 
 
+def origin(items):
+    """Which process forked or started it, its environment, and what it does with a signal."""
+    for item in items:
+        yield item, os.getppid(), os.environ["OF_PARENT"], signal.getsignal(signal.SIGUSR1)
+
+
 def work(_, config, folder):
     main_only(folder.open)
     barrier()

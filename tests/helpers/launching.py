@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from multiprocessing import current_process, forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -128,6 +129,8 @@ def _main(entry, arguments, cwd, said, before):
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1)
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
     torchrun.subprocess = SimpleNamespace(Popen=_Torchrun, TimeoutExpired=subprocess.TimeoutExpired)
+    forkserver._forkserver.__init__()  # that of the tests' process is not its child,
+    current_process()._config.pop("tempdir", None)  # nor is its folder
     sys.argv = [entry, *arguments]
     before()
     app.main(load_command(entry))

@@ -74,7 +74,8 @@ def test_panels_of_studies_have_the_order_of_the_sweep(tmp_path):
     }
     for second, name in enumerate(("tiny_base", "tiny", "tiny_direct")):
         folder = studied(tmp_path / "studies" / name, name, errors)
-        start = f'{{"event": "start", "time": "2026-01-01T00:00:0{second}", "host": "h", "pid": 1}}'
+        time = f"2026-01-01T00:00:0{second}+00:00"
+        start = f'{{"event": "start", "time": "{time}", "host": "h", "pid": 1}}'
         end = '{"event": "end", "outcome": "done"}'
         (folder / "launches.jsonl").write_text(f"{start}\n{end}\n")
     report_runs([str(tmp_path / "studies")], tmp_path / "report", None)

@@ -192,7 +192,7 @@ def test_both_sides_see_the_same_questions(bench, tmp_path):
         dtype="float32", device="cpu", threads=1, group_size=4, prompts=2, length=8, warm=1,
         steps=1, learning_rate=1e-6, clock="wall", bf16=False,
     )  # fmt: skip
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     texts = [f"question {i}" for i in range(9)]
     programs = [bench.Program(side, 8, False, True) for side in ("ours", "TRL")]
     ours, theirs = [bench.job_of(p, asked, str(tmp_path), texts, 3) for p in programs]
