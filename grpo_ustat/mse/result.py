@@ -16,6 +16,7 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval, clustered_mean
 from grpo_ustat.estimators.minibatch import scale_free
+from grpo_ustat.estimators.proxies import proxy_correlations
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import GRID, ClosedForm, CurvePoint, Request
@@ -120,6 +121,7 @@ def study_result(
         "scaling": _scaling(statistics),
         "noise": _noise(statistics),
         "dynamic_sampling": _dynamic_sampling(statistics, pool),
+        "proxies": _proxies(pool),
         "assumption2": _assumption(statistics, pool),
         "grad_sq": _gradient(statistics),
         "metric": metric,
@@ -363,6 +365,20 @@ def _dynamic_sampling(statistics: ClosedForm, pool: ScorePool) -> list[dict[str,
             | _triple("break_even", groups.break_even)
         )
     return rows
+
+
+def _proxies(pool: ScorePool) -> list[dict[str, Any]]:
+    """How well p (1-p) and length go with what they stand for, see `proxy_correlations`."""
+    return [
+        {"units": row.units, "proxy": row.proxy, "target": row.target, "scale": row.scale}
+        | _triple("correlation", row.correlation)
+        | {
+            "uncorrected": _finite(row.uncorrected),
+            "proxy_reliability": _finite(row.reliability[0]),
+            "target_reliability": _finite(row.reliability[1]),
+        }
+        for row in proxy_correlations(pool)
+    ]
 
 
 def _scaled_size(best: Interval) -> float | None:

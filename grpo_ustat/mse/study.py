@@ -43,6 +43,7 @@ from grpo_ustat.report.decision import (
     interval_note,
     next_step,
     noise_sentence,
+    proxies_sentence,
     rule_sizes_sentence,
 )
 from grpo_ustat.report.error_figures import mse_figure, scaling_figure
@@ -80,6 +81,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         noise_sentence(result),
         rule_sizes_sentence(result),
         dynamic_sampling_sentence(result),
+        proxies_sentence(result),
     )
     sentences = filter(None, words)
     answer = "\n".join([*sentences, f"next: {next_step(result, asdict(config))}", ""])

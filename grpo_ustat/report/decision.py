@@ -228,6 +228,35 @@ def dynamic_sampling_sentence(result: Mapping[str, Any], group_size: int | None 
     )
 
 
+def proxies_sentence(result: Mapping[str, Any]) -> str:
+    """How well p (1-p) and length go with the noise that they stand for.
+
+    Args:
+        result: content of the study's `result.json`; "" where an earlier version wrote it, or where
+            the pool is too small.
+    """
+    rows = result.get("proxies")
+    if not rows or result["assumption2"].get("corr") is None:
+        return ""
+    variance, *_, length, within = rows
+    parts = [
+        f"{variance['proxy']} goes with {variance['target']} over prompts with "
+        f"{_correlation_text(variance)}, corrected for attenuation",
+        f"length ranks completions by {length['target']} with {_correlation_text(length)}, "
+        f"those of one prompt with {_correlation_text(within)}",
+    ]
+    return f"Proxies: {'; '.join(parts)}."
+
+
+def _correlation_text(row: Mapping[str, Any]) -> str:
+    """A correlation with its interval, and whether it is significantly different from 0."""
+    found = row_interval(row, "correlation")
+    if math.isnan(found.estimate):
+        return "a correlation for which there are not enough data"
+    text = f"correlation {found.estimate:.2f} [{found.low:.2f}, {found.high:.2f}]"
+    return f"{text} (not significantly different from 0)" if found.low <= 0 <= found.high else text
+
+
 def training_noise_sentence(
     metrics: Sequence[Mapping[str, Any]], group_size: int, rollouts: int
 ) -> str:

@@ -17,6 +17,7 @@ from grpo_ustat.report.decision import (
     interval_note,
     next_step,
     noise_sentence,
+    proxies_sentence,
     rule_sizes_sentence,
     training_noise_sentence,
 )
@@ -225,6 +226,32 @@ def test_dynamic_sampling_is_said_with_its_break_even():
     unknown = dynamic(break_even=None, break_even_low=None, break_even_high=None)
     assert dynamic_sampling_sentence(unknown).endswith("2.00 times the length.")
     assert dynamic_sampling_sentence(RESULT) == ""
+
+
+def proxy(units="prompts", proxy="p(1-p)", target="the noise of a group of 8", **ends):
+    ends = {"correlation": 0.5, "correlation_low": 0.25, "correlation_high": 0.75} | ends
+    return {"units": units, "proxy": proxy, "target": target} | ends
+
+
+def test_proxies_are_said_with_what_is_significant():
+    q = "the squared score norm"
+    rows = [
+        proxy(),
+        proxy(proxy="mean length"),
+        proxy("completions", "length", q),
+        proxy("those of one prompt", "length", q, correlation=-0.1, correlation_low=-0.3),
+    ]
+    assert proxies_sentence(RESULT | {"proxies": rows}) == (
+        "Proxies: p(1-p) goes with the noise of a group of 8 over prompts with correlation 0.50 "
+        "[0.25, 0.75], corrected for attenuation; length ranks completions by the squared score "
+        "norm with correlation 0.50 [0.25, 0.75], those of one prompt with correlation -0.10 "
+        "[-0.30, 0.75] (not significantly different from 0)."
+    )
+    unknown = dict.fromkeys(("correlation", "correlation_low", "correlation_high"))
+    text = proxies_sentence(RESULT | {"proxies": [proxy(**unknown), *rows[1:]]})
+    assert "with a correlation for which there are not enough data, corrected" in text
+    assert proxies_sentence(RESULT) == proxies_sentence(RESULT | {"proxies": []}) == ""
+    assert proxies_sentence(RESULT | {"proxies": rows, "assumption2": {"corr": None}}) == ""
 
 
 def test_the_best_sizes_of_rules_are_said_with_whether_they_grow():

@@ -277,7 +277,7 @@ def test_few_large_steps_are_cut_to_what_a_page_holds(tmp_path):
     assert "holds 2000 completions; here are 7" in page.completions.note
 
 
-def test_the_page_of_a_study_has_noise_dynamic_sampling_and_rules(tmp_path):
+def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_and_rules(tmp_path):
     """Numbers with their intervals, unknown ends said, all in tables of their own."""
     noise = {"rollouts": 768.0, "rollouts_low": 512.0, "rollouts_high": None,
              "tokens": None, "tokens_low": None, "tokens_high": None,
@@ -285,6 +285,9 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_and_rules(tmp_path):
     dynamic = {"group_size": 4, "kept": 0.5, "kept_low": 0.25, "kept_high": 0.75,
                "generated": 2.0, "generated_low": 4 / 3, "generated_high": 4.0,
                "break_even": 0.01, "break_even_low": 0.0, "break_even_high": 0.02}  # fmt: skip
+    proxy = {"units": "prompts", "proxy": "p(1-p)", "target": "noise", "uncorrected": None,
+             "correlation": 0.5, "correlation_low": 0.25, "correlation_high": 0.75,
+             "proxy_reliability": 0.5, "target_reliability": 0.25}  # fmt: skip
     rule = {"baseline": "group_std", "target": "limit g/sigma", "measure": "mse", "grows": True,
             "growth": 0.5, "growth_low": 0.25, "growth_high": None,
             "sizes": [{"n": 64, "group_size": 4, "alike": [4, 8]},
@@ -294,6 +297,7 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_and_rules(tmp_path):
                   "best": noise | {"group_size": 4.25, "group_size_tokens": None},
                   "reason": "no upper end"},
         "dynamic_sampling": [dynamic],
+        "proxies": [proxy],
         "scaling": STUDIED["scaling"] | {"rules": [rule]},
     }  # fmt: skip
     folder = folder_of(tmp_path, MSE, result)
@@ -303,6 +307,9 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_and_rules(tmp_path):
     assert tables["Noise scale"].notes[1] == "no upper end"
     assert tables["Dynamic sampling"].rows == [
         ["4", "0.500 [0.250, 0.750]", "2.00 [1.33, 4.00]", "0.0100 [0.00, 0.0200]"]
+    ]
+    assert tables["Proxies"].rows == [
+        ["prompts", "p(1-p)", "noise", "0.500 [0.250, 0.750]", "-", "0.50", "0.25"]
     ]
     assert tables["Best group size of each rule"].rows == [
         ["group_std", "limit g/sigma", "4 [4, 8]", "16", "yes", "0.500 [0.250, infinity)"]

@@ -1,0 +1,244 @@
+r"""How well cheap proxies go with what they stand for, over prompts and over completions.
+
+*Prompts.* VIP and SPEED take p (1-p) of a prompt for the noise of its gradient, or for how much it
+says; both are unknown, and a pool estimates them. Errors of estimates pull a correlation to 0, and
+push it up where both sides come from the same completions. Halves of a pool are independent given
+the prompt; so with unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other,
+
+    Cov(X_1, Y_2) = Cov(x, y)          Cov(X_1, X_2) = Var x          over prompts, exactly
+
+and `r = Cov(X_1, Y_2) / sqrt( Cov(X_1, X_2) Cov(Y_1, Y_2) )` is consistent for the correlation of
+the true x and y, whatever the errors are (Spearman 1904; `Cov(X_1, X_2) / Var X_1` is the
+reliability of half a pool). Covariances are averaged over random halvings.
+
+The same on ranks is not consistent: the mean rank of half a pool is no linear function of the true
+rank, above all where many halves have rewards all equal. It is far too large (in simulations .62
+for .40, or .28 for -.21, with 16 completions a prompt; see `docs/group-size-disputes.md`), and no
+estimate from the pool alone says how much. Proportionality is a claim on values, not on ranks.
+
+*Completions.* Length and squared score norm of a completion are known without error, so here ranks
+need no correction. The grade of X is its place in the distribution, `F(X) = P(X' < X) + P(X' =
+X)/2`, and Spearman's correlation is that of the grades. With three different units, sgn 0 = 0,
+
+    4 Cov( F(X), G(Y) ) = E[ sgn(X_1 - X_2) sgn(Y_1 - Y_3) ]
+
+so a mean over all triples is unbiased for any number of units (sample ranks have the triples with
+2 = 3 too, which pull towards Kendall's tau). With the sign matrices A, B and their row sums a, b
+the sum is `T = a'b - sum_ij A_ij B_ij`, and without unit c
+
+    T - a_c b_c + (A b)_c + (B a)_c + 3 sum_j A_cj B_cj
+
+Over all completions the three are of three prompts, one completion each; within a prompt they are
+three of its completions, covariances averaged over prompts before the ratio.
+
+Intervals leave out one prompt at a time, on Fisher's scale artanh r: they are for other prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_ustat.estimators.intervals import Interval, jackknife_interval
+from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
+from grpo_ustat.estimators.noise import NOTHING
+from grpo_ustat.records import Array, Integers, ScorePool
+
+LEAST_PROMPTS = 10  # of a jackknife of a ratio of covariances
+LEAST_COMPLETIONS = 6  # of which both halves have unbiased moments
+HALVINGS = 16
+LARGEST = 0.99  # correlation for Fisher's scale, which has no end at 1
+
+
+class Covariance(NamedTuple):
+    """A covariance over n units, and the same without each of them; of grades four times it."""
+
+    whole: float
+    delete_one_n: Array
+
+
+class ProxyCorrelation(NamedTuple):
+    """How a proxy goes with a target.
+
+    Attributes:
+        units: prompts, completions, or those of one prompt.
+        proxy, target: what is compared.
+        scale: value or rank.
+        correlation: of prompts corrected for attenuation; NaN where the pool cannot say it.
+        uncorrected: of prompts the correlation of whole pools' estimates.
+        reliability: of half a pool's proxy and target; 1 for completions.
+    """
+
+    units: str
+    proxy: str
+    target: str
+    scale: str
+    correlation: Interval
+    uncorrected: float
+    reliability: tuple[float, float]
+
+
+def proxy_correlations(pool: ScorePool, group_size: int = 8) -> list[ProxyCorrelation]:
+    """Every proxy against its target; nothing of fewer than 10 prompts or 6 completions.
+
+    Args:
+        pool: N completions of each of P prompts.
+        group_size: G; the noise of a prompt is the MSE of leave_one_out with a group of G.
+    """
+    if len(pool.rewards_PN) < LEAST_PROMPTS or pool.rewards_PN.shape[1] < LEAST_COMPLETIONS:
+        return []
+    lengths_PN = pool.lengths_PN.astype(float)
+    halves, whole = prompt_estimates(pool, group_size)
+    binary = bool(np.isin(pool.rewards_PN, (0.0, 1.0)).all())
+    variance = "p(1-p)" if binary else "the variance of rewards"
+    noise = f"the noise of a group of {group_size}"
+    pairs = {
+        ("var_z", "noise"): (variance, noise),
+        ("length", "noise"): ("mean length", noise),
+        ("m0", "noise"): ("the mean squared score norm", noise),
+        ("var_z", "g_sq"): (variance, "the squared length of the gradient"),
+    }
+    rows = [
+        ProxyCorrelation(
+            "prompts", *words, "value",
+            *corrected_correlation(halves[x], halves[y], whole[x], whole[y]),
+        )
+        for (x, y), words in pairs.items()
+    ]  # fmt: skip
+    for units, found in (
+        ("completions", completion_correlation(lengths_PN, pool.sq_norm_PN)),
+        ("those of one prompt", within_correlation(lengths_PN, pool.sq_norm_PN)),
+    ):
+        words = ("length", "the squared score norm")
+        rows.append(ProxyCorrelation(units, *words, "rank", found, found.estimate, (1.0, 1.0)))
+    return rows
+
+
+def prompt_estimates(pool: ScorePool, group_size: int) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Unbiased estimates by name, from the halves of every halving, [2, S, P], and whole, [P]."""
+    z, q, lengths_PN = pool.rewards_PN, pool.sq_norm_PN, pool.lengths_PN
+    count, size = z.shape
+    rng = np.random.default_rng(0)
+    orders = [rng.permutation(size) for _ in range(HALVINGS)]
+    parts: list[Integers] = [
+        order[half * (size // 2) :][: size // 2] for half in (0, 1) for order in orders
+    ]
+    parts.append(np.arange(size, dtype=np.int64))
+    weights_PNK = np.zeros((count, size, len(parts)))
+    for k, part in enumerate(parts):
+        weights_PNK[:, part, k] = pool_gradient_weights(z[:, part])
+    ghat_sq_PK = (weights_PNK * (pool.gram_PNN @ weights_PNK)).sum(axis=1)
+
+    def estimates(k: int, part: Integers) -> dict[str, Array]:
+        moments = norm_moments(q[:, part], z[:, part], ghat_sq_PK[:, k])
+        return {
+            "var_z": moments.var_z, "m0": moments.m0, "g_sq": moments.g_sq,
+            "noise": moments.mse("leave_one_out", group_size),
+            "length": lengths_PN[:, part].mean(axis=1),
+        }  # fmt: skip
+
+    *each, whole = [estimates(k, part) for k, part in enumerate(parts)]
+    halves = {name: np.array([x[name] for x in each]).reshape(2, HALVINGS, count) for name in whole}
+    return halves, whole
+
+
+def corrected_correlation(
+    x_2SP: Array, y_2SP: Array, x_P: Array, y_P: Array
+) -> tuple[Interval, float, tuple[float, float]]:
+    """The correlation over prompts corrected for attenuation, that of whole pools' estimates, and
+    the reliabilities of half a pool.
+
+    Args:
+        x_2SP, y_2SP: unbiased estimates from the two halves of each of S halvings.
+        x_P, y_P: the same from whole pools.
+    """
+    xy = linear_covariance(np.concatenate(x_2SP), np.concatenate(y_2SP[::-1]))
+    xx, yy = linear_covariance(*x_2SP), linear_covariance(*y_2SP)
+    whole = [linear_covariance(x[None], y[None]) for x, y in ((x_P, y_P), (x_P, x_P), (y_P, y_P))]
+    own_x, own_y = (float(part.var(axis=2, ddof=1).mean()) for part in (x_2SP, y_2SP))
+    reliability = (_ratio(xx.whole, own_x), _ratio(yy.whole, own_y))
+    return correlation(xy, xx, yy), correlation(*whole).estimate, reliability
+
+
+def completion_correlation(x_PN: Array, y_PN: Array) -> Interval:
+    """Spearman's correlation over completions of all prompts; both sides without error."""
+    covariances: list[Covariance] = []
+    for first_PN, second_PN in ((x_PN, y_PN), (x_PN, x_PN), (y_PN, y_PN)):
+        parts = [
+            grade_covariance(x_P, y_P) for x_P, y_P in zip(first_PN.T, second_PN.T, strict=True)
+        ]
+        whole = float(np.mean([part.whole for part in parts]))
+        covariances.append(
+            Covariance(whole, np.mean([part.delete_one_n for part in parts], axis=0))
+        )
+    return correlation(*covariances)
+
+
+def within_correlation(x_PN: Array, y_PN: Array) -> Interval:
+    """Spearman's correlation over the N >= 4 completions of one prompt, covariances averaged over
+    prompts; both sides without error.
+    """
+    covariances: list[Covariance] = []
+    for first_PN, second_PN in ((x_PN, y_PN), (x_PN, x_PN), (y_PN, y_PN)):
+        pairs = zip(first_PN, second_PN, strict=True)
+        each_P = np.array([grade_covariance(x_N, y_N).whole for x_N, y_N in pairs])
+        delete_one_P = (each_P.sum() - each_P) / (len(each_P) - 1)
+        covariances.append(Covariance(float(each_P.mean()), delete_one_P))
+    return correlation(*covariances)
+
+
+def linear_covariance(x_KP: Array, y_KP: Array) -> Covariance:
+    """The covariance over P >= 3 prompts, averaged over K pairs of estimates.
+
+    >>> value, without = linear_covariance(np.array([[0.0, 1.0, 5.0]]), np.array([[0.0, 1.0, 2.0]]))
+    >>> value, without.round(6).tolist()
+    (2.5, [2.0, 5.0, 0.5])
+    """
+    count = x_KP.shape[1]
+    x_KP = x_KP - x_KP.mean(axis=1, keepdims=True)
+    y_KP = y_KP - y_KP.mean(axis=1, keepdims=True)
+    product_P = (x_KP * y_KP).mean(axis=0)
+    total = product_P.sum()
+    without_P = (total - count / (count - 1) * product_P) / (count - 2)
+    return Covariance(float(total / (count - 1)), without_P)
+
+
+def grade_covariance(x_n: Array, y_n: Array) -> Covariance:
+    """`E[ sgn(X_1 - X_2) sgn(Y_1 - Y_3) ]` over all triples of n >= 4 units.
+
+    >>> value, without = grade_covariance(np.arange(5.0), np.arange(5.0))
+    >>> round(value, 6), without.round(6).tolist()  # 1/3, as of any continuous variable
+    (0.333333, [0.333333, 0.333333, 0.333333, 0.333333, 0.333333])
+    """
+    n = len(x_n)
+    x_nn, y_nn = np.sign(x_n[:, None] - x_n), np.sign(y_n[:, None] - y_n)
+    a_n, b_n = x_nn.sum(axis=1), y_nn.sum(axis=1)
+    same_n = (x_nn * y_nn).sum(axis=1)
+    total = a_n @ b_n - same_n.sum()
+    without_n = total - a_n * b_n + x_nn @ b_n + y_nn @ a_n + 3 * same_n
+    triples = n * (n - 1) * (n - 2)
+    return Covariance(float(total / triples), without_n / (triples * (n - 3) / n))
+
+
+def correlation(xy: Covariance, xx: Covariance, yy: Covariance) -> Interval:
+    """xy / sqrt(xx yy) with its jackknife interval on Fisher's scale, within [-1, 1].
+
+    From .99 on the interval is that of r itself. NaN where xx or yy is not positive, with one unit
+    left out or none: then that side does not tell the units apart.
+    """
+    variances = np.concatenate([[xx.whole, yy.whole], xx.delete_one_n, yy.delete_one_n])
+    if not (variances > 0).all():
+        return NOTHING
+    ratio = xy.whole / math.sqrt(xx.whole * yy.whole)
+    delete_one_n = xy.delete_one_n / np.sqrt(xx.delete_one_n * yy.delete_one_n)
+    if max(abs(ratio), np.abs(delete_one_n).max()) < LARGEST:
+        scaled = jackknife_interval(math.atanh(ratio), np.arctanh(delete_one_n)[None])
+        return Interval(*map(math.tanh, scaled))
+    plain = jackknife_interval(ratio, delete_one_n[None])
+    return Interval(*(min(max(x, -1.0), 1.0) for x in plain))
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below > 0 else math.nan

@@ -1,0 +1,104 @@
+"""Whether the correlation of p (1-p) with a prompt's noise, corrected by halves, is the true one.
+
+Prompts of a law drawn anew for every pool: chances of Beta(a, b), 40 outcomes, score norms that
+differ between prompts by a factor exp(2 spread N(0, 1) - 2 slope p). The truth is that of 12 000
+prompts, by enumeration. Values: mean estimate and coverage of the interval. Ranks: the same
+correction on ranks, which `grpo_ustat.estimators.proxies` leaves out since it is not consistent.
+
+    python scripts/benchmarks/proxies.py --pools 200
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+from scipy import stats
+
+from grpo_ustat.estimators.proxies import (
+    Covariance,
+    correlation,
+    grade_covariance,
+    prompt_estimates,
+    proxy_correlations,
+)
+from grpo_ustat.policy.tabular import TabularPolicy
+from grpo_ustat.records import Array, ScorePool
+
+LAWS = {  # a, b, spread, slope
+    "harder is louder": (1.5, 3.5, 0.25, 1.0),
+    "much louder": (1.5, 3.5, 0.25, 3.0),
+    "all alike": (1.5, 3.5, 0.0, 0.0),
+    "many silent": (0.6, 1.0, 0.25, 1.0),
+    "heavy tails": (0.6, 1.0, 0.5, 0.0),
+}
+
+
+def draw_prompts(count: int, law: tuple[float, ...], rng: np.random.Generator) -> TabularPolicy:
+    """Prompts of a law."""
+    a, b, spread, slope = law
+    p_P1 = rng.beta(a, b, (count, 1))
+    rewards_PY = (rng.random((count, 40)) < p_P1).astype(float)
+    scale_P1 = np.exp(spread * rng.normal(size=(count, 1)) - slope * p_P1)
+    features = rng.normal(size=(count, 40, 8)) * np.exp(0.3 * rng.normal(size=(count, 40, 1)))
+    return TabularPolicy(features * scale_P1[:, :, None], 0.5 * np.eye(8)[0], rewards_PY)
+
+
+def draw_pool(policy: TabularPolicy, size: int, rng: np.random.Generator) -> ScorePool:
+    """N completions of every prompt."""
+    outcomes, rows = policy.sample(size, rng), np.arange(len(policy.rewards_PY))[:, None]
+    scores, rewards = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
+    gram, nothing = np.einsum("pid,pjd->pij", scores, scores), np.zeros((1, 1))
+    return ScorePool(rewards, gram, 1 + outcomes, nothing[None], nothing, nothing)
+
+
+def mean_covariance(x_SP: Array, y_SP: Array) -> Covariance:
+    """Of grades, averaged over halvings."""
+    parts = [grade_covariance(x_P, y_P) for x_P, y_P in zip(x_SP, y_SP, strict=True)]
+    whole = float(np.mean([part.whole for part in parts]))
+    return Covariance(whole, np.mean([part.delete_one_n for part in parts], axis=0))
+
+
+def main() -> None:
+    """Print truth, mean estimate and coverage by law, prompts and completions."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pools", type=int, default=200, help="of every line")
+    parser.add_argument("--questions", type=int, nargs="+", default=[60], help="m")
+    parser.add_argument("--completions", type=int, nargs="+", default=[16, 32], help="N")
+    options = parser.parse_args()
+    print("law                 m    N  silent | truth  mean  uncorr  cover | ranks: truth  mean")
+    for name, law in LAWS.items():
+        rng = np.random.default_rng(0)
+        parts = [draw_prompts(3000, law, rng).moments() for _ in range(4)]
+        x, y = (
+            np.concatenate(values)
+            for values in zip(
+                *((part.var_z, part.mse("leave_one_out", 8)) for part in parts), strict=True
+            )
+        )
+        truth, rank_truth = np.corrcoef(x, y)[0, 1], stats.spearmanr(x, y).statistic
+        for questions in options.questions:
+            for size in options.completions:
+                found, ranks, silent = [], [], []
+                for _ in range(options.pools):
+                    pool = draw_pool(draw_prompts(questions, law, rng), size, rng)
+                    found.append(proxy_correlations(pool)[0])
+                    halves, _ = prompt_estimates(pool, 8)
+                    x_2SP, y_2SP = halves["var_z"], halves["noise"]
+                    silent.append((x_2SP == 0).mean())
+                    crossed = mean_covariance(np.concatenate(x_2SP), np.concatenate(y_2SP[::-1]))
+                    own = mean_covariance(*x_2SP), mean_covariance(*y_2SP)
+                    ranks.append(correlation(crossed, *own).estimate)
+                known = [row for row in found if np.isfinite(row.correlation.estimate)]
+                covers = [row.correlation.low <= truth <= row.correlation.high for row in known]
+                print(
+                    f"{name:17} {questions:4} {size:4} {np.mean(silent):7.2f} | {truth:5.2f} "
+                    f"{np.mean([row.correlation.estimate for row in known]):5.2f} "
+                    f"{np.mean([row.uncorrected for row in known]):7.2f} {np.mean(covers):6.3f} | "
+                    f"{rank_truth:12.2f} {np.nanmean(ranks):5.2f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
