@@ -1,0 +1,86 @@
+"""How verl's logit-space weight of a completion goes with its exact squared score norm.
+
+    python scripts/tools/logit_weight.py model=tiny_base study.questions=100 pool=pools/tiny_base
+
+The arguments are those of `mse`; the pool is filled where it lacks completions. A pool keeps tokens
+and scores, no probabilities, so the model reads every completion once more, forward only. Of each
+it takes the sum over tokens of 1 - 2 pi(token) + sum_v pi(v)^2, the squared length of grad log pi
+with respect to the logits of that token (verl, `docs/algo/otb.md` and its metrics
+`variance_proxy`), here at the sampling temperature. Printed: Spearman's correlation with the
+squared score norm over all completions and over those of one prompt, length for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.estimators.proxies import completion_correlation, within_correlation
+from grpo_ustat.mse.pool import build_pool
+from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.study import _prompts
+from grpo_ustat.policy.loading import configured_policy
+from grpo_ustat.policy.logprobs import left_padded, positions, widen
+
+
+def logit_weights(logits_BTV: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """1 - 2 pi(token) + sum_v pi(v)^2 of every token, [B, T]."""
+    probabilities_BTV = logits_BTV.softmax(dim=-1)
+    chosen_BT = probabilities_BTV.gather(2, tokens_BT[:, :, None])[:, :, 0]
+    return 1 - 2 * chosen_BT + probabilities_BTV.square().sum(dim=-1)
+
+
+def main() -> None:
+    """Print the correlations."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("override", nargs="*", help="as of `mse`: key=value, pool=DIR among them")
+    config = compose_config("mse", parser.parse_args().override)
+    if not config.pool:
+        parser.error("pool=DIR is needed: the folder that keeps the completions")
+    prompts, _ = _prompts(config)
+    pool, _ = build_pool(config, prompts, Path(config.pool))
+    policy, store = configured_policy(config), PoolStore(Path(config.pool), draws_of(config))
+    size, rows = config.budget.pool_completions, []
+    for prompt, ids in zip(
+        prompts, policy.encode([prompt.text for prompt in prompts]), strict=True
+    ):
+        parts = [store.read(prompt, *part) for part in store.parts(prompt)]
+        weights_N: list[float] = []
+        for part in parts:
+            width = int(part.lengths_N.max())
+            tokens_NT = torch.from_numpy(part.tokens_NT[:, :width].astype(np.int64))
+            mask_NT = (
+                torch.arange(width) < torch.from_numpy(part.lengths_N.astype(np.int64))[:, None]
+            )
+            heads, head_mask = left_padded(
+                [ids] * len(tokens_NT), policy.pad_token, tokens_NT.device
+            )
+            attention = torch.cat([head_mask, mask_NT.to(head_mask.dtype)], dim=1)
+            with torch.inference_mode():
+                logits = policy.model(
+                    input_ids=torch.cat([heads, tokens_NT], dim=1).to(policy.model.device),
+                    attention_mask=attention.to(policy.model.device),
+                    position_ids=positions(attention).to(policy.model.device),
+                    logits_to_keep=width + 1, use_cache=False,
+                ).logits[:, :-1]  # fmt: skip
+            each_NT = logit_weights(widen(logits).cpu() / config.temperature, tokens_NT)
+            weights_N += (each_NT * mask_NT).sum(dim=1).tolist()
+        rows.append(weights_N[:size])
+    proxies = {"logit weight": np.array(rows), "length": pool.lengths_PN.astype(float)}
+    for name, values_PN in proxies.items():
+        for units, measure in (
+            ("completions", completion_correlation),
+            ("those of one prompt", within_correlation),
+        ):
+            estimate, low, high = measure(values_PN, pool.sq_norm_PN)
+            print(f"{name:13} over {units:20} {estimate:6.3f} [{low:.3f}, {high:.3f}]")
+
+
+if __name__ == "__main__":
+    main()
