@@ -41,14 +41,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from grpo_ustat.estimators.halves import (
+    LEAST_COMPLETIONS,
+    LEAST_PROMPTS,
+    group_error,
+    halves_of,
+)
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval
-from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.estimators.noise import NOTHING
-from grpo_ustat.records import Array, Integers, ScorePool
+from grpo_ustat.records import Array, ScorePool
 
-LEAST_PROMPTS = 10  # of a jackknife of a ratio of covariances
-LEAST_COMPLETIONS = 6  # of which both halves have unbiased moments
-HALVINGS = 16
 LARGEST = 0.99  # correlation for Fisher's scale, which has no end at 1
 
 
@@ -90,15 +92,17 @@ def proxy_correlations(pool: ScorePool, group_size: int = 8) -> list[ProxyCorrel
     if len(pool.rewards_PN) < LEAST_PROMPTS or pool.rewards_PN.shape[1] < LEAST_COMPLETIONS:
         return []
     lengths_PN = pool.lengths_PN.astype(float)
-    halves, whole = prompt_estimates(pool, group_size)
+    halves, whole = halves_of(pool)
+    for part in (halves, whole):
+        part["noise"] = group_error(part["first"], part["second"], group_size)
     binary = bool(np.isin(pool.rewards_PN, (0.0, 1.0)).all())
     variance = "p(1-p)" if binary else "the variance of rewards"
     noise = f"the noise of a group of {group_size}"
     pairs = {
-        ("var_z", "noise"): (variance, noise),
+        ("variance", "noise"): (variance, noise),
         ("length", "noise"): ("mean length", noise),
-        ("m0", "noise"): ("the mean squared score norm", noise),
-        ("var_z", "g_sq"): (variance, "the squared length of the gradient"),
+        ("score", "noise"): ("the mean squared score norm", noise),
+        ("variance", "g_sq"): (variance, "the squared length of the gradient"),
     }
     rows = [
         ProxyCorrelation(
@@ -114,34 +118,6 @@ def proxy_correlations(pool: ScorePool, group_size: int = 8) -> list[ProxyCorrel
         words = ("length", "the squared score norm")
         rows.append(ProxyCorrelation(units, *words, "rank", found, found.estimate, (1.0, 1.0)))
     return rows
-
-
-def prompt_estimates(pool: ScorePool, group_size: int) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Unbiased estimates by name, from the halves of every halving, [2, S, P], and whole, [P]."""
-    z, q, lengths_PN = pool.rewards_PN, pool.sq_norm_PN, pool.lengths_PN
-    count, size = z.shape
-    rng = np.random.default_rng(0)
-    orders = [rng.permutation(size) for _ in range(HALVINGS)]
-    parts: list[Integers] = [
-        order[half * (size // 2) :][: size // 2] for half in (0, 1) for order in orders
-    ]
-    parts.append(np.arange(size, dtype=np.int64))
-    weights_PNK = np.zeros((count, size, len(parts)))
-    for k, part in enumerate(parts):
-        weights_PNK[:, part, k] = pool_gradient_weights(z[:, part])
-    ghat_sq_PK = (weights_PNK * (pool.gram_PNN @ weights_PNK)).sum(axis=1)
-
-    def estimates(k: int, part: Integers) -> dict[str, Array]:
-        moments = norm_moments(q[:, part], z[:, part], ghat_sq_PK[:, k])
-        return {
-            "var_z": moments.var_z, "m0": moments.m0, "g_sq": moments.g_sq,
-            "noise": moments.mse("leave_one_out", group_size),
-            "length": lengths_PN[:, part].mean(axis=1),
-        }  # fmt: skip
-
-    *each, whole = [estimates(k, part) for k, part in enumerate(parts)]
-    halves = {name: np.array([x[name] for x in each]).reshape(2, HALVINGS, count) for name in whole}
-    return halves, whole
 
 
 def corrected_correlation(

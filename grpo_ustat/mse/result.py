@@ -12,6 +12,7 @@ from pyarrow import parquet
 from grpo_ustat.config.mse import CLOSED_FORMS, MseConfig
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.estimators.allocation import allocation_savings
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval, clustered_mean
@@ -122,6 +123,7 @@ def study_result(
         "noise": _noise(statistics),
         "dynamic_sampling": _dynamic_sampling(statistics, pool),
         "proxies": _proxies(pool),
+        "allocation": _allocation(pool),
         "assumption2": _assumption(statistics, pool),
         "grad_sq": _gradient(statistics),
         "metric": metric,
@@ -378,6 +380,16 @@ def _proxies(pool: ScorePool) -> list[dict[str, Any]]:
             "target_reliability": _finite(row.reliability[1]),
         }
         for row in proxy_correlations(pool)
+    ]
+
+
+def _allocation(pool: ScorePool) -> list[dict[str, Any]]:
+    """What unequal group sizes do to the error, see `allocation_savings`."""
+    return [
+        {"plan": row.plan, "group_size": row.group_size}
+        | _triple("change", row.change)
+        | {"in_sample": _finite(row.in_sample)}
+        for row in allocation_savings(pool)
     ]
 
 

@@ -38,6 +38,7 @@ from grpo_ustat.progress import waiting
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.report.decision import (
     WHY_FIXED_ROLLOUTS,
+    allocation_sentence,
     decision_sentence,
     dynamic_sampling_sentence,
     interval_note,
@@ -82,6 +83,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         rule_sizes_sentence(result),
         dynamic_sampling_sentence(result),
         proxies_sentence(result),
+        allocation_sentence(result),
     )
     sentences = filter(None, words)
     answer = "\n".join([*sentences, f"next: {next_step(result, asdict(config))}", ""])

@@ -257,6 +257,34 @@ def _correlation_text(row: Mapping[str, Any]) -> str:
     return f"{text} (not significantly different from 0)" if found.low <= 0 <= found.high else text
 
 
+def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE) -> str:
+    """Whether groups of unequal size would save error.
+
+    Args:
+        result: content of the study's `result.json`; "" where an earlier version wrote it, or where
+            the pool is too small.
+        group_size: mean G, of the measured ones.
+    """
+    rows = [row for row in result.get("allocation", []) if row["group_size"] == group_size]
+    known = [row for row in rows if row["change"] is not None]
+    if not known or result["assumption2"].get("corr") is None:
+        return ""
+    best = min(known, key=lambda row: row["change"])
+    change, low, high = row_interval(best, "change")
+    verdict = "not significantly different from equal groups"
+    if high < 0:
+        verdict = "better than equal groups"
+    elif low > 0:
+        verdict = "worse than equal groups"
+    (in_sample,) = (row["in_sample"] for row in rows if row["in_sample"] is not None)
+    return (
+        f"Unequal groups of {group_size} on average: of {len(known)} plans from one half of the "
+        f"pool, judged on the other, the best ({best['plan']}) changes the error by "
+        f"{percent(change)} [{percent(low)}, {percent(high)}], {verdict}; in sample the best "
+        f"sizes would change it by {percent(in_sample)}."
+    )
+
+
 def training_noise_sentence(
     metrics: Sequence[Mapping[str, Any]], group_size: int, rollouts: int
 ) -> str:

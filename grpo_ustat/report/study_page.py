@@ -11,6 +11,7 @@ from grpo_ustat.report.decision import (
     decision_sentence,
     next_step,
     noise_sentence,
+    percent,
     row_interval,
 )
 from grpo_ustat.report.recipes import recipe_table
@@ -214,6 +215,8 @@ def mse_tables(run: RunRecord) -> list[Table]:
         tables.append(dynamic_sampling_table(run.result["dynamic_sampling"]))
     if run.result.get("proxies"):
         tables.append(proxies_table(run.result["proxies"]))
+    if run.result.get("allocation"):
+        tables.append(allocation_table(run.result["allocation"]))
     if run.result["scaling"].get("rules"):
         tables.append(rule_sizes_table(run.result["scaling"]["rules"]))
     ratios = run.result.get("ratio_to_oracle")
@@ -264,6 +267,35 @@ def proxies_table(rows: Sequence[dict[str, Any]]) -> Table:
     columns = ["over", "proxy", "stands for", "correlation", "uncorrected",
                "reliability of the proxy", "of the target"]  # fmt: skip
     return Table("Proxies", columns, cells, notes)
+
+
+def allocation_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """What unequal group sizes do to the error, see `estimators.allocation`."""
+    sizes = list(dict.fromkeys(row["group_size"] for row in rows))
+    cells = []
+    for plan in dict.fromkeys(row["plan"] for row in rows):
+        of_plan = {row["group_size"]: row for row in rows if row["plan"] == plan}
+        cells.append([plan, *(_change_text(of_plan[size], "change") for size in sizes)])
+    own = {row["group_size"]: row for row in rows if row["in_sample"] is not None}
+    if own:
+        shown = (percent(own[size]["in_sample"]) if size in own else "-" for size in sizes)
+        cells.append(["the best sizes, in sample", *shown])
+    notes = [
+        "Error at the same number of rollouts over that of equal groups, less 1: planned from one "
+        "half of the pool, judged on the other, both ways; at least 2 completions a prompt. In "
+        "brackets 95 % intervals for other prompts, of all plans of a column together. In sample "
+        "the plan follows the errors of its own estimates, so it saves less than that.",
+    ]
+    columns = ["plan", *(f"mean G = {size}" for size in sizes)]
+    return Table("Unequal group sizes", columns, cells, notes)
+
+
+def _change_text(row: dict[str, Any], name: str) -> str:
+    """A change in percent with its interval; `-` where it is not known."""
+    change, low, high = row_interval(row, name)
+    if math.isnan(change):
+        return "-"
+    return f"{percent(change)} [{percent(low)}, {percent(high)}]"
 
 
 def rule_sizes_table(rules: Sequence[dict[str, Any]]) -> Table:

@@ -15,11 +15,11 @@ import argparse
 import numpy as np
 from scipy import stats
 
+from grpo_ustat.estimators.halves import group_error, halves_of
 from grpo_ustat.estimators.proxies import (
     Covariance,
     correlation,
     grade_covariance,
-    prompt_estimates,
     proxy_correlations,
 )
 from grpo_ustat.policy.tabular import TabularPolicy
@@ -83,8 +83,9 @@ def main() -> None:
                 for _ in range(options.pools):
                     pool = draw_pool(draw_prompts(questions, law, rng), size, rng)
                     found.append(proxy_correlations(pool)[0])
-                    halves, _ = prompt_estimates(pool, 8)
-                    x_2SP, y_2SP = halves["var_z"], halves["noise"]
+                    halves, _ = halves_of(pool)
+                    x_2SP = halves["variance"]
+                    y_2SP = group_error(halves["first"], halves["second"], 8)
                     silent.append((x_2SP == 0).mean())
                     crossed = mean_covariance(np.concatenate(x_2SP), np.concatenate(y_2SP[::-1]))
                     own = mean_covariance(*x_2SP), mean_covariance(*y_2SP)

@@ -11,6 +11,7 @@ import pytest
 from commands import compose
 
 from grpo_ustat.report.decision import (
+    allocation_sentence,
     decision_sentence,
     dynamic_sampling_sentence,
     group_size_costs,
@@ -252,6 +253,31 @@ def test_proxies_are_said_with_what_is_significant():
     assert "with a correlation for which there are not enough data, corrected" in text
     assert proxies_sentence(RESULT) == proxies_sentence(RESULT | {"proxies": []}) == ""
     assert proxies_sentence(RESULT | {"proxies": rows, "assumption2": {"corr": None}}) == ""
+
+
+def plan(name, change, low, high, in_sample=None, group_size=8):
+    return {"plan": name, "group_size": group_size, "change": change, "change_low": low,
+            "change_high": high, "in_sample": in_sample}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ((-0.1, -0.2, -0.05), "-10 % [-20 %, -5 %], better than equal groups"),
+        ((0.02, -0.01, 0.05), "+2 % [-1 %, +5 %], not significantly different from equal groups"),
+        ((0.04, 0.02, 0.06), "+4 % [+2 %, +6 %], worse than equal groups"),
+    ],
+)
+def test_unequal_groups_are_said_with_a_verdict(change, words):
+    other_size = plan("measured noise", -0.9, -0.95, -0.8, -0.9, group_size=4)
+    rows = [other_size, plan("measured noise", 0.2, 0.1, 0.3, -0.06), plan("p(1-p)", *change)]
+    rows.append(plan("unknown", None, None, None))
+    assert allocation_sentence(RESULT | {"allocation": rows}) == (
+        "Unequal groups of 8 on average: of 2 plans from one half of the pool, judged on the "
+        f"other, the best (p(1-p)) changes the error by {words}; in sample the best sizes would "
+        "change it by -6 %."
+    )
+    assert allocation_sentence(RESULT) == allocation_sentence(RESULT | {"allocation": []}) == ""
 
 
 def test_the_best_sizes_of_rules_are_said_with_whether_they_grow():

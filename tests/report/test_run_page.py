@@ -277,7 +277,7 @@ def test_few_large_steps_are_cut_to_what_a_page_holds(tmp_path):
     assert "holds 2000 completions; here are 7" in page.completions.note
 
 
-def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_and_rules(tmp_path):
+def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_allocation_and_rules(tmp_path):
     """Numbers with their intervals, unknown ends said, all in tables of their own."""
     noise = {"rollouts": 768.0, "rollouts_low": 512.0, "rollouts_high": None,
              "tokens": None, "tokens_low": None, "tokens_high": None,
@@ -298,6 +298,11 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_and_rules(tmp_pa
                   "reason": "no upper end"},
         "dynamic_sampling": [dynamic],
         "proxies": [proxy],
+        "allocation": [
+            {"plan": name, "group_size": 8, "change": 0.02, "change_low": -0.01,
+             "change_high": 0.05, "in_sample": in_sample}
+            for name, in_sample in (("measured noise", -0.06), ("p(1-p)", None))
+        ],
         "scaling": STUDIED["scaling"] | {"rules": [rule]},
     }  # fmt: skip
     folder = folder_of(tmp_path, MSE, result)
@@ -310,6 +315,11 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_and_rules(tmp_pa
     ]
     assert tables["Proxies"].rows == [
         ["prompts", "p(1-p)", "noise", "0.500 [0.250, 0.750]", "-", "0.50", "0.25"]
+    ]
+    assert tables["Unequal group sizes"].rows == [
+        ["measured noise", "+2 % [-1 %, +5 %]"],
+        ["p(1-p)", "+2 % [-1 %, +5 %]"],
+        ["the best sizes, in sample", "-6 %"],
     ]
     assert tables["Best group size of each rule"].rows == [
         ["group_std", "limit g/sigma", "4 [4, 8]", "16", "yes", "0.500 [0.250, infinity)"]

@@ -1,0 +1,207 @@
+r"""Unequal group sizes: how much error a plan saves at the same number of rollouts.
+
+The gradient of m prompts, prompt x with a group of G_x, is the mean of the groups' leave-one-out
+gradients. It is unbiased whatever the G_x >= 2 are, and given the prompts its error is
+
+    1/m^2 sum_x e_x(G_x)        e_x(G) = A_x/G + B_x / (G (G-1))
+
+with `A = A_V - ||g||^2`, `B = D + ||g||^2` (`estimators.moments`). With A, B >= 0 every e_x is
+convex, and one more completion saves `A/(G (G+1)) + 2 B/((G-1) G (G+1))` at prompt x. So the least
+sum at a fixed total takes, from G_x = 2 on, the largest savings one after the other (exact, as
+savings at a prompt only fall). For large G that is Neyman's (1934) `G_x ~ sqrt(A_x)`.
+
+A_x and B_x are not known. A plan that is judged by the completions that made it saves too much, by
+the errors that it follows; so half of the pool plans and the other half judges, whose estimates are
+unbiased and independent of the plan, both ways, over random halvings. The best plan that knew A and
+B would save at least what a held-out plan saves, and at most about what the whole pool's own plan
+saves in sample.
+
+Plans, from what half of the pool says:
+
+    measured noise             A, B as estimated, negative ones taken as 0
+    p(1-p)                     saves p (1-p) / ((G-1) G): VIP's variance of RLOO, p (1-p)/(G-1)
+                               (2602.01601), with measured p in place of its Gaussian process
+    shrunken p(1-p)            the same, E[p (1-p) | counts] where p is Beta(a, b) over prompts
+    shrunken ... x score norm  the same times the mean squared score norm
+    Knapsack RL                value p (1-p)^2 (1 - p^G - (1-p)^G), measured p (2509.25849, as in
+                               public code; without its fallback)
+    G = 2 where silent         where all rewards of the half are equal; the others alike
+
+Reinforce-Ada (2510.04996) draws until a prompt has enough right answers and estimates the gradient
+of another objective, so it has no error here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_ustat.estimators.halves import (
+    LEAST_COMPLETIONS,
+    LEAST_PROMPTS,
+    group_error,
+    halves_of,
+)
+from grpo_ustat.estimators.intervals import LEVEL, Interval, jackknife_interval
+from grpo_ustat.estimators.noise import NOTHING
+from grpo_ustat.records import Array, ScorePool
+
+LEAST = 2  # a group of leave_one_out
+HALVINGS = 4
+MEAN_SIZES = (4, 8, 16)
+MEASURED = "measured noise"
+MOST = 16  # times the mean group size that a plan may give to one prompt
+
+
+class AllocationSaving(NamedTuple):
+    """What a plan does to the error at the same number of rollouts.
+
+    Attributes:
+        plan: its name.
+        group_size: mean G.
+        change: error over that of equal groups, less 1, planned by one half of the pool and judged
+            by the other; intervals are for other prompts, and of all plans at a mean G together.
+        in_sample: the same planned and judged by the whole pool; NaN but for measured noise.
+    """
+
+    plan: str
+    group_size: int
+    change: Interval
+    in_sample: float
+
+
+def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array:
+    """The group sizes, [P], that take the largest savings one after the other.
+
+    Args:
+        savings: from group sizes, [1, K], what one more completion saves at every prompt, [P, K];
+            it falls with the group size. Of equal ones those of smaller groups come first.
+        count: P.
+        total: sum of the group sizes, at least 2 P.
+
+    Raises:
+        ValueError: fewer than 2 completions a prompt.
+
+    >>> noise_P1 = np.array([[9.0], [1.0], [1.0]])
+    >>> allocate(lambda sizes: noise_P1 / (sizes * (sizes + 1)), 3, 15).tolist()
+    [9.0, 3.0, 3.0]
+    """
+    if total < LEAST * count:
+        raise ValueError(f"{total} completions for {count} prompts: {LEAST * count} are needed")
+    most = MOST * (total // count)
+    saved_PK = savings(np.arange(LEAST, most, dtype=float)[None])
+    order = np.argsort(-saved_PK.T.ravel(), kind="stable")[: total - LEAST * count]
+    return LEAST + np.bincount(order % count, minlength=count).astype(np.float64)
+
+
+def allocation_savings(
+    pool: ScorePool, group_sizes: Sequence[int] = MEAN_SIZES
+) -> list[AllocationSaving]:
+    """What every plan does to the error; nothing of fewer than 10 prompts or 6 completions.
+
+    Args:
+        pool: N completions of each of P prompts. Plans that need p are left out unless all rewards
+            are 0 or 1.
+        group_sizes: mean G, at least 3.
+    """
+    count, size = pool.rewards_PN.shape
+    if count < LEAST_PROMPTS or size < LEAST_COMPLETIONS:
+        return []
+    halves, whole = halves_of(pool)
+    binary = bool(np.isin(pool.rewards_PN, (0.0, 1.0)).all())
+    rows: list[AllocationSaving] = []
+    for group_size in group_sizes:
+        total, equal_P = group_size * count, np.zeros(count)
+        planned: dict[str, Array] = {}
+        for s, (plans, judges) in itertools.product(range(HALVINGS), ((0, 1), (1, 0))):
+            half = {name: values[plans, s] for name, values in halves.items()}
+            first_P, second_P = halves["first"][judges, s], halves["second"][judges, s]
+            equal_P += group_error(first_P, second_P, group_size)
+            for name, savings in plans_of(half, size // 2, binary).items():
+                sizes_P = allocate(savings, count, total)
+                errors_P = group_error(first_P, second_P, sizes_P)
+                planned[name] = planned.get(name, 0.0) + errors_P
+        own_P = allocate(plans_of(whole, size, binary)[MEASURED], count, total)
+        own, equal = (
+            float(group_error(whole["first"], whole["second"], sizes).sum())
+            for sizes in (own_P, group_size)
+        )
+        for name, errors_P in planned.items():
+            in_sample = own / equal - 1 if name == MEASURED and equal > 0 else math.nan
+            rows.append(
+                AllocationSaving(
+                    name, group_size, _change(errors_P, equal_P, len(planned)), in_sample
+                )
+            )
+    return rows
+
+
+def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
+    """The ratio of the sums less 1, leaving out one prompt at a time; for all plans at once."""
+    if not (equal_P.sum() - equal_P > 0).all():
+        return NOTHING
+    ratio = planned_P.sum() / equal_P.sum()
+    delete_one_P = (planned_P.sum() - planned_P) / (equal_P.sum() - equal_P)
+    level = 1 - (1 - LEVEL) / plans  # Bonferroni
+    found = jackknife_interval(float(ratio), delete_one_P[None], level, positive=True)
+    return Interval(*(x - 1 for x in found))
+
+
+def plans_of(
+    half: dict[str, Array], size: int, binary: bool
+) -> dict[str, Callable[[Array], Array]]:
+    """The savings of every plan, from estimates of half a pool.
+
+    Args:
+        half: of `halves_of`, each [P].
+        size: completions behind them.
+        binary: whether rewards are 0 or 1.
+    """
+    columns = {name: values_P[:, None] for name, values_P in half.items()}
+    first, second = (np.maximum(columns[name], 0.0) for name in ("first", "second"))
+    p, variance, score = columns["value"], columns["variance"], columns["score"]
+
+    def measured(sizes: Array) -> Array:
+        pair = sizes * (sizes + 1)
+        return first / pair + 2 * second / ((sizes - 1) * pair)
+
+    def variance_plan(noise: Array) -> Callable[[Array], Array]:
+        return lambda sizes: noise / ((sizes - 1) * sizes)
+
+    plans = {
+        MEASURED: measured,
+        "p(1-p)" if binary else "variance of rewards": variance_plan(variance),
+        "G = 2 where silent": variance_plan((variance > 0).astype(float)),
+    }
+    if binary:
+        shrunken = shrunken_variance(half["value"] * size, size)[:, None]
+        plans["shrunken p(1-p)"] = variance_plan(shrunken)
+        plans["shrunken p(1-p) x score norm"] = variance_plan(shrunken * score)
+        plans["Knapsack RL"] = lambda sizes: (
+            p * (1 - p) ** 2 * (p**sizes * (1 - p) + (1 - p) ** sizes * p)
+        )
+    return plans
+
+
+def shrunken_variance(successes_P: Array, size: int) -> Array:
+    """E[p (1-p) | counts] where p is Beta(a, b) over prompts, a and b by the method of moments.
+
+    Args:
+        successes_P: right ones of `size` completions.
+        size: n.
+
+    >>> shrunken_variance(np.array([0.0, 4.0, 4.0, 8.0]), 8).round(3).tolist()
+    [0.034, 0.224, 0.224, 0.034]
+    """
+    share_P = successes_P / size
+    mean = float(share_P.mean())
+    within = float((share_P * (1 - share_P)).mean()) / (size - 1)
+    between = max(float(share_P.var(ddof=1)) - within, 1e-6)
+    weight = max(mean * (1 - mean) / between - 1, 1e-3)  # a + b
+    a_P, b_P = mean * weight + successes_P, (1 - mean) * weight + size - successes_P
+    sum_P = a_P + b_P
+    return a_P * b_P / (sum_P * (sum_P + 1))

@@ -1,0 +1,60 @@
+"""Unbiased estimates of every prompt from random halves of its pool, independent given the prompt.
+
+What is planned or ranked by one half is judged by the other without the errors of the first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
+from grpo_ustat.records import Array, Integers, ScorePool
+
+HALVINGS = 16
+LEAST_PROMPTS = 10  # of which a jackknife leaves one out
+LEAST_COMPLETIONS = 6  # of which both halves have unbiased moments
+
+
+def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Estimates by name, from both halves of S halvings, [2, S, P], and from whole pools, [P].
+
+    value (V), variance (of the reward), score (mean squared score norm), g_sq (||g||^2), length
+    (mean), and `first`, `second`: the error of leave_one_out with a group of G is
+    `first / G + second / (G (G-1))`, see `estimators.moments`.
+
+    Args:
+        pool: N >= 6 completions of each of P prompts; of an odd N one is in neither half.
+    """
+    z, q, lengths_PN = pool.rewards_PN, pool.sq_norm_PN, pool.lengths_PN
+    count, size = z.shape
+    rng = np.random.default_rng(0)
+    orders = [rng.permutation(size) for _ in range(HALVINGS)]
+    parts: list[Integers] = [
+        order[half * (size // 2) :][: size // 2] for half in (0, 1) for order in orders
+    ]
+    parts.append(np.arange(size, dtype=np.int64))
+    weights_PNK = np.zeros((count, size, len(parts)))
+    for k, part in enumerate(parts):
+        weights_PNK[:, part, k] = pool_gradient_weights(z[:, part])
+    ghat_sq_PK = (weights_PNK * (pool.gram_PNN @ weights_PNK)).sum(axis=1)
+
+    def estimates(k: int, part: Integers) -> dict[str, Array]:
+        moments = norm_moments(q[:, part], z[:, part], ghat_sq_PK[:, k])
+        return {
+            "value": moments.value, "variance": moments.var_z, "score": moments.m0,
+            "g_sq": moments.g_sq, "first": moments.a_v - moments.g_sq,
+            "second": moments.d + moments.g_sq, "length": lengths_PN[:, part].mean(axis=1),
+        }  # fmt: skip
+
+    *each, whole = [estimates(k, part) for k, part in enumerate(parts)]
+    halves = {name: np.array([x[name] for x in each]).reshape(2, HALVINGS, count) for name in whole}
+    return halves, whole
+
+
+def group_error(first: Array, second: Array, group_size: Array | float) -> Array:
+    """`first / G + second / (G (G-1))`: the error of leave_one_out with a group of G.
+
+    >>> group_error(np.array([8.0]), np.array([12.0]), 4.0).tolist()
+    [3.0]
+    """
+    return first / group_size + second / (group_size * (group_size - 1))
