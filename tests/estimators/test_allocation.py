@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from test_proxies import pool_of, prompts
+from prompt_pools import pool_of, prompts
 
 from grpo_ustat.estimators.allocation import (
     MEAN_SIZES,

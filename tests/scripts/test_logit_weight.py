@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "scripts/tools/logit_weight.py"
 
 
@@ -24,7 +26,6 @@ def test_the_weight_is_the_squared_length_of_the_logit_gradient():
     torch.testing.assert_close(logit_weights(logits, tokens), gradient.square().sum(-1))
 
 
-@pytest.mark.slow
 def test_the_tool_prints_a_correlation_of_each_proxy(tmp_path):
     asked = ("model=tiny_base", "study.questions=12", "budget.pool_completions=6")
     done = subprocess.run(
