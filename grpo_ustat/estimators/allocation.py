@@ -25,7 +25,7 @@ Plans, from what half of the pool says:
     shrunken ... x score norm  the same times the mean squared score norm
     Knapsack RL                value p (1-p)^2 (1 - p^G - (1-p)^G), measured p (2509.25849, as in
                                public code; without its fallback)
-    G = 2 where silent         where all rewards of the half are equal; the others alike
+    G = 2 for zero-variance prompts, whose rewards in the half are all equal; the others alike
 
 Reinforce-Ada (2510.04996) draws until a prompt has enough right answers and estimates the gradient
 of another objective, so it has no error here.
@@ -175,7 +175,7 @@ def plans_of(
     plans = {
         MEASURED: measured,
         "p(1-p)" if binary else "variance of rewards": variance_plan(variance),
-        "G = 2 where silent": variance_plan((variance > 0).astype(float)),
+        "G = 2 for zero-variance prompts": variance_plan((variance > 0).astype(float)),
     }
     if binary:
         shrunken = shrunken_variance(half["value"] * size, size)[:, None]

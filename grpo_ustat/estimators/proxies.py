@@ -12,8 +12,8 @@ the true x and y, whatever the errors are (Spearman 1904; `Cov(X_1, X_2) / Var X
 reliability of half a pool). Covariances are averaged over random halvings.
 
 The same on ranks is not consistent: the mean rank of half a pool is no linear function of the true
-rank, above all where many halves have rewards all equal. It is far too large (in simulations .62
-for .40, or .28 for -.21, with 16 completions a prompt; see `docs/group-size-disputes.md`), and no
+rank, above all where many halves have rewards all equal. It is far too large (in simulations .58
+for .41, or .23 for -.18, with 16 completions a prompt; see `docs/group-size-disputes.md`), and no
 estimate from the pool alone says how much. Proportionality is a claim on values, not on ranks.
 
 *Completions.* Length and squared score norm of a completion are known without error, so here ranks

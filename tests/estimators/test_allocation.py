@@ -132,7 +132,7 @@ def test_other_rewards_and_small_pools():
         pool.reward_sums_PR, pool.score_sums_PR,
     )  # fmt: skip
     plans = {row.plan for row in allocation_savings(partial)}
-    assert plans == {MEASURED, "variance of rewards", "G = 2 where silent"}
+    assert plans == {MEASURED, "variance of rewards", "G = 2 for zero-variance prompts"}
     assert allocation_savings(pool_of(prompts(9, rng), 8, rng)) == []
     silent = ScorePool(
         0 * pool.rewards_PN, pool.gram_PNN, pool.lengths_PN, pool.features_PNR,
