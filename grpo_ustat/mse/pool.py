@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.tasks.base import Task, rewards
 
 READ = 4  # completions of a question's part, in which the sampler is compared with the model
+BATCHES, CHUNKS = 4, 16  # see `_chunks_to_sample`
 CHECKED_TOKENS = 64  # of a completion whose score is compared with plain differentiation
 
 
@@ -177,14 +179,19 @@ def _chunks_to_sample(
     """(first missing completion, questions) of every chunk that has any to make.
 
     Parts of a pool share out whole chunks, the same whatever the pool holds already: what others
-    have added in the meantime moves no chunk from one part to another.
+    have added in the meantime moves no chunk from one part to another. A chunk is what fits side by
+    side; on an accelerator up to BATCHES times as much, where waiting completions take the places
+    of finished ones, as long as each part has CHUNKS of them for its devices to share.
     """
     part, parts = config.study.share
+    most = math.ceil(len(prompts) / (CHUNKS * parts))
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
     missing: list[tuple[int, list[int]]] = []
     firsts = [_stored_completions(store, prompts[p], size) for p in range(len(prompts))]
     for first in sorted(set(firsts) - {size}):
         per_chunk = max(1, config.rollout_batch_size // (size - first))
+        if config.launch.device != "cpu":
+            per_chunk = max(per_chunk, min(BATCHES * per_chunk, most))
         chunks = [order[i : i + per_chunk] for i in range(0, len(order), per_chunk)]
         own_chunks = chunks[part - 1 :: parts]
         missing += [(first, c) for c in own_chunks if any(firsts[p] == first for p in c)]

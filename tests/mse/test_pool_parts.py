@@ -20,6 +20,7 @@ from grpo_ustat.mse import pool as pool_module
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import _chunks_to_sample, build_part, build_pool
 from grpo_ustat.policy.loading import configured_task
+from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
@@ -91,6 +92,29 @@ def test_parts_share_out_every_chunk_whatever_is_there(rng):
                 whole.remove((first, chunk))
         assert whole == []
     assert set(owner.values()) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "device, part, questions, sizes",
+    [
+        ("cpu", None, 40, 20 * [2]),
+        ("cuda", None, 40, 13 * [3] + [1]),  # 16 chunks would have 2.5 questions
+        ("cuda", None, 20, 10 * [2]),  # never less than what fits side by side
+        ("cuda", None, 200, 25 * [8]),  # four times that at most
+        ("cuda", "1/2", 200, 14 * [7] + [4]),  # 29 chunks for two jobs, this one and 14
+    ],
+)
+def test_a_chunk_on_an_accelerator_holds_more_than_fits_side_by_side(
+    device, part, questions, sizes
+):
+    config = compose("mse", *SMALL)
+    launch, study = replace(config.launch, device=device), replace(config.study, part=part)
+    config = replace(config, launch=launch, study=study)
+    prompts = [Prompt(str(i), str(i), "", "", "") for i in range(questions)]
+    shelf = Shelf(dict.fromkeys(map(str, range(questions)), 0))
+    chunks = _chunks_to_sample(config, prompts, shelf, 4)
+    assert [len(chunk) for _, chunk in chunks] == sizes
+    assert part or sorted(sum((chunk for _, chunk in chunks), [])) == list(range(questions))
 
 
 @pytest.mark.slow
