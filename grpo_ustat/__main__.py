@@ -55,13 +55,28 @@ def main() -> None:
         _refuse(unknown_verb(verb))
     sys.argv[1:] = arguments
     try:
-        importlib.import_module(f"grpo_ustat.{verb}.__main__").main()
+        _call(verb)
     except ModuleNotFoundError as error:
         package = OF_COMMANDS.get((error.name or "").partition(".")[0])
         if package is None:
             raise
         print(f"grpo-ustat {verb} needs {package}: {install_line('cli')}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _call(verb: str) -> None:
+    """Call the verb's own entry; what the system refuses it is one line."""
+    from grpo_ustat.runs.faults import fault_line
+    from grpo_ustat.terminal import lasting_output
+
+    try:
+        with lasting_output():
+            importlib.import_module(f"grpo_ustat.{verb}.__main__").main()
+    except Exception as error:
+        line = fault_line(error)
+        if line is None:
+            raise
+        _refuse(line)
 
 
 def hyphenated() -> None:

@@ -23,6 +23,7 @@ from grpo_ustat.launch.command import Command
 from grpo_ustat.launch.run import REFUSALS, run
 from grpo_ustat.launch.submitit import leave
 from grpo_ustat.launch.torchrun import RanksFailed
+from grpo_ustat.runs.faults import NotSaved, fault_line
 from grpo_ustat.runs.folder import RunFolder, create_folder, remove_empty
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal import tell
@@ -55,6 +56,8 @@ def main(command: Command) -> None:
             run_task(command.name, SingleRun(command))
     except ConfigError as error:
         _exit(error)
+    except Exception as error:
+        _exit_by_fault(error)
     except KeyboardInterrupt:
         if is_main():
             tell("interrupted; the same command goes on from there", file=sys.stderr)
@@ -74,18 +77,23 @@ def report() -> None:
         run_task("report", write_report)
     except ConfigError as error:
         _exit(error)
+    except Exception as error:
+        _exit_by_fault(error)
 
 
 def write_report(node: DictConfig) -> None:
     """Hydra's task of `report`; a folder that stays empty is removed again."""
-    from grpo_ustat.report.aggregate import report_runs
-
-    config, folder = build_config(node, SCHEMAS["report"]), output_folder()
+    folder = output_folder()
     try:
+        config = build_config(node, SCHEMAS["report"])
+        from grpo_ustat.report.aggregate import report_runs
+
         report_runs(config.patterns, folder, config.steps)
     except ConfigError as error:
         remove_empty(folder)  # Hydra has created it
         _exit(error)
+    except Exception as error:
+        _exit_by_fault(error)
 
 
 def quote_folders(word: str) -> str:
@@ -123,6 +131,8 @@ class SingleRun:
         except REFUSALS as error:
             folder.leave()
             _exit(error, code=1 if isinstance(error, RanksFailed) else 2)
+        except Exception as error:
+            _exit_by_fault(error)
 
 
 def print_help(entry: str) -> bool:
@@ -156,6 +166,18 @@ def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
     elif costs and is_main():
         command.show_costs(planned_runs)
     return bool(with_prompts) or costs
+
+
+def _exit_by_fault(error: Exception) -> NoReturn:
+    """Print what the system refused and end.
+
+    Raises:
+        Exception: the error, where it is not the system's.
+    """
+    line = fault_line(error)
+    if line is None:
+        raise error
+    _exit(NotSaved(line))
 
 
 def _exit(error: Exception, code: int = 2) -> NoReturn:

@@ -23,6 +23,7 @@ from grpo_ustat.launch.run import REFUSALS, run
 from grpo_ustat.launch.submitit import leave
 from grpo_ustat.mirror.backends import IN_SWEEP, offline_runs, sync_command
 from grpo_ustat.runs import history
+from grpo_ustat.runs.faults import fault_line
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import (
     DONE,
@@ -113,9 +114,10 @@ class Job:
 
 def _report_failure(folder: RunFolder, error: BaseException, before: list[dict]) -> None:
     """Print it on the rank that it is of, and note it once."""
-    if isinstance(error, (*REFUSALS, SystemExit)):
+    line = fault_line(error)
+    if line or isinstance(error, (*REFUSALS, SystemExit)):
         if is_main() or not isinstance(error, RefusedByRank):
-            text = str(error).removeprefix("error: ")
+            text = line or str(error).removeprefix("error: ")
             tell(f"error: {folder.path}: {text}", file=sys.stderr)
     else:
         traceback.print_exc()

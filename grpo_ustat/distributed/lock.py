@@ -146,6 +146,12 @@ class Lock:
             content = b""
         except OSError:
             return
+        if not content:
+            raise Held(
+                f"{self.path.parent} or its {NAME} was moved or removed while this process worked "
+                "there: it ends here and writes nothing more; with the folder back in its place "
+                "the same command goes on"
+            )
         if content != self._content:
             raise Held(
                 f"{self.path.parent} was taken over by {_named(content)}, for this process had "

@@ -19,6 +19,7 @@ from grpo_ustat.launch.run import REFUSALS, run_here
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.history import last_line
+from grpo_ustat.terminal import lasting_output
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     name, config_file, folder, outcome_file = sys.argv[1:]
     of_parent = Path(config_file).parent
     end_with_parent(os.getppid(), ancestor=int(os.environ[PARENT]), folder=of_parent)
-    with StopRequest():
+    with lasting_output(), StopRequest():
         config = build_config(yaml.safe_load(Path(config_file).read_text()), SCHEMAS[name])
         try:
             outcome, code = _run(load_command(name), config, RunFolder(Path(folder), config))

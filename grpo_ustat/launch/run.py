@@ -24,7 +24,8 @@ from grpo_ustat.launch.torchrun import RanksFailed, run_ranks
 from grpo_ustat.mirror.follow import Mirroring
 from grpo_ustat.progress import waiting
 from grpo_ustat.runs import history
-from grpo_ustat.runs.folder import NotSaved, RunFolder
+from grpo_ustat.runs.faults import NotSaved, faults_of
+from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.terminal import tell
 
 REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed)  # printed in one line
@@ -71,29 +72,17 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
     """Call the command's own function, in this process: alone, or as one rank of several.
 
     Raises:
-        NotSaved: the disk takes no more; the same command goes on from what is on it.
+        NotSaved: the system refused something; the same command goes on from what is on the disk.
     """
-    modules = command.preload(config) if world() == 1 and folder.result() is None else ()
-    if modules:
-        from grpo_ustat.distributed.workers import preload  # which --help needs not
+    with faults_of(folder.path):
+        modules = command.preload(config) if world() == 1 and folder.result() is None else ()
+        if modules:
+            from grpo_ustat.distributed.workers import preload  # which --help needs not
 
-        preload(modules, config.launch.device)
-    with waiting("starting", visible=is_main()):
-        run_command = command.load_run()
-    try:
+            preload(modules, config.launch.device)
+        with waiting("starting", visible=is_main()):
+            run_command = command.load_run()
         return run_command(config, folder)
-    except NotSaved:
-        raise
-    except Exception as error:
-        from grpo_ustat.runs.log import disk_refusal  # which loads pyarrow
-
-        reason = disk_refusal(error)
-        if reason is None:
-            raise
-        raise NotSaved(
-            f"{folder.path} could not be written ({reason}): make room on the disk, then the same "
-            "command goes on from what is there"
-        ) from error
 
 
 def check_ranks(config: Any, tasks: int = 1) -> None:

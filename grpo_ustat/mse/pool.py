@@ -344,6 +344,11 @@ def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[Score
         [store.read(p, first, count) for first, count in store.parts(p) if first < size]
         for p in prompts
     ]
+    if not all(stored):
+        raise ConfigError(
+            f"{store.folder} or parts of it were moved or removed while this study worked there: "
+            "with them back in their place, or without, the same command goes on"
+        )
 
     def concatenate(name: str, dtype: type = np.float64) -> np.ndarray:
         return np.array([np.concatenate([vars(x)[name] for x in parts]) for parts in stored], dtype)

@@ -58,10 +58,6 @@ TABLES = ("curves.csv", "curves.parquet", "metrics.jsonl", "eval.csv", "completi
 PACKAGES = ("grpo-ustat", "torch", "transformers", "accelerate", "hydra-core", "numpy", "scipy")
 
 
-class NotSaved(OSError):
-    """A run whose last files the disk refused; the message is one line that says what to do."""
-
-
 class RunFolder:
     """One run's folder, `outputs/<entry>/<name>/seed=<n>/` by default; only rank 0 writes to it.
 
@@ -184,8 +180,10 @@ class RunFolder:
         self.check()
         tell(self.config.plan, file=sys.stderr)
         if self.mode == "overwrite":  # what shows that the folder is ours goes last
-            for old in sorted(self._artefacts(), key=lambda path: path.name == "code.json"):
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            last = {RESULT: -1, "code.json": 1}  # of half a folder none takes it for finished
+            for old in sorted(self._artefacts(), key=lambda path: last.get(path.name, 0)):
+                is_folder = old.is_dir() and not old.is_symlink()  # what a link leads to stays
+                shutil.rmtree(old) if is_folder else old.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
         if "files" in (result := self.read_result() or {}):  # the run goes on, its tables grow
             del result["files"]

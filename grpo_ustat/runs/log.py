@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.terminal import Console
 
 NAME = "completions.parquet"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 COLUMNS = pyarrow.schema(
     {
         "step": pyarrow.int64(),
@@ -63,27 +61,6 @@ def _of_disk(error: Exception) -> bool:
     """Whether an error is the operating system's, also where Rust libraries wrap it."""
     wrapped = "os error" in str(error) or "Os { code" in str(error)
     return isinstance(error, OSError) or wrapped
-
-
-def disk_refusal(error: BaseException) -> str | None:
-    """Why the disk takes no more, such as `No space left on device: FILE`; None of other errors.
-
-    It is full, the user's share of it is, or it is read-only. An error of a worker or of another
-    rank is known by its text, and so is one of safetensors, which names no file.
-
-    >>> disk_refusal(OSError(28, "No space left on device", "pool/a.safetensors"))
-    'No space left on device: pool/a.safetensors'
-    >>> disk_refusal(RuntimeError("IoError(Os { code: 28, kind: StorageFull })"))
-    'No space left on device'
-    >>> disk_refusal(OSError(2, "No such file or directory")), disk_refusal(ValueError("28"))
-    (None, None)
-    """
-    text, file = str(error), getattr(error, "filename", None)
-    match = re.search(r"(?:\[Errno |os error |Os \{ code: )(\d+)", text)
-    number = getattr(error, "errno", None) or (int(match[1]) if match else None)
-    if number not in NO_ROOM:
-        return None
-    return f"{os.strerror(number)}: {file}" if file else os.strerror(number)
 
 
 class MetricsLog:

@@ -25,7 +25,8 @@ from grpo_ustat.report.symbols import ALARM_WORDS
 from grpo_ustat.report.tables import clipped_warning, write_csv
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling
-from grpo_ustat.runs.folder import NotSaved, RunFolder, versions
+from grpo_ustat.runs.faults import NotSaved
+from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import RunLog, attempt, warn
 from grpo_ustat.terminal import Console, tell
 from grpo_ustat.train.alarms import check_alarms

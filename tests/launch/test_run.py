@@ -14,13 +14,15 @@ from disks import small_disk
 from safetensors import SafetensorError
 
 from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.launch.command import load_command
 from grpo_ustat.launch.run import make_run
 from grpo_ustat.mse import pool_store
 from grpo_ustat.mse import study as mse_study
 from grpo_ustat.report import error_figures
 from grpo_ustat.runs import folder as folder_module
-from grpo_ustat.runs.folder import NotSaved, RunFolder
+from grpo_ustat.runs.faults import NotSaved
+from grpo_ustat.runs.folder import RunFolder
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 SMALL = (
@@ -53,13 +55,13 @@ def test_a_study_on_a_full_disk_ends_in_one_line_and_goes_on(
 ):
     write, calls = getattr(owner, name), []
 
-    def refused(*arguments, **options):
+    def full(*arguments, **options):
         calls.append(1)
         if len(calls) > 1 or name not in ("save_file",):
             raise error
         return write(*arguments, **options)
 
-    monkeypatch.setattr(owner, name, refused)
+    monkeypatch.setattr(owner, name, full)
     config, folder = begun(tmp_path)
     with pytest.raises(NotSaved) as refusal:
         make_run(load_command("mse"), config, folder)
@@ -77,15 +79,62 @@ def test_a_study_on_a_full_disk_ends_in_one_line_and_goes_on(
     assert all(file.stat().st_mtime_ns == time for file, time in parts.items())  # kept, not remade
 
 
-def test_another_error_stays_what_it_is(tmp_path):
+def ended_by(error, tmp_path):
+    """Make a run that the error ends at once."""
     config, folder = begun(tmp_path)
-    command = load_command("mse")
 
     def fail(config, folder):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "x")
+        raise error
 
-    with pytest.raises(FileNotFoundError):
-        make_run(replace(command, load_run=lambda: fail), config, folder)
+    make_run(replace(load_command("mse"), load_run=lambda: fail), config, folder)
+
+
+def refused(number, *file):
+    return OSError(number, os.strerror(number), *file)
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (refused(errno.EFBIG, "x"),
+         "run could not be written (File too large: x): raise the limit of a file's size (ulimit"
+         " -f), then the same command goes on from what is there"),
+        (refused(errno.EMFILE),
+         "run is not finished (Too many open files): raise the limit of open files (ulimit -n),"
+         " then the same command goes on from what is there"),
+        (refused(errno.ENOENT, "/gone/x"),
+         "(/gone was moved or removed): put the folder /gone back"),
+        (RuntimeError("worker 0 failed:\n[Errno 2] No such file or directory: '/gone/x'"),
+         "(/gone was moved or removed)"),
+        (RuntimeError("worker 1 ended with exit code -9"), "launch.workers=1 needs the least"),
+        (refused(errno.EIO, "x"), "look at the disk, which answers with errors"),
+        (MemoryError(), "(no memory is left): free memory, or raise its limit (ulimit -v)"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "(no memory is left)"),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
+         "set TMPDIR=DIR"),
+    ],
+)  # fmt: skip
+def test_what_the_system_refuses_is_one_line(error, line, tmp_path):
+    with pytest.raises(NotSaved) as refusal:
+        ended_by(error, tmp_path)
+    message = str(refusal.value)
+    assert line in message and message.startswith(f"{tmp_path}/run ") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [refused(errno.ENOENT, "x"), refused(errno.ENOTCONN), KeyError("28"), RuntimeError("wrong")],
+)
+def test_another_error_stays_what_it_is(error, tmp_path):
+    with pytest.raises(type(error)) as raised:
+        ended_by(error, tmp_path)
+    assert raised.value is error
+
+
+def test_a_refusal_of_ours_keeps_its_words(tmp_path):
+    own = ConfigError("the folder cannot be locked ([Errno 28] No space left on device)")
+    with pytest.raises(ConfigError, match="cannot be locked"):
+        ended_by(own, tmp_path)
 
 
 def test_workers_imports_begin_before_the_runs_own(tmp_path, monkeypatch):

@@ -255,3 +255,9 @@ def test_scores_of_exactly_zero_are_counted():
     assert zero_scores_sentence(pool) == ""
     pool.gram_PNN[0, :2, :] = pool.gram_PNN[0, :, :2] = 0
     assert zero_scores_sentence(pool).startswith(f" 2 of {pool.rewards_PN.size} scores are exactly")
+
+
+def test_a_pool_that_is_moved_while_it_is_read_is_one_line(tmp_path):
+    prompts = configured_task(compose("mse", *SMALL)).prompts("study")[:2]
+    with pytest.raises(ConfigError, match="parts of it were moved or removed while this study"):
+        pool_module.read_pool(PoolStore(tmp_path, {}), prompts, 8)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from commands import compose
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.distributed.lock import Held
 from grpo_ustat.runs.folder import RunFolder, changed_files, remove_empty
 
 
@@ -96,3 +98,64 @@ def test_a_run_that_goes_on_past_its_result_may_change_its_tables(tmp_path, caps
     (path / "result.json").write_text((path / "result.json").read_text().replace("1.5", "1.4"))
     with pytest.raises(ConfigError, match="result.json is not as the run left it"):
         folder.read_result()
+
+
+def begun_run(path, *overrides):
+    """A run folder with a pool, a table and a result, and the same run again."""
+    folder = finished_run(path)
+    (path / "pool").mkdir()
+    (path / "pool/part.safetensors").write_text("paid for")
+    return folder, RunFolder(path, compose("mse", "debug=mse", "on_existing=overwrite"))
+
+
+@pytest.mark.parametrize("name", ["pool", ".hydra", "curves.csv"])
+def test_overwriting_removes_a_link_and_not_what_it_leads_to(tmp_path, name):
+    folder, again = begun_run(tmp_path / "run")
+    (tmp_path / "run" / name).rename(tmp_path / "kept")
+    (tmp_path / "run" / name).symlink_to(tmp_path / "kept")
+    again.open()
+    assert (tmp_path / "kept").exists() and not (tmp_path / "run" / name).is_symlink()
+    if name == "pool":
+        assert (tmp_path / "kept/part.safetensors").read_text() == "paid for"
+
+
+def test_a_run_folder_that_is_a_link_is_overwritten_where_it_leads(tmp_path):
+    folder, _ = begun_run(tmp_path / "far/run")
+    (tmp_path / "outputs").symlink_to(tmp_path / "far")
+    (tmp_path / "linked").symlink_to(tmp_path / "far/run")
+    for place in (tmp_path / "outputs/run", tmp_path / "linked"):
+        RunFolder(place, compose("mse", "debug=mse", "on_existing=overwrite")).open()
+        assert (tmp_path / "linked").is_symlink() and (tmp_path / "outputs").is_symlink()
+        assert not (tmp_path / "far/run/result.json").exists()
+        finished_run(place)
+
+
+@pytest.mark.parametrize("removals", [1, 2, 3])
+def test_a_kill_while_overwriting_leaves_no_result_and_the_same_command_goes_on(
+    tmp_path, monkeypatch, removals
+):
+    monkeypatch.setattr("grpo_ustat.runs.folder.code_state", lambda: {"versions": {}})
+    _, again = begun_run(tmp_path)
+    left = iter(range(removals))
+
+    def killed(self, *arguments, _remove=Path.unlink):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        _remove(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", killed)
+        again.open()
+    assert not (tmp_path / "result.json").exists() and (tmp_path / "code.json").exists()
+    again.open()
+    assert not (tmp_path / "pool").exists() and not (tmp_path / "curves.csv").exists()
+
+
+@pytest.mark.parametrize("act", [lambda path: path.rename(path.with_name("moved")), shutil.rmtree])
+def test_a_folder_that_is_moved_or_removed_ends_its_run_in_one_line(tmp_path, act):
+    folder = RunFolder(tmp_path / "run", compose("mse", "debug=mse"))
+    with pytest.raises(Held, match="run or its .lock was moved or removed while"), folder.lock():
+        folder.open()
+        act(folder.path)
+        folder.write("curves.csv", "paid for")
+    assert not folder.path.exists()

@@ -13,7 +13,7 @@ import pytest
 from disks import small_disk
 from resuming import differences, fit, left, rows
 
-from grpo_ustat.runs.folder import NotSaved
+from grpo_ustat.runs.faults import NotSaved
 from grpo_ustat.runs.log import MetricsLog, attempt
 from grpo_ustat.train import checkpoint, trainer
 from grpo_ustat.train.snapshots import newest_whole, verify

@@ -1,0 +1,146 @@
+"""What the operating system refuses a command, in one line that says what to do.
+
+A disk that is full, a folder that was moved, a limit of files, sizes or memory: none is a mistake
+in the code, so none needs a traceback, and what is on the disk stays. All other errors stay what
+they are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_ustat.config.schema import ConfigError
+
+OF_FILES = {  # what to do where a file could not be written or read, by the system's number
+    errno.ENOSPC: "make room on the disk",
+    errno.EDQUOT: "make room in your share of the disk (quota)",
+    errno.EROFS: "make the file system writable",
+    errno.EACCES: "make it yours to read and write",
+    errno.EPERM: "make it yours to read and write",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EIO: "look at the disk, which answers with errors",
+    errno.ESTALE: "see to it that the file system is mounted",
+    errno.EISDIR: "remove the folder of that name",
+    errno.ELOOP: "mend the symbolic link",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+OF_LIMITS = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close files of other programs: the whole machine has too many open",
+    errno.ENOMEM: "free memory, or raise its limit (ulimit -v)",
+    errno.EAGAIN: "raise the limit of processes and threads (ulimit -u)",
+}
+GONE = (errno.ENOENT, errno.ENOTDIR)  # of a file whose folder is there they are mistakes of ours
+IN_TEXTS = (  # known by their words, where a library wraps them and leaves the number out
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE,
+    errno.ENOMEM,
+)  # fmt: skip
+NUMBER = re.compile(r"(?:\[Errno |os error |Os \{ code: )(\d+)")
+FILE = re.compile(r"\[Errno \d+\] [^:\n]+: '([^'\n]+)'")
+NO_MEMORY = re.compile(r"\bMemoryError\b|can't allocate memory|std::bad_alloc")
+NO_THREAD = re.compile(r"can't start new thread")
+LOST = re.compile(r"worker \d+ ended with exit code -\d+")
+TEMPORARY = "No usable temporary directory"
+
+
+class NotSaved(OSError):
+    """A run that the operating system did not let go on; one line that says what to do."""
+
+
+def refusal(error: BaseException) -> tuple[str, str, bool] | None:
+    """What the system refused, what to do about it, and whether it is about files; None of other
+    errors.
+
+    An error of a worker or of another rank is known by its text, and so is one of safetensors,
+    which names no file.
+
+    >>> refusal(OSError(28, "No space left on device", "pool/a.safetensors"))
+    ('No space left on device: pool/a.safetensors', 'make room on the disk', True)
+    >>> refusal(RuntimeError("IoError(Os { code: 28, kind: StorageFull })"))
+    ('No space left on device', 'make room on the disk', True)
+    >>> refusal(OSError(24, "Too many open files"))
+    ('Too many open files', 'raise the limit of open files (ulimit -n)', False)
+    >>> refusal(OSError(2, "No such file or directory", "/nowhere/x"))[1]
+    'put the folder /nowhere back'
+    >>> refusal(OSError(2, "No such file or directory", "x")), refusal(ValueError("28"))
+    (None, None)
+    """
+    text = str(error)
+    if isinstance(error, ConfigError):
+        return None
+    if TEMPORARY in text:
+        return "no folder for temporary files can be written", "set TMPDIR=DIR", False
+    if isinstance(error, MemoryError) or NO_MEMORY.search(text):
+        return "no memory is left", OF_LIMITS[errno.ENOMEM], False
+    if NO_THREAD.search(text):
+        return "no thread can be started", OF_LIMITS[errno.EAGAIN], False
+    if lost := LOST.search(text):
+        return lost[0], "free memory (launch.workers=1 needs the least)", False
+
+    number = getattr(error, "errno", None)
+    if number is None and (match := NUMBER.search(text)):
+        number = int(match[1])
+    if number is None and not isinstance(error, ValueError | LookupError | TypeError):
+        number = next((one for one in IN_TEXTS if os.strerror(one) in text), None)
+    match = FILE.search(text)
+    file = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    file = os.fsdecode(file) if isinstance(file, str | bytes | os.PathLike) else match and match[1]
+    if number in GONE:
+        folder = _folder_gone(file)
+        return (
+            (f"{folder} was moved or removed", f"put the folder {folder} back", True)
+            if folder
+            else None
+        )
+    remedy = OF_FILES.get(number or 0) or OF_LIMITS.get(number or 0)
+    if number is None or remedy is None:
+        return None
+    reason = f"{os.strerror(number)}: {file}" if file else os.strerror(number)
+    return reason, remedy, number in OF_FILES
+
+
+def _folder_gone(file: str | None) -> str | None:
+    """The folder of a file, or the working one, where there is none any more."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return "the working folder"
+    folder = Path(here, file or ".").parent if file else Path(here)
+    return None if folder.is_dir() else str(folder)
+
+
+def fault_line(error: BaseException) -> str | None:
+    """The line that a command ends with; None of errors that are not the system's."""
+    refused = refusal(error)
+    if refused is None:
+        return None
+    reason, remedy, _ = refused
+    return f"{reason}: {remedy}, then type the same command again"
+
+
+@contextmanager
+def faults_of(folder: Path) -> Iterator[None]:
+    """Within, what the system refuses a run is one line that names its folder.
+
+    Raises:
+        NotSaved: the same command goes on from what is on the disk.
+    """
+    try:
+        yield
+    except NotSaved:
+        raise
+    except Exception as error:
+        refused = refusal(error)
+        if refused is None:
+            raise
+        reason, remedy, of_files = refused
+        what = "could not be written" if of_files else "is not finished"
+        raise NotSaved(
+            f"{folder} {what} ({reason}): {remedy}, then the same command goes on from what is "
+            "there"
+        ) from error
