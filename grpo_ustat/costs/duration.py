@@ -7,10 +7,8 @@ time is left out.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import chain, islice
@@ -18,13 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.costs.cost import Cost, processes
-from grpo_ustat.runs import history
-from grpo_ustat.runs.files import read_rows
+from grpo_ustat.runs.contents import is_number
+from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.status import PlannedRun
 
 WIDER = 2.0  # runs of another shape: so much faster or slower a token may be sampled and read
@@ -43,6 +40,7 @@ SHAPE = (  # keys with which its steps take as long as the planned ones
     "gradient_checkpointing", "rollout_batch_size",
     "monitor.gradient_mse_every", "budget.pool_completions", "study.questions", "study.methods",
 )  # fmt: skip
+STEP_COSTS = ("step_time", "seconds_generate", "tokens", "completions/mean_length")
 UNITS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("days", 86400.0))
 
 
@@ -196,28 +194,31 @@ def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
     def same(keys: tuple[str, ...]) -> bool:
         return all(value(stored, key) == value(planned, key) for key in keys)
 
-    with suppress(OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError):
-        stored = yaml.safe_load((folder / ".hydra/config.yaml").read_text())
-        stored.setdefault("rollout", {"name": "local"})  # studies of before had no other
-        launches = history.launches(folder)
-        hosts = {row.get("host") for row in launches if row["event"] == "start"}
-        if hosts != {socket.gethostname()} or not same(SAME):
-            return None
-        needed = {"step_time", "seconds_generate", "tokens", "completions/mean_length"}
-        rows = read_rows(folder / "metrics.jsonl")[0][-STEPS:]
-        steps = [row for row in rows if needed <= row.keys() and row["tokens"] > 0]
-        result, cost = folder / "result.json", {}
-        if result.is_file():
-            cost = json.loads(result.read_text()).get("cost") or {}
-        if not (cost.get("rollouts") and cost.get("seconds_generate")):
-            cost = {}
-        wall = None
-        if len(launches) == 2 and launches[1].get("outcome") == "done":
-            start, end = (datetime.fromisoformat(row["time"]) for row in launches)
-            wall = (end - start).total_seconds() + 0.5  # times are cut to seconds
-        if steps or cost:
-            return EarlierRun(same(SHAPE), steps, cost, wall)
-    return None
+    run = RunRecord(folder)
+    stored = run.config
+    stored.setdefault("rollout", {"name": "local"})  # studies of before had no other
+    launches = run.launches
+    hosts = {row.get("host") for row in launches if row.get("event") == "start"}
+    if hosts != {socket.gethostname()} or not same(SAME):
+        return None
+    steps = [
+        row
+        for row in run.metrics[-STEPS:]
+        if all(is_number(row.get(name)) and row[name] >= 0 for name in STEP_COSTS)
+        and row["tokens"] > 0
+    ]
+    cost = (run.result or {}).get("cost") or {}
+    measured = all(cost.get(name, 0) > 0 for name in ("rollouts", "seconds_generate"))
+    if not (measured and cost.get("seconds_score", -1) >= 0):
+        cost = {}
+    wall = None
+    if len(launches) == 2 and launches[1].get("outcome") == "done":
+        times = [row["time"] for row in launches if "time" in row]
+        if len(times) == 2:
+            start, end = map(datetime.fromisoformat, times)
+            seconds = (end - start).total_seconds() + 0.5  # times are cut to seconds
+            wall = seconds if seconds > 0 else None
+    return EarlierRun(same(SHAPE), steps, cost, wall) if steps or cost else None
 
 
 def span_text(span: Span | None) -> str:

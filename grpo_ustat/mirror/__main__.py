@@ -18,6 +18,7 @@ from grpo_ustat.config.run import LoggerConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mirror.follow import End, MirrorJob, describe, end_now, follow
 from grpo_ustat.mirror.journal import InUse
+from grpo_ustat.mirror.source import Damaged
 from grpo_ustat.runs import history
 from grpo_ustat.runs.record import CONFIG, RESULT
 from grpo_ustat.terminal import tell
@@ -81,7 +82,7 @@ def send_folder(folder: Path, logger: LoggerConfig) -> bool:
     try:
         count, refused = follow(job, End(job), print)
     except (Exception, SystemExit) as error:
-        reason = str(error) if isinstance(error, InUse) else describe(error)
+        reason = str(error) if isinstance(error, InUse | Damaged) else describe(error)
         tell(f"error: {folder}: {' '.join(reason.split())}", file=sys.stderr)
         return False
     tell(f"{folder}: {count} items" + (f", {refused} were refused" if refused else ""))

@@ -11,16 +11,20 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.config.secrets import redact
-from grpo_ustat.runs.files import csv_rows
+from grpo_ustat.runs import contents
+from grpo_ustat.runs.files import csv_rows, parsed_row
+from grpo_ustat.runs.record import CODE, COMPLETIONS, CONFIG, EVALS, METRICS, RESULT
+
+
+class Damaged(ValueError):
+    """A file of a run folder is not what a run writes; names the file, the key and the value."""
 
 
 @dataclass(frozen=True)
@@ -56,43 +60,65 @@ class FolderReader:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._rows = _GrowingFile(folder / "metrics.jsonl")
+        self._rows = _GrowingFile(folder / METRICS)
         self._versions: dict[str, tuple[int, int]] = {}
 
     def config(self) -> dict[str, Any]:
-        """What was run, without secrets: the configuration, its hash if known, the commit."""
-        config = yaml.safe_load((self.folder / ".hydra" / "config.yaml").read_text())
-        code = json.loads((self.folder / "code.json").read_text())
+        """What was run, without secrets: the configuration, its hash if known, the commit.
+
+        Raises:
+            Damaged: one of the two files.
+        """
+        config = self._content(CONFIG, contents.parsed_yaml, contents.CONFIGURATION)
+        code = self._content(CODE, contents.parsed_json, contents.CODE)
         about = {name: code.get(name) for name in ("commit", "weights", "versions")}
         return redact({**config, "code": about})
 
     def new_events(self) -> list[Event]:
-        """What has come since the last call; at the first one, everything."""
+        """What has come since the last call; at the first one, everything. Rows without a step, and
+        values that are none of a row, are left out.
+
+        Raises:
+            Damaged: a file.
+        """
         rows = [Event("row", str(x["step"]), _digest(x), x["step"], x) for x in self._rows.new()]
         return [*rows, *self._evals(), *self._completions(), *self._result()]
 
     def _evals(self) -> Iterator[Event]:
-        if not self._changed("eval.csv"):
+        if not self._changed(EVALS):
             return
-        for row in csv_rows((self.folder / "eval.csv").read_text()):
+        for row in self._content(EVALS, csv_rows):
+            if not {"step", "decoding", "split"} <= row.keys():
+                raise Damaged(f"{EVALS} is damaged: a row has no step, decoding or split")
+            if wrong := contents.misfit(row, contents.EVALUATION):
+                raise Damaged(f"{EVALS} is damaged: {wrong}")
             name = f"{row['step']}/{row['decoding']}/{row['split']}"
             yield Event("eval", name, _digest(row), row["step"], row)
 
     def _completions(self) -> Iterator[Event]:
-        if not self._changed("completions.parquet"):
+        if not self._changed(COMPLETIONS):
             return
+        import pyarrow
         from pyarrow import parquet
 
-        rows = parquet.read_table(self.folder / "completions.parquet").to_pylist()
-        for step in sorted({row["step"] for row in rows}):
+        try:
+            rows = parquet.read_table(self.folder / COMPLETIONS).to_pylist()
+            steps = {row["step"] for row in rows}
+        except (OSError, LookupError, pyarrow.ArrowException) as error:
+            line = " ".join(str(error).split())[:200]
+            raise Damaged(f"{COMPLETIONS} is damaged: {line}") from error
+        for step in sorted(steps, key=lambda step: (step is not None, step)):  # a study's have none
             of_step = [row for row in rows if row["step"] == step]
             yield Event("completions", str(step), _digest(of_step), step, of_step)
 
     def _result(self) -> Iterator[Event]:
         """Written last of all, after the figures and tables that come first here."""
-        if not self._changed("result.json"):
+        if not self._changed(RESULT):
             return
-        result = json.loads((self.folder / "result.json").read_text())
+        command = contents.command_of(
+            self._content(CONFIG, contents.parsed_yaml, contents.CONFIGURATION)
+        )
+        result = self._content(RESULT, contents.parsed_json, contents.RESULTS[command])
         for file in sorted(self.folder.glob("*.png")):
             yield Event("figure", file.stem, _digest(file.read_bytes()), result.get("steps"), file)
         for name, value in result.items():
@@ -104,6 +130,13 @@ class FolderReader:
             if v != [] and not _is_table(v)
         }
         yield Event("result", "result", _digest(values), result.get("steps"), values)
+
+    def _content(self, name: str, parse: Callable[[str], Any], shape: contents.Shape = None) -> Any:
+        """See `contents.checked`."""
+        content, wrong = contents.checked(self.folder, name, parse, shape)
+        if wrong:
+            raise Damaged(f"{name} is damaged: {wrong}")
+        return content
 
     def _changed(self, name: str) -> bool:
         """Whether a file that is always replaced as a whole exists and is another one than before.
@@ -139,7 +172,8 @@ class _GrowingFile:
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        rows = [parsed_row(line) for line in whole.decode(errors="replace").splitlines()]
+        return contents.typed_rows([row for row in rows if row is not None])[0]
 
 
 def _is_table(value: Any) -> bool:

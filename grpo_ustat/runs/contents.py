@@ -22,6 +22,9 @@ MOST_ROWS = 20_000  # of a table within a result
 LARGEST = 1e100  # of a number; what is squared, or drawn, stays finite
 LARGEST_COUNT = 10**12  # of a step, a size, or a seed
 
+Fits = Callable[[Any], bool]
+Shape = Any  # a Fits, or a dictionary of them by key; within a list: of each of its entries
+
 
 def text_of(folder: Path, name: str) -> str:
     """A file's text.
@@ -34,6 +37,25 @@ def text_of(folder: Path, name: str) -> str:
     if size > most:
         raise ValueError(f"it has {size:,} bytes, at most {most:,} are read")
     return (folder / name).read_text(errors="replace")
+
+
+def checked(
+    folder: Path, name: str, parse: Callable[[str], Any], shape: Shape = None
+) -> tuple[Any, str]:
+    """A file's parsed content, and an empty text; or None, and what is wrong with it, in a line.
+
+    Args:
+        folder: of the run.
+        name: of the file in it.
+        parse: makes its content of its text, by a ValueError where it cannot.
+        shape: of a mapping, see `misfit`; None: anything.
+    """
+    try:
+        content = parse(text_of(folder, name))
+        wrong = misfit(content, shape) if shape else None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        wrong = " ".join(str(error).split())[:200]
+    return (None, wrong) if wrong else (content, "")
 
 
 def parsed_json(text: str) -> Any:
@@ -93,10 +115,6 @@ def check_limits(content: Any, most: int = MOST_VALUES) -> None:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"it holds {name}, which no run writes")
-
-
-Fits = Callable[[Any], bool]
-Shape = Any  # a Fits, or a dictionary of them by key; within a list: of each of its entries
 
 
 def is_number(value: Any) -> bool:
@@ -231,8 +249,12 @@ def is_absent(content: Any, key: str) -> bool:
 def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """Rows of training steps without what is no number, and a line on what that was.
 
-    >>> typed_rows([{"step": 1, "reward": "x"}, {"step": -1}])
-    ([{'step': 1}], "2 values do not fit and are left out, the first reward='x'")
+    Texts are of keys that say why a number is missing.
+
+    >>> typed_rows([{"step": 1, "reward": "x", "gstar_reason": "few groups"}, {"step": -1}])[0]
+    [{'step': 1, 'gstar_reason': 'few groups'}]
+    >>> typed_rows([{"step": 1, "reward": "x"}, {"step": -1}])[1]
+    "2 values do not fit and are left out, the first reward='x'"
     """
     kept, wrong = [], []
     for row in rows:
@@ -242,7 +264,12 @@ def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], st
             wrong.append(("step", row["step"]))
             continue
         bad = {
-            k: x for k, x in row.items() if not (x is None or isinstance(x, bool) or is_number(x))
+            key: x
+            for key, x in row.items()
+            if not (
+                (number_or_null(x) or isinstance(x, bool))
+                or (key.endswith("_reason") and isinstance(x, str))
+            )
         }
         wrong += bad.items()
         kept.append({k: x for k, x in row.items() if k not in bad})
@@ -264,6 +291,15 @@ def _short(value: Any) -> str:
 
 def _with_ends(*names: str, of: Fits = number_or_null) -> dict[str, Fits]:
     return {f"{name}{end}": of for name in names for end in ("", "_low", "_high")}
+
+
+def command_of(config: dict[str, Any]) -> str:
+    """The command whose configuration it is: `train`, `mse` or `gap`.
+
+    >>> [command_of(x) for x in ({"max_steps": 80}, {"bed": {}, "study": {}}, {"study": {}})]
+    ['train', 'gap', 'mse']
+    """
+    return "train" if "max_steps" in config else "gap" if "bed" in config else "mse"
 
 
 VERDICTS = one_of("agrees", "disagrees", "not decided")

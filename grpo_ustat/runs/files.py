@@ -63,14 +63,15 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
         lines = file.read_text(errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
         return [], 0
-    rows = [_parsed(line) for line in lines]
+    rows = [parsed_row(line) for line in lines]
     damaged = sum(
         row is None and line.endswith("\n") for row, line in zip(rows, lines, strict=True)
     )
     return [row for row in rows if row is not None], damaged
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def parsed_row(line: str) -> dict[str, Any] | None:
+    """A line of JSON lines; None where it holds no mapping."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed import lock, slurm
 from grpo_ustat.distributed.ranks import is_main, main_only
-from grpo_ustat.runs import history
+from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.terminal import tell
 
@@ -115,7 +115,7 @@ class RunFolder:
             )
         if self.mode == "overwrite":
             return
-        stored = self._read(".hydra/config.yaml", yaml.safe_load)
+        stored = self._read(".hydra/config.yaml", contents.parsed_yaml, contents.CONFIGURATION)
         if self.mode == "error":
             raise ConfigError(
                 f"{self.path} exists and on_existing=error: use on_existing=resume or overwrite"
@@ -125,7 +125,7 @@ class RunFolder:
             drop_unused_rules(drop_neutral_keys(stored)), drop_unused_rules(drop_neutral_keys(own))
         )
         if difference is None:
-            weights = self._read("code.json", json.loads).get("weights")
+            weights = self._read_code().get("weights")
             if weights != self.weights:
                 difference = f"the model's weights: {weights} there, {self.weights} now"
         if difference:
@@ -227,7 +227,10 @@ class RunFolder:
         if not (self.path / "result.json").is_file():
             return None
         result = self._read(
-            "result.json", json.loads, "delete it, the same command writes it again"
+            RESULT,
+            contents.parsed_json,
+            contents.RESULTS[contents.command_of(asdict(self.config))],
+            "delete it, the same command writes it again",
         )
         if changed := changed_files(self.path, result):
             raise ConfigError(
@@ -265,7 +268,7 @@ class RunFolder:
         """
         if not (self.path / "code.json").is_file():
             return []
-        stored = self._read("code.json", json.loads)
+        stored = self._read_code()
         earlier, before = stored.get("earlier_versions") or [], stored.get("versions") or {}
         changed = [name for name in before if before[name] != now.get(name)]
         if not changed:
@@ -311,23 +314,24 @@ class RunFolder:
         """What earlier runs left here; the only things that overwriting removes."""
         return sorted(path for name in ARTEFACTS for path in self.path.glob(name))
 
+    def _read_code(self) -> dict[str, Any]:
+        return self._read("code.json", contents.parsed_json, contents.CODE)
+
     def _read(
         self,
         name: str,
         parse: Callable[[str], Any],
+        shape: contents.Shape,
         remedy: str = "on_existing=overwrite runs it again",
     ) -> dict[str, Any]:
-        """A dictionary from one of our own files.
+        """A dictionary from one of our own files, see `contents.checked`.
 
         Raises:
             ConfigError: it is missing or damaged.
         """
-        try:
-            content = parse((self.path / name).read_text())
-        except (OSError, ValueError, yaml.YAMLError):
-            content = None
-        if not isinstance(content, dict):
-            raise ConfigError(f"{self.path / name} is missing or damaged: {remedy}")
+        content, wrong = contents.checked(self.path, name, parse, shape)
+        if wrong:
+            raise ConfigError(f"{self.path / name} is missing or damaged: {remedy} ({wrong})")
         return content
 
 

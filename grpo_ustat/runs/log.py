@@ -15,6 +15,7 @@ import pyarrow
 from pyarrow import compute, parquet
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs.contents import count
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.terminal import Console
 
@@ -106,11 +107,12 @@ class MetricsLog:
 
 
 def _step_of(line: bytes) -> float:
-    """A row's step; infinite for a line that a killed run left half written."""
+    """A row's step; infinite for a line that is half written, or of no step."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
+    return step if count(step) else math.inf
 
 
 class RunLog:

@@ -14,12 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_rules, operational_keys
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.distributed.lock import peek
 from grpo_ustat.runs import contents, history
+from grpo_ustat.runs.contents import command_of
 from grpo_ustat.runs.files import csv_rows, read_rows
 from grpo_ustat.runs.folder import changed_files
 
@@ -366,14 +365,9 @@ class RunRecord:
         """
         if not (self.folder / name).is_file():
             return None
-        try:
-            content = parse(contents.text_of(self.folder, name))
-            wrong = contents.misfit(content, shape) if shape else None
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            wrong = _one_line(error)
+        content, wrong = contents.checked(self.folder, name, parse, shape)
         if wrong:
             self.add_note(f"{name} is damaged and not shown: {wrong}")
-            return None
         return content
 
 
@@ -392,15 +386,6 @@ def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
-
-
-def command_of(config: dict[str, Any]) -> str:
-    """The command whose configuration it is: `train`, `mse` or `gap`.
-
-    >>> [command_of(x) for x in ({"max_steps": 80}, {"bed": {}, "study": {}}, {"study": {}})]
-    ['train', 'gap', 'mse']
-    """
-    return "train" if "max_steps" in config else "gap" if "bed" in config else "mse"
 
 
 def identity_keys(config: dict[str, Any]) -> dict[str, Any]:

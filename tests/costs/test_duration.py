@@ -249,3 +249,36 @@ def test_batches_in_words():
 )  # fmt: skip
 def test_durations_are_said_in_units_that_suit(seconds, text):
     assert span_text(Span(*seconds)) == text
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("metrics.jsonl", '{"step": 1, "step_time": "x", "tokens": 400, "seconds_generate": 0.5,'
+                          ' "completions/mean_length": 25}\n'),
+        ("metrics.jsonl", '{"step": 1, "step_time": -1e308, "tokens": 400, "seconds_generate": 1,'
+                          ' "completions/mean_length": 25}\n'),
+        ("metrics.jsonl", "[" * 100_000 + "\n"),
+        (".hydra/config.yaml", "- a list"),
+        (".hydra/config.yaml", "a: &a [*a, *a]"),
+        ("launches.jsonl", '{"event": 3}\n'),
+    ],
+)  # fmt: skip
+def test_an_earlier_run_that_was_damaged_says_nothing(tmp_path, name, content):
+    path = left(tmp_path / "outputs/train/x/seed=3", planned(seed=3))
+    stepped(path, [1.0, 2.0])
+    assert of(planned()).seconds is not None
+    (path / name).write_text(content)
+    assert of(planned()).seconds is None
+
+
+@pytest.mark.parametrize("cost", [{"rollouts": "200"}, {"seconds_score": None}, [], "x", -1])
+def test_an_earlier_study_whose_cost_was_damaged_says_nothing(tmp_path, cost):
+    study = planned("mse")
+    path = left(tmp_path / "outputs/mse/x/seed=0", study)
+    whole = {"rollouts": 200, "seconds_generate": 60.0, "seconds_score": 20.0}
+    (path / "result.json").write_text(json.dumps({"cost": whole}))
+    assert of(study).seconds is not None
+    damaged = whole | cost if isinstance(cost, dict) else cost
+    (path / "result.json").write_text(json.dumps({"cost": damaged}))
+    assert of(study).seconds is None

@@ -299,3 +299,40 @@ def test_what_was_not_sent_can_be_sent_later(tmp_path, stub, fault, capfd):
     )
     assert done.returncode == 0, done.stderr
     assert [values.get("reward") for values in logged(stub())][:2] == [1 / 7, 2 / 7]
+
+
+def test_rows_that_are_none_are_left_out(tmp_path, opened):
+    folder = Folder(tmp_path / "run")
+    folder.rows(1)
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('not JSON\n[1]\n{"reward": 1}\n{"step": "x"}\n{"step": 3, "reward": "y"}\n')
+        file.write('{"step": 4, "reward": 1' + "0" * 400 + "}\n")
+    folder.rows(2)
+    send(folder.path)
+    assert keys(opened[0]) == [f"row {n}" for n in (1, 3, 4, 2)]
+    assert opened[0].given[0][2]["monitor/c1_reason"] == "silent"
+    assert opened[0].given[1][2] == {"step": 3} and opened[0].given[2][2] == {"step": 4}
+
+
+@pytest.mark.parametrize(
+    "name, content, line",
+    [
+        ("result.json", '{"curves": 3}', "result.json is damaged: curves is 3, not a list"),
+        ("result.json", "[" * 100_000, "result.json is damaged: it is nested more than 40 deep"),
+        (
+            "eval.csv",
+            "step,decoding,split\nx,a,b\n",
+            "eval.csv is damaged: step is 'x', not a whole",
+        ),
+        ("eval.csv", "accuracy\n1\n", "eval.csv is damaged: a row has no step"),
+        ("code.json", "[]", "code.json is damaged: it is a list, not a mapping"),
+        (".hydra/config.yaml", "3", ".hydra/config.yaml is damaged: it is 3, not a mapping"),
+        ("completions.parquet", "x", "completions.parquet is damaged: "),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, opened, capsys, name, content, line):
+    folder = Folder(tmp_path / "run")
+    folder.rows(1)
+    (folder.path / name).write_text(content)
+    assert not command.send_folder(folder.path, SimpleNamespace(name="kept", project="p"))
+    assert f"error: {folder.path}: {line}" in capsys.readouterr().err

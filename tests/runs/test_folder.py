@@ -12,6 +12,7 @@ from commands import compose
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.lock import Held
 from grpo_ustat.runs.folder import RunFolder, changed_files, remove_empty
+from grpo_ustat.runs.log import MetricsLog
 
 
 def test_empty_folders_go_up_to_where_a_file_or_the_working_directory_is(tmp_path, monkeypatch):
@@ -159,3 +160,27 @@ def test_a_folder_that_is_moved_or_removed_ends_its_run_in_one_line(tmp_path, ac
         act(folder.path)
         folder.write("curves.csv", "paid for")
     assert not folder.path.exists()
+
+
+@pytest.mark.parametrize(
+    "name, content, wrong",
+    [
+        ("result.json", '{"curves": [{"mse": "x"}]}', "curves[0].mse is 'x', not a finite number"),
+        ("result.json", '{"curves": [{"mse": NaN}]}', "it holds NaN, which no run writes"),
+        ("result.json", "[" * 100_000, "it is nested more than 40 deep"),
+        ("code.json", '{"versions": 3}', "versions is 3, not a mapping"),
+    ],
+)
+def test_a_run_that_goes_on_reads_its_folder_with_limits(tmp_path, name, content, wrong):
+    folder = finished_run(tmp_path / "run")
+    (tmp_path / "run" / name).write_text(content)
+    with pytest.raises(ConfigError, match=f"{name} is missing or damaged: ") as refusal:
+        folder.result()
+    assert wrong in str(refusal.value)
+
+
+def test_rows_of_no_step_are_written_again(tmp_path, capsys):
+    rows = ['{"step": 1}', '{"step": "x"}', "[" * 100_000, '{"step": 2}', '{"step": null}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    MetricsLog(tmp_path, keep_up_to=2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
