@@ -67,7 +67,7 @@ def main() -> None:
 def _call(verb: str) -> None:
     """Call the verb's own entry; what the system refuses it is one line."""
     from grpo_ustat.runs.faults import fault_line
-    from grpo_ustat.terminal import lasting_output
+    from grpo_ustat.streams import lasting_output
 
     try:
         with lasting_output():

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import io
-import os
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 import rich.console
 from rich.text import Text
 
-INVISIBLE = re.compile(  # control characters, what turns the direction of the text, half letters
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"
-    "\ud800-\udfff\U000e0000-\U000e007f]"
-)
-
-
-def visible(text: str) -> str:
-    r"""The text with invisible characters spelt out: terminal escapes, nulls, turns of direction.
-
-    >>> visible("a\x1b[31mb\x00\u202ec\n")
-    'a\\x1b[31mb\\x00\\u202ec\n'
-    """
-    return INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text)
+from grpo_ustat.streams import visible
 
 
 def excerpt(text: str, most: int) -> str:
@@ -45,88 +27,6 @@ def tell(*lines: str, file: TextIO | None = None) -> None:
     """Print lines, by default on standard output."""
     for line in lines:
         print(visible(line), file=file or sys.stdout)
-
-
-class LastingFile(io.FileIO):
-    """A stream's file whose writes end nothing: what its reader or the disk does not take is lost,
-    and all that comes after, also of processes that are started from here.
-
-    Attributes:
-        refusal: the first error of a write; None where all was written.
-    """
-
-    refusal: OSError | None = None
-
-    def write(self, data: Any) -> int | None:
-        """Write, to nowhere from the first error on."""
-        try:
-            return super().write(data)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            self.refusal = error
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            return memoryview(data).nbytes
-
-
-@contextmanager
-def lasting_output() -> Iterator[None]:
-    """Within, output that nobody reads any more, as after `| head -1`, ends nothing: a run's files
-    are its results. A standard stream that is closed leads nowhere, so that no file has its number.
-
-    Raises:
-        SystemExit: at the end, where all went well but a disk took not all of standard output.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:  # closed: the next file that is opened has the lowest free number
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    before = sys.stdout, sys.stderr
-    output, errors = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
-    sys.stdout, sys.stderr = output, errors
-    try:
-        yield
-    except SystemExit as error:
-        if error.code:
-            raise
-    finally:
-        for stream in (output, errors):
-            with suppress(ValueError):  # closed meanwhile
-                stream.flush()
-        sys.stdout, sys.stderr = before
-    refusal = getattr(_file_of(output), "refusal", None)
-    if refusal is not None and refusal.errno != errno.EPIPE:
-        tell(f"error: standard output could not be written ({refusal.strerror})", file=errors)
-        errors.flush()
-        raise SystemExit(1)
-
-
-def _lasting(stream: TextIO | None, number: int) -> TextIO:
-    """The stream with a lasting file below it; as it is where it is none of the process's own."""
-    if stream is None:
-        return open(number, "w", closefd=False)  # noqa: SIM115  # until this process ends
-    file = _file_of(stream)
-    if not isinstance(file, io.FileIO) or isinstance(file, LastingFile) or file.fileno() != number:
-        return stream
-    stream.flush()
-    lasting = LastingFile(number, "w", closefd=False)
-    unbuffered = isinstance(getattr(stream, "buffer", None), io.FileIO)
-    return io.TextIOWrapper(
-        lasting if unbuffered else io.BufferedWriter(lasting),  # pyright: ignore[reportArgumentType]
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=getattr(stream, "line_buffering", False),
-        write_through=getattr(stream, "write_through", False),
-    )
-
-
-def _file_of(stream: Any) -> Any:
-    """What lies below a text stream and its buffer; None below one in memory."""
-    buffer = getattr(stream, "buffer", None)
-    return getattr(buffer, "raw", buffer)
 
 
 class Console(rich.console.Console):

@@ -12,7 +12,8 @@ import pytest
 
 from grpo_ustat import __main__ as entry
 from grpo_ustat.cli import app
-from grpo_ustat.terminal import lasting_output, tell
+from grpo_ustat.streams import lasting_output
+from grpo_ustat.terminal import tell
 
 
 def output_of(prepare, lines=3):

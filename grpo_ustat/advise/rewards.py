@@ -175,7 +175,7 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
             rows = csv_rows(path.read_text())
         else:
             rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{path} cannot be read: {reason}") from error
     if not rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from grpo_ustat.report.decision import (
     policy_overrides,
     training_noise_sentence,
 )
+from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.record import RESULT, RunRecord
 
 LEAST_STEPS = 4  # with constants, of which a mean has an interval
@@ -242,13 +242,13 @@ def _from_pool(request: Request) -> Advice:
         if (near / CONFIG).is_file() and (near / RESULT).is_file():
             return _from_study(RunRecord(near), request)
     try:
-        draws = json.loads((folder / POOL).read_text())
+        draws = parsed_json(text_of(folder, POOL))
         parts = [path.stem.split("-") for path in folder.glob("*.safetensors")]
         ends: dict[str, int] = {}
         for stem, first, count in parts:
             ends[stem] = max(ends.get(stem, 0), int(first) + int(count))
         overrides = policy_overrides(draws)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"the pool {folder} cannot be read: {error!r:.120}") from error
     if not ends:
         raise ConfigError(f"the pool {folder} holds no completions yet")

@@ -94,7 +94,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path} line {number} (from 0) is no JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{path} line {number} (from 0) is no JSON object")

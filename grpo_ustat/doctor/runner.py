@@ -23,6 +23,7 @@ from typing import Literal
 
 from grpo_ustat.config.command_line import install_line
 from grpo_ustat.config.secrets import redact_text
+from grpo_ustat.streams import visible
 
 AT_ONCE = 3  # checks
 KILL_PATIENCE = 2.0  # seconds; a process that waits for a dead disk never ends
@@ -209,12 +210,12 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def shareable(text: str) -> str:
-    """One line without secrets, and with `~` for the home folder.
+    """One line without secrets or escapes, and with `~` for the home folder.
 
     >>> shareable("key=abcdef at https://me:pass@host and hf_abcdefghij0123456789")
     'key=*** at https://***@host and ***'
     """
-    line = redact_text(" ".join(text.split()))
+    line = redact_text(visible(" ".join(text.split())))
     home = os.path.expanduser("~")
     return re.sub(rf"(?<![\w/]){re.escape(home)}(?=/|\b)", "~", line) if len(home) > 1 else line
 

@@ -31,13 +31,15 @@ from grpo_ustat.mirror.backends import OPENERS, About, Tracker
 from grpo_ustat.mirror.journal import InUse, Journal
 from grpo_ustat.mirror.source import Event, FolderReader
 from grpo_ustat.runs.folder import TRACKER
-from grpo_ustat.terminal import tell
+from grpo_ustat.streams import visible
+from grpo_ustat.terminal import excerpt, tell
 
 REPORT_FD = "GRPO_USTAT_REPORT_FD"  # environment: where a mirror begun anew writes for its run
 LOOK = 1.0  # seconds between two looks into the folder
 RETRY, LONGEST = 10.0, 600.0  # seconds before a tracker that failed is tried again; they double
 HUNG = 60.0  # seconds of CPU time in which a tracker lets no other thread run
 LAST_WORDS = 10.0  # seconds in which it finishes after its run was killed
+LONGEST_NAME = 120  # of a run, in letters; wandb takes 128
 MEMORY = 2**30  # bytes of data that a tracker may fill
 LARGE = ("completions", "figure", "table")  # what a tracker may refuse and get all else
 MOST_STEPS = 200  # completions of so many steps at most go into one table
@@ -136,8 +138,8 @@ def follow(job: MirrorJob, end: End, report: Callable[[str], None]) -> tuple[int
         about = About(
             folder=place / TRACKER,
             run_id=journal.run_id or "",
-            name=f"{place.parent.name}/{place.name}",
-            group=place.parent.name,
+            name=excerpt(visible(f"{place.parent.name}/{place.name}"), LONGEST_NAME),
+            group=excerpt(visible(place.parent.name), LONGEST_NAME),
             project=job.logger["project"],
             config=reader.config(),
         )

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from grpo_ustat.config.secrets import redact
 from grpo_ustat.runs import contents
 from grpo_ustat.runs.files import csv_rows, parsed_row
 from grpo_ustat.runs.record import CODE, COMPLETIONS, CONFIG, EVALS, METRICS, RESULT
+from grpo_ustat.streams import visible
 
 
 class Damaged(ValueError):
@@ -72,7 +73,7 @@ class FolderReader:
         config = self._content(CONFIG, contents.parsed_yaml, contents.CONFIGURATION)
         code = self._content(CODE, contents.parsed_json, contents.CODE)
         about = {name: code.get(name) for name in ("commit", "weights", "versions")}
-        return redact({**config, "code": about})
+        return shown(redact({**config, "code": about}))
 
     def new_events(self) -> list[Event]:
         """What has come since the last call; at the first one, everything. Rows without a step, and
@@ -82,7 +83,8 @@ class FolderReader:
             Damaged: a file.
         """
         rows = [Event("row", str(x["step"]), _digest(x), x["step"], x) for x in self._rows.new()]
-        return [*rows, *self._evals(), *self._completions(), *self._result()]
+        events = [*rows, *self._evals(), *self._completions(), *self._result()]
+        return [replace(x, name=shown(x.name), content=shown(x.content)) for x in events]
 
     def _evals(self) -> Iterator[Event]:
         if not self._changed(EVALS):
@@ -188,6 +190,17 @@ def _digest(content: Any) -> str:
     if not isinstance(content, bytes):
         content = json.dumps(content, sort_keys=True, default=str).encode()
     return hashlib.sha256(content).hexdigest()[:12]
+
+
+def shown(content: Any) -> Any:
+    """Texts, also within rows and as keys, with invisible characters spelt out: a tracker gets no
+    escape, and takes no half letters; all else as it is.
+    """
+    if isinstance(content, str):
+        return visible(content)
+    if isinstance(content, dict):
+        return {shown(key): shown(value) for key, value in content.items()}
+    return [shown(value) for value in content] if isinstance(content, list) else content
 
 
 def is_number(value: Any) -> bool:

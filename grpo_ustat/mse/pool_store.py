@@ -33,6 +33,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.records import Prompt
+from grpo_ustat.runs.contents import parsed_json
 from grpo_ustat.runs.files import atomic_write, hidden_path
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.log import attempt, write_rows
@@ -121,7 +122,7 @@ class PoolStore:
         except OSError as error:
             raise ConfigError(f"the pool folder {self.folder} cannot be used: {error}") from error
         try:
-            stored = json.loads(text)
+            stored = parsed_json(text)
         except ValueError:
             stored = None
         if not isinstance(stored, dict):

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs import history
+from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.folder import RunFolder, create_folder
 from grpo_ustat.runs.record import (
@@ -149,7 +150,7 @@ def sweeps_in(place: Path) -> list[Sweep]:
 
 def _read_sweep(file: Path) -> Sweep:
     try:
-        content = json.loads(file.read_text())
+        content = parsed_json(text_of(file.parent, file.name))
         runs = [Entry(**run | {"folder": file.parent / run["folder"]}) for run in content["runs"]]
         if content["entry"] not in CAPTIONS:
             raise ValueError(f"of entry {content['entry']!r}")

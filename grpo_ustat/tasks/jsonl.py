@@ -88,7 +88,7 @@ def rows_of(path: str) -> list[Row]:
         where = f"{path} row {number}"
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where} is no json: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{where} is {fields!r:.60}, it must be an object with named fields")

@@ -210,7 +210,7 @@ def _broken(file: Path) -> str | None:
     for number, row in enumerate(rows, start=1):
         try:
             value = json.loads(row)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"row {number} is no json ({error})" if row is not text else f"no json ({error})"
         if row is not text and not isinstance(value, dict):
             return f"row {number} is {_short(value)}, it must be an object with named fields"

@@ -142,7 +142,7 @@ def _manifest(snapshot: Path) -> dict[str, Any]:
         content = json.loads(text)
         content.pop("sha256")
         intact = _manifest_text(content).encode() == text
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise DamagedSnapshot(f"{MANIFEST} does not have its own checksum")

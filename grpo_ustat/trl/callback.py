@@ -31,6 +31,7 @@ from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram, group_sc
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
 from grpo_ustat.report.decision import group_size_costs
+from grpo_ustat.streams import visible
 from grpo_ustat.trl.generation import Group, completions_of, summed_rewards, whole_groups
 from grpo_ustat.trl.support import check_trainer
 
@@ -281,7 +282,7 @@ class GradientNoiseCallback(TrainerCallback):
 
     def _print(self, *lines: str) -> None:
         if self.trainer.accelerator.is_main_process:
-            print(*lines, sep="\n", flush=True)
+            print(*map(visible, lines), sep="\n", flush=True)
 
 
 def _numbers(intervals: Mapping[str, Interval]) -> str:

@@ -13,12 +13,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import hostile
 import pytest
 import torch
 from huggingface_hub import constants
 
 from grpo_ustat.distributed import lock
-from grpo_ustat.doctor import cluster, hardware, software, storage
+from grpo_ustat.doctor import cluster, hardware, runner, software, storage
 from grpo_ustat.tasks.verifier import GRACE
 
 STUB = Path(__file__).parents[1] / "helpers" / "stub_math_verify"
@@ -414,3 +415,16 @@ def test_ranks_that_hang_die_or_cannot_find_each_other(monkeypatch, tmp_path):
     monkeypatch.setattr(cluster, "SUM_DEADLINE", 0.2)
     monkeypatch.setattr(cluster, "_rank", lambda *_: time.sleep(30))
     assert cluster.all_reduce_error("gloo", 2) == "no sum after 0.2 s"
+
+
+@pytest.mark.parametrize("name", hostile.NAMES.values(), ids=hostile.NAMES)
+def test_what_doctor_prints_are_texts(name, monkeypatch, capsys):
+    """Of a folder's name, and of what a check has found in files."""
+    found = runner.Outcome(
+        "disk", runner.warning(runner.shareable(name), runner.shareable(name)), 0.0
+    )
+    monkeypatch.setattr(runner, "examine", lambda *_: iter([found]))
+    runner.show([], Path(name.replace("\x00", "")))
+    runner.show_json([], Path("outputs"))
+    text = capsys.readouterr().out
+    assert not set(text) & set(hostile.TERMINAL_ACTS) and text.encode()

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import hostile
 import psutil
 import pytest
 from launching import alive, until
@@ -19,11 +20,12 @@ from mirrored import STUBS, Folder, row, timeless
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mirror import __main__ as command
-from grpo_ustat.mirror import follow
+from grpo_ustat.mirror import backends, follow
 from grpo_ustat.mirror.backends import IN_SWEEP, offline_runs, sync_command
 from grpo_ustat.mirror.follow import End, Mirroring, MirrorJob
 from grpo_ustat.mirror.journal import InUse, Journal
 from grpo_ustat.mirror.source import FolderReader
+from grpo_ustat.streams import visible
 
 WANDB = SimpleNamespace(name="wandb", project="p", finish_seconds=20)
 
@@ -336,3 +338,54 @@ def test_a_damaged_file_is_named(tmp_path, opened, capsys, name, content, line):
     (folder.path / name).write_text(content)
     assert not command.send_folder(folder.path, SimpleNamespace(name="kept", project="p"))
     assert f"error: {folder.path}: {line}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", hostile.NAMES)
+def test_a_tracker_gets_names_as_texts(tmp_path, monkeypatch, opened, key):
+    """Of the run, its group, settings, columns and completions: no escapes, no half letters."""
+    name = hostile.NAMES[key]
+    folder = Folder(tmp_path / "run", model={"name": name})
+    line = {"step": 1, "reward": 0.5, name: 1.0, "monitor/c1_reason": name}
+    (folder.path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    curve = {"method": "closed_form", "baseline": name, "mse": 0.5}
+    folder.finish(summary=name, curves=[curve], **({name: name} if name else {}))
+    monkeypatch.setattr(follow.Path, "absolute", lambda path: Path(f"/x/{name}/{name}"))
+    send(folder.path)
+    about, (row, *_, result) = opened[0].about, opened[0].given
+    texts = [about.name, about.group, *texts_in(about.config), *texts_in(row), *texts_in(result)]
+    assert not set("".join(texts)) & set(hostile.TERMINAL_ACTS)
+    assert "".join(texts).encode() and len(about.name) <= 120 and len(about.group) <= 120
+    assert about.config["model"]["name"] == visible(name)
+
+
+def texts_in(content):
+    """Every text of something nested, keys too."""
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, dict):
+        content = [*content, *content.values()]
+    return (
+        [text for x in content for text in texts_in(x)] if isinstance(content, list | tuple) else []
+    )
+
+
+def test_trackers_are_given_the_names_of_the_run(tmp_path, monkeypatch):
+    """wandb's stub is given them as they are; what it draws of them is its own affair."""
+    given = {}
+
+    def init(**options):
+        given.update(options)
+        return SimpleNamespace(offline=False, starting_step=0, define_metric=lambda *_, **__: None)
+
+    settings = SimpleNamespace(model_fields={})
+    wandb = SimpleNamespace(init=init, Settings=lambda **_: settings)
+    wandb.Settings.model_fields = {}
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    about = backends.About(tmp_path, "id", "<b>[/b]$x", "${y}", "p", {"model": "=1"})
+    backends.Wandb(about)
+    assert (given["name"], given["group"], given["config"]) == (
+        "<b>[/b]$x",
+        "${y}",
+        {"model": "=1"},
+    )

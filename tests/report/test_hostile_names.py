@@ -32,7 +32,7 @@ RUN_BY_A_SHEET = ("=", "+", "-", "@", "\t", "\r")
 OWN_PRINTS = {  # modules that print what no name is in, or bytes as they are
     "__main__.py", "advise/__main__.py", "cli/completion.py", "cli/help.py", "distributed/lock.py",
     "doctor/runner.py", "launch/torchrun.py", "runs/log.py", "terminal.py",
-    "trl/callback.py",
+    "streams.py", "trl/callback.py",
 }  # fmt: skip
 
 

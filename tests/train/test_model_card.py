@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import hostile
 import pytest
 import yaml
 from commands import compose
@@ -248,3 +249,20 @@ def test_the_picture_holds_every_number(monkeypatch):
         ElementTree.fromstring(text)
         assert text == cards.curves_svg(rows, evals) and len(text) < 50_000
         assert all(name in text for name in ("mean reward", "accuracy (sampled)", "(greedy)"))
+
+
+@pytest.mark.parametrize("key", hostile.NAMES)
+def test_no_name_is_more_than_a_text_of_a_card(key, tmp_path):
+    name = hostile.NAMES[key]
+    run, progress = pretended(tmp_path)
+    run.config.model.name = run.config.dataset.name = run.config.prompt.name = name
+    run.config.baseline.name = run.config.model.revision = name
+    run.task.dropped = progress.alarms = {name: 1}
+    text = cards.card(run, progress, [{"step": 1, "reward": None, "grad_norm": 0.5}])
+    head, body = text.split("---\n", 2)[1:]
+    assert yaml.safe_load(head)["pipeline_tag"] == "text-generation"
+    tokens = rendered(body)
+    assert len([t for t in tokens if t.type.startswith("html_")]) == 2
+    assert [t.attrs["src"] for t in tokens if t.type == "image"] == [PICTURE]
+    assert not [t for t in tokens if t.type in ("link_open", "em_open", "strong_open", "hr")]
+    assert not set(body) & set(hostile.TERMINAL_ACTS) and body.encode()

@@ -9,6 +9,7 @@ import random
 import threading
 from types import SimpleNamespace
 
+import hostile
 import numpy as np
 import pytest
 import torch
@@ -261,3 +262,13 @@ def test_a_forward_that_accelerate_wrapped_is_set_aside():
 def test_too_small_a_step_between_measurements_is_refused():
     with pytest.raises(ConfigError, match="every=0: at least 1"):
         GradientNoiseCallback(GRPOTrainer(SIZE), every=0)
+
+
+@pytest.mark.parametrize("name", hostile.NAMES.values(), ids=hostile.NAMES)
+def test_what_it_prints_are_texts(name, capsys):
+    """Such as a layer's name within an error."""
+    _, callback = measured()
+    callback.fault = name
+    callback._print(*callback.summary())
+    text = capsys.readouterr().out
+    assert not set(text) & set(hostile.TERMINAL_ACTS) and text.encode()
