@@ -196,6 +196,7 @@ def _add_studies(report: Report) -> None:
         if draw is error_figures.joint_mse_figure:
             paired = any(run.final_result.get("ratio_to_oracle") for run in studies)
             lines = [" ".join([error_figures.BANDS[paired], *report.missing_captions])]
+            lines += shorten(gradient_error.missing_in(studies), 3, "mse.csv")
         draw(report.folder, table.name, studies, lines)
         report.tables.append(table)
     report.answers += [
@@ -332,7 +333,8 @@ def _learning_table(name: str, series: str, rows: Sequence[dict[str, Any]]) -> T
     means: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         by_quantity = means.setdefault(row["series"], {})
-        by_quantity.setdefault(row["quantity"], []).append(row["mean"])
+        if row["mean"] is not None:
+            by_quantity.setdefault(row["quantity"], []).append(row["mean"])
     texts = [
         [
             line,

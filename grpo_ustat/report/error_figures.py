@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from grpo_ustat.report.figures import (
     plt,
     save,
 )
+from grpo_ustat.report.gradient_error import missing_numbers
 from grpo_ustat.report.tables import best_size
 from grpo_ustat.runs.record import RunRecord
 
@@ -68,7 +70,8 @@ def mse_figure(folder: Path, result: dict[str, Any]) -> None:
         else:
             panels[0, 0].legend(frameon=False, fontsize=9)
         figure.suptitle(_study_title(result), fontsize=9, x=0.02, ha="left")
-        note(figure, [BANDS[bool(result.get("ratio_to_oracle"))]], size[0])
+        bands = BANDS[bool(result.get("ratio_to_oracle"))]
+        note(figure, [bands, *missing_numbers(result)], size[0])
         save(figure, folder, "figure")
 
 
@@ -241,7 +244,8 @@ def ratio_rows(result: dict[str, Any], setting: str, num_prompts: int) -> list[d
     of curves without any, such as those of replay, the plain ratio to the same method's oracle.
 
     Returns:
-        Rows of `baseline`, `group_size`, `ratio`, `ratio_low`, `ratio_high` and `unbiased`.
+        Rows of `baseline`, `group_size`, `ratio`, `ratio_low`, `ratio_high` and `unbiased`; a ratio
+        of None is missing. None at all where every ratio is.
     """
     place = (setting, num_prompts)
     curves = [
@@ -252,12 +256,14 @@ def ratio_rows(result: dict[str, Any], setting: str, num_prompts: int) -> list[d
     rows = {
         (row["baseline"], row["group_size"]): row
         for row in result.get("ratio_to_oracle", [])
-        if (row["setting"], row["num_prompts"]) == place and row["ratio"] is not None
+        if (row["setting"], row["num_prompts"]) == place
     }
     for (method, baseline, size), mse in errors.items():
         oracle = errors.get((method, "oracle", size))
         if baseline != "oracle" and (baseline, size) not in rows and mse and oracle and oracle > 0:
             rows[baseline, size] = {"baseline": baseline, "group_size": size, "ratio": mse / oracle}
+    if all(row["ratio"] is None for row in rows.values()):
+        return []
     ends = {"ratio_low": None, "ratio_high": None}
     return [ends | row | {"unbiased": unbiased.get(row["baseline"], True)} for row in rows.values()]
 
@@ -269,20 +275,18 @@ def mse_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     for method, name in keys:
         curve = [row for row in rows if (row["method"], row["baseline"]) == (method, name)]
         colour, marker, label = baseline_style(name, curve[0]["unbiased"])
-        curve = sorted((r for r in curve if r["mse"] is not None), key=lambda r: r["group_size"])
+        curve = sorted(curve, key=lambda row: row["group_size"])
+        errors = [math.nan if row["mse"] is None else row["mse"] for row in curve]  # a gap
         dashes = (
             OWN_MEAN_DASHES if (method, name) == ("closed_form", "group_mean") else LINES[method]
         )
         axes.plot(
-            [row["group_size"] for row in curve], [row["mse"] for row in curve], linestyle=dashes,
+            [row["group_size"] for row in curve], errors, linestyle=dashes,
             color=colour, marker=marker, markersize=4,
             label=f"{label}, {method}" if several else label,
         )  # fmt: skip
-        band = [row for row in curve if row["low"] is not None and row["high"] is not None]
         axes.fill_between(
-            [row["group_size"] for row in band],
-            [max(row["low"], 1e-9) for row in band],  # a band that reaches 0 leaves the picture
-            [row["high"] for row in band],
+            [row["group_size"] for row in curve], *_band(curve, "low", "high"),
             color=colour, alpha=0.2, linewidth=0,
         )  # fmt: skip
     positive = [row["mse"] for row in rows if row["mse"] is not None and row["mse"] > 0]
@@ -312,16 +316,16 @@ def ratio_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         )
         colour, marker, _ = baseline_style(name, curve[0]["unbiased"])
         axes.plot(
-            [row["group_size"] for row in curve], [row["ratio"] for row in curve],
+            [row["group_size"] for row in curve],
+            [math.nan if row["ratio"] is None else row["ratio"] for row in curve],  # a gap
             linestyle=OWN_MEAN_DASHES if name == "group_mean" else "-", color=colour,
             marker=marker, markersize=4,
         )  # fmt: skip
-        band = [row for row in curve if row["ratio_low"] is not None and row["ratio_high"]]
         axes.fill_between(
-            [row["group_size"] for row in band], [max(row["ratio_low"], 1e-9) for row in band],
-            [row["ratio_high"] for row in band], color=colour, alpha=0.2, linewidth=0,
+            [row["group_size"] for row in curve], *_band(curve, "ratio_low", "ratio_high"),
+            color=colour, alpha=0.2, linewidth=0,
         )  # fmt: skip
-    values = [1.0, *(row["ratio"] for row in rows if row["ratio"] > 0)]
+    values = [1.0, *(row["ratio"] for row in rows if row["ratio"] and row["ratio"] > 0)]
     lows, highs = ([row[end] for row in rows if row[end]] for end in ("ratio_low", "ratio_high"))
     bottom = max(min([*values, *lows]), min(values) / 3) / 1.1  # wider bands leave the picture
     top = 1.1 * min(max([*values, *highs]), 3 * max(values))
@@ -337,6 +341,19 @@ def ratio_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     log_sizes(axes, sorted({row["group_size"] for row in rows}))
     axes.set_xlabel("group size G")
     axes.grid(alpha=0.3, linewidth=0.5)
+
+
+def _band(curve: Sequence[dict[str, Any]], low: str, high: str) -> tuple[list[float], list[float]]:
+    """Both ends of a band on a logarithmic axis: one that reaches 0 leaves the picture, one that
+    lacks an end is a gap.
+    """
+    ends = [
+        (math.nan, math.nan)
+        if row[low] is None or row[high] is None
+        else (max(row[low], 1e-9), row[high])
+        for row in curve
+    ]
+    return [pair[0] for pair in ends], [pair[1] for pair in ends]
 
 
 def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:

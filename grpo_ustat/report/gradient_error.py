@@ -68,7 +68,10 @@ def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Tabl
         ),
         columns=["G", *(baseline_word(x) + " (biased)" * (not unbiased[x]) for x in unbiased)],
         rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
-        notes=[f"95 % intervals {INTERVAL_WORDS[first['interval']]}; {source}"],
+        notes=[
+            f"95 % intervals {INTERVAL_WORDS[first['interval']]}; {source}",
+            *missing_numbers(result | {"curves": rows}),
+        ],
     )
 
 
@@ -79,6 +82,25 @@ def mse_text(row: dict[str, Any]) -> str:
     if row["low"] is None or row["high"] is None:
         return f"{three_digits(row['mse'])}\n(no interval)"
     return f"{three_digits(row['mse'])}\n[{three_digits(row['low'])}, {three_digits(row['high'])}]"
+
+
+def missing_numbers(result: dict[str, Any]) -> list[str]:
+    """A line for every baseline whose error is missing at some group sizes, with the reason.
+
+    >>> curves = [{"baseline": "oracle", "group_size": g, "mse": None} for g in (2, 4)]
+    >>> missing_numbers({"curves": curves})
+    ['No error of oracle at G = 2, 4: result.json holds no number.']
+    """
+    reasons = {row.get("baseline"): row["reason"] for row in result.get("not_measured", [])}
+    sizes: dict[str, list[int]] = {}
+    for row in result["curves"]:
+        if row["mse"] is None:
+            sizes.setdefault(row["baseline"], []).append(row["group_size"])
+    return [
+        f"No error of {baseline_word(name)} at G = {', '.join(map(str, dict.fromkeys(missing)))}: "
+        f"{reasons.get(name, 'result.json holds no number')}."
+        for name, missing in sizes.items()
+    ]
 
 
 def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
@@ -114,7 +136,7 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
             for name, best in smallest(of_size).items():
                 marks[len(rows), 2 + names.index(name)] = best
             rows.append([heading, str(size), *(cells.get((size, name), "-") for name in names)])
-    notes = [_interval_note(studies), *_missing_points(studies)]
+    notes = [_interval_note(studies), *_missing_points(studies), *missing_in(studies)]
     return Table(
         name="mse",
         title="MSE of the gradient",
@@ -127,6 +149,11 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
         marks=marks,
         latex_notes=[*notes, SMALLEST],
     )
+
+
+def missing_in(studies: Sequence[RunRecord]) -> list[str]:
+    """See `missing_numbers`; with the study's name."""
+    return [f"{run.label}: {line}" for run in studies for line in missing_numbers(run.final_result)]
 
 
 def smallest(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:

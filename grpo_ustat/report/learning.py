@@ -116,6 +116,12 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     points = f" Points are means of {steps} steps, but for accuracy." if steps > 1 else ""
     monitored = any(row["quantity"] == GSTAR for row in rows)
     gstar = GSTAR_NOTE * monitored
+    missing = Counter(row["quantity"] for row in rows if row["mean"] is None)
+    for quantity, count in missing.items():
+        why = "it is not decided" if quantity == GSTAR else "metrics.jsonl has no number"
+        points += (
+            f" Gaps of {LABELS.get(quantity, quantity)}: at {count} point{'s' * (count > 1)} {why}."
+        )
     if any(row["seeds"] > 1 for row in rows):
         thin = ", thin lines single seeds"
         if len({row["series"] for row in rows}) > MOST_WITH_SEEDS:
@@ -140,6 +146,7 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
     Returns:
         Rows of `series`, `quantity`, `step` (the last averaged), `steps` (how many), `mean`,
         `low`, `high` (None with one seed, but for accuracy and for G* of one step) and `seeds`.
+        A `mean` of None is a gap: the runs have no number there, or their G* is not decided.
     """
     block = _block(runs)
     rows = []
@@ -152,16 +159,19 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
                 mean, low, high = curves[0][step]
                 if len(curves) > 1 and quantity == GSTAR:
                     parts = [_monitored(run, block).get(step) for run in members]
-                    mean, low, high = _joint_gstar([rows for rows in parts if rows])
+                    known = [part for part in parts if part]
+                    unknown = len(known) < len(curves)
+                    mean, low, high = UNKNOWN if unknown else _joint_gstar(known)
                 elif len(curves) > 1:
                     values = np.array([[curve[step][0]] for curve in curves])
                     mean, low, high = clustered_mean(values)
-                if not math.isfinite(mean):  # a G* that is not decided
-                    continue
+                if not math.isfinite(mean):
+                    mean = low = high = None
                 point = {"series": series, "quantity": quantity, "step": step, "mean": mean}
                 point |= {"low": low, "high": high, "seeds": len(curves)}
                 rows.append(point | {"steps": 1 if quantity == ACCURACY else block})
-    return rows
+    drawn = {row["quantity"] for row in rows if row["mean"] is not None}
+    return [row for row in rows if row["quantity"] in drawn]
 
 
 def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
@@ -187,6 +197,7 @@ def _block(runs: Sequence[Learning]) -> int:
 
 
 Estimate = tuple[float, float | None, float | None]  # value and its interval, None where unknown
+UNKNOWN: Estimate = (math.nan, None, None)
 
 
 def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
@@ -194,15 +205,23 @@ def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
     if quantity == ACCURACY:
         return {row["step"]: (row["accuracy"], row["low"], row["high"]) for row in run.evals}
     if quantity == GSTAR:
-        return {step: _own_gstar(rows) for step, rows in _monitored(run, block).items()}
+        curve = {step: _own_gstar(rows) for step, rows in _monitored(run, block).items()}
+        blocks_known = {(step - 1) // block for step in curve}
+        without = {
+            (row["step"] - 1) // block: row["step"]
+            for row in run.metrics
+            if GSTAR in row and (row["step"] - 1) // block not in blocks_known
+        }
+        return dict(sorted((curve | dict.fromkeys(without.values(), UNKNOWN)).items()))
     blocks: dict[int, list[dict[str, Any]]] = {}
     for row in run.metrics:
-        if row.get(quantity) is not None:
+        if quantity in row:
             blocks.setdefault((row["step"] - 1) // block, []).append(row)
-    return {
-        rows[-1]["step"]: (float(np.mean([row[quantity] for row in rows])), None, None)
-        for rows in blocks.values()
-    }
+    curve = {}
+    for rows in blocks.values():
+        values = [row[quantity] for row in rows if row[quantity] is not None]
+        curve[rows[-1]["step"]] = (float(np.mean(values)), None, None) if values else UNKNOWN
+    return curve if any(math.isfinite(value) for value, *_ in curve.values()) else {}
 
 
 def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
@@ -264,8 +283,9 @@ def _panel(
         own = [row for row in seeds if row["series"] == name]
         for row in own:
             axes.plot(row["steps"], row["values"], color=colour, linewidth=0.6, alpha=0.28)
+        means = [math.nan if row["mean"] is None else row["mean"] for row in line]  # a gap
         axes.plot(
-            [row["step"] for row in line], [row["mean"] for row in line], color=colour,
+            [row["step"] for row in line], means, color=colour,
             marker=marker if len(line) <= 25 else "", markersize=3,
             linewidth=2.0 if own else 1.2, label=legend_label(name),
         )  # fmt: skip
@@ -306,7 +326,7 @@ def _gstar_bars(axes: Axes, line: Sequence[dict[str, Any]], colour: str, shift: 
 def _gstar_scale(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     """Powers of two from below the intervals to well above most estimates."""
     lows = [max(row["low"], 1.0) for row in rows if row["low"] is not None]
-    means = [row["mean"] for row in rows]
+    means = [row["mean"] for row in rows if row["mean"] is not None]
     bottom = max(min([*means, *lows]), 1.0) / 1.15
     top = min(2.0 * max(means), 8.0 * float(np.median(means)))
     axes.set_yscale("log", base=2)

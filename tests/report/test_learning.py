@@ -90,9 +90,10 @@ def test_the_best_group_size_of_several_seeds_is_that_of_their_mean_constants():
     assert error["mean"] == pytest.approx(2.0)
 
 
-def test_one_step_has_the_intervals_of_its_own_and_what_is_not_decided_no_point():
+def test_one_step_has_the_intervals_of_its_own_and_what_is_not_decided_is_a_gap():
     rows = [monitor_row(1, 1.0, 16.0), monitor_row(3, -1.0, 2.0, gstar=None)]
-    (row,) = of(learning_rows([Learning("", rows, [])]), GSTAR)
+    row, gap = of(learning_rows([Learning("", rows, [])]), GSTAR)
+    assert (gap["step"], gap["mean"]) == (3, None)
     assert (row["step"], row["mean"], row["low"], row["high"]) == (1, 5.0, 4.0, None)
 
 
