@@ -29,6 +29,7 @@ OF_FILES = {  # what to do where a file could not be written or read, by the sys
     errno.ELOOP: "mend the symbolic link",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+OF_NAMED_FILES = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 OF_LIMITS = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "close files of other programs: the whole machine has too many open",
@@ -91,14 +92,11 @@ def refusal(error: BaseException) -> tuple[str, str, bool] | None:
     file = getattr(error, "filename2", None) or getattr(error, "filename", None)
     file = os.fsdecode(file) if isinstance(file, str | bytes | os.PathLike) else match and match[1]
     if number in GONE:
-        folder = _folder_gone(file)
-        return (
-            (f"{folder} was moved or removed", f"put the folder {folder} back", True)
-            if folder
-            else None
-        )
+        if folder := _folder_gone(file):
+            return f"{folder} was moved or removed", f"put the folder {folder} back", True
+        return None
     remedy = OF_FILES.get(number or 0) or OF_LIMITS.get(number or 0)
-    if number is None or remedy is None:
+    if number is None or remedy is None or (number in OF_NAMED_FILES and not file):
         return None
     reason = f"{os.strerror(number)}: {file}" if file else os.strerror(number)
     return reason, remedy, number in OF_FILES
@@ -110,7 +108,7 @@ def _folder_gone(file: str | None) -> str | None:
         here = os.getcwd()
     except FileNotFoundError:
         return "the working folder"
-    folder = Path(here, file or ".").parent if file else Path(here)
+    folder = Path(here, file).parent if file else Path(here)
     return None if folder.is_dir() else str(folder)
 
 
