@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -277,7 +278,8 @@ def curves_svg(rows: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     with plt.rc_context(FONTS):
         figure, axes = plt.subplots(figsize=(6.7, 2.5), layout="constrained")
         points = rows[:: -(-len(rows) // POINTS) or 1]
-        steps, rewards = [row["step"] for row in points], [row.get("reward") for row in points]
+        steps = [row["step"] for row in points]
+        rewards = [math.nan if row.get("reward") is None else row["reward"] for row in points]
         axes.plot(steps, rewards, color=line_style(0)[0], linewidth=1.2, label="mean reward")
         for number, decoding in enumerate(dict.fromkeys(row["decoding"] for row in evals), start=1):
             points = [row for row in evals if row["decoding"] == decoding]
