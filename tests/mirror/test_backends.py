@@ -37,7 +37,7 @@ def whole(path):
     folder.rows(*ROWS)
     folder.evals(0, 2)
     folder.completions(1, 2)
-    curve = dict(method="closed_form", setting="all", num_prompts=8, baseline="none")
+    curve = dict(method="closed_form", setting="all_questions_once", num_prompts=8, baseline="none")
     curves = [curve | {"group_size": size, "mse": 1 / size} for size in (2, 4)]
     folder.finish(steps=3, curves=curves, scaling={"c1": 1 / 3})
     return folder
@@ -75,7 +75,7 @@ def test_tensorboard_holds_every_number_exactly(tmp_path):
         assert values == [(r["step"], r[key]) for r in stored]
     assert [v.item() for _, v in found["text"]["monitor/c1_reason"]] == [b"silent"] * 3
     assert found["scalars"]["eval/sampled/accuracy"] == [(0, 0.0), (2, 0.25)]
-    assert found["scalars"]["mse/closed_form/all/8/none"] == [(2, 0.5), (4, 0.25)]
+    assert found["scalars"]["mse/closed_form/all_questions_once/8/none"] == [(2, 0.5), (4, 0.25)]
     assert found["scalars"]["result/scaling/c1"] == [(3, 1 / 3)]
     assert found["images"]["figure"][0][1].tolist() == [b"1", b"1", PNG]
     assert [step for step, _ in found["text"]["completions"]] == [1, 2]
