@@ -88,8 +88,8 @@ def group_size_costs(scaling: Mapping[str, Any], rollouts: int = ROLLOUTS) -> Gr
 
 
 def is_decided(scaling: Mapping[str, Any]) -> bool:
-    """Whether the interval of G* has both ends."""
-    return scaling["gstar_low"] is not None and scaling["gstar_high"] is not None
+    """Whether G* is known and its interval has both ends."""
+    return all(scaling[f"gstar{end}"] is not None for end in ("", "_low", "_high"))
 
 
 def decision_sentence(result: Mapping[str, Any], rollouts: int = ROLLOUTS) -> str:

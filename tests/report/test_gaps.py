@@ -39,6 +39,7 @@ def study(path, key=None):
         kind | {"group_size": size, "ratio": 1.5, "ratio_low": 1.2, "ratio_high": 2.0}
         for size in (2, 4, 8)
     ]
+    result["summary"] = "All rewards are equal."
     result["policy"]["mean_length"], result["grad_sq"] = 20.0, {"reason": None}
     if key:
         *way, last = key.split(".")
