@@ -127,7 +127,8 @@ BEYOND = {  # templates that a model could bring, and what is said of them
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_template_beyond_its_limits_is_one_line(name, monkeypatch):
     template, why = BEYOND[name]
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    if "0.5 s" in why:  # the others end of themselves, on a busy machine later
+        monkeypatch.setattr(chat, "SECONDS", 0.5)
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
     with pytest.raises(ConfigError, match=f"the chat format of toy .*{why}") as refusal:
         prompting(template).prompt(toys.QUESTIONS[0])
