@@ -6,7 +6,7 @@ for a moment or left to end; between two steps a file may be damaged. In the end
 that was begun is typed again. Each must have the files of one that nobody disturbed, byte by byte,
 or have refused in one line that says what to do, which is then done.
 
-`FAULTS=300 python -m pytest --slow tests/mse/test_fault_sequences.py` draws that many sequences for 100.
+`FAULTS=300 pytest --slow tests/mse/test_fault_sequences.py` draws that many sequences for 100.
 """
 
 from __future__ import annotations
