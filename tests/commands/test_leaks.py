@@ -19,6 +19,7 @@ from grpo_ustat.mse import study as study_run
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import trainer
 
+RUNS = int(os.environ.get("LEAK_RUNS", "25"))
 STUDY = (
     "debug=mse", "model=tiny_direct", "study.questions=2", "group_sizes=[2,4]",
     "budget.pool_completions=4", "max_completion_length=4", "launch.workers=1",
@@ -45,7 +46,7 @@ def state():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ["mse", "train"])
-def test_fifty_runs_leave_a_process_as_it_was(entry, tmp_path, monkeypatch):
+def test_many_runs_leave_a_process_as_it_was(entry, tmp_path, monkeypatch):
     monkeypatch.setattr(study_run, "mse_figure", lambda *_: None)
     monkeypatch.setattr(study_run, "scaling_figure", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -53,12 +54,12 @@ def test_fifty_runs_leave_a_process_as_it_was(entry, tmp_path, monkeypatch):
     config = compose(entry, *(STUDY if entry == "mse" else TRAINING))
     run = study_run.run if entry == "mse" else trainer.fit
     states = []
-    for number in range(50):
+    for number in range(RUNS):
         run(config, RunFolder(tmp_path / str(number), config))
         states.append(state())
     early, late = states[9], states[-1]
     assert late[:3] == early[:3], (early, late)
-    assert late[3] - early[3] < 40, [round(one[3]) for one in states]  # 1 MB a run
+    assert late[3] - early[3] < 10 + 0.75 * (RUNS - 10), [round(one[3]) for one in states]
     assert list((tmp_path / "tmp").iterdir()) == []
 
 

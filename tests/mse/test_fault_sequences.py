@@ -6,7 +6,7 @@ for a moment or left to end; between two steps a file may be damaged. In the end
 that was begun is typed again. Each must have the files of one that nobody disturbed, byte by byte,
 or have refused in one line that says what to do, which is then done.
 
-`FAULTS=300 pytest --slow tests/mse/test_fault_sequences.py` draws that many sequences for 100.
+`FAULTS=300 pytest --slow tests/mse/test_fault_sequences.py` draws that many sequences for 60.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from grpo_ustat.mse.pool_store import Part, PoolStore, _digest
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
 
-SEQUENCES = int(os.environ.get("FAULTS", "100"))
+SEQUENCES = int(os.environ.get("FAULTS", "60"))
 PARTS = 5  # of the sequences, each a test, so that workers share them
 CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir", "link")
 SMALL = (

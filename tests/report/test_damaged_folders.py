@@ -109,7 +109,7 @@ def notes_of_seed(seed, folders, tmp_path):
 
 
 @pytest.mark.slow(minutes=1)
-@pytest.mark.parametrize("first", range(20, 140, 20))
+@pytest.mark.parametrize("first", range(20, 80, 20))
 def test_no_edit_ends_a_whole_report(first, folders, tmp_path):
     """With figures and page, of twenty edits each."""
     for seed in range(first, first + 20):
