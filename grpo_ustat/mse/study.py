@@ -77,23 +77,26 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.",
         )
-    words = (
+    answer = (
         decision_sentence(result),
         noise_sentence(result),
         rule_sizes_sentence(result),
-        dynamic_sampling_sentence(result),
-        proxies_sentence(result),
-        allocation_sentence(result),
+        f"next: {next_step(result, asdict(config))}",
     )
-    sentences = filter(None, words)
-    answer = "\n".join([*sentences, f"next: {next_step(result, asdict(config))}", ""])
-    console.print(answer, soft_wrap=True)
+    console.print("\n".join([*filter(None, answer), ""]), soft_wrap=True)
     for table in study_tables(result):
         console.print(table.terminal())
     console.print(f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}")
     for row in result["not_measured"]:
         console.print(f"{row['method']}, {row['setting']}: {row['reason']}")
     console.print(result["summary"])
+    disputes = (
+        dynamic_sampling_sentence(result),
+        proxies_sentence(result),
+        allocation_sentence(result),
+    )
+    for sentence in filter(None, disputes):
+        console.print(sentence, soft_wrap=True)
     console.print(f"Wrote {folder.path}", soft_wrap=True)
     return result["curves"][0]["mse"]
 
