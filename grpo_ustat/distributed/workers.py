@@ -71,8 +71,8 @@ def preload(modules: Sequence[str], device: str) -> None:
         device: of the run, "cpu", "cuda" ...
     """
     _SERVER.clear()
-    room = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_TEMPORARY_PATH
-    if device != "cpu" or sys.platform != "linux" or not room:
+    fits = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_TEMPORARY_PATH
+    if device != "cpu" or sys.platform != "linux" or not fits:
         return
     mp.set_forkserver_preload([server.__name__, *modules])
     os.environ[server.FOLDER] = util.get_temp_dir()

@@ -116,7 +116,7 @@ def allocation_savings(
     rows: list[AllocationSaving] = []
     for group_size in group_sizes:
         total, equal_P = group_size * count, np.zeros(count)
-        planned: dict[str, Array] = {}
+        errors_by_plan: dict[str, Array] = {}
         for s, (plans, judges) in itertools.product(range(HALVINGS), ((0, 1), (1, 0))):
             half = {name: values[plans, s] for name, values in halves.items()}
             first_P, second_P = halves["first"][judges, s], halves["second"][judges, s]
@@ -124,17 +124,17 @@ def allocation_savings(
             for name, savings in plans_of(half, size // 2, binary).items():
                 sizes_P = allocate(savings, count, total)
                 errors_P = group_error(first_P, second_P, sizes_P)
-                planned[name] = planned.get(name, 0.0) + errors_P
+                errors_by_plan[name] = errors_by_plan.get(name, 0.0) + errors_P
         own_P = allocate(plans_of(whole, size, binary)[MEASURED], count, total)
         own, equal = (
             float(group_error(whole["first"], whole["second"], sizes).sum())
             for sizes in (own_P, group_size)
         )
-        for name, errors_P in planned.items():
+        for name, errors_P in errors_by_plan.items():
             in_sample = own / equal - 1 if name == MEASURED and equal > 0 else math.nan
             rows.append(
                 AllocationSaving(
-                    name, group_size, _change(errors_P, equal_P, len(planned)), in_sample
+                    name, group_size, _change(errors_P, equal_P, len(errors_by_plan)), in_sample
                 )
             )
     return rows
@@ -147,8 +147,8 @@ def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
     ratio = planned_P.sum() / equal_P.sum()
     delete_one_P = (planned_P.sum() - planned_P) / (equal_P.sum() - equal_P)
     level = 1 - (1 - LEVEL) / plans  # Bonferroni
-    found = jackknife_interval(float(ratio), delete_one_P[None], level, positive=True)
-    return Interval(*(x - 1 for x in found))
+    interval = jackknife_interval(float(ratio), delete_one_P[None], level, positive=True)
+    return Interval(*(x - 1 for x in interval))
 
 
 def plans_of(

@@ -39,6 +39,7 @@ def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
     ghat_sq_PK = (weights_PNK * (pool.gram_PNN @ weights_PNK)).sum(axis=1)
 
     def estimates(k: int, part: Integers) -> dict[str, Array]:
+        """By name, [P], of the completions of a part, column k of `ghat_sq_PK`."""
         moments = norm_moments(q[:, part], z[:, part], ghat_sq_PK[:, k])
         return {
             "value": moments.value, "variance": moments.var_z, "score": moments.m0,

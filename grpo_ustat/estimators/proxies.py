@@ -1,4 +1,4 @@
-r"""How well cheap proxies go with what they stand for, over prompts and over completions.
+r"""Correlations of cheap proxies with what they stand for, over prompts and over completions.
 
 *Prompts.* VIP and SPEED take p (1-p) of a prompt for the noise of its gradient, or for how much it
 says; both are unknown, and a pool estimates them. Errors of estimates pull a correlation to 0, and
@@ -62,7 +62,7 @@ class Covariance(NamedTuple):
 
 
 class ProxyCorrelation(NamedTuple):
-    """How a proxy goes with a target.
+    """The correlation of a proxy with a target.
 
     Attributes:
         units: prompts, completions, or those of one prompt.
@@ -111,12 +111,14 @@ def proxy_correlations(pool: ScorePool, group_size: int = 8) -> list[ProxyCorrel
         )
         for (x, y), words in pairs.items()
     ]  # fmt: skip
-    for units, found in (
+    for units, interval in (
         ("completions", completion_correlation(lengths_PN, pool.sq_norm_PN)),
         ("those of one prompt", within_correlation(lengths_PN, pool.sq_norm_PN)),
     ):
         words = ("length", "the squared score norm")
-        rows.append(ProxyCorrelation(units, *words, "rank", found, found.estimate, (1.0, 1.0)))
+        rows.append(
+            ProxyCorrelation(units, *words, "rank", interval, interval.estimate, (1.0, 1.0))
+        )
     return rows
 
 

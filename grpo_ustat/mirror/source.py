@@ -73,7 +73,7 @@ class FolderReader:
         config = self._content(CONFIG, contents.parsed_yaml, contents.CONFIGURATION)
         code = self._content(CODE, contents.parsed_json, contents.CODE)
         about = {name: code.get(name) for name in ("commit", "weights", "versions")}
-        return shown(redact({**config, "code": about}))
+        return visible_texts(redact({**config, "code": about}))
 
     def new_events(self) -> list[Event]:
         """What has come since the last call; at the first one, everything. Rows without a step, and
@@ -84,7 +84,9 @@ class FolderReader:
         """
         rows = [Event("row", str(x["step"]), _digest(x), x["step"], x) for x in self._rows.new()]
         events = [*rows, *self._evals(), *self._completions(), *self._result()]
-        return [replace(x, name=shown(x.name), content=shown(x.content)) for x in events]
+        return [
+            replace(x, name=visible_texts(x.name), content=visible_texts(x.content)) for x in events
+        ]
 
     def _evals(self) -> Iterator[Event]:
         if not self._changed(EVALS):
@@ -192,15 +194,15 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def shown(content: Any) -> Any:
+def visible_texts(content: Any) -> Any:
     """Texts, also within rows and as keys, with invisible characters spelt out: a tracker gets no
     escape, and takes no half letters; all else as it is.
     """
     if isinstance(content, str):
         return visible(content)
     if isinstance(content, dict):
-        return {shown(key): shown(value) for key, value in content.items()}
-    return [shown(value) for value in content] if isinstance(content, list) else content
+        return {visible_texts(key): visible_texts(value) for key, value in content.items()}
+    return [visible_texts(value) for value in content] if isinstance(content, list) else content
 
 
 def is_number(value: Any) -> bool:

@@ -240,21 +240,21 @@ def proxies_sentence(result: Mapping[str, Any]) -> str:
         return ""
     variance, *_, length, within = rows
     parts = [
-        f"{variance['proxy']} goes with {variance['target']} over prompts with "
-        f"{_correlation_text(variance)}, corrected for attenuation",
-        f"length ranks completions by {length['target']} with {_correlation_text(length)}, "
-        f"those of one prompt with {_correlation_text(within)}",
+        f"{variance['proxy']} and {variance['target']} over prompts, corrected for attenuation: "
+        f"{_correlation_text(variance)}",
+        f"length and {length['target']} over completions, by ranks: {_correlation_text(length)}",
+        f"over those of one prompt: {_correlation_text(within)}",
     ]
     return f"Proxies: {'; '.join(parts)}."
 
 
 def _correlation_text(row: Mapping[str, Any]) -> str:
     """A correlation with its interval, and whether it is significantly different from 0."""
-    found = row_interval(row, "correlation")
-    if math.isnan(found.estimate):
-        return "a correlation for which there are not enough data"
-    text = f"correlation {found.estimate:.2f} [{found.low:.2f}, {found.high:.2f}]"
-    return f"{text} (not significantly different from 0)" if found.low <= 0 <= found.high else text
+    estimate, low, high = row_interval(row, "correlation")
+    if math.isnan(estimate):
+        return "not enough data for a correlation"
+    text = f"correlation {estimate:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{text} (not significantly different from 0)" if low <= 0 <= high else text
 
 
 def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE) -> str:
@@ -276,12 +276,12 @@ def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE)
         verdict = "better than equal groups"
     elif low > 0:
         verdict = "worse than equal groups"
-    (in_sample,) = (row["in_sample"] for row in rows if row["in_sample"] is not None)
+    own = [row["in_sample"] for row in rows if row["in_sample"] is not None]
+    in_sample = f"; in sample the best sizes would change it by {percent(own[0])}" if own else ""
     return (
         f"Unequal groups of {group_size} on average: of {len(known)} plans from one half of the "
         f"pool, judged on the other, the best ({best['plan']}) changes the error by "
-        f"{percent(change)} [{percent(low)}, {percent(high)}], {verdict}; in sample the best "
-        f"sizes would change it by {percent(in_sample)}."
+        f"{percent(change)} [{percent(low)}, {percent(high)}], {verdict}{in_sample}."
     )
 
 

@@ -278,8 +278,8 @@ def allocation_table(rows: Sequence[dict[str, Any]]) -> Table:
         cells.append([plan, *(_change_text(of_plan[size], "change") for size in sizes)])
     own = {row["group_size"]: row for row in rows if row["in_sample"] is not None}
     if own:
-        shown = (percent(own[size]["in_sample"]) if size in own else "-" for size in sizes)
-        cells.append(["the best sizes, in sample", *shown])
+        changes = (percent(own[size]["in_sample"]) if size in own else "-" for size in sizes)
+        cells.append(["the best sizes, in sample", *changes])
     notes = [
         "Error at the same number of rollouts over that of equal groups, less 1: planned from one "
         "half of the pool, judged on the other, both ways; at least 2 completions a prompt. In "

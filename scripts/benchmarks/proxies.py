@@ -26,10 +26,10 @@ from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import Array, ScorePool
 
 LAWS = {  # a, b, spread, slope
-    "harder is louder": (1.5, 3.5, 0.25, 1.0),
-    "much louder": (1.5, 3.5, 0.25, 3.0),
-    "all alike": (1.5, 3.5, 0.0, 0.0),
-    "many silent": (0.6, 1.0, 0.25, 1.0),
+    "harder, larger scores": (1.5, 3.5, 0.25, 1.0),
+    "much larger scores": (1.5, 3.5, 0.25, 3.0),
+    "scores alike": (1.5, 3.5, 0.0, 0.0),
+    "many zero-variance": (0.6, 1.0, 0.25, 1.0),
     "heavy tails": (0.6, 1.0, 0.5, 0.0),
 }
 
@@ -66,7 +66,9 @@ def main() -> None:
     parser.add_argument("--questions", type=int, nargs="+", default=[60], help="m")
     parser.add_argument("--completions", type=int, nargs="+", default=[16, 32], help="N")
     options = parser.parse_args()
-    print("law                 m    N  silent | truth  mean  uncorr  cover | ranks: truth  mean")
+    print(
+        "law                     m    N  zero-v | truth  mean  uncorr  cover | ranks: truth  mean"
+    )
     for name, law in LAWS.items():
         rng = np.random.default_rng(0)
         parts = [draw_prompts(3000, law, rng).moments() for _ in range(4)]
@@ -79,21 +81,21 @@ def main() -> None:
         truth, rank_truth = np.corrcoef(x, y)[0, 1], stats.spearmanr(x, y).statistic
         for questions in options.questions:
             for size in options.completions:
-                found, ranks, silent = [], [], []
+                rows, ranks, zero_variance = [], [], []
                 for _ in range(options.pools):
                     pool = draw_pool(draw_prompts(questions, law, rng), size, rng)
-                    found.append(proxy_correlations(pool)[0])
+                    rows.append(proxy_correlations(pool)[0])
                     halves, _ = halves_of(pool)
                     x_2SP = halves["variance"]
                     y_2SP = group_error(halves["first"], halves["second"], 8)
-                    silent.append((x_2SP == 0).mean())
+                    zero_variance.append((x_2SP == 0).mean())
                     crossed = mean_covariance(np.concatenate(x_2SP), np.concatenate(y_2SP[::-1]))
                     own = mean_covariance(*x_2SP), mean_covariance(*y_2SP)
                     ranks.append(correlation(crossed, *own).estimate)
-                known = [row for row in found if np.isfinite(row.correlation.estimate)]
+                known = [row for row in rows if np.isfinite(row.correlation.estimate)]
                 covers = [row.correlation.low <= truth <= row.correlation.high for row in known]
                 print(
-                    f"{name:17} {questions:4} {size:4} {np.mean(silent):7.2f} | {truth:5.2f} "
+                    f"{name:21} {questions:4} {size:4} {np.mean(zero_variance):7.2f} | {truth:5.2f} "
                     f"{np.mean([row.correlation.estimate for row in known]):5.2f} "
                     f"{np.mean([row.uncorrected for row in known]):7.2f} {np.mean(covers):6.3f} | "
                     f"{rank_truth:12.2f} {np.nanmean(ranks):5.2f}",

@@ -243,14 +243,14 @@ def test_proxies_are_said_with_what_is_significant():
         proxy("those of one prompt", "length", q, correlation=-0.1, correlation_low=-0.3),
     ]
     assert proxies_sentence(RESULT | {"proxies": rows}) == (
-        "Proxies: p(1-p) goes with the noise of a group of 8 over prompts with correlation 0.50 "
-        "[0.25, 0.75], corrected for attenuation; length ranks completions by the squared score "
-        "norm with correlation 0.50 [0.25, 0.75], those of one prompt with correlation -0.10 "
+        "Proxies: p(1-p) and the noise of a group of 8 over prompts, corrected for attenuation: "
+        "correlation 0.50 [0.25, 0.75]; length and the squared score norm over completions, by "
+        "ranks: correlation 0.50 [0.25, 0.75]; over those of one prompt: correlation -0.10 "
         "[-0.30, 0.75] (not significantly different from 0)."
     )
     unknown = dict.fromkeys(("correlation", "correlation_low", "correlation_high"))
     text = proxies_sentence(RESULT | {"proxies": [proxy(**unknown), *rows[1:]]})
-    assert "with a correlation for which there are not enough data, corrected" in text
+    assert "corrected for attenuation: not enough data for a correlation; length" in text
     assert proxies_sentence(RESULT) == proxies_sentence(RESULT | {"proxies": []}) == ""
     assert proxies_sentence(RESULT | {"proxies": rows, "assumption2": {"corr": None}}) == ""
 
@@ -277,6 +277,8 @@ def test_unequal_groups_are_said_with_a_verdict(change, words):
         f"other, the best (p(1-p)) changes the error by {words}; in sample the best sizes would "
         "change it by -6 %."
     )
+    only = RESULT | {"allocation": [plan("p(1-p)", *change), plan("measured noise", *3 * [None])]}
+    assert allocation_sentence(only).endswith(f"changes the error by {words}.")  # none in sample
     assert allocation_sentence(RESULT) == allocation_sentence(RESULT | {"allocation": []}) == ""
 
 
