@@ -95,7 +95,8 @@ def main() -> None:
                 known = [row for row in rows if np.isfinite(row.correlation.estimate)]
                 covers = [row.correlation.low <= truth <= row.correlation.high for row in known]
                 print(
-                    f"{name:21} {questions:4} {size:4} {np.mean(zero_variance):7.2f} | {truth:5.2f} "
+                    f"{name:21} {questions:4} {size:4} {np.mean(zero_variance):7.2f} | "
+                    f"{truth:5.2f} "
                     f"{np.mean([row.correlation.estimate for row in known]):5.2f} "
                     f"{np.mean([row.uncorrected for row in known]):7.2f} {np.mean(covers):6.3f} | "
                     f"{rank_truth:12.2f} {np.nanmean(ranks):5.2f}",
