@@ -71,7 +71,7 @@ class FolderReader:
             Damaged: one of the two files.
         """
         config = self._content(CONFIG, contents.parsed_yaml, contents.CONFIGURATION)
-        code = self._content(CODE, contents.parsed_json, contents.CODE)
+        code = self._content(CODE, contents.parsed_code, contents.CODE)
         about = {name: code.get(name) for name in ("commit", "weights", "versions")}
         return visible_texts(redact({**config, "code": about}))
 

@@ -6,6 +6,7 @@ file and the key, with the value.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,27 @@ def parsed_json(text: str) -> Any:
         raise ValueError(f"it is nested more than {MOST_DEPTH} deep") from None
     check_limits(content)
     return content
+
+
+def parsed_code(text: str) -> Any:
+    """The content of `code.json`, as it was written: a changed letter in a version or in the
+    fingerprint of the weights would be believed.
+
+    Raises:
+        ValueError: it is no JSON file, or its digest is of other values.
+    """
+    content = parsed_json(text)
+    if not isinstance(content, Mapping):
+        return content
+    if "digest" in content and content["digest"] != content_digest(content):
+        raise ValueError("its values were changed: they do not have its digest")
+    return content
+
+
+def content_digest(content: Mapping[str, Any]) -> str:
+    """Of a mapping's values, whatever the spaces and the order of its keys in a file."""
+    values = {name: value for name, value in content.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def parsed_yaml(text: str) -> Any:
@@ -369,6 +391,6 @@ CONFIGURATION: Shape = {
     "pool": text_or_null, "eval": {"decoding": texts}, "launch": {},
 }  # fmt: skip
 CODE: Shape = {
-    "commit": text_or_null, "diff": text_or_null, "weights": text_or_null, "data": text_or_null,
-    "versions": {"grpo-ustat": text},
+    "digest": text, "commit": text_or_null, "diff": text_or_null, "weights": text_or_null,
+    "data": text_or_null, "versions": {"grpo-ustat": text},
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -187,11 +186,12 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if "files" in (result := self.read_result() or {}):  # the run goes on, its tables grow
             del result["files"]
-            result["digest"] = content_digest(result)
+            result["digest"] = contents.content_digest(result)
             self.write(RESULT, json.dumps(result, indent=1, allow_nan=False))
         code = code_state()
         self._earlier = self._earlier_versions(code["versions"])
         code |= {"weights": self.weights, "data": self.data, "earlier_versions": self._earlier}
+        code["digest"] = contents.content_digest(code)
         self.write("code.json", json.dumps(code, indent=1))
         (self.path / ".hydra").mkdir(exist_ok=True)
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
@@ -258,7 +258,7 @@ class RunFolder:
         result = result | {"config_hash": self.config_hash, "files": file_digests(self.path)}
         if self._earlier:
             result["earlier_versions"] = self._earlier
-        result["digest"] = content_digest(result)
+        result["digest"] = contents.content_digest(result)
         text = json.dumps(result, indent=1, allow_nan=False)
         self.write("result.json", text)
 
@@ -315,7 +315,7 @@ class RunFolder:
         return sorted(path for name in ARTEFACTS for path in self.path.glob(name))
 
     def _read_code(self) -> dict[str, Any]:
-        return self._read("code.json", contents.parsed_json, contents.CODE)
+        return self._read("code.json", contents.parsed_code, contents.CODE)
 
     def _read(
         self,
@@ -340,12 +340,6 @@ def file_digests(folder: Path) -> dict[str, str]:
     return {name: file_digest(folder / name) for name in TABLES if (folder / name).is_file()}
 
 
-def content_digest(result: dict[str, Any]) -> str:
-    """Of a result's values, whatever the spaces and the order of its keys in a file."""
-    values = {name: value for name, value in result.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
     """Which of a finished run's files are not as it left them: result.json, or tables that are
     still there. Results of before have no digests: nothing is known of their files.
@@ -355,7 +349,7 @@ def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
         result: the content of its result.json.
     """
     changed = []
-    if "digest" in result and result["digest"] != content_digest(result):
+    if "digest" in result and result["digest"] != contents.content_digest(result):
         changed.append(RESULT)
     for name, digest in (result.get("files") or {}).items():
         if name in TABLES and (folder / name).is_file() and file_digest(folder / name) != digest:

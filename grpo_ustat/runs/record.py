@@ -100,7 +100,7 @@ class RunRecord:
     @cached_property
     def code(self) -> dict[str, Any]:
         """Commit, uncommitted changes, versions, and fingerprints of weights and data."""
-        return self._read(CODE, contents.parsed_json, contents.CODE) or {}
+        return self._read(CODE, contents.parsed_code, contents.CODE) or {}
 
     @cached_property
     def result(self) -> dict[str, Any] | None:

@@ -12,8 +12,8 @@ from folders import claim, proved, studied, trained
 
 from grpo_ustat.report.aggregate import report_runs, run_set_notes, without_unreadable
 from grpo_ustat.report.collect import entries_in, read_runs
-from grpo_ustat.runs.contents import parsed_yaml
-from grpo_ustat.runs.folder import content_digest, file_digests
+from grpo_ustat.runs.contents import content_digest, parsed_yaml
+from grpo_ustat.runs.folder import file_digests
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.status import status_table, sweeps_in
 from grpo_ustat.terminal import Console

@@ -11,8 +11,10 @@ from commands import compose
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.lock import Held
+from grpo_ustat.runs.contents import content_digest
 from grpo_ustat.runs.folder import RunFolder, changed_files, remove_empty
 from grpo_ustat.runs.log import MetricsLog
+from grpo_ustat.runs.record import RunRecord
 
 
 def test_empty_folders_go_up_to_where_a_file_or_the_working_directory_is(tmp_path, monkeypatch):
@@ -76,6 +78,7 @@ def test_versions_of_before_are_named_and_kept(tmp_path, capsys):
     RunFolder(tmp_path, config).open()
     code = json.loads((tmp_path / "code.json").read_text())
     now, code["versions"]["torch"] = code["versions"]["torch"], "1.0"
+    code["digest"] = content_digest(code)
     (tmp_path / "code.json").write_text(json.dumps(code))
     capsys.readouterr()
     RunFolder(tmp_path, config).open()
@@ -86,6 +89,27 @@ def test_versions_of_before_are_named_and_kept(tmp_path, capsys):
     folder.finish({})
     (earlier,) = folder.read_result()["earlier_versions"]
     assert earlier["torch"] == "1.0"
+
+
+@pytest.mark.parametrize("key", ["versions", "weights", "digest"])
+def test_a_changed_letter_of_what_a_run_was_made_with_is_named(tmp_path, key):
+    """It was taken for an earlier version: 'acc%lerate 1.15.0, now None'."""
+    config = compose("mse", "debug=mse")
+    RunFolder(tmp_path, config).open()
+    file = tmp_path / "code.json"
+    old, new = {
+        "versions": ("accelerate", "acc%lerate"),
+        "weights": ('"weights": ', '"weight": '),
+        "digest": ('"digest": "', '"digest": "0'),
+    }[key]
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(
+        ConfigError, match=r"code\.json is missing or damaged: on_existing=overwrite"
+    ):
+        RunFolder(tmp_path, config).open()
+    record = RunRecord(tmp_path)
+    assert not record.code and "code.json" in record.notes[0]
 
 
 def test_a_run_that_goes_on_past_its_result_may_change_its_tables(tmp_path, capsys):
