@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.special import ndtri, stdtrit  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.records import Array
 
@@ -37,7 +37,7 @@ def jackknife_variance(delete_one: Array, axis: int = -1) -> Array:
 
 def t_interval(estimate: float, variance: float, dof: float, level: float = LEVEL) -> Interval:
     """`estimate +- t_dof sqrt(variance)`."""
-    half = stats.t.ppf((1 + level) / 2, dof) * math.sqrt(variance)
+    half = stdtrit(dof, (1 + level) / 2) * math.sqrt(variance)
     return Interval(float(estimate), float(estimate - half), float(estimate + half))
 
 
@@ -119,7 +119,7 @@ def ratio_interval(
         for i, j in ((0, 0), (0, 1), (1, 1))
     )
     dof = min(pooled_dof(above_K, count - 1), pooled_dof(below_K, count - 1))
-    t_sq = float(stats.t.ppf((1 + level) / 2, dof)) ** 2
+    t_sq = float(stdtrit(dof, (1 + level) / 2)) ** 2
     square = below**2 - t_sq * float(below_K.sum())
     linear = above * below - t_sq * float(mixed_K.sum())
     constant = above**2 - t_sq * float(above_K.sum())
@@ -210,7 +210,7 @@ def matched_difference(after_P: Array, before_P: Array, level: float = LEVEL) ->
     count = len(change_P) + 2
     centre = change_P.sum() / count
     variance = (np.square(change_P).sum() + 1) / count - centre**2
-    half = stats.t.ppf((1 + level) / 2, len(change_P) - 1) * math.sqrt(variance / count)
+    half = stdtrit(len(change_P) - 1, (1 + level) / 2) * math.sqrt(variance / count)
     low, high = max(-1.0, centre - half), min(1.0, centre + half)
     return Interval(float(change_P.mean()), float(low), float(high))
 
@@ -221,7 +221,7 @@ def wilson(successes: float, trials: float, level: float = LEVEL) -> Interval:
     >>> [round(x, 4) for x in wilson(50, 100)]
     [0.5, 0.4038, 0.5962]
     """
-    z = stats.norm.ppf((1 + level) / 2)
+    z = ndtri((1 + level) / 2)
     p = successes / trials
     centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials**2)) / (1 + z * z / trials)

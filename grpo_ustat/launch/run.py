@@ -18,6 +18,7 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main, world
 from grpo_ustat.distributed.signals import StopRequest, stop_if_requested
 from grpo_ustat.distributed.slurm import join_tasks
+from grpo_ustat.imports import without_garbage_collection
 from grpo_ustat.launch.command import Command
 from grpo_ustat.launch.sharding import check_sharing, export_sharing
 from grpo_ustat.launch.torchrun import RanksFailed, run_ranks
@@ -80,7 +81,7 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
             from grpo_ustat.distributed.workers import preload  # which --help needs not
 
             preload(modules, config.launch.device)
-        with waiting("starting", visible=is_main()):
+        with waiting("starting", visible=is_main()), without_garbage_collection():
             run_command = command.load_run()
         return run_command(config, folder)
 
