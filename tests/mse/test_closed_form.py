@@ -360,7 +360,7 @@ def test_plain_arrays_give_the_same_constants(rng):
 
 @pytest.mark.slow
 def test_the_running_mean_is_that_of_all_questions_and_unbiased():
-    """Over 3000 pools of four completions of three questions, within four standard errors."""
+    """Over 1500 pools of four completions of three questions, within four standard errors."""
     policy, rng = tabular(3), np.random.default_rng(0)
     moments, b = policy.moments(), policy.value_P.mean()
     a_b = moments.a_0 - 2 * b * moments.m1 + b**2 * moments.m0
@@ -369,9 +369,9 @@ def test_the_running_mean_is_that_of_all_questions_and_unbiased():
         statistics(pool_of(policy, 4, rng), ["running_mean"], [2], "completions")
         .statistics["mse/running_mean/2"]
         .estimate
-        for _ in range(3000)
+        for _ in range(1500)
     ]
-    assert abs(np.mean(found) - exact) < 4 * np.std(found) / 3000**0.5
+    assert abs(np.mean(found) - exact) < 4 * np.std(found) / 1500**0.5
 
 
 def ratio_of(found, baseline, size, setting="all_questions_once"):

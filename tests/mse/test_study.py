@@ -195,14 +195,14 @@ def test_the_command_runs_from_anywhere(tmp_path):
 @pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(2400)
 def test_closed_form_and_monte_carlo_agree(tmp_path):
-    """10 questions, G up to 16: every difference within a simultaneous 99 % criterion.
+    """6 questions, G up to 16: every difference within a simultaneous 99 % criterion.
 
     The statistics of the 9 curves are compared at level 1 - 0.01/9 each (Bonferroni), with the
     standard errors of both methods. Variance falls like 1 / completions on both sides, so neither
     is given many more than the other.
     """
     result = study(
-        tmp_path, "experiment=monte_carlo_check", "study.questions=10", "launch.workers=1",
+        tmp_path, "experiment=monte_carlo_check", "study.questions=6", "launch.workers=1",
         "budget.replicates=24", "budget.pool_completions=256", "rollout_batch_size=512",
         "budget.value_completions=128", "model=tiny_base", "baselines=[none,leave_one_out,oracle]",
         "group_sizes=[2,4,16]",
@@ -257,7 +257,7 @@ def test_two_processes_give_the_figures_of_one(tmp_path):
 @pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(1800)
 def test_three_methods_agree_on_tiny(tmp_path):
-    """Rules of every kind, 6 questions: replay against fresh rollouts, simultaneous 99 %."""
+    """Rules of every kind, 4 questions: replay against fresh rollouts, simultaneous 99 %."""
     names = [
         "none",
         "leave_one_out",
@@ -269,7 +269,7 @@ def test_three_methods_agree_on_tiny(tmp_path):
         "batch_std",
     ]
     result = study(
-        tmp_path, "model=tiny_base", "study.questions=6", "launch.workers=1",
+        tmp_path, "model=tiny_base", "study.questions=4", "launch.workers=1",
         "study.methods=[closed_form,replay,monte_carlo]", f"baselines=[{','.join(names)}]",
         "group_sizes=[2,8]", "budget.pool_completions=224", "budget.replicates=48",
         "budget.reference_completions=256", "budget.value_completions=256",
