@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from omegaconf import DictConfig
 
 from grpo_ustat.cli.compose import check_trust, compose_single, parse
-from grpo_ustat.cli.hydra_api import output_folder, parse_arguments, run_task
+from grpo_ustat.cli.hydra_api import output_folder, parse_arguments, run_composed, run_task
 from grpo_ustat.config.command_line import note_typed
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.schema import ConfigError
@@ -53,7 +55,7 @@ def main(command: Command) -> None:
             for planned in invocation.planned_runs:  # one, none where Hydra only shows something
                 if planned.folder:  # which Hydra would create, with a traceback where it cannot
                     create_folder(planned.folder.path, "hydra.run.dir")
-            run_task(command.name, SingleRun(command))
+            _start(command.name, invocation.node, SingleRun(command), invocation.config_dir)
     except ConfigError as error:
         _exit(error)
     except Exception as error:
@@ -71,14 +73,27 @@ def report() -> None:
     try:
         if print_help("report"):
             return
-        folder = compose_single("report", sys.argv[1:])
-        if folder:
-            create_folder(folder, "hydra.run.dir")
-        run_task("report", write_report)
+        node = compose_single("report", sys.argv[1:])
+        if node is not None:
+            create_folder(Path(node.hydra.run.dir), "hydra.run.dir")
+        _start("report", node, write_report)
     except ConfigError as error:
         _exit(error)
     except Exception as error:
         _exit_by_fault(error)
+
+
+def _start(
+    entry: str,
+    node: DictConfig | None,
+    task: Callable[[DictConfig], object],
+    config_dir: str | None = None,
+) -> None:
+    """Have Hydra call a task with a configuration that is composed, or read the command line."""
+    if node is None:
+        run_task(entry, task)
+    else:
+        run_composed(entry, node, task, config_dir)
 
 
 def write_report(node: DictConfig) -> None:

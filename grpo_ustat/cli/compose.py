@@ -54,6 +54,7 @@ class Invocation:
         sweep: whether it is a sweep, whose runs Hydra's launcher starts.
         planned_runs: its runs; none where it only shows help or a configuration.
         config_dir: the folder of `--config-dir`.
+        node: of a single run, the composed configuration with Hydra's own node.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Invocation:
     sweep: bool
     planned_runs: list[PlannedRun]
     config_dir: str | None = None
+    node: DictConfig | None = None
 
 
 def parse(entry: str, arguments: list[str]) -> Invocation:
@@ -81,8 +83,9 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
     check_words(words.typed, schema)
 
     with hydra_session(entry, words.config_dir):
+        single = None if words.multirun else _single(name, schema, overrides)
         try:
-            node = sweep_node(name, overrides).hydra
+            node = (single[1] if single else sweep_node(name, overrides)).hydra
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(one_line(error, schema, CONF)) from error
         sweep = words.multirun or node.mode is MULTIRUN
@@ -102,7 +105,8 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
             label = " ".join(override for override in run if override not in shared)
             try:
                 places = [word for x in run for word in model_place(x, words.config_dir)]
-                planned = _plan_run(name, schema, label, places, sweep)
+                composed = single or _compose(name, schema, places)
+                planned = _plan_run(composed, label, places, sweep)
                 check_trust(planned.config, words.overrides)
                 _check_packages(planned.config)
                 check_ranks(planned.config, tasks)
@@ -122,7 +126,8 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
         raise ConfigError("\n  ".join([refused, *lines]))
     if sweep:
         _check_folders(planned_runs)
-    return Invocation(name, overrides, sweep, planned_runs, words.config_dir)
+    whole = single[1] if single and words.config_path is None else None
+    return Invocation(name, overrides, sweep, planned_runs, words.config_dir, whole)
 
 
 def compose_config(entry: str, overrides: list[str]) -> Any:
@@ -142,9 +147,9 @@ def compose_config(entry: str, overrides: list[str]) -> Any:
     return config
 
 
-def compose_single(entry: str, arguments: list[str]) -> Path | None:
-    """Check the configuration of a command without sweeps; where it writes to, None where Hydra
-    only shows it.
+def compose_single(entry: str, arguments: list[str]) -> DictConfig | None:
+    """The checked configuration of a command without sweeps, with Hydra's own node; None where
+    Hydra only shows it.
 
     Raises:
         ConfigError: in one line.
@@ -158,7 +163,7 @@ def compose_single(entry: str, arguments: list[str]) -> Path | None:
     check_words(words.typed, SCHEMAS[entry])
     with hydra_session(entry):
         _, node = _compose(words.config_name or entry, SCHEMAS[entry], list(words.overrides))
-    return Path(node.run.dir)
+    return node
 
 
 def whole_node(entry: str, words: Namespace) -> DictConfig:
@@ -212,15 +217,24 @@ def _overrides(words: Namespace) -> list[str]:
     return [*words.overrides, f"hydra.searchpath=[file://{Path(words.config_dir).resolve()}]"]
 
 
+def _single(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictConfig] | None:
+    """See `_compose`; None where the overrides are those of a sweep, or of nothing that can run."""
+    try:
+        config, node = _compose(name, schema, overrides)
+    except ConfigError:
+        return None
+    return None if node.hydra.mode is MULTIRUN else (config, node)
+
+
 def _compose(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictConfig]:
-    """The checked configuration, and Hydra's own node."""
+    """The checked configuration, and the composed one with Hydra's own node."""
     try:
         node = hydra.compose(name, overrides, return_hydra_config=True)
         config = build_config(_job_part(node), schema)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error, schema, CONF)) from error
     _LAST["composed"] = node, config
-    return config, node.hydra
+    return config, node
 
 
 def _job_part(node: DictConfig) -> dict[str, Any]:
@@ -250,8 +264,10 @@ def _check_launcher(node: DictConfig, sweep: bool) -> None:
         )
 
 
-def _plan_run(name: str, schema: type, label: str, overrides: list[str], sweep: bool) -> PlannedRun:
-    config, node = _compose(name, schema, overrides)
+def _plan_run(
+    composed: tuple[Any, DictConfig], label: str, overrides: list[str], sweep: bool
+) -> PlannedRun:
+    config, node = composed[0], composed[1].hydra
     try:
         path = Path(node.sweep.dir) / node.sweep.subdir if sweep else Path(node.run.dir)
     except OmegaConfBaseException:  # it depends on what only a running job knows

@@ -15,11 +15,12 @@ import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra._internal.utils import create_config_search_path, get_args_parser, run_and_report
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.core.utils import configure_log, run_job
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
@@ -194,6 +195,31 @@ def run_task(entry: str, task: Callable[[DictConfig], object]) -> None:
     read = {word: hydra_overrides([word], words.config_dir) for word in words.overrides}
     sys.argv[1:] = [override for word in sys.argv[1:] for override in read.get(word, [word])]
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)(task)()
+
+
+def run_composed(
+    entry: str, node: DictConfig, task: Callable[[DictConfig], object], config_dir: str | None
+) -> None:
+    """Have Hydra make a job of a configuration that is composed: its folder, logging, callbacks.
+
+    `run_task` would compose it twice more.
+
+    Args:
+        entry: the command.
+        node: the configuration with Hydra's own node.
+        task: called with the configuration without that node.
+        config_dir: of `--config-dir`.
+    """
+    node.hydra.mode = RunMode.RUN
+    name = node.hydra.job.config_name
+    with hydra_session(entry, config_dir):
+        configure_log(node.hydra.hydra_logging, node.hydra.verbose)
+        callbacks = Callbacks(node)
+        context = HydraContext(config_loader=_open_hydra().config_loader, callbacks=callbacks)
+        callbacks.on_run_start(config=node, config_name=name)
+        job = run_and_report(lambda: run_job(task, node, "hydra.run.dir", None, context))
+        callbacks.on_run_end(config=node, config_name=name, job_return=job)
+        run_and_report(lambda: job.return_value)  # which raises what the task has raised
 
 
 def output_folder() -> Path:

@@ -159,7 +159,8 @@ def test_outputs_go_below_their_root_and_are_the_same_runs(entry, words, tmp_pat
 
 def test_reports_and_what_they_read_go_below_the_root_too(tmp_path):
     assert (
-        compose_single("report", ["runs=x", f"output_root={tmp_path}"]) == tmp_path / "report/all"
+        compose_single("report", ["runs=x", f"output_root={tmp_path}"]).hydra.run.dir
+        == f"{tmp_path}/report/all"
     )
     study = compose_config("gap", ["study=best_group_size", f"output_root={tmp_path}"]).study
     assert study.trained == [f"{tmp_path}/best_group_size"]
