@@ -3,7 +3,8 @@ r"""The process behind `grpo_ustat.tasks.verifier`: judges pairs of LaTeX texts 
 Started by path, so that neither grpo_ustat nor torch nor the main module of a run is imported.
 What is imported here stays clean: a fork of it judges, and when that one dies of a pair, or has
 judged enough, the next fork takes over within milliseconds. The deadline is an alarm of the system,
-which ends a fork whatever it computes, also when nobody is left to ask for the verdict.
+which ends a fork whatever it computes, also when nobody is left to ask for the verdict. A fork that
+judges opens no file but the modules that the libraries still import, no socket and no process.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.machinery import all_suffixes
 from itertools import product
 from multiprocessing.connection import Connection
 from typing import Any
 
 READY = "ready"
+STATUS = "/proc/self/status"
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+SYSTEM = ("os.", "socket.", "subprocess.", "shutil.")  # audit events of what is not to be done
+PERMITTED = ("os.kill", "os.listdir", "os.scandir")  # to see the run alive, and to import
 LOOK = 2.0  # seconds between two looks whether the run that asks still lives
 NEARLY = 0.9  # of the memory limit: what is found this close to it is not trusted
 DONE, CRASHED, AGAIN = 0, 1, 3  # exit codes of a fork; after the last the next one takes over
@@ -101,6 +107,7 @@ def _serve(
     tasks: int,
 ) -> int:
     """Judge up to `tasks` pairs; the exit code."""
+    _guard()
     for _ in range(tasks):
         if (pair := _received(pipe, run)) is None:
             return DONE
@@ -114,6 +121,31 @@ def _serve(
         if verdict == "failure":
             break
     return AGAIN
+
+
+def _guard() -> None:
+    """Have this process read nothing but Python's modules and packages, write no file, and neither
+    reach the network nor start a process.
+
+    An audit hook, which nothing takes off again. It sees what Python does, not machine code.
+    """
+    sys.dont_write_bytecode = True
+    packages = tuple(os.path.join(os.path.realpath(x), "") for x in (sys.prefix, sys.base_prefix))
+    modules = tuple(all_suffixes())
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(path, int) or path == STATUS:
+                return
+            place = os.path.realpath(os.fsdecode(path))
+            if not flags & WRITING and (place.startswith(packages) or place.endswith(modules)):
+                return
+        elif event in PERMITTED or not event.startswith(SYSTEM):
+            return
+        raise PermissionError(f"{event}: a judge of answers opens no files and no network")
+
+    sys.addaudithook(watch)
 
 
 def _received(pipe: Connection, run: int) -> list[str] | None:
@@ -140,10 +172,10 @@ def _peak_bytes() -> int:
     """The largest address space that this process has had, bytes; where the system does not say,
     its largest memory.
     """
-    if not os.path.exists("/proc/self/status"):
+    if not os.path.exists(STATUS):
         unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, bytes
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with open("/proc/self/status") as status:
+    with open(STATUS) as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmPeak:"))
 
 

@@ -2,7 +2,8 @@
 
 A sequence works on one pool that several studies share. At every step a study of it is chosen,
 killed (after a seeded time, or before a seeded one of the calls that change a folder), suspended
-for a moment or left to end; between two steps a file may be damaged. In the end every study
+for a moment or left to end, a third of them with a clock that is months early or late; between two
+steps a file may be damaged. In the end every study
 that was begun is typed again. Each must have the files of one that nobody disturbed, byte by byte,
 or have refused in one line that says what to do, which is then done.
 
@@ -108,6 +109,11 @@ def kill_before_call(number):
     return count_calls
 
 
+def jump_clock(seconds):
+    real = time.time
+    time.time = lambda: real() + seconds
+
+
 def truncated(file, rng):
     file.write_bytes(file.read_bytes()[: int(rng.integers(file.stat().st_size))])
 
@@ -150,10 +156,10 @@ class Sequence:
         if name not in self.begun:
             self.begun.append(name)
         config, folder = self.config(name), self.place / name
-        if kind == "call":
-            pid = forked(config, folder, kill_before_call(int(self.rng.integers(24))))
-        else:
-            pid = forked(config, folder)
+        killed = kill_before_call(int(self.rng.integers(24))) if kind == "call" else lambda: None
+        jump = float(self.rng.choice([-1e7, 0, 0, 0, 0, 1e7]))
+        self.did["clocks"] += jump != 0
+        pid = forked(config, folder, lambda: (jump_clock(jump), killed()))
         if kind in ("time", "suspend"):
             time.sleep(self.rng.uniform(0, self.seconds))
             os.kill(pid, signal.SIGKILL if kind == "time" else signal.SIGSTOP)

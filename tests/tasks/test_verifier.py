@@ -144,6 +144,18 @@ def test_memory_is_limited_even_where_the_library_hides_it(stub):
 
 
 @pytest.mark.slow
+def test_a_judge_opens_no_file_no_network_and_no_process(stub, tmp_path):
+    (tmp_path / "kept").write_text("a key")
+    acts = [
+        f"read {tmp_path}/kept", f"write {tmp_path}/new", f"write {tmp_path}/new.py",
+        f"remove {tmp_path}/kept", "read /etc/passwd", "connect", "start true", "fork",
+    ]  # fmt: skip
+    assert stub().judge([("7", act) for act in acts]) == [FAILURE] * len(acts)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "calls"] == ["kept"]
+    allowed = ["import fractions", "import xml.dom.minidom", f"read {os.__file__}"]
+    assert stub().judge([("7", act) for act in allowed]) == [RIGHT] * len(allowed)
+
+
 def test_a_stopped_worker_is_replaced(stub):
     verifier = stub(deadline=0.3)
     assert verifier.judge([("3", "3")]) == [RIGHT]

@@ -1,0 +1,97 @@
+"""Adapters that others trained, of every kind that PEFT calls LoRA: merged as PEFT reads them, or
+refused in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.adapters import merged
+
+peft = pytest.importorskip("peft")
+
+VARIANTS = {
+    "plain": {},
+    "rank-stabilised": {"use_rslora": True},
+    "DoRA": {"use_dora": True},
+    "biases": {"bias": "lora_only"},
+    "all biases": {"bias": "all"},
+    "a whole head": {"modules_to_save": ["lm_head"]},
+    "ranks by name": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 32}},
+    "some layers": {"layers_to_transform": [1]},
+    "embeddings": {"target_modules": ["embed_tokens", "v_proj"]},
+    "new tokens": {"trainable_token_indices": [3, 5]},
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "OLoRA": {"init_lora_weights": "olora"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "a bias of B": {"lora_bias": True},
+    "a parameter": {"target_modules": [], "target_parameters": ["0.self_attn.q_proj.weight"]},
+}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A folder with a Llama of two layers, its linear layers with biases."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, attention_bias=True, mlp_bias=True,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).double().eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(16).view(2, 8)).logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_what_peft_reads(variant, base, tmp_path):
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"]} | VARIANTS[variant]
+    trained = peft.get_peft_model(loaded(base), peft.LoraConfig(**options))
+    for parameter in trained.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter.data, std=0.3)
+    trained.save_pretrained(tmp_path / "adapters")
+    read = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "adapters").eval()
+    ours = merged(loaded(base), str(tmp_path / "adapters"))
+    torch.testing.assert_close(logits(ours), logits(read), rtol=0, atol=1e-6)
+    assert (logits(ours) - logits(loaded(base))).abs().max() > 1e-3
+    assert all(parameter.requires_grad for parameter in ours.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [{"r": 5}, {"r": 0}, {"r": "four"}, {"target_modules": ["nowhere"]}, {"target_modules": 7},
+     {"layers_to_transform": [9]}, {"rank_pattern": {"q_proj": 0}}, {"use_dora": True},
+     {"modules_to_save": ["nowhere"]}, {"bias": "some"}, {"init_lora_weights": "nonsense"},
+     {"runtime_config": 3}, {"unknown_option": 1}, {"lora_alpha": "x"},
+     {"corda_config": {}, "init_lora_weights": "corda"}, {"eva_config": {}},
+     {"alora_invocation_tokens": [1]}, {"megatron_config": {}}, {"loftq_config": {"x": 1}}],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_do_not_fit_are_one_line_or_change_nothing(change, base, tmp_path):
+    torch.manual_seed(0)
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    peft.get_peft_model(loaded(base), options).save_pretrained(tmp_path / "adapters")
+    plain = logits(merged(loaded(base), str(tmp_path / "adapters")))
+    file = tmp_path / "adapters/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    try:
+        ours = merged(loaded(base), str(tmp_path / "adapters"))
+    except ConfigError as error:
+        assert str(error).startswith("the adapters do not fit") and "\n" not in str(error)
+    else:
+        torch.testing.assert_close(logits(ours), plain)
