@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -31,13 +32,20 @@ def pytest_collection_modifyitems(config, items):
 
     Of workers that take a file each (.ci/run) none is then left alone with a long one.
     """
-    wanted = config.getoption("--slow")
-    kept = [item for item in items if bool(item.get_closest_marker("slow")) == wanted]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    wanted, kept, others = config.getoption("--slow"), [], []
+    for item in items:
+        (kept if bool(item.get_closest_marker("slow")) == wanted else others).append(item)
+    config.hook.pytest_deselected(items=others)
     minutes = Counter()
     for item in kept:
         minutes[item.path] += _minutes(item)
     items[:] = sorted(kept, key=lambda item: -minutes[item.path])
+
+
+def pytest_collection_finish(session):
+    """What is imported by now stays; looking through it anew takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _minutes(item):

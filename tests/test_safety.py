@@ -74,6 +74,7 @@ def _is_python(path):
         return file.readline().startswith(b"#!") and b"python" in path.read_bytes()[:80]
 
 
+@pytest.mark.slow
 def test_no_source_runs_a_text():
     found = {str(path.relative_to(ROOT)): offences(path.read_text()) for path in sources()}
     assert len(found) > 60 and "grpo_ustat/tasks/verify_worker.py" in found

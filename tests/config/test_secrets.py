@@ -137,6 +137,7 @@ def test_a_program_keeps_what_is_no_key():
     assert redact_code('password: "correct-horse"', {}) == 'password: "***"'
 
 
+@pytest.mark.slow
 def test_the_repositorys_own_texts_hold_no_key():
     """So that the forms are narrow: all of conf/, of the documentation, and of the package."""
     root = Path(__file__).parents[2]

@@ -312,6 +312,7 @@ def device_of_worker(items):
     yield from ((item, os.environ[WORKER]) for item in items)
 
 
+@pytest.mark.slow
 def test_workers_know_their_number():
     found, _ = share(device_of_worker, [0, 1, 2, 3], 2, "numbers", 4)
     assert sorted(found) == [(0, "0"), (1, "1"), (2, "0"), (3, "1")]

@@ -137,6 +137,7 @@ def test_a_refusal_of_ours_keeps_its_words(tmp_path):
         ended_by(own, tmp_path)
 
 
+@pytest.mark.slow
 def test_workers_imports_begin_before_the_runs_own(tmp_path, monkeypatch):
     """Not for one process, nor for a run that is done."""
     calls = []

@@ -137,6 +137,7 @@ def test_a_file_that_was_edited_after_the_run_is_named(name, folders, tmp_path):
     assert any(f"bad-train: {name} is not as the run" in line for line in notes_of(place))
 
 
+@pytest.mark.slow
 def test_many_evaluations_take_seconds_and_are_counted(folders, tmp_path):
     place = copied(folders, tmp_path, ["train"])
     file = place / "bad-train/eval.csv"

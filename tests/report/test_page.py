@@ -271,6 +271,7 @@ def test_the_configuration_can_be_read_back():
     assert config in [yaml.safe_load(text) for text in found.texts if text.startswith("a:")]
 
 
+@pytest.mark.slow
 def test_a_page_is_made_without_torch():
     words = "import sys, grpo_ustat.report.run_page; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)

@@ -248,6 +248,7 @@ def test_the_trainer_waits_where_the_server_can_reach_it():
     assert own_address("http://127.0.0.1:8000") == "127.0.0.1"
 
 
+@pytest.mark.slow
 def test_configurations():
     cuda = ("rollout=vllm_server", "launch.device=cuda", "dry_run=true")
     config = compose("train", *cuda)

@@ -98,6 +98,7 @@ def test_math_verify_judges(math_verify):
     assert math_verify.judge([]) == []
 
 
+@pytest.mark.slow
 def test_several_threads_judge_at_once(math_verify):
     found = {}
 
