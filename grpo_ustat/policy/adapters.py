@@ -56,6 +56,7 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         with _quiet():
             adapted = peft.PeftModel(model, peft.PeftConfig.from_pretrained(folder))
             report = adapted.load_adapter(folder, "default", torch_device="cpu")
+            result = adapted.merge_and_unload()
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(f"the adapters do not fit their base model: {reason}") from error
@@ -64,7 +65,7 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         raise ConfigError(
             f"the adapters do not fit their base model: {differing[0]} is in one only"
         )
-    result = adapted.merge_and_unload().requires_grad_(True)
+    result.requires_grad_(True)
     result.name_or_path = os.path.abspath(folder)  # what adapters on top of it name as their base
     return result
 
