@@ -46,6 +46,7 @@ FILE = re.compile(r"\[Errno \d+\] [^:\n]+: '([^'\n]+)'")
 NO_MEMORY = re.compile(r"\bMemoryError\b|can't allocate memory|std::bad_alloc")
 NO_THREAD = re.compile(r"can't start new thread")
 LOST = re.compile(r"worker \d+ ended with exit code -\d+")
+WORKING = "the working folder"
 TEMPORARY = "No usable temporary directory"
 
 
@@ -93,7 +94,8 @@ def refusal(error: BaseException) -> tuple[str, str, bool] | None:
     file = os.fsdecode(file) if isinstance(file, str | bytes | os.PathLike) else match and match[1]
     if number in GONE:
         if folder := _folder_gone(file):
-            return f"{folder} was moved or removed", f"put the folder {folder} back", True
+            named = folder if folder == WORKING else f"the folder {folder}"
+            return f"{folder} was moved or removed", f"put {named} back", True
         return None
     remedy = OF_FILES.get(number or 0) or OF_LIMITS.get(number or 0)
     if number is None or remedy is None or (number in OF_NAMED_FILES and not file):
@@ -107,7 +109,7 @@ def _folder_gone(file: str | None) -> str | None:
     try:
         here = os.getcwd()
     except FileNotFoundError:
-        return "the working folder"
+        return WORKING
     folder = Path(here, file).parent if file else Path(here)
     return None if folder.is_dir() else str(folder)
 
@@ -133,7 +135,7 @@ def faults_of(folder: Path) -> Iterator[None]:
     except NotSaved:
         raise
     except Exception as error:
-        refused = refusal(error)
+        refused = refusal(error) or _emptied(folder, error)
         if refused is None:
             raise
         reason, remedy, of_files = refused
@@ -142,3 +144,14 @@ def faults_of(folder: Path) -> Iterator[None]:
             f"{folder} {what} ({reason}): {remedy}, then the same command goes on from what is "
             "there"
         ) from error
+
+
+def _emptied(folder: Path, error: Exception) -> tuple[str, str, bool] | None:
+    """See `refusal`: the run folder was replaced by another, in which a file of ours is missing."""
+    file = getattr(error, "filename", None)
+    if not isinstance(error, FileNotFoundError) or not isinstance(file, str):
+        return None
+    inside = os.path.realpath(file).startswith(os.path.join(os.path.realpath(folder), ""))
+    if not inside or (folder / ".hydra/config.yaml").is_file():
+        return None
+    return f"{folder} was moved or removed", f"put the folder {folder} back", True

@@ -376,10 +376,10 @@ def remove_empty(path: Path) -> None:
     """Remove a folder in which nothing is, its parent if that is left empty, and so on up to the
     working directory.
     """
-    path, here = path.absolute(), Path.cwd()
     with suppress(OSError):
+        path, here = path.absolute(), Path.cwd()
         for folder in (path, *path.parents):
-            if here in folder.parents or folder in (path, path.parent):
+            if folder != here and (here in folder.parents or folder in (path, path.parent)):
                 folder.rmdir()
 
 

@@ -408,16 +408,59 @@ def save_a_stand_in(figure: Figure, file: object, **_: object) -> None:
         Path(str(file)).write_bytes(SVG if str(file).endswith("svg") else b"x" * 2000)
 
 
-def fork_run(words: tuple[str, ...], place: Path, fault: Act = nothing) -> int:
-    """Type a command line in a folder, in a fork; its streams go to files beside the folder."""
-    if pid := os.fork():
-        return pid
+def run_forked(words: tuple[str, ...], place: Path, fault: Act = nothing) -> tuple[str, str]:
+    """Type a command line in a folder, in a fork.
+
+    Returns:
+        `right`, `one line`, `killed` or `wrong`, and what it said last on its error stream.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(reader)
+        _run(words, place, fault, writer)
+    os.close(writer)
+    os.set_blocking(reader, False)
+    said, until, status = b"", time.monotonic() + SECONDS, None
+    while status is None:
+        ended, state = os.waitpid(pid, os.WNOHANG)
+        status = state if ended else None
+        with suppress(BlockingIOError):
+            while part := os.read(reader, 65536):
+                said += part
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(reader)
+            return "wrong", "hangs"
+        time.sleep(0.02)
+    os.close(reader)
+
+    code, text = os.waitstatus_to_exitcode(status), said.decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
+    last = (lines or text.strip().splitlines() or [""])[-1]
+    results = ("run/result.json", "outputs/run/result.json", "outputs/report/x/report.html")
+    whole = any((place / name).is_file() for name in results)
+    trace = re.search("Traceback|Exception ignored|stack trace|Error executing job", text)
+    if code == -signal.SIGKILL:
+        return "killed", last
+    if code == 0 and whole and not trace:
+        return "right", last
+    if code > 0 and len(lines) == 1 and not trace:
+        return "one line", last
+    Path(f"{place}.err").write_text(text)
+    return "wrong", f"{code}: {last}"
+
+
+def _run(words: tuple[str, ...], place: Path, fault: Act, errors: int) -> None:
+    """In the fork, which ends here; the error stream goes to this descriptor."""
     code = 1
     try:
         os.chdir(place)
-        for stream, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{place}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream, target in enumerate((null, null, errors)):
+            os.dup2(target, stream)
+        os.close(null), os.close(errors)
         sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
         sys.argv = ["grpo-ustat", *words]
@@ -435,46 +478,18 @@ def fork_run(words: tuple[str, ...], place: Path, fault: Act = nothing) -> int:
     os._exit(code)
 
 
-def end_of(pid: int) -> int | str:
-    """The exit code, minus the signal, or that it hangs."""
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "hangs"
-
-
-def outcome(place: Path, code: int | str) -> tuple[str, str]:
-    """(right, one line, killed or wrong; what it said last)."""
-    text = Path(f"{place}.err").read_text(errors="replace")
-    lines = [line for line in text.splitlines() if line.startswith("error: ")]
-    said = (lines or text.strip().splitlines() or [""])[-1]
-    results = ("run/result.json", "outputs/run/result.json", "outputs/report/x/report.html")
-    whole = any((place / name).is_file() for name in results)
-    trace = re.search("Traceback|Exception ignored|stack trace|Error executing job", text)
-    if code == -signal.SIGKILL:
-        return "killed", said
-    if code == 0 and whole and not trace:
-        return "right", said
-    if isinstance(code, int) and code > 0 and len(lines) == 1 and not trace:
-        return "one line", said
-    return "wrong", f"{code}: {said}"
-
-
 def attempt(one: Try, place: Path) -> tuple[str, str]:
     """The kind of a try's end, and what was said."""
     place.mkdir(parents=True)
     one.prepare(place)
-    kind, said = outcome(place, end_of(fork_run(one.words, place, one.fault)))
+    kind, said = run_forked(one.words, place, one.fault)
     drawn = {file.name for file in place.rglob("*.safetensors")}
     one.mend(place)
     if kind == "right":
         return kind, said
-    again, then = outcome(place, end_of(fork_run(one.again or one.words, place)))
+    again, then = run_forked(one.again or one.words, place)
+    if kind == "wrong":
+        return kind, said
     # typed without overwrite, half a removed folder may be refused in a line
     if again != "right" and not (one.again and again == "one line"):
         return "wrong", f"{said} | typed again: {then}"
@@ -494,7 +509,7 @@ def main() -> None:
         place = out / "done" / name
         if not (place / "run/result.json").is_file():
             place.mkdir(parents=True)
-            assert end_of(fork_run(COMMANDS[name], place)) == 0, Path(f"{place}.err").read_text()
+            assert run_forked(COMMANDS[name], place)[0] == "right", Path(f"{place}.err").read_text()
     tries = tries_of_all(out / "done")
     chosen = [x for x in tries if not options.names or any(part in x for part in options.names)]
     kinds: dict[str, Counter[str]] = {}

@@ -21,7 +21,7 @@ from grpo_ustat.mse import pool_store
 from grpo_ustat.mse import study as mse_study
 from grpo_ustat.report import error_figures
 from grpo_ustat.runs import folder as folder_module
-from grpo_ustat.runs.faults import NotSaved
+from grpo_ustat.runs.faults import NotSaved, faults_of
 from grpo_ustat.runs.folder import RunFolder
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -119,6 +119,34 @@ def test_what_the_system_refuses_is_one_line(error, line, tmp_path):
         ended_by(error, tmp_path)
     message = str(refusal.value)
     assert line in message and message.startswith(f"{tmp_path}/run ") and "\n" not in message
+
+
+def test_a_run_folder_that_was_emptied_is_one_line(tmp_path):
+    """Of a file elsewhere, or where the folder is as it was, the error stays what it is."""
+    missing = refused(errno.ENOENT, str(tmp_path / "run/code.json"))
+    (tmp_path / "run/.hydra").mkdir(parents=True)
+    with (
+        pytest.raises(NotSaved, match=r"was moved or removed\): put the folder .* back"),
+        faults_of(tmp_path / "run"),
+    ):
+        raise missing
+    with pytest.raises(FileNotFoundError), faults_of(tmp_path / "run"):
+        raise refused(errno.ENOENT, str(tmp_path / "x"))
+    (tmp_path / "run/.hydra/config.yaml").touch()
+    with pytest.raises(FileNotFoundError), faults_of(tmp_path / "run"):
+        raise missing
+
+
+def test_a_working_folder_that_is_gone_is_one_line(tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    config, folder = begun(tmp_path)
+    here.rmdir()
+    words = r"removed\): put the working folder back, then"
+    with pytest.raises(NotSaved, match=words), faults_of(folder.path):
+        raise refused(errno.ENOENT, "x")
+    folder.leave()
 
 
 @pytest.mark.parametrize(

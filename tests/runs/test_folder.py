@@ -25,6 +25,9 @@ def test_empty_folders_go_up_to_where_a_file_or_the_working_directory_is(tmp_pat
     assert list((tmp_path / "here").iterdir()) == []
     remove_empty(tmp_path / "other/a/b")  # elsewhere no further than the folder above it
     assert list((tmp_path / "other").iterdir()) == []
+    (tmp_path / "here/run").mkdir()
+    remove_empty(Path("run"))  # the working directory stays, empty as it is
+    assert list((tmp_path / "here").iterdir()) == []
     (tmp_path / "here/outputs/train/a").mkdir(parents=True)
     (tmp_path / "here/outputs/README.md").touch()
     remove_empty(Path("outputs/train/a"))
