@@ -274,7 +274,8 @@ def tries_of_all(done: Path) -> dict[str, Try]:
             prepare = with_link(done / name / "run", linked)
             add(f"overwrite, {linked} is a link", words=overwrite, prepare=prepare)
         add("overwrite, run is a link to nothing", words=overwrite,
-            prepare=lambda place: (place / "run").symlink_to("nowhere/x"))  # fmt: skip
+            prepare=lambda place: (place / "run").symlink_to("nowhere/x"),
+            mend=lambda place: (place / "run").unlink())  # fmt: skip
         add("overwrite, result.json is a folder", words=overwrite,
             prepare=with_folder_for_result(done / name / "run"))  # fmt: skip
         below = tuple(word.replace("=run", "=outputs/run") for word in overwrite)
