@@ -16,7 +16,7 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError, did_you_mean, field
 
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
-TABLES = ("one_digit_product", "one_digit_sum", "plus_one")
+TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry points
 MOST_HELD_OUT = 500  # questions of a file of one's own, for tests and for studies alike
 FILES = (".jsonl", ".json", ".parquet", ".gz", ".xz", ".zst", ".bz2")

@@ -35,6 +35,7 @@ from grpo_ustat.records import ScorePool
 from grpo_ustat.report.tables import clipped_warning, unjudged_warning
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.runs.folder import RunFolder, versions
+from grpo_ustat.runs.log import arrow_table
 
 NAME = "curves.parquet"
 TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}  # scripts/benchmarks/precision.py
@@ -482,4 +483,4 @@ def write_curves(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
         raise ValueError(f"{name} is a column of the rows or of {NAME}, not of both")
     schema = pyarrow.schema([(name, COLUMNS[name]) for name in rows[0]])
     with atomic_write(folder.path / NAME) as staged:
-        parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), staged)
+        parquet.write_table(arrow_table(rows, schema), staged)

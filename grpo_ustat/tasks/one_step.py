@@ -21,6 +21,7 @@ TABLES = {
     "one_digit_product": ("*", operator.mul, _DIGITS, _DIGITS),
     "one_digit_sum": ("+", operator.add, _DIGITS, _DIGITS),
     "plus_one": ("+", operator.add, range(10, 100), (1,)),
+    "plus_digit": ("+", operator.add, range(10, 100), _DIGITS),
 }
 
 

@@ -16,7 +16,7 @@ from grpo_ustat.config.identity import fingerprint, folder_name, identity
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import load_policy
 
-FEW_SHOT = ("one_digit_product", "one_digit_sum", "plus_one")
+FEW_SHOT = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
 
 
 @pytest.mark.parametrize("entry, group, name", list(group_files()))

@@ -9,7 +9,7 @@ from grpo_ustat.tasks.base import NumberJudge, Task
 from grpo_ustat.tasks.one_step import OneStep, draw, exercises
 from grpo_ustat.tasks.prompts import Prompting
 
-NAMES = ("one_digit_product", "one_digit_sum", "plus_one")
+NAMES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
 SIZES = {"train": 24, "test": 15, "study": 24}
 RESULTS = {"*": lambda a, b: a * b, "+": lambda a, b: a + b}
 
@@ -20,7 +20,7 @@ def task(name, shots=4, seed=0, **sizes):
     return Task(source, Prompting("{question} = ", "{answer}\n", examples), NumberJudge())
 
 
-@pytest.mark.parametrize("name, count", list(zip(NAMES, (81, 81, 90), strict=True)))
+@pytest.mark.parametrize("name, count", list(zip(NAMES, (81, 81, 90, 810), strict=True)))
 def test_answers_are_right_and_every_question_has_one_split(name, count):
     found = exercises([name])
     assert len({q.text for q in found}) == len(found) == count
