@@ -24,6 +24,7 @@ REWRITTEN = {  # hash of an embedded policy: its hash before its tokenizer was w
     "141bb549a609": "a5b20b037c83",
     "ecec94fe94a9": "2f18b1ecb1c2",
 }
+NEUTRAL_STUDY = {"metric": "euclidean", "parameters": None}
 LONGEST_WORDS = 200  # bytes; file systems end names at 255
 OPERATIONAL = (
     "output_root",
@@ -89,8 +90,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     {'model': {'name': 'x'}, 'dataset': {'path': 'local'}}
 
     A number of minibatches that leaves the batch whole, or does not count, is left out too: older
-    configurations have no such key. So is a study's `rollout=local`, and `tf32` where no product is
-    TF32.
+    configurations have no such key. So are a study's `rollout=local` and Euclidean metric, and
+    `tf32` where no product is TF32.
 
     >>> "rollout" in drop_neutral_keys({"study": {}, "rollout": {"name": "local"}})
     False
@@ -109,6 +110,9 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     if own and own[0].exists():
         dataset["reward"] = f"local:{own[1]}"
     study = {key: value for key, value in keys.get("study", {}).items() if key != "part"}
+    for key, neutral in NEUTRAL_STUDY.items():
+        if study.get(key) == neutral:
+            study.pop(key, None)
     objective = dict(keys.get("objective", {}))
     if objective.get("num_minibatches") == 1 or objective.get("minibatch_size") is not None:
         objective.pop("num_minibatches", None)

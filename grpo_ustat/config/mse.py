@@ -17,13 +17,14 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
-from grpo_ustat.config.model import tf32_in_use
+from grpo_ustat.config.model import OPTIMIZER, model_folder, tf32_in_use
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
 
 METHODS = ("closed_form", "replay", "monte_carlo")
 INTERVALS = ("completions", "questions")
+METRICS = ("euclidean", "adam")
 SETTINGS = ("all_questions_once", "with_replacement", "without_replacement", "one_question")
 OF_A_POOL = re.compile(r"\.?(pool\.json|[0-9a-f]{16}-\d+-\d+\.safetensors)(\.[0-9a-f]+\.tmp)?")
 CLOSED_FORMS = (
@@ -106,6 +107,14 @@ class StudyConfig:
     interval: str = field(
         "completions: conditional on these questions; questions: generalising to new questions",
         choices=INTERVALS,
+    )
+    metric: str = field(
+        "of errors; euclidean: of the gradient; adam: of AdamW's step, each entry by its scale in "
+        "the optimizer's state of the checkpoint that model names",
+        choices=METRICS,
+    )
+    parameters: str | None = field(
+        "regular expression of the names of those whose entries count; null: all trainable ones"
     )
     questions: int | None = field(
         "of the study, the first so many; null: all", "questions", positive=True
@@ -238,6 +247,7 @@ class MseConfig(Common):
                 "of questions a batch"
             )
         self._check_tf32()
+        self._check_metric()
         self._check_rollout()
         self._check_baselines()
         self._check_pool()
@@ -258,6 +268,32 @@ class MseConfig(Common):
             raise ConfigError(
                 f"tf32=true with model.dtype={self.model.dtype}: TF32 is of float32 products, use "
                 "model.dtype=float32 or tf32=null"
+            )
+
+    def _check_metric(self) -> None:
+        """Refuse another metric where no optimizer's state is, or where gradients are whole."""
+        metric, pattern = self.study.metric, self.study.parameters
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ConfigError(
+                f"study.parameters={pattern} is no regular expression ({error}): try attn, mlp or "
+                "embed"
+            ) from error
+        if (metric != "euclidean" or pattern) and "monte_carlo" in self.study.methods:
+            key = f"study.parameters={pattern}" if pattern else f"study.metric={metric}"
+            raise ConfigError(
+                f"{key} with monte_carlo in study.methods, which forms gradients over all "
+                "parameters in the Euclidean metric: use closed_form or replay"
+            )
+        if metric == "euclidean":
+            return
+        folder = model_folder(self.model.model_name_or_path)
+        if not (folder / OPTIMIZER).is_file():
+            raise ConfigError(
+                f"study.metric={metric} with model={self.model.model_name_or_path}, "
+                f"which has no {OPTIMIZER}: name a checkpoint-N folder of a training run, or use "
+                "study.metric=euclidean"
             )
 
     def _check_rollout(self) -> None:

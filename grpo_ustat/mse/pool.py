@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from grpo_ustat.config.model import model_folder
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.costs.cost import score_memory, study_cost
@@ -24,8 +25,9 @@ from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.memory import check_weights, free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import causal
-from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
+from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes, trainable
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
+from grpo_ustat.policy.scores.metric import Metric, adam_metric, counted_parameters
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.progress import Notice
@@ -108,12 +110,14 @@ class ModelFacts:
     """Facts about model and prompts, known before anything is sampled.
 
     Attributes:
-        parameters: that scores cover.
+        parameters: number of entries of the model's trainable parameters.
+        counted: of those that fit `study.parameters`.
         prompt_tokens: mean length of a prompt.
         prompt_seconds: to read one prompt, measured here; a group shares it.
     """
 
     parameters: int
+    counted: int
     prompt_tokens: float
     prompt_seconds: float
 
@@ -122,7 +126,8 @@ def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
     """Count parameters and tokens, and time the reading of a few prompts.
 
     Raises:
-        ConfigError: the model does not fit on the GPU, known before it is loaded.
+        ConfigError: the model does not fit on the GPU, known before it is loaded; or
+            `study.parameters` fits none of its parameters.
     """
     weights, memory = study_cost(config).weights, score_memory(config)
     device = torch.device(own_device(config.launch.device))
@@ -130,6 +135,8 @@ def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
     if is_there and weights is not None and memory is not None:
         check_weights(weights, memory[2], free_bytes(device), str(device))
     policy = configured_policy(config)
+    sizes = parameter_sizes(policy.model)
+    counted = counted_parameters(trainable(policy.model), config.study.parameters)
     encoded = policy.encode([prompt.text for prompt in prompts])
     few = [torch.tensor([ids], device=policy.model.device) for ids in encoded[:8]]
     with torch.inference_mode():
@@ -138,8 +145,8 @@ def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
         for ids in few:
             policy.model(input_ids=ids).logits[0, -1, 0].item()
         seconds = (time.perf_counter() - start) / len(few)
-    parameters = sum(parameter_sizes(policy.model).values())
-    return ModelFacts(parameters, float(np.mean([len(ids) for ids in encoded])), seconds)
+    length = float(np.mean([len(ids) for ids in encoded]))
+    return ModelFacts(sum(sizes.values()), sum(sizes[name] for name in counted), length, seconds)
 
 
 def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> Array:
@@ -229,7 +236,7 @@ def _score_chunks(
     """
     (policy, engine), task = start_sampler(config), configured_task(config)
     sampling, sketches = Sampling.of(config, "pool"), score_sketches(config, policy)
-    checked = False
+    metric, checked = score_metric(config, policy), False
     for first, chunk in items:
         chunk_prompts = [prompts[p] for p in chunk]
         rollouts, chunk_cost = sample_with_cost(
@@ -249,7 +256,9 @@ def _score_chunks(
                 seconds = chunk_cost.seconds_generate / len(chunk_prompts)
                 cost = question_cost(rollouts, row, seconds)
                 cost += judge_cost if row == 0 else WorkCost()  # once for the chunk
-                part = score_part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
+                part = score_part(
+                    policy, rollouts, row, rewards_PN[row], config, sketches, cost, metric
+                )
                 store.write(prompt, first, part)
             yield WorkCost(rollouts=size - first)
 
@@ -259,6 +268,22 @@ def score_sketches(config: MseConfig, policy: Policy) -> tuple[Sketch, Sketch]:
     sizes = parameter_sizes(policy.model)
     features = Sketch(sizes, config.budget.feature_sketch)
     return features, Sketch(sizes, config.budget.gradient_sketch, signs=features.signs)
+
+
+def score_metric(config: MseConfig, policy: Policy) -> Metric | None:
+    """The configured metric of scores; None where it is Euclidean over all parameters.
+
+    Raises:
+        ConfigError: no optimizer's state fits the model, or no parameter the expression.
+    """
+    study = config.study
+    if study.metric == "euclidean" and study.parameters is None:
+        return None
+    parameters = trainable(policy.model)
+    counted = counted_parameters(parameters, study.parameters)
+    if study.metric == "euclidean":
+        return Metric.of_parts(parameters, counted)
+    return adam_metric(parameters, counted, model_folder(config.model.model_name_or_path))
 
 
 def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -> WorkCost:
@@ -279,6 +304,7 @@ def score_part(
     config: MseConfig,
     sketches: tuple[Sketch, Sketch],
     cost: WorkCost,
+    metric: Metric | None = None,
 ) -> Part:
     """Score one question's completions.
 
@@ -290,6 +316,7 @@ def score_part(
         config: the study's configuration.
         sketches: see `score_sketches`.
         cost: what the completions took so far; scoring is added.
+        metric: see `score_metric`.
 
     Raises:
         ConfigError: a score is beyond what its numbers can hold; names the prompt.
@@ -305,6 +332,7 @@ def score_part(
         gram=True,
         features=sketches[0],
         pooled=sketches[1],
+        metric=metric,
     )
     assert scores.gram_BB is not None  # `gram`, `features` and `pooled` ask for them
     assert scores.features_BR is not None and scores.pooled_KR is not None

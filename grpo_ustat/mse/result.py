@@ -38,6 +38,10 @@ from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import arrow_table
 
 NAME = "curves.parquet"
+NORMS = {
+    "euclidean": "Euclidean",
+    "adam": "of AdamW's step, v of the checkpoint's optimizer,",
+}
 TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}  # scripts/benchmarks/precision.py
 COLUMNS = {
     "method": pyarrow.string(),
@@ -101,7 +105,7 @@ def study_result(
     pool: ScorePool,
     statistics: ClosedForm,
     curves: list[dict[str, Any]],
-    parameters: int,
+    facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
 ) -> dict[str, Any]:
@@ -112,11 +116,11 @@ def study_result(
         pool: the scored completions.
         statistics: their closed forms.
         curves: rows of all methods.
-        parameters: number of parameters that the scores cover.
+        facts: of the model; see `model_facts`.
         pool_cost, replicate_cost: what the pool and Monte Carlo took.
     """
     total_cost = pool_cost + replicate_cost
-    metric = _metric(config, pool, parameters) | _tails(statistics)
+    metric = _metric(config, pool, facts) | _tails(statistics)
     return {
         "curves": curves,
         "ratio_to_oracle": oracle_ratios(statistics),
@@ -133,6 +137,7 @@ def study_result(
         "questions": len(pool.rewards_PN),
         "pool_completions": pool.rewards_PN.shape[1],
         "summary": verdict(statistics, config.baselines, pool.rewards_PN)
+        + metric_text(config)
         + tf32_text(config)
         + heavy_warning(statistics, config.study.interval)
         + clipped_warning(
@@ -162,6 +167,25 @@ def precision(config: MseConfig) -> dict[str, Any]:
     """
     error = TF32_ERROR if config.computes_tf32 else None
     return {"weights": config.model.dtype, "tf32": config.computes_tf32, "tf32_error": error}
+
+
+def metric_text(config: MseConfig) -> str:
+    """Sentences on another metric than the Euclidean over all parameters, with a space before them;
+    "" without.
+    """
+    text = ""
+    if config.study.metric == "adam":
+        text += (
+            " Errors are those of AdamW's step, not of the gradient: each entry counts by its "
+            "scale, 1 / (sqrt(v) + eps), v of the optimizer's state in "
+            f"{config.model.model_name_or_path}."
+        )
+    if config.study.parameters is not None:
+        text += (
+            " Errors are those of the parameters whose names fit study.parameters="
+            f"{config.study.parameters}, not of the whole gradient."
+        )
+    return text
 
 
 def tf32_text(config: MseConfig) -> str:
@@ -434,17 +458,19 @@ def _assumption(statistics: ClosedForm, pool: ScorePool) -> dict[str, Any]:
     return result
 
 
-def _metric(config: MseConfig, pool: ScorePool, parameters: int) -> dict[str, Any]:
+def _metric(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> dict[str, Any]:
     """The norm in which gradients were measured, and the tails of the score norms over all
     completions.
     """
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
+    pattern = config.study.parameters
+    counted = "all trainable parameters" if pattern is None else f"those that fit {pattern}"
     return {
-        "parameters": parameters,
-        "norm": "Euclidean over all trainable parameters",
+        "parameters": facts.counted,
+        "norm": f"{NORMS[config.study.metric]} over {counted}",
         "between_questions": "exact"
-        if parameters <= config.budget.gradient_sketch
+        if facts.parameters <= config.budget.gradient_sketch
         else f"unbiased sketch of {config.budget.gradient_sketch} numbers",
         "effective_sample_size": float(q.sum() ** 2 / np.square(q).sum()) if q.any() else 0.0,
         "top_percent_share": float(top / q.sum()) if q.any() else 0.0,

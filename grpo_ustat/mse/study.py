@@ -162,9 +162,7 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     if "monte_carlo" in config.study.methods:
         curves_by_rule, replicate_cost = monte_carlo(config, prompts)
         curves += monte_carlo_rows(config, curves_by_rule, statistics, len(prompts))
-    result = study_result(
-        config, pool, statistics, curves, facts.parameters, pool_cost, replicate_cost
-    )
+    result = study_result(config, pool, statistics, curves, facts, pool_cost, replicate_cost)
     if sizes:
         result["scaling"]["rules"] = sizes
     logged = logged_rollouts(config) if config.imports_pool else []

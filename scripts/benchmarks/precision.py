@@ -54,7 +54,7 @@ def measure(config, prompts, way):
     accumulate.full_products = nullcontext if way == "everywhere" else FULL
     with tempfile.TemporaryDirectory() as folder:
         pool, cost = pools.build_pool(config, prompts, Path(folder))
-    facts = pools.ModelFacts(1, 1.0, 1.0)
+    facts = pools.ModelFacts(1, 1, 1.0, 1.0)
     request = closed_form_request(config, pool, facts, cost)
     return pool, closed_form(pool, request, config.study.interval)
 

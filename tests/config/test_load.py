@@ -116,6 +116,15 @@ WRONG = {
     "null": ("mse", ["dataset.max_term=null"], "dataset.max_term=null: a whole number is"),
     "all": ("mse", ["dataset.train_size=null"], "train_size=null: dataset.kind=arithmetic needs"),
     "no tables": ("mse", ["dataset=plus_one", "dataset.tables=[]"], "tables=[] holds no question"),
+    "no state": (
+        "mse", ["study.metric=adam"],
+        "model=embedded:tiny_base, which has no optimizer.safetensors: name a checkpoint-N folder",
+    ),
+    "no expression": ("mse", ["study.parameters='('"], "is no regular expression (missing )"),
+    "gradients of a part": (
+        "mse", [CARLO, "study.parameters=mlp"], "study.parameters=mlp with monte_carlo"
+    ),
+    "gradients of adam": ("mse", [CARLO, "study.metric=adam"], "metric=adam with monte_carlo"),
     "shots": ("mse", ["prompt.shots=-1"], "prompt.shots=-1 must be 0 or more"),
     "hidden reply": ("mse", ["prompt.shots=2"], "prompt.shots=2 with prompt.reply=None: examples"),
     "system": ("mse", ["prompt.system=hi"], "a turn of a chat: use prompt.chat=true"),

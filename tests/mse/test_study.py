@@ -15,6 +15,7 @@ import pyarrow.parquet as parquet
 import pytest
 from scipy import stats
 
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.mse import study as study_run
@@ -407,3 +408,21 @@ def test_the_console_shows_brackets(finished, capsys):
     study_run.run(config, RunFolder(path, config))
     shown = "".join(capsys.readouterr().out.split())
     assert "".join(result["summary"].split()) in shown
+
+
+def test_a_part_of_the_model_is_studied_as_such(tmp_path):
+    """Same completions; norms of the parts add up to those of the whole."""
+    options = ("model.dtype=float64", "budget.gradient_sketch=250000")
+    whole = study(tmp_path / "whole", *options)
+    parts = [
+        study(tmp_path / name, *options, f"study.parameters={name}")
+        for name in ("embed", "self_attn", "mlp", "norm")
+    ]
+    assert sum(part["metric"]["parameters"] for part in parts) == whole["metric"]["parameters"]
+    for key in ("c1", "c2", "c3"):
+        total = sum(part["scaling"][key] for part in parts)
+        assert total == pytest.approx(whole["scaling"][key], rel=1e-6)
+    assert "study.parameters=mlp, not of the whole gradient" in parts[2]["summary"]
+    with pytest.raises(ConfigError, match="study.parameters=null, asked is mlp"):
+        there = f"pool={tmp_path / 'whole' / 'pool'}"
+        study(tmp_path / "mlp_too", *options, "study.parameters=mlp", there)

@@ -15,6 +15,7 @@ import torch
 
 from grpo_ustat.policy.logprobs import widen
 from grpo_ustat.policy.precision import full_products, sums_wider, wide_bmm
+from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 
 PASS = 24  # multiplications that cost as much as one more look at an entry in memory
@@ -33,6 +34,7 @@ class Accumulator:
         gram: whether to form <s_i, s_j>.
         features: sketch of every completion's score, or None.
         pooled: sketch in place of the pooled gradients themselves, or None.
+        metric: weighs every entry of every gradient, see `metric`; None: Euclidean.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class Accumulator:
         gram: bool = False,
         features: Sketch | None = None,
         pooled: Sketch | None = None,
+        metric: Metric | None = None,
     ):
         def zeros(*shape, dtype=torch.float64):
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.batch, self.device, self.features, self.pooled = batch, device, features, pooled
+        self.metric = metric
         self.weights_KB = weights_KB if weights_KB is None else weights_KB.to(device)
         count = 0 if weights_KB is None else len(weights_KB)
         self.names: set[str] = set()
@@ -87,6 +91,8 @@ class Accumulator:
         """Add entries `start ... start + C` of N completions' gradients; overwrites `flat_NC`."""
         self.names.add(name)
         flat_NC = widen(flat_NC)
+        if self.metric is not None:
+            flat_NC *= self.metric.of(name, start, start + flat_NC.shape[1])
         self._square(flat_NC, rows)
         if self.weights_KB is not None:
             self._pool(name, shape, self._weights(rows, flat_NC.dtype) @ flat_NC, start)
@@ -96,6 +102,8 @@ class Accumulator:
         """Add whole rows of a matrix's gradients, those with the sorted ids; overwrites them."""
         if self.features is None and self.pooled is None:
             self.names.add(name)
+            if self.metric is not None:
+                dense_NUD *= self.metric.rows(name, shape, ids_U)
             flat = dense_NUD.flatten(1)
             self._square(flat, None)
             if self.weights_KB is not None:
@@ -108,8 +116,16 @@ class Accumulator:
             flat = dense_NUD[:, low:high].flatten(1)
             self.add_flat(name, shape, flat, int(ids_U[low]) * width)
 
-    def cross(self, first_NC: torch.Tensor, second_NC: torch.Tensor) -> None:
-        """Add 2 <first, second>, what ||first + second||^2 has beyond the two squared norms."""
+    def cross(
+        self, name: str, shape: torch.Size, ids_U, first_NUD: torch.Tensor, second_NUD: torch.Tensor
+    ) -> None:
+        """Add 2 <first, second>, what ||first + second||^2 has beyond the two squared norms, of the
+        rows of a matrix with these ids; overwrites `first_NUD`.
+        """
+        if self.metric is not None:
+            weights_UD = self.metric.rows(name, shape, ids_U)
+            first_NUD.mul_(weights_UD).mul_(weights_UD)
+        first_NC, second_NC = first_NUD.flatten(1), second_NUD.flatten(1)
         if self.gram_BB is None:
             self.sq_norm_B += 2 * torch.linalg.vecdot(first_NC, second_NC)
             return
@@ -130,7 +146,7 @@ class Accumulator:
 
     def _squares_are_cheaper(self, left_NTR, right_NTC) -> bool:
         (n, length, rows), columns = left_NTR.shape, right_NTC.shape[2]
-        if self.features is not None:
+        if self.features is not None or self.metric is not None:  # both look at each entry
             return False
         pooled = len(self.gradients_K)
         if self.gram_BB is not None:

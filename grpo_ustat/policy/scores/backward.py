@@ -26,6 +26,7 @@ from grpo_ustat.policy.output_layer import OutputLayer, Window, body, causal
 from grpo_ustat.policy.scores import layers
 from grpo_ustat.policy.scores.accumulate import SQUARE, Accumulator
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
+from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.output_layer import add_output_layer
 from grpo_ustat.policy.scores.sketch import Sketch
 
@@ -61,6 +62,7 @@ def completion_scores(
     *,
     features: Sketch | None = None,
     pooled: Sketch | None = None,
+    metric: Metric | None = None,
     by_layer: bool = False,
 ) -> CompletionScores:
     """Score norms, pooled gradients and Gram matrix over all trainable parameters.
@@ -77,6 +79,7 @@ def completion_scores(
         temperature: divides the logits, as in sampling.
         features: sketch every completion's score.
         pooled: sketch the pooled gradients instead of returning them whole.
+        metric: of norms, products and pooled gradients, see `metric`; None: Euclidean.
         by_layer: keep the inputs of layers alone and compute each layer twice, for less memory; a
             model that is not made of such layers keeps all.
 
@@ -87,7 +90,7 @@ def completion_scores(
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
     names = {id(parameter): name for name, parameter in trainable(model)}
     batch, device = len(input_ids_BT), input_ids_BT.device
-    totals = Accumulator(batch, device, weights_KB, gram, features, pooled)
+    totals = Accumulator(batch, device, weights_KB, gram, features, pooled, metric)
     with _activations_only(model):
         backward_pass = _Backward(model, names, input_ids_BT, attention_mask_BT, totals, by_layer)
         backward_pass.run(completion_mask_BT, temperature)
@@ -278,7 +281,7 @@ class _Backward:
             return  # scored one completion at a time
         if name == self.shared:
             assert isinstance(part, layers.Lookup)
-            self._cross(part)
+            self._cross(name, part)
         layers.add(self.totals, name, self.shapes[name], part)
         self.added.add(name)
 
@@ -303,7 +306,7 @@ class _Backward:
         grad_hidden_BTD[:, first - 1 : last - 1] = grad_window_BTD
         return grad_hidden_BTD
 
-    def _cross(self, lookup: layers.Lookup) -> None:
+    def _cross(self, name: str, lookup: layers.Lookup) -> None:
         """Add the inner product of the two gradients of a weight that output layer and embedding
         share.
 
@@ -313,7 +316,7 @@ class _Backward:
         for ids_U, dense_BUD in layers.dense_rows(lookup):
             place = torch.searchsorted(self.tokens_U, ids_U)
             grads = self.grads_BTU[:, :, place].transpose(1, 2).to(hidden)
-            self.totals.cross(torch.bmm(grads, hidden).flatten(1), dense_BUD.flatten(1))
+            self.totals.cross(name, self.shapes[name], ids_U, torch.bmm(grads, hidden), dense_BUD)
 
 
 def one_by_one(model, rest, rows: tuple, temperature: float, totals: Accumulator) -> None:

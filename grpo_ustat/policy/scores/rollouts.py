@@ -11,6 +11,7 @@ from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.memory import SHARE, free_bytes, score_bytes
 from grpo_ustat.policy.scores.backward import CompletionScores, completion_scores
+from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
 
@@ -25,6 +26,7 @@ def score_rollouts(
     gram: bool = False,
     features: Sketch | None = None,
     pooled: Sketch | None = None,
+    metric: Metric | None = None,
 ) -> CompletionScores:
     """`completion_scores` of the completions with the given flat indices p*G + i, in that order;
     layer by layer where the whole graph would take over half of the free memory.
@@ -35,7 +37,7 @@ def score_rollouts(
         policy, rollouts: whose completions.
         index: which, [B].
         temperature: divides the logits.
-        weights_KB, gram, features, pooled: see `completion_scores`.
+        weights_KB, gram, features, pooled, metric: see `completion_scores`.
     """
     first, place_B = distinct(rollouts, index)
     weights = None
@@ -56,6 +58,7 @@ def score_rollouts(
         temperature=temperature,
         features=features,
         pooled=pooled,
+        metric=metric,
         by_layer=whole > SHARE * free_bytes(policy.model.device),
     )
     return _spread(scores, torch.from_numpy(place_B).to(policy.model.device))

@@ -1,0 +1,185 @@
+"""Scores in the optimizer's metric against one-at-a-time autograd, entry by entry, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fakes import random_policy, random_rollouts
+from reference import one_flat_score
+from safetensors.torch import save_file
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.logprobs import pack
+from grpo_ustat.policy.scores import accumulate, layers, output_layer
+from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes, trainable
+from grpo_ustat.policy.scores.metric import Metric, adam_metric, counted_parameters
+from grpo_ustat.policy.scores.sketch import Sketch
+
+
+def random_metric(policy):
+    """Weights over two orders of magnitude, some of them 0; and the same in one flat vector."""
+    sizes = parameter_sizes(policy.model)
+    weights = {name: torch.rand(size).mul_(4.6).exp_() for name, size in sizes.items()}
+    for weight in weights.values():
+        weight[:: max(2, len(weight) // 5)] = 0
+    return Metric(weights), torch.cat([weights[name] for name in sorted(weights)]).double()
+
+
+def flat(gradient):
+    return torch.cat([gradient[name].flatten() for name in sorted(gradient)])
+
+
+def scores(policy, rollouts, metric, weights=None, **options):
+    count = rollouts.mask_PGT.shape[0] * rollouts.mask_PGT.shape[1]
+    rows = pack(rollouts, np.arange(count), policy.pad_token, policy.model.device)
+    masks = (rows.attention_mask_BT, rows.completion_mask_BT)
+    return completion_scores(
+        policy.model, rows.input_ids_BT, *masks, weights, metric=metric, **options
+    )
+
+
+def reference(policy, rollouts, flat_weights):
+    """D s_i of each completion, from its own unpadded forward and backward."""
+    rows = [
+        one_flat_score(policy.model, prompt, tokens[mask], 1.0)
+        for p, prompt in enumerate(rollouts.prompt_tokens)
+        for tokens, mask in zip(rollouts.tokens_PGT[p], rollouts.mask_PGT[p], strict=True)
+    ]
+    return torch.stack(rows) * flat_weights
+
+
+class Wobble(torch.nn.Module):
+    """A layer of a kind that no rule knows."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.linspace(0, 1, size, dtype=torch.float64))
+
+    def forward(self, hidden):
+        return hidden + torch.sin(hidden * self.phase)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("way", ["whole", "in chunks", "layer by layer", "without a rule"])
+def test_everything_equals_autograd_weighed_entry_by_entry(tied, gram, way, monkeypatch):
+    policy, rollouts = random_policy(tied=tied), random_rollouts([2, 5], group_size=3, longest=6)
+    if way == "without a rule":
+        mlp = policy.model.model.layers[0].mlp
+        mlp.act_fn = Wobble(mlp.up_proj.out_features)
+    if way == "in chunks":
+        monkeypatch.setitem(output_layer.LOGIT_BYTES, "cpu", 700)
+        monkeypatch.setitem(accumulate.CHUNK, "cpu", 500)
+        monkeypatch.setattr(layers, "DENSE", 3000)
+    metric, flat_weights = random_metric(policy)
+    slow = reference(policy, rollouts, flat_weights)
+    weights = torch.randn(2, 6, dtype=torch.float64)
+    by_layer = way == "layer by layer"
+    result = scores(policy, rollouts, metric, weights, gram=gram, by_layer=by_layer)
+    torch.testing.assert_close(result.sq_norm_B, slow.square().sum(1), rtol=1e-10, atol=1e-8)
+    if gram:
+        torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-8)
+    for gradient, row in zip(result.gradients_K, weights, strict=True):
+        torch.testing.assert_close(flat(gradient), row @ slow, rtol=1e-10, atol=1e-9)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sketches_in_full_hold_the_weighed_scores(tied):
+    policy, rollouts = random_policy(tied=tied), random_rollouts([2, 5], group_size=3, longest=6)
+    metric, flat_weights = random_metric(policy)
+    slow = reference(policy, rollouts, flat_weights)
+    weights = torch.randn(2, 6, dtype=torch.float64)
+    sketch = Sketch(parameter_sizes(policy.model), 10**6)
+    options = {"gram": True, "features": sketch, "pooled": sketch}
+    result = scores(policy, rollouts, metric, weights, **options)
+    torch.testing.assert_close(result.features_BR, slow, rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(result.pooled_KR, weights @ slow, rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-8)
+
+
+def test_a_metric_of_ones_is_euclidean():
+    policy, rollouts = random_policy(tied=True), random_rollouts([3], group_size=4, longest=5)
+    sizes = parameter_sizes(policy.model)
+    ones = Metric({name: torch.ones(size) for name, size in sizes.items()})
+    plain, weighed = (scores(policy, rollouts, metric, gram=True) for metric in (None, ones))
+    torch.testing.assert_close(weighed.gram_BB, plain.gram_BB, rtol=1e-12, atol=1e-12)
+
+
+PARTS = ("embed|lm_head", "self_attn", "mlp", "norm")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parts_of_the_model_add_up_to_the_whole(tied):
+    policy, rollouts = random_policy(tied=tied), random_rollouts([2, 5], group_size=3, longest=6)
+    parameters = trainable(policy.model)
+    counted = [counted_parameters(parameters, pattern) for pattern in PARTS]
+    assert sum(map(len, counted)) == len(parameters) and set.union(*counted) == names(parameters)
+    whole = scores(policy, rollouts, None, gram=True).gram_BB
+    parts = [scores(policy, rollouts, Metric.of_parts(parameters, c), gram=True) for c in counted]
+    torch.testing.assert_close(sum(p.gram_BB for p in parts), whole, rtol=1e-10, atol=1e-8)
+    assert all(p.sq_norm_B.min() > 0 for p in parts)
+
+
+def test_a_part_is_measured_by_the_entries_of_its_own(tmp_path):
+    """Against autograd, and with the optimizer's scales."""
+    policy, rollouts = random_policy(tied=True), random_rollouts([4], group_size=3, longest=6)
+    parameters = checkpoint(tmp_path, policy)
+    counted = counted_parameters(parameters, "mlp")
+    metric = adam_metric(parameters, counted, tmp_path)
+    inside = {
+        name: torch.full((p.numel(),), 0.5 * (name in counted), dtype=torch.float64)
+        for name, p in parameters
+    }
+    for name in counted:
+        inside[name][0] = 0
+    slow = reference(policy, rollouts, torch.cat([inside[name] for name in sorted(inside)]))
+    result = scores(policy, rollouts, metric, gram=True)
+    torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-8)
+
+
+def test_an_expression_that_fits_nothing_names_what_there_is():
+    parameters = trainable(random_policy(tied=True).model)
+    with pytest.raises(ConfigError, match="study.parameters=atn fits none of the model's .* such"):
+        counted_parameters(parameters, "atn")
+
+
+def names(parameters):
+    return {name for name, _ in parameters}
+
+
+def checkpoint(folder, policy, **changes):
+    """As `train` writes it: v = 4 for every entry but the first of each parameter, which has 0."""
+    state = {}
+    for name, parameter in trainable(policy.model):
+        second = torch.full(parameter.shape, 4.0)
+        second.view(-1)[0] = 0
+        state[f"{name}/exp_avg_sq"] = second
+    save_file(state | changes, folder / "optimizer.safetensors")
+    return trainable(policy.model)
+
+
+def test_weights_are_one_over_the_root_of_the_second_moment(tmp_path):
+    policy = random_policy(tied=True)
+    parameters = checkpoint(tmp_path, policy)
+    metric = adam_metric(parameters, names(parameters), tmp_path)
+    for name, parameter in parameters:
+        weight = metric.of(name, 0, parameter.numel())
+        assert weight[0] == 0 and weight.dtype == torch.float32
+        torch.testing.assert_close(weight[1:], torch.full((parameter.numel() - 1,), 0.5))
+    total = sum(parameter.numel() for _, parameter in parameters)
+    assert metric.entries == (total - len(parameters), total)
+
+
+def test_a_state_of_another_model_is_one_line(tmp_path):
+    policy = random_policy(tied=True)
+    name, parameter = trainable(policy.model)[0]
+    parameters = checkpoint(tmp_path, policy, **{f"{name}/exp_avg_sq": torch.ones(3)})
+    with pytest.raises(ConfigError, match=rf"exp_avg_sq has shape \(3,\), the model's {name}"):
+        adam_metric(parameters, names(parameters), tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / "optimizer.safetensors")
+    with pytest.raises(ConfigError, match="cannot be read as the state of AdamW for this model"):
+        adam_metric(parameters, names(parameters), tmp_path)
+    (tmp_path / "optimizer.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match="cannot be read as the state of AdamW for this model"):
+        adam_metric(parameters, names(parameters), tmp_path)
