@@ -12,7 +12,6 @@ from typing import cast
 
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 
-OPTIMIZER = "optimizer.safetensors"  # its state, in a checkpoint of `train`
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 

@@ -17,7 +17,7 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
-from grpo_ustat.config.model import OPTIMIZER, model_folder, tf32_in_use
+from grpo_ustat.config.model import tf32_in_use
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
@@ -109,8 +109,8 @@ class StudyConfig:
         choices=INTERVALS,
     )
     metric: str = field(
-        "of errors; euclidean: of the gradient; adam: of AdamW's step, each entry by its scale in "
-        "the optimizer's state of the checkpoint that model names",
+        "of errors; euclidean: of the gradient; adam: of AdamW's step, each entry in units of its "
+        "own root mean square",
         choices=METRICS,
     )
     parameters: str | None = field(
@@ -271,7 +271,7 @@ class MseConfig(Common):
             )
 
     def _check_metric(self) -> None:
-        """Refuse another metric where no optimizer's state is, or where gradients are whole."""
+        """Refuse another metric where gradients are whole, or where it cannot be had."""
         metric, pattern = self.study.metric, self.study.parameters
         try:
             re.compile(pattern or "")
@@ -286,14 +286,15 @@ class MseConfig(Common):
                 f"{key} with monte_carlo in study.methods, which forms gradients over all "
                 "parameters in the Euclidean metric: use closed_form or replay"
             )
-        if metric == "euclidean":
-            return
-        folder = model_folder(self.model.model_name_or_path)
-        if not (folder / OPTIMIZER).is_file():
+        if metric == "adam" and self.imports_pool:
             raise ConfigError(
-                f"study.metric={metric} with model={self.model.model_name_or_path}, "
-                f"which has no {OPTIMIZER}: name a checkpoint-N folder of a training run, or use "
-                "study.metric=euclidean"
+                f"study.metric=adam with pool={self.pool}: the second pass over the completions "
+                "needs the prompts of a data set; use study.metric=euclidean"
+            )
+        if metric == "adam" and self.target_halfwidth is not None:
+            raise ConfigError(
+                f"target_halfwidth={self.target_halfwidth} with study.metric=adam, whose widths "
+                "are known when the pool is whole: use budget.pool_completions"
             )
 
     def _check_rollout(self) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_ustat.config.model import model_folder
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.costs.cost import score_memory, study_cost
@@ -27,7 +26,7 @@ from grpo_ustat.policy.memory import check_weights, free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes, trainable
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
-from grpo_ustat.policy.scores.metric import Metric, adam_metric, counted_parameters
+from grpo_ustat.policy.scores.metric import Metric, counted_parameters
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.progress import Notice
@@ -271,19 +270,15 @@ def score_sketches(config: MseConfig, policy: Policy) -> tuple[Sketch, Sketch]:
 
 
 def score_metric(config: MseConfig, policy: Policy) -> Metric | None:
-    """The configured metric of scores; None where it is Euclidean over all parameters.
+    """The Euclidean metric over `study.parameters`; None where all count.
 
     Raises:
-        ConfigError: no optimizer's state fits the model, or no parameter the expression.
+        ConfigError: the expression fits no parameter.
     """
-    study = config.study
-    if study.metric == "euclidean" and study.parameters is None:
+    if config.study.parameters is None:
         return None
     parameters = trainable(policy.model)
-    counted = counted_parameters(parameters, study.parameters)
-    if study.metric == "euclidean":
-        return Metric.of_parts(parameters, counted)
-    return adam_metric(parameters, counted, model_folder(config.model.model_name_or_path))
+    return Metric.of_parts(parameters, counted_parameters(parameters, config.study.parameters))
 
 
 def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -> WorkCost:
@@ -344,7 +339,7 @@ def score_part(
             "the model's weights are finite"
         )
     gap = None
-    if config.rollout.name != "local":
+    if config.rollout.name != "local" and rollouts.logprobs_PGT is not None:
         read = row * count + np.unique(np.linspace(0, count - 1, READ).astype(int))
         tokens = int(rollouts.lengths_PG.ravel()[read].sum())
         gap = np.array([sampler_gap(policy, rollouts, read, config.temperature), tokens])

@@ -91,8 +91,6 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
         draws["rollout"] = config.rollout.name
     if config.computes_tf32:  # as above
         draws["tf32"] = True
-    if config.study.metric != "euclidean":  # as above
-        draws["metric"] = config.study.metric
     if config.study.parameters is not None:
         draws["parameters"] = config.study.parameters
     draws["weights"] = weights_fingerprint(config.model.model_name_or_path)
@@ -132,18 +130,18 @@ class PoolStore:
         if not isinstance(stored, dict):
             raise ConfigError(f"{note} is damaged: delete it, it will be made again")
         for key in dict.fromkeys([*stored, *self.draws]):
-            absent = {"rollout": "local", "tf32": False, "metric": "euclidean"}.get(key)
+            absent = {"rollout": "local", "tf32": False}.get(key)
             there, own = stored.get(key, absent), self.draws.get(key, absent)
             if key == "tf32" and there != own:
                 raise ConfigError(
                     f"{self.folder} holds scores of tf32={str(there).lower()}, asked is "
                     f"{str(own).lower()}: use tf32={str(there).lower()} or another pool=DIR"
                 )
-            if key in ("metric", "parameters") and there != own:
+            if key == "parameters" and there != own:
                 there, own = ("null" if x is None else x for x in (there, own))
                 raise ConfigError(
-                    f"{self.folder} holds scores of study.{key}={there}, asked is {own}: use "
-                    f"study.{key}={there} or another pool=DIR"
+                    f"{self.folder} holds scores of study.parameters={there}, asked is {own}: use "
+                    f"study.parameters={there} or another pool=DIR"
                 )
             if there != own:
                 raise ConfigError(

@@ -40,7 +40,7 @@ from grpo_ustat.runs.log import arrow_table
 NAME = "curves.parquet"
 NORMS = {
     "euclidean": "Euclidean",
-    "adam": "of AdamW's step, v of the checkpoint's optimizer,",
+    "adam": "of AdamW's step, v of this pool,",
 }
 TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}  # scripts/benchmarks/precision.py
 COLUMNS = {
@@ -176,9 +176,8 @@ def metric_text(config: MseConfig) -> str:
     text = ""
     if config.study.metric == "adam":
         text += (
-            " Errors are those of AdamW's step, not of the gradient: each entry counts by its "
-            "scale, 1 / (sqrt(v) + eps), v of the optimizer's state in "
-            f"{config.model.model_name_or_path}."
+            " Errors are those of AdamW's step, not of the gradient: each entry counts in units of "
+            "its root mean square over these prompts, as the optimizer's second moments would be."
         )
     if config.study.parameters is not None:
         text += (

@@ -15,6 +15,7 @@ from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.closed_form import ClosedForm, closed_form
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
@@ -151,6 +152,11 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         facts = _facts(config, prompts)
         pool_folder = Path(config.pool) if config.pool else folder / "pool"
         pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
+    if config.study.metric == "adam":
+        pool, extra_cost = adam_pool(config, prompts, pool, pool_folder, folder / "pool_adam")
+        pool_cost += extra_cost
+        request = closed_form_request(config, pool, facts, pool_cost)
+        statistics = closed_form(pool, request, config.study.interval)
     main_only(leave_sample, config, prompts, pool_folder, folder)
     curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:

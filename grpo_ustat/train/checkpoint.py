@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_ustat.config.model import OPTIMIZER
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import main_only
 from grpo_ustat.policy.loading import Policy, save_tokenizer
@@ -31,6 +30,7 @@ from grpo_ustat.train.model_card import card_files
 from grpo_ustat.train.snapshots import newest_whole, prune, publish
 
 STATE = "grpo_ustat_state.json"
+OPTIMIZER = "optimizer.safetensors"
 BASELINE_STATE = "memory.npz"
 ADAPTERS = "adapter_model.safetensors"
 
