@@ -28,7 +28,7 @@ def test_accuracy_on_the_study_questions(name):
     assert rollouts.ended_PG.mean() > 0.99
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow(minutes=4)
 @pytest.mark.timeout(1800)
 def test_the_default_training_gains_ten_points(tmp_path):
     """With the seed that a user gets; evaluated before and after alone."""

@@ -25,13 +25,18 @@ from grpo_ustat.launch.command import load_command  # noqa: E402
 
 SIZES = [4, 8, 16, 32, 64, 128]
 SEEDS = [0, 1, 2, 3, 4]
-OVERLAYS = {  # points, rollouts
+OVERLAYS = {  # words, points, rollouts
     "figure4": ("mse", "study=figure4", 3, 3 * 500 * 32),
     "figure4_offline": ("mse", "study=figure4_offline", 5, (3 * 500 + 2 * 40) * 32),
     "figure5_gsm8k": ("train", "experiment=figure5_gsm8k", 30, 30 * 1000 * 1024),
     "table2_math": ("train", "experiment=table2_math", 18, 6 * 100 * (1024 + 2048 + 4096)),
     "figure5_offline": ("train", "experiment=figure5_offline", 30, 30 * 150 * 256),
-    "best_group_size": ("train", "experiment=best_group_size", 120, 60 * 16 * (128 + 256)),
+    "best_group_size": ("train", "experiment=best_group_size seed=0", 12, 6 * 16 * (128 + 256)),
+    "normalised_group_size": (
+        "train", "experiment=normalised_group_size seed=0 baseline=group_std", 18,
+        6 * 16 * (64 + 256 + 1024),
+    ),
+    "smollm2_group_size": ("train", "experiment=smollm2_group_size", 18, 18 * 16 * 64),
 }
 
 
@@ -188,7 +193,7 @@ def shown(found, capsys):
     ],
 )
 def test_costs_of_every_overlay_are_shown(entry, overlay, count, rollouts, capsys):
-    found = points(entry, overlay)
+    found = points(entry, *overlay.split())
     assert len(found) == count
     lines = shown(found, capsys)
     assert [f"{count} runs"] in lines

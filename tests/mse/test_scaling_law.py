@@ -54,19 +54,19 @@ def test_minibatches_of_a_tabular_policy_follow_the_prediction():
         assert abs(squared.mean() - law[size].estimate) < 3.5 * error, size
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1.5)
 def test_minibatches_of_tiny_follow_the_prediction(tmp_path):
-    """n = 32 of 40 questions: the law from one pool, minibatches from another.
+    """n = 32 of 24 questions: the law from one pool, minibatches from another.
 
     The second pool is split into 8 disjoint parts, each of which gives one independent measurement
     at every G; t criterion at 1 % over the four comparisons together.
     """
     points, parts = [(2, 16), (4, 8), (8, 4), (16, 2)], 8
-    small = ("model=tiny_base", "study.questions=40", "launch.workers=2")
+    small = ("model=tiny_base", "study.questions=24", "launch.workers=1")
     one = compose("mse", *small, "budget.pool_completions=96")
     two = compose("mse", *small, "seed=1", "budget.pool_completions=128",
                   "budget.feature_sketch=4093")  # fmt: skip
-    prompts = configured_task(one).prompts("study")[:40]
+    prompts = configured_task(one).prompts("study")[:24]
     first, _ = build_pool(one, prompts, tmp_path / "one")
     second, _ = build_pool(two, prompts, tmp_path / "two")
     law = predicted(first, "without_replacement", points)

@@ -193,7 +193,7 @@ def test_the_command_runs_from_anywhere(tmp_path):
     assert len(list(tmp_path.glob("outputs/mse/tiny_base-*/seed=0/result.json"))) == 1
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow(minutes=3)
 @pytest.mark.timeout(2400)
 def test_closed_form_and_monte_carlo_agree(tmp_path):
     """6 questions, G up to 16: every difference within a simultaneous 99 % criterion.
@@ -225,7 +225,7 @@ def test_closed_form_and_monte_carlo_agree(tmp_path):
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1.5)
 def test_two_processes_give_the_figures_of_one(tmp_path):
     """All three methods; draws are equal, figures to 1e-6."""
     wanted = [*SMALL, "study.methods=[closed_form,replay,monte_carlo]", "group_sizes=[2,4]",

@@ -151,7 +151,7 @@ def test_the_next_command_reads_no_file_for_a_name():
         assert policy_overrides(config)[0] == "model=hub"
 
 
-@pytest.mark.slow(minutes=4)
+@pytest.mark.slow(minutes=0.1)
 @pytest.mark.parametrize("key", hostile.NAMES)
 def test_a_report_with_the_name_at_every_place(key, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(figures, "UNDATED", {"svg": figures.UNDATED["svg"]})  # the others: above

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=0.8)
 
 SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/mse.py"
 SMALL = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=0.7)
 
 SCRIPT = Path(__file__).parents[2] / "scripts/tools/logit_weight.py"
 

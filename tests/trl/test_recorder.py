@@ -80,7 +80,7 @@ from grpo_ustat.trl import GradientNoiseCallback, record
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_it_needs_nothing_that_is_of_the_commands_alone():
     """`pip install grpo-ustat[trl]` has the score engine and TRL."""
     helpers = Path(trl_room.__file__).parent
