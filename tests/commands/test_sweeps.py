@@ -36,7 +36,7 @@ OVERLAYS = {  # words, points, rollouts
         "train", "experiment=normalised_group_size seed=0 baseline=group_std", 18,
         6 * 16 * (64 + 256 + 1024),
     ),
-    "smollm2_group_size": ("train", "experiment=smollm2_group_size", 18, 18 * 16 * 64),
+    "smollm2_group_size": ("train", "experiment=smollm2_group_size", 30, 30 * 16 * 64),
 }
 
 
