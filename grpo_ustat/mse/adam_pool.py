@@ -4,7 +4,7 @@ the optimizer's own scale, see `policy.scores.metric`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +15,13 @@ from safetensors.torch import load_file, save_file
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
-from grpo_ustat.estimators.baselines.group import leave_one_out
 from grpo_ustat.mse.pool import read_pool, score_part, score_sketches
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.scores.backward import trainable
 from grpo_ustat.policy.scores.metric import adam_metric, counted_parameters
 from grpo_ustat.policy.scores.rollouts import score_rollouts
-from grpo_ustat.records import BaselineContext, Prompt, Rollouts, ScorePool
+from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.runs.files import atomic_write
 
 SECOND_MOMENTS = "second_moments.safetensors"
@@ -50,7 +49,7 @@ def adam_pool(
     of = {"metric": "adam", "questions": len(prompts), "completions": size}
     store = PoolStore(folder, draws_of(config) | of)
     main_only(store.open)
-    main_only(_keep_second_moments, config, prompts, source, store, size)
+    main_only(_keep_second_moments, config, prompts, source, store, plain.rewards_PN)
     workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
     missing = main_only(lambda: [p for p in prompts if store.parts(p) != [(0, size)]])
     _, cost = share(
@@ -61,40 +60,51 @@ def adam_pool(
     return replace(pool, sampler_gap=plain.sampler_gap), cost
 
 
-def second_moments(policy: Policy, batches: Iterator[tuple[Rollouts, np.ndarray]], temperature):
-    """v_j = E ghat_j^2 of every trainable parameter, by name: the mean over prompts of the squared
-    entries of each one's leave_one_out gradient by all its completions.
+def second_moments(
+    policy: Policy, groups: Iterable[Rollouts], rewards_PN: np.ndarray, temperature: float
+) -> dict[str, torch.Tensor]:
+    """v_j = mean over prompts of sigma_x^2 E s_j^2, of every trainable parameter by name.
+
+    That is what one rollout adds to E ghat_j^2 as noise: with rewards and squared scores
+    uncorrelated given the prompt, E (Z - V)^2 s_j^2. Of n rollouts it is all of E ghat_j^2 but for
+    (E ghat_j)^2 and parts of order 1/G. sigma_x^2 is shrunken to the mean over prompts by one
+    completion, (N s_x^2 + mean s^2) / (N + 1), so that no entry that a completion moves counts as
+    one that the optimizer never saw where the rewards of its prompt happen to be equal.
 
     Args:
         policy: whose scores are taken.
-        batches: of each prompt its completions and their rewards, [1, N].
+        groups: the completions of each prompt.
+        rewards_PN: their rewards.
         temperature: of the completions.
     """
+    count, size = rewards_PN.shape
+    variance_P = rewards_PN.var(axis=1, ddof=1)
+    shrunken_P = (size * variance_P + variance_P.mean()) / (size + 1)
     total: dict[str, torch.Tensor] = {}
-    count = 0
-    for rollouts, rewards_PN in batches:
-        weights_KB = leave_one_out(rewards_PN, BaselineContext()) / rewards_PN.shape[1]
-        rows = np.arange(rewards_PN.shape[1])
-        scores = score_rollouts(policy, rollouts, rows, temperature, weights_KB=weights_KB)
-        for name, gradient in scores.gradients_K[0].items():
-            total[name] = gradient.square() + total.get(name, 0)
-        count += 1
-    return {
-        name: total.get(name, torch.zeros_like(parameter)) / count
-        for name, parameter in trainable(policy.model)
-    }
+    for rollouts, variance in zip(groups, shrunken_P, strict=True):
+        weights_N = np.full(size, variance / size / count)
+        scores = score_rollouts(
+            policy, rollouts, np.arange(size), temperature, square_weights_B=weights_N
+        )
+        for name, squares in scores.squares.items():
+            total[name] = total[name] + squares if name in total else squares
+    return total
 
 
 def _keep_second_moments(
-    config: MseConfig, prompts: list[Prompt], source: PoolStore, store: PoolStore, size: int
+    config: MseConfig,
+    prompts: list[Prompt],
+    source: PoolStore,
+    store: PoolStore,
+    rewards_PN: np.ndarray,
 ) -> None:
     """Leave them in the folder of `store`, unless they are there."""
     file = store.folder / SECOND_MOMENTS
     if file.exists():
         return
-    policy = configured_policy(config)
-    batches = (_stored_rollouts(policy, prompt, source, size) for prompt in prompts)
-    v = second_moments(policy, batches, config.temperature)
+    policy, size = configured_policy(config), rewards_PN.shape[1]
+    groups = (_stored_rollouts(policy, prompt, source, size)[0] for prompt in prompts)
+    v = second_moments(policy, groups, rewards_PN, config.temperature)
     with atomic_write(file) as staged:
         save_file({name: tensor.contiguous() for name, tensor in v.items()}, staged)
 

@@ -33,7 +33,9 @@ OVERLAYS = {  # words, points, rollouts
     "figure5_offline": ("train", "experiment=figure5_offline", 30, 30 * 150 * 256),
     "best_group_size": ("train", "experiment=best_group_size seed=0", 12, 6 * 16 * (128 + 256)),
     "normalised_group_size": (
-        "train", "experiment=normalised_group_size seed=0 baseline=group_std", 18,
+        "train",
+        "experiment=normalised_group_size seed=0 baseline=group_std",
+        18,
         6 * 16 * (64 + 256 + 1024),
     ),
     "smollm2_group_size": ("train", "experiment=smollm2_group_size", 30, 30 * 16 * 64),

@@ -9,17 +9,16 @@ import pytest
 import torch
 from commands import compose
 from reference import one_flat_score
+from safetensors.torch import load_file
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.baselines.group import leave_one_out
 from grpo_ustat.mse import adam_pool as module
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.adam_pool import _stored_rollouts, adam_pool
+from grpo_ustat.mse.adam_pool import SECOND_MOMENTS, _stored_rollouts, adam_pool
 from grpo_ustat.mse.pool import build_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.policy.scores.backward import trainable
-from grpo_ustat.records import BaselineContext
 from grpo_ustat.runs.folder import RunFolder
 
 SMALL = (
@@ -40,14 +39,15 @@ def build(tmp_path, *words):
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", [None, "self_attn"])
 def test_scores_are_those_of_autograd_over_the_root_mean_square(tmp_path, pattern):
-    """v by hand: mean over prompts of the squared entries of mean_i A_i s_i."""
+    """v by hand: mean over prompts of the shrunken variance times the mean of s_ij^2."""
     words = [] if pattern is None else [f"study.parameters={pattern}"]
     config, prompts, plain, pool = build(tmp_path, *words)
     policy, source = configured_policy(config), PoolStore(tmp_path / "pool", draws_of(config))
     names = sorted(name for name, _ in trainable(policy.model))
+    variances = [np.var(z_N, ddof=1) for z_N in plain.rewards_PN]
     scores_PND, v_D = [], 0
-    for prompt in prompts:
-        rollouts, rewards_PN = _stored_rollouts(policy, prompt, source, 6)
+    for prompt, variance in zip(prompts, variances, strict=True):
+        rollouts, _ = _stored_rollouts(policy, prompt, source, 6)
         tokens, masks = rollouts.tokens_PGT[0], rollouts.mask_PGT[0]
         ids = rollouts.prompt_tokens[0]
         s_ND = torch.stack(
@@ -56,8 +56,8 @@ def test_scores_are_those_of_autograd_over_the_root_mean_square(tmp_path, patter
                 for row, mask in zip(tokens, masks, strict=True)
             ]
         )
-        advantage_N = torch.from_numpy(leave_one_out(rewards_PN, BaselineContext())[0])
-        v_D = v_D + (advantage_N @ s_ND / len(s_ND)).square() / len(prompts)
+        shrunken = (6 * variance + np.mean(variances)) / 7
+        v_D = v_D + shrunken * s_ND.square().mean(dim=0) / len(prompts)
         scores_PND.append(s_ND)
     assert (v_D > 0).any()
     weight_D = torch.where(v_D > 0, 1 / (v_D.sqrt() + 1e-8), 0)
@@ -75,20 +75,16 @@ def test_scores_are_those_of_autograd_over_the_root_mean_square(tmp_path, patter
 
 
 @pytest.mark.slow
-def test_the_leave_one_out_gradients_have_the_length_of_their_entries(tmp_path):
-    """mean_x ||D ghat_x||^2 is the number of entries that have any gradient, less what eps takes.
-
-    With it no entry, however rare, adds more than 1 to the mean squared length.
-    """
+def test_the_mean_weighed_norm_counts_the_entries_that_scores_move(tmp_path):
+    """mean_x sigma_x^2 E ||D s||^2 is their number, but for eps: none adds more than 1."""
     _, _, _, pool = build(tmp_path)
-    advantage_PN = leave_one_out(pool.rewards_PN, BaselineContext()) / pool.rewards_PN.shape[1]
-    lengths_P = np.einsum("pi,pij,pj->p", advantage_PN, pool.gram_PNN, advantage_PN)
-    from safetensors.torch import load_file
-
-    v = load_file(tmp_path / "pool_adam" / module.SECOND_MOMENTS)
-    entries = sum(int((second.sqrt() > 1e-4).sum()) for second in v.values())
+    variance_P = pool.rewards_PN.var(axis=1, ddof=1)
+    shrunken_P = (6 * variance_P + variance_P.mean()) / 7
+    total = (shrunken_P * pool.sq_norm_PN.mean(axis=1)).mean()
+    v = load_file(tmp_path / "pool_adam" / SECOND_MOMENTS)
     most = sum(int((second > 0).sum()) for second in v.values())
-    assert 0.99 * entries < lengths_P.mean() < most * (1 + 1e-9)
+    sure = sum(int((second > 1e-10).sum()) for second in v.values())
+    assert 0.99 * sure < total < most * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -113,7 +109,7 @@ def test_a_study_in_the_metric_goes_on_where_it_was_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "score_part", original)
     study_run.run(config, RunFolder(tmp_path / "cut", config))
     again = json.loads((tmp_path / "cut" / "result.json").read_text())
-    assert again["scaling"] == whole["scaling"] and again["curves"] == whole["curves"]
+    assert again["curves"] == whole["curves"] and again["noise"] == whole["noise"]
 
 
 def test_an_imported_pool_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -42,6 +42,7 @@ class CompletionScores:
         gram_BB: <s_i, s_j>, float64; None unless asked for.
         features_BR: sketches of the s_i, float64; None unless asked for.
         pooled_KR: sketches of the pooled gradients, float64; None unless asked for.
+        squares: `sum_i w_i s_ij^2` of every entry by parameter name; empty unless asked for.
     """
 
     sq_norm_B: torch.Tensor
@@ -49,6 +50,7 @@ class CompletionScores:
     gram_BB: torch.Tensor | None
     features_BR: torch.Tensor | None = None
     pooled_KR: torch.Tensor | None = None
+    squares: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def completion_scores(
@@ -63,6 +65,7 @@ def completion_scores(
     features: Sketch | None = None,
     pooled: Sketch | None = None,
     metric: Metric | None = None,
+    square_weights_B: torch.Tensor | None = None,
     by_layer: bool = False,
 ) -> CompletionScores:
     """Score norms, pooled gradients and Gram matrix over all trainable parameters.
@@ -80,6 +83,7 @@ def completion_scores(
         features: sketch every completion's score.
         pooled: sketch the pooled gradients instead of returning them whole.
         metric: of norms, products and pooled gradients, see `metric`; None: Euclidean.
+        square_weights_B: of the sums of squares; none without.
         by_layer: keep the inputs of layers alone and compute each layer twice, for less memory; a
             model that is not made of such layers keeps all.
 
@@ -90,7 +94,9 @@ def completion_scores(
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
     names = {id(parameter): name for name, parameter in trainable(model)}
     batch, device = len(input_ids_BT), input_ids_BT.device
-    totals = Accumulator(batch, device, weights_KB, gram, features, pooled, metric)
+    totals = Accumulator(
+        batch, device, weights_KB, gram, features, pooled, metric, square_weights_B
+    )
     with _activations_only(model):
         backward_pass = _Backward(model, names, input_ids_BT, attention_mask_BT, totals, by_layer)
         backward_pass.run(completion_mask_BT, temperature)
@@ -100,7 +106,12 @@ def completion_scores(
     missing = set(covered_parameters(model)) - totals.names
     assert not missing, f"parameters without a gradient: {sorted(missing)}"
     return CompletionScores(
-        totals.sq_norm_B, totals.gradients_K, totals.gram_BB, totals.features_BR, totals.pooled_KR
+        totals.sq_norm_B,
+        totals.gradients_K,
+        totals.gram_BB,
+        totals.features_BR,
+        totals.pooled_KR,
+        totals.squares,
     )
 
 
