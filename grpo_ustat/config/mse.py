@@ -280,11 +280,10 @@ class MseConfig(Common):
                 f"study.parameters={pattern} is no regular expression ({error}): try attn, mlp or "
                 "embed"
             ) from error
-        if (metric != "euclidean" or pattern) and "monte_carlo" in self.study.methods:
-            key = f"study.parameters={pattern}" if pattern else f"study.metric={metric}"
+        if metric == "adam" and "monte_carlo" in self.study.methods:
             raise ConfigError(
-                f"{key} with monte_carlo in study.methods, which forms gradients over all "
-                "parameters in the Euclidean metric: use closed_form or replay"
+                "study.metric=adam with monte_carlo in study.methods, which forms gradients in the "
+                "Euclidean metric: use closed_form or replay"
             )
         if metric == "adam" and self.imports_pool:
             raise ConfigError(

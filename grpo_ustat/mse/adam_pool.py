@@ -18,8 +18,7 @@ from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.mse.pool import read_pool, score_part, score_sketches
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.policy.loading import Policy, configured_policy
-from grpo_ustat.policy.scores.backward import trainable
-from grpo_ustat.policy.scores.metric import adam_metric, counted_parameters
+from grpo_ustat.policy.scores.metric import adam_metric
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.runs.files import atomic_write
@@ -113,9 +112,8 @@ def _score(
     prompts: list[Prompt], config: MseConfig, source: PoolStore, store: PoolStore, size: int
 ) -> Iterator[WorkCost]:
     policy = configured_policy(config)
-    parameters, sketches = trainable(policy.model), score_sketches(config, policy)
-    v = load_file(store.folder / SECOND_MOMENTS, device=str(policy.model.device))
-    metric = adam_metric(v, counted_parameters(parameters, config.study.parameters))
+    sketches = score_sketches(config, policy)
+    metric = adam_metric(load_file(store.folder / SECOND_MOMENTS, str(policy.model.device)))
     for prompt in prompts:
         rollouts, (rewards_N,) = _stored_rollouts(policy, prompt, source, size)
         part = score_part(policy, rollouts, 0, rewards_N, config, sketches, WorkCost(), metric)

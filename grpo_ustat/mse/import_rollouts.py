@@ -23,7 +23,6 @@ from grpo_ustat.mse.pool import (
     check_batch,
     question_cost,
     read_pool,
-    score_metric,
     score_part,
     score_sketches,
 )
@@ -81,14 +80,12 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     rewards_PN = np.array([[x.reward for x in group] for group in groups.values()])
     if rollouts.logprobs_PGT is not None:
         check_sampler(policy, rollouts, config)
-    sketches, metric = score_sketches(config, policy), score_metric(config, policy)
+    sketches = score_sketches(config, policy)
     check_batch(policy, rollouts, rewards_PN.shape[1])
     for row, prompt in enumerate(prompts):
         if not store.parts(prompt):
             cost = question_cost(rollouts, row)
-            part = score_part(
-                policy, rollouts, row, rewards_PN[row], config, sketches, cost, metric
-            )
+            part = score_part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
             store.write(prompt, 0, part)
     pool, cost = read_pool(store, prompts, rewards_PN.shape[1])
     return pool, cost, prompts

@@ -24,9 +24,9 @@ from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.memory import check_weights, free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import causal
-from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes, trainable
+from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
-from grpo_ustat.policy.scores.metric import Metric, counted_parameters
+from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.progress import Notice
@@ -109,14 +109,12 @@ class ModelFacts:
     """Facts about model and prompts, known before anything is sampled.
 
     Attributes:
-        parameters: number of entries of the model's trainable parameters.
-        counted: of those that fit `study.parameters`.
+        parameters: that scores cover.
         prompt_tokens: mean length of a prompt.
         prompt_seconds: to read one prompt, measured here; a group shares it.
     """
 
     parameters: int
-    counted: int
     prompt_tokens: float
     prompt_seconds: float
 
@@ -125,8 +123,7 @@ def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
     """Count parameters and tokens, and time the reading of a few prompts.
 
     Raises:
-        ConfigError: the model does not fit on the GPU, known before it is loaded; or
-            `study.parameters` fits none of its parameters.
+        ConfigError: the model does not fit on the GPU, known before it is loaded.
     """
     weights, memory = study_cost(config).weights, score_memory(config)
     device = torch.device(own_device(config.launch.device))
@@ -134,8 +131,6 @@ def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
     if is_there and weights is not None and memory is not None:
         check_weights(weights, memory[2], free_bytes(device), str(device))
     policy = configured_policy(config)
-    sizes = parameter_sizes(policy.model)
-    counted = counted_parameters(trainable(policy.model), config.study.parameters)
     encoded = policy.encode([prompt.text for prompt in prompts])
     few = [torch.tensor([ids], device=policy.model.device) for ids in encoded[:8]]
     with torch.inference_mode():
@@ -144,8 +139,8 @@ def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
         for ids in few:
             policy.model(input_ids=ids).logits[0, -1, 0].item()
         seconds = (time.perf_counter() - start) / len(few)
-    length = float(np.mean([len(ids) for ids in encoded]))
-    return ModelFacts(sum(sizes.values()), sum(sizes[name] for name in counted), length, seconds)
+    parameters = sum(parameter_sizes(policy.model).values())
+    return ModelFacts(parameters, float(np.mean([len(ids) for ids in encoded])), seconds)
 
 
 def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> Array:
@@ -235,7 +230,7 @@ def _score_chunks(
     """
     (policy, engine), task = start_sampler(config), configured_task(config)
     sampling, sketches = Sampling.of(config, "pool"), score_sketches(config, policy)
-    metric, checked = score_metric(config, policy), False
+    checked = False
     for first, chunk in items:
         chunk_prompts = [prompts[p] for p in chunk]
         rollouts, chunk_cost = sample_with_cost(
@@ -255,9 +250,7 @@ def _score_chunks(
                 seconds = chunk_cost.seconds_generate / len(chunk_prompts)
                 cost = question_cost(rollouts, row, seconds)
                 cost += judge_cost if row == 0 else WorkCost()  # once for the chunk
-                part = score_part(
-                    policy, rollouts, row, rewards_PN[row], config, sketches, cost, metric
-                )
+                part = score_part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
                 store.write(prompt, first, part)
             yield WorkCost(rollouts=size - first)
 
@@ -267,18 +260,6 @@ def score_sketches(config: MseConfig, policy: Policy) -> tuple[Sketch, Sketch]:
     sizes = parameter_sizes(policy.model)
     features = Sketch(sizes, config.budget.feature_sketch)
     return features, Sketch(sizes, config.budget.gradient_sketch, signs=features.signs)
-
-
-def score_metric(config: MseConfig, policy: Policy) -> Metric | None:
-    """The Euclidean metric over `study.parameters`; None where all count.
-
-    Raises:
-        ConfigError: the expression fits no parameter.
-    """
-    if config.study.parameters is None:
-        return None
-    parameters = trainable(policy.model)
-    return Metric.of_parts(parameters, counted_parameters(parameters, config.study.parameters))
 
 
 def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -> WorkCost:
@@ -311,7 +292,7 @@ def score_part(
         config: the study's configuration.
         sketches: see `score_sketches`.
         cost: what the completions took so far; scoring is added.
-        metric: see `score_metric`.
+        metric: of the scores; None: Euclidean.
 
     Raises:
         ConfigError: a score is beyond what its numbers can hold; names the prompt.

@@ -466,7 +466,7 @@ def _metric(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> dict[str, 
     pattern = config.study.parameters
     counted = "all trainable parameters" if pattern is None else f"those that fit {pattern}"
     return {
-        "parameters": facts.counted,
+        "parameters": facts.parameters,
         "norm": f"{NORMS[config.study.metric]} over {counted}",
         "between_questions": "exact"
         if facts.parameters <= config.budget.gradient_sketch

@@ -5,6 +5,7 @@ A folder may hold LoRA adapters, which are merged into the model that they name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from huggingface_hub import constants as hub_settings
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -223,11 +225,31 @@ def configured_policy(
         attn_implementation=model.attn_implementation, trust_remote_code=model.trust_remote_code,
         tokenizer=tokenizer,
     )  # fmt: skip
+    if isinstance(config, MseConfig) and config.study.parameters is not None:
+        train_only(policy.model, config.study.parameters)
     policy = replace(policy, special_tokens=not config.prompt.chat)
     if config.prompt.stop is None:
         return policy
     stops = stop_tokens(policy.tokenizer, config.prompt.stop)
     return replace(policy, end_tokens=policy.end_tokens | stops)
+
+
+def train_only(model: nn.Module, pattern: str) -> None:
+    """Freeze all trainable parameters but those in whose names a regular expression occurs.
+
+    Raises:
+        ConfigError: it occurs in none.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    kept = {name for name in names if re.search(pattern, name)}
+    if not kept:
+        some = ", ".join(names[:: max(1, len(names) // 4)][:4])
+        raise ConfigError(
+            f"study.parameters={pattern} fits none of the model's {len(names)} trainable "
+            f"parameters, such as {some}: use part of a name"
+        )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in kept)
 
 
 def configured_tokenizer(config: Common) -> PreTrainedTokenizerBase:

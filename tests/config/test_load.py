@@ -120,9 +120,6 @@ WRONG = {
         "mse", ["study.metric=adam", "target_halfwidth=0.1"], "0.1 with study.metric=adam, whose"
     ),
     "no expression": ("mse", ["study.parameters='('"], "is no regular expression (missing )"),
-    "gradients of a part": (
-        "mse", [CARLO, "study.parameters=mlp"], "study.parameters=mlp with monte_carlo"
-    ),
     "gradients of adam": ("mse", [CARLO, "study.metric=adam"], "metric=adam with monte_carlo"),
     "shots": ("mse", ["prompt.shots=-1"], "prompt.shots=-1 must be 0 or more"),
     "hidden reply": ("mse", ["prompt.shots=2"], "prompt.shots=2 with prompt.reply=None: examples"),

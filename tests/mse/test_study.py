@@ -410,8 +410,9 @@ def test_the_console_shows_brackets(finished, capsys):
     assert "".join(result["summary"].split()) in shown
 
 
+@pytest.mark.slow
 def test_a_part_of_the_model_is_studied_as_such(tmp_path):
-    """Same completions; norms of the parts add up to those of the whole."""
+    """Same completions; errors of the parts add up to those of the whole, by Monte Carlo too."""
     options = ("model.dtype=float64", "budget.gradient_sketch=250000")
     whole = study(tmp_path / "whole", *options)
     parts = [
@@ -426,3 +427,8 @@ def test_a_part_of_the_model_is_studied_as_such(tmp_path):
     with pytest.raises(ConfigError, match="study.parameters=null, asked is mlp"):
         there = f"pool={tmp_path / 'whole' / 'pool'}"
         study(tmp_path / "mlp_too", *options, "study.parameters=mlp", there)
+    both = ("study.methods=[closed_form,monte_carlo]", "group_sizes=[2]", "budget=study_smoke")
+    result = study(tmp_path / "both", *options, *both, "study.parameters=norm")
+    rows = {row["method"]: row for row in result["curves"] if row["baseline"] == "leave_one_out"}
+    closed, carlo = rows["closed_form"], rows["monte_carlo"]
+    assert closed["low"] < carlo["high"] and carlo["low"] < closed["high"]

@@ -13,6 +13,7 @@ import torch
 import toys
 import yaml
 from commands import CONF, compose, run
+from fakes import random_policy
 from launching import finished
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -20,7 +21,7 @@ from grpo_ustat.config.identity import folder_name, weights_fingerprint
 from grpo_ustat.config.model import cache_folder, model_folder
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse.pool_store import draws_of
-from grpo_ustat.policy.loading import load_policy, resolve
+from grpo_ustat.policy.loading import load_policy, resolve, train_only
 
 TOOLS = Path(__file__).parents[2] / "scripts/tools"
 
@@ -244,3 +245,19 @@ def test_a_size_that_only_costs_are_estimated_from_is_the_same_run_and_pool(tmp_
 
 def local(folder):
     return compose("train", "model=hub", f"model.model_name_or_path={folder}")
+
+
+def test_a_part_of_a_policy_is_what_is_trained():
+    model = random_policy(tied=True).model
+    train_only(model, "self_attn|norm")
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == ("self_attn" in name or "norm" in name)
+    train_only(model, "norm")  # of what was left
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert names and all("norm" in name for name in names)
+
+
+def test_an_expression_that_fits_nothing_names_what_there_is():
+    message = "study.parameters=atn fits none of the model's .* such as model.embed_tokens"
+    with pytest.raises(ConfigError, match=message):
+        train_only(random_policy(tied=True).model, "atn")
