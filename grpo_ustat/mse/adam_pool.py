@@ -10,14 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.mse.pool import read_pool, score_part, score_sketches
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.policy.loading import Policy, configured_policy
+from grpo_ustat.policy.scores.backward import trainable
 from grpo_ustat.policy.scores.metric import adam_metric
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
@@ -113,12 +116,22 @@ def _score(
 ) -> Iterator[WorkCost]:
     policy = configured_policy(config)
     sketches = score_sketches(config, policy)
-    metric = adam_metric(load_file(store.folder / SECOND_MOMENTS, str(policy.model.device)))
+    metric = adam_metric(_read_second_moments(store.folder / SECOND_MOMENTS, policy))
     for prompt in prompts:
         rollouts, (rewards_N,) = _stored_rollouts(policy, prompt, source, size)
         part = score_part(policy, rollouts, 0, rewards_N, config, sketches, WorkCost(), metric)
         store.write(prompt, 0, part)
         yield WorkCost(rollouts=size)
+
+
+def _read_second_moments(file: Path, policy: Policy) -> dict[str, torch.Tensor]:
+    try:
+        v = load_file(file, str(policy.model.device))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} is damaged: delete it, it will be made again") from error
+    if {name: x.shape for name, x in v.items()} != {n: p.shape for n, p in trainable(policy.model)}:
+        raise ConfigError(f"{file} is of another model: delete it, it will be made again")
+    return v
 
 
 def _stored_rollouts(

@@ -109,7 +109,15 @@ def test_a_study_in_the_metric_goes_on_where_it_was_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "score_part", original)
     study_run.run(config, RunFolder(tmp_path / "cut", config))
     again = json.loads((tmp_path / "cut" / "result.json").read_text())
+    left = set((tmp_path / "whole").iterdir())
+    assert left <= {*RunFolder(tmp_path / "whole", config)._artefacts()}  # what overwriting removes
     assert again["curves"] == whole["curves"] and again["noise"] == whole["noise"]
+    (tmp_path / "cut" / "result.json").unlink()
+    for part in (tmp_path / "cut" / "pool_adam").glob("*-0-6.safetensors"):
+        part.unlink()
+    (tmp_path / "cut" / "pool_adam" / SECOND_MOMENTS).write_bytes(b"no tensors")
+    with pytest.raises(ConfigError, match="second_moments.safetensors is damaged: delete it"):
+        study_run.run(config, RunFolder(tmp_path / "cut", config))
 
 
 def test_an_imported_pool_is_refused(tmp_path):
