@@ -132,6 +132,11 @@ class PoolStore:
         for key in dict.fromkeys([*stored, *self.draws]):
             absent = {"rollout": "local", "tf32": False}.get(key)
             there, own = stored.get(key, absent), self.draws.get(key, absent)
+            if there != own and self._marks() == {fingerprint(self.draws)}:
+                raise ConfigError(
+                    f"{note} is damaged: delete it, it will be made again; it says {key}={there}, "
+                    f"and all completions here are of {key}={own}"
+                )
             if key == "tf32" and there != own:
                 raise ConfigError(
                     f"{self.folder} holds scores of tf32={str(there).lower()}, asked is "
@@ -151,13 +156,19 @@ class PoolStore:
 
     def _check_marks(self) -> None:
         """Refuse parts without their pool.json that do not say which settings they are of."""
-        for path in self.folder.glob("*.safetensors"):
+        if None in self._marks():
+            raise ConfigError(
+                f"{self.folder} has lost its pool.json, and a part of it, of an earlier version, "
+                "does not say which settings it is of: use another pool=DIR"
+            )
+
+    def _marks(self) -> set[str | None]:
+        """What the readable parts say of their settings; None is a part that says nothing."""
+        marks: set[str | None] = set()
+        for path in self.folder.glob("*-*-*.safetensors"):
             with suppress(OSError, SafetensorError), safe_open(path, framework="numpy") as file:
-                if "draws" not in (file.metadata() or {}):
-                    raise ConfigError(
-                        f"{self.folder} has lost its pool.json, and {path.name}, of an earlier "
-                        "version, does not say which settings it is of: use another pool=DIR"
-                    )
+                marks.add((file.metadata() or {}).get("draws"))
+        return marks
 
     def parts(self, prompt: Prompt) -> list[tuple[int, int]]:
         """(first, count) of each stored part of the question, in order; they have no gaps, from 0

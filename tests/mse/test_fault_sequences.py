@@ -211,6 +211,8 @@ class Sequence:
             shutil.rmtree(folder)
         elif "use 8 or another pool" in line:  # a study of 4 comes after one of 8: it is done
             self.begun.remove(folder.name)
+        elif "use another pool=DIR" in line and not [*(self.place / "pool").glob("*.safetensors")]:
+            shutil.rmtree(self.place / "pool")  # as good as another: it holds nothing yet
         else:
             raise AssertionError(self.text(folder))
 
@@ -352,6 +354,11 @@ def test_parts_without_their_pool_json_are_of_the_settings_they_were_made_with(t
         other.read(prompt, 0, 2)
     (tmp_path / "pool.json").write_text('{"temperature": ')
     with pytest.raises(ConfigError, match="pool.json is damaged: delete it"):
+        other.open()
+    (tmp_path / "pool.json").write_text('{"temperatuse": 1.0}')  # a flipped bit
+    with pytest.raises(ConfigError, match="pool.json is damaged: delete it, .* says temperatuse=1"):
+        PoolStore(tmp_path, own).open()
+    with pytest.raises(ConfigError, match="holds completions of temperatuse=1.0, asked is None"):
         other.open()
     (tmp_path / "pool.json").unlink()
     PoolStore(tmp_path, own).open()
