@@ -160,7 +160,7 @@ class CompletionLog:
 
     def __init__(self, folder: Path, keep_up_to: int):
         self._file = folder / NAME
-        self._table = COLUMNS.empty_table()
+        self._table = arrow_table([], COLUMNS)
         self._waiting: list[dict[str, Any]] = []
         if self._file.is_file():
             table = self._read()
@@ -205,7 +205,7 @@ def arrow_table(rows: list[dict[str, Any]], schema: pyarrow.Schema) -> pyarrow.T
         ValueError: a row has another column, or a value of another type.
     """
     if not rows:
-        return schema.empty_table()
+        return pyarrow.Table.from_batches([], schema)
     lines = "\n".join(json.dumps(row) for row in rows).encode()
     options = arrow_json.ParseOptions(schema, unexpected_field_behavior="error")
     whole = arrow_json.ReadOptions(use_threads=False, block_size=len(lines) + 1)
