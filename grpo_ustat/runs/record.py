@@ -336,12 +336,15 @@ class RunRecord:
         from pyarrow import parquet
 
         try:
-            groups = parquet.read_metadata(file)
-            size = sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
-            if size > MOST_PARQUET_BYTES:
-                raise ValueError(f"it has {size:,} bytes, at most {MOST_PARQUET_BYTES:,} are read")
-            steps = parquet.read_table(file, columns=["step"])["step"].to_pylist()
-            table = _thin(parquet.read_table(file), steps)
+            with parquet.ParquetFile(file) as stored:  # `read_table` imports pandas
+                groups = range(stored.metadata.num_row_groups)
+                size = sum(stored.metadata.row_group(i).total_byte_size for i in groups)
+                if size > MOST_PARQUET_BYTES:
+                    raise ValueError(
+                        f"it has {size:,} bytes, at most {MOST_PARQUET_BYTES:,} are read"
+                    )
+                steps = stored.read(columns=["step"])["step"].to_pylist()
+                table = _thin(stored.read(), steps)
         except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
             self.add_note(f"{COMPLETIONS} is damaged and not shown: {_one_line(error)}")
             return [], ""
