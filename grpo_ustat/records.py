@@ -109,6 +109,8 @@ class BaselineContext:
         running: the mean reward of past batches, one number for all prompts; in replay [P, 1].
         tracker_P: what the tracker expects of each prompt after its past visits.
         critic_P: what the critic, fitted on past batches, expects of each prompt.
+        history: of past rewards and of past groups' mean rewards, the number, the mean and the sum
+            of squared deviations: [2, 3], zeros where there is no past.
     """
 
     value_P: Array | None = None
@@ -118,6 +120,7 @@ class BaselineContext:
     running: float | Array | None = None
     tracker_P: Array | None = None
     critic_P: Array | None = None
+    history: Array | None = None
 
 
 @dataclass(frozen=True)

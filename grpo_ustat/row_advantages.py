@@ -20,7 +20,7 @@ from grpo_ustat.config.folders import CONF
 from grpo_ustat.estimators.baselines import BASELINES, OURS, advantages, check_options
 from grpo_ustat.records import Array, BaselineContext
 
-BY_PLACE = ("pods",)  # of equal rewards it keeps the first, and rows have no order
+BY_PLACE = ("pods", "krpo")  # they read the order of completions, and rows have none
 REWARDS_ALONE = tuple(x for x in OURS if not BASELINES[x].needs and x not in BY_PLACE)
 PREFIX = "grpo_ustat_"  # of the names in registries, which have a `maxrl` and a `none` of their own
 PADDING = re.compile(r"pad(\d+|[0-9a-f]{32})")  # groups of rows that fill a batch: SkyRL, verl
@@ -95,7 +95,7 @@ def refusal(rule: str, prefix: str = "") -> str:
     needs = sorted(BASELINES[rule].needs) if rule in OURS else []
     why = f"reads {', '.join(needs)} besides rewards" if needs else "is none of ours"
     if rule in BY_PLACE:
-        why = "reads the order of equal rewards besides rewards"
+        why = "reads the order of completions besides rewards"
     names = ", ".join(prefix + name for name in REWARDS_ALONE)
     return f"baseline {rule} {why}; the names are {names}"
 

@@ -15,6 +15,8 @@ from grpo_ustat.estimators.baselines import check_shape as check_rewards_shape
 
 OPTIONS = {  # of baselines, and what they mean
     "value": "the number that is subtracted",
+    "process_variance": "Q of the Kalman filter, added to its variance with each completion",
+    "measurement_variance": "R of the Kalman filter, of a reward around its latent mean",
     "epsilon": "added to what divides, so that it is never 0",
     "level": "share of the group at or below the quantile that is the baseline",
     "share": "of the group that is kept",
@@ -35,6 +37,8 @@ RANGES = {  # of those that have one
     "power": (0.0, 10.0),
     "decay": (0.0, 1.0),
     "ridge": (1e-12, math.inf),
+    "process_variance": (0.0, math.inf),
+    "measurement_variance": (1e-12, math.inf),
     "ceiling": (1e-12, math.inf),
     "rho_min": (0.0, 0.999),
     "rho_max": (0.0, 1.0),

@@ -14,7 +14,7 @@ from typing import Any
 from grpo_ustat.config.model import ModelConfig, ModelSize, model_folder
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH
 from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
 ENTRY = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
@@ -170,7 +170,8 @@ def study_cost(config: MseConfig) -> Cost:
     products, 4 N R and 8 R' for sketches of R = feature_sketch and R' = gradient_sketch numbers (P
     where that is smaller), 4 N tokens, 17 N for rewards, lengths and ends. The scores of a question
     hold the graph of N completions, layer by layer where that is more than `WHOLE`; where a
-    sketch is smaller than P, each parameter has a sign of one bit.
+    sketch is smaller than P, each parameter has a sign of one bit. AdamW's metric holds v and the
+    factors of every entry beside the weights, and keeps v and a second pool.
     """
     budget, size = config.budget, model_size(config.model)
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
@@ -181,13 +182,17 @@ def study_cost(config: MseConfig) -> Cost:
     of_errors, of_baselines = count, int("greedy_P" in needs)
     if "monte_carlo" in config.study.methods:
         of_errors += budget.replicates * max(config.group_sizes) + budget.reference_completions
-        if needs - {"lengths_PG"}:
+        if needs - OF_THE_BATCH:
             of_baselines += budget.value_completions + ("greedy_P" in needs)
 
     most = math.inf if size.parameters is None else size.parameters
     features, gradients = min(budget.feature_sketch, most), min(budget.gradient_sketch, most)
     row = 8 * count + 4 * features + 4 * config.max_completion_length + 17
     disk = _product(questions, int(count * row + 8 * gradients + HEADER))
+    beside = 0  # bytes for a parameter
+    if config.study.metric == "adam":
+        moment = max(ENTRY[config.model.dtype], ENTRY["float32"])
+        disk, beside = _sum([disk, disk, _product(size.parameters, moment)]), 2 * moment
     rollouts, values = questions * of_errors, questions * of_baselines
     entry, tokens = ENTRY[config.model.dtype], count * config.max_completion_length
     graph = _graph(size, tokens, entry)
@@ -199,7 +204,7 @@ def study_cost(config: MseConfig) -> Cost:
         values=values,
         evaluation=0,
         tokens=(rollouts + values) * config.max_completion_length,
-        weights=_product(size.parameters, ENTRY[config.model.dtype]),
+        weights=_product(size.parameters, ENTRY[config.model.dtype] + beside),
         reference=0,
         training=0,
         process=_process(config),

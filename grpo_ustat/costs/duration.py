@@ -39,6 +39,7 @@ SHAPE = (  # keys with which its steps take as long as the planned ones
     "objective.num_minibatches", "objective.minibatch_size", "objective.beta",
     "gradient_checkpointing", "rollout_batch_size",
     "monitor.gradient_mse_every", "budget.pool_completions", "study.questions", "study.methods",
+    "study.metric", "study.parameters",
 )  # fmt: skip
 STEP_COSTS = ("step_time", "seconds_generate", "tokens", "completions/mean_length")
 UNITS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("days", 86400.0))
@@ -197,6 +198,8 @@ def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
     run = RunRecord(folder)
     stored = run.config
     stored.setdefault("rollout", {"name": "local"})  # studies of before had no other
+    if isinstance(stored.get("study"), dict):  # nor another metric
+        stored["study"].setdefault("metric", "euclidean")
     launches = run.launches
     hosts = {row.get("host") for row in launches if row.get("event") == "start"}
     if hosts != {socket.gethostname()} or not same(SAME):

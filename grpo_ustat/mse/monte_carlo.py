@@ -23,7 +23,12 @@ import numpy as np
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.distributed.ranks import one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
-from grpo_ustat.estimators.baselines import BASELINES, advantages, best_constant
+from grpo_ustat.estimators.baselines import (
+    BASELINES,
+    OF_THE_BATCH,
+    advantages,
+    best_constant,
+)
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positive_interval
 from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
@@ -107,7 +112,7 @@ def monte_carlo(
 def _reference(config: MseConfig, prompts: list[Prompt]) -> tuple[_Reference, WorkCost]:
     budget, cost, context = config.budget, WorkCost(), BaselineContext()
     needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
-    if needs - {"lengths_PG"}:
+    if needs - OF_THE_BATCH:
         each = budget.value_completions + ("greedy_P" in needs)
         (context,), cost = share(_context, [prompts], 1, "values", len(prompts) * each, config)
     workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
@@ -218,7 +223,8 @@ def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterato
         rollouts, cost = sample_with_cost(engine, prompts, largest, sampling, step=r)
         began = time.perf_counter()
         rewards_PG, judge_cost = reward_completions(task, rollouts)
-        group_context = replace(context, lengths_PG=rollouts.lengths_PG)
+        past = np.zeros((2, 3))  # a study has none
+        group_context = replace(context, lengths_PG=rollouts.lengths_PG, history=past)
         weights = {
             (name, size): group_weights(
                 rewards_PG, name, size, group_context, config.rules[name].options

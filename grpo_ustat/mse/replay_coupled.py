@@ -208,13 +208,16 @@ def _advantages(
     index_PRG: Integers,
     batch_RP: Mask,
 ) -> Array:
-    """Advantages of every draw's batch, [P, R, G]; zero for questions outside it."""
+    """Advantages of every draw's batch, [P, R, G]; zero for questions outside it.
+
+    A study has no past: `ebpo` has that of its first step, which is none.
+    """
     rewards_RPG, lengths_RPG = (
         np.take_along_axis(x[:, None, :], index_PRG, axis=2).transpose(1, 0, 2)
         for x in (pool.rewards_PN, pool.lengths_PN)
     )
     advantages_RPG = np.zeros(rewards_RPG.shape)
     for r, batch_P in enumerate(batch_RP):
-        context = BaselineContext(lengths_PG=lengths_RPG[r, batch_P])
+        context = BaselineContext(lengths_PG=lengths_RPG[r, batch_P], history=np.zeros((2, 3)))
         advantages_RPG[r, batch_P] = advantages(name, rewards_RPG[r, batch_P], context, options)
     return advantages_RPG.transpose(1, 0, 2)

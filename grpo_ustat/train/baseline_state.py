@@ -1,8 +1,8 @@
 """What baselines carry from batch to batch.
 
 In every step `context` comes before the batch's advantages and `update` after them, both under the
-policy that sampled the batch. So the context holds nothing of the batch at hand, and the baseline
-is unbiased given the past. All ranks add the whole batch and hold the same state.
+policy that sampled the batch. So the context holds nothing of the batch at hand: a baseline that
+reads no more is unbiased given the past. All ranks add the whole batch and hold the same state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import torch
 from accelerate.utils import gather_object
 
 from grpo_ustat.config.baseline import BaselineConfig
-from grpo_ustat.estimators.baselines import running_update, tracker_discount, tracker_start
+from grpo_ustat.estimators.baselines import (
+    add_to_history,
+    running_update,
+    tracker_discount,
+    tracker_start,
+)
 from grpo_ustat.policy.logprobs import left_padded, positions
 from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.records import Rollouts
@@ -47,6 +52,31 @@ class RunningMean(BaselineState):
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """See `BaselineState`."""
         self.running = float(state["running"])
+
+
+class RewardHistory(BaselineState):
+    """What EBPO shrinks by: moments of all rewards and all groups' means since the first step."""
+
+    def __init__(self):
+        self.history_23 = np.zeros((2, 3))
+
+    def context(
+        self, run: TrainContext, batch: Batch, step: int
+    ) -> tuple[dict[str, Any], SamplingCost]:
+        """See `BaselineState`."""
+        return {"history": self.history_23}, SamplingCost()
+
+    def update(self, run: TrainContext, batch: Batch) -> None:
+        """See `BaselineState`."""
+        self.history_23 = add_to_history(self.history_23, batch.rewards_PG)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """See `BaselineState`."""
+        return {"history": self.history_23}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """See `BaselineState`."""
+        self.history_23 = state["history"]
 
 
 class Tracker(BaselineState):
@@ -174,7 +204,12 @@ def make_baseline_state(rule: BaselineConfig) -> BaselineState:
     """The state that a rule carries; most carry none."""
     options = dict(rule.options)
     options.pop("epsilon", None)
-    kinds = {"running_mean": RunningMean, "spo": Tracker, "critic": Critic}
+    kinds = {
+        "running_mean": RunningMean,
+        "spo": Tracker,
+        "critic": Critic,
+        "ebpo": RewardHistory,
+    }
     return kinds[rule.name](**options) if rule.name in kinds else BaselineState()
 
 

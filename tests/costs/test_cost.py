@@ -61,6 +61,12 @@ def test_the_first_process_of_a_large_study_holds_its_pool(study):
     assert cost(small).memory == 580_000_000 + int(2.5 * cost(small).disk)
 
 
+def test_adams_metric_keeps_a_second_pool_and_two_numbers_a_parameter(study):
+    plain, adam = cost(study), cost(replace(study, study=replace(study.study, metric="adam")))
+    assert adam.disk == 2 * plain.disk + 4 * SIZE.parameters
+    assert adam.weights == plain.weights + 8 * SIZE.parameters
+
+
 def test_an_update_holds_one_pass(study):
     """A quarter of its tokens, since answers differ in length."""
     config = compose("train", "micro_batch_tokens=4000", "bf16=true")

@@ -27,20 +27,24 @@ PROMPTS = [  # logits, rewards and lengths of three outcomes
 CENTRED = [
     "leave_one_out", "group_mean", "group_std", "maxrl", "opo", "opo_self", "batch_std",
     "reinforce_pp", "reinforce_pp_baseline", "james_stein", "jspo", "beta",
-    "group_std_jackknife", "leave_one_out_std", "quantile", "pods", "length_weighted",
+    "group_std_jackknife", "leave_one_out_std", "quantile", "pods", "length_weighted", "ebpo",
 ]  # fmt: skip
 EPSILON = [name for name, rule in BASELINES.items() if "epsilon" in rule.options]
 
 
 def side(rng, count):
-    """What prompt-only rules read: any numbers that do not come from the group."""
+    """What rules read besides the batch: any numbers that do not come from it."""
     fields = ("value_P", "optimal_P", "greedy_P", "tracker_P", "critic_P")
-    return {name: rng.random(count).tolist() for name in fields} | {"running": 0.4}
+    past = ([0.2, 1.0, 0.3, 0.1], [0.6, 0.2])  # rewards, and means of groups
+    return {name: rng.random(count).tolist() for name in fields} | {"running": 0.4, "past": past}
 
 
 def context_of(known, lengths):
-    arrays = {k: np.array(v) for k, v in known.items() if k != "running"}
-    return BaselineContext(**arrays, running=known["running"], lengths_PG=np.array(lengths))
+    arrays = {k: np.array(v) for k, v in known.items() if k not in ("running", "past")}
+    history = [[len(x), np.mean(x), np.var(x) * len(x)] for x in known["past"]]
+    return BaselineContext(
+        **arrays, running=known["running"], lengths_PG=np.array(lengths), history=np.array(history)
+    )
 
 
 def apply(name, rewards, lengths, known, **changes):
@@ -211,6 +215,41 @@ def test_the_quantile_rule_pushes_rare_successes_or_rare_failures(level):
         assert ((found < 0) == (z[0] == 0) & (not hard)).all()
 
 
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+def test_the_kalman_filter_leaves_the_direction_exact(group_size, rng):
+    """By enumeration: its mean is one factor, of G and the variances alone, times the gradient."""
+    options = {"process_variance": 1e-5, "measurement_variance": 1e-2, "epsilon": 1e-8}
+    variance, factor = 1.0, 0.0
+    for _ in range(group_size):
+        variance += options["process_variance"]
+        gain = variance / (variance + options["measurement_variance"])
+        variance *= 1 - gain
+        factor += (1 - gain) / (math.sqrt(variance) + options["epsilon"]) / group_size
+    mean = joint_mean(
+        PROMPTS[:1],
+        group_size,
+        lambda z, lengths: apply("krpo", z, lengths, side(rng, 1), **options),
+    )
+    np.testing.assert_allclose(mean, factor * gradient(PROMPTS[:1]), rtol=1e-12)
+
+
+def test_ebpo_keeps_a_share_of_the_differences_between_groups(rng):
+    """Within a group advantages differ as rewards do, and between groups their means differ by S
+    times as much: nothing else is left of the policy's mean reward. Groups of equal rewards have an
+    advantage where others differ."""
+    z, known = rng.random((4, 3)), side(rng, 4)
+    z[2] = 0.25
+    found = apply("ebpo", z, np.ones((4, 3), int), known, epsilon=0.0)
+    scale = (found[0, 0] - found[0, 1]) / (z[0, 0] - z[0, 1])
+    rewards, means = known["past"][0] + z.ravel().tolist(), known["past"][1] + z.mean(1).tolist()
+    shrink = np.var(rewards) / 3 / (np.var(rewards) / 3 + np.var(means))
+    np.testing.assert_allclose(
+        found - found.mean(1, keepdims=True), scale * (z - z.mean(1)[:, None]), atol=1e-12
+    )
+    np.testing.assert_allclose(found.mean(1), scale * shrink * (z.mean(1) - z.mean()), atol=1e-12)
+    assert 0.01 < np.abs(found[2]).min() == pytest.approx(np.abs(found[2]).max())
+
+
 @pytest.mark.parametrize("group_size", [2, 5])
 def test_maxrl_is_the_logarithm_cut_after_g_minus_1_terms(group_size):
     p = 0.3
@@ -218,7 +257,9 @@ def test_maxrl_is_the_logarithm_cut_after_g_minus_1_terms(group_size):
     assert binary_mean("maxrl", p, group_size) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", [n for n in CENTRED if n not in ("maxrl", "beta")] + ["spo"])
+@pytest.mark.parametrize(
+    "name", [n for n in CENTRED if n not in ("maxrl", "beta", "ebpo")] + ["spo"]
+)
 def test_a_shift_of_all_rewards_changes_nothing(name, rng):
     z, lengths = rng.random((4, 3)), rng.integers(1, 7, (4, 3))
     known = side(rng, 4)

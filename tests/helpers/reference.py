@@ -19,6 +19,8 @@ BASELINE_OPTIONS = {  # of every rule that has any
     "quantile": {"level": 0.4, "epsilon": 1e-4},
     "pods": {"share": 0.6, "epsilon": 1e-4},
     "length_weighted": {"power": 0.75, "epsilon": 1e-4},
+    "krpo": {"process_variance": 0.01, "measurement_variance": 0.1, "epsilon": 0.1},
+    "ebpo": {"epsilon": 1e-8},
     "maxrl": {"epsilon": 1e-4},
     "batch_std": {"epsilon": 1e-4},
     "reinforce_pp": {"epsilon": 1e-8},
@@ -131,6 +133,35 @@ def kept_row(row, kept, epsilon):
     return [size / kept * found.get(i, 0.0) for i in range(size)]
 
 
+def kalman_row(row, process_variance, measurement_variance, epsilon):
+    """KRPO by Bayes' rule: the posterior of a latent mean with prior N(0, 1), after each reward."""
+    result, precision, mean = [], 1.0, 0.0
+    for r in row:
+        prior = 1 / (1 / precision + process_variance)  # the precision before this reward
+        precision = prior + 1 / measurement_variance
+        mean = (prior * mean + r / measurement_variance) / precision
+        result.append((r - mean) / (math.sqrt(1 / precision) + epsilon))
+    return result
+
+
+def ebpo_rows(rewards, history, epsilon):
+    """EBPO's algorithm 1 with all rewards and all groups' means of the past written out.
+
+    `history` is (past rewards, past means), as lists.
+    """
+    past, means = history
+    past = past + [r for row in rewards for r in row]
+    means = means + [mean_of(row) for row in rewards]
+    noise, tau_sq = variance_of(past, ddof=0) / len(rewards[0]), variance_of(means, ddof=0)
+    shrink = noise / (noise + tau_sq)
+    raw = [
+        [r - ((1 - shrink) * mean_of(row) + shrink * mean_of(past)) for r in row] for row in rewards
+    ]
+    flat = [x for row in raw for x in row]
+    spread = math.sqrt(variance_of(flat)) + epsilon
+    return [[(x - mean_of(flat)) / spread for x in row] for row in raw]
+
+
 def zoo_advantages(name, rewards, lengths, context, options):
     """Advantages of a batch under any rule, written out; context is a plain dictionary."""
     result = []
@@ -141,6 +172,10 @@ def zoo_advantages(name, rewards, lengths, context, options):
     if name == "reinforce_pp_baseline":
         shifted = [[r - mean_of(row) for r in row] for row in rewards]
         return token_whitened(shifted, lengths, options["epsilon"])
+    if name == "ebpo":
+        return ebpo_rows(rewards, context["past"], options["epsilon"])
+    if name == "krpo":
+        return [kalman_row(row, **options) for row in rewards]
     if name == "spo":
         rows = zip(rewards, context["tracker_P"], strict=True)
         surprise = [[r - tracker for r in row] for row, tracker in rows]

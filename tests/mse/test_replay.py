@@ -112,9 +112,8 @@ def coupled_truth(policy, name, size, batch):
                 np.array([table[k][row] for table, row in zip(tables, joint, strict=True)])
                 for k in range(4)
             )
-            weights = advantages(
-                name, z, BaselineContext(lengths_PG=lengths), BASELINE_OPTIONS[name]
-            )
+            context = BaselineContext(lengths_PG=lengths, history=np.zeros((2, 3)))
+            weights = advantages(name, z, context, BASELINE_OPTIONS[name])
             estimate = np.einsum("pg,pgd->d", weights, scores) / (batch * size)
             share = chance.prod() / len(batches)
             energy, mean = energy + share * estimate @ estimate, mean + share * estimate

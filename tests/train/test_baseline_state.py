@@ -105,7 +105,7 @@ def test_the_optimal_baseline_weighs_by_squared_score_norms(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["running_mean", "spo", "critic"])
+@pytest.mark.parametrize("name", ["running_mean", "spo", "critic", "ebpo"])
 def test_a_memory_survives_its_state(tmp_path, name):
     run, batch = first_batch(tmp_path, f"baseline={name}", "budget.value_completions=3")
     run.baseline_state.context(run, batch, 0)

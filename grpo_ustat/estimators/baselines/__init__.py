@@ -9,7 +9,7 @@ baseline never sees the model. It owns centring and scale; nothing downstream no
 Rules are pure and work in float64; the values of their options live in `conf/baseline/`.
 """
 
-from grpo_ustat.estimators.baselines.base import Baseline
+from grpo_ustat.estimators.baselines.base import OF_THE_BATCH, Baseline
 from grpo_ustat.estimators.baselines.batch import (
     batch_std,
     beta,
@@ -22,6 +22,7 @@ from grpo_ustat.estimators.baselines.group import (
     group_mean,
     group_std,
     group_std_jackknife,
+    krpo,
     leave_one_out,
     leave_one_out_std,
     length_weighted,
@@ -49,7 +50,9 @@ from grpo_ustat.estimators.baselines.registry import (
     own_rules,
 )
 from grpo_ustat.estimators.baselines.stateful import (
+    add_to_history,
     critic,
+    ebpo,
     running_mean,
     running_update,
     spo,
@@ -59,9 +62,11 @@ from grpo_ustat.estimators.baselines.stateful import (
 
 __all__ = [
     "BASELINES",
+    "OF_THE_BATCH",
     "OURS",
     "PLUGIN_GROUP",
     "Baseline",
+    "add_to_history",
     "advantages",
     "batch_std",
     "best_constant",
@@ -70,11 +75,13 @@ __all__ = [
     "check_shape",
     "constant",
     "critic",
+    "ebpo",
     "group_mean",
     "group_std",
     "group_std_jackknife",
     "james_stein",
     "jspo",
+    "krpo",
     "leave_one_out",
     "leave_one_out_std",
     "length_weighted",

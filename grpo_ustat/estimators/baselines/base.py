@@ -12,6 +12,8 @@ from grpo_ustat.records import Array
 
 Value = TypeVar("Value")
 
+OF_THE_BATCH = frozenset({"lengths_PG", "history"})  # fields that cost no further completion
+
 
 @dataclass(frozen=True)
 class Baseline:

@@ -112,6 +112,13 @@ BASELINES = _Rules(
             "length_weighted", group.length_weighted, unbiased=False, min_group_size=2,
             needs=_LENGTHS, options=("power", "epsilon"),
         ),
+        _batch_rule(
+            "ebpo", stateful.ebpo, min_group_size=2, needs=frozenset({"history"}), options=_EPSILON,
+        ),
+        Baseline(
+            "krpo", group.krpo, unbiased=False, min_group_size=2,
+            options=("process_variance", "measurement_variance", "epsilon"),
+        ),
     )
 )  # fmt: skip
 

@@ -61,6 +61,55 @@ def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array
     return quotient(deviation_PG, deviation_PG.std(ddof=1) + epsilon)
 
 
+def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+    """EBPO (Han et al. 2026, arXiv 2602.05165v1, algorithm 1): the group's mean shrunken to the
+    policy's, `b(x) = (1 - S) rbar + S mu`, then (A - mean) / (std + epsilon) over the batch.
+
+        S = (sigma^2 / G) / (sigma^2 / G + tau^2)
+        sigma^2 = variance of all rewards so far, tau^2 = variance of all groups' means so far
+
+    Both hold the batch at hand, as mu does, the mean of all rewards so far. All groups have one S,
+    so **mu cancels** in the batch's centring, whatever it is: what is left is
+    `r_i - (1 - S) rbar - S (mean of the batch)`, and of the past only S remains. Groups of equal
+    rewards keep a gradient, of the batch's mean. Biased: rbar, S, mean and std hold the
+    completion's own reward; for a given S the part before the std is only short, by
+    `(1 - S)/G + S/(P G)`. Divisors, which the paper leaves open: the numbers themselves in sigma^2
+    and tau^2, P G - 1 in the std.
+
+    >>> nothing = BaselineContext(history=np.zeros((2, 3)))  # sigma^2 = 3/16, tau^2 = 1/16
+    >>> ebpo(np.array([[1.0, 0.0], [0.0, 0.0]]), nothing, epsilon=0.0).round(3).tolist()  # S = 3/5
+    [[1.466, -0.789], [-0.338, -0.338]]
+    """
+    history_23 = add_to_history(require(context.history, "history", "ebpo"), rewards_PG)
+    sigma_sq, tau_sq = history_23[:, 2] / history_23[:, 0]
+    noise = sigma_sq / rewards_PG.shape[1]
+    shrink = noise / (noise + tau_sq) if noise else 0.0
+    shifted_PG = rewards_PG - rewards_PG[0, 0]
+    raw_PG = shifted_PG - (1 - shrink) * shifted_PG.mean(axis=1, keepdims=True)
+    deviation_PG = raw_PG - raw_PG.mean()
+    return quotient(deviation_PG, deviation_PG.std(ddof=1) + epsilon)
+
+
+def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
+    """`BaselineContext.history` with another batch: Welford's way for parts (Chan et al. 1983).
+
+    >>> add_to_history(np.zeros((2, 3)), np.array([[1.0, 0.0], [0.0, 0.0]])).tolist()
+    [[4.0, 0.25, 0.75], [2.0, 0.25, 0.125]]
+    """
+    result = history_23.copy()
+    for row_3, values in zip(result, (rewards_PG, rewards_PG.mean(axis=1)), strict=True):
+        count, mean, squares = row_3
+        total, step = count + values.size, values.mean() - mean
+        row_3[:] = (
+            total,
+            mean + step * values.size / total,
+            squares
+            + np.square(values - values.mean()).sum()
+            + step**2 * count * values.size / total,
+        )
+    return result
+
+
 def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
     """(alpha, beta) from K draws before the first visit, worth 1/(1 - rho_min) observations.
 
