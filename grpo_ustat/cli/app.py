@@ -151,16 +151,20 @@ class SingleRun:
 
 
 def print_help(entry: str) -> bool:
-    """Print help or shell completion; False where the command line asks for neither."""
+    """Print help, a configuration or shell completion; False where none of them is asked for."""
     words = parse_arguments(sys.argv[1:])
-    requested = bool(words.help or words.shell_completion)
-    if requested or words.cfg or words.info:
+    requested = bool(words.help or words.cfg or words.shell_completion)
+    if requested or words.info:
         gc.disable()  # a tenth of the time, and the process ends before it matters
     if requested and is_main():
         if words.help:
             from grpo_ustat.cli.help import show_help
 
             show_help(entry, words)
+        elif words.cfg:
+            from grpo_ustat.cli.show_config import show_config
+
+            show_config(entry, words)
         else:
             from grpo_ustat.cli.completion import complete
 

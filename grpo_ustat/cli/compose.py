@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -36,6 +37,7 @@ from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
+from grpo_ustat.estimators.baselines import OURS
 from grpo_ustat.launch.run import check_ranks
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import PlannedRun
@@ -78,7 +80,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
     register(entry)
     schema, words = SCHEMAS[entry], parse_arguments(arguments)
     name, overrides = words.config_name or entry, _overrides(words)
-    if words.hydra_help or words.cfg or words.info:
+    if words.hydra_help or words.info:
         return Invocation(name, overrides, False, [])
     check_words(words.typed, schema)
 
@@ -156,7 +158,7 @@ def compose_single(entry: str, arguments: list[str]) -> DictConfig | None:
     """
     register(entry)
     words = parse_arguments(arguments)
-    if words.hydra_help or words.cfg or words.info:
+    if words.hydra_help or words.info:
         return None
     if words.multirun:
         raise ConfigError(f"-m: {entry} is no sweep, leave it out")
@@ -166,8 +168,13 @@ def compose_single(entry: str, arguments: list[str]) -> DictConfig | None:
     return node
 
 
-def whole_node(entry: str, words: Namespace) -> DictConfig:
+def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfig:
     """The unchecked configuration of a command line with Hydra's own node, to show, not to run.
+
+    Args:
+        entry: the command.
+        words: its command line.
+        sweep: whether keys may have several values, as before the runs of a sweep are chosen.
 
     Raises:
         ConfigError: it names a choice or a field that does not exist.
@@ -175,14 +182,17 @@ def whole_node(entry: str, words: Namespace) -> DictConfig:
     register(entry)
     with hydra_session(entry, words.config_dir):
         try:
-            return sweep_node(words.config_name or entry, _overrides(words))
+            name, overrides = words.config_name or entry, _overrides(words)
+            if sweep:
+                return sweep_node(name, overrides)
+            return hydra.compose(name, overrides, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(one_line(error, SCHEMAS[entry], CONF)) from error
 
 
 def register(entry: str) -> None:
-    """Give Hydra what `conf/` refers to: the schema; `${folder_name:}`, the run folder's name,
-    which is a function of the whole configuration; `${learning_rate:}`, the model's.
+    """Give Hydra what `conf/` refers to: the schema; a study's rules; `${folder_name:}`, the run
+    folder's name, which is a function of the whole configuration; `${learning_rate:}`, the model's.
     """
     schema = SCHEMAS[entry]
 
@@ -196,6 +206,10 @@ def register(entry: str) -> None:
         return _root_.model.get("lora_learning_rate" if _root_.lora.r else "learning_rate")
 
     ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
+    if entry == "mse":  # one node: as many files in a list take 0.2 s
+        files = ((CONF / "baseline" / f"{name}.yaml").read_text() for name in OURS)
+        rules = (yaml.load(text, yaml.CSafeLoader) for text in files)
+        ConfigStore.instance().store("mse_rules", {"rules": {rule["name"]: rule for rule in rules}})
     OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
     OmegaConf.register_new_resolver("folder_name", resolve, replace=True)
 

@@ -39,12 +39,17 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     its place, see `model_place`; `typed` are they as they were typed.
 
     Raises:
-        ConfigError: a word with dashes is no flag, or a flag's value is none of its.
+        ConfigError: a word with dashes is no flag, a flag's value is none of its, or two flags
+            exclude each other.
     """
     parser = get_args_parser()
     parser.error = _refuse_arguments
     words, unknown = parser.parse_known_args(list(arguments))
     check_flags(unknown, arguments, flags())
+    alone = {"--run": words.run, "--multirun": words.multirun, "--cfg": words.cfg}
+    given = [flag for flag, value in (alone | {"--info": words.info}).items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other: leave one out")
     words.typed = words.overrides
     words.overrides = hydra_overrides(words.overrides, words.config_dir)
     return words

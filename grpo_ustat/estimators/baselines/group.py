@@ -251,11 +251,11 @@ def krpo(
     [[0.7071, -0.5774]]
     """
     x_P, p = np.zeros(len(rewards_PG)), 1.0
-    columns = []
-    for r_P in rewards_PG.T:
+    result = np.empty_like(rewards_PG)
+    for i in range(rewards_PG.shape[1]):
         p += process_variance
         gain = p / (p + measurement_variance)
-        x_P = x_P + gain * (r_P - x_P)
+        x_P = x_P + gain * (rewards_PG[:, i] - x_P)
         p *= 1 - gain
-        columns.append((r_P - x_P) / (math.sqrt(p) + epsilon))
-    return np.stack(columns, axis=1)
+        result[:, i] = (rewards_PG[:, i] - x_P) / (math.sqrt(p) + epsilon)
+    return result

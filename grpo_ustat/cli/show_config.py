@@ -1,0 +1,52 @@
+"""`--cfg`: the configuration that a command line stands for, as YAML."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_ustat.cli.arguments import check_words
+from grpo_ustat.cli.compose import whole_node
+from grpo_ustat.config.load import SCHEMAS
+from grpo_ustat.config.schema import ConfigError
+
+
+def show_config(entry: str, words: Namespace) -> None:
+    """Print the part of the configuration that `--cfg` and `--package` name.
+
+    Hydra's own way composes twice, and ends in tracebacks where a part refers to another.
+
+    Raises:
+        ConfigError: what is named does not exist, or refers to what does not.
+    """
+    check_words(words.typed, SCHEMAS[entry])
+    node = whole_node(entry, words, sweep=False)
+    HydraConfig.instance().set_config(node)  # which `${hydra:...}` reads
+    OmegaConf.set_readonly(node.hydra, None)
+    keys = [key for key in node if words.cfg in ("all", "hydra" if key == "hydra" else "job")]
+    place = None if words.package == "_global_" else words.package
+    nothing: Any = object()
+    try:
+        if place is None:
+            part: Any = OmegaConf.masked_copy(node, [str(key) for key in keys])
+            part._set_parent(node)
+        elif place.split(".")[0] in keys:
+            part = OmegaConf.select(node, place, default=nothing)
+        else:
+            part = nothing
+        if part is nothing:
+            raise ConfigError(f"--package={place}: --cfg {words.cfg} has no such part")
+        if words.resolve and OmegaConf.is_config(part):
+            OmegaConf.resolve(part)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"--cfg {words.cfg}: {str(error).splitlines()[0]}") from error
+    if not OmegaConf.is_config(part):
+        print("null" if part is None else part)
+        return
+    if place is not None:
+        print(f"# @package {place}")
+    print(OmegaConf.to_yaml(part), end="")
