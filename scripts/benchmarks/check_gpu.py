@@ -38,12 +38,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, Qwen2Config
-
-from grpo_ustat.policy.loading import Policy, load_policy
-from grpo_ustat.policy.scores import completion_scores
-from grpo_ustat.records import Prompt
-from grpo_ustat.rollout.local import Sampling, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = dict(
@@ -53,8 +47,15 @@ QWEN = dict(
 Row = dict[str, Any]
 
 
-def policy_of(options: argparse.Namespace, dtype: str) -> Policy:
-    """The embedded policy, or a model of the shape whose rows never end, with its tokenizer."""
+def policy_of(options: argparse.Namespace, dtype: str) -> Any:
+    """The embedded policy, or a model of the shape whose rows never end, with its tokenizer.
+
+    Models are imported here and below, since four of the parts start commands and need none.
+    """
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from grpo_ustat.policy.loading import Policy, load_policy
+
     policy = load_policy("embedded:tiny", dtype=dtype, device=options.device)
     if options.shape == "tiny":
         return policy
@@ -101,6 +102,9 @@ def correct(options: argparse.Namespace) -> Iterator[Row]:
 
 def sampling(options: argparse.Namespace) -> Iterator[Row]:
     """`rollout=local`, every row as long as it may be where the shape is not `tiny`."""
+    from grpo_ustat.records import Prompt
+    from grpo_ustat.rollout.local import Sampling, sample
+
     width = 16 if options.device == "cpu" else 256
     for dtype in ("float32", "bfloat16"):
         policy = policy_of(options, dtype)
@@ -132,6 +136,8 @@ def kernels(options: argparse.Namespace, work: Callable[..., Any]) -> float | No
 
 def scores(options: argparse.Namespace) -> Iterator[Row]:
     """All that a study keeps of a question, its completions 64 to 256 tokens long."""
+    from grpo_ustat.policy.scores import completion_scores
+
     count, prompt, longest = (32, 60, 256) if options.device == "cuda" else (4, 6, 16)
     for dtype, tf32 in (("float32", False), ("float32", True), ("bfloat16", False)):
         torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -160,8 +166,8 @@ def scores(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def update(options: argparse.Namespace) -> Iterator[Row]:
-    """Steps of `train`, as its metrics have them."""
-    for extra in ((), ("bf16=true",)):
+    """Steps of `train`, as its metrics have them, on a GPU also with bfloat16."""
+    for extra in ((), ("bf16=true",))[: 1 if options.device == "cpu" else 2]:
         with tempfile.TemporaryDirectory() as folder:
             train(options, folder, "max_steps=6", *extra)
             lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()

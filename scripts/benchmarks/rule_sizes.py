@@ -30,11 +30,15 @@ EPSILON = 1e-9  # what group_std adds to a standard deviation
 
 
 def prompts_of(count: int) -> TabularPolicy:
-    """Prompts with V from about 0.1 to 0.9."""
+    """Prompts with V from 0.25 to 0.75, so that nearly all pools can judge g / sigma."""
     rng = np.random.default_rng(3)
-    rewards = (rng.random((count, 6)) < 0.4).astype(float)
+    rewards = (rng.random((9 * count, 6)) < 0.4).astype(float)
     rewards[:, 0], rewards[:, 1] = 1, 0
-    return TabularPolicy(rng.normal(size=(count, 6, 5)), 0.3 * rng.normal(size=5), rewards)
+    features, parameters = rng.normal(size=(9 * count, 6, 5)), 0.3 * rng.normal(size=5)
+    policy = TabularPolicy(features, parameters, rewards)
+    value_P = (policy.probabilities_PY * rewards).sum(axis=1)
+    kept = np.flatnonzero(abs(value_P - 0.5) <= 0.25)[:count]
+    return TabularPolicy(features[kept], parameters, rewards[kept])
 
 
 def pool_of(policy: TabularPolicy, count: int, rng: np.random.Generator) -> ScorePool:
@@ -119,6 +123,7 @@ def main() -> None:
                 point[key] += best[key] == cell["group_size"]
     print(f"\n{options.pools} pools of {options.prompts} x {options.completions}")
     for rule in rules:
+        print(f"  {rule:14} judged in {seen[rule, ROLLOUTS[0]]} pools")
         for what, counts in (("alike", held), ("best", point)):
             shares = [f"{counts[rule, n] / max(seen[rule, n], 1):.2f}" for n in ROLLOUTS]
             print(f"  {rule:14} {what:6} {' '.join(shares)}")
