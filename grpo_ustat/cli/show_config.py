@@ -13,6 +13,7 @@ from grpo_ustat.cli.arguments import check_words
 from grpo_ustat.cli.compose import whole_node
 from grpo_ustat.config.load import SCHEMAS
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.terminal import tell
 
 
 def show_config(entry: str, words: Namespace) -> None:
@@ -45,8 +46,8 @@ def show_config(entry: str, words: Namespace) -> None:
     except OmegaConfBaseException as error:
         raise ConfigError(f"--cfg {words.cfg}: {str(error).splitlines()[0]}") from error
     if not OmegaConf.is_config(part):
-        print("null" if part is None else part)
+        tell("null" if part is None else str(part))
         return
     if place is not None:
-        print(f"# @package {place}")
-    print(OmegaConf.to_yaml(part), end="")
+        tell(f"# @package {place}")
+    tell(*OmegaConf.to_yaml(part).splitlines())
