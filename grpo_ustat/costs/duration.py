@@ -149,15 +149,19 @@ def step_seconds(config: TrainConfig, cost: Cost, runs: list[EarlierRun]) -> Spa
 
 
 def study_seconds(config: MseConfig, cost: Cost, runs: list[EarlierRun]) -> Span:
-    """Of a study, by the seconds of one completion in earlier ones, the least and the most: of the
-    whole study, or of its workers' part where several launches finished it.
+    """Of a study, by what workers took for a completion in earlier ones, the least and the most, and
+    by what these took beside, which does not grow with completions: start, formulas, figures. That
+    is known of studies that one launch finished.
     """
-    each = []
+    each, beside = [], []
     for run in runs:
         seconds = run.cost["seconds_generate"] + run.cost["seconds_score"]
-        each.append((run.wall or seconds / processes(config)) / run.cost["rollouts"])
+        seconds /= processes(config)
+        each.append(seconds / run.cost["rollouts"])
+        beside.append(max(run.wall - seconds, 0.0) if run.wall else 0.0)
+    work = Span(min(each), max(each)).times(cost.rollouts + cost.values)
     wide = AGAIN if runs[0].same_shape else WIDER
-    return Span(min(each) / wide, max(each) * wide).times(cost.rollouts + cost.values)
+    return (work + Span(min(beside), max(beside))).times(1 / wide, wide)
 
 
 def _percentiles(values: Sequence[float]) -> Span:

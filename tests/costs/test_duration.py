@@ -169,6 +169,8 @@ def test_a_study_by_its_workers_seconds(tmp_path):
     end = {"event": "end", "outcome": "done", "time": "2026-03-01T00:00:59+00:00"}
     (path / "launches.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(end)}\n")
     assert of(planned_run).seconds == pytest.approx((30 / 1.3, 59.5 * 1.3))
+    wider = of(planned("mse", study__questions=20))  # the 9.5 s beside stay what they are
+    assert wider.seconds == pytest.approx((60 / 2, (100 + 9.5) * 2))
 
 
 LARGE = ("model=qwen2_5_math_7b", "dataset=math", "prompt=qwen_math_cot", "launch.device=cuda",
