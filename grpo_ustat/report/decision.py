@@ -165,7 +165,7 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
 def noise_sentence(
     result: Mapping[str, Any], rollouts: int = ROLLOUTS, group_size: int | None = None
 ) -> str:
-    """How much of a step is noise, and whether more rollouts are worth their price.
+    """How much of a step is noise, and what more or fewer rollouts would do.
 
     Args:
         result: content of the study's `result.json`; "" where an earlier version wrote it.
@@ -350,7 +350,7 @@ def noise_text(scale: Interval, prompts: Interval, group_size: int, rollouts: in
     if rollouts < scale.low:
         more, ends = _shares(noise_share(scale, 2 * rollouts))
         gain = f", twice as many make a step gain {more} % more {ends}" if more else ""
-        return f"{first} {second}: below n_c more rollouts are worth their price{gain}."
+        return f"{first} {second}: n is below n_c{gain}."
     if rollouts > scale.high:
         share = Interval(*(x / (rollouts + 2 * x) for x in scale))
         less, ends = _shares(share)

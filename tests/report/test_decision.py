@@ -173,9 +173,8 @@ NOISE = {
     "size, sentence",
     [
         (None, "Noise: at G = 4 the noise scale n_c is 768 rollouts [512, 1024], 25 % of it "
-         "[20 %, 30 %] from prompts. A step of 256 rollouts is 75 % noise [67 %, 80 %]: below n_c "
-         "more rollouts are worth their price, twice as many make a step gain 60 % more "
-         "[50 %, 67 %]."),
+         "[20 %, 30 %] from prompts. A step of 256 rollouts is 75 % noise [67 %, 80 %]: n is "
+         "below n_c, twice as many make a step gain 60 % more [50 %, 67 %]."),
         (8, "Noise: at G = 8 the noise scale n_c is 1000 rollouts [100, infinity), 25 % of it "
          "[20 %, 30 %] from prompts. A step of 256 rollouts is 80 % noise [28 %, 100 %]; n is not "
          "significantly different from n_c."),
@@ -195,7 +194,7 @@ def test_without_a_noise_scale_nothing_is_said():
     assert noise_sentence(RESULT | {"noise": {"curve": [unknown]}}) == (
         "Noise: at G = 4 the noise scale n_c is not known: [400, infinity) rollouts, since "
         "||grad J||^2 is not significantly above 0. Of a step of 256 rollouts [61 %, 100 %] is "
-        "noise: below n_c more rollouts are worth their price."
+        "noise: n is below n_c."
     )
 
 
