@@ -149,9 +149,10 @@ def step_seconds(config: TrainConfig, cost: Cost, runs: list[EarlierRun]) -> Spa
 
 
 def study_seconds(config: MseConfig, cost: Cost, runs: list[EarlierRun]) -> Span:
-    """Of a study, by what workers took for a completion in earlier ones, the least and the most, and
-    by what these took beside, which does not grow with completions: start, formulas, figures. That
-    is known of studies that one launch finished.
+    """Of a study, by what workers took for a completion in earlier ones, the least and the most.
+
+    What these took beside, of which one launch tells, does not grow with completions: start,
+    formulas, figures.
     """
     each, beside = [], []
     for run in runs:
