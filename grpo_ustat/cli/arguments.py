@@ -43,15 +43,12 @@ def check_flags(unknown: Sequence[str], arguments: Sequence[str], flags: Sequenc
             raise ConfigError(f"unknown flag {name}: did you mean {near[0]}?")
         typed.append(word)
         key = name.lstrip("-").replace("-", "_")
-        fields.append(f"{key}={shlex.quote(value) if value else _placeholder(key)}")
+        infos = [field_at(key, all_fields(schema)) for schema in SCHEMAS.values()]
+        is_bool = any(info and info.kind == "bool" for info in infos)
+        written = shlex.quote(value) if value else "true" if is_bool else "VALUE"
+        fields.append(f"{key}={written}")
     if typed:
         raise ConfigError(f"{' '.join(typed)}: fields have no dashes, write {' '.join(fields)}")
-
-
-def _placeholder(key: str) -> str:
-    """What stands for the value of a field in a line that says how to write it."""
-    infos = [field_at(key, all_fields(schema)) for schema in SCHEMAS.values()]
-    return "true" if any(info and info.kind == "bool" for info in infos) else "VALUE"
 
 
 def check_words(words: Sequence[str], schema: type) -> None:

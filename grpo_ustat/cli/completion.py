@@ -70,20 +70,16 @@ def candidates(entry: str, line: str) -> list[tuple[str, str]]:
         page = command_options(entry, parse_arguments([]))
     sign = word[: len(word) - len(word.lstrip("+~"))]
     word = word.removeprefix(sign)
-    matches = _values(page, word) if "=" in word else _names(page, word)
-    return [(sign + text, meaning) for text, meaning in matches]
-
-
-def _names(page: CommandOptions, word: str) -> list[tuple[str, str]]:
-    """Groups, fields, and nodes up to the next dot, that begin with a word."""
+    if "=" in word:
+        return [(sign + text, meaning) for text, meaning in _values(page, word)]
     groups = {f"{group.name}=": group.meaning for group in page.groups if group.settable}
     matches = {name: meaning for name, meaning in groups.items() if name.startswith(word)}
     for field in page.fields:
-        if field.key.path.startswith(word):
+        if field.key.path.startswith(word):  # as far as the next dot
             node, dot, _ = field.key.path[len(word) :].partition(".")
             name = f"{word}{node}{dot or '='}"
             matches.setdefault(name, page.nodes.get(name[:-1], "") if dot else field.key.meaning)
-    return sorted(matches.items())
+    return [(sign + text, meaning) for text, meaning in sorted(matches.items())]
 
 
 def _values(page: CommandOptions, word: str) -> list[tuple[str, str]]:

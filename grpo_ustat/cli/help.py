@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
@@ -114,7 +114,20 @@ def _groups_and_fields(page: CommandOptions, wide: bool) -> Iterator[RenderableT
     for node, fields in groupby(sorted(page.fields, key=lambda f: bool(_node(f))), key=_node):
         meaning = page.nodes.get(node)
         yield Text.assemble((f"\n{node or 'the run'}", TITLE), f": {meaning}" if meaning else "")
-        yield _field_table(fields, wide)
+        table = Table.grid(padding=(0, 2))
+        for field in fields:
+            key, value = field.key, field.value
+            value = value if len(value) <= LONGEST else value[: LONGEST - 3] + "..."
+            head = Text.assemble((f"{key.path}=", NAME), (value, VALUE), overflow="fold")
+            kind = Text(key.kind, DIM)
+            choices = f" [{' | '.join(key.choices)}]" if key.choices else ""
+            description = Text.assemble(key.unit and f"{key.unit} ", key.meaning, (choices, VALUE))
+            if wide:
+                table.add_row(Padding(head, (0, 0, 0, 2)), kind, description)
+            else:
+                table.add_row(Padding(Text.assemble(head, "  ", kind), (0, 0, 0, 2)))
+                table.add_row(Padding(description, (0, 0, 0, 6)))
+        yield table
 
 
 def _title(name: str, words: str) -> Text:
@@ -123,21 +136,3 @@ def _title(name: str, words: str) -> Text:
 
 def _node(field: Field) -> str:
     return field.key.path.partition(".")[0] if "." in field.key.path else ""
-
-
-def _field_table(fields: Iterable[Field], wide: bool) -> Table:
-    """A row for each field: its meaning beside it where there is room, else below."""
-    table = Table.grid(padding=(0, 2))
-    for field in fields:
-        key, value = field.key, field.value
-        value = value if len(value) <= LONGEST else value[: LONGEST - 3] + "..."
-        head = Text.assemble((f"{key.path}=", NAME), (value, VALUE), overflow="fold")
-        kind = Text(key.kind, DIM)
-        choices = f" [{' | '.join(key.choices)}]" if key.choices else ""
-        meaning = Text.assemble(key.unit and f"{key.unit} ", key.meaning, (choices, VALUE))
-        if wide:
-            table.add_row(Padding(head, (0, 0, 0, 2)), kind, meaning)
-        else:
-            table.add_row(Padding(Text.assemble(head, "  ", kind), (0, 0, 0, 2)))
-            table.add_row(Padding(meaning, (0, 0, 0, 6)))
-    return table
