@@ -57,13 +57,26 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
             f"{path} has columns {', '.join(names)}: one of {', '.join(PROMPTS)} must say which "
             "completions are of one prompt"
         )
-    rewards = _reward_column(rows, names, column, path)
+    if column is None:
+        own = {*KNOWN, *PROMPTS}
+        numeric = [
+            name for name in names
+            if name not in own and any(isinstance(row.get(name), int | float) for row in rows)
+        ]  # fmt: skip
+        if "reward" not in numeric and len(numeric) != 1:
+            raise ConfigError(
+                f"{path} has {', '.join(numeric) or 'no numeric column'} beside the log's own "
+                "columns: say which are the rewards with reward=COLUMN"
+            )
+        column = "reward" if "reward" in numeric else numeric[0]
+    elif column not in names:
+        raise ConfigError(f"{path} has no column {column}: choose from {', '.join(names)}")
     groups: dict[str, list[float]] = {}
     for number, row in enumerate(rows):
-        value = row.get(rewards)
+        value = row.get(column)
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(
-                f"{path} row {number} (from 0): {rewards} is {value!r:.40}, not a finite number: "
+                f"{path} row {number} (from 0): {column} is {value!r:.40}, not a finite number: "
                 "mend or drop it"
             )
         if row.get(prompt) is None:
@@ -76,7 +89,7 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
             f"{path}: no {prompt} has two completions among {len(rows)} rows, so no group can be "
             "judged"
         )
-    return RewardGroups(rewards, kept, len(groups) - len(kept))
+    return RewardGroups(column, kept, len(groups) - len(kept))
 
 
 def zero_variance_share(group: Array, size: int) -> float:
@@ -183,23 +196,3 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
     if not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path}: every line must be an object such as {{...}}")
     return rows
-
-
-def _reward_column(
-    rows: Sequence[Mapping[str, Any]], names: Sequence[str], column: str | None, path: Path
-) -> str:
-    if column is not None:
-        if column not in names:
-            raise ConfigError(f"{path} has no column {column}: choose from {', '.join(names)}")
-        return column
-    own = {*KNOWN, *PROMPTS}
-    numeric = [
-        name for name in names
-        if name not in own and any(isinstance(row.get(name), int | float) for row in rows)
-    ]  # fmt: skip
-    if "reward" in numeric or len(numeric) == 1:
-        return "reward" if "reward" in numeric else numeric[0]
-    raise ConfigError(
-        f"{path} has {', '.join(numeric) or 'no numeric column'} beside the log's own columns: "
-        "say which are the rewards with reward=COLUMN"
-    )

@@ -140,8 +140,13 @@ def read_nemo_rl(path: Path, options: Options) -> Iterator[Rollout]:
     values perhaps in a list of one; whole sequences, padded, with the mask of generated tokens. It
     has no group: completions of a prompt stand one after another.
     """
-    rows = [(number, {key: _single(value) for key, value in row.items()})
-            for number, row in json_lines(path)]  # fmt: skip
+    rows = [
+        (number, {
+            key: value[0] if isinstance(value, list) and len(value) == 1 else value
+            for key, value in row.items()
+        })
+        for number, row in json_lines(path)
+    ]  # fmt: skip
     size = options.group_size
     for place, (number, row) in enumerate(rows):
         length = int(row["input_lengths"])
@@ -157,11 +162,6 @@ def read_nemo_rl(path: Path, options: Options) -> Iterator[Rollout]:
             None if logprobs is None else [float(one) for one in logprobs[start:length]],
             policy_version=path.stem, fault=fault,
         )  # fmt: skip
-
-
-def _single(value: Any) -> Any:
-    """The one entry of a batch of one, and everything else as it is."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def read_prime_rl(path: Path, options: Options) -> Iterator[Rollout]:
