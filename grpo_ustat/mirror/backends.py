@@ -104,9 +104,16 @@ class Wandb:
 
         self._wandb = wandb
         os.environ.setdefault("WANDB_DIR", str(about.folder))
+        # nothing but what is sent: no source code, console, machine or environment
+        settings: dict[str, Any] = dict(
+            console="off", disable_code=True, disable_git=True, disable_job_creation=True,
+            save_code=False, silent=True, x_disable_machine_info=True, x_disable_meta=True,
+            x_disable_stats=True, x_save_requirements=False, x_transaction_log_flush_interval=2.0,
+        )  # fmt: skip
+        known = {key: x for key, x in settings.items() if key in wandb.Settings.model_fields}
         self._run = wandb.init(
             project=about.project, group=about.group, name=about.name, id=about.run_id,
-            resume="allow", config=about.config, settings=wandb.Settings(**self._settings()),
+            resume="allow", config=about.config, settings=wandb.Settings(**known),
         )  # fmt: skip
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -115,35 +122,25 @@ class Wandb:
             with (about.folder / OFFLINE).open("a") as file:
                 file.write(f"{self._run.settings.sync_dir}\n")
 
-    def _settings(self) -> dict[str, Any]:
-        """Nothing but what is sent: no source code, console, machine or environment."""
-        settings = dict(
-            console="off", disable_code=True, disable_git=True, disable_job_creation=True,
-            save_code=False, silent=True, x_disable_machine_info=True, x_disable_meta=True,
-            x_disable_stats=True, x_save_requirements=False, x_transaction_log_flush_interval=2.0,
-        )  # fmt: skip
-        return {key: x for key, x in settings.items() if key in self._wandb.Settings.model_fields}
-
     def send(self, index: int, events: list[Event]) -> None:
         """See `Tracker`."""
         event = events[-1]
         if event.kind == "result":
             self._run.summary.update(event.content)
             return
-        step = {} if event.step is None else {"step": event.step}
-        self._run.log(self._values(events) | step, step=index)
-
-    def _values(self, events: list[Event]) -> dict[str, Any]:
-        event = events[-1]
+        values: dict[str, Any]
         if event.kind == "figure":
-            return {event.name: self._wandb.Image(str(event.content))}
-        if event.kind in ("completions", "table"):
+            values = {event.name: self._wandb.Image(str(event.content))}
+        elif event.kind in ("completions", "table"):
             rows = [row for one in events for row in one.content]
             columns = list(dict.fromkeys(key for row in rows for key in row))
             cells: list[Any] = [[row.get(key) for key in columns] for row in rows]
             name = "completions" if event.kind == "completions" else event.name
-            return {name: self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)}
-        return flat_values(event)
+            values = {name: self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)}
+        else:
+            values = flat_values(event)
+        step = {} if event.step is None else {"step": event.step}
+        self._run.log(values | step, step=index)
 
     def flush(self) -> None:
         """It sends by itself."""
@@ -180,7 +177,11 @@ class Tensorboard:
         event = events[-1]
         step = event.step or 0
         if event.kind == "figure":
-            self._add_image(event.name, Path(event.content).read_bytes(), step)
+            png = Path(event.content).read_bytes()
+            width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+            tensor = self._tensor([str(width).encode(), str(height).encode(), png])
+            blob = self._summary.DATA_CLASS_BLOB_SEQUENCE
+            self._put(event.name, step, "images", blob, tensor=tensor)
         elif event.kind in ("completions", "table"):
             for one in events:
                 name = "completions" if event.kind == "completions" else event.name
@@ -209,11 +210,6 @@ class Tensorboard:
     def _add_text(self, tag: str, text: str, step: int) -> None:
         tensor = self._tensor([text.encode()])
         self._put(tag, step, "text", self._summary.DATA_CLASS_TENSOR, tensor=tensor)
-
-    def _add_image(self, tag: str, png: bytes, step: int) -> None:
-        width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
-        tensor = self._tensor([str(width).encode(), str(height).encode(), png])
-        self._put(tag, step, "images", self._summary.DATA_CLASS_BLOB_SEQUENCE, tensor=tensor)
 
     def _put(self, tag: str, step: int, plugin: str, data_class: int, **content: Any) -> None:
         data = self._summary.SummaryMetadata.PluginData(plugin_name=plugin)

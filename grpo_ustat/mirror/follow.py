@@ -207,7 +207,13 @@ def _send(tracker: Tracker, journal: Journal, events: list[Event]) -> set[str]:
 def main() -> NoReturn:
     """Do the job of the command line's JSON; the end of this process is its exit code."""
     job, environment = MirrorJob(**json.loads(sys.argv[1])), dict(os.environ)
-    descriptor = _redirect_output(job)
+    descriptor = int(os.environ.pop(REPORT_FD, 0)) or os.dup(1)  # for lines to the run
+    os.set_inheritable(descriptor, False)
+    place = Path(job.folder) / TRACKER
+    place.mkdir(exist_ok=True)
+    log = os.open(place / f"{job.logger['name']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):  # all that is printed here goes to the tracker's log
+        os.dup2(log, stream)
     become_humble()
     end = End(job)
     try:
@@ -220,22 +226,6 @@ def main() -> NoReturn:
         _warn_once(job, descriptor, f"{describe(error)}; the run goes on, it is tried again")
         _begin_anew(job, end, descriptor, environment)
     end_now(int(refused > 0))
-
-
-def _redirect_output(job: MirrorJob) -> int:
-    """Send all that is printed here to the tracker's log.
-
-    Returns:
-        The descriptor to which lines for the run are written.
-    """
-    descriptor = int(os.environ.pop(REPORT_FD, 0)) or os.dup(1)
-    os.set_inheritable(descriptor, False)
-    place = Path(job.folder) / TRACKER
-    place.mkdir(exist_ok=True)
-    log = os.open(place / f"{job.logger['name']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    return descriptor
 
 
 def _begin_anew(job: MirrorJob, end: End, descriptor: int, environment: dict[str, str]) -> NoReturn:
@@ -336,7 +326,10 @@ class Mirroring:
         try:
             code = self._wait(process, patience)
         finally:  # also where someone is tired of waiting
-            _kill(process)
+            kill_children(process.pid, recursive=True)  # what its tracker has started
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
         if code != 0:
             log = self._folder / TRACKER / f"{self._logger.name}.log"
             self._warn(self._unsent("no answer in time" if code is None else f"see {log}"))
@@ -400,14 +393,6 @@ def _start_mirror(folder: Path, logger: Any) -> subprocess.Popen[bytes]:
         )  # fmt: skip
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """End a mirror and what its tracker has started."""
-    kill_children(process.pid, recursive=True)
-    process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(5)
 
 
 if __name__ == "__main__":
