@@ -93,25 +93,19 @@ def refusal(error: BaseException) -> tuple[str, str, bool] | None:
     file = getattr(error, "filename2", None) or getattr(error, "filename", None)
     file = os.fsdecode(file) if isinstance(file, str | bytes | os.PathLike) else match and match[1]
     if number in GONE:
-        if folder := _folder_gone(file):
-            named = folder if folder == WORKING else f"the folder {folder}"
-            return f"{folder} was moved or removed", f"put {named} back", True
-        return None
+        try:
+            here = os.getcwd()
+        except FileNotFoundError:
+            return f"{WORKING} was moved or removed", f"put {WORKING} back", True
+        folder = Path(here, file).parent if file else Path(here)
+        if folder.is_dir():
+            return None
+        return f"{folder} was moved or removed", f"put the folder {folder} back", True
     remedy = OF_FILES.get(number or 0) or OF_LIMITS.get(number or 0)
     if number is None or remedy is None or (number in OF_NAMED_FILES and not file):
         return None
     reason = f"{os.strerror(number)}: {file}" if file else os.strerror(number)
     return reason, remedy, number in OF_FILES
-
-
-def _folder_gone(file: str | None) -> str | None:
-    """The folder of a file, or the working one, where there is none any more."""
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:
-        return WORKING
-    folder = Path(here, file).parent if file else Path(here)
-    return None if folder.is_dir() else str(folder)
 
 
 def fault_line(error: BaseException) -> str | None:

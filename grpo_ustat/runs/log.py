@@ -52,18 +52,13 @@ def attempt(what: str, write: Callable[[], object]) -> bool:
     try:
         write()
     except Exception as error:  # tokenizers raises Exception itself
-        if not _of_disk(error):
+        wrapped = "os error" in str(error) or "Os { code" in str(error)  # by Rust libraries
+        if not (isinstance(error, OSError) or wrapped):
             raise
         reason = " ".join(str(error).split())
         warn(f"{what} could not be written, the run goes on without it: {reason}")
         return False
     return True
-
-
-def _of_disk(error: Exception) -> bool:
-    """Whether an error is the operating system's, also where Rust libraries wrap it."""
-    wrapped = "os error" in str(error) or "Os { code" in str(error)
-    return isinstance(error, OSError) or wrapped
 
 
 class MetricsLog:
@@ -163,7 +158,11 @@ class CompletionLog:
         self._table = arrow_table([], COLUMNS)
         self._waiting: list[dict[str, Any]] = []
         if self._file.is_file():
-            table = self._read()
+            try:
+                table = parquet.read_table(self._file, schema=COLUMNS)
+            except (OSError, ValueError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise ConfigError(f"{self._file} is damaged ({reason}): move it away") from error
             self._table = table.filter(compute.field("step") <= keep_up_to)
             if len(self._table) < len(table):
                 _replace(self._file, self._table)
@@ -184,13 +183,6 @@ class CompletionLog:
         whole = pyarrow.concat_tables([self._table, added]).combine_chunks()
         _replace(self._file, whole)
         self._table, self._waiting = whole, []
-
-    def _read(self) -> pyarrow.Table:
-        try:
-            return parquet.read_table(self._file, schema=COLUMNS)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"{self._file} is damaged ({reason}): move it away") from error
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:

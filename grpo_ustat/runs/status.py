@@ -142,7 +142,18 @@ def sweeps_in(place: Path) -> list[Sweep]:
         return [_read_sweep(place)]
     sweeps = [_read_sweep(file) for file in place.glob("sweep-*.json")]
     sweeps.sort(key=lambda sweep: sweep.file.stat().st_mtime)
-    sweeps += _unlisted_runs(place, {entry.folder for sweep in sweeps for entry in sweep.entries})
+    listed = {entry.folder for sweep in sweeps for entry in sweep.entries}
+    folders = [file.parent for file in sorted(place.rglob(history.NAME))]
+    records = [RunRecord(folder) for folder in folders if folder not in listed]
+    fallback = next((record.command for record in records if record.config), "mse")
+    entries: dict[str, list[Entry]] = {}
+    for record in records:
+        label = str(record.folder.relative_to(place))
+        entry = Entry(label, record.folder, None, record.config.get("max_steps"))
+        # whose configuration is lost stands beside others
+        entries.setdefault(record.command if record.config else fallback, []).append(entry)
+    file = place / "(named by no sweep)" if listed else place
+    sweeps += [Sweep(file, command, runs) for command, runs in entries.items()]
     if not sweeps:
         raise ConfigError(f"{place} holds no sweep and no run: name a folder such as outputs/train")
     return sweeps
@@ -157,22 +168,6 @@ def _read_sweep(file: Path) -> Sweep:
         return Sweep(file, content["entry"], runs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not a sweep's file, or damaged ({error})") from error
-
-
-def _unlisted_runs(place: Path, listed: set[Path]) -> list[Sweep]:
-    """The runs that no sweep names, as a sweep for each command; those whose configuration is lost
-    stand beside others.
-    """
-    folders = [file.parent for file in sorted(place.rglob(history.NAME))]
-    records = [RunRecord(folder) for folder in folders if folder not in listed]
-    fallback = next((record.command for record in records if record.config), "mse")
-    entries: dict[str, list[Entry]] = {}
-    for record in records:
-        label = str(record.folder.relative_to(place))
-        entry = Entry(label, record.folder, None, record.config.get("max_steps"))
-        entries.setdefault(record.command if record.config else fallback, []).append(entry)
-    file = place / "(named by no sweep)" if listed else place
-    return [Sweep(file, command, runs) for command, runs in entries.items()]
 
 
 def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
