@@ -99,7 +99,7 @@ class Lock:
     def __init__(self, folder: Path):
         self.path = folder / NAME
         self.owner = _this_process()
-        self._content = _rendered(self.owner)
+        self._content = json.dumps(asdict(self.owner)).encode() + b"\n"
         self._released = threading.Event()
 
     def take(self) -> None:
@@ -359,10 +359,6 @@ def _write(descriptor: int, content: bytes) -> None:
     os.pwrite(descriptor, content, 0)
     os.ftruncate(descriptor, len(content))
     os.fsync(descriptor)
-
-
-def _rendered(owner: Owner) -> bytes:
-    return json.dumps(asdict(owner)).encode() + b"\n"
 
 
 def _parsed(content: bytes) -> Owner | None:
