@@ -116,7 +116,14 @@ def load_policy(
     with _one_line(model_name_or_path):
         options = dict(attn_implementation=attn_implementation, **common)
         model = _model(resolve(model_name_or_path), dtype=getattr(torch, dtype), **options)
-    end_tokens = _end_tokens(model, tokenizer)
+    configured = model.generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    candidates = (*listed, cast("int | None", tokenizer.eos_token_id))
+    end_tokens = frozenset(token for token in candidates if token is not None)
+    if not end_tokens:
+        raise ConfigError(
+            "the model names no end token: set eos_token_id in generation_config.json"
+        )
     pad = cast("int | None", tokenizer.pad_token_id)
     # transformers decorates `to` in a way that loses its `self`
     model.to(device).eval()  # pyright: ignore[reportArgumentType]
@@ -333,18 +340,6 @@ def resolve(model_name_or_path: str) -> str:
     return str(folder.absolute()) if folder.exists() else model_name_or_path
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    configured = model.generation_config.eos_token_id
-    listed = configured if isinstance(configured, list) else [configured]
-    end_tokens = (*listed, cast("int | None", tokenizer.eos_token_id))
-    ids = frozenset(token for token in end_tokens if token is not None)
-    if not ids:
-        raise ConfigError(
-            "the model names no end token: set eos_token_id in generation_config.json"
-        )
-    return ids
-
-
 def check_device(device: str) -> None:
     """Refuse a device that this PyTorch cannot use.
 
@@ -387,19 +382,14 @@ def check_lengths(
     longest, completion_length = max(lengths), config.max_completion_length
     for limit, name in limits:
         if limit is not None and longest + completion_length > limit:
+            fixes = []
+            if limit > longest:
+                fixes.append(f"max_completion_length={limit - longest} or less")
+            if limit > completion_length:
+                most = limit - completion_length
+                fixes.append(f"prompt.max_length={most} to leave longer prompts out")
+            both = f"max_completion_length below {limit} and a prompt.max_length"
             raise RefusedByRank(
                 f"a prompt of {longest} tokens and max_completion_length={completion_length} "
-                f"exceed {name} {limit} tokens: use {_fixes(longest, completion_length, limit)}"
+                f"exceed {name} {limit} tokens: use {', or '.join(fixes) or both}"
             )
-
-
-def _fixes(longest: int, completion_length: int, limit: int) -> str:
-    """The options that make prompt and completion fit: shorter completions, no long prompts, or
-    both.
-    """
-    fixes = []
-    if limit > longest:
-        fixes.append(f"max_completion_length={limit - longest} or less")
-    if limit > completion_length:
-        fixes.append(f"prompt.max_length={limit - completion_length} to leave longer prompts out")
-    return ", or ".join(fixes) or f"max_completion_length below {limit} and a prompt.max_length"

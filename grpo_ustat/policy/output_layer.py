@@ -180,7 +180,10 @@ class OutputLayer:
         if normaliser_BT is None:
             normaliser_BT = scores.logsumexp(dim=-1)
         grads = scores.sub_(normaliser_BT[:, :, None]).exp_().neg_()
-        _add_one(grads, window.targets_BT, vocabulary)
+        low, targets_BT = vocabulary.start or 0, window.targets_BT
+        inside = (targets_BT >= low) & (targets_BT < low + grads.shape[-1])
+        place = torch.where(inside, targets_BT - low, 0)[:, :, None]
+        grads.scatter_add_(-1, place, inside[:, :, None].to(grads))
         grads *= (window.mask_BT.to(grads) / self.temperature)[:, :, None]
         if final is not logits:
             grads = torch.autograd.grad(final, logits, grads.to(final.dtype))[0]
@@ -270,10 +273,3 @@ def _forward(module: nn.Module, forward: Callable) -> Iterator[None]:
         del module.forward
         if before is not None:
             module.forward = before
-
-
-def _add_one(grads_BTV: torch.Tensor, targets_BT: torch.Tensor, vocabulary: slice) -> None:
-    low = vocabulary.start or 0
-    inside = (targets_BT >= low) & (targets_BT < low + grads_BTV.shape[-1])
-    place = torch.where(inside, targets_BT - low, 0)[:, :, None]
-    grads_BTV.scatter_add_(-1, place, inside[:, :, None].to(grads_BTV))

@@ -55,7 +55,10 @@ class SharedPromptReader:
         mask_BT = rows.completion_mask_BT[:, -rows.width :]
         hidden_BTD = self.leaves[0][place_B][:, None]
         if rows.width > 1:
-            past = self._copy(place_B)
+            past = copy.copy(self.cache)  # the prompts' keys and values, a row for each completion
+            past.layers = [copy.copy(layer) for layer in self.cache.layers]
+            for number, layer in enumerate(cast("list[DynamicLayer]", past.layers)):
+                layer.keys, layer.values = (x[place_B] for x in self.leaves[2 * number + 1 :][:2])
             mask = torch.nn.functional.pad(self.mask_PL[place_B], (0, rows.width - 1), value=1)
             later = self._read(targets_BT[:, :-1], mask, past)
             hidden_BTD = torch.cat([hidden_BTD, later], dim=1)
@@ -67,14 +70,6 @@ class SharedPromptReader:
         pairs = [(end, grad) for end, grad in pairs if grad is not None]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
-
-    def _copy(self, place_B: torch.Tensor) -> DynamicCache:
-        """A cache with copies of the prompts' keys and values, a row for each of `place_B`."""
-        result = copy.copy(self.cache)
-        result.layers = [copy.copy(layer) for layer in self.cache.layers]
-        for number, layer in enumerate(cast("list[DynamicLayer]", result.layers)):
-            layer.keys, layer.values = (x[place_B] for x in self.leaves[2 * number + 1 :][:2])
-        return result
 
     def _read(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """Hidden states of the last columns; only prompts of unequal lengths need a mask."""

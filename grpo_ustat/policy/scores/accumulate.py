@@ -106,7 +106,15 @@ class Accumulator:
         self._square(flat_NC, rows)
         if self.weights_KB is not None:
             self._pool(name, shape, self._weights(rows, flat_NC.dtype) @ flat_NC, start)
-        self._sketch_features(name, flat_NC, start, rows)
+        if self.features is None:
+            return
+        assert self.features_BR is not None
+        if rows is None:
+            self.features.add(self.features_BR, name, start, flat_NC)
+            return
+        sketch_BR = torch.zeros_like(self.features_BR[rows])
+        self.features.add(sketch_BR, name, start, flat_NC)
+        self.features_BR[rows] += sketch_BR
 
     def add_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
         """Add whole rows of a matrix's gradients, those with the sorted ids; overwrites them."""
@@ -118,7 +126,8 @@ class Accumulator:
             self._square(flat, None)
             if self.weights_KB is not None:
                 values_KC = self._weights(None, flat.dtype) @ flat
-                self._pool_rows(name, shape, ids_U, values_KC.unflatten(1, dense_NUD.shape[1:]))
+                for k, value_UD in enumerate(values_KC.unflatten(1, dense_NUD.shape[1:])):
+                    self._gradient(k, name, shape, flat.dtype).index_add_(0, ids_U, value_UD)
             return
         breaks = (ids_U.diff() != 1).nonzero().flatten() + 1  # neighbouring rows pass together
         edges, width = [0, *breaks.tolist(), len(ids_U)], dense_NUD.shape[2]
@@ -222,10 +231,6 @@ class Accumulator:
         for k, value in enumerate(values_KC, start=first):
             self._gradient(k, name, shape, value.dtype).view(-1)[start:stop] += value
 
-    def _pool_rows(self, name, shape, ids_U, values_KUD: torch.Tensor) -> None:
-        for k, value in enumerate(values_KUD):
-            self._gradient(k, name, shape, value.dtype).index_add_(0, ids_U, value)
-
     def _gradient(self, k: int, name: str, shape, dtype: torch.dtype) -> torch.Tensor:
         if name not in self.gradients_K[k]:
             self.gradients_K[k][name] = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -236,17 +241,6 @@ class Accumulator:
         if name not in self.squares:
             self.squares[name] = torch.zeros(shape, dtype=sums.dtype, device=self.device)
         return self.squares[name]
-
-    def _sketch_features(self, name: str, flat_NC, start: int, rows) -> None:
-        if self.features is None:
-            return
-        assert self.features_BR is not None
-        if rows is None:
-            self.features.add(self.features_BR, name, start, flat_NC)
-            return
-        sketch_BR = torch.zeros_like(self.features_BR[rows])
-        self.features.add(sketch_BR, name, start, flat_NC)
-        self.features_BR[rows] += sketch_BR
 
 
 def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:

@@ -182,9 +182,21 @@ class _Backward:
 
     def run(self, completion_mask_BT: torch.Tensor, temperature: float) -> None:
         """Run the forward and the backward pass; the scores are then in the totals."""
-        with self._hooks():
+        base = body(self.model)
+        parameters = inspect.signature(base.forward).parameters
+        extra = {"position_ids": positions(self.attention)} if "position_ids" in parameters else {}
+        handles = [
+            module.register_forward_hook(self._watch(name), with_kwargs=True)
+            for name, module in base.named_modules()
+            if layers.kind(module) is not None or isinstance(module, nn.Embedding)
+        ]
+        try:
             with self.layers.forward() if self.layers else nullcontext():
-                hidden_BTD = self._forward()
+                output = base(
+                    input_ids=self.ids, attention_mask=self.attention, use_cache=False, **extra
+                )
+            self.output, hidden_BTD = type(output), output.last_hidden_state
+            del output
             grad_hidden_BTD = self._output_layer(
                 hidden_BTD.detach(), completion_mask_BT, temperature
             )
@@ -193,32 +205,14 @@ class _Backward:
                 self.layers.backward(hidden_BTD, grad_hidden_BTD, leaves)
             else:
                 torch.autograd.backward(hidden_BTD, grad_hidden_BTD, inputs=leaves)
+        finally:
+            for handle in handles:
+                handle.remove()
         for leaf, module, args in self.roots:
             if args is not None and leaf.grad is not None:
                 self._arrive(module, args, leaf.grad)
         for name in list(self.arrived):
             self._reduce(name)
-
-    def _forward(self) -> torch.Tensor:
-        base = body(self.model)
-        parameters = inspect.signature(base.forward).parameters
-        extra = {"position_ids": positions(self.attention)} if "position_ids" in parameters else {}
-        output = base(input_ids=self.ids, attention_mask=self.attention, use_cache=False, **extra)
-        self.output = type(output)
-        return output.last_hidden_state
-
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        handles = [
-            module.register_forward_hook(self._watch(name), with_kwargs=True)
-            for name, module in body(self.model).named_modules()
-            if layers.kind(module) is not None or isinstance(module, nn.Embedding)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _watch(self, path: str):
         def watch(module, args, kwargs, output):

@@ -79,29 +79,21 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
     sort = kind(module)
     if sort == "embedding":
         assert isinstance(module, nn.Embedding)
-        yield "weight", _lookup(module, arguments[0], grads)
+        ids, scale = arguments[0], getattr(module, "embed_scale", None)
+        if module.padding_idx is not None:  # which gets no gradient in backpropagation either
+            grads = grads * (ids != module.padding_idx)[..., None]
+        grads = grads if scale is None else grads * torch.as_tensor(scale).to(grads)
+        yield "weight", Lookup(ids, grads)
         return
     if sort == "norm":
         yield from _norm(module, arguments, grads)
         return
-    inputs, grads = _by_token(arguments[0], grads)
+    batch = len(arguments[0])
+    inputs, grads = (x.reshape(batch, -1, x.shape[-1]) for x in (arguments[0], grads))
     straight = sort == "linear"
     yield "weight", Outer(grads, inputs) if straight else Outer(inputs, grads)
     if module.bias is not None:
         yield "bias", Small(widen(grads).sum(dim=1))
-
-
-def _by_token(inputs: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = inputs.shape[0]
-    return inputs.reshape(batch, -1, inputs.shape[-1]), grads.reshape(batch, -1, grads.shape[-1])
-
-
-def _lookup(module: nn.Embedding, ids: torch.Tensor, grads: torch.Tensor) -> Lookup:
-    """An embedding's contribution; as in backpropagation, `padding_idx` gets no gradient."""
-    if module.padding_idx is not None:
-        grads = grads * (ids != module.padding_idx)[..., None]
-    scale = getattr(module, "embed_scale", None)
-    return Lookup(ids, grads if scale is None else grads * torch.as_tensor(scale).to(grads))
 
 
 def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:

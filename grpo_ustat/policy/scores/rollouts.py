@@ -66,7 +66,14 @@ def score_rollouts(
         square_weights_B=square_weights,
         by_layer=whole > SHARE * free_bytes(policy.model.device),
     )
-    return _spread(scores, torch.from_numpy(place_B).to(policy.model.device))
+    gram_BB, features_BR = scores.gram_BB, scores.features_BR
+    place = torch.from_numpy(place_B).to(policy.model.device)
+    return replace(
+        scores,
+        sq_norm_B=scores.sq_norm_B[place],
+        gram_BB=None if gram_BB is None else gram_BB[place][:, place],
+        features_BR=None if features_BR is None else features_BR[place],
+    )
 
 
 def distinct(rollouts: Rollouts, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -80,13 +87,3 @@ def distinct(rollouts: Rollouts, index: np.ndarray) -> tuple[np.ndarray, np.ndar
         keyed = np.column_stack([keyed, rollouts.scored_PGT.reshape(-1, width)[index]])
     _, first, place_B = np.unique(keyed, axis=0, return_index=True, return_inverse=True)
     return first, place_B.ravel()
-
-
-def _spread(scores: CompletionScores, place_B: torch.Tensor) -> CompletionScores:
-    gram, features = scores.gram_BB, scores.features_BR
-    return replace(
-        scores,
-        sq_norm_B=scores.sq_norm_B[place_B],
-        gram_BB=None if gram is None else gram[place_B][:, place_B],
-        features_BR=None if features is None else features[place_B],
-    )
