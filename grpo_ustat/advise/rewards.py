@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.special import gammaln
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
+from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import Array
 from grpo_ustat.rollout.logged import KNOWN
 from grpo_ustat.runs.files import csv_rows
@@ -92,29 +92,6 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
     return RewardGroups(column, kept, len(groups) - len(kept))
 
 
-def zero_variance_share(group: Array, size: int) -> float:
-    """The probability that `size` of a prompt's N completions, drawn without replacement, all have
-    one reward: sum over its values v of `binom(N_v, G) / binom(N, G)`, unbiased for fresh groups.
-
-    Args:
-        group: rewards of the N >= size completions.
-        size: G.
-
-    >>> round(zero_variance_share(np.array([0.0, 0.0, 0.0, 1.0]), 2), 6)
-    0.5
-    """
-    counts_V = np.unique(group, return_counts=True)[1].astype(float)
-
-    def log_binomial(count: Array) -> Array:  # without the term of G, which cancels
-        return gammaln(count + 1) - gammaln(count - size + 1)
-
-    return float(
-        np.exp(
-            log_binomial(counts_V[counts_V >= size]) - log_binomial(counts_V.sum(keepdims=True))
-        ).sum()
-    )
-
-
 def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | None:
     """The share of zero-variance groups of a size, with an interval over prompts.
 
@@ -125,7 +102,7 @@ def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | Non
     Returns:
         None where fewer than two prompts have so many completions.
     """
-    values = [zero_variance_share(group, size) for group in groups if len(group) >= size]
+    values = [silent_share(group[None], size)[0] for group in groups if len(group) >= size]
     if len(values) < 2:
         return None
     return clustered_wilson(np.array(values))

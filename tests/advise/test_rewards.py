@@ -13,9 +13,9 @@ from grpo_ustat.advise.rewards import (
     expected_zero_variance,
     read_rewards,
     reward_lines,
-    zero_variance_share,
 )
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.ustatistic import silent_share
 
 
 @pytest.mark.parametrize("rewards", [[0, 0, 1, 1, 1], [0, 0.5, 0.5, 1, 0.5], [1, 1, 1, 1, 1]])
@@ -23,7 +23,7 @@ from grpo_ustat.config.schema import ConfigError
 def test_the_share_is_that_of_all_subsets(rewards, size):
     subsets = list(itertools.combinations(rewards, size))
     share = np.mean([len(set(subset)) == 1 for subset in subsets])
-    assert zero_variance_share(np.array(rewards, float), size) == pytest.approx(share, abs=1e-12)
+    assert silent_share(np.array([rewards], float), size)[0] == pytest.approx(share, abs=1e-12)
 
 
 def test_the_share_is_unbiased_for_fresh_groups(rng):
@@ -31,7 +31,7 @@ def test_the_share_is_unbiased_for_fresh_groups(rng):
     p, total = 0.3, 0.0
     for pool in itertools.product([0.0, 1.0], repeat=6):
         weight = np.prod([p if one else 1 - p for one in pool])
-        total += weight * zero_variance_share(np.array(pool), 4)
+        total += weight * silent_share(np.array([pool]), 4)[0]
     assert total == pytest.approx(p**4 + (1 - p) ** 4, abs=1e-12)
 
 
