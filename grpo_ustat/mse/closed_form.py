@@ -252,11 +252,15 @@ def _point_moments(
 ) -> tuple[Array, ...]:
     """Mean squared error, bias^2, variance, E||T||^2, <E T, tau> and ||tau||^2 of one point."""
     second, shrink, size = 0.0, 1.0, point.group_size
-    if point.baseline in ("leave_one_out", "group_mean"):
-        second = (means["d"] + means["g_sq"]) / (size * (size - 1))
+    if point.baseline in ("leave_one_out", "group_mean"):  # the oracle's first order
+        a_b, second = means["a_v"], (means["d"] + means["g_sq"]) / (size * (size - 1))
+    elif point.baseline == "optimal":
+        a_b = means["a_v"] - means["excess"]
+    else:  # A_b = E[q (z - b)^2], mean over questions
+        a_b = means[{"none": "a_0", "oracle": "a_v"}.get(point.baseline, f"a_{point.baseline}")]
     if point.baseline == "group_mean":
         shrink = (size - 1) / size
-    e = means["g_sq"] + (_mean_a_b(point.baseline, means) - means["g_sq"]) / size + second
+    e = means["g_sq"] + (a_b - means["g_sq"]) / size + second
     target = grad_sq if point.setting == "with_replacement" else at_hand
     if point.setting == "one_question":
         target = means["g_sq"]
@@ -266,16 +270,6 @@ def _point_moments(
         shrink**2 * target, shrink * target, target,
     )  # fmt: skip
     return mse, bias2, variance, variance + shrink**2 * target, shrink * target, target
-
-
-def _mean_a_b(baseline: str, means: Arrays) -> Array:
-    """Mean over questions of A_b = E[q (z - b)^2]; leave-one-out has the oracle's first order."""
-    if baseline == "optimal":
-        return means["a_v"] - means["excess"]
-    if baseline == "none":
-        return means["a_0"]
-    shares_a_v = baseline in ("oracle", "leave_one_out", "group_mean")
-    return means["a_v" if shares_a_v else f"a_{baseline}"]
 
 
 def _delete_one_completion(

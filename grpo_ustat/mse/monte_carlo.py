@@ -306,7 +306,11 @@ def curve(
     cross = float(products_RH.mean())
     mse = float(squared_R.mean()) - 2 * cross + grad_sq - excess
     bias2 = (sum_sq - squared_R.sum()) / (count * (count - 1)) - 2 * cross + grad_sq
-    delete_one_H = _delete_one_block(products_RH.mean(axis=0), gram_HH)
+    cross_H = products_RH.mean(axis=0)
+    others_H = [np.delete(np.arange(len(cross_H)), h) for h in range(len(cross_H))]
+    delete_one_H = np.array(
+        [-2 * cross_H[k].mean() + _off_diagonal(gram_HH[np.ix_(k, k)]) for k in others_H]
+    )
     block_variance = float(jackknife_variance(delete_one_H))
     replicate_variance = float((squared_R - 2 * products_RH.mean(axis=1)).var(ddof=1) / count)
     parts = np.array(
@@ -329,11 +333,3 @@ def curve(
 def _off_diagonal(gram_HH: np.ndarray) -> float:
     count = len(gram_HH)
     return float((gram_HH.sum() - np.trace(gram_HH)) / (count * (count - 1)))
-
-
-def _delete_one_block(cross_H: np.ndarray, gram_HH: np.ndarray) -> np.ndarray:
-    """-2 cross + ||grad||^2 with each reference block left out in turn."""
-    others_H = [np.delete(np.arange(len(cross_H)), h) for h in range(len(cross_H))]
-    return np.array(
-        [-2 * cross_H[k].mean() + _off_diagonal(gram_HH[np.ix_(k, k)]) for k in others_H]
-    )

@@ -118,7 +118,11 @@ class PoolStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not note.is_file():
-                self._check_marks()
+                if None in self._marks():
+                    raise ConfigError(
+                        f"{self.folder} has lost its pool.json, and a part of it, of an earlier "
+                        "version, does not say which settings it is of: use another pool=DIR"
+                    )
                 _create(note, json.dumps(self.draws, indent=1))
             text = note.read_text(errors="replace")
         except OSError as error:
@@ -153,14 +157,6 @@ class PoolStore:
                     f"{self.folder} holds completions of {key}={there}, asked is {own}: use "
                     "another pool=DIR"
                 )
-
-    def _check_marks(self) -> None:
-        """Refuse parts without their pool.json that do not say which settings they are of."""
-        if None in self._marks():
-            raise ConfigError(
-                f"{self.folder} has lost its pool.json, and a part of it, of an earlier version, "
-                "does not say which settings it is of: use another pool=DIR"
-            )
 
     def _marks(self) -> set[str | None]:
         """What the readable parts say of their settings; None is a part that says nothing."""

@@ -59,8 +59,17 @@ def packages_sentence(packages: dict[str, int], installed: str) -> str:
 
 def verdict(statistics: ClosedForm, baselines: list[str], rewards_PN: np.ndarray) -> str:
     """In words: whether Assumption 2 holds, which ordering follows, why G* has no interval."""
+    if not rewards_PN.any():
+        return (
+            "Every completion got reward 0, so there is no gradient to estimate: check the prompt, "
+            "max_completion_length and the answer format."
+        )
     if (rewards_PN == rewards_PN[:, :1]).all():
-        return _no_signal_sentence(rewards_PN)
+        return (
+            "All completions of a question got the same reward: any baseline that learns it has no "
+            "error, vanilla (no baseline) alone is noisy. Choose questions that are sometimes "
+            "right."
+        )
     parts = [_assumption_sentence(statistics), _ordering_sentence(statistics, rewards_PN)]
     unbiased = [name for name in baselines if name in UNBIASED]
     if len(unbiased) > 1:
@@ -78,18 +87,6 @@ def missing_size_sentence(best: Interval) -> str:
     if math.isfinite(best.high):
         return ""
     return "The interval of G* has no upper end: C1 is not significantly different from 0."
-
-
-def _no_signal_sentence(rewards_PN: np.ndarray) -> str:
-    if not rewards_PN.any():
-        return (
-            "Every completion got reward 0, so there is no gradient to estimate: check the prompt, "
-            "max_completion_length and the answer format."
-        )
-    return (
-        "All completions of a question got the same reward: any baseline that learns it has no "
-        "error, vanilla (no baseline) alone is noisy. Choose questions that are sometimes right."
-    )
 
 
 def refutes_assumption2(statistics: ClosedForm) -> bool:
@@ -134,11 +131,19 @@ def _ordering_sentence(statistics: ClosedForm, rewards_PN: np.ndarray) -> str:
     values = f"A_0 = {a_0}, A_V = {a_v}"
     if difference.high < 0:
         high = f"{cross.high:.1f}" if math.isfinite(cross.high) else "infinity"
+        size = math.ceil(cross.estimate) if math.isfinite(cross.estimate) else 0
+        zero_variance = ""
+        if 2 <= size <= rewards_PN.shape[1]:
+            share = silent_share(rewards_PN, size).mean()
+            zero_variance = (
+                f", where {share:.0%} of the groups of {size} are zero-variance groups (all "
+                "rewards equal)"
+            )
         return (
             f"{values}: the paper's ordering, the oracle beats vanilla (no baseline) at every G "
             "and "
             f"GRPO beats vanilla from G > {cross.estimate:.1f} [{cross.low:.1f}, {high}] on"
-            f"{_zero_variance(rewards_PN, cross.estimate)}."
+            f"{zero_variance}."
         )
     if difference.low > 0:
         return (
@@ -150,17 +155,6 @@ def _ordering_sentence(statistics: ClosedForm, rewards_PN: np.ndarray) -> str:
         f"{values}: not enough data to say which of vanilla (no baseline) and the oracle "
         f"is better "
         f"(A_V - A_0 in [{three_digits(difference.low)}, {three_digits(difference.high)}])."
-    )
-
-
-def _zero_variance(rewards_PN: np.ndarray, crossover: float) -> str:
-    """The share of groups without any signal at the crossover."""
-    size = math.ceil(crossover) if math.isfinite(crossover) else 0
-    if not 2 <= size <= rewards_PN.shape[1]:
-        return ""
-    share = silent_share(rewards_PN, size).mean()
-    return (
-        f", where {share:.0%} of the groups of {size} are zero-variance groups (all rewards equal)"
     )
 
 
