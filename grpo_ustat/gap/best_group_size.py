@@ -157,6 +157,17 @@ def best_group_size(trained: Sequence[str], measured: Sequence[str]) -> Evidence
     claims = [_best_claim(budget, start) for budget in budgets]
     claims += [_same_claim(budgets)] if len(budgets) > 1 else []
     claims += [_order_claim(budget, start) for budget in budgets]
+    keys = ("group_size", "seeds", "accuracy", "low", "high", "best", "difference")
+    keys += ("difference_low", "difference_high", "distinct")
+    rows = []  # one for every n, outcome and G
+    for budget in budgets:
+        least = min(start.error_at(size) for size in budget.sizes)
+        for name, cells in budget.cells.items():
+            for cell in cells:
+                error = start.error_at(cell["group_size"])
+                row = {"n": budget.rollouts, "outcome": name} | {key: cell[key] for key in keys}
+                row |= {"predicted_n_mse": error, "predicted_error_ratio": error / least}
+                rows.append(row)
     config, result = runs.any.config, start.result
     return Evidence(
         bed={
@@ -177,7 +188,7 @@ def best_group_size(trained: Sequence[str], measured: Sequence[str]) -> Evidence
         },
         claims=claims,
         panels=_panels(budgets, start),
-        rows=[row for budget in budgets for row in _rows(budget, start)],
+        rows=rows,
         answer=_answer(budgets, start),
         notes=_notes(runs, budgets, start),
         rollouts=int(runs.rollouts + result["cost"]["rollouts"]),
@@ -329,21 +340,6 @@ def _panels(budgets: Sequence[BudgetResult], start: StartLaw) -> list[Panel]:
     return [
         Panel("Training", "group size G", f"held-out accuracy, {MEAN}", curves, "x"),
         Panel("Predicted", "group size G", "n x MSE", [predicted], "xy"),
-    ]
-
-
-def _rows(budget: BudgetResult, start: StartLaw) -> list[dict]:
-    """A row for every outcome and G, the predicted error beside it."""
-    least = min(start.error_at(size) for size in budget.sizes)
-    keys = ("group_size", "seeds", "accuracy", "low", "high", "best", "difference")
-    keys += ("difference_low", "difference_high", "distinct")
-    return [
-        {"n": budget.rollouts, "outcome": name}
-        | {key: cell[key] for key in keys}
-        | {"predicted_n_mse": start.error_at(cell["group_size"])}
-        | {"predicted_error_ratio": start.error_at(cell["group_size"]) / least}
-        for name, cells in budget.cells.items()
-        for cell in cells
     ]
 
 

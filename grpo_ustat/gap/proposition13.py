@@ -110,14 +110,31 @@ def proposition13(bed: Testbed, design: Proposition13Config, seed: int, workers:
         EndPoint(each, maximiser(bed, each), root(bed, pull_of(each), each), run, rate)
         for each, run in zip(estimators, runs, strict=True)
     ]
-    claims = [
-        *(_maximiser_claim(end) for end in ends),
-        *(_root_claim(end) for end in ends[1:]),
-        _limit_claim(bed, design),
-    ]
+    claims = []
+    for end in ends:
+        objective = "E V" if end.rule == "GRPO" else "E[2 arcsin sqrt V]"
+        objective += " - beta KL" if end.estimator.beta else ""
+        what = f"{end.name}: mean end of u, beside the maximiser of {objective}"
+        remark = f"; the enumerated root is {end.root:.4g}"
+        claims.append(_end_claim(end, what, end.maximiser, remark))
+    for end in ends[1:]:
+        what = f"{end.name}: mean end of u, beside its own field's root"
+        claims.append(_end_claim(end, what, end.root, ""))
+    claims.append(_limit_claim(bed, design))
     if design.variant_sizes:
         claims.append(_limit_claim(bed, design, **kl_term(design)))
     claims = correct_family(claims)
+    rows = [
+        {
+            "estimator": end.rule, "group_size": end.estimator.group_size,
+            "num_prompts": end.estimator.num_prompts, "beta": end.estimator.beta,
+            "minibatches": end.estimator.minibatches, "maximiser": end.maximiser,
+            "root": end.root, "j_maximiser": float(bed.best_K[0]),
+            **dict(zip(("measured", "low", "high"), end.measured, strict=True)),
+            "at_last_step": end.at_last_step, "replicates": end.run.u_SKR.shape[2],
+        }
+        for end in ends
+    ]  # fmt: skip
     return Evidence(
         bed=bed_facts(bed)
         | {
@@ -126,7 +143,7 @@ def proposition13(bed: Testbed, design: Proposition13Config, seed: int, workers:
         },
         claims=claims,
         panels=_panels(bed, ends),
-        rows=[_row(bed, end) for end in ends],
+        rows=rows,
         answer=_answer(claims, ends),
         notes=_notes(ends),
         rollouts=rollouts,
@@ -244,31 +261,6 @@ def extrapolate(run: Trajectories, rate: Rate) -> np.ndarray:
     """
     early, late = run.steps_S + rate.offset
     return run.u_SKR[1, 0] + (run.u_SKR[1, 0] - run.u_SKR[0, 0]) / (late / early - 1)
-
-
-def _row(bed: Testbed, end: EndPoint) -> dict:
-    estimator, measured = end.estimator, end.measured
-    return {
-        "estimator": end.rule, "group_size": estimator.group_size,
-        "num_prompts": estimator.num_prompts, "beta": estimator.beta,
-        "minibatches": estimator.minibatches, "maximiser": end.maximiser, "root": end.root,
-        "j_maximiser": float(bed.best_K[0]), "measured": measured.estimate, "low": measured.low,
-        "high": measured.high, "at_last_step": end.at_last_step,
-        "replicates": end.run.u_SKR.shape[2],
-    }  # fmt: skip
-
-
-def _maximiser_claim(end: EndPoint) -> Claim:
-    """The mean end beside the maximiser that the paper names."""
-    objective = "E V" if end.rule == "GRPO" else "E[2 arcsin sqrt V]"
-    objective += " - beta KL" if end.estimator.beta else ""
-    what = f"{end.name}: mean end of u, beside the maximiser of {objective}"
-    return _end_claim(end, what, end.maximiser, f"; the enumerated root is {end.root:.4g}")
-
-
-def _root_claim(end: EndPoint) -> Claim:
-    """The mean end beside the field's root."""
-    return _end_claim(end, f"{end.name}: mean end of u, beside its own field's root", end.root, "")
 
 
 def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim:

@@ -88,7 +88,15 @@ def theorem12(
         plain = [*_plain_claims(paths["none"]), *_length_claims(costs)]
     if "group_std" in paths:
         normalised = theorem12_on_policy.claims(start, design.group_size)
-        normalised += _normalised_claims(paths["group_std"])
+        of_group_std, label = paths["group_std"], "||bias - bias at learning rate 0||^2"
+        of_updates = [  # beyond what is there at learning rate 0
+            _exact_slope_claim(of_group_std, "token_drift2", label),
+            _slope_claim(of_group_std, "token_drift2", "", label),
+            _variance_claim(of_group_std),
+        ]
+        normalised += [
+            replace(claim, what=f"with normalisation: {claim.what}") for claim in of_updates
+        ]
         notes = theorem12_on_policy.notes(start, design.group_size, design.floor)
     claims = correct_family([*normalised, *plain])
     return Evidence(
@@ -184,17 +192,6 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
         ),
     ]
     return [replace(claim, what=f"without normalisation: {claim.what}") for claim in claims]
-
-
-def _normalised_claims(paths: PathErrors) -> list[Claim]:
-    """Of what the updates add with normalisation, beyond what is there at learning rate 0."""
-    label = "||bias - bias at learning rate 0||^2"
-    claims = [
-        _exact_slope_claim(paths, "token_drift2", label),
-        _slope_claim(paths, "token_drift2", "", label),
-        _variance_claim(paths),
-    ]
-    return [replace(claim, what=f"with normalisation: {claim.what}") for claim in claims]
 
 
 def _zero_claim(what: str, measured: float) -> Claim:

@@ -152,7 +152,19 @@ def claims(start: OnPolicy, group_size: int) -> list[Claim]:
         _bias_claim(start, kind, group_size, LABELS[kind])
         for kind in ("group_std_floor", "group_std_redrawn", "sigma")
     ]
-    return [*by_size, _slope_claim(start), _constant_claim(start), *_oracle_claims(start), *guards]
+    how = (
+        f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
+        f"within {TOLERANCE:.0%}: "
+        "else what is left of the variance is of order 1/(B G), not 1/(B G^2)"
+    )
+    labels = {kind: LABELS[kind] for kind in ("none", "sigma")}
+    oracles = []
+    for kind, label in (labels | {"group_std": "with normalisation"}).items():
+        ratio = start.variance_ratio(kind)
+        what = f"as G grows: G (B variance - C1) over the oracle's, {label}"
+        verdict = verdict_of(abs(ratio - 1) <= TOLERANCE)
+        oracles.append(Claim(what, 1.0, ratio, None, None, verdict, how))
+    return [*by_size, _slope_claim(start), _constant_claim(start), *oracles, *guards]
 
 
 def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
@@ -193,23 +205,6 @@ def _constant_claim(start: OnPolicy) -> Claim:
     )
     what = "as G grows: limit of G ||bias|| at learning rate 0, with normalisation"
     return Claim(what, start.bias_limit, limit, None, None, verdict_of(agrees), how)
-
-
-def _oracle_claims(start: OnPolicy) -> list[Claim]:
-    """Whether the variance of order 1/G is the oracle's."""
-    how = (
-        f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
-        f"within {TOLERANCE:.0%}: "
-        "else what is left of the variance is of order 1/(B G), not 1/(B G^2)"
-    )
-    labels = {kind: LABELS[kind] for kind in ("none", "sigma")}
-    claims = []
-    for kind, label in (labels | {"group_std": "with normalisation"}).items():
-        ratio = start.variance_ratio(kind)
-        what = f"as G grows: G (B variance - C1) over the oracle's, {label}"
-        verdict = verdict_of(abs(ratio - 1) <= TOLERANCE)
-        claims.append(Claim(what, 1.0, ratio, None, None, verdict, how))
-    return claims
 
 
 def panels(start: OnPolicy) -> list[Panel]:

@@ -148,22 +148,19 @@ def notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
             f"at learning rate {rate:g}, {of_current:.3g} against a target with sigma(x) of "
             "pi_theta; the difference of the two targets is of order eta."
         )
-    if "none" in paths:
-        lines += _plain_notes(paths["none"], costs)
-    return lines
-
-
-def _plain_notes(paths: PathErrors, costs: ByLength) -> list[str]:
-    setting, start, leading = paths.setting, paths.start, paths.leading
+    if "none" not in paths:
+        return lines
+    plain = paths["none"]
+    setting, start, leading = plain.setting, plain.start, plain.leading
     assert leading is not None
     share = leading.law.c1 / setting.num_prompts / start["token_variance"]
     noise, several = leading.random_R.mean() / leading.exact, costs.lengths > 1
-    lines = [
-        "Without normalisation. " + _crossing(paths, leading),
-        f"The smaller error is {_smaller_error(paths)} (learning rates).",
+    lines += [
+        "Without normalisation. " + _crossing(plain, leading),
+        f"The smaller error is {_smaller_error(plain)} (learning rates).",
         "Both levels have the same error at the same theta_k in minibatches of as many prompts as "
         "follow; with more, the completion's ratio is better, where 0 with any number: "
-        f"{_prompt_list(paths.rates, paths.tie())} (learning rates).",
+        f"{_prompt_list(plain.rates, plain.tie())} (learning rates).",
         "The same by completion length, each token shifted alike: "
         f"{_prompt_list(costs.lengths[several], costs.tie[several])} (tokens).",
         "As the learning rate falls the levels differ by their variances, at order eta, and the "
