@@ -89,34 +89,32 @@ def accuracy_cells(
     for row in rows:
         cells = families.setdefault(tuple(row[key] for key in within), {})
         cells.setdefault(tuple(row[key] for key in by), {})[row["seed"]] = row
-    return [cell for cells in families.values() for cell in _compare(cells, pooled)]
-
-
-def _compare(cells: dict[tuple, dict[int, dict]], pooled: bool) -> list[AccuracyCell]:
-    """The cells of one family, each compared with the best."""
-    law = residual_variance(list(cells.values())) if pooled else None
-    means = {key: over_seeds(runs) for key, runs in cells.items()}
-    best = max(means, key=lambda key: means[key].estimate)
-    level = 1 - (1 - LEVEL) / max(len(means) - 1, 1)
     compared = []
-    for key, runs in cells.items():
-        gap = None if key == best else difference(runs, cells[best], level, law)
-        first = next(iter(runs.values()))
-        row = {name: first[name] for name in CELL_KEYS if name in first}
-        row |= dict(zip(("accuracy", "low", "high"), means[key], strict=True))
-        row |= {"over": "seeds" if len(runs) > 1 else "questions", "seeds": len(runs)}
-        row |= {"questions": first["n"], "sd": None}
-        if len(runs) > 1:
-            row["sd"] = float(np.std([run["accuracy"] for run in runs.values()], ddof=1))
-        for end in ("low", "high"):
-            row[f"questions_{end}"] = float(np.mean([run[end] for run in runs.values()]))
-        row |= {"best": key == best, "shared_seeds": len(runs.keys() & cells[best].keys())}
-        names = ("difference", "difference_low", "difference_high")
-        row |= dict(zip(names, gap or (None, None, None), strict=True))
-        row["difference_dof"] = law[1] if law and row["shared_seeds"] > 1 else None
-        compared.append(row | {"distinct": None if gap is None else gap.high < 0})
-    decided = any(row["distinct"] for row in compared)
-    return [row | {"decided": decided} for row in compared]
+    for cells in families.values():
+        law = residual_variance(list(cells.values())) if pooled else None
+        means = {key: over_seeds(runs) for key, runs in cells.items()}
+        best = max(means, key=lambda key: means[key].estimate)
+        level = 1 - (1 - LEVEL) / max(len(means) - 1, 1)
+        of_family = []
+        for key, runs in cells.items():
+            gap = None if key == best else difference(runs, cells[best], level, law)
+            first = next(iter(runs.values()))
+            row = {name: first[name] for name in CELL_KEYS if name in first}
+            row |= dict(zip(("accuracy", "low", "high"), means[key], strict=True))
+            row |= {"over": "seeds" if len(runs) > 1 else "questions", "seeds": len(runs)}
+            row |= {"questions": first["n"], "sd": None}
+            if len(runs) > 1:
+                row["sd"] = float(np.std([run["accuracy"] for run in runs.values()], ddof=1))
+            for end in ("low", "high"):
+                row[f"questions_{end}"] = float(np.mean([run[end] for run in runs.values()]))
+            row |= {"best": key == best, "shared_seeds": len(runs.keys() & cells[best].keys())}
+            names = ("difference", "difference_low", "difference_high")
+            row |= dict(zip(names, gap or (None, None, None), strict=True))
+            row["difference_dof"] = law[1] if law and row["shared_seeds"] > 1 else None
+            of_family.append(row | {"distinct": None if gap is None else gap.high < 0})
+        decided = any(row["distinct"] for row in of_family)
+        compared += [row | {"decided": decided} for row in of_family]
+    return compared
 
 
 def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:

@@ -96,7 +96,10 @@ def write_report(report: Report) -> None:
                 file.unlink()
     report.notes += run_set_notes(report.run_set)
     if report.theorems:
-        _add_theorems(report)
+        report.tables += [theorems_table(in_order(report.runs)), claims_table(report.theorems)]
+        report.study_figures, damaged = study_figures(report.theorems)
+        report.notes += damaged
+        report.answers.append(verdict_sentence(report.theorems))
     if report.studies:
         _add_studies(report)
     if report.training:
@@ -173,14 +176,6 @@ def run_set_notes(run_set: RunSet) -> list[str]:
             counts = ", ".join(f"{name} ({count} runs)" for name, count in of.items())
             lines.append(f"the runs are of several versions of {package}: {counts}")
     return lines
-
-
-def _add_theorems(report: Report) -> None:
-    finished = report.theorems
-    report.tables += [theorems_table(in_order(report.runs)), claims_table(finished)]
-    report.study_figures, damaged = study_figures(finished)
-    report.notes += damaged
-    report.answers.append(verdict_sentence(finished))
 
 
 def _add_studies(report: Report) -> None:

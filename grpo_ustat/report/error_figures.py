@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,30 +153,13 @@ def joint_mse_figure(
 def joint_fixed_n_figure(
     folder: Path, name: str, studies: Sequence[RunRecord], notes: Sequence[str]
 ) -> None:
-    """What each G costs at a fixed number of rollouts, a panel per policy."""
-
-    def panel(axes: Axes, result: dict[str, Any]) -> None:
-        scaling_panel(axes, result["scaling"])
-
-    _joint_figure(folder, name, studies, notes, panel, EXTRA_ERROR)
-
-
-def _joint_figure(
-    folder: Path,
-    name: str,
-    studies: Sequence[RunRecord],
-    notes: Sequence[str],
-    panel: Callable[[Axes, dict[str, Any]], None],
-    quantity: str,
-) -> None:
-    """A panel per study, a line of panels or more per data set.
+    """What each G costs at a fixed number of rollouts, a panel per policy, a line of panels or
+    more per data set.
 
     Args:
         folder, name: where to.
         studies: finished ones.
         notes: lines under the figure.
-        panel: draws one study's result.
-        quantity: of the vertical axes.
     """
     grid = _panel_grid(studies)
     wide, high = max(map(len, grid)), len(grid)
@@ -185,12 +168,11 @@ def _joint_figure(
         figure, panels = plt.subplots(high, wide, figsize=size, squeeze=False, layout="constrained")
         for line, runs in zip(panels, grid, strict=True):
             for axes, run in zip(line, runs, strict=False):
-                result = run.final_result
-                panel(axes, result)
+                scaling_panel(axes, run.final_result["scaling"])
                 axes.set_title(_panel_title(run), fontsize=8, loc="left")
             for axes in line[len(runs) :]:
                 axes.set_visible(False)
-            line[0].set_ylabel(f"{quantity}\n{runs[0].dataset}")
+            line[0].set_ylabel(f"{EXTRA_ERROR}\n{runs[0].dataset}")
         if panels[0, 0].get_legend_handles_labels()[1]:
             panels[0, 0].legend(frameon=False, fontsize=8)
         note(figure, notes, size[0])

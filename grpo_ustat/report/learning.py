@@ -205,7 +205,13 @@ def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
     if quantity == ACCURACY:
         return {row["step"]: (row["accuracy"], row["low"], row["high"]) for row in run.evals}
     if quantity == GSTAR:
-        curve = {step: _own_gstar(rows) for step, rows in _monitored(run, block).items()}
+        curve = {}
+        for step, rows in _monitored(run, block).items():
+            if len(rows) > 1:
+                curve[step] = _joint_gstar([[row] for row in rows])
+            else:  # of one step with its own interval
+                best, low, high = (rows[0].get(f"{GSTAR}{end}") for end in ("", "_low", "_high"))
+                curve[step] = math.nan if best is None else best, low, high
         blocks_known = {(step - 1) // block for step in curve}
         without = {
             (row["step"] - 1) // block: row["step"]
@@ -231,15 +237,6 @@ def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
         if all(row.get(name) is not None for name in CONSTANTS):
             blocks.setdefault((row["step"] - 1) // block, []).append(row)
     return {rows[-1]["step"]: rows for rows in blocks.values()}
-
-
-def _own_gstar(rows: list[dict[str, Any]]) -> Estimate:
-    """G* of one step with its own interval, or of several steps of one run."""
-    if len(rows) > 1:
-        return _joint_gstar([[row] for row in rows])
-    row = rows[0]
-    best, low, high = (row.get(f"{GSTAR}{end}") for end in ("", "_low", "_high"))
-    return math.nan if best is None else best, low, high
 
 
 def _joint_gstar(parts: list[list[dict[str, Any]]]) -> Estimate:

@@ -75,13 +75,17 @@ def recipe_table(scaling: Mapping[str, Any], rollouts: int = ROLLOUTS) -> Table 
     cells = []
     for name, size, error, extra in rows:
         prompts = f"{rollouts / size:.3g}" if size <= rollouts else f"takes n >= {size}"
+        over_best = ""
+        if not extra.low == extra.high == 0:
+            ends = f"[{percent(extra.low)}, {percent(extra.high)}]"
+            over_best = f"{percent(extra.estimate)} {ends}"
         cells.append([
             name,
             str(size),
             prompts,
             f"{three_digits(error.estimate)} [{three_digits(error.low)}, "
             f"{three_digits(error.high)}]",
-            _extra_text(extra),
+            over_best,
             verdict(extra),
         ])  # fmt: skip
     error = f"error at n = {rollouts}"
@@ -107,12 +111,6 @@ def verdict(extra: Interval) -> str:
     if not extra.low > 0:
         return "not significantly different from the best"
     return f"takes {100 * extra.estimate:.0f} % more rollouts for the same error"
-
-
-def _extra_text(extra: Interval) -> str:
-    if extra.low == extra.high == 0:
-        return ""
-    return f"{percent(extra.estimate)} [{percent(extra.low)}, {percent(extra.high)}]"
 
 
 def recipes_figure(folder: Path, result: Mapping[str, Any]) -> None:

@@ -112,9 +112,23 @@ def run_page(
             f" The pool holds {final['pool_completions']} of each of {final.get('questions')} "
             "questions."
         )
-    facts = [*([] if run.command == "gap" else _settings(run)), *command_facts(run)]
-    page_tables = tables(run)
-    if sum(row.get("event") == "start" for row in run.launches) > 1:
+    facts: list[tuple[str, Cell]] = []
+    if run.command != "gap":
+        value = run.value
+        model = f"{value('model.name')} ({value('model.model_name_or_path')})"
+        facts = [
+            ("Model", f"{model}, {value('model.dtype')} on {value('launch.device')}"),
+            ("Questions of", str(value("dataset.name"))),
+            ("Prompt", str(value("prompt.name"))),
+            ("Seed", str(value("seed"))),
+        ]
+    facts += command_facts(run)
+    page_tables, provenance = tables(run), ""
+    starts = [row for row in run.launches if row.get("event") == "start"]
+    if timed := [row for row in starts if "time" in row]:
+        last = timed[-1]
+        provenance = provenance_line("started", last["time"], last.get("host"), last.get("command"))
+    if len(starts) > 1:
         page_tables.append(rows_table("Starts and ends", run.launches))
     return Page(
         title=title(run),
@@ -126,17 +140,8 @@ def run_page(
         tables=page_tables,
         completions=Completions(rows, sentence) if rows else None,
         configuration=run.config,
-        provenance=_last_start(run),
+        provenance=provenance,
     )
-
-
-def _last_start(run: RunRecord) -> str:
-    """When, where and by which command the run was started last."""
-    starts = [row for row in run.launches if row.get("event") == "start" and "time" in row]
-    if not starts:
-        return ""
-    last = starts[-1]
-    return provenance_line("started", last["time"], last.get("host"), last.get("command"))
 
 
 def _result_notes(run: RunRecord) -> list[str]:
@@ -171,19 +176,6 @@ def _figures(run: RunRecord) -> list[Figure]:
         has_data = data is not None and (run.folder / data).is_file()
         figures.append(Figure(title, svg, caption if has_data else "", data if has_data else None))
     return figures
-
-
-def _settings(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Model and questions."""
-    value = run.value
-    model = f"{value('model.name')} ({value('model.model_name_or_path')})"
-    precision = f"{value('model.dtype')} on {value('launch.device')}"
-    return [
-        ("Model", f"{model}, {precision}"),
-        ("Questions of", str(value("dataset.name"))),
-        ("Prompt", str(value("prompt.name"))),
-        ("Seed", str(value("seed"))),
-    ]
 
 
 def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:

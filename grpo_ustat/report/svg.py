@@ -99,28 +99,26 @@ class _Reader:
         copy = ElementTree.Element(tag)
         if tag in ("path", "clipPath", "pattern") and "id" in element.attrib:
             copy.set("id", self._id(element.attrib["id"]))
-        for key, value in element.attrib.items():
-            self._attribute(copy, key.rpartition("}")[2], value)
+        for name, value in element.attrib.items():
+            key = name.rpartition("}")[2]
+            if key in GEOMETRY:
+                copy.set(key, value)
+            elif key == "clip-path":
+                copy.set(key, f"url(#{self._id(_inner(value))})")
+            elif key == "href" and tag == "use" and value.startswith("#"):
+                copy.set(key, f"#{self._id(value[1:])}")
+            elif key == "href" and tag == "image" and value.startswith(PICTURE):
+                copy.set(key, value)
+            elif key in STYLES:
+                self._style(copy, key, value)
+            elif key not in IGNORED:
+                raise ValueError(f"an SVG of matplotlib holds no {key}={value[:40]!r}")
         for declaration in filter(str.strip, element.get("style", "").split(";")):
             self._style(copy, *map(str.strip, declaration.split(":", 1)))
         if tag in ("text", "tspan"):
             copy.text, copy.tail = element.text, element.tail
         copy.extend(self.children(element))
         return copy
-
-    def _attribute(self, copy: ElementTree.Element, key: str, value: str) -> None:
-        if key in GEOMETRY:
-            copy.set(key, value)
-        elif key == "clip-path":
-            copy.set(key, f"url(#{self._id(_inner(value))})")
-        elif key == "href" and copy.tag == "use" and value.startswith("#"):
-            copy.set(key, f"#{self._id(value[1:])}")
-        elif key == "href" and copy.tag == "image" and value.startswith(PICTURE):
-            copy.set(key, value)
-        elif key in STYLES:
-            self._style(copy, key, value)
-        elif key not in IGNORED:
-            raise ValueError(f"an SVG of matplotlib holds no {key}={value[:40]!r}")
 
     def _style(self, copy: ElementTree.Element, key: str, value: str = "") -> None:
         if key in PAINT:
@@ -174,15 +172,11 @@ def _lightened(colour: str) -> str:
     channels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     for share in range(21):
         mixed = [round(x + (255 - x) * share / 20) for x in channels]
-        if _luminance(mixed) >= VISIBLE:
+        linear = [
+            x / 12.92 if (x := channel / 255) <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4
+            for channel in mixed
+        ]
+        luminance = sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+        if luminance >= VISIBLE:  # relative luminance of sRGB, WCAG 2.2
             break
     return "#" + "".join(f"{x:02x}" for x in mixed)
-
-
-def _luminance(channels: list[int]) -> float:
-    """Relative luminance of sRGB, WCAG 2.2."""
-    linear = [
-        x / 12.92 if (x := channel / 255) <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4
-        for channel in channels
-    ]
-    return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
