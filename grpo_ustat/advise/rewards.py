@@ -83,13 +83,13 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
             raise ConfigError(f"{path} row {number} (from 0): {prompt} is null: mend or drop it")
         key = json.dumps([row.get("step"), row[prompt]], sort_keys=True, default=str)
         groups.setdefault(key, []).append(float(value))
-    kept = [np.array(group) for group in groups.values() if len(group) > 1]
-    if not kept:
+    several = [np.array(group) for group in groups.values() if len(group) > 1]
+    if not several:
         raise ConfigError(
             f"{path}: no {prompt} has two completions among {len(rows)} rows, so no group can be "
             "judged"
         )
-    return RewardGroups(column, kept, len(groups) - len(kept))
+    return RewardGroups(column, several, len(groups) - len(several))
 
 
 def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | None:

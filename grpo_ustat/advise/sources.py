@@ -113,7 +113,7 @@ def advice_of(request: Request) -> Advice:
 
 
 def _from_study(run: RunRecord, request: Request) -> Advice:
-    """Of a study's own `result.json`."""
+    """Advice from a study's own `result.json`."""
     if run.result is None:
         again = command_line("mse", *policy_overrides(run.config))
         raise ConfigError(
@@ -137,8 +137,8 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
 
 
 def _from_training(run: RunRecord, request: Request) -> Advice:
-    """Of the constants that the gradient monitor measured in the second half of the steps; without
-    them only of zero-variance groups.
+    """Advice from the constants that the gradient monitor measured in the second half of the steps;
+    without them only on zero-variance groups.
     """
     group_size = request.num_generations or run.config["group_size"]
     rollouts = request.rollouts or run.config["budget"]["rollouts"]
@@ -203,7 +203,7 @@ def scaling_of_steps(values_3S: Array) -> dict[str, Any]:
 
 
 def _without_monitor(run: RunRecord, group_size: int, steps: int) -> Advice:
-    """A training run whose metrics have too few constants, or none."""
+    """Advice for a training run whose metrics have too few constants, or none."""
     shares = [row["frac_reward_zero_std"] for row in run.metrics if "frac_reward_zero_std" in row]
     details = [
         f"{steps} monitored steps, {LEAST_STEPS} are needed: train with "
@@ -236,7 +236,7 @@ def _measure_checkpoint(run: RunRecord) -> str:
 
 
 def _from_pool(request: Request) -> Advice:
-    """Of a pool folder: the study that it belongs to, or one that is made of it now."""
+    """Advice from a pool folder: from the study that it belongs to, or from one made of it now."""
     folder = request.source
     for near in (folder.parent, folder):
         if (near / CONFIG).is_file() and (near / RESULT).is_file():
@@ -264,7 +264,7 @@ def _from_pool(request: Request) -> Advice:
 
 
 def _from_log(path: Path, request: Request) -> Advice:
-    """Of a log of rollouts: with a checkpoint its scores, else what rewards alone can tell."""
+    """Advice from a log of rollouts: with a checkpoint from its scores, else from rewards alone."""
     if request.model is not None:
         if path.suffix != ".parquet":
             raise ConfigError(

@@ -135,7 +135,7 @@ class SingleRun:
     command: Command
 
     def __call__(self, node: DictConfig) -> float | None:
-        """Run it; its end is this process's end."""
+        """Run the configuration; the run's end is this process's end."""
         config = build_config(node, SCHEMAS[self.command.name])
         folder = RunFolder(output_folder(), config)
         try:

@@ -298,7 +298,9 @@ def _plan_run(
 
 
 def _check_packages(config: Any) -> None:
-    """What a run imports by its configuration is installed; to show prompts or costs needs none."""
+    """Refuse a run whose configuration needs a package that is not installed; one that only shows
+    prompts or costs needs none.
+    """
     lora, rollout = getattr(config, "lora", None), getattr(config, "rollout", None)
     if config.only_shows:
         return
@@ -317,7 +319,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _check_slurm(warning: int, grace: int) -> None:
-    """A job has time to save, and SLURM is here.
+    """Refuse a job that has no time to save, and a machine without SLURM.
 
     Args:
         warning: seconds between SLURM's signal and the time limit.
@@ -336,7 +338,7 @@ def _check_slurm(warning: int, grace: int) -> None:
 
 
 def _check_folders(planned_runs: list[PlannedRun]) -> None:
-    """Every run has a folder, and a folder of its own: by it a sweep knows what is done."""
+    """Refuse a sweep unless every run has a folder of its own, by which it knows what is done."""
     first_of: dict[Path, PlannedRun] = {}
     for planned in planned_runs:
         if planned.folder is None or planned.sweep is None:

@@ -47,16 +47,16 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     words, unknown = parser.parse_known_args(list(arguments))
     check_flags(unknown, arguments, flags())
     alone = {"--run": words.run, "--multirun": words.multirun, "--cfg": words.cfg}
-    given = [flag for flag, value in (alone | {"--info": words.info}).items() if value]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other: leave one out")
+    used = [flag for flag, value in (alone | {"--info": words.info}).items() if value]
+    if len(used) > 1:
+        raise ConfigError(f"{' and '.join(used)} exclude each other: leave one out")
     words.typed = words.overrides
     words.overrides = hydra_overrides(words.overrides, words.config_dir)
     return words
 
 
 def _refuse_arguments(message: str) -> NoReturn:
-    """In place of argparse's own page of usage."""
+    """Raise what argparse refuses as an error, in place of its own page of usage."""
     raise ConfigError(message)
 
 
@@ -107,7 +107,7 @@ def quote_equals(override: str) -> str:
 
 
 def _quote_values(text: str) -> str:
-    """See `quote_equals`; of the values alone, one or several."""
+    """Quote the values alone, one or several, see `quote_equals`."""
     outer, first, values = _without_brackets(text), 0, []
     for last in [i for i, letter in enumerate(outer) if letter == ","] + [len(text)]:
         value = text[first:last].strip()

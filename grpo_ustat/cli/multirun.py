@@ -113,7 +113,7 @@ class Job:
 
 
 def _report_failure(folder: RunFolder, error: BaseException, before: list[dict]) -> None:
-    """Print it on the rank that it is of, and note it once."""
+    """Print a run's failure on the rank that it is of, and note it in the folder once."""
     line = fault_line(error)
     if line or isinstance(error, (*REFUSALS, SystemExit)):
         if is_main() or not isinstance(error, RefusedByRank):
@@ -140,7 +140,7 @@ def _launch(entry: str, invocation: Invocation, todo: list[PlannedRun]) -> None:
 
 
 def _submit(launcher: Launcher, todo: list[PlannedRun], files: str) -> None:
-    """To SLURM, but for runs that it is about to start again; wait for all that it took."""
+    """Submit the runs to SLURM, but for those that it is about to start again, and wait for all."""
     queue, before = slurm.queue(), slurm.submissions(files)
     rest = []
     for planned in todo:
@@ -159,7 +159,7 @@ def _submit(launcher: Launcher, todo: list[PlannedRun], files: str) -> None:
 
 
 def _start(launcher: Launcher, todo: list[PlannedRun]) -> bool:
-    """Whether all ended with a result, be it a failure."""
+    """Start the runs and wait; whether all ended with a result, be it a failure."""
     overrides = [  # without Hydra's own, which the launcher adds
         [x for x in planned.overrides if not x.lstrip("+~").startswith(("hydra.", "hydra/"))]
         for planned in todo

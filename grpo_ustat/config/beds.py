@@ -13,7 +13,7 @@ from grpo_ustat.config.schema import ConfigError, field, positive
 
 @dataclass
 class BedConfig:
-    """Fields of all kinds."""
+    """Fields that every kind of test problem has."""
 
     name: str = field("of the test problem, in the run folder's name")
     kind: str = field(

@@ -17,7 +17,7 @@ SIMULATED = ("none", "oracle", "optimal", "leave_one_out")
 
 @dataclass
 class TheoryConfig:
-    """Fields of all studies."""
+    """Fields that every study of a theorem has."""
 
     title: ClassVar[str] = ""  # of pages, figures and tables; not a field
     beds: ClassVar[tuple[str, ...]] = ("coins", "softmax")  # kinds that the study can run on

@@ -129,7 +129,7 @@ def check_no_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.
 
 
 def check_report_name(key: str, name: str) -> None:
-    """The name is one of a folder."""
+    """Refuse a report's name that is none of a folder."""
     if not re.fullmatch(r"[\w.-]+", name) or not name.strip("."):
         raise ConfigError(f"{key}={name!r}: use letters, digits, . _ -")
 

@@ -118,14 +118,14 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         if reason:
             for rollout in groups.pop(name):
                 leave_out(rollout, reason)
-    kept = [rollout for group in groups.values() for rollout in group]
-    if not kept:
+    usable = [rollout for group in groups.values() for rollout in group]
+    if not usable:
         why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
         raise ConfigError(f"{source}: none of {len(rollouts)} rows can be used: {why or 'no rows'}")
-    exact = all(rollout.completion_ids is not None for rollout in kept)
-    _write(target, kept, exact)
+    exact = all(rollout.completion_ids is not None for rollout in usable)
+    _write(target, usable, exact)
     return Conversion(
-        one.name, len(paths), len(rollouts), len(kept), len(groups), exact, reasons, example
+        one.name, len(paths), len(rollouts), len(usable), len(groups), exact, reasons, example
     )
 
 
@@ -154,14 +154,14 @@ def _fault(rollout: Rollout) -> str:
     return ""
 
 
-def _write(target: Path, kept: list[Rollout], exact: bool) -> None:
+def _write(target: Path, rollouts: list[Rollout], exact: bool) -> None:
     """The rows as Parquet; columns that no row has are left out."""
     import pyarrow
     from pyarrow import parquet
 
     names = [name for name in COLUMNS if exact or name not in ("prompt_ids", "completion_ids")]
     columns: dict[str, list[Any]] = {
-        name: [getattr(rollout, name) for rollout in kept] for name in names
+        name: [getattr(rollout, name) for rollout in rollouts] for name in names
     }
     columns = {name: x for name, x in columns.items() if any(one is not None for one in x)}
     if any(one is None for one in columns.get("ended", ())):

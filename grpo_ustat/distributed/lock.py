@@ -355,7 +355,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _write(descriptor: int, content: bytes) -> None:
-    """Never leaves the file empty, which would be nobody's."""
+    """Replace the lock's content; the file is never left empty, which would be nobody's."""
     os.pwrite(descriptor, content, 0)
     os.ftruncate(descriptor, len(content))
     os.fsync(descriptor)

@@ -14,7 +14,7 @@ FOLDER = "GRPO_USTAT_SERVER_FOLDER"  # in the environment of the server
 
 
 def remove_folder(path: str, process: int) -> None:
-    """Remove it in this process, not in its forks."""
+    """Remove a folder in the process with this number, not in its forks."""
     if os.getpid() == process:
         shutil.rmtree(path, ignore_errors=True)
 

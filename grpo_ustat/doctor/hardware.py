@@ -231,7 +231,7 @@ def memory(_: Path) -> Finding:
 
 
 def _text(file: Path) -> str:
-    """Its text, empty where it cannot be read."""
+    """A file's text, empty where it cannot be read."""
     try:
         return file.read_text()
     except OSError:

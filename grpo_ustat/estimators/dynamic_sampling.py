@@ -36,7 +36,7 @@ from grpo_ustat.records import Array
 
 
 class KeptGroups(NamedTuple):
-    """Of groups of one size.
+    """What dynamic sampling keeps and generates of groups of one size.
 
     Attributes:
         kept: K, with its interval over prompts.

@@ -259,7 +259,7 @@ def _n_mse(constants: Mapping[str, Any], size: float) -> Any:
 
 
 def _estimates(step: GroupTerms) -> dict[str, float]:
-    """Of one step's groups."""
+    """C1, C2, C3 and ||grad J||^2, estimated from one step's groups."""
     count = len(step.g_sq_P)
     grad_sq = float(step.others_P.sum()) / (count * (count - 1))
     return {
@@ -295,7 +295,7 @@ def _delete_one(
 
 
 def _without_each(step: GroupTerms) -> dict[str, Array]:
-    """Of one step's groups without each of them in turn, [P]."""
+    """See `_estimates`, without each of the step's groups in turn, [P]."""
     rest = len(step.g_sq_P) - 1
     means = [(x.sum() - x) / rest for x in step[:3]]
     grad_sq_P = (step.others_P.sum() - 2 * step.others_P) / (rest * (rest - 1))

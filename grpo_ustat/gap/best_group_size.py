@@ -95,8 +95,9 @@ class BudgetResult:
         return [cell["group_size"] for cell in self.cells[outcome] if cell["distinct"]]
 
     def p_values(self, outcome: str = MEAN) -> dict[int, float]:
-        """That each G is the best one: of its difference from the best mean, two-sided paired t,
-        Bonferroni over the differences. At most 5 % where it differs significantly from the best.
+        """The p-value that each G is the best one: of its difference from the best mean, two-sided
+        paired t, Bonferroni over the differences. At most 5 % where it differs significantly from
+        the best.
         """
         cells, dof = self.cells[outcome], len(self.seeds) - 1
         others = max(len(cells) - 1, 1)
@@ -234,7 +235,8 @@ def rank_correlation(accuracy_SG: np.ndarray, error_G: np.ndarray, level: float 
 
 
 def sign_flip_p_value(values_S: np.ndarray) -> float:
-    """That values, symmetric about their mean, have a mean of 0 or more; never below 2^-S.
+    """The p-value that values, symmetric about their mean, have a mean of 0 or more; never below
+    2^-S.
 
     Of all signs of S values, up to 12, the share whose mean is as small; of more, of RESAMPLES
     random signs. A t test is too sure of few correlations that are all alike.

@@ -294,7 +294,7 @@ def study(config: GapConfig) -> Evidence:
 
 
 def completions(config: GapConfig) -> int:
-    """Of all replicates, both estimators at every G."""
+    """How many completions all replicates draw, with both estimators at every G."""
     design: CorollariesConfig = config.study
     return 2 * len(design.group_sizes) * design.rollouts * design.steps * design.replicates
 

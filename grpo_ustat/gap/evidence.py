@@ -81,11 +81,11 @@ class Evidence:
 
     @property
     def verdict(self) -> str:
-        """Of all claims, see `worst_verdict`."""
+        """The verdict on all claims together, see `worst_verdict`."""
         return worst_verdict(self.claims)
 
     def record(self) -> dict[str, Any]:
-        """As `result.json` holds it, without the figure."""
+        """The evidence as `result.json` holds it, without the figure."""
         return {
             "bed": dict(self.bed),
             "claims": [asdict(claim) for claim in self.claims],
@@ -116,7 +116,7 @@ class Theorem:
 
     @property
     def title(self) -> str:
-        """Of its page, figure and table."""
+        """The title of its page, figure and table."""
         return self.schema.title
 
 

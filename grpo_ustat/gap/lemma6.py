@@ -241,7 +241,7 @@ def check(config: GapConfig) -> None:
 
 
 def completions(config: GapConfig) -> int:
-    """Of all replicates, every estimator at every learning rate."""
+    """How many completions all replicates draw, with every estimator at every learning rate."""
     design: Lemma6Config = config.study
     pairs = len(design.baselines) * (len(design.constant_rates) + 1)
     return pairs * design.rollouts * design.steps * design.replicates

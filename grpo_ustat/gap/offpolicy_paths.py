@@ -38,7 +38,7 @@ class Draws:
 
 
 def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
-    """Keyed by seed and replicate alone."""
+    """The draws of one replicate, from a generator that seed and replicate alone decide."""
     rng = generator(seed, "theorem12", replicate)
     law_PY = setting.old.probabilities_PY
     prompt_UB = rng.integers(len(law_PY), size=(updates, setting.num_prompts))

@@ -75,12 +75,12 @@ class EndPoint:
 
     @property
     def rule(self) -> str:
-        """What advantages are."""
+        """The name of the rule that makes advantages."""
         return "GRPO" if self.estimator.baseline == "leave_one_out" else "normalised"
 
     @property
     def name(self) -> str:
-        """As in claims and rows."""
+        """The estimator's name in claims and rows."""
         return f"{self.rule}, G = {self.estimator.group_size}{variant(self.estimator)}"
 
     @property
@@ -177,7 +177,7 @@ def kl_term(design: Proposition13Config) -> dict[str, Any]:
 
 
 def variant(estimator: Estimator) -> str:
-    """What an estimator has beside its group, as names have it."""
+    """The part of an estimator's name that says what it has beside its group."""
     words = ["KL"] * (estimator.beta > 0)
     words += [f"{estimator.minibatches} minibatches"] * (estimator.minibatches > 1)
     return "".join(f", {word}" for word in words)
@@ -243,8 +243,8 @@ def half_width(bed: Testbed) -> float:
 
 
 def maximiser(bed: Testbed, estimator: Estimator) -> float:
-    """Of the objective that the paper names: E[2 arcsin sqrt V], J without normalisation, either
-    minus beta KL(pi_ref || pi).
+    """The maximiser of the objective that the paper names: E[2 arcsin sqrt V], J without
+    normalisation, either minus beta KL(pi_ref || pi).
     """
 
     def arcsin_pull(value: np.ndarray) -> np.ndarray:
@@ -417,7 +417,9 @@ def check(config: GapConfig) -> None:
 
 
 def completions(config: GapConfig) -> int:
-    """Of all replicates: GRPO and the normalised, three variants at each of their sizes."""
+    """How many completions all replicates draw: GRPO and the normalised estimator, and three
+    variants at each of their sizes.
+    """
     design: Proposition13Config = config.study
     sizes, variant_sizes = sum(design.group_sizes), sum(design.variant_sizes)
     whole = design.num_prompts * (sizes + max(design.group_sizes) + variant_sizes)

@@ -56,7 +56,7 @@ class Estimator:
 
     @property
     def rollouts(self) -> int:
-        """Of a step, n = B G."""
+        """Rollouts of a step, n = B G."""
         return self.num_prompts * self.group_size
 
 

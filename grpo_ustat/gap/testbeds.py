@@ -94,7 +94,7 @@ class Testbed(ABC):
 
     @property
     def least_curvature(self) -> float:
-        """Of all maximisers, along the coordinates that J curves along."""
+        """The least curvature at any maximiser, along the coordinates that J curves along."""
         return float(np.linalg.eigvalsh(self.curvature_KK)[0])
 
     @cached_property

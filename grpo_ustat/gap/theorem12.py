@@ -157,7 +157,7 @@ def _bed(setting: Setting, design: Theorem12Config) -> dict[str, float | str]:
 
 
 def _plain_claims(paths: PathErrors) -> list[Claim]:
-    """Of the theorem without normalisation.
+    """Claims on the theorem without normalisation.
 
     Raises:
         ConfigError: there is no bias along the exact path to speak of.
@@ -195,7 +195,7 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
 
 
 def _zero_claim(what: str, measured: float) -> Claim:
-    """What is 0 but for rounding."""
+    """A value is 0 but for rounding."""
     how = f"exact to rounding: at most {ZERO:g}"
     return Claim(what, 0.0, float(measured), None, None, verdict_of(bool(measured <= ZERO)), how)
 

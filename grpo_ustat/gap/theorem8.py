@@ -158,7 +158,7 @@ def ks_distance(uniform_R: np.ndarray) -> tuple[float, float]:
 
 
 def ks_p_value(uniform_R: np.ndarray) -> float:
-    """That values are uniform, exact for continuous ones."""
+    """The p-value that values are uniform, exact for continuous ones."""
     return float(stats.kstwo.sf(ks_distance(uniform_R)[0], len(uniform_R)))
 
 
@@ -355,7 +355,7 @@ def study(config: GapConfig) -> Evidence:
 
 
 def completions(config: GapConfig) -> int:
-    """Of all replicates, every estimator."""
+    """How many completions all replicates draw, with every estimator."""
     design: Theorem8Config = config.study
     estimators = len(design.group_sizes) + 2
     return estimators * design.rollouts * max(design.steps) * design.replicates

@@ -39,7 +39,7 @@ class RunGrid:
 
     @property
     def any(self) -> RunRecord:
-        """One of them, for what they share."""
+        """One of the runs, for what they share."""
         return next(iter(self.runs.values()))
 
     @property
@@ -64,7 +64,7 @@ class RunGrid:
 
     @property
     def missing(self) -> list[RunKey]:
-        """(n, G, seed) that others lead to expect."""
+        """The (n, G, seed) without a run, which the other runs lead one to expect."""
         seeds = sorted({seed for _, _, seed in self.runs})
         keys = product(self.budgets, self.sizes, seeds)
         return [key for key in keys if key not in self.runs]

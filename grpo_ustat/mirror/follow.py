@@ -94,7 +94,7 @@ class End:
         return self._job.outcome
 
     def wait(self, seconds: float) -> None:
-        """So long at most, less if the run ends."""
+        """Wait so many seconds, less if the run ends."""
         self._ended.wait(seconds)
 
     def _listen(self) -> None:
@@ -335,7 +335,7 @@ class Mirroring:
             self._warn(self._unsent("no answer in time" if code is None else f"see {log}"))
 
     def _wait(self, process: subprocess.Popen[bytes], seconds: float) -> int | None:
-        """Its exit code, None if it has not ended by then."""
+        """The mirror's exit code, None if it has not ended by then."""
         until = time.monotonic() + seconds
         with suppress(subprocess.TimeoutExpired):
             return process.wait(min(PATIENCE, seconds))

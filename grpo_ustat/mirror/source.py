@@ -181,12 +181,12 @@ class _GrowingFile:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether it is a list of rows, such as curves or claims."""
+    """Whether a value is a list of rows, such as curves or claims."""
     return isinstance(value, list) and value != [] and all(isinstance(x, dict) for x in value)
 
 
 def _digest(content: Any) -> str:
-    """Of bytes, or of a row or rows; in a row times do not count."""
+    """A short hash of bytes, or of a row or rows; in a row times do not count."""
     if isinstance(content, dict):
         content = {k: v for k, v in content.items() if "seconds" not in k and k != "step_time"}
     if not isinstance(content, bytes):
@@ -206,5 +206,5 @@ def visible_texts(content: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a tracker can draw it."""
+    """Whether a value is a number, which a tracker can draw."""
     return isinstance(value, int | float) and math.isfinite(value)

@@ -47,7 +47,7 @@ def in_chat_format(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> 
 
 
 class _TooLong(BaseException):
-    """Past what catches exceptions within a template."""
+    """The time is over; no `Exception`, which a template's own code might catch."""
 
 
 @contextmanager

@@ -248,15 +248,15 @@ def train_only(model: nn.Module, pattern: str) -> None:
         ConfigError: it occurs in none.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    kept = {name for name in names if re.search(pattern, name)}
-    if not kept:
+    matches = {name for name in names if re.search(pattern, name)}
+    if not matches:
         some = ", ".join(names[:: max(1, len(names) // 4)][:4])
         raise ConfigError(
             f"study.parameters={pattern} fits none of the model's {len(names)} trainable "
             f"parameters, such as {some}: use part of a name"
         )
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in kept)
+        parameter.requires_grad_(name in matches)
 
 
 def configured_tokenizer(config: Common) -> PreTrainedTokenizerBase:

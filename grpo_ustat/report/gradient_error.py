@@ -152,7 +152,7 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
 
 
 def missing_in(studies: Sequence[RunRecord]) -> list[str]:
-    """See `missing_numbers`; with the study's name."""
+    """Lines on numbers that are missing, each with its study's name, see `missing_numbers`."""
     return [f"{run.label}: {line}" for run in studies for line in missing_numbers(run.final_result)]
 
 

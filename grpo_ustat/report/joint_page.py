@@ -56,7 +56,7 @@ class Report:
 
     @property
     def runs(self) -> list[RunRecord]:
-        """All that can be shown in part or whole."""
+        """Every run that can be shown in part or whole."""
         return self.run_set.runs
 
     @property
@@ -82,7 +82,7 @@ class Report:
 
     @property
     def missing_notes(self) -> list[str]:
-        """For below figures: what is unfinished, missing or damaged."""
+        """Lines for below figures: what is unfinished, missing or damaged."""
         kinds = ("unfinished", "missing", "damaged")
         return shorten([line for line in self.notes if line.startswith(kinds)], 3, "runs.tex")
 

@@ -99,7 +99,7 @@ def recipe_table(scaling: Mapping[str, Any], rollouts: int = ROLLOUTS) -> Table 
 
 
 def verdict(extra: Interval) -> str:
-    """In words.
+    """What a recipe's extra error means, in words.
 
     >>> verdict(Interval(0.5, 0.2, 0.9)), verdict(Interval(0.1, -0.1, 0.3))
     ('takes 50 % more rollouts for the same error', 'not significantly different from the best')

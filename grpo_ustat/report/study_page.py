@@ -221,14 +221,14 @@ def mse_tables(run: RunRecord) -> list[Table]:
         tables.append(rule_sizes_table(run.result["scaling"]["rules"]))
     ratios = run.result.get("ratio_to_oracle")
     if ratios:
-        shown = [row | {"ratio": with_interval(row, "ratio", "ratio_")} for row in ratios]
-        shown = [
+        ratio_rows = [
             row
+            | {"ratio": with_interval(row, "ratio", "ratio_")}
             | {"baseline": baseline_word(row["baseline"]), "ratio_low": None, "ratio_high": None}
-            for row in shown
+            for row in ratios
         ]
         note = "In brackets: 95 % intervals, paired."
-        tables.append(rows_table("Error of the gradient over the oracle's", shown, note))
+        tables.append(rows_table("Error of the gradient over the oracle's", ratio_rows, note))
     if run.result.get("not_measured"):
         tables.append(rows_table("Not measured", run.result["not_measured"]))
     return tables

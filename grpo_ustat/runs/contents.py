@@ -278,7 +278,7 @@ def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], st
     >>> typed_rows([{"step": 1, "reward": "x"}, {"step": -1}])[1]
     "2 values do not fit and are left out, the first reward='x'"
     """
-    kept, wrong = [], []
+    typed, wrong = [], []
     for row in rows:
         if "step" not in row:  # of no step, such as of the end of a run
             continue
@@ -294,12 +294,12 @@ def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], st
             )
         }
         wrong += bad.items()
-        kept.append({k: x for k, x in row.items() if k not in bad})
+        typed.append({k: x for k, x in row.items() if k not in bad})
     if not wrong:
-        return kept, ""
+        return typed, ""
     name, value = wrong[0]
     return (
-        kept,
+        typed,
         f"{len(wrong)} values do not fit and are left out, the first {name}={_short(value)}",
     )
 

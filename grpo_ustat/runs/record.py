@@ -210,7 +210,7 @@ class RunRecord:
 
     @property
     def commit(self) -> str | None:
-        """Of the code that the run used, None where unknown."""
+        """The commit of the code that the run used, None where unknown."""
         return self.code.get("commit")
 
     @property

@@ -431,7 +431,7 @@ def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[l
 
 @contextmanager
 def _only_trainable(parameters: list[tuple[str, nn.Parameter]], some: list) -> Iterator[None]:
-    """Within, of all trainable parameters some alone are."""
+    """Within, only some of the trainable parameters are trainable."""
     others = {name for name, _ in parameters} - {name for name, _ in some}
     for name, parameter in parameters:
         parameter.requires_grad_(name not in others)

@@ -36,11 +36,11 @@ class Metric:
         self._weights = weights
 
     def of(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Of entries `start ... stop` of a parameter."""
+        """The weights of entries `start ... stop` of a parameter."""
         return self._weights[name][start:stop]
 
     def rows(self, name: str, shape: torch.Size, ids_U: torch.Tensor) -> torch.Tensor:
-        """Of some rows of a matrix, [U, D]."""
+        """The weights of some rows of a matrix, [U, D]."""
         return self._weights[name].view(shape)[ids_U]
 
 
