@@ -107,12 +107,26 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
     folders = [CONF, *([Path(words.config_dir)] if words.config_dir else [])]
     template = re.sub("(?m)^grpo-ustat", lambda _: program(), node.hydra.help.template)
     lines = [line.split("  #") for line in template.splitlines()]
-    groups = _groups(schema, node.hydra.runtime.choices, folders)
+    groups: list[Group] = []
+    if issubclass(schema, Shared):
+        chosen = node.hydra.runtime.choices
+        nodes = {key.path: key for key in fields_of(schema) if "." not in key.path}
+        names = [str(name).partition("@")[0] for name in chosen]
+        names = [name for name in names if not name.startswith("hydra/")]
+        for group in reversed(dict.fromkeys(names)):  # Hydra's are from the last to the first
+            files = [file for file in _files(group, folders) if fits(file, schema)]
+            sets_node = group in nodes and not any(map(is_overlay, files))
+            own = nodes[group].meaning.partition(";")[0] if sets_node else MEANINGS.get(group, "")
+            choices = tuple(Choice(file.stem, first_comment(file)) for file in files)
+            groups.append(Group(group, own, chosen.get(group), choices, settable=group in chosen))
+        launchers = [Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER, folders)]
+        launchers.insert(0, Choice("basic", "Here, one after the other."))
+        groups.append(Group(LAUNCHER, MEANINGS[LAUNCHER], chosen[LAUNCHER], tuple(launchers)))
     return CommandOptions(
         entry=entry,
         purpose=node.hydra.help.header.strip(),
         commands=tuple((line[0].strip(), line[-1].strip()) for line in lines),
-        groups=tuple(groups) if issubclass(schema, Shared) else (),
+        groups=tuple(groups),
         nodes={key.path: key.meaning for key in keys if "." not in key.path},
         fields=tuple(_fields(keys, node)),
     )
@@ -144,21 +158,6 @@ def _value(node: DictConfig, path: str) -> Any:
         return "???" if OmegaConf.is_missing(parent, name) else parent[name]
     except OmegaConfBaseException:  # it depends on a field that has still to be set
         return "???"
-
-
-def _groups(schema: type, chosen: DictConfig, folders: list[Path]) -> Iterator[Group]:
-    """Groups of the command's defaults, with the choices that the command can take."""
-    nodes = {key.path: key for key in fields_of(schema) if "." not in key.path}
-    names = [str(name).partition("@")[0] for name in chosen if not str(name).startswith("hydra/")]
-    for group in reversed(dict.fromkeys(names)):  # Hydra's are from the last to the first
-        files = [file for file in _files(group, folders) if fits(file, schema)]
-        sets_node = group in nodes and not any(map(is_overlay, files))
-        meaning = nodes[group].meaning.partition(";")[0] if sets_node else MEANINGS.get(group, "")
-        choices = tuple(Choice(file.stem, first_comment(file)) for file in files)
-        yield Group(group, meaning, chosen.get(group), choices, settable=group in chosen)
-    launchers = [Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER, folders)]
-    launchers.insert(0, Choice("basic", "Here, one after the other."))
-    yield Group(LAUNCHER, MEANINGS[LAUNCHER], chosen[LAUNCHER], tuple(launchers))
 
 
 def _files(group: str, folders: list[Path]) -> list[Path]:
