@@ -126,7 +126,9 @@ class Lock:
     def _own(self, descriptor: int, previous: bytes, settle: bool) -> None:
         if previous:
             _say(f"{self.path.parent}: {_named(previous)} is gone, this process takes over")
-        _write(descriptor, self._content)
+        os.pwrite(descriptor, self._content, 0)  # first: an empty file would be nobody's
+        os.ftruncate(descriptor, len(self._content))
+        os.fsync(descriptor)
         if settle:
             time.sleep(SETTLE)
             self.check()
@@ -354,13 +356,6 @@ def _read(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
-def _write(descriptor: int, content: bytes) -> None:
-    """Replace the lock's content; the file is never left empty, which would be nobody's."""
-    os.pwrite(descriptor, content, 0)
-    os.ftruncate(descriptor, len(content))
-    os.fsync(descriptor)
-
-
 def _parsed(content: bytes) -> Owner | None:
     try:
         return Owner(**json.loads(content))
@@ -374,15 +369,10 @@ def _named(content: bytes) -> str:
 
 def _this_process() -> Owner:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    job = (slurm.job_id(), slurm.restart_count())
-    return Owner(uuid4().hex, socket.gethostname(), os.getpid(), _boot_id(), now, *job)
-
-
-def _boot_id() -> str | None:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
+    job, boot_id = (slurm.job_id(), slurm.restart_count()), None
+    with suppress(OSError):  # not Linux
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Owner(uuid4().hex, socket.gethostname(), os.getpid(), boot_id, now, *job)
 
 
 def _now(folder: Path) -> float:

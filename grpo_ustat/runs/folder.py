@@ -107,9 +107,12 @@ class RunFolder:
                 f"the output folder {self.path} cannot be written ({anchor} is not a writable "
                 "folder): choose another with hydra.run.dir=DIR"
             )
-        if self._is_untouched():
-            return
-        if not any((self.path / name).is_file() for name in ("code.json", history.NAME)):
+        names, ours = {path.name for path in self._artefacts()}, {"code.json", history.NAME}
+        configured = (self.path / ".hydra" / "config.yaml").is_file()
+        began = bool(names & ours) and names <= ours | {".hydra"}
+        if not names or (began and not configured):
+            return  # no run has begun here; one killed before it had written both files has not
+        if not any((self.path / name).is_file() for name in ours):
             raise ConfigError(
                 f"{self.path} holds files of another program ({self._artefacts()[0].name} without "
                 "code.json): choose another folder with hydra.run.dir=DIR"
@@ -303,14 +306,6 @@ class RunFolder:
                 "hydra.run.dir=DIR"
             ) from error
         self._lock = own
-
-    def _is_untouched(self) -> bool:
-        """Whether no run has begun here; one killed before it had written both files has not."""
-        names = {path.name for path in self._artefacts()}
-        configured = (self.path / ".hydra" / "config.yaml").is_file()
-        ours = names & {"code.json", history.NAME}
-        began = bool(ours) and names <= {"code.json", history.NAME, ".hydra"}
-        return not names or (began and not configured)
 
     def _artefacts(self) -> list[Path]:
         """What earlier runs left here; the only things that overwriting removes."""
