@@ -33,7 +33,14 @@ def slurm(_: Path) -> Finding:
             f"{where}, without scontrol: a preempted run cannot ask to be started again",
             "put SLURM's commands into PATH of the job (containers: bind them)",
         )
-    error = _scontrol_error()
+    command, error = ["scontrol", "ping"], None
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_DEADLINE)
+        answer = " ".join((process.stdout + process.stderr).split())
+        if process.returncode != 0 or "UP" not in answer:
+            error = answer[:200] or "an empty answer"
+    except subprocess.TimeoutExpired:
+        error = f"no answer in {SCONTROL_DEADLINE:g} s"
     if error is not None:
         level = failed if job else warning
         return level(f"{where}, scontrol ping: {error}", "ask the cluster's administrator")
@@ -47,19 +54,6 @@ def slurm(_: Path) -> Finding:
             install_line("slurm"),
         )
     return ok(f"{where}, the controller is up, hydra/launcher=slurm is there")
-
-
-def _scontrol_error() -> str | None:
-    """Why SLURM's controller gave no good answer; None where it did."""
-    command = ["scontrol", "ping"]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_DEADLINE)
-    except subprocess.TimeoutExpired:
-        return f"no answer in {SCONTROL_DEADLINE:g} s"
-    answer = " ".join((process.stdout + process.stderr).split())
-    if process.returncode == 0 and "UP" in answer:
-        return None
-    return answer[:200] or "an empty answer"
 
 
 def ranks(_: Path) -> Finding:
