@@ -40,18 +40,15 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
         again = on_existing == "resume" or slurm.job_id() is not None
         how = "" if again else " with on_existing=resume"
         tell(f"{stopped}; the same command{how} goes on from there", file=sys.stderr)
-    if "SUBMITIT_EXECUTOR" in os.environ:
-        _leave_submitit(stopped)
-    raise SystemExit(EXIT_CODE)
-
-
-def _leave_submitit(stopped: Stopped) -> None:
+    if "SUBMITIT_EXECUTOR" not in os.environ:
+        raise SystemExit(EXIT_CODE)
     from submitit.core.job_environment import JobEnvironment, SignalHandler
 
     number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
     handler = signal.getsignal(number)
     if not (callable(handler) and isinstance(getattr(handler, "__self__", None), SignalHandler)):
-        return  # a command that such a job started knows of submitit from its environment only
+        # a command that such a job started knows of submitit from its environment only
+        raise SystemExit(EXIT_CODE)
     of_slurm = os.environ["SUBMITIT_EXECUTOR"] == "slurm"
     action = slurm.next_action() if of_slurm else "requeue"
     if action == "for_good":
@@ -64,3 +61,4 @@ def _leave_submitit(stopped: Stopped) -> None:
             if time.monotonic() > until:
                 raise EndedForGood(f"{stopped}; the job was not requeued")
             time.sleep(REQUEUE_INTERVAL)
+    raise SystemExit(EXIT_CODE)
