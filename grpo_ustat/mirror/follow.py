@@ -332,7 +332,18 @@ class Mirroring:
                 process.wait(5)
         if code != 0:
             log = self._folder / TRACKER / f"{self._logger.name}.log"
-            self._warn(self._unsent("no answer in time" if code is None else f"see {log}"))
+            reason = "no answer in time" if code is None else f"see {log}"
+            try:
+                events = FolderReader(self._folder).new_events()
+                num_unsure = len(Journal(self._folder, self._logger.name).unsure(events))
+            except (OSError, ValueError) as error:
+                self._warn(f"was not told all ({error})")
+                return
+            command = command_line("mirror", str(self._folder), f"logger={self._logger.name}")
+            self._warn(
+                f"was not told {num_unsure} of {len(events)} ({reason}); nothing is lost here, "
+                f"send it: {command}"
+            )
 
     def _wait(self, process: subprocess.Popen[bytes], seconds: float) -> int | None:
         """The mirror's exit code, None if it has not ended by then."""
@@ -346,19 +357,6 @@ class Mirroring:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(max(0.0, until - time.monotonic()))
         return None
-
-    def _unsent(self, reason: str) -> str:
-        """How much was not sent, and the command that sends it."""
-        try:
-            events = FolderReader(self._folder).new_events()
-            num_unsure = len(Journal(self._folder, self._logger.name).unsure(events))
-        except (OSError, ValueError) as error:
-            return f"was not told all ({error})"
-        command = command_line("mirror", str(self._folder), f"logger={self._logger.name}")
-        return (
-            f"was not told {num_unsure} of {len(events)} ({reason}); nothing is lost here, "
-            f"send it: {command}"
-        )
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         """Print the mirror's lines."""
