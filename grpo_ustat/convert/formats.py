@@ -140,7 +140,7 @@ def read_nemo_rl(path: Path, options: Options) -> Iterator[Rollout]:
     values perhaps in a list of one; whole sequences, padded, with the mask of generated tokens. It
     has no group: completions of a prompt stand one after another.
     """
-    rows = [
+    rows: list[tuple[int, dict[str, Any]]] = [
         (number, {
             key: value[0] if isinstance(value, list) and len(value) == 1 else value
             for key, value in row.items()
