@@ -14,6 +14,7 @@ subtracted; both may be slightly negative.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -101,11 +102,15 @@ def monte_carlo(
         config, prompts, reference.blocks_HD, reference.context,
     )  # fmt: skip
     gram_HH = reference.blocks_HD @ reference.blocks_HD.T
-    curves = {
-        (name, size): _curve(parts, (name, size), gram_HH, reference)
-        for name in config.baselines
-        for size in config.group_sizes
-    }
+    curves = {}
+    for name, size in itertools.product(config.baselines, config.group_sizes):
+        key, sum_D = (name, size), np.zeros(reference.blocks_HD.shape[1])
+        for part in parts:
+            sum_D += part.sums_D[key]
+        squared_R = np.concatenate([part.squared[key] for part in parts])
+        products_RH = np.concatenate([part.products_H[key] for part in parts])
+        excess = reference.excess / size if BASELINES[name].needs_value else 0.0
+        curves[key] = curve(squared_R, products_RH, gram_HH, float(sum_D @ sum_D), excess)
     return curves, reference_cost + cost
 
 
@@ -273,17 +278,6 @@ def group_weights(
         advantage_PG = advantages(baseline, rewards_PL[:, inside].copy(), group_context, options)
         weights[k, :, inside] = advantage_PG / (group_size * prompts)
     return weights
-
-
-def _curve(workers: list[_Replicates], key, gram_HH: np.ndarray, reference: _Reference) -> Curve:
-    squared_R = np.concatenate([part.squared[key] for part in workers])
-    products_RH = np.concatenate([part.products_H[key] for part in workers])
-    sum_D = np.zeros(reference.blocks_HD.shape[1])
-    for part in workers:
-        sum_D += part.sums_D[key]
-    name, group_size = key
-    excess = reference.excess / group_size if BASELINES[name].needs_value else 0.0
-    return curve(squared_R, products_RH, gram_HH, float(sum_D @ sum_D), excess)
 
 
 def curve(

@@ -112,7 +112,15 @@ def question_stats(
     e_N, c_N, mean_NN, slope = _delete_one_stats(
         z_N, gram_NN, rest_RN, weights_RN, toward_RN, rest_baseline
     )
-    p, p_N = _mean_sq(moments, x, name, options, order_RN, toward_RN, size)
+    count = order_RN.shape[1]
+    p, p_N = 0.0, np.zeros(count)
+    # p stays 0 for unbiased rules, of which it follows from c and g
+    if not BASELINES[name].unbiased and room_for_two(name, size, count):
+        other_RN = _weights(moments, x, name, options, order_RN[:, size : 2 * size], None)
+        both_R = (toward_RN * other_RN).sum(axis=1)
+        p = float(both_R.mean())
+        if 2 * size != count:  # else no draw leaves a completion out of both groups
+            p_N = masked_mean(rest_mask(order_RN, 2 * size), both_R)
     return QuestionStats(
         e=float((weights_RN * toward_RN).sum(axis=1).mean() - price),
         p=p,
@@ -158,29 +166,6 @@ def _delete_one_stats(
 def room_for_two(name: str, size: int, count: int) -> bool:
     """Whether the pool holds the two disjoint groups that a biased rule's ||E ghat||^2 needs."""
     return BASELINES[name].unbiased or 2 * size <= count
-
-
-def _mean_sq(
-    moments: PoolMoments,
-    x: int,
-    name: str,
-    options: Mapping[str, float],
-    order_RN: Integers,
-    toward_RN: Array,
-    size: int,
-) -> tuple[float, Array]:
-    """||E ghat||^2, whole and without each completion [N], from pairs of disjoint groups.
-
-    0 for unbiased rules, of which it follows from c and g, and where no two groups fit in the pool.
-    """
-    count = order_RN.shape[1]
-    if BASELINES[name].unbiased or not room_for_two(name, size, count):
-        return 0.0, np.zeros(count)
-    other_RN = _weights(moments, x, name, options, order_RN[:, size : 2 * size], None)
-    both_R = (toward_RN * other_RN).sum(axis=1)
-    if 2 * size == count:  # no draw leaves a completion out of both groups
-        return float(both_R.mean()), np.zeros(count)
-    return float(both_R.mean()), masked_mean(rest_mask(order_RN, 2 * size), both_R)
 
 
 def _weights(
