@@ -18,8 +18,21 @@ def panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
     """Bias, variance and error by learning rate; what ratios cost by length."""
     rate, biases, errors = "learning rate", [], []
     if "none" in paths:
-        biases += _bias_lines(paths["none"])
-        lines = _error_lines(paths["none"])
+        plain, labels = paths["none"], {"token_bias2": "minibatch steps"}
+        rates, leading = plain.rates, plain.leading
+        assert leading is not None
+        if plain.setting.beta > 0:
+            labels["token_bias2_policy"] = "without the KL term"
+            labels["token_bias2_kl"] = "KL term alone"
+            labels["token_bias2_kl_old_prefixes"] = "KL term, prefixes of pi_old in the target"
+        random, exact = leading.random_R.mean() * rates**2, leading.exact * rates**2
+        biases += [
+            *(_band(label, plain, name) for name, label in labels.items()),
+            PlotLine("minibatch steps", rates, random, predicted=True),
+            PlotLine("exact steps", rates, plain.exact["token_bias2"]),
+            PlotLine("exact steps", rates, exact, predicted=True),
+        ]
+        lines = _error_lines(plain)
         errors.append(Panel("MSE without normalisation", rate, "MSE", lines, "xy"))
     if "group_std" in paths:
         normalised = paths["group_std"]
@@ -43,24 +56,6 @@ def panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
         Panel("Squared bias, token ratios", rate, "bias^2", biases, "xy"),
         *errors,
         Panel("What the completion's ratio costs", length, "factor", growth, "y"),
-    ]
-
-
-def _bias_lines(paths: PathErrors) -> list[PlotLine]:
-    """Squared bias without normalisation, its parts and its leading terms."""
-    rates, leading = paths.rates, paths.leading
-    assert leading is not None
-    labels = {"token_bias2": "minibatch steps"}
-    if paths.setting.beta > 0:
-        labels["token_bias2_policy"] = "without the KL term"
-        labels["token_bias2_kl"] = "KL term alone"
-        labels["token_bias2_kl_old_prefixes"] = "KL term, prefixes of pi_old in the target"
-    random, exact = leading.random_R.mean() * rates**2, leading.exact * rates**2
-    return [
-        *(_band(label, paths, name) for name, label in labels.items()),
-        PlotLine("minibatch steps", rates, random, predicted=True),
-        PlotLine("exact steps", rates, paths.exact["token_bias2"]),
-        PlotLine("exact steps", rates, exact, predicted=True),
     ]
 
 

@@ -70,7 +70,19 @@ def theorem8(
     claims, rows, panels = [], [], []
     for estimator, run in zip(estimators, runs, strict=True):
         weights_KR = limit_weights_at(bed, estimator, rate, run.u_SKR[-1])
-        rows += _rows(estimator, run, rate, weights_KR)
+        band = float(stats.kstwo.ppf(LEVEL, run.gap_SR.shape[1]))
+        for place, step in enumerate(run.steps_S):
+            values_R = scaled_gap(run, rate, place)
+            mean, low, high = mean_interval(values_R)
+            rows.append(
+                {"estimator": estimator.name, "num_prompts": estimator.num_prompts}
+                | {"group_size": estimator.group_size, "step": int(step)}
+                | {"mean": mean, "low": low, "high": high}
+                | {"predicted_mean": float(weights_KR.sum(axis=0).mean())}
+                | {"ks": float(ks_distance(limit_cdf(weights_KR, values_R))[0]), "ks_band": band}
+                | {"mean_weights": " ".join(f"{w:.6g}" for w in weights_KR.mean(axis=1))}
+                | {"replicates": len(values_R)}
+            )
         claims += [
             _law_claim(estimator, run, rate, weights_KR),
             _mean_claim(estimator, run, rate, weights_KR),
@@ -180,27 +192,6 @@ def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
     dof = 8 * second**3 / third**2
     total = (ratio_R.sum() - first) * np.sqrt(2 * dof / second) + dof
     return float(2 * min(stats.chi2.cdf(total, dof), stats.chi2.sf(total, dof)))
-
-
-def _rows(
-    estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.ndarray
-) -> list[dict]:
-    """A row for each recorded step."""
-    band = float(stats.kstwo.ppf(LEVEL, run.gap_SR.shape[1]))
-    rows = []
-    for place, step in enumerate(run.steps_S):
-        values_R = scaled_gap(run, rate, place)
-        mean, low, high = mean_interval(values_R)
-        rows.append(
-            {"estimator": estimator.name, "num_prompts": estimator.num_prompts}
-            | {"group_size": estimator.group_size, "step": int(step)}
-            | {"mean": mean, "low": low, "high": high}
-            | {"predicted_mean": float(weights_KR.sum(axis=0).mean())}
-            | {"ks": float(ks_distance(limit_cdf(weights_KR, values_R))[0]), "ks_band": band}
-            | {"mean_weights": " ".join(f"{w:.6g}" for w in weights_KR.mean(axis=1))}
-            | {"replicates": len(values_R)}
-        )
-    return rows
 
 
 def _law_claim(
