@@ -286,7 +286,14 @@ class _Backward:
             return  # scored one completion at a time
         if name == self.shared:
             assert isinstance(part, layers.Lookup)
-            self._cross(name, part)
+            # H of the output layer, E of the embedding, which lives on the tokens that occur:
+            # ||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>
+            hidden = widen(self.window_hidden_BTD)
+            for ids_U, dense_BUD in layers.dense_rows(part):
+                place = torch.searchsorted(self.tokens_U, ids_U)
+                grads = self.grads_BTU[:, :, place].transpose(1, 2).to(hidden)
+                products = torch.bmm(grads, hidden)
+                self.totals.cross(name, self.shapes[name], ids_U, products, dense_BUD)
         layers.add(self.totals, name, self.shapes[name], part)
         self.added.add(name)
 
@@ -310,18 +317,6 @@ class _Backward:
         grad_hidden_BTD = torch.zeros_like(hidden_BTD)
         grad_hidden_BTD[:, first - 1 : last - 1] = grad_window_BTD
         return grad_hidden_BTD
-
-    def _cross(self, name: str, lookup: layers.Lookup) -> None:
-        """Add the inner product of the two gradients of a weight that output layer and embedding
-        share.
-
-        `||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>`, and E lives on the tokens that occur.
-        """
-        hidden = widen(self.window_hidden_BTD)
-        for ids_U, dense_BUD in layers.dense_rows(lookup):
-            place = torch.searchsorted(self.tokens_U, ids_U)
-            grads = self.grads_BTU[:, :, place].transpose(1, 2).to(hidden)
-            self.totals.cross(name, self.shapes[name], ids_U, torch.bmm(grads, hidden), dense_BUD)
 
 
 def one_by_one(model, rest, rows: tuple, temperature: float, totals: Accumulator) -> None:
