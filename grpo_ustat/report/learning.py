@@ -298,8 +298,16 @@ def _panel(
             axes.fill_between(
                 [row["step"] for row in band], low, high, color=colour, alpha=0.12, linewidth=0
             )
-    if quantity == GSTAR:
-        _gstar_scale(axes, rows)
+    if quantity == GSTAR:  # powers of two from below the intervals to well above most estimates
+        lows = [max(row["low"], 1.0) for row in rows if row["low"] is not None]
+        means = [row["mean"] for row in rows if row["mean"] is not None]
+        bottom = max(min([*means, *lows]), 1.0) / 1.15
+        top = min(2.0 * max(means), 8.0 * float(np.median(means)))
+        axes.set_yscale("log", base=2)
+        ticks = [2**k for k in range(20) if bottom <= 2**k <= top]
+        axes.set_yticks(ticks, [str(tick) for tick in ticks])
+        axes.set_yticks([], minor=True)
+        axes.set_ylim(bottom, top)
     elif share and not any(row["mean"] for row in rows):
         axes.set_ylim(-0.005, 0.1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -318,16 +326,3 @@ def _gstar_bars(axes: Axes, line: Sequence[dict[str, Any]], colour: str, shift: 
                 [row["step"] + shift] * 2, [max(row["low"], 1.0), high], color=colour, linewidth=1,
                 alpha=0.6,
             )  # fmt: skip
-
-
-def _gstar_scale(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Powers of two from below the intervals to well above most estimates."""
-    lows = [max(row["low"], 1.0) for row in rows if row["low"] is not None]
-    means = [row["mean"] for row in rows if row["mean"] is not None]
-    bottom = max(min([*means, *lows]), 1.0) / 1.15
-    top = min(2.0 * max(means), 8.0 * float(np.median(means)))
-    axes.set_yscale("log", base=2)
-    ticks = [2**k for k in range(20) if bottom <= 2**k <= top]
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
-    axes.set_yticks([], minor=True)
-    axes.set_ylim(bottom, top)
