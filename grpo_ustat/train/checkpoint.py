@@ -58,8 +58,10 @@ def save_checkpoint(run: TrainContext, progress: TrainProgress, log: RunLog | No
             write_checkpoint,
             run.folder.path, step, run.policy, moments, state, baseline_state, texts,
         )  # fmt: skip
-        with name_failed_step(run, step):
-            failed = int(not attempt(f"checkpoint-{step} of {run.folder.path}", write))
+    with fsdp2.exact_full_copy(run):
+        if log:
+            with name_failed_step(run, step):
+                failed = int(not attempt(f"checkpoint-{step} of {run.folder.path}", write))
     failed = int(run.all_ranks_sum(np.array([failed]))[0])
     progress.failed_saves += failed
     progress.seconds_save = time.perf_counter() - start

@@ -5,7 +5,8 @@ their parameters as they run: collectives, which every rank enters equally often
 else (sampling, evaluation, log-probabilities, scores, checkpoints) reads a full copy on each rank,
 with no collective, so there ranks may have unequal work. The copy's memory is released while
 gradients are formed (`release_full_copy`): a rank holds the shards and either full weights or one
-layer's.
+layer's. Under bf16=true the copy has linear layers in bfloat16, as autocast computes them anyway;
+where the weights themselves are needed they are gathered for the time (`exact_full_copy`).
 
 Sharding is torch's `fully_shard`, on a CPU as on GPUs; accelerate launches, and says which version
 and which options, but shards nothing on a CPU itself.
@@ -107,11 +108,37 @@ def release_full_copy(run: TrainContext) -> Iterator[None]:
     gather_weights(run)
 
 
+@contextmanager
+def exact_full_copy(run: TrainContext) -> Iterator[None]:
+    """Within, the full copy has every weight as it is trained, under bf16=true too; on all ranks at
+    once. Without FSDP2 nothing happens.
+    """
+    narrowed = run.sharded_policy is not None and run.policy.bf16
+    if narrowed:
+        gather_weights(run, exact=True)
+    yield
+    if narrowed:
+        gather_weights(run)
+
+
 @torch.no_grad()
-def gather_weights(run: TrainContext) -> None:
-    """Fill the full copy from the shards; on all ranks at once."""
+def gather_weights(run: TrainContext, exact: bool = False) -> None:
+    """Fill the full copy from the shards; on all ranks at once.
+
+    Args:
+        run: under FSDP2.
+        exact: under bf16=true linear layers come in bfloat16, half the bytes to send and to hold
+            and the same numbers, since autocast rounds them to it at every call; not if exact.
+    """
+    narrow: set[int] = set()
+    if run.policy.bf16 and not exact:
+        linear, other = set(), set()
+        for module in run.policy.model.modules():
+            own = {id(p) for p in module.parameters(recurse=False)}
+            (linear if type(module) is torch.nn.Linear else other).update(own)
+        narrow = linear - other  # an output layer that is the embedding too stays as it is
     for full, shard in parameter_pairs(run):
-        full.data = full_tensor(shard)
+        full.data = full_tensor(shard.to(torch.bfloat16) if id(full) in narrow else shard)
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.runs.log import warn
 from grpo_ustat.train.batch import gather_by_prompt
 from grpo_ustat.train.context import Batch, TrainContext
+from grpo_ustat.train.fsdp2 import exact_full_copy
 from grpo_ustat.train.micro_batches import OutOfMemory, TokenBudget
 
 NOISE = ("grad_sq", "noise_scale", "noise_scale_best", "prompt_share")
@@ -52,7 +53,11 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     start, heavy = time.perf_counter(), None
     intervals: dict[str, Interval] = dict.fromkeys(REPORTED, Interval(math.nan, math.nan, math.nan))
     silent = bool((batch.rewards_PG == batch.rewards_PG[:, :1]).all())
-    groups_P = [] if silent else gather_by_prompt(own_group_scores(run, batch))
+    groups_P = []
+    if not silent:
+        with exact_full_copy(run):
+            own_groups = own_group_scores(run, batch)
+        groups_P = gather_by_prompt(own_groups)
     no_memory = any(group is None for group in groups_P)
     if groups_P and not no_memory:
         q_PG = np.stack([group.sq_norm_G for group in groups_P])

@@ -29,6 +29,7 @@ from grpo_ustat.runs.faults import NotSaved
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import RunLog, attempt, warn
 from grpo_ustat.terminal import Console, tell
+from grpo_ustat.train import fsdp2
 from grpo_ustat.train.alarms import check_alarms
 from grpo_ustat.train.batch import baseline_context, sample_batch
 from grpo_ustat.train.checkpoint import (
@@ -111,6 +112,8 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         main_only(folder.open)
         progress = resume(run)
         check_same_start(run, progress.step)
+        if run.sharded_policy is not None:
+            fsdp2.gather_weights(run)  # under bf16=true in fewer bytes from here on
         refuse_fewer_steps(config, folder, progress.step)
         if main and progress.step:
             tell(f"going on from checkpoint-{progress.step} of {folder.path}", file=sys.stderr)

@@ -6,8 +6,9 @@ The shape is that of Qwen2.5-Math-7B in bfloat16, with one and with two of its 2
 tokens. Every operation's tensors are counted while they live; weights are not. From the four peaks
 follow the bytes of a token in the layer that is computed again, of a token in each further layer,
 and the rest, and from these the peak of 28 layers and 32 x 3200 tokens. Where a GPU sums products
-of bfloat16 in float32 without widening the factors, so does this script, uncounted; what a GPU's
-larger chunks of gradients and logits take is added.
+of bfloat16 in float32 without widening the factors, so does this script, uncounted. Chunks of
+gradients and logits are small here, so that they do not grow with the tokens; what a GPU's larger
+ones take is added.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SHAPE = dict(
     num_key_value_heads=4, tie_word_embeddings=False, pad_token_id=None,
 )  # fmt: skip
 LAYERS, ROWS, TOKENS, PARAMETERS = 28, 32, 3200, 7_615_616_512
+LOGIT_BYTES_HERE = 2**20
 TEMPORARY = 4  # tensors as large as a chunk, at most, while one is formed
 
 
@@ -83,6 +85,7 @@ def main():
     asked = parser.parse_args()
     accumulate.sums_wider = lambda left, right: left.dtype == right.dtype == torch.bfloat16
     accumulate.wide_bmm = wide_bmm
+    LOGIT_BYTES["cpu"] = LOGIT_BYTES_HERE
     slopes, rests = [], []
     for layers in (1, 2):
         model = model_of(layers)

@@ -175,6 +175,32 @@ def test_shards_compute_in_bfloat16_what_replicas_do(tmp_path):
         assert_same_gradient(found["shards"], first_gradient(tmp_path), rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_a_full_copy_in_bfloat16_changes_no_bit(tmp_path):
+    """Linear layers as autocast rounds them, but in the checkpoint and in the monitor's scores."""
+    rounded = (
+        "model.dtype=float32", "bf16=true", "eval_steps=1", "save_steps=1",
+        "monitor.gradient_mse_every=1",
+    )  # fmt: skip
+    paths, gather = {exact: tmp_path / str(exact) for exact in (False, True)}, fsdp2.gather_weights
+
+    def work(exact):
+        copies = []
+        set_up = trainer.set_up
+        trainer.set_up = lambda *given: copies.append(set_up(*given)) or copies[0]
+        fsdp2.gather_weights = lambda run, exact=exact: gather(run, exact)
+        fit(paths[exact], *SMALL, *rounded)
+        return {str(p.dtype): p.numel() for p in copies[0].policy.model.parameters()}
+
+    for exact, path in paths.items():
+        kinds = on_two("shards", lambda _, exact=exact: work(exact))
+        assert ("torch.bfloat16" in kinds[0]) != exact
+        assert {str(value.dtype) for value in weights(path, 3).values()} == {"torch.float32"}
+    assert_same_run(*paths.values(), rtol=0)
+    for name, value in weights(paths[False], 3).items():
+        assert torch.equal(weights(paths[True], 3)[name], value)
+
+
 def assert_same_run(one, two, rtol=1e-9, but=()):
     for row, other in zip(rows(one), rows(two), strict=True):
         assert row.keys() == other.keys()
