@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from warm import run_module
 
 from grpo_ustat.cli.compose import check_trust, compose_config, hydra_session, register
 from grpo_ustat.config.load import SCHEMAS, build_config
@@ -24,10 +23,7 @@ OUTSIDE = ("/", "cached", "smollm2", "hub", "logger")  # what a test may change 
 
 def run(entry, *arguments, cwd):
     """The entrypoint as a user starts it; returns (exit code, standard output, standard error)."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"grpo_ustat.{entry}", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
+    done = run_module(f"grpo_ustat.{entry}", arguments, cwd=cwd)
     return done.returncode, done.stdout, done.stderr
 
 

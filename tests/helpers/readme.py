@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
+
+from warm import run_module
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -82,11 +82,8 @@ def run(words, cwd, site=None):
     """
     assert words[0] in ("./scripts/run", "grpo-ustat"), words
     paths = [str(path) for path in (site, ROOT, os.environ.get("PYTHONPATH")) if path]
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_ustat", *words[1:]],
-        cwd=cwd, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, capture_output=True,
-        text=True,
-    )  # fmt: skip
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = run_module("grpo_ustat", words[1:], cwd=cwd, env=env)
     return done.returncode, done.stderr
 
 
