@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from warm import run_module
+from warm import run_python
 
 from grpo_ustat.cli.compose import check_trust, compose_config, hydra_session, register
 from grpo_ustat.config.load import SCHEMAS, build_config
@@ -23,7 +23,7 @@ OUTSIDE = ("/", "cached", "smollm2", "hub", "logger")  # what a test may change 
 
 def run(entry, *arguments, cwd):
     """The entrypoint as a user starts it; returns (exit code, standard output, standard error)."""
-    done = run_module(f"grpo_ustat.{entry}", arguments, cwd=cwd)
+    done = run_python("-m", f"grpo_ustat.{entry}", *arguments, cwd=cwd)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -8,7 +8,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
-from warm import run_module
+from warm import run_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -83,7 +83,7 @@ def run(words, cwd, site=None):
     assert words[0] in ("./scripts/run", "grpo-ustat"), words
     paths = [str(path) for path in (site, ROOT, os.environ.get("PYTHONPATH")) if path]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = run_module("grpo_ustat", words[1:], cwd=cwd, env=env)
+    done = run_python("-m", "grpo_ustat", *words[1:], cwd=cwd, env=env)
     return done.returncode, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""`python -m grpo_ustat...` as a fork of a process that has imported what commands import.
+"""`python ...` as a fork of a process that has imported what commands import.
 
 What a command imports takes longer than most runs of the tests. The process that is forked has run
 nothing of a command, and each fork gets the caller's environment, folder and arguments, so that it
@@ -31,10 +31,13 @@ IMPORTED = (
 MAY_DIFFER = ("PYTHONPATH", "PYTEST_", "GRPO_USTAT_", "COLUMNS", "NO_COLOR", "RANK", "WORLD_SIZE")
 
 
-def run_module(module, arguments, *, cwd, env=None, timeout=1800):
-    """As `subprocess.run([sys.executable, "-m", module, ...], capture_output=True, text=True)`."""
+def run_python(*words, cwd=None, env=None, timeout=1800):
+    """As `subprocess.run([sys.executable, *words], capture_output=True, text=True)`, words being
+    `-m`, a module and its arguments, or a script and its arguments.
+    """
     env = dict(os.environ if env is None else env)
-    command = [sys.executable, "-m", module, *map(str, arguments)]
+    cwd = str(Path.cwd() if cwd is None else cwd)
+    command = [sys.executable, *map(str, words)]
     server, environment = _server()
     if _read_by_imports(env) != environment:
         return subprocess.run(
@@ -42,7 +45,7 @@ def run_module(module, arguments, *, cwd, env=None, timeout=1800):
         )
     with tempfile.TemporaryDirectory() as folder:
         files = [str(Path(folder) / name) for name in ("out", "err")]
-        request = dict(module=module, arguments=command[3:], cwd=str(cwd), env=env, files=files)
+        request = dict(words=command[1:], cwd=cwd, env=env, files=files)
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         pid = int(server.stdout.readline())
@@ -85,7 +88,7 @@ def _serve():
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def _become(module, arguments, cwd, env, files):
+def _become(words, cwd, env, files):
     """Do what a new interpreter would, and leave as it does."""
     code = 1
     try:
@@ -96,10 +99,13 @@ def _become(module, arguments, cwd, env, files):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         own = env.get("PYTHONPATH", "").split(os.pathsep) if env.get("PYTHONPATH") else []
-        sys.path[:0] = [cwd, *own]
-        sys.argv = [module, *arguments]
+        module, sys.argv = words[0] == "-m", words[words[0] == "-m" :]
+        sys.path[:0] = [cwd if module else str(Path(words[0]).parent), *own]
         invalidate_caches()
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         if isinstance(end.code, str):

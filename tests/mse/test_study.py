@@ -24,6 +24,7 @@ from grpo_ustat.runs.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose, run  # noqa: E402
+from warm import run_python  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base")
 FINISHED = (
@@ -203,14 +204,7 @@ def test_two_processes_give_the_figures_of_one(tmp_path):
               "baselines=[none,leave_one_out,oracle,batch_std]", "budget=study_smoke",
               "budget.pool_completions=16", "launch.workers=1"]  # fmt: skip
     for name, way in {"one": ["-m"], "two": TORCHRUN}.items():
-        command = [
-            sys.executable,
-            *way,
-            "grpo_ustat.mse",
-            *wanted,
-            f"hydra.run.dir={tmp_path / name}",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        done = run_python(*way, "grpo_ustat.mse", *wanted, f"hydra.run.dir={tmp_path / name}")
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("Wrote") == 1
     one, two = (json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "two"))

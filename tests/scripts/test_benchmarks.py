@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import run_python
 
 pytestmark = pytest.mark.slow(minutes=0.8)
 
@@ -19,10 +18,7 @@ SMALL = (
 
 def bench(state, *arguments):
     asked = ("--questions", "3", "--group-sizes", "2", "4", "--slice", "0.5", "--state", str(state))
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *SMALL, *asked, *arguments],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = run_python(SCRIPT, *SMALL, *asked, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from warm import run_python
 
 pytestmark = pytest.mark.slow(minutes=0.7)
 
@@ -28,10 +27,7 @@ def test_the_weight_is_the_squared_length_of_the_logit_gradient():
 
 def test_the_tool_prints_a_correlation_of_each_proxy(tmp_path):
     asked = ("model=tiny_base", "study.questions=12", "budget.pool_completions=6")
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *asked, f"pool={tmp_path / 'pool'}"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = run_python(SCRIPT, *asked, f"pool={tmp_path / 'pool'}")
     assert done.returncode == 0, done.stderr
     number = r"-?\d\.\d{3}"
     for proxy in ("logit weight", "length"):

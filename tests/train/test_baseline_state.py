@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from reference import one_flat_score
 from training_runs import SMALL, first_batch, fit
+from warm import run_python
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.tasks.base import rewards
@@ -135,10 +134,9 @@ def test_two_processes_take_the_step_of_one(tmp_path):
 
 def run_on(processes, path, name):
     launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-    subprocess.run(
-        [sys.executable, "-m", *(launcher if processes > 1 else ()), "grpo_ustat.train",
-         f"baseline={name}", *SMALL, "max_steps=3", "save_steps=3", "model.dtype=float64",
-         "dataset.train_size=8", "budget.value_completions=3", f"hydra.run.dir={path}"],
-        check=True, capture_output=True, timeout=600,
-    )  # fmt: skip
+    run_python(
+        "-m", *(launcher if processes > 1 else ()), "grpo_ustat.train", f"baseline={name}", *SMALL,
+        "max_steps=3", "save_steps=3", "model.dtype=float64", "dataset.train_size=8",
+        "budget.value_completions=3", f"hydra.run.dir={path}",
+    ).check_returncode()  # fmt: skip
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
