@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def advice_of(request: Request) -> Advice:
             f"({', '.join(SUFFIXES)})"
         )
     if source.is_file() and source.name == RESULT:
-        return advice_of(Request(source.parent, *list(vars(request).values())[1:]))
+        return advice_of(replace(request, source=source.parent))
     if source.is_file():
         if source.suffix not in SUFFIXES:
             raise ConfigError(f"{source} is not {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
