@@ -1,6 +1,7 @@
 """CPU tensors that say they are on another device: what waits for it, and what it is told to do.
 
-Operations on a mix of devices fail as they do on a GPU; scalars may be mixed with anything.
+Operations on a mix of devices fail as they do on a GPU; scalars may be mixed with anything, and the
+host's integers may be an index.
 """
 
 from __future__ import annotations
@@ -73,8 +74,12 @@ class EmulatedDevice(TorchDispatchMode):
         target = kwargs.get("device")
         target = None if target is None else torch.device(target)
         copies = function in (aten._to_copy.default, aten.copy_.default)
+        moved = function is aten._to_copy.default and target == DEVICE and tagged
+        if moved and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
+            return args[0]  # is there already
         plain = [x for x in leaves if not isinstance(x, Tagged) and x.ndim]
-        if tagged and plain and not copies:
+        host_index = function is aten.index.Tensor and isinstance(args[0], Tagged) and bool(plain)
+        if tagged and plain and not copies and not host_index:
             raise RuntimeError(f"{function} on two devices: {[x.shape for x in leaves]}")
         to_host = copies and (
             (target is not None and target.type == "cpu" and bool(tagged))
@@ -83,7 +88,7 @@ class EmulatedDevice(TorchDispatchMode):
         boolean_index = function in (aten.index.Tensor, aten.index_put_.default) and any(
             x.dtype == torch.bool for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor)
         )
-        waits = bool(tagged) and (function in WAITS or to_host or boolean_index)
+        waits = bool(tagged) and (function in WAITS or to_host or boolean_index or host_index)
         self.waits.update([str(function)] * waits)
         on_device = (bool(tagged) or (target is not None and target.type == DEVICE.type)) and (
             not to_host
