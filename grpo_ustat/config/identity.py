@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_ustat.config.data import FILES, REWARDS, TASKS, module_file, reward_file
 from grpo_ustat.config.model import adapter_base, model_folder, tf32_in_use
-from grpo_ustat.config.rollout import OF_THE_SERVER
+from grpo_ustat.config.rollout import NEUTRAL
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import ENDING
 from grpo_ustat.estimators.baselines import PLUGIN_GROUP, own_rules
@@ -117,7 +117,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     if objective.get("num_minibatches") == 1 or objective.get("minibatch_size") is not None:
         objective.pop("num_minibatches", None)
     if "rollout" in keys:  # where a server is, changes nothing
-        rollout = {k: v for k, v in keys["rollout"].items() if k not in OF_THE_SERVER}
+        rollout = {k: v for k, v in keys["rollout"].items() if k not in NEUTRAL}
         if rollout["name"] == "vllm" and rollout["max_model_len"] is None:
             rollout["max_model_len"] = 2048  # what null was written as
         keys["rollout"] = rollout

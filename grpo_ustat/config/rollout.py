@@ -9,7 +9,8 @@ from grpo_ustat.config.schema import ConfigError, field
 
 ROLLOUTS = ("local", "vllm")
 OF_VLLM = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
-OF_THE_SERVER = ("url", "timeout")  # change no result
+OF_THE_SERVER = ("url", "timeout")
+NEUTRAL = (*OF_THE_SERVER, "cuda_graphs")  # change no result
 
 
 @dataclass
@@ -26,13 +27,22 @@ class RolloutConfig:
         "tokens",
     )
     enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
+    cuda_graphs: bool | None = field(
+        "rollout=local on a GPU writes tokens as CUDA graphs where the model allows it: the same "
+        "draws, sooner; null: of another rollout",
+        factory=lambda: None,
+    )
 
     def check(self) -> None:
-        """Refuse vLLM's options without vLLM.
+        """Refuse vLLM's options without vLLM, and ours with it.
 
         Raises:
             ConfigError: naming the option and the fix.
         """
+        if self.name != "local" and self.cuda_graphs is not None:
+            raise ConfigError(
+                "rollout.cuda_graphs is of rollout=local: vLLM has rollout.enforce_eager"
+            )
         for name in OF_VLLM:
             if self.name != "vllm" and getattr(self, name) is not None:
                 raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")

@@ -28,6 +28,7 @@ HEADER = 1000  # bytes of a safetensors file beside its arrays, about
 PROCESS = 580_000_000  # bytes of Python with PyTorch, transformers and tasks; on a GPU none of them
 READ = 2.5  # times its files that a pool takes in the process that reads them
 RAGGED = 1 / 4  # of micro_batch_tokens in a pass, where answers differ in length: from 1/8 to all
+GRAPH_ROOM = 96  # columns of rollout/graphs.py beyond prompt and completion, on average
 HELD = 4.5  # times a chunk of logits that their log-probabilities and derivatives hold
 WHOLE = 32 * 2**30  # bytes of a graph from which on scores are taken layer by layer: half of a GPU
 
@@ -296,7 +297,7 @@ def model_size(model: ModelConfig) -> ModelSize:
 
 def _cache(config: Any, size: ModelSize, side: int, computed: int) -> int | None:
     """Bytes of keys and values of the completions sampled side by side, prompts and room to grow
-    left out.
+    left out; CUDA graphs have buffers for the longest completion and `GRAPH_ROOM` more.
 
     A token leaves kv_width keys and as many values in each layer; keys have passed through rotary
     embeddings, in the weights' type, values have the type of the computation.
@@ -310,7 +311,9 @@ def _cache(config: Any, size: ModelSize, side: int, computed: int) -> int | None
     if size.layers is None or size.kv_width is None:
         return None
     row = size.layers * size.kv_width * (ENTRY[config.model.dtype] + computed)
-    return min(config.rollout_batch_size, side) * row * config.max_completion_length
+    graphs = config.launch.device.startswith("cuda") and config.rollout.cuda_graphs is not False
+    columns = config.max_completion_length + GRAPH_ROOM * graphs
+    return min(config.rollout_batch_size, side) * row * columns
 
 
 def _logits(config: Any, size: ModelSize, side: int, tokens: int) -> int | None:

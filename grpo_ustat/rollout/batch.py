@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from grpo_ustat.rollout.cache import growing_cache, replaceable_rows
 from grpo_ustat.rollout.decoding import choose
 from grpo_ustat.rollout.sampling import Sampling
 
+COMPACT_BELOW = 0.8  # drop finished rows once fewer than this share are unfinished
 ROW_TENSORS = (
     *("prompt_lengths_R", "lengths_R", "unfinished_R", "token_R"),
     *("mask_RT", "uniforms_RT", "tokens_RT", "logprobs_RT", "entropy_RT"),
@@ -80,6 +81,18 @@ class ReadPrompts:
     index: dict[int, int]
 
 
+class Shortcut(Protocol):
+    """A way to write tokens that takes no operation after the other."""
+
+    def write(self, batch: DecodingBatch, count: int) -> int:
+        """See `DecodingBatch.write`; how many times it was done."""
+        ...
+
+    def fewer_rows(self, rows: int, count: int) -> int:
+        """How many of `rows` to go on with where `count` are unfinished."""
+        ...
+
+
 class DecodingBatch:
     """R rows that the model continues token by token.
 
@@ -94,20 +107,19 @@ class DecodingBatch:
         began: what `drawn` was when each row began.
         drawn: tokens drawn so far, of the batch.
         length: columns read so far.
-        logits_RV: of the next token.
+        shortcut: writes tokens by CUDA graphs; None: one operation after the other.
+        moved: whether tensors are other ones than when the shortcut wrote tokens last.
     """
 
     def __init__(self, policy: Policy, work: Work, rows: list[int], sampling: Sampling):
-        """Read each prompt once, then repeat it."""
+        """Read each prompt once, repeat it, and draw the first tokens."""
         self.policy, self.work, self.sampling = policy, work, sampling
         self.model, self.device = policy.model, policy.model.device
         self.width = sampling.max_completion_length
         self.rows, self.drawn = np.array(rows), 0
         self.began = np.zeros_like(self.rows)
         prompts, index = np.unique(self.rows // work.group_size, return_inverse=True)
-        self.cache, self.length, self.logits_RV = self._read_prompts(
-            [work.encoded[p] for p in prompts]
-        )
+        self.cache, self.length, logits_PV = self._read_prompts([work.encoded[p] for p in prompts])
         lengths = np.array([len(work.prompt(r)) for r in rows])
         self.replaceable = replaceable_rows(self.cache, self.length)
         self.starts, self.prompt_lengths_R = self.length - lengths, self._on_device(lengths)
@@ -118,22 +130,31 @@ class DecodingBatch:
         self.tokens_RT = torch.zeros(self.uniforms_RT.shape, dtype=torch.int64, device=self.device)
         self.logprobs_RT = self.tokens_RT.to(torch.promote_types(self.model.dtype, torch.float32))
         self.entropy_RT = self.logprobs_RT.clone()
-        goes_on_V = np.ones(self.logits_RV.shape[1], dtype=bool)
+        goes_on_V = np.ones(logits_PV.shape[1], dtype=bool)
         goes_on_V[[token for token in policy.end_tokens if token < len(goes_on_V)]] = False
         self.goes_on_V = self._on_device(goes_on_V)
         index_R = self._on_device(index)
         self.cache.reorder_cache(cast(torch.LongTensor, index_R))
-        self.logits_RV = self.logits_RV[index_R]
-        self.token_R = torch.zeros_like(self.lengths_R)
         self.unfinished, self.finished_tokens = np.ones(len(rows), dtype=bool), 0
         self.read_ahead: ReadPrompts | None = None
+        self.shortcut: Shortcut | None = None
+        self.moved = True
+        self.draw(logits_PV[index_R])
+        self.drawn = 1
 
-    def draw(self) -> None:
+    def write(self, count: int) -> None:
+        """Read the tokens drawn last and draw the next ones, `count` times."""
+        written = 0 if self.shortcut is None else self.shortcut.write(self, count)
+        for _ in range(count - written):
+            self.draw(self.read())
+            self.count(1)
+
+    def draw(self, logits_RV: torch.Tensor) -> None:
         """Draw each row's next token and write it down."""
         place_R1 = self.lengths_R[:, None]
         uniform_R = self.uniforms_RT.gather(1, place_R1)[:, 0]
         self.token_R, logprob_R, entropy_R = choose(
-            self.logits_RV, uniform_R, self.sampling.temperature, self.sampling.greedy
+            logits_RV, uniform_R, self.sampling.temperature, self.sampling.greedy
         )
         for column_RT, value_R in (
             (self.tokens_RT, self.token_R),
@@ -145,23 +166,38 @@ class DecodingBatch:
         self.lengths_R += self.unfinished_R
         self.unfinished_R &= self.goes_on_V[self.token_R]
         self.unfinished_R &= self.lengths_R < self.width
-        self.drawn += 1
 
-    def read(self) -> None:
-        """Read the tokens drawn last, and compute the logits of the next ones."""
-        self.length += 1
-        missing = self.length - self.mask_RT.shape[1]
-        if missing > 0:
-            self.mask_RT = torch.nn.functional.pad(self.mask_RT, (0, missing + 64), value=1)
-        padded = bool(self.starts.any())
-        self.logits_RV = self.model(
+    def read(self) -> torch.Tensor:
+        """Read the tokens drawn last: the logits [R, V] of the next ones."""
+        mask_RT = self.mask_RT[:, : self.length + 1] if self.starts.any() else None
+        return self.next_logits(self.cache, mask_RT)
+
+    def next_logits(self, cache: DynamicCache, mask: torch.Tensor | None) -> torch.Tensor:
+        """The logits [R, V] after the tokens drawn last, which `cache` takes in.
+
+        Args:
+            cache: keys and values of what was read before.
+            mask: of the columns that a row may look at, as the model wants it.
+        """
+        return self.model(
             input_ids=self.token_R[:, None],
-            attention_mask=self.mask_RT[:, : self.length] if padded else None,
+            attention_mask=mask,
             position_ids=(self.prompt_lengths_R + self.lengths_R - 1)[:, None],
-            past_key_values=self.cache,
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that were read, and as many drawn."""
+        self.drawn, self.length = self.drawn + tokens, self.length + tokens
+        missing = self.length + 1 - self.mask_RT.shape[1]
+        if missing > 0:
+            self.mask_RT = torch.nn.functional.pad(self.mask_RT, (0, missing + 64), value=1)
+
+    def until_look(self, every: int) -> int:
+        """Tokens from here to the next look: after so many, or where all rows are at the limit."""
+        return min(every - self.drawn % every, self.width - self.drawn + int(self.began.max()))
 
     def all_at_the_limit(self) -> bool:
         """Whether every row has drawn as many tokens as a completion may have."""
@@ -192,15 +228,22 @@ class DecodingBatch:
             whole[rows] = part_B if part.ndim == 1 else part_B[:, : self.width]
         self.rows[slots] = -1
 
-    def keep_unfinished(self) -> None:
-        """Drop the rows that are finished and taken."""
-        slots = np.flatnonzero(self.unfinished)
+    def fewer_rows(self, count: int) -> int:
+        """How many rows to go on with where `count` are unfinished: these, once they are few."""
+        if self.shortcut is not None:
+            return self.shortcut.fewer_rows(len(self.rows), count)
+        return count if count < COMPACT_BELOW * len(self.rows) else len(self.rows)
+
+    def keep_rows(self, count: int) -> None:
+        """Go on with so many rows: all that are unfinished, and others that are taken."""
+        slots = np.sort(np.argsort(~self.unfinished, kind="stable")[:count])
         index_B = self._on_device(slots)
         self.cache.reorder_cache(cast(torch.LongTensor, index_B))
         for name in ROW_TENSORS:
             setattr(self, name, getattr(self, name)[index_B])
         for name in ("rows", "starts", "began", "unfinished"):
             setattr(self, name, getattr(self, name)[slots])
+        self.moved = True
 
     def refill(self, waiting: list[int]) -> None:
         """Give the places of taken rows to completions that wait, as far as there are any.
@@ -222,14 +265,20 @@ class DecodingBatch:
             self._replace(slots[:count], waiting[:count], self.read_ahead)
             slots = slots[count:]
             del waiting[:count]
-        if len(slots):
-            self.keep_unfinished()
-        first = int(self.starts.min())
+        if self.shortcut is None:
+            if len(slots):
+                self.keep_rows(len(self.rows) - len(slots))
+            self.drop_columns()
+
+    def drop_columns(self) -> None:
+        """Forget the first columns, that no unfinished row has."""
+        first = int(self.starts[self.unfinished].min())
         if first > 0:
             for layer in self.cache.layers:
                 cast(Any, layer).drop(first)
             self.length, self.starts = self.length - first, self.starts - first
             self.mask_RT = self.mask_RT[:, first:]
+            self.moved = True
 
     def _replace(self, slots: np.ndarray, rows: list[int], read: ReadPrompts) -> None:
         """Begin these completions in these places."""

@@ -44,8 +44,11 @@ def choose(
             token_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
             token_R1.clamp_(max=part_RV.shape[1] - 1)
         tokens.append(token_R1[:, 0])
-        logprobs.append((scaled_RV.gather(1, token_R1) - total_R1.log())[:, 0])
+        log_total_R1 = total_R1.log()
+        logprobs.append((scaled_RV.gather(1, token_R1) - log_total_R1)[:, 0])
         # a logit of -inf has probability 0 and adds 0 to the entropy, not 0 * inf
         mean_R = torch.linalg.vecdot(weights_RV, scaled_RV.clamp_(min=-1e30)) / total_R1[:, 0]
-        entropies.append(total_R1[:, 0].log() - mean_R)
+        entropies.append(log_total_R1[:, 0] - mean_R)
+    if len(tokens) == 1:
+        return tokens[0], logprobs[0], entropies[0]
     return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies)

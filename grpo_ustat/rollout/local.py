@@ -18,11 +18,11 @@ from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.batch import Completions, DecodingBatch, Work
 from grpo_ustat.rollout.draws import uniforms
+from grpo_ustat.rollout.graphs import token_graphs
 from grpo_ustat.rollout.linears import cast_linears, packed_linears
 from grpo_ustat.rollout.masks import masks_without_waits
 from grpo_ustat.rollout.sampling import Sampling
 
-COMPACT_BELOW = 0.8  # drop finished rows once fewer than this share are unfinished
 REFILL_BELOW = 0.9  # replace finished rows once fewer than this share are unfinished
 DECIDE_BELOW = 0.7  # decide at this share whether lengths are so unequal that replacing pays:
 UNEQUAL = 1.25  # tokens until then, over those until REFILL_BELOW
@@ -126,15 +126,15 @@ def decode(
         progress: counts finished completions and tokens.
     """
     every = LOOK_EVERY.get(policy.model.device.type, 16)
-    waiting, refill = order, False
+    waiting, refill, graphs = order, False, None
     if len(order) > at_once:
         waiting = sorted(order, key=lambda r: -len(work.prompt(r)))
     while waiting:
         batch = DecodingBatch(policy, work, waiting[:at_once], sampling)
+        batch.shortcut = graphs or token_graphs(batch)
         waiting, first_leave = waiting[at_once:], 0
         undecided = bool(waiting) and batch.replaceable and not refill
         while True:
-            batch.draw()
             if batch.drawn % every == 0 or batch.all_at_the_limit():
                 count, rows = batch.look(progress), len(batch.rows)
                 if count < REFILL_BELOW * rows and not first_leave:
@@ -144,12 +144,13 @@ def decode(
                 if refill and waiting and 0 < count < REFILL_BELOW * rows:
                     batch.take(written)
                     batch.refill(waiting)
-                elif count < COMPACT_BELOW * rows and not (undecided and count):
+                elif batch.fewer_rows(count) < rows and not (undecided and count):
                     batch.take(written)
                     if not count:
                         break
-                    batch.keep_unfinished()
-            batch.read()
+                    batch.keep_rows(batch.fewer_rows(count))
+            batch.write(batch.until_look(every))
+        graphs = batch.shortcut
 
 
 def assemble(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_ustat.config.common import Common
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.train import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Sampling:
         temperature: divides the logits.
         rows: completions sampled side by side; changes speed and memory, not draws.
         greedy: the most likely token each time instead of a drawn one.
+        cuda_graphs: tokens as CUDA graphs where that can be; changes speed and memory, not draws.
     """
 
     seed: int
@@ -25,9 +27,10 @@ class Sampling:
     temperature: float = 1.0
     rows: int = 512
     greedy: bool = False
+    cuda_graphs: bool = True
 
     @classmethod
-    def of(cls, config: Common, stream: str, greedy: bool = False) -> Sampling:
+    def of(cls, config: TrainConfig | MseConfig, stream: str, greedy: bool = False) -> Sampling:
         """The configured options for one stream of draws."""
         return cls(
             seed=config.seed,
@@ -36,4 +39,5 @@ class Sampling:
             temperature=config.temperature,
             rows=config.rollout_batch_size,
             greedy=greedy,
+            cuda_graphs=config.rollout.cuda_graphs is not False,
         )

@@ -6,8 +6,8 @@
 
     rates      products of two square matrices in float32, TF32 and bfloat16, TFLOP/s
     correct    tests/gpu: draws, scores and an update against the CPU in float64
-    sampling   tokens a second at 32, 128 and 512 rows in float32 and bfloat16, and how many kernels
-               are launched for a token of all rows
+    sampling   tokens a second at 32, 128 and 512 rows in float32 and bfloat16, with CUDA graphs and
+               without, and how many kernels a token of all rows is, in how many launches
     scores     seconds and peak memory for a question's completions of unequal lengths, whole and
                layer by layer, in float32, with TF32 products, and in bfloat16
     update     steps of `train`, tokens a second of sampling and updates
@@ -111,27 +111,37 @@ def sampling(options: argparse.Namespace) -> Iterator[Row]:
         for rows in (32, 128, 512)[: 1 if options.device == "cpu" else 3]:
             prompts = [Prompt(str(i), f"What is {i} + {i}?", "", "", "") for i in range(rows // 8)]
 
-            def work(policy=policy, prompts=prompts, rows=rows, length=width):
-                return sample(policy, prompts, 8, Sampling(0, "check", length, rows=rows))
+            def work(graphs, policy=policy, prompts=prompts, rows=rows, length=width):
+                options = Sampling(0, "check", length, rows=rows, cuda_graphs=graphs)
+                return sample(policy, prompts, 8, options)
 
-            seconds, tokens = clock(options, work), int(work().lengths_PG.sum())
-            yield {
-                "what": f"{rows} rows x {width}, {dtype}",
-                "tokens/s": tokens / seconds,
-                "kernels a token": kernels(options, work),
-            }
+            for graphs in (True, False):
+                run = partial(work, graphs)
+                seconds, tokens = clock(options, run), int(run().lengths_PG.sum())
+                yield {
+                    "what": f"{rows} rows x {width}, {dtype}, {'' if graphs else 'no '}graphs",
+                    "tokens/s": tokens / seconds,
+                    **launches(options, run),
+                }
 
 
-def kernels(options: argparse.Namespace, work: Callable[..., Any]) -> float | None:
-    """Kernels launched for one more token of all rows; None on a CPU."""
+def launches(options: argparse.Namespace, work: Callable[..., Any]) -> Row:
+    """Kernels of one more token of all rows, and launches by the host; nothing on a CPU."""
     if options.device == "cpu":
-        return None
+        return {}
     counts = []
     for length in (8, 16):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work(length=length)
-        counts.append(sum(event.count for event in profile.key_averages()))
-    return (counts[1] - counts[0]) / 8
+        events = profile.key_averages()
+        by_host = sum(event.count for event in events if "Launch" in event.key)
+        on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+        counts.append((sum(event.count for event in on_device), by_host))
+    (kernels, by_host), (more_kernels, more_by_host) = counts
+    return {
+        "kernels a token": (more_kernels - kernels) / 8,
+        "launches a token": (more_by_host - by_host) / 8,
+    }
 
 
 def scores(options: argparse.Namespace) -> Iterator[Row]:

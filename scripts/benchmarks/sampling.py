@@ -41,7 +41,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         rows = [json.loads(line) for line in Path(options.questions).read_text().splitlines()]
         rows = rows[: options.prompts * options.group]
         texts = [row["question"] for row in rows[: options.prompts]]
-        answers = [len(ids) + 1 for ids in policy.encode([row["answer"] for row in rows])]
+        texts = [text[: len(text) // options.letters] for text in texts]
+        ids = policy.encode([row["answer"] for row in rows])
+        answers = [len(row) // options.letters + 1 for row in ids]
         uniforms = local.uniforms
 
         def until_the_end(*args: Any) -> np.ndarray:
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=["own", "small"], default="own")
     parser.add_argument("--lengths", choices=["gsm8k", "equal", "own"], default="own")
     parser.add_argument("--questions", help="gsm8k/train.jsonl")
+    parser.add_argument("--letters", type=int, default=1, help="of a token, if the model spells")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--rows", type=int, default=32)

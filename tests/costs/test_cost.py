@@ -61,6 +61,11 @@ def test_the_first_process_of_a_large_study_holds_its_pool(study):
     assert cost(small).memory == 580_000_000 + int(2.5 * cost(small).disk)
 
 
+def test_cuda_graphs_have_buffers_of_96_more_columns(study):
+    off = replace(study, rollout=replace(study.rollout, cuda_graphs=False))
+    assert cost(study).cache * 96 == cost(off).cache * (96 + 96)
+
+
 def test_adams_metric_keeps_a_second_pool_and_two_numbers_a_parameter(study):
     plain, adam = cost(study), cost(replace(study, study=replace(study.study, metric="adam")))
     assert adam.disk == 2 * plain.disk + 4 * SIZE.parameters

@@ -1,6 +1,7 @@
 """CPU tensors that say they are on another device: what waits for it, and what it is told to do.
 
-Operations on a mix of devices fail as they do on a GPU; scalars may be mixed with anything.
+Operations on a mix of devices fail as they do on a GPU; scalars may be mixed with anything, and the
+host's integers may be an index.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Tagged(torch.Tensor):
 
     def __init__(self, value):
         self.value = value
+        value.tagged = True
 
     @property
     def device(self):
@@ -48,6 +50,8 @@ class Tagged(torch.Tensor):
 
 class EmulatedDevice(TorchDispatchMode):
     """Within, tensors made on or moved to `DEVICE` are tagged.
+
+    `compute` gets the CPU tensors, whether they are on the device, and whether the host takes part.
 
     Attributes:
         waits: reads of a value by the host, by operation.
@@ -70,8 +74,12 @@ class EmulatedDevice(TorchDispatchMode):
         target = kwargs.get("device")
         target = None if target is None else torch.device(target)
         copies = function in (aten._to_copy.default, aten.copy_.default)
+        moved = function is aten._to_copy.default and target == DEVICE and tagged
+        if moved and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
+            return args[0]  # is there already
         plain = [x for x in leaves if not isinstance(x, Tagged) and x.ndim]
-        if tagged and plain and not copies:
+        host_index = function is aten.index.Tensor and isinstance(args[0], Tagged) and bool(plain)
+        if tagged and plain and not copies and not host_index:
             raise RuntimeError(f"{function} on two devices: {[x.shape for x in leaves]}")
         to_host = copies and (
             (target is not None and target.type == "cpu" and bool(tagged))
@@ -80,18 +88,19 @@ class EmulatedDevice(TorchDispatchMode):
         boolean_index = function in (aten.index.Tensor, aten.index_put_.default) and any(
             x.dtype == torch.bool for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor)
         )
-        if tagged and (function in WAITS or to_host or boolean_index):
-            self.waits[str(function)] += 1
+        waits = bool(tagged) and (function in WAITS or to_host or boolean_index or host_index)
+        self.waits.update([str(function)] * waits)
         on_device = (bool(tagged) or (target is not None and target.type == DEVICE.type)) and (
             not to_host
         )
+        from_host = copies and on_device and len(tagged) < len(leaves)
         if target is not None:
             kwargs["device"] = torch.device("cpu")
         unwrap = {id(x): x.value for x in tagged}
         inner = tree_map(
             lambda x: unwrap.get(id(x), x) if isinstance(x, torch.Tensor) else x, (args, kwargs)
         )
-        result = function(*inner[0], **inner[1])
+        result = self.compute(function, *inner, on_device, waits or from_host)
         if on_device and not function.is_view:
             self.launches[str(function)] += 1
         if function._schema.is_mutable:
@@ -100,14 +109,18 @@ class EmulatedDevice(TorchDispatchMode):
             lambda x: Tagged(x) if on_device and isinstance(x, torch.Tensor) else x, result
         )
 
+    def compute(self, function, args, kwargs, on_device, with_host):
+        """The operation's result."""
+        return function(*args, **kwargs)
+
 
 @contextmanager
-def emulated_device():
+def emulated_device(mode=EmulatedDevice):
     """An `EmulatedDevice`, where PyTorch does not look for a GPU."""
     lazy_init, tensor = torch.cuda._lazy_init, torch.tensor
     torch.cuda._lazy_init, torch.tensor = lambda: None, _tensor(tensor)
     try:
-        with EmulatedDevice() as device:
+        with mode() as device:
             yield device
     finally:
         torch.cuda._lazy_init, torch.tensor = lazy_init, tensor

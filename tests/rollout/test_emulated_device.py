@@ -16,7 +16,7 @@ from grpo_ustat.rollout import local
 from grpo_ustat.rollout.local import Sampling, sample
 
 PROMPTS = letter_prompts("ab", "c", "abcde", "jjj", "bcdefgh")
-SAMPLING = Sampling(seed=0, stream="device", max_completion_length=8, rows=20)
+SAMPLING = Sampling(seed=0, stream="device", max_completion_length=8, rows=20, cuda_graphs=False)
 
 
 class Letters(LetterTokenizer):

@@ -127,7 +127,7 @@ def server(policy, monkeypatch, tmp_path):
 
 
 def engine_of(policy, server):
-    options = TrainRollout("vllm_server", None, None, None, server.url, 5.0)
+    options = TrainRollout("vllm_server", None, None, None, None, server.url, 5.0)
     return VllmServerEngine(policy, options, rows=3)
 
 
