@@ -129,6 +129,7 @@ def _sub_pools(pool: ScorePool, room: int) -> list[ScorePool]:
             gram_PNN=pool.gram_PNN[:, cut[:, None], cut],
             lengths_PN=pool.lengths_PN[:, cut],
             features_PNR=pool.features_PNR[:, cut],
+            rewards_PNF=None if pool.rewards_PNF is None else pool.rewards_PNF[:, cut],
         )
         for cut in cuts
     ]
@@ -216,8 +217,16 @@ def _advantages(
         np.take_along_axis(x[:, None, :], index_PRG, axis=2).transpose(1, 0, 2)
         for x in (pool.rewards_PN, pool.lengths_PN)
     )
-    advantages_RPG = np.zeros(rewards_RPG.shape)
+    advantages_RPG, rewards_PGF = np.zeros(rewards_RPG.shape), None
     for r, batch_P in enumerate(batch_RP):
-        context = BaselineContext(lengths_PG=lengths_RPG[r, batch_P], history=np.zeros((2, 3)))
+        if pool.rewards_PNF is not None:
+            index_PG1 = index_PRG[batch_P, r, :, None]
+            rewards_PGF = np.take_along_axis(pool.rewards_PNF[batch_P], index_PG1, axis=1)
+        context = BaselineContext(
+            lengths_PG=lengths_RPG[r, batch_P],
+            history=np.zeros((2, 3)),
+            rewards_PGF=rewards_PGF,
+            reward_weights_F=pool.reward_weights_F,
+        )
         advantages_RPG[r, batch_P] = advantages(name, rewards_RPG[r, batch_P], context, options)
     return advantages_RPG.transpose(1, 0, 2)

@@ -24,11 +24,12 @@ def batch_of(rewards_PG, lengths_PG=None, ended_PG=None, answered_PG=None):
     return Batch(
         prompts=[None] * shape[0],
         rollouts=None,
-        rewards_PG=np.array(rewards_PG, dtype=float),
+        rewards_PGF=np.array(rewards_PG, dtype=float)[..., None],
         lengths_PG=np.ones(shape, int) if lengths_PG is None else np.array(lengths_PG),
         ended_PG=np.ones(shape, bool) if ended_PG is None else np.array(ended_PG),
         answered_PG=np.ones(shape, bool) if answered_PG is None else np.array(answered_PG),
         prompt_lengths_P=np.array([3, 5][: shape[0]] + [4] * (shape[0] - 2)),
+        reward_weights_F=np.ones(1),
     )
 
 

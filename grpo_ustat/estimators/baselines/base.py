@@ -12,7 +12,9 @@ from grpo_ustat.records import Array
 
 Value = TypeVar("Value")
 
-OF_THE_BATCH = frozenset({"lengths_PG", "history"})  # fields that cost no further completion
+OF_THE_BATCH = frozenset(  # fields that cost no further completion
+    {"lengths_PG", "history", "rewards_PGF"}
+)
 
 
 @dataclass(frozen=True)
