@@ -52,7 +52,14 @@ def pool_of(policy, count, rng):
         reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
         score_sums_PR=scores.sum(axis=1),
         greedy_P=greedy(policy),
+        rewards_PNF=functions_of(z, LENGTHS[outcomes]),
+        reward_weights_F=np.ones(2),
     )
+
+
+def functions_of(rewards, lengths):
+    """Rewards of two functions, 0.1 length and the rest of the reward; their sum is the reward."""
+    return np.stack([rewards - 0.1 * lengths, 0.1 * lengths], axis=-1)
 
 
 def greedy(policy):
@@ -112,7 +119,12 @@ def coupled_truth(policy, name, size, batch):
                 np.array([table[k][row] for table, row in zip(tables, joint, strict=True)])
                 for k in range(4)
             )
-            context = BaselineContext(lengths_PG=lengths, history=np.zeros((2, 3)))
+            context = BaselineContext(
+                lengths_PG=lengths,
+                history=np.zeros((2, 3)),
+                rewards_PGF=functions_of(z, lengths),
+                reward_weights_F=np.ones(2),
+            )
             weights = advantages(name, z, context, BASELINE_OPTIONS[name])
             estimate = np.einsum("pg,pgd->d", weights, scores) / (batch * size)
             share = chance.prod() / len(batches)

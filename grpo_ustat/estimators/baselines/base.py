@@ -13,7 +13,7 @@ from grpo_ustat.records import Array
 Value = TypeVar("Value")
 
 OF_THE_BATCH = frozenset(  # fields that cost no further completion
-    {"lengths_PG", "history", "rewards_PGF"}
+    {"lengths_PG", "history", "rewards_PGF", "reward_weights_F"}
 )
 
 

@@ -120,8 +120,8 @@ BASELINES = _Rules(
             options=("process_variance", "measurement_variance", "epsilon"),
         ),
         _batch_rule(
-            "gdpo", several.gdpo, min_group_size=2, needs=frozenset({"rewards_PGF"}),
-            options=_EPSILON,
+            "gdpo", several.gdpo, min_group_size=2,
+            needs=frozenset({"rewards_PGF", "reward_weights_F"}), options=_EPSILON,
         ),
     )
 )  # fmt: skip
