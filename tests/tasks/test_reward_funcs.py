@@ -44,9 +44,9 @@ def test_those_of_any_data_set_worked_by_hand():
 def test_rewards_are_kept_apart_and_summed_with_their_weights():
     task = task_of({"termination": termination}, [1.0, 0.5])
     found = rewards(task, written())
-    assert found[..., 0].tolist() == [[1, 2], [3, 0]]
+    assert found[..., 0].tolist() == [[1, 2], [1, 0]]
     assert found[..., 1].tolist() == [[1, 0], [1, 1]]
-    assert summed_rewards(task, written()).tolist() == [[1.5, 2], [3.5, 0.5]]
+    assert summed_rewards(task, written()).tolist() == [[1.5, 2], [1.5, 0.5]]
 
 
 def test_a_function_of_a_file_judges_prompt_by_prompt(tmp_path):
