@@ -110,6 +110,26 @@ def test_the_mean_of_the_rule_is_no_multiple_of_the_gradient_of_the_sum():
     assert 0 < cosine < 0.99
 
 
+def test_the_mean_of_the_rule_goes_to_the_sum_of_normalised_gradients():
+    """By enumeration of one prompt: the angle to sum_f w_f g_f/sigma_f falls as groups grow."""
+    logits, weights = [0.2, -0.3, 0.1], np.array([1.0, 0.5])
+    z = np.array([[1.0, 0.0], [0.0, 4.0], [0.3, 1.0]])
+    p, scores = (np.array(x) for x in softmax_policy(logits))
+    limit = sum(
+        w * true_gradient(logits, list(r)) / np.sqrt(p @ r**2 - (p @ r) ** 2)
+        for w, r in zip(weights, z.T, strict=True)
+    )
+    angles = []
+    for size in (2, 4, 7):
+        mean = np.zeros(3)
+        for outcome in itertools.product(range(3), repeat=size):
+            index = list(outcome)
+            mean += p[index].prod() * gdpo_of(z[index][None], weights)[0] @ scores[index]
+        angles.append(np.arccos(mean @ limit / np.linalg.norm(mean) / np.linalg.norm(limit)))
+    assert angles[0] > angles[1] > angles[2]
+    assert angles[2] < 0.1
+
+
 def test_sums_of_equal_rewards_are_equal():
     z = np.tile(np.array([0.1, 0.7, 0.3]), (3, 5, 1))
     total = weighted_sum(z, np.array([0.3, 1.1, -0.7]))

@@ -120,7 +120,7 @@ BASELINES = _Rules(
             options=("process_variance", "measurement_variance", "epsilon"),
         ),
         _batch_rule(
-            "gdpo", several.gdpo, min_group_size=2,
+            "gdpo", several.gdpo, min_group_size=2, target="sum_g_over_sigma",
             needs=frozenset({"rewards_PGF", "reward_weights_F"}), options=_EPSILON,
         ),
     )
