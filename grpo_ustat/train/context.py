@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ class Batch:
     prompt_lengths_P: np.ndarray
     reward_weights_F: np.ndarray
 
-    @cached_property
+    @property
     def rewards_PG(self) -> np.ndarray:
         """The weighted sum of the functions' rewards, which rules and metrics are of."""
         return weighted_sum(self.rewards_PGF, self.reward_weights_F)

@@ -15,7 +15,7 @@ from reference import one_flat_score
 from training_runs import SMALL, first_batch, fit
 
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train import batch as batch_module
 from grpo_ustat.train.baseline_state import first_completions, make_baseline_state
 from grpo_ustat.train.batch import gather_by_prompt, optimal_baseline, sample_extra
@@ -53,7 +53,7 @@ def test_the_tracker_starts_outside_the_batch_and_follows_its_formula(tmp_path):
     run, batch = first_batch(tmp_path, "baseline=spo", "budget.value_completions=5")
     fields, extra = run.baseline_state.context(run, batch, 0)
     rollouts, _ = sample_extra(run, batch.prompts, 5, 0)
-    right = rewards(run.task, rollouts).sum(axis=1)
+    right = summed_rewards(run.task, rollouts).sum(axis=1)
     np.testing.assert_allclose(fields["tracker_P"], (right + 0.5) / 6)
     assert extra.rollouts == 20 and extra.tokens == rollouts.lengths_PG.sum()
     run.baseline_state.update(run, batch)

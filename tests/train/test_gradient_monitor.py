@@ -20,7 +20,7 @@ from grpo_ustat.estimators.scaling import prompt_scaling
 from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.records import ScorePool
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train import gradient_monitor
 from grpo_ustat.train.gradient_monitor import gradient_mse
 
@@ -183,7 +183,7 @@ def test_it_scores_what_is_trained(tmp_path, overrides):
     """Adapters alone; layers that recompute give what others give."""
     run, batch = first_batch(tmp_path, *ASKED, *overrides)
     row = gradient_mse(run, batch)
-    assert rewards(run.task, batch.rollouts).std() > 0
+    assert summed_rewards(run.task, batch.rollouts).std() > 0
     if overrides == ("lora=r16",):
         plain, same = first_batch(tmp_path, *ASKED)
         np.testing.assert_array_equal(same.rewards_PG, batch.rewards_PG)
