@@ -91,7 +91,7 @@ def test_the_critic_never_sees_the_batch_it_judges(tmp_path):
     x, y = run.baseline_state.features_PD, batch.rewards_PG.mean(axis=1)
     dual = np.linalg.solve(x @ x.T + np.eye(4), y)  # the ridge solution, written the other way
     np.testing.assert_allclose(fitted, x @ x.T @ dual, rtol=1e-6, atol=1e-9)
-    other = dataclasses.replace(batch, rewards_PG=1 - batch.rewards_PG)
+    other = dataclasses.replace(batch, rewards_PGF=1 - batch.rewards_PGF)
     np.testing.assert_array_equal(run.baseline_state.context(run, other, 1)[0]["critic_P"], fitted)
 
 

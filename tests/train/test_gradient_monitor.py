@@ -167,7 +167,7 @@ def test_what_has_no_interval_says_why(watched):
         (silent_PG, dict.fromkeys(NAMES, "every group has zero variance")),
         (one_PG, {"gstar": "the interval of c1 and c3 reaches 0", "corr": "within one group"}),
     ):
-        row = gradient_mse(run, dataclasses.replace(batch, rewards_PG=rewards_PG))
+        row = gradient_mse(run, dataclasses.replace(batch, rewards_PGF=rewards_PG[..., None]))
         said = {f"monitor/{n}_reason" for n in NAMES} & set(row)
         assert said == {f"monitor/{n}_reason" for n in reasons}
         for name, reason in reasons.items():
