@@ -1,7 +1,8 @@
 """The records that travel between rooms: frozen, every axis named.
 
 Axes: P prompts, G completions of one prompt (its group), N completions of one prompt's pool,
-T completion tokens, B rows of a batch. Names carry their axes: `rewards_PG`, `tokens_PGT`.
+T completion tokens, B rows of a batch, F reward functions. Names carry their axes: `rewards_PG`,
+`tokens_PGT`.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class BaselineContext:
         running: the mean reward of past batches, one number for all prompts; in replay [P, 1].
         tracker_P: what the tracker expects of each prompt after its past visits.
         critic_P: what the critic, fitted on past batches, expects of each prompt.
+        rewards_PGF: rewards of every reward function, of which `rewards_PG` is the weighted sum.
+        reward_weights_F: of the functions in that sum.
         history: of past rewards and of past groups' mean rewards, the number, the mean and the sum
             of squared deviations: [2, 3], zeros where there is no past.
     """
@@ -121,6 +124,8 @@ class BaselineContext:
     tracker_P: Array | None = None
     critic_P: Array | None = None
     history: Array | None = None
+    rewards_PGF: Array | None = None
+    reward_weights_F: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class ScorePool:
     """N scored completions of each of P prompts: all that closed forms and replay need.
 
     Attributes:
-        rewards_PN: rewards, float64.
+        rewards_PN: rewards, float64; of several reward functions their weighted sum.
         gram_PNN: inner products <s_i, s_j> of the scores of a prompt's completions; the diagonal
             holds the squared score norms q_i.
         lengths_PN: completion lengths in tokens.
@@ -139,6 +144,9 @@ class ScorePool:
         sampler_gap: mean absolute difference of the sampler's log-probabilities and the model's, in
             some of the completions, nats a token; None where the model itself sampled.
         packages: completions by the versions of the packages that scored them, where known.
+        rewards_PNF, reward_sums_PFR: rewards and `reward_sums_PR` of every reward function; None
+            where there is one, of weight 1.
+        reward_weights_F: of the functions in the weighted sum; None likewise.
     """
 
     rewards_PN: Array
@@ -150,6 +158,9 @@ class ScorePool:
     greedy_P: Array | None = None
     sampler_gap: float | None = None
     packages: dict[str, int] = field(default_factory=dict[str, int])
+    rewards_PNF: Array | None = None
+    reward_sums_PFR: Array | None = None
+    reward_weights_F: Array | None = None
 
     @property
     def sq_norm_PN(self) -> Array:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ustat.config.model import ModelConfig, PromptConfig
+from grpo_ustat.config.reward_funcs import check_reward_funcs, reward_names, summed_weights
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 
@@ -35,6 +36,14 @@ class Common(Shared):
     launch: LaunchConfig = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
         LaunchConfig, "processes and devices; none of it changes results"
     )
+    reward_funcs: list[str] = field(
+        "that judge a completion: task, the data set's own, comes first; then any of format (an "
+        "answer can be read), termination (not cut), brevity (1 - length/max_completion_length), "
+        "FILE.py:FUNCTION or an entry point's name"
+    )
+    reward_weights: list[float] | None = field(
+        "of reward_funcs in the sum that is the reward; null: 1 each"
+    )
     temperature: float = field(
         "divides the logits, in sampling and in scoring alike", positive=True
     )
@@ -48,9 +57,24 @@ class Common(Shared):
         "to print, with how their answers are read, instead of a run; 0: run", "prompts"
     )
 
+    @property
+    def weights(self) -> list[float]:
+        """The weight of each reward function."""
+        return summed_weights(self.reward_funcs, self.reward_weights)
+
+    @property
+    def rewards_plan(self) -> str:
+        """The reward functions with their weights, after a comma; "" of the task's alone."""
+        if self.weights == [1.0]:
+            return ""
+        names = reward_names(self.reward_funcs)
+        terms = (f"{weight:g} {name}" for weight, name in zip(self.weights, names, strict=True))
+        return f", reward {' + '.join(terms)}"
+
     def check(self) -> None:
         """See `Shared.check`."""
         super().check()
+        check_reward_funcs(self.reward_funcs, self.reward_weights)
         check_choice("launch.device", self.launch.device.partition(":")[0], DEVICES)
         self.dataset.check()
         self.prompt.check()

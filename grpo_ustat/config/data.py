@@ -53,7 +53,7 @@ class DatasetConfig:
         if self.reward is None:
             return
         if reward_file(self.reward):
-            check_reward_file(self.reward)
+            check_reward_file(self.reward, "dataset.reward")
         else:
             check_entry_point(REWARDS, self.reward, "dataset.reward")
 
@@ -262,14 +262,18 @@ def reward_file(reward: str) -> tuple[Path, str] | None:
     return (Path(file).expanduser(), function) if colon else None
 
 
-def check_reward_file(reward: str) -> None:
+def check_reward_file(reward: str, field_name: str) -> None:
     """Refuse a reward FILE:FUNCTION whose file is not there, is no Python, or has no such name; the
     file is not run.
+
+    Args:
+        reward: FILE:FUNCTION.
+        field_name: of the configuration, which names it.
 
     Raises:
         ConfigError: naming the file and what it has.
     """
-    own, key = reward_file(reward), f"dataset.reward={reward}"
+    own, key = reward_file(reward), f"{field_name}={reward}"
     assert own is not None
     file, function = own
     if not file.is_file():
@@ -290,13 +294,14 @@ def check_reward_file(reward: str) -> None:
         raise ConfigError(f"{key}: {file} has no function {function!r}: {hint}it has {offered}")
 
 
-def check_entry_point(group: str, name: str, key: str) -> None:
+def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = ()) -> None:
     """Refuse a name that no installed package offers.
 
     Args:
         group: of entry points.
         name: of the entry point.
         key: of the configuration, which has that name.
+        ours: what may stand there that is no entry point.
 
     Raises:
         ConfigError: naming those that are offered, or the module that is not to be found.
@@ -304,8 +309,11 @@ def check_entry_point(group: str, name: str, key: str) -> None:
     installed = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in installed:
         offered = ", ".join(installed) or "none is installed"
-        hint = did_you_mean(name, installed)
-        raise ConfigError(f"unknown {key} {name!r}: {hint}entry points of {group} are: {offered}")
+        hint = did_you_mean(name, [*ours, *installed])
+        also = f"choose from {', '.join(ours)}, FILE.py:FUNCTION; " if ours else ""
+        raise ConfigError(
+            f"unknown {key} {name!r}: {hint}{also}entry points of {group} are: {offered}"
+        )
     module = importlib.metadata.entry_points(group=group)[name].module
     if module_file(group, name) is None:
         raise ConfigError(f"{key}={name}: there is no module {module!r}, which {group} names")

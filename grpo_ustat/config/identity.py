@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_ustat.config.data import FILES, REWARDS, TASKS, module_file, reward_file
 from grpo_ustat.config.model import adapter_base, model_folder, tf32_in_use
+from grpo_ustat.config.reward_funcs import OF_ANY_DATASET, TASK
 from grpo_ustat.config.rollout import NEUTRAL
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import ENDING
@@ -25,6 +26,7 @@ REWRITTEN = {  # hash of an embedded policy: its hash before its tokenizer was w
     "ecec94fe94a9": "2f18b1ecb1c2",
 }
 NEUTRAL_STUDY = {"metric": "euclidean", "parameters": None}
+REWARDED = ("reward_funcs", "reward_weights")
 LONGEST_WORDS = 200  # bytes; file systems end names at 255
 OPERATIONAL = (
     "output_root",
@@ -73,9 +75,12 @@ def identity(config: Any) -> dict[str, Any]:
     if config.model is None:  # nothing is read but the configuration
         return keys | {"weights": None}
     keys |= {"weights": weights_fingerprint(config.model.model_name_or_path)}
-    data, rules = data_fingerprint(config.dataset), rules_fingerprint(config)
-    keys |= {} if data is None else {"data": data}
-    return keys | ({} if rules is None else {"own_rules": rules})
+    hashes = {
+        "data": data_fingerprint(config.dataset),
+        "own_rules": rules_fingerprint(config),
+        "own_reward_funcs": reward_funcs_fingerprint(config.reward_funcs),
+    }
+    return keys | {key: digest for key, digest in hashes.items() if digest is not None}
 
 
 def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
@@ -90,11 +95,13 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     {'model': {'name': 'x'}, 'dataset': {'path': 'local'}}
 
     A number of minibatches that leaves the batch whole, or does not count, is left out too: older
-    configurations have no such key. So are a study's `rollout=local` and Euclidean metric, and
-    `tf32` where no product is TF32.
+    configurations have no such key. So are a study's `rollout=local` and Euclidean metric, `tf32`
+    where no product is TF32, and reward functions where there is the task's own alone, of weight 1.
 
     >>> "rollout" in drop_neutral_keys({"study": {}, "rollout": {"name": "local"}})
     False
+    >>> drop_neutral_keys({"reward_funcs": ["task"], "reward_weights": [1.0]})
+    {'model': {}, 'dataset': {}}
     """
     model = {key: value for key, value in keys.get("model", {}).items() if key not in OF_THE_MODEL}
     if "bed" in keys:
@@ -109,6 +116,13 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     own = reward_file(dataset.get("reward") or "")
     if own and own[0].exists():
         dataset["reward"] = f"local:{own[1]}"
+    if "reward_funcs" in keys:
+        functions = {"reward_funcs": local_reward_funcs(keys["reward_funcs"])}
+        weights = keys.get("reward_weights")
+        if isinstance(weights, list) and any(weight != 1 for weight in weights):
+            functions["reward_weights"] = weights
+        keys = {key: value for key, value in keys.items() if key not in REWARDED}
+        keys |= {} if functions == {"reward_funcs": [TASK]} else functions
     study = {key: value for key, value in keys.get("study", {}).items() if key != "part"}
     for key, neutral in NEUTRAL_STUDY.items():
         if study.get(key) == neutral:
@@ -129,6 +143,12 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         keys = {k: v for k, v in keys.items() if k != "tf32"} | ({"tf32": True} if in_use else {})
     groups = {"study": study, "objective": objective}
     return keys | {"model": model, "dataset": dataset} | {k: v for k, v in groups.items() if v}
+
+
+def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
+    """Reward functions, without where the files of one's own are: they count by their content."""
+    owns = {name: own for name in reward_funcs if (own := reward_file(name)) and own[0].exists()}
+    return [f"local:{owns[name][1]}" if name in owns else name for name in reward_funcs]
 
 
 def drop_unused_rules(keys: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +202,14 @@ def data_fingerprint(dataset: Any) -> str | None:
     if dataset.reward:
         own = reward_file(dataset.reward)
         files.append(own[0] if own else _module(REWARDS, dataset.reward))
+    return _hash_of(files).hexdigest()[:12] if files else None
+
+
+def reward_funcs_fingerprint(reward_funcs: list[str]) -> str | None:
+    """A hash of the modules of reward functions of the user's own; None where there is none."""
+    names = [name for name in reward_funcs if name not in (TASK, *OF_ANY_DATASET)]
+    owns = ((reward_file(name), name) for name in names)
+    files = [own[0] if own else _module(REWARDS, name) for own, name in owns]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 

@@ -18,6 +18,7 @@ from grpo_ustat.config.baseline import (
 )
 from grpo_ustat.config.common import Common, LaunchConfig
 from grpo_ustat.config.model import tf32_in_use
+from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
@@ -202,7 +203,7 @@ class MseConfig(Common):
             sampler = "; vLLM writes the completions, one process samples and scores"
         return (
             f"mse: {self.model.name} on {source}; gradient error of {', '.join(self.baselines)} at "
-            f"G = {sizes} ({', '.join(self.study.methods)}){sampler}"
+            f"G = {sizes} ({', '.join(self.study.methods)}){self.rewards_plan}{sampler}"
         )
 
     @property
@@ -325,6 +326,7 @@ class MseConfig(Common):
                     f"rules.{name}.name={self.rules[name].name} is another rule: use {name}"
                 )
             check_options(self.rules[name], f"rules.{name}.options")
+            check_several(name, "baselines", self.reward_funcs)
             if self.study.methods == ["closed_form"] and name not in CLOSED_FORMS:
                 raise ConfigError(
                     f"baselines names {name}, study.methods only closed_form, which knows "
@@ -347,6 +349,13 @@ class MseConfig(Common):
             return
         if not Path(self.pool).is_file():
             raise ConfigError(f"pool={self.pool} is no file: give a Parquet file, or a folder")
+        if self.reward_funcs != [TASK] or self.weights != [1.0]:
+            raise ConfigError(
+                f"reward_funcs={self.reward_funcs} reward_weights={self.reward_weights} with pool="
+                f"{self.pool}: rollouts made elsewhere are judged already, by the file's column "
+                f"reward; use reward_funcs=[{TASK}] reward_weights=null, and write the sum that "
+                "you want into that column"
+            )
         needs = {need for name in self.baselines for need in BASELINES[name].needs}
         for key, samples in (
             ("study.methods=[monte_carlo]", "monte_carlo" in self.study.methods),

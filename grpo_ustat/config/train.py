@@ -16,6 +16,7 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
+from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
 
@@ -382,8 +383,8 @@ class TrainConfig(Common):
         return (
             f"train: {self.model.name} on {self.dataset.name}; {self.objective.name} with "
             f"{self.baseline.name}, {self.max_steps} steps of {self.prompts_per_step} prompts x "
-            f"{self.group_size} completions, {self.optimizer.name} at {self.learning_rate:g}, "
-            f"seed {self.seed}"
+            f"{self.group_size} completions{self.rewards_plan}, {self.optimizer.name} at "
+            f"{self.learning_rate:g}, seed {self.seed}"
         )
 
     @property
@@ -452,6 +453,13 @@ class TrainConfig(Common):
         """Refuse a baseline's options, and a batch that has not what the baseline needs."""
         rule = load_rule("baseline.name", self.baseline.name)
         check_options(self.baseline, "baseline.options")
+        check_several(rule.name, "baseline", self.reward_funcs)
+        if "rewards_PGF" in rule.needs and self.objective.beta and self.objective.kl_in == "reward":
+            raise ConfigError(
+                f"objective.kl_in=reward with baseline={rule.name}, which normalises each reward "
+                "function apart, so that the penalty is in none of them: use "
+                "objective.kl_estimator=k3 objective.kl_in=loss"
+            )
         check_group_size(rule.name, self.group_size)
         rollouts, size = self.budget.rollouts, self.group_size
         if rollouts < size or rollouts % size:

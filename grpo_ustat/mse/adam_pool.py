@@ -58,7 +58,7 @@ def adam_pool(
         _score, missing, workers, "score in AdamW's metric", len(missing) * size, config, source,
         store, size,
     )  # fmt: skip
-    pool, _ = read_pool(store, prompts, size)
+    pool, _ = read_pool(store, prompts, size, config.weights)
     return replace(pool, sampler_gap=plain.sampler_gap), cost
 
 
@@ -118,8 +118,8 @@ def _score(
     sketches = score_sketches(config, policy)
     metric = adam_metric(_read_second_moments(store.folder / SECOND_MOMENTS, policy))
     for prompt in prompts:
-        rollouts, (rewards_N,) = _stored_rollouts(policy, prompt, source, size)
-        part = score_part(policy, rollouts, 0, rewards_N, config, sketches, WorkCost(), metric)
+        rollouts, rewards_NF = _stored_rollouts(policy, prompt, source, size)
+        part = score_part(policy, rollouts, 0, rewards_NF, config, sketches, WorkCost(), metric)
         store.write(prompt, 0, part)
         yield WorkCost(rollouts=size)
 
@@ -137,7 +137,7 @@ def _read_second_moments(file: Path, policy: Policy) -> dict[str, torch.Tensor]:
 def _stored_rollouts(
     policy: Policy, prompt: Prompt, source: PoolStore, size: int
 ) -> tuple[Rollouts, np.ndarray]:
-    """The completions of one prompt as a pool keeps them, and their rewards, [1, N]."""
+    """The completions of one prompt as a pool keeps them, and their rewards, [N, F]."""
     parts = [source.read(prompt, first, n) for first, n in source.parts(prompt) if first < size]
     length = max(part.tokens_NT.shape[1] for part in parts)
     tokens_NT = np.concatenate(
@@ -152,4 +152,4 @@ def _stored_rollouts(
         ended_PG=np.concatenate([part.ended_N for part in parts])[None],
         texts_PG=[[""] * size],
     )
-    return rollouts, np.concatenate([part.rewards_N for part in parts])[None]
+    return rollouts, np.concatenate([part.rewards_NF for part in parts])

@@ -85,7 +85,9 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     for row, prompt in enumerate(prompts):
         if not store.parts(prompt):
             cost = question_cost(rollouts, row)
-            part = score_part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
+            part = score_part(
+                policy, rollouts, row, rewards_PN[row, :, None], config, sketches, cost
+            )
             store.write(prompt, 0, part)
     pool, cost = read_pool(store, prompts, rewards_PN.shape[1])
     return pool, cost, prompts

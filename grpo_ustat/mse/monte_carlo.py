@@ -29,6 +29,7 @@ from grpo_ustat.estimators.baselines import (
     OF_THE_BATCH,
     advantages,
     best_constant,
+    weighted_sum,
 )
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positive_interval
 from grpo_ustat.estimators.minibatch import scale_free
@@ -154,7 +155,8 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
     needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
     for prompts in items:
         rollouts, cost = sample_with_cost(engine, prompts, size, Sampling.of(config, "value"))
-        z_PK, judge_cost = reward_completions(task, rollouts)
+        z_PKF, judge_cost = reward_completions(task, rollouts)
+        z_PK = weighted_sum(z_PKF, task.reward_weights_F)
         yield cost + judge_cost + WorkCost(rollouts=len(prompts) * size)
         optimal_P, greedy_P = None, None
         if "optimal_P" in needs:
@@ -179,7 +181,8 @@ def _blocks(items: list[int], config: MseConfig, prompts: list[Prompt]) -> Itera
     for h in items:
         rollouts, cost = sample_with_cost(engine, prompts, size, sampling, first=h * size)
         start = time.perf_counter()
-        rewards_PN, judge_cost = reward_completions(task, rollouts)
+        rewards_PNF, judge_cost = reward_completions(task, rollouts)
+        rewards_PN = weighted_sum(rewards_PNF, task.reward_weights_F)
         weights_PN = pool_gradient_weights(rewards_PN) / len(prompts)
         gradient, q_PN = _gradients(policy, rollouts, weights_PN[None], config.temperature)
         scored = WorkCost(rollouts=len(prompts) * size, seconds_score=time.perf_counter() - start)
@@ -227,9 +230,15 @@ def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterato
     for r in items:
         rollouts, cost = sample_with_cost(engine, prompts, largest, sampling, step=r)
         began = time.perf_counter()
-        rewards_PG, judge_cost = reward_completions(task, rollouts)
-        past = np.zeros((2, 3))  # a study has none
-        group_context = replace(context, lengths_PG=rollouts.lengths_PG, history=past)
+        rewards_PGF, judge_cost = reward_completions(task, rollouts)
+        rewards_PG = weighted_sum(rewards_PGF, task.reward_weights_F)
+        group_context = replace(
+            context,
+            lengths_PG=rollouts.lengths_PG,
+            history=np.zeros((2, 3)),  # a study has no past
+            rewards_PGF=rewards_PGF,
+            reward_weights_F=task.reward_weights_F,
+        )
         weights = {
             (name, size): group_weights(
                 rewards_PG, name, size, group_context, config.rules[name].options
@@ -265,7 +274,7 @@ def group_weights(
         rewards_PL: rewards of L completions of each of P prompts.
         baseline: name.
         group_size: G.
-        context: what the baseline reads, `lengths_PG` that of all L completions.
+        context: what the baseline reads, `lengths_PG` and `rewards_PGF` of all L completions.
         options: of the baseline.
     """
     prompts, largest = rewards_PL.shape
@@ -273,8 +282,11 @@ def group_weights(
     weights = np.zeros((groups, prompts, largest))
     for k in range(groups):
         inside = slice(k * group_size, (k + 1) * group_size)
-        lengths = None if context.lengths_PG is None else context.lengths_PG[:, inside]
-        group_context = replace(context, lengths_PG=lengths)
+        of_group = {
+            key: None if (all_PL := getattr(context, key)) is None else all_PL[:, inside]
+            for key in ("lengths_PG", "rewards_PGF")
+        }
+        group_context = replace(context, **of_group)
         advantage_PG = advantages(baseline, rewards_PL[:, inside].copy(), group_context, options)
         weights[k, :, inside] = advantage_PG / (group_size * prompts)
     return weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from grpo_ustat.costs.cost import score_memory, study_cost
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
+from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
 from grpo_ustat.mse.sampler import sampler_gap, start_sampler
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
@@ -64,7 +65,7 @@ def build_pool(
         ConfigError: the folder holds other draws, or the model does not fit.
     """
     size = completions or config.budget.pool_completions
-    return read_pool(_fill(config, prompts, folder, size), prompts, size)
+    return read_pool(_fill(config, prompts, folder, size), prompts, size, config.weights)
 
 
 def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
@@ -164,14 +165,15 @@ def greedy_rewards_with_cost(
     """Rewards of the prompts' greedy completions, [P], and the cost of these."""
     sampling = Sampling.of(config, "greedy", greedy=True)
     rollouts, cost = sample_with_cost(engine, prompts, 1, sampling)
-    rewards_P1, judge_cost = reward_completions(task, rollouts)
+    rewards_P1F, judge_cost = reward_completions(task, rollouts)
+    rewards_P1 = weighted_sum(rewards_P1F, task.reward_weights_F)
     return rewards_P1[:, 0], cost + judge_cost + WorkCost(rollouts=len(prompts))
 
 
 def reward_completions(task: Task, rollouts: Rollouts) -> tuple[Array, WorkCost]:
-    """Rewards of every completion, shape [P, G], and how many could not be judged."""
-    rewards_PG = rewards(task, rollouts)
-    return rewards_PG, WorkCost(**task.take_counts())
+    """Rewards of every completion, [P, G, F], and how many could not be judged."""
+    rewards_PGF = rewards(task, rollouts)
+    return rewards_PGF, WorkCost(**task.take_counts())
 
 
 def _chunks_to_sample(
@@ -241,7 +243,7 @@ def _score_chunks(
         if not checked and first == 0 and often_cut(share_cut):
             of = f"the first {rollouts.ended_PG.size}"
             yield Notice(f"WARNING: {cut_text(share_cut, of, config.max_completion_length)}")
-        rewards_PN, judge_cost = reward_completions(task, rollouts)
+        rewards_PNF, judge_cost = reward_completions(task, rollouts)
         if not checked:
             check_batch(policy, rollouts, size - first)
             checked = True
@@ -250,7 +252,7 @@ def _score_chunks(
                 seconds = chunk_cost.seconds_generate / len(chunk_prompts)
                 cost = question_cost(rollouts, row, seconds)
                 cost += judge_cost if row == 0 else WorkCost()  # once for the chunk
-                part = score_part(policy, rollouts, row, rewards_PN[row], config, sketches, cost)
+                part = score_part(policy, rollouts, row, rewards_PNF[row], config, sketches, cost)
                 store.write(prompt, first, part)
             yield WorkCost(rollouts=size - first)
 
@@ -276,7 +278,7 @@ def score_part(
     policy: Policy,
     rollouts: Rollouts,
     row: int,
-    rewards_N: Array,
+    rewards_NF: Array,
     config: MseConfig,
     sketches: tuple[Sketch, Sketch],
     cost: WorkCost,
@@ -288,7 +290,7 @@ def score_part(
         policy: whose scores are taken.
         rollouts: completions of all questions.
         row: the question's place among them.
-        rewards_N: the rewards of its completions.
+        rewards_NF: the rewards of its completions by every reward function.
         config: the study's configuration.
         sketches: see `score_sketches`.
         cost: what the completions took so far; scoring is added.
@@ -298,13 +300,13 @@ def score_part(
         ConfigError: a score is beyond what its numbers can hold; names the prompt.
     """
     start = time.perf_counter()
-    count = len(rewards_N)
+    count = len(rewards_NF)
     scores = score_rollouts(
         policy,
         rollouts,
         row * count + np.arange(count),
         config.temperature,
-        weights_KB=np.stack([rewards_N, np.ones(count)]),
+        weights_KB=np.concatenate([rewards_NF.T, np.ones((1, count))]),
         gram=True,
         features=sketches[0],
         pooled=sketches[1],
@@ -325,24 +327,35 @@ def score_part(
         tokens = int(rollouts.lengths_PG.ravel()[read].sum())
         gap = np.array([sampler_gap(policy, rollouts, read, config.temperature), tokens])
     seconds = WorkCost(seconds_score=time.perf_counter() - start)
+    several = rewards_NF.shape[1] > 1
     return Part(
-        rewards_N=rewards_N,
+        rewards_N=rewards_NF[:, 0],
         lengths_N=rollouts.lengths_PG[row],
         ended_N=rollouts.ended_PG[row],
         tokens_NT=rollouts.tokens_PGT[row].astype(np.int32),
         gram_NN=gram_NN,
         features_NR=scores.features_BR.float().cpu().numpy(),
         reward_sum_R=sums_KR[0],
-        score_sum_R=sums_KR[1],
+        score_sum_R=sums_KR[-1],
         cost=np.array(astuple(cost + seconds), dtype=np.float64),
         sampler_gap=gap,
+        further_rewards_NF=rewards_NF[:, 1:] if several else None,
+        further_reward_sums_FR=sums_KR[1:-1] if several else None,
     )
 
 
-def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[ScorePool, WorkCost]:
+def read_pool(
+    store: PoolStore, prompts: list[Prompt], size: int, weights: Sequence[float] = (1.0,)
+) -> tuple[ScorePool, WorkCost]:
     """The pool of all prompts, each with `size` completions, and its cost.
 
     Inner products between parts, which were scored apart, come from the sketches.
+
+    Args:
+        store: its files.
+        prompts: its questions.
+        size: N.
+        weights: of the reward functions in their sum.
     """
     stored = [
         [store.read(p, first, count) for first, count in store.parts(p) if first < size]
@@ -355,10 +368,14 @@ def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[Score
         )
 
     def concatenate(name: str, dtype: type = np.float64) -> np.ndarray:
-        return np.array([np.concatenate([vars(x)[name] for x in parts]) for parts in stored], dtype)
+        return np.array(
+            [np.concatenate([getattr(x, name) for x in parts]) for parts in stored], dtype
+        )
 
     def total(name: str) -> Array:
-        return np.array([sum(vars(x)[name].astype(np.float64) for x in parts) for parts in stored])
+        return np.array(
+            [sum(getattr(x, name).astype(np.float64) for x in parts) for parts in stored]
+        )
 
     grams: list[Array] = []
     for parts in stored:
@@ -377,15 +394,20 @@ def read_pool(store: PoolStore, prompts: list[Prompt], size: int) -> tuple[Score
     if stored[0][0].sampler_gap is not None:
         gap_K, tokens_K = np.array([x.sampler_gap for parts in stored for x in parts]).T
         mean_gap = float(np.average(gap_K, weights=tokens_K))
+    rewards_PNF, sums_PFR = concatenate("rewards_NF"), total("reward_sums_FR")
+    weights_F, several = np.array(weights), list(weights) != [1.0]
     pool = ScorePool(
-        rewards_PN=concatenate("rewards_N"),
+        rewards_PN=weighted_sum(rewards_PNF, weights_F),
         gram_PNN=np.array(grams),
         lengths_PN=concatenate("lengths_N", np.int64),
         features_PNR=concatenate("features_NR", np.float32),
-        reward_sums_PR=total("reward_sum_R"),
+        reward_sums_PR=weighted_sum(np.moveaxis(sums_PFR, 1, -1), weights_F),
         score_sums_PR=total("score_sum_R"),
         sampler_gap=mean_gap,
         packages=dict(packages),
+        rewards_PNF=rewards_PNF if several else None,
+        reward_sums_PFR=sums_PFR if several else None,
+        reward_weights_F=weights_F if several else None,
     )
     return pool, sum((part.work_cost for parts in stored for part in parts), WorkCost())
 

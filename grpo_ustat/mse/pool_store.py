@@ -26,11 +26,15 @@ from grpo_ustat.config.identity import (
     data_fingerprint,
     drop_neutral_keys,
     fingerprint,
+    local_reward_funcs,
+    reward_funcs_fingerprint,
     weights_fingerprint,
 )
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.reward_funcs import TASK
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.contents import parsed_json
@@ -56,6 +60,8 @@ class Part:
             own log-probabilities, nats a token, and the number of those tokens; None where the
             model itself sampled.
         packages: versions of the packages that made it, as `scored_with`; None in pools of before.
+        further_rewards_NF, further_reward_sums_FR: rewards and `reward_sum_R` of the reward
+            functions after the task's own; None where there is none.
     """
 
     rewards_N: np.ndarray
@@ -69,6 +75,22 @@ class Part:
     cost: np.ndarray
     sampler_gap: np.ndarray | None = None
     packages: str | None = None
+    further_rewards_NF: np.ndarray | None = None
+    further_reward_sums_FR: np.ndarray | None = None
+
+    @property
+    def rewards_NF(self) -> np.ndarray:
+        """Rewards by every reward function."""
+        own_N1 = self.rewards_N[:, None]
+        further_NF = self.further_rewards_NF
+        return own_N1 if further_NF is None else np.concatenate([own_N1, further_NF], axis=1)
+
+    @property
+    def reward_sums_FR(self) -> np.ndarray:
+        """`reward_sum_R` of every reward function."""
+        own_1R = self.reward_sum_R[None]
+        further_FR = self.further_reward_sums_FR
+        return own_1R if further_FR is None else np.concatenate([own_1R, further_FR])
 
     @property
     def work_cost(self) -> WorkCost:
@@ -93,6 +115,9 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
         draws["tf32"] = True
     if config.study.parameters is not None:
         draws["parameters"] = config.study.parameters
+    if config.reward_funcs != [TASK]:  # as above; weights are of the sum alone, which no pool holds
+        draws["reward_funcs"] = local_reward_funcs(config.reward_funcs)
+        draws["own_reward_funcs"] = reward_funcs_fingerprint(config.reward_funcs)
     draws["weights"] = weights_fingerprint(config.model.model_name_or_path)
     return draws | {"data": data_fingerprint(config.dataset)}
 
@@ -134,7 +159,7 @@ class PoolStore:
         if not isinstance(stored, dict):
             raise ConfigError(f"{note} is damaged: delete it, it will be made again")
         for key in dict.fromkeys([*stored, *self.draws]):
-            absent = {"rollout": "local", "tf32": False}.get(key)
+            absent = {"rollout": "local", "tf32": False, "reward_funcs": [TASK]}.get(key)
             there, own = stored.get(key, absent), self.draws.get(key, absent)
             if there != own and self._marks() == {fingerprint(self.draws)}:
                 raise ConfigError(
@@ -271,13 +296,14 @@ def leave_sample(config: MseConfig, prompts: list[Prompt], pool: Path, folder: P
     rows: list[dict[str, Any]] = []
     for prompt in prompts:
         part = store.read(prompt, *store.parts(prompt)[0])
+        rewards_N = weighted_sum(part.rewards_NF, np.array(config.weights))
         pairs = zip(part.tokens_NT[:count], part.lengths_N, strict=False)
         texts = tokenizer.batch_decode([row[:n] for row, n in pairs], skip_special_tokens=True)
         rows += [
             {
                 "prompt": prompt.text,
                 "completion": text,
-                "reward": float(part.rewards_N[i]),
+                "reward": float(rewards_N[i]),
                 "prompt_id": prompt.id,
                 "completion_index": i,
                 "length": int(part.lengths_N[i]),

@@ -16,7 +16,7 @@ whose mean goes elsewhere as G grows, two more:
     own_mean       tau_x = mu_x = E ghat_x at this G. The error is the variance, estimated without
                    bias. For 0/1 rewards mu_x = w_G(V) g_x with a polynomial w_G: the gradient of an
                    objective of order G - 1 in V, of maxrl (epsilon 0) that of log V cut after G - 1
-                   terms, `-sum_{k<G} (1-V)^k / k`
+                   terms, `-sum_{k<G} (1-V)^k / k`; of rules that couple questions too
     g_over_sigma, g_over_v
                    tau_x = g_x / sigma_x or g_x / V_x, where mu_x goes as G grows. sigma_x and V_x
                    are plugged in; the bias of order 1/(N V) is taken off by the jackknife, and of
@@ -61,6 +61,7 @@ TARGET_WORDS = {
     "own_mean": "rule's own mean at this G",
     "g_over_sigma": "limit g/sigma",
     "g_over_v": "limit g/V, the gradient of E[log V]",
+    "sum_g_over_sigma": "limit sum w_f g_f/sigma_f",
 }
 LEAST_SUPPORT = 5  # completions behind a divisor: scripts/benchmarks/limit_targets.py
 
@@ -134,6 +135,11 @@ def limit_refusal(rewards_PN: Array, baseline: str) -> str | None:
     k right completions `(sum z)^2 / sum z^2` is k; of sigma it is `N sigma^4 / mu_4`.
     """
     target = BASELINES[baseline].target
+    if target not in LIMITS:
+        return (
+            f"{baseline} against its {TARGET_WORDS[target]}: its length is a number of each batch, "
+            "so no error is defined; read its cosine against its own mean at this G"
+        )
     support_P = support(rewards_PN, target)
     few = int((support_P < LEAST_SUPPORT).sum())
     if not few:
@@ -241,7 +247,7 @@ def replay(
                 rows = replay_coupled(
                     pool, name, options, size, rule_settings, draws, seed, interval
                 )
-                points += [ReplayPoint(name, size, "expected_reward", *row) for row in rows]
+                points += [ReplayPoint(name, size, *row) for row in rows]
             else:
                 points += _replay_independent(
                     moments, name, options, size, rule_settings, draws, seed, interval

@@ -34,6 +34,9 @@ MOST_DRAWS = 1000  # of all sub-pools together; each draw averages over all ques
 MOST_PARTS = 5  # beyond, sub-pools are small, their errors skewed and the interval too short
 
 
+Row = tuple[str, str, int | None, int, Interval, float, float, float | None, float | None]
+
+
 @dataclass(frozen=True)
 class _SubPoolEstimate:
     """Estimates from one sub-pool of the moments of the batch's estimate T.
@@ -70,11 +73,14 @@ def replay_coupled(
     draws: int,
     seed: int,
     interval: str,
-) -> Iterator[tuple[str, int | None, int, Interval, float, float, float | None, float | None]]:
-    """Rows (setting, B, draws, mse, bias2, variance, cosine, best_scalar_mse) of a coupled rule.
+) -> Iterator[Row]:
+    """Rows (target, setting, B, draws, mse, bias2, variance, cosine, best_scalar_mse) of a coupled
+    rule.
 
-    The interval is given the questions; as a sample of questions the error of a rule that couples
-    all of them cannot be jackknifed, and its interval is NaN.
+    The target is `expected_reward`, and of a rule with a limit of its own also `own_mean`: its
+    error there is the variance, and its cosine that of T and E T. The interval is given the
+    questions; as a sample of questions the error of a rule that couples all of them cannot be
+    jackknifed, and its interval is NaN.
 
     Args:
         pool: N >= G + 3 completions of each question.
@@ -115,7 +121,21 @@ def replay_coupled(
             for key in ("energy", "cross", "target_sq")
         )
         parts = mse, bias2, mse.estimate - bias2
-        yield setting, num_prompts, draws, *parts, *scale_free(energy, cross, target_sq)
+        batches = setting, num_prompts, draws
+        yield "expected_reward", *batches, *parts, *scale_free(energy, cross, target_sq)
+        if BASELINES[name].target == "expected_reward" or count < room_for_two:
+            continue
+        energies, squares = (
+            np.array([getattr(x, key) for x in bias_estimates]) for key in ("energy", "mean_sq")
+        )
+        variances = energies - squares
+        variance = math.nan
+        if len(variances) > 1 and interval == "completions":
+            variance = float(np.var(variances, ddof=1) / len(variances))
+        mse = t_interval(float(variances.mean()), variance, max(len(variances) - 1, 1))
+        energy, mean_sq = float(energies.mean()), float(squares.mean())
+        parts = mse, 0.0, mse.estimate
+        yield "own_mean", *batches, *parts, *scale_free(energy, mean_sq, mean_sq)
 
 
 def _sub_pools(pool: ScorePool, room: int) -> list[ScorePool]:
@@ -129,6 +149,7 @@ def _sub_pools(pool: ScorePool, room: int) -> list[ScorePool]:
             gram_PNN=pool.gram_PNN[:, cut[:, None], cut],
             lengths_PN=pool.lengths_PN[:, cut],
             features_PNR=pool.features_PNR[:, cut],
+            rewards_PNF=None if pool.rewards_PNF is None else pool.rewards_PNF[:, cut],
         )
         for cut in cuts
     ]
@@ -216,8 +237,16 @@ def _advantages(
         np.take_along_axis(x[:, None, :], index_PRG, axis=2).transpose(1, 0, 2)
         for x in (pool.rewards_PN, pool.lengths_PN)
     )
-    advantages_RPG = np.zeros(rewards_RPG.shape)
+    advantages_RPG, rewards_PGF = np.zeros(rewards_RPG.shape), None
     for r, batch_P in enumerate(batch_RP):
-        context = BaselineContext(lengths_PG=lengths_RPG[r, batch_P], history=np.zeros((2, 3)))
+        if pool.rewards_PNF is not None:
+            index_PG1 = index_PRG[batch_P, r, :, None]
+            rewards_PGF = np.take_along_axis(pool.rewards_PNF[batch_P], index_PG1, axis=1)
+        context = BaselineContext(
+            lengths_PG=lengths_RPG[r, batch_P],
+            history=np.zeros((2, 3)),
+            rewards_PGF=rewards_PGF,
+            reward_weights_F=pool.reward_weights_F,
+        )
         advantages_RPG[r, batch_P] = advantages(name, rewards_RPG[r, batch_P], context, options)
     return advantages_RPG.transpose(1, 0, 2)

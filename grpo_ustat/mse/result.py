@@ -10,6 +10,7 @@ import pyarrow
 from pyarrow import parquet
 
 from grpo_ustat.config.mse import CLOSED_FORMS, MseConfig
+from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.allocation import allocation_savings
@@ -24,6 +25,7 @@ from grpo_ustat.mse.closed_form import GRID, ClosedForm, CurvePoint, Request
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
 from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint
+from grpo_ustat.mse.reward_functions import function_correlations, function_statistics
 from grpo_ustat.mse.verdict import (
     heavy_warning,
     packages_sentence,
@@ -417,6 +419,29 @@ def _allocation(pool: ScorePool) -> list[dict[str, Any]]:
     ]
 
 
+def reward_functions(
+    config: MseConfig, pool: ScorePool, statistics: ClosedForm, request: Request
+) -> dict[str, Any]:
+    """Rows of every reward function by itself and of their weighted sum, and of every pair's
+    correlation; nothing where there is one function.
+    """
+    if pool.rewards_PNF is None or pool.rewards_PNF.shape[-1] == 1:
+        return {}
+    names, interval = reward_names(config.reward_funcs), config.study.interval
+    rows: list[dict[str, Any]] = []
+    functions = function_statistics(pool, names, statistics, request, interval)
+    for name, weight, intervals in functions:
+        rows.append({"name": name, "weight": weight})
+        for key, value in intervals.items():
+            rows[-1] |= _triple(key, value)
+    pairs = function_correlations(pool, names, interval)
+    correlations = [
+        {"first": first, "second": second} | _triple("correlation", _clip(value, -1, 1))
+        for first, second, value in pairs
+    ]
+    return {"reward_functions": rows, "reward_correlations": correlations}
+
+
 def _scaled_size(best: Interval) -> float | None:
     """G* where its interval has both ends; elsewhere the least noise scale is not known."""
     return _finite(best.estimate) if math.isfinite(best.high) else None
@@ -487,9 +512,10 @@ def _tails(statistics: ClosedForm) -> dict[str, Any]:
 
 
 def _policy(config: MseConfig, pool: ScorePool, pool_cost: WorkCost) -> dict[str, Any]:
+    own_PN = pool.rewards_PN if pool.rewards_PNF is None else pool.rewards_PNF[..., 0]
     return {
         "name": config.model.name,
-        **_triple("accuracy", _clip(clustered_mean(pool.rewards_PN), 0, 1)),
+        **_triple("accuracy", _clip(clustered_mean(own_PN), 0, 1)),
         "mean_length": float(pool.lengths_PN.mean()),
         "clipped_ratio": pool_cost.clipped / pool_cost.rollouts,
     }

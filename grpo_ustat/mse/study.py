@@ -28,6 +28,7 @@ from grpo_ustat.mse.result import (
     closed_form_rows,
     monte_carlo_rows,
     replay_rows,
+    reward_functions,
     study_result,
     target_words,
     write_curves,
@@ -51,6 +52,7 @@ from grpo_ustat.report.decision import (
 from grpo_ustat.report.error_figures import mse_figure, scaling_figure
 from grpo_ustat.report.gradient_error import study_tables
 from grpo_ustat.report.recipes import recipes_figure
+from grpo_ustat.report.reward_functions import reward_tables
 from grpo_ustat.report.run_page import leave_page
 from grpo_ustat.report.tables import write_csv
 from grpo_ustat.runs.folder import RunFolder
@@ -85,7 +87,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         f"next: {next_step(result, asdict(config))}",
     )
     console.print("\n".join([*filter(None, answer), ""]), soft_wrap=True)
-    for table in study_tables(result):
+    for table in (*study_tables(result), *reward_tables(result)):
         console.print(table.terminal())
     console.print(f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}")
     for row in result["not_measured"]:
@@ -171,6 +173,8 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     result = study_result(config, pool, statistics, curves, facts, pool_cost, replicate_cost)
     if sizes:
         result["scaling"]["rules"] = sizes
+    request = closed_form_request(config, pool, facts, pool_cost)
+    result |= reward_functions(config, pool, statistics, request)
     logged = logged_rollouts(config) if config.imports_pool else []
     result["summary"] += repeated_sentence(logged)
     if logged and not logged[0].is_exact:

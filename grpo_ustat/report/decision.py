@@ -25,6 +25,7 @@ from grpo_ustat.estimators.noise import (
     noise_share,
 )
 from grpo_ustat.estimators.scaling import ScalingEstimate
+from grpo_ustat.report.tables import three_digits
 
 ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
 WHY_FIXED_ROLLOUTS = (
@@ -316,6 +317,21 @@ def row_interval(row: Mapping[str, Any], name: str) -> Interval:
         math.nan if low is None else low,
         (math.nan if low is None else math.inf) if high is None else high,
     )
+
+
+def open_interval(row: dict[str, Any], name: str) -> str:
+    """An estimate to three digits with its interval, which may have no upper end; `-` where it is
+    not known.
+
+    >>> open_interval({"x": 2.0, "x_low": 1.0, "x_high": None}, "x"), open_interval({}, "x")
+    ('2.00 [1.00, infinity)', '-')
+    """
+    estimate, low, high = row_interval(row, name)
+    if math.isnan(low):
+        return "-"
+    first = "unknown" if math.isnan(estimate) else three_digits(estimate)
+    end = f"{three_digits(high)}]" if math.isfinite(high) else "infinity)"
+    return f"{first} [{three_digits(low)}, {end}"
 
 
 def noise_text(scale: Interval, prompts: Interval, group_size: int, rollouts: int) -> str:

@@ -273,7 +273,8 @@ def _panel(
         names: of the series.
     """
     quantity = rows[0]["quantity"] if rows else ""
-    share = quantity in (*SHARES, ACCURACY)
+    most = max((row["mean"] for row in rows if row["mean"] is not None), default=0.0)
+    share = quantity in (*SHARES, ACCURACY) and most <= 1  # a sum of rewards may be larger
     for i, name in enumerate(names):
         line = [row for row in rows if row["series"] == name]
         colour, marker = series_style(name, i)

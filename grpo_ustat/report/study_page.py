@@ -11,17 +11,18 @@ from grpo_ustat.report.decision import (
     decision_sentence,
     next_step,
     noise_sentence,
+    open_interval,
     percent,
     row_interval,
 )
 from grpo_ustat.report.recipes import recipe_table
+from grpo_ustat.report.reward_functions import reward_tables
 from grpo_ustat.report.symbols import baseline_word
 from grpo_ustat.report.tables import (
     Cell,
     Table,
     as_cell,
     rows_table,
-    three_digits,
     with_interval,
 )
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord
@@ -206,6 +207,7 @@ def mse_tables(run: RunRecord) -> list[Table]:
         _curves_table(run.result["curves"]),
         Table("Scaling law and Assumption 2", columns, rows, [note] if note else []),
     ]
+    tables += reward_tables(run.result)
     published = recipe_table(run.result["scaling"])
     if published is not None:
         tables.append(published)
@@ -349,21 +351,6 @@ def _noise_table(noise: dict[str, Any]) -> Table:
         *([noise["reason"]] if "reason" in noise else []),
     ]
     return Table("Noise scale", ["G", *NOISE.values()], rows, notes)
-
-
-def open_interval(row: dict[str, Any], name: str) -> str:
-    """An estimate to three digits with its interval, which may have no upper end; `-` where it is
-    not known.
-
-    >>> open_interval({"x": 2.0, "x_low": 1.0, "x_high": None}, "x"), open_interval({}, "x")
-    ('2.00 [1.00, infinity)', '-')
-    """
-    estimate, low, high = row_interval(row, name)
-    if math.isnan(low):
-        return "-"
-    first = "unknown" if math.isnan(estimate) else three_digits(estimate)
-    end = f"{three_digits(high)}]" if math.isfinite(high) else "infinity)"
-    return f"{first} [{three_digits(low)}, {end}"
 
 
 def _curves_table(rows: list[dict[str, Any]]) -> Table:

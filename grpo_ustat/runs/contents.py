@@ -368,6 +368,11 @@ RESULTS: Mapping[str, Shape] = {
             "rollouts", "tokens", "judge_timeouts", "judge_failures", "seconds_generate",
             "seconds_score",
         )},
+        "reward_functions": [
+            {"name": text, "weight": number_or_null}
+            | _with_ends("mean", "c1", "c2", "c3", "gstar", "a_v", "grad_sq")
+        ],
+        "reward_correlations": [{"first": text, "second": text} | _with_ends("correlation")],
         "not_measured": [{"method": text, "setting": text, "reason": text}],
         "left_out": {},
     } | VERSIONS,
@@ -388,7 +393,7 @@ CONFIGURATION: Shape = {
     "objective": NODE_NAMES, "study": {"kind": text, "methods": texts},
     "seed": count, "group_size": size, "max_steps": count, "group_sizes": [size],
     "budget": {"rollouts": size}, "baselines": texts, "temperature": number,
-    "pool": text_or_null, "eval": {"decoding": texts}, "launch": {},
+    "reward_funcs": texts, "pool": text_or_null, "eval": {"decoding": texts}, "launch": {},
 }  # fmt: skip
 CODE: Shape = {
     "digest": text, "commit": text_or_null, "diff": text_or_null, "weights": text_or_null,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Protocol
 
 import numpy as np
 
+from grpo_ustat.config.reward_funcs import TASK
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
-from grpo_ustat.records import Prompt, Question, Rollouts
+from grpo_ustat.estimators.baselines import weighted_sum
+from grpo_ustat.records import Array, Prompt, Question, Rollouts
 from grpo_ustat.tasks.answers import final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
 from grpo_ustat.terminal import tell
@@ -76,10 +78,24 @@ class Task:
         source: of the questions.
         prompting: how they are put.
         judge: of completions.
+        reward_funcs: further reward functions by name, each [P, G] of rollouts.
+        reward_weights: of the judge and of each of them in their sum, the reward; none: 1 each.
+
+    Attributes:
+        reward_weights_F: the weights.
     """
 
-    def __init__(self, source: Source, prompting: Prompting, judge: Judge):
+    def __init__(
+        self,
+        source: Source,
+        prompting: Prompting,
+        judge: Judge,
+        reward_funcs: Mapping[str, Callable[[Rollouts], Array]] | None = None,
+        reward_weights: Sequence[float] = (),
+    ):
         self._source, self._prompting, self._judge = source, prompting, judge
+        self.reward_funcs = dict(reward_funcs or {})
+        self.reward_weights_F = np.array(reward_weights or [1.0] * (1 + len(self.reward_funcs)))
 
     def questions(self, split: str) -> list[Question]:
         """See `Source.questions`."""
@@ -128,22 +144,30 @@ def tell_dropped(task: Task) -> None:
         tell(f"note: questions left out: {reasons}", file=sys.stderr)
 
 
-def rewards(task: Task, rollouts: Rollouts) -> np.ndarray:
-    """Rewards of every completion, shape [P, G], float64.
+def rewards(task: Task, rollouts: Rollouts) -> Array:
+    """Rewards of every completion by every reward function, [P, G, F], float64; the task's own is
+    the first.
 
     Raises:
-        FloatingPointError: one is not finite; names its prompt.
+        FloatingPointError: one is not finite; names its prompt and its function.
     """
     texts = [text for texts in rollouts.texts_PG for text in texts]
     prompts = [p for p, of_p in zip(rollouts.prompts, rollouts.texts_PG, strict=True) for _ in of_p]
-    rewards = np.array(task.rewards(prompts, texts), dtype=np.float64)
-    rewards_PG = rewards.reshape(len(rollouts.prompts), -1)
-    for p, i in np.argwhere(~np.isfinite(rewards_PG)):
+    own_PG = np.array(task.rewards(prompts, texts)).reshape(len(rollouts.prompts), -1)
+    further = [function(rollouts) for function in task.reward_funcs.values()]
+    rewards_PGF = np.stack([own_PG, *further], axis=-1).astype(np.float64)
+    for p, i, f in np.argwhere(~np.isfinite(rewards_PGF)):
+        by = f" by {[TASK, *task.reward_funcs][f]}" if further else ""
         raise FloatingPointError(
-            f"the reward of completion {i} of prompt {rollouts.prompts[p].id} is "
-            f"{rewards_PG[p, i]}: a reward must be a finite number"
+            f"the reward of completion {i} of prompt {rollouts.prompts[p].id}{by} is "
+            f"{rewards_PGF[p, i, f]}: a reward must be a finite number"
         )
-    return rewards_PG
+    return rewards_PGF
+
+
+def summed_rewards(task: Task, rollouts: Rollouts) -> Array:
+    """The weighted sum of `rewards`, [P, G]: what rules and errors are of."""
+    return weighted_sum(rewards(task, rollouts), task.reward_weights_F)
 
 
 def answered(task: Task, rollouts: Rollouts) -> np.ndarray:

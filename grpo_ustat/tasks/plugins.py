@@ -3,7 +3,7 @@
 A task (group `grpo_ustat.tasks`) is called with `dataset.options` and returns an object with
 `questions(split)`, `reward(prompt, completion)` and perhaps `extract(completion)`. A reward (group
 `grpo_ustat.rewards`, or FILE:FUNCTION) is a function of prompt and completion in place of a data
-set's judge.
+set's judge, or beside it.
 """
 
 from __future__ import annotations
@@ -155,9 +155,12 @@ class _FreshSource(SourceFileLoader):
 
 
 @cache
-def file_function(reward: str) -> Callable[[Prompt, str], float]:
-    """The function of `dataset.reward=FILE:FUNCTION`, from that file alone: what the file imports
-    must be installed.
+def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float]:
+    """The function of FILE:FUNCTION, from that file alone: what the file imports must be installed.
+
+    Args:
+        reward: FILE:FUNCTION.
+        field_name: of the configuration, which names it.
 
     Raises:
         ConfigError: the file fails, or what it names so is no function.
@@ -169,11 +172,11 @@ def file_function(reward: str) -> Callable[[Prompt, str], float]:
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None  # a loader has one
     module = sys.modules[loader.name] = module_from_spec(spec)  # as dataclasses in it need
-    with user_errors(f"dataset.reward={reward}"):
+    with user_errors(f"{field_name}={reward}"):
         loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"dataset.reward={reward}: {name} is no function in {file}")
+        raise ConfigError(f"{field_name}={reward}: {name} is no function in {file}")
     return cast(Callable[[Prompt, str], float], function)
 
 

@@ -22,6 +22,7 @@ from grpo_ustat.tasks.plugins import (
     user_errors,
 )
 from grpo_ustat.tasks.prompts import Prompting, Turn
+from grpo_ustat.tasks.reward_funcs import make_reward_funcs
 from grpo_ustat.tasks.verifier import Verifier
 
 
@@ -48,7 +49,7 @@ def make_task(
     if prompt.max_length is not None:
         assert lengths is not None, "prompt.max_length needs the lengths of prompts"
         source = Fitting(source, prompting, lengths, prompt.max_length)
-    return Task(source, prompting, judge)
+    return Task(source, prompting, judge, make_reward_funcs(config, judge), config.weights)
 
 
 def make_source(config: Common) -> Source:
@@ -92,7 +93,7 @@ def make_judge(config: Common, source: Source) -> Judge:
     if dataset.reward is None:
         return judge
     if reward_file(dataset.reward):
-        reward = file_function(dataset.reward)
+        reward = file_function(dataset.reward, "dataset.reward")
         return OwnJudge(reward, judge.extract, f"dataset.reward={dataset.reward}")
     named = describe(REWARDS, dataset.reward)
     with user_errors(named):

@@ -23,7 +23,7 @@ from grpo_ustat.estimators.baselines import (
 from grpo_ustat.policy.logprobs import left_padded, positions
 from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.records import Rollouts
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train.batch import gather_by_prompt, sample_extra
 from grpo_ustat.train.context import BaselineState, Batch, SamplingCost, TrainContext
 from grpo_ustat.train.update import token_logprobs
@@ -104,7 +104,7 @@ class Tracker(BaselineState):
         rollouts, cost = sample_extra(run, unseen, run.config.budget.value_completions, step)
         first_counts = {}
         if rollouts is not None:
-            rewards_PN = rewards(run.task, rollouts)
+            rewards_PN = summed_rewards(run.task, rollouts)
             check_successes(rewards_PN)
             starts = zip(*tracker_start(rewards_PN, self.rho_min), strict=True)
             first_counts = dict(zip((prompt.id for prompt in unseen), starts, strict=True))

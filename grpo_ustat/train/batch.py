@@ -12,7 +12,7 @@ from grpo_ustat.estimators.baselines import BASELINES, best_constant
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling
-from grpo_ustat.tasks.base import answered, rewards
+from grpo_ustat.tasks.base import answered, rewards, summed_rewards
 from grpo_ustat.train.context import Batch, SamplingCost, TrainContext
 
 
@@ -41,8 +41,8 @@ def sample_batch(
             rewards(run.task, rollouts), rollouts.lengths_PG, rollouts.ended_PG,
             answered(run.task, rollouts), map(len, rollouts.prompt_tokens), strict=True,
         )  # fmt: skip
-    columns = zip(*gather_by_prompt(rows), strict=True)
-    return Batch(prompts, rollouts, *(np.array(column) for column in columns))
+    columns = map(np.array, zip(*gather_by_prompt(rows), strict=True))
+    return Batch(prompts, rollouts, *columns, reward_weights_F=run.task.reward_weights_F)
 
 
 def sample_extra(
@@ -68,6 +68,9 @@ def baseline_context(
     fields, cost = run.baseline_state.context(run, batch, step)
     if "lengths_PG" in needs:
         fields["lengths_PG"] = batch.lengths_PG
+    if "rewards_PGF" in needs:
+        fields["rewards_PGF"] = batch.rewards_PGF
+        fields["reward_weights_F"] = batch.reward_weights_F
     prompts, count = batch.own_rollouts.prompts, run.config.budget.value_completions
     for name in ("greedy_P", "value_P", "optimal_P"):
         if name not in needs:
@@ -78,7 +81,7 @@ def baseline_context(
         if name == "optimal_P":
             own_P = optimal_baseline(run, rollouts)
         else:
-            own_P = rewards(run.task, rollouts).mean(axis=1)
+            own_P = summed_rewards(run.task, rollouts).mean(axis=1)
         fields[name] = np.array(gather_by_prompt(own_P))
     return BaselineContext(**fields), cost
 
@@ -98,4 +101,4 @@ def optimal_baseline(run: TrainContext, rollouts: Rollouts) -> np.ndarray:
         return np.concatenate([part.sq_norm_B.cpu().numpy() for part in scores])
 
     q_N = run.token_budget.attempt(squared_norms)
-    return best_constant(q_N.reshape(rollouts.lengths_PG.shape), rewards(run.task, rollouts))
+    return best_constant(q_N.reshape(rollouts.lengths_PG.shape), summed_rewards(run.task, rollouts))

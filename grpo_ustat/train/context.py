@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.engine import Engine
@@ -27,18 +28,26 @@ class Batch:
     Attributes:
         prompts: all P prompts.
         rollouts: this rank's completions, of `prompts[rank::world]`; None where the rank has none.
-        rewards_PG, lengths_PG, ended_PG: of all prompts, the same on every rank.
+        rewards_PGF: by every reward function, of all prompts, the same on every rank.
+        lengths_PG, ended_PG: likewise.
         answered_PG: whether the text states an answer, right or wrong.
         prompt_lengths_P: tokens of the prompts.
+        reward_weights_F: of the reward functions in their sum.
     """
 
     prompts: list[Prompt]
     rollouts: Rollouts | None
-    rewards_PG: np.ndarray
+    rewards_PGF: np.ndarray
     lengths_PG: np.ndarray
     ended_PG: np.ndarray
     answered_PG: np.ndarray
     prompt_lengths_P: np.ndarray
+    reward_weights_F: np.ndarray
+
+    @property
+    def rewards_PG(self) -> np.ndarray:
+        """The weighted sum of the functions' rewards, which rules and metrics are of."""
+        return weighted_sum(self.rewards_PGF, self.reward_weights_F)
 
     @property
     def own_rollouts(self) -> Rollouts:

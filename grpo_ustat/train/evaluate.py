@@ -26,8 +26,10 @@ def sample_eval(run: TrainContext, decoding: str) -> Batch:
 
 
 def correct(batch: Batch) -> np.ndarray:
-    """Which completions are correct, bool [P, K]: those with reward 1, the largest there is."""
-    return batch.rewards_PG == 1
+    """Which completions are correct, bool [P, K]: those with reward 1 by the task's own judge, the
+    largest there is.
+    """
+    return batch.rewards_PGF[..., 0] == 1
 
 
 def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,28 @@ from grpo_ustat.train.context import Batch, TrainContext
 from grpo_ustat.train.update import FixedLogprobs, UpdateStats
 
 
-def batch_metrics(batch: Batch) -> dict[str, Any]:
+def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict[str, Any]:
     """Fields of rewards and lengths.
 
-    As in TRL, `reward_std` is over the whole batch with divisor n - 1, and lengths of terminated
-    completions are 0 where all were cut. `frac_reward_zero_std` counts groups of exactly equal
-    rewards; `..._expected`, of 0/1 rewards alone, is `silent_share_if_alike`.
+    Where there are several reward functions, `reward` and the fields after it are of their weighted
+    sum, and each has `rewards/NAME/mean` and `.../std`. As in TRL, standard deviations are over the
+    whole batch with divisor n - 1, and lengths of terminated completions are 0 where all were cut.
+    `frac_reward_zero_std` counts groups of exactly equal rewards; `..._expected`, of 0/1 rewards
+    alone, is `silent_share_if_alike`.
     """
     rewards_PG, size = batch.rewards_PG, batch.rewards_PG.shape[1]
-    equal = (rewards_PG == rewards_PG[0, 0]).all()  # the mean of equal floats may differ from them
     row = {
         "reward": float(rewards_PG.mean()),
-        "reward_std": 0.0 if equal else float(rewards_PG.std(ddof=1)),
+        "reward_std": _std(rewards_PG),
         "frac_reward_zero_std": float((rewards_PG == rewards_PG[:, :1]).all(axis=1).mean()),
     }
     if np.isin(rewards_PG, (0, 1)).all():
         expected = silent_share_if_alike(rewards_PG.sum(axis=1), size)
         row["frac_reward_zero_std_expected"] = expected
+    for f, name in enumerate(reward_names if len(reward_names) > 1 else ()):
+        function_PG = batch.rewards_PGF[..., f]
+        row[f"rewards/{name}/mean"] = float(function_PG.mean())
+        row[f"rewards/{name}/std"] = _std(function_PG)
     for name, lengths in (
         ("length", batch.lengths_PG),
         ("terminated_length", batch.lengths_PG[batch.ended_PG]),
@@ -44,6 +50,12 @@ def batch_metrics(batch: Batch) -> dict[str, Any]:
         "completions/extraction_failure_ratio": float((~batch.answered_PG).mean()),
         "tokens": int(batch.lengths_PG.sum()),
     }
+
+
+def _std(rewards_PG: np.ndarray) -> float:
+    """Of all rewards; 0 where they are equal, whose mean may differ from them in its last digit."""
+    equal = (rewards_PG == rewards_PG[0, 0]).all()
+    return 0.0 if equal else float(rewards_PG.std(ddof=1))
 
 
 def judge_failures(run: TrainContext) -> dict[str, int]:

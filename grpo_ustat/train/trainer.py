@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.distributed import slurm
@@ -240,7 +241,10 @@ def train_step(
 
         grad_norm, stats = update(run, batch, run.own_rows(advantage_PG), fixed, step)
         run.engine.refresh()
-        row = batch_metrics(batch) | update_metrics(stats, batch.own_rollouts, fixed) | monitor
+        names = reward_names(config.reward_funcs)
+        row = (
+            batch_metrics(batch, names) | update_metrics(stats, batch.own_rollouts, fixed) | monitor
+        )
         row |= {"grad_norm": grad_norm, "learning_rate": run.scheduler.get_last_lr()[0]}
         run.scheduler.step()
 

@@ -36,7 +36,7 @@ from grpo_ustat.policy.scores.backward import parameter_sizes, trainable
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import BaselineContext
 from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 
 LEAST = 4  # replicates before a curve may count as known
 
@@ -185,7 +185,7 @@ class BruteForce:
             sampling = Sampling.of(self.config, f"{self.way} {stream}")
             rollouts = sample(self.policy, self.prompts, size, sampling, **key)
             self.state.spent.rollouts += rollouts.lengths_PG.size
-            return rollouts, rewards(self.task, rollouts)
+            return rollouts, summed_rewards(self.task, rollouts)
 
     def _block(self, h: int) -> None:
         budget, state = self.config.budget, self.state

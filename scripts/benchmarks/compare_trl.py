@@ -209,8 +209,9 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
         put(found.reference, run.reference.model)
     rollouts, noted = found.rollouts, UpdateStats()
     batch = Batch(
-        prompts=rollouts.prompts, rollouts=rollouts, rewards_PG=found.rewards_PG,
-        lengths_PG=rollouts.lengths_PG, ended_PG=rollouts.ended_PG, answered_PG=rollouts.ended_PG,
+        prompts=rollouts.prompts, rollouts=rollouts, rewards_PGF=found.rewards_PG[..., None],
+        reward_weights_F=np.ones(1), lengths_PG=rollouts.lengths_PG,
+        ended_PG=rollouts.ended_PG, answered_PG=rollouts.ended_PG,
         prompt_lengths_P=np.array([len(tokens) for tokens in rollouts.prompt_tokens]),
     )  # fmt: skip
     with InDouble() if dtype == "float64" else nullcontext():

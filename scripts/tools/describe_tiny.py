@@ -22,7 +22,7 @@ from grpo_ustat.policy.scores.backward import completion_scores
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges
-from grpo_ustat.tasks.base import NumberJudge, Task, rewards
+from grpo_ustat.tasks.base import NumberJudge, Task, summed_rewards
 from grpo_ustat.tasks.prompts import Prompting
 
 
@@ -66,7 +66,7 @@ def describe(name: str, questions: int, completions: int) -> None:
     rollouts = sample(policy, prompts, completions, Sampling(0, "describe", 96))
     found = np.array([parts(policy, rollouts, p, name != "tiny_direct") for p in range(questions)])
     whole, deciding, free = found.transpose(1, 0, 2)
-    z = rewards(task, rollouts)
+    z = summed_rewards(task, rollouts)
     ratio = deciding.mean() / whole.mean()
     share = clustered_mean(ratio + (deciding - ratio * whole) / whole.mean())  # linearised ratio
     right, wrong = whole[z == 1].mean(), whole[z == 0].mean()

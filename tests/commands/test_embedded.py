@@ -10,7 +10,7 @@ from commands import compose, run
 from grpo_ustat.estimators.intervals import clustered_mean
 from grpo_ustat.policy.loading import configured_policy, configured_task, load_policy
 from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 
 BANDS = {"tiny_base": (0.2, 0.4), "tiny": (0.6, 0.85), "tiny_direct": (0.6, 0.85)}
 
@@ -22,7 +22,7 @@ def test_accuracy_on_the_study_questions(name):
     config = compose("mse", f"model={name}")
     policy, task = configured_policy(config), configured_task(config)
     rollouts = sample(policy, task.prompts("study"), 8, Sampling.of(config, "accuracy"))
-    accuracy = clustered_mean(rewards(task, rollouts))
+    accuracy = clustered_mean(summed_rewards(task, rollouts))
     low, high = BANDS[name]
     assert low <= accuracy.low and accuracy.high <= high, accuracy
     assert rollouts.ended_PG.mean() > 0.99

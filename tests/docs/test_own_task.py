@@ -68,6 +68,18 @@ def test_a_reward_by_the_page_takes_the_place_of_a_judge(package, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_reward_by_the_page_stands_beside_the_tasks_own(package, tmp_path):
+    site, _ = package
+    (words,) = readme.own_commands("Several rewards")
+    code, told = readme.run(words, tmp_path, site)
+    assert code == 0, told
+    lines = readme.only(tmp_path, "metrics.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        total = row["rewards/task/mean"] + 0.5 * row["rewards/lenient/mean"]
+        assert row["reward"] == pytest.approx(total)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, match",
     [
@@ -77,6 +89,7 @@ def test_a_reward_by_the_page_takes_the_place_of_a_judge(package, tmp_path):
             r"added, \+dataset.options.d",
         ),
         ("dataset=own dataset.name=sort", "unknown dataset.name 'sort': .*tasks are: sorting"),
+        ("reward_funcs=[task,kind]", "unknown reward_funcs 'kind': .*rewards are: lenient"),
         ("dataset.reward=kind", "unknown dataset.reward 'kind': .*rewards are: lenient"),
         ("dataset=own dataset.name=sorting dataset.study_size=0", "study_size=0 must be above 0"),
     ],

@@ -39,17 +39,25 @@ def side(rng, count):
     return {name: rng.random(count).tolist() for name in fields} | {"running": 0.4, "past": past}
 
 
-def context_of(known, lengths):
+def context_of(known, rewards, lengths):
+    """Of two reward functions, 0.1 length and the rest of the reward; their sum is the reward."""
     arrays = {k: np.array(v) for k, v in known.items() if k not in ("running", "past")}
+    second_PG = 0.1 * np.array(lengths)
     history = [[len(x), np.mean(x), np.var(x) * len(x)] for x in known["past"]]
     return BaselineContext(
-        **arrays, running=known["running"], lengths_PG=np.array(lengths), history=np.array(history)
+        **arrays,
+        running=known["running"],
+        lengths_PG=np.array(lengths),
+        history=np.array(history),
+        rewards_PGF=np.stack([np.array(rewards) - second_PG, second_PG], axis=-1),
+        reward_weights_F=np.ones(2),
     )
 
 
 def apply(name, rewards, lengths, known, **changes):
     options = BASELINE_OPTIONS.get(name, {}) | changes
-    return advantages(name, np.array(rewards), context_of(known, lengths), options)
+    context = context_of(known, rewards, lengths)
+    return advantages(name, np.array(rewards), context, options)
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -321,7 +329,7 @@ def test_groups_of_one(name, rng):
 def test_a_rule_reads_what_it_says_and_no_more(name, rng):
     """Without the fields of `needs` it refuses; with them alone it gives the same."""
     z, lengths = rng.random((4, 3)), rng.integers(1, 7, (4, 3))
-    full, rule = context_of(side(rng, 4), lengths), BASELINES[name]
+    full, rule = context_of(side(rng, 4), z, lengths), BASELINES[name]
     alone = BaselineContext(**{key: getattr(full, key) for key in rule.needs})
     options = BASELINE_OPTIONS.get(name, {})
     np.testing.assert_array_equal(
@@ -329,7 +337,7 @@ def test_a_rule_reads_what_it_says_and_no_more(name, rng):
     )
     for key in rule.needs:
         with pytest.raises(ValueError, match=f"needs BaselineContext.{key}"):
-            advantages(name, z, BaselineContext(), options)
+            advantages(name, z, dataclasses.replace(alone, **{key: None}), options)
 
 
 @pytest.mark.parametrize("name", BASELINES)

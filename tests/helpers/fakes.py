@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -76,6 +78,9 @@ def random_rollouts(prompt_lengths, group_size, longest, vocab=12, seed=0):
 
 class TextLengthTask:
     """Reward 1 where the completion has an even number of letters."""
+
+    reward_funcs: ClassVar = {}
+    reward_weights_F = np.ones(1)
 
     def prompts(self, split):
         return letter_prompts("ab", "c", "abcd", "ba")

@@ -21,6 +21,7 @@ BASELINE_OPTIONS = {  # of every rule that has any
     "length_weighted": {"power": 0.75, "epsilon": 1e-4},
     "krpo": {"process_variance": 0.01, "measurement_variance": 0.1, "epsilon": 0.1},
     "ebpo": {"epsilon": 1e-8},
+    "gdpo": {"epsilon": 1e-4},
     "maxrl": {"epsilon": 1e-4},
     "batch_std": {"epsilon": 1e-4},
     "reinforce_pp": {"epsilon": 1e-8},
@@ -162,9 +163,32 @@ def ebpo_rows(rewards, history, epsilon):
     return [[(x - mean_of(flat)) / spread for x in row] for row in raw]
 
 
-def zoo_advantages(name, rewards, lengths, context, options):
-    """Advantages of a batch under any rule, written out; context is a plain dictionary."""
+def gdpo_rows(rewards, weights, epsilon):
+    """Each function standardised in its group, the weighted sum over all, standardised again."""
     result = []
+    for group in rewards:
+        each = [standardised([row[f] for row in group], epsilon) for f in range(len(weights))]
+        result.append([
+            sum(weight * column[i] for weight, column in zip(weights, each, strict=True))
+            for i in range(len(group))
+        ])  # fmt: skip
+    flat = [x for row in result for x in row]
+    spread = math.sqrt(variance_of(flat)) + epsilon
+    return [[(x - mean_of(flat)) / spread for x in row] for row in result]
+
+
+def zoo_advantages(name, rewards, lengths, context, options):
+    """Advantages of a batch under any rule, written out; context is a plain dictionary.
+
+    Of two reward functions, 0.1 length and what is left of the reward, their sum is the reward.
+    """
+    result = []
+    if name == "gdpo":
+        pairs = [
+            [(r - 0.1 * length, 0.1 * length) for r, length in zip(*rows, strict=True)]
+            for rows in zip(rewards, lengths, strict=True)
+        ]
+        return gdpo_rows(pairs, [1.0, 1.0], options["epsilon"])
     if name == "reinforce_pp":
         whole = mean_of([r for row in rewards for r in row])
         shifted = [[r - whole for r in row] for row in rewards]

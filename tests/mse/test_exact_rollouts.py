@@ -16,7 +16,7 @@ from grpo_ustat.mse.import_rollouts import MOST_GAP, import_pool, logged_rollout
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.rollout.logged import read_rollouts
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
@@ -30,7 +30,7 @@ def sampled(*overrides):
     config = compose("mse", *SMALL, *overrides)
     policy, task = configured_policy(config), configured_task(config)
     rollouts = sample(policy, task.prompts("study")[:6], 8, Sampling.of(config, "pool"))
-    return rollouts, rewards(task, rollouts), policy
+    return rollouts, summed_rewards(task, rollouts), policy
 
 
 def rows_of(rollouts, rewards_PG):

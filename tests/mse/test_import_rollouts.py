@@ -19,7 +19,7 @@ from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.rollout.logged import read_rollouts
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose, run  # noqa: E402
@@ -35,7 +35,7 @@ def logged(path, **changes):
     policy, task = configured_policy(config), configured_task(config)
     prompts = task.prompts("study")[:6]
     rollouts = sample(policy, prompts, 8, Sampling.of(config, "pool"))
-    z = rewards(task, rollouts)
+    z = summed_rewards(task, rollouts)
     rows = [
         {"step": 1, "prompt": p.text, "completion": text, "accuracy_reward": reward}
         for p, texts, row in zip(prompts, rollouts.texts_PG, z, strict=True)

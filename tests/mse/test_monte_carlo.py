@@ -13,7 +13,7 @@ from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.mse.monte_carlo import _gradients, curve, group_weights
 from grpo_ustat.records import BaselineContext
 from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 
 
 def gradients(policy, name, group_size, rng, value_P=None):
@@ -94,7 +94,7 @@ def test_group_weights_take_the_lengths_of_their_own_group():
 def test_gradients_of_a_model_are_the_formula_one_completion_at_a_time():
     policy, task = random_policy(), TextLengthTask()
     rollouts = sample(policy, task.prompts("study"), 4, Sampling(0, "t", 8))
-    z = rewards(task, rollouts)
+    z = summed_rewards(task, rollouts)
     weights = group_weights(z, "leave_one_out", 4, BaselineContext(), {})
     fast, squared = _gradients(policy, rollouts, weights, 1.0)
     slow = 0.0

@@ -247,7 +247,7 @@ def test_a_score_beyond_its_numbers_names_the_prompt(monkeypatch):
     rollouts = SimpleNamespace(prompts=[SimpleNamespace(id="6*41")])
     message = "completion 1 of prompt 6.41 has squared norm inf in float32: use model.dtype=float64"
     with pytest.raises(ConfigError, match=message):
-        pool_module.score_part(None, rollouts, 0, np.ones(3), config, (None, None), WorkCost())
+        pool_module.score_part(None, rollouts, 0, np.ones((3, 1)), config, (None, None), WorkCost())
 
 
 def test_scores_of_exactly_zero_are_counted():

@@ -52,7 +52,14 @@ def pool_of(policy, count, rng):
         reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
         score_sums_PR=scores.sum(axis=1),
         greedy_P=greedy(policy),
+        rewards_PNF=functions_of(z, LENGTHS[outcomes]),
+        reward_weights_F=np.ones(2),
     )
+
+
+def functions_of(rewards, lengths):
+    """Rewards of two functions, 0.1 length and the rest of the reward; their sum is the reward."""
+    return np.stack([rewards - 0.1 * lengths, 0.1 * lengths], axis=-1)
 
 
 def greedy(policy):
@@ -100,9 +107,9 @@ def apart_truth(policy, name, size, target):
     return (np.mean(e), *inner, mu @ mu, mu @ tau, tau @ tau)
 
 
-def coupled_truth(policy, name, size, batch):
+def coupled_truth(policy, name, size, batch, target):
     """(mse, bias2) over all batches of B questions and all joint outcomes of their groups."""
-    target, count = policy.gradient_PD.mean(axis=0), len(policy.rewards_PY)
+    gradient, count = policy.gradient_PD.mean(axis=0), len(policy.rewards_PY)
     energy, mean = 0.0, 0.0
     batches = list(itertools.combinations(range(count), batch))
     for chosen in batches:
@@ -112,13 +119,19 @@ def coupled_truth(policy, name, size, batch):
                 np.array([table[k][row] for table, row in zip(tables, joint, strict=True)])
                 for k in range(4)
             )
-            context = BaselineContext(lengths_PG=lengths, history=np.zeros((2, 3)))
+            context = BaselineContext(
+                lengths_PG=lengths,
+                history=np.zeros((2, 3)),
+                rewards_PGF=functions_of(z, lengths),
+                reward_weights_F=np.ones(2),
+            )
             weights = advantages(name, z, context, BASELINE_OPTIONS[name])
             estimate = np.einsum("pg,pgd->d", weights, scores) / (batch * size)
             share = chance.prod() / len(batches)
             energy, mean = energy + share * estimate @ estimate, mean + share * estimate
-    bias2 = float(np.square(mean - target).sum())
-    return energy - 2 * mean @ target + target @ target, bias2
+    gradient = mean if target == "own_mean" else gradient
+    bias2 = float(np.square(mean - gradient).sum())
+    return energy - 2 * mean @ gradient + gradient @ gradient, bias2
 
 
 @functools.cache
@@ -127,7 +140,7 @@ def truth(name, size, target, setting, batch):
     policy = tabular()
     count = len(policy.rewards_PY)
     if BASELINES[name].couples_prompts:
-        return coupled_truth(policy, name, size, batch or count)
+        return coupled_truth(policy, name, size, batch or count, target)
     e, p, c, t, *products = apart_truth(policy, name, size, target)
     if setting == "one_question":
         products = p, c, t

@@ -162,7 +162,7 @@ def test_a_wrong_reward_file_is_refused_before_it_runs(source, message, tmp_path
 
 def test_a_reward_file_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match="nowhere.py:score: there is no file nowhere.py"):
-        check_reward_file("nowhere.py:score")
+        check_reward_file("nowhere.py:score", "dataset.reward")
 
 
 @pytest.mark.parametrize("source, message", [

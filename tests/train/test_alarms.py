@@ -91,7 +91,7 @@ def test_a_healthy_run_is_quiet_and_a_sick_one_is_not(tmp_path, capsys, monkeypa
 
     def broken(*arguments):
         batch = whole(*arguments)
-        batch.rewards_PG[:] = 0
+        batch.rewards_PGF[:] = 0
         return batch
 
     monkeypatch.setattr(trainer, "sample_batch", broken)
@@ -118,7 +118,7 @@ def test_alarms_survive_a_resume(tmp_path, capsys, monkeypatch, forgotten):
 
     def broken(*arguments):
         batch = whole(*arguments)
-        batch.rewards_PG[:] = 0
+        batch.rewards_PGF[:] = 0
         return batch
 
     def forgetful(run):

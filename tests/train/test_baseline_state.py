@@ -14,7 +14,7 @@ from training_runs import SMALL, first_batch, fit
 from warm import run_python
 
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train import batch as batch_module
 from grpo_ustat.train.baseline_state import first_completions, make_baseline_state
 from grpo_ustat.train.batch import gather_by_prompt, optimal_baseline, sample_extra
@@ -29,7 +29,8 @@ READERS = ["leave_one_out", *(name for name, rule in BASELINES.items() if rule.n
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_two_steps_with_every_rule_that_reads_more_than_rewards(tmp_path, name):
-    path = fit(tmp_path / "run", f"baseline={name}", *FEW)
+    functions = "reward_funcs=[task,brevity]" if name == "gdpo" else "reward_funcs=[task]"
+    path = fit(tmp_path / "run", f"baseline={name}", functions, *FEW)
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(math.isfinite(value) for row in rows for value in row.values())
@@ -51,7 +52,7 @@ def test_the_tracker_starts_outside_the_batch_and_follows_its_formula(tmp_path):
     run, batch = first_batch(tmp_path, "baseline=spo", "budget.value_completions=5")
     fields, extra = run.baseline_state.context(run, batch, 0)
     rollouts, _ = sample_extra(run, batch.prompts, 5, 0)
-    right = rewards(run.task, rollouts).sum(axis=1)
+    right = summed_rewards(run.task, rollouts).sum(axis=1)
     np.testing.assert_allclose(fields["tracker_P"], (right + 0.5) / 6)
     assert extra.rollouts == 20 and extra.tokens == rollouts.lengths_PG.sum()
     run.baseline_state.update(run, batch)
@@ -89,7 +90,7 @@ def test_the_critic_never_sees_the_batch_it_judges(tmp_path):
     x, y = run.baseline_state.features_PD, batch.rewards_PG.mean(axis=1)
     dual = np.linalg.solve(x @ x.T + np.eye(4), y)  # the ridge solution, written the other way
     np.testing.assert_allclose(fitted, x @ x.T @ dual, rtol=1e-6, atol=1e-9)
-    other = dataclasses.replace(batch, rewards_PG=1 - batch.rewards_PG)
+    other = dataclasses.replace(batch, rewards_PGF=1 - batch.rewards_PGF)
     np.testing.assert_array_equal(run.baseline_state.context(run, other, 1)[0]["critic_P"], fitted)
 
 

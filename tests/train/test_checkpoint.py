@@ -17,7 +17,7 @@ from grpo_ustat.train.setup import set_up
 from grpo_ustat.train.snapshots import MANIFEST, newest_whole, prune, publish, verify
 
 MORE = ("optimizer=sgd", "baseline=spo", "baseline=critic", "lora=r16", "model.dtype=float64",
-        "objective=grpo")  # fmt: skip
+        "objective=grpo", "baseline=gdpo")  # fmt: skip
 NO_SCHEDULE = ("schedule=constant", "schedule.warmup_steps=0")  # so that max_steps may grow
 
 
@@ -48,6 +48,8 @@ def test_resuming_equals_running_through(tmp_path, override):
             "objective.num_iterations=2",
             "objective.num_minibatches=2",
         )
+    if override == "baseline=gdpo":
+        overrides += ("reward_funcs=[task,brevity]", "reward_weights=[1,0.3]")
     through = fit(tmp_path / "through", *overrides)
     parts = broken(through, tmp_path)
     fit(parts, *overrides)

@@ -17,7 +17,7 @@ from grpo_ustat.estimators.intervals import clustered_wilson, wilson
 from grpo_ustat.estimators.ustatistic import pass_at_k
 from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train.evaluate import eval_row, sample_eval
 from grpo_ustat.train.setup import set_up
 
@@ -98,7 +98,7 @@ def test_every_decoding_has_its_rows(tmp_path):
     run = set_up(config_of(*asked), RunFolder(tmp_path, config_of(*asked)))
     for row, greedy, count in ((rows[0], True, 1), (rows[1], False, 4)):
         sampling = Sampling.of(run.config, "eval", greedy=greedy)
-        right_PK = rewards(run.task, sample(run.policy, run.test_prompts, count, sampling))
+        right_PK = summed_rewards(run.task, sample(run.policy, run.test_prompts, count, sampling))
         assert float(row["accuracy"]) == right_PK.mean()
     solved = pass_at_k(right_PK.sum(axis=1), 4, 2).mean()
     assert float(rows[1]["pass@2"]) == pytest.approx(solved) and rows[0]["pass@2"] == ""

@@ -20,7 +20,7 @@ from grpo_ustat.estimators.scaling import prompt_scaling
 from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.records import ScorePool
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train import gradient_monitor
 from grpo_ustat.train.gradient_monitor import gradient_mse
 
@@ -167,7 +167,7 @@ def test_what_has_no_interval_says_why(watched):
         (silent_PG, dict.fromkeys(NAMES, "every group has zero variance")),
         (one_PG, {"gstar": "the interval of c1 and c3 reaches 0", "corr": "within one group"}),
     ):
-        row = gradient_mse(run, dataclasses.replace(batch, rewards_PG=rewards_PG))
+        row = gradient_mse(run, dataclasses.replace(batch, rewards_PGF=rewards_PG[..., None]))
         said = {f"monitor/{n}_reason" for n in NAMES} & set(row)
         assert said == {f"monitor/{n}_reason" for n in reasons}
         for name, reason in reasons.items():
@@ -183,7 +183,7 @@ def test_it_scores_what_is_trained(tmp_path, overrides):
     """Adapters alone; layers that recompute give what others give."""
     run, batch = first_batch(tmp_path, *ASKED, *overrides)
     row = gradient_mse(run, batch)
-    assert rewards(run.task, batch.rollouts).std() > 0
+    assert summed_rewards(run.task, batch.rollouts).std() > 0
     if overrides == ("lora=r16",):
         plain, same = first_batch(tmp_path, *ASKED)
         np.testing.assert_array_equal(same.rewards_PG, batch.rewards_PG)

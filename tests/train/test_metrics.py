@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -15,6 +16,7 @@ from fakes import random_rollouts
 from grpo_ustat.estimators.ustatistic import silent_share_if_alike
 from grpo_ustat.train import metrics
 from grpo_ustat.train.context import Batch
+from grpo_ustat.train.evaluate import correct
 from grpo_ustat.train.metrics import batch_metrics, num_tokens, update_metrics
 from grpo_ustat.train.update import FixedLogprobs, UpdateStats
 
@@ -24,11 +26,12 @@ def batch_of(rewards_PG, lengths_PG=None, ended_PG=None, answered_PG=None):
     return Batch(
         prompts=[None] * shape[0],
         rollouts=None,
-        rewards_PG=np.array(rewards_PG, dtype=float),
+        rewards_PGF=np.array(rewards_PG, dtype=float)[..., None],
         lengths_PG=np.ones(shape, int) if lengths_PG is None else np.array(lengths_PG),
         ended_PG=np.ones(shape, bool) if ended_PG is None else np.array(ended_PG),
         answered_PG=np.ones(shape, bool) if answered_PG is None else np.array(answered_PG),
         prompt_lengths_P=np.array([3, 5][: shape[0]] + [4] * (shape[0] - 2)),
+        reward_weights_F=np.ones(1),
     )
 
 
@@ -49,6 +52,24 @@ def test_a_row_worked_by_hand():
     expected["frac_reward_zero_std_expected"] = silent_share_if_alike(np.array([3, 1]), 3)
     assert row == pytest.approx(expected)
     assert num_tokens(batch) == 3 * (3 + 5) + 30
+
+
+def test_several_reward_functions_worked_by_hand():
+    """Rewards 1, 0, 1, 1 of weight 1 and 0, 1, 0, 0.5 of weight 1/2: sums 1, 1/2, 1, 5/4."""
+    batch = dataclasses.replace(
+        batch_of([[1, 0], [1, 1]]),
+        rewards_PGF=np.array([[[1, 0], [0, 1]], [[1, 0], [1, 0.5]]]),
+        reward_weights_F=np.array([1, 0.5]),
+    )
+    row = batch_metrics(batch, ["task", "brevity"])
+    expected = {
+        "reward": 15 / 16, "reward_std": np.std([1, 0.5, 1, 1.25], ddof=1),
+        "frac_reward_zero_std": 0, "rewards/task/mean": 3 / 4, "rewards/task/std": 1 / 2,
+        "rewards/brevity/mean": 3 / 8, "rewards/brevity/std": np.std([0, 1, 0, 0.5], ddof=1),
+    }  # fmt: skip
+    assert {key: row[key] for key in expected} == pytest.approx(expected)
+    assert "frac_reward_zero_std_expected" not in row
+    assert correct(batch).tolist() == [[True, False], [True, True]]
 
 
 def test_without_a_terminated_completion_its_lengths_are_zero():

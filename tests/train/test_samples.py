@@ -16,7 +16,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse.import_rollouts import import_pool
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.runs.log import NAME, CompletionLog
-from grpo_ustat.tasks.base import rewards
+from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train import metrics
 from grpo_ustat.train.metrics import completion_rows
 
@@ -136,7 +136,7 @@ def test_a_steps_completions_are_a_pool(tmp_path):
     pool, spent, prompts = import_pool(config, tmp_path / "pool")
     assert [p.text for p in prompts] == [p.text for p in batch.prompts]
     assert spent.tokens == batch.lengths_PG.sum()
-    np.testing.assert_array_equal(pool.rewards_PN, rewards(run.task, batch.rollouts))
+    np.testing.assert_array_equal(pool.rewards_PN, summed_rewards(run.task, batch.rollouts))
     for p in range(4):
         own = score_rollouts(run.policy, batch.rollouts, 4 * p + np.arange(4), 1.0, gram=True)
         gram = own.gram_BB.cpu().numpy()

@@ -54,6 +54,7 @@ SLOW_CASES = {
                               "objective.kl_estimator=k1", "objective.kl_in=reward"),
     "spo": ("baseline=spo", "dataset.train_size=12", "budget.value_completions=3"),
     "critic": ("baseline=critic",),
+    "several rewards": ("baseline=gdpo", "reward_funcs=[task,brevity]", "reward_weights=[1,0.3]"),
     "optimal": ("baseline=optimal", "budget.value_completions=3"),
     "adapters": ("lora=r16", "objective=grpo", "objective.num_minibatches=3",
                  "objective.beta=0.1"),

@@ -49,6 +49,7 @@ from grpo_ustat.estimators.baselines.registry import (
     check_shape,
     own_rules,
 )
+from grpo_ustat.estimators.baselines.several import gdpo, weighted_sum
 from grpo_ustat.estimators.baselines.stateful import (
     add_to_history,
     critic,
@@ -76,6 +77,7 @@ __all__ = [
     "constant",
     "critic",
     "ebpo",
+    "gdpo",
     "group_mean",
     "group_std",
     "group_std_jackknife",
@@ -102,4 +104,5 @@ __all__ = [
     "spo",
     "tracker_discount",
     "tracker_start",
+    "weighted_sum",
 ]

@@ -12,7 +12,9 @@ from grpo_ustat.records import Array
 
 Value = TypeVar("Value")
 
-OF_THE_BATCH = frozenset({"lengths_PG", "history"})  # fields that cost no further completion
+OF_THE_BATCH = frozenset(  # fields that cost no further completion
+    {"lengths_PG", "history", "rewards_PGF", "reward_weights_F"}
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Baseline:
             `train.baseline_state`.
         target: where its mean goes as groups grow: `expected_reward` for g, `g_over_sigma` for
             g / sigma (for 0/1 rewards the gradient of E[2 arcsin sqrt V]), `g_over_v` for g / V
-            (the gradient of E[log V]).
+            (the gradient of E[log V]), `sum_g_over_sigma` for sum_f w_f g_f / sigma_f over reward
+            functions, but for a number of the batch.
         couples_prompts: whether a prompt's advantages depend on other prompts' rewards.
         prompt_only: whether `A_i = r_i - b(x)` with b independent of the group.
         min_prompts: the fewest prompts it is defined for.

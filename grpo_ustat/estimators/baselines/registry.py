@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines import batch, group, prompt_only, stateful
+from grpo_ustat.estimators.baselines import batch, group, prompt_only, several, stateful
 from grpo_ustat.estimators.baselines.base import Baseline
 from grpo_ustat.records import Array, BaselineContext
 
@@ -118,6 +118,10 @@ BASELINES = _Rules(
         Baseline(
             "krpo", group.krpo, unbiased=False, min_group_size=2,
             options=("process_variance", "measurement_variance", "epsilon"),
+        ),
+        _batch_rule(
+            "gdpo", several.gdpo, min_group_size=2, target="sum_g_over_sigma",
+            needs=frozenset({"rewards_PGF", "reward_weights_F"}), options=_EPSILON,
         ),
     )
 )  # fmt: skip

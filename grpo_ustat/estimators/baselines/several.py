@@ -1,14 +1,29 @@
 """Advantages where several reward functions judge a completion: sum, then normalise, or the other
-way round. They take rewards of every function, so they are no rules of `BASELINES`.
+way round. Axis F: reward functions.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines.base import centre, quotient
+from grpo_ustat.estimators.baselines.base import quotient, require
 from grpo_ustat.estimators.baselines.group import group_std
 from grpo_ustat.records import Array, BaselineContext
+
+
+def weighted_sum(rewards_PGF: Array, weights_F: Array) -> Array:
+    """The one reward of a completion, `sum_f w_f r_f`, [P, G].
+
+    Function by function, so that a completion's sum depends on nothing beside it: equal rewards
+    have equal sums, on any number of ranks.
+
+    >>> weighted_sum(np.array([[[1.0, 0.5], [0.0, 1.0]]]), np.array([1.0, 0.2])).tolist()
+    [[1.1, 0.2]]
+    """
+    total_PG = weights_F[0] * rewards_PGF[..., 0]
+    for place in range(1, len(weights_F)):
+        total_PG = total_PG + weights_F[place] * rewards_PGF[..., place]
+    return total_PG
 
 
 def sum_then_normalise(rewards_PGF: Array, weights_F: Array, *, epsilon: float) -> Array:
@@ -26,17 +41,19 @@ def sum_then_normalise(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     >>> sum_then_normalise(z, np.ones(2), epsilon=0.0).round(3).tolist()
     [[0.577, 0.577, -1.155]]
     """
-    return group_std(rewards_PGF @ weights_F, BaselineContext(), epsilon=epsilon)
+    total_PG = weighted_sum(rewards_PGF, weights_F)
+    return group_std(total_PG, BaselineContext(), epsilon=epsilon)
 
 
 def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) -> Array:
     """GDPO (Shih-Yang Liu et al. 2026, arXiv 2601.05242), as TRL's `normalize_then_sum`, [P, G].
 
-    `group_std` of each function's rewards apart, their weighted sum, and of this (x - mean) /
-    (std + epsilon) over the whole batch, std with divisor P G - 1. A function that is silent in a
-    group counts nothing there, and the others as much as ever. Biased, function by function as
-    `group_std`: with many completions its mean goes to that of sum_f w_f g_f/sigma_f, times one
-    number for the batch, since the batch's mean is 0 but for rounding.
+    `group_std` of each function's rewards apart, their weighted sum, and this over the std of the
+    whole batch (divisor P G - 1) plus epsilon. TRL also takes the batch's mean off, which is 0 but
+    for rounding; left in place, a group that is silent under every function has advantages of
+    exactly 0. A function that is silent in a group counts nothing there, and the others as much as
+    ever. Biased, function by function as `group_std`: with many completions its mean goes to that
+    of sum_f w_f g_f/sigma_f, times one number for the batch.
 
     Args:
         rewards_PGF: of every reward function, float64.
@@ -47,9 +64,25 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     >>> normalise_then_sum(z, np.ones(2), epsilon=0.0).round(3).tolist()
     [[0.577, 0.577, -1.155]]
     """
-    total_PG = sum(
-        weight * group_std(rewards_PGF[..., place], BaselineContext(), epsilon=epsilon)
-        for place, weight in enumerate(weights_F)
+    normalised_PGF = np.stack(
+        [
+            group_std(rewards_PG, BaselineContext(), epsilon=epsilon)
+            for rewards_PG in np.moveaxis(rewards_PGF, -1, 0)
+        ],
+        axis=-1,
     )
-    deviation_PG = centre(np.reshape(total_PG, (1, -1))).reshape(rewards_PGF.shape[:2])
-    return quotient(deviation_PG, deviation_PG.std(ddof=1) + epsilon)
+    total_PG = weighted_sum(normalised_PGF, weights_F)
+    return quotient(total_PG, total_PG.std(ddof=1) + epsilon)
+
+
+def gdpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
+    """`normalise_then_sum` as a rule: it reads the functions' rewards, never their sum.
+
+    >>> z = np.array([[[1.0, 0.0], [0.0, 5.0], [0.0, 0.0]]])
+    >>> context = BaselineContext(rewards_PGF=z, reward_weights_F=np.ones(2))
+    >>> gdpo(z.sum(axis=-1), context, epsilon=0.0).round(3).tolist()
+    [[0.577, 0.577, -1.155]]
+    """
+    rewards_PGF = require(context.rewards_PGF, "rewards_PGF", "gdpo")
+    weights_F = require(context.reward_weights_F, "reward_weights_F", "gdpo")
+    return normalise_then_sum(rewards_PGF, weights_F, epsilon=epsilon)

@@ -1,0 +1,47 @@
+"""How far two reward functions agree on the completions of one prompt. Axis F: functions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from grpo_ustat.estimators.intervals import Interval, jackknife_interval
+from grpo_ustat.records import Array
+
+
+def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Interval:
+    """Correlation of functions f and g within prompts, `E Cov(Z_f, Z_g | X) / sqrt(E Var(Z_f | X)
+    E Var(Z_g | X))`, with an interval by the jackknife; NaN where one of them never varies.
+
+    Each mean is unbiased (divisor N - 1), their ratio consistent.
+
+    Args:
+        rewards_PNF: N >= 3 completions of each of P prompts.
+        f, g: places of the functions.
+        interval: `completions`, given the prompts, or `questions`, as a sample of prompts.
+
+    >>> z = np.array([[[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], [[0.0, 0.5], [0.0, 0.5], [1.0, 0.5]]])
+    >>> round(reward_correlation(z, 0, 1, "questions").estimate, 4)
+    -0.7071
+    """
+    count, size = rewards_PNF.shape[:2]
+    d_PN, e_PN = (
+        z - z.mean(axis=1, keepdims=True) for z in np.moveaxis(rewards_PNF, -1, 0)[[f, g]]
+    )
+    products_3PN = np.stack([d_PN * e_PN, d_PN * d_PN, e_PN * e_PN])
+    sums_3P = products_3PN.sum(axis=-1)
+    moments_3P = sums_3P / (size - 1)
+    if interval == "questions":
+        others_31P = (moments_3P.sum(axis=1, keepdims=True) - moments_3P)[:, None] / (count - 1)
+        delete_one = _ratio(others_31P)
+    else:  # without completion i a sum of squares loses N / (N - 1) times its own product
+        deleted_3PN = (sums_3P[..., None] - products_3PN * size / (size - 1)) / (size - 2)
+        means_311 = moments_3P.mean(axis=1)[:, None, None]
+        delete_one = _ratio(means_311 + (deleted_3PN - moments_3P[..., None]) / count)
+    return jackknife_interval(float(_ratio(moments_3P.mean(axis=1))), delete_one)
+
+
+def _ratio(moments_3: Array) -> Array:
+    """Covariance over the root of both variances, elementwise; NaN where one is 0."""
+    covariance, first, second = moments_3
+    product = first * second
+    return covariance / np.sqrt(np.where(product > 0, product, np.nan))

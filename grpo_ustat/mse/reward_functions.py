@@ -1,0 +1,69 @@
+"""What each reward function says by itself, from the same scored completions: C1, C2, C3 and G*."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+
+from grpo_ustat.estimators.intervals import Interval, clustered_mean
+from grpo_ustat.estimators.reward_correlation import reward_correlation
+from grpo_ustat.mse.closed_form import ClosedForm, Request, closed_form
+from grpo_ustat.records import ScorePool
+
+OF_A_FUNCTION = ("c1", "c2", "c3", "gstar", "a_v", "grad_sq")
+SUM = "weighted sum"
+
+
+def function_pool(pool: ScorePool, f: int) -> ScorePool:
+    """The same completions, judged by function f alone."""
+    assert pool.rewards_PNF is not None and pool.reward_sums_PFR is not None
+    return replace(
+        pool,
+        rewards_PN=pool.rewards_PNF[..., f],
+        reward_sums_PR=pool.reward_sums_PFR[:, f],
+        rewards_PNF=None,
+        reward_sums_PFR=None,
+        reward_weights_F=None,
+    )
+
+
+def function_statistics(
+    pool: ScorePool, names: list[str], statistics: ClosedForm, request: Request, interval: str
+) -> Iterator[tuple[str, float | None, dict[str, Interval]]]:
+    """(name, weight, statistics) of each function, in its own scale, and of their weighted sum; NaN
+    of one that never varies within a prompt.
+
+    Args:
+        pool: with the rewards of every function.
+        names: of the functions.
+        statistics: closed forms of the weighted sum.
+        request: that of the study.
+        interval: `completions` or `questions`.
+    """
+    assert pool.rewards_PNF is not None and pool.reward_weights_F is not None
+    alone = replace(request, points=[], options={})
+    for f, (name, weight) in enumerate(zip(names, pool.reward_weights_F, strict=True)):
+        of_function = function_pool(pool, f)
+        rewards_PN = of_function.rewards_PN
+        values = dict.fromkeys(OF_A_FUNCTION, Interval(math.nan, math.nan, math.nan))
+        if (rewards_PN != rewards_PN[:, :1]).any():  # else it has no gradient, and no G*
+            of_pool = closed_form(of_function, alone, interval)
+            values = {key: of_pool[key] for key in OF_A_FUNCTION}
+        yield name, float(weight), values | {"mean": clustered_mean(rewards_PN)}
+    values = {key: statistics[key] for key in OF_A_FUNCTION}
+    yield SUM, None, values | {"mean": clustered_mean(pool.rewards_PN)}
+
+
+def function_correlations(
+    pool: ScorePool, names: list[str], interval: str
+) -> Iterator[tuple[str, str, Interval]]:
+    """(first, second, correlation within prompts) of every pair of functions that vary."""
+    assert pool.rewards_PNF is not None
+    for f, g in combinations(range(len(names)), 2):
+        value = reward_correlation(pool.rewards_PNF, f, g, interval)
+        if np.isfinite(value.estimate):
+            yield names[f], names[g], value

@@ -1,0 +1,81 @@
+"""Reward functions beside the data set's own: those that any data set has, and the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from grpo_ustat.config.common import Common
+from grpo_ustat.config.data import REWARDS, reward_file
+from grpo_ustat.config.reward_funcs import reward_names
+from grpo_ustat.records import Array, Rollouts
+from grpo_ustat.tasks.base import Judge
+from grpo_ustat.tasks.plugins import OwnJudge, describe, entry_point, file_function, user_errors
+
+RewardFunction = Callable[[Rollouts], Array]  # rewards_PG of completions
+
+
+def make_reward_funcs(config: Common, judge: Judge) -> dict[str, RewardFunction]:
+    """The configured functions after the data set's own, by the name that metrics have.
+
+    Args:
+        config: the run's.
+        judge: of the data set, which reads answers.
+
+    Raises:
+        ConfigError: one of the user's own cannot be loaded.
+    """
+    most = config.max_completion_length
+    of_any_dataset: dict[str, RewardFunction] = {
+        "format": lambda rollouts: answer_format(rollouts, judge),
+        "termination": termination,
+        "brevity": lambda rollouts: brevity(rollouts, most),
+    }
+    functions = [
+        of_any_dataset[name] if name in of_any_dataset else own_reward(name)
+        for name in config.reward_funcs[1:]
+    ]
+    return dict(zip(reward_names(config.reward_funcs)[1:], functions, strict=True))
+
+
+def answer_format(rollouts: Rollouts, judge: Judge) -> Array:
+    """1 where an answer can be read in the completion, right or wrong, else 0, [P, G]."""
+    return np.array(
+        [[float(judge.extract(text) is not None) for text in texts] for texts in rollouts.texts_PG]
+    )
+
+
+def termination(rollouts: Rollouts) -> Array:
+    """1 where the policy ended its completion, 0 where it was cut, [P, G]."""
+    return rollouts.ended_PG.astype(np.float64)
+
+
+def brevity(rollouts: Rollouts, max_completion_length: int) -> Array:
+    """1 - length / max_completion_length in tokens, end token included, [P, G]."""
+    return 1 - rollouts.lengths_PG / max_completion_length
+
+
+def own_reward(name: str) -> RewardFunction:
+    """A user's function of prompt and completion, see `OwnJudge`.
+
+    Args:
+        name: FILE.py:FUNCTION, or that of an entry point.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    if reward_file(name):
+        source = f"reward_funcs={name}"
+        function = file_function(name, "reward_funcs")
+    else:
+        source = describe(REWARDS, name)
+        with user_errors(source):
+            function = entry_point(REWARDS, name)
+    judge = OwnJudge(function, None, source)
+
+    def rewards(rollouts: Rollouts) -> Array:
+        pairs = zip(rollouts.prompts, rollouts.texts_PG, strict=True)
+        return np.array([judge.rewards([prompt] * len(texts), texts) for prompt, texts in pairs])
+
+    return rewards

@@ -1,0 +1,107 @@
+"""Each reward function by itself and in the sum, from one pool; a whole study with two of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from commands import compose
+from prompt_pools import prompts
+
+from grpo_ustat.mse import study
+from grpo_ustat.mse.closed_form import Request, closed_form
+from grpo_ustat.mse.reward_functions import SUM, function_statistics
+from grpo_ustat.records import ScorePool
+from grpo_ustat.runs.folder import RunFolder
+
+WEIGHTS = np.array([1.0, 0.5, 0.0])
+
+
+def pool_of_three(rng):
+    """A pool with full sketches whose functions are 0/1, a length, and one that never varies."""
+    policy = prompts(6, rng)
+    outcomes, rows = policy.sample(10, rng), np.arange(6)[:, None]
+    scores, z = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
+    functions = np.stack([z, outcomes / 40, np.ones(z.shape)], axis=-1)
+    sums = np.einsum("pnf,pnd->pfd", functions, scores)
+    return ScorePool(
+        rewards_PN=functions @ WEIGHTS,
+        gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
+        lengths_PN=1 + outcomes,
+        features_PNR=scores,
+        reward_sums_PR=np.einsum("f,pfd->pd", WEIGHTS, sums),
+        score_sums_PR=scores.sum(axis=1),
+        rewards_PNF=functions,
+        reward_sums_PFR=sums,
+        reward_weights_F=WEIGHTS,
+    )
+
+
+@pytest.mark.parametrize("interval", ["completions", "questions"])
+def test_a_function_alone_is_a_study_with_that_reward(interval, rng):
+    pool = pool_of_three(rng)
+    request = Request([], {}, 6, interval == "questions", {})
+    total = closed_form(pool, request, interval)
+    names = ["task", "brevity", "format"]
+    found = {
+        name: (weight, values)
+        for name, weight, values in function_statistics(pool, names, total, request, interval)
+    }
+    assert list(found) == [*names, SUM]
+    second = dataclasses.replace(
+        pool,
+        rewards_PN=pool.rewards_PNF[..., 1],
+        reward_sums_PR=np.einsum("pn,pnd->pd", pool.rewards_PNF[..., 1], pool.features_PNR),
+    )
+    alone = closed_form(second, request, interval)
+    weight, values = found["brevity"]
+    assert weight == 0.5
+    for key in ("c1", "c2", "c3", "gstar", "grad_sq"):
+        np.testing.assert_allclose(values[key], alone[key], rtol=1e-9)
+    assert found[SUM][1]["c3"] == total["c3"]
+    assert math.isnan(found["format"][1]["gstar"].estimate)
+    assert found["format"][1]["mean"].estimate == 1
+
+
+SMALL = (
+    "model=tiny_base", "debug=mse", "study.questions=4", "budget.pool_completions=8",
+    "study.methods=[closed_form,replay,monte_carlo]", "group_sizes=[2,4]",
+    "budget.replicates=2", "budget.reference_completions=9", "budget.reference_blocks=3",
+    "max_completion_length=60",
+)  # fmt: skip
+
+
+def fit(path, *overrides):
+    config = compose("mse", *SMALL, *overrides)
+    study.run(config, RunFolder(path, config))
+    return json.loads((path / "result.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_whole_study_of_two_functions(tmp_path):
+    """The task's line is the study of the task alone, and one pool serves any weights."""
+    two = ("reward_funcs=[task,brevity]", f"pool={tmp_path}/pool")
+    rules = "baselines=[leave_one_out,group_std,gdpo]"
+    result = fit(tmp_path / "two", *two, "reward_weights=[1,0.5]", rules)
+    rows = {row["name"]: row for row in result["reward_functions"]}
+    assert list(rows) == ["task", "brevity", SUM]
+    methods = {(row["method"], row["baseline"]) for row in result["curves"]}
+    assert {("replay", "gdpo"), ("monte_carlo", "gdpo")} <= methods
+    assert result["reward_correlations"][0]["first"] == "task"
+
+    one = fit(tmp_path / "one", "baselines=[leave_one_out,group_std]")
+    assert "reward_functions" not in one
+    for key in ("c1", "c2", "c3", "gstar"):
+        assert rows["task"][key] == one["scaling"][key]
+    assert result["policy"]["accuracy"] == one["policy"]["accuracy"]
+
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "pool").iterdir()}
+    other = fit(
+        tmp_path / "other", *two, "reward_weights=[1,0]", "baselines=[leave_one_out]",
+        "study.methods=[closed_form]",
+    )  # fmt: skip
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "pool").iterdir()} == before
+    assert other["scaling"]["c3"] == one["scaling"]["c3"]
