@@ -29,6 +29,19 @@ def visible(text: str) -> str:
     return INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+def single_line(text: object, most: int | None = None) -> str:
+    r"""What is said of an error, on one line: a blank for each run of white space.
+
+    Args:
+        text: an error, or its text.
+        most: characters after which it is cut; None: none.
+
+    >>> single_line("no\n  such file ", 7)
+    'no such'
+    """
+    return " ".join(str(text).split())[:most]
+
+
 class LastingFile(io.FileIO):
     """A stream's file whose writes end nothing: what its reader or the disk does not take is lost,
     and all that comes after, also of processes that are started from here.

@@ -17,6 +17,7 @@ from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import Array
 from grpo_ustat.rollout.logged import KNOWN
 from grpo_ustat.runs.files import csv_rows
+from grpo_ustat.streams import single_line
 
 PROMPTS = ("prompt_id", "prompt", "group_id", "group", "question")  # columns that name a group
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -166,7 +167,7 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
         else:
             rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = single_line(error, 200)
         raise ConfigError(f"{path} cannot be read: {reason}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows")

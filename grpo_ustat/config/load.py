@@ -36,6 +36,7 @@ from grpo_ustat.config.schema import (
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.config.values import field_at, typed_value, wrong_value
 from grpo_ustat.estimators.baselines import own_rules
+from grpo_ustat.streams import single_line
 
 OF_KIND: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
@@ -102,7 +103,7 @@ def type_error(error: ValidationError, schema: type, config: Any, typed: str | N
     """
     field = field_at(error.full_key or "", all_fields(schema))
     if field is None:
-        return " ".join(str(error).split())
+        return single_line(error)
     if typed is None:
         typed = typed_value(OmegaConf.select(OmegaConf.create(config), field.path))
     return wrong_value(field, typed, CONF)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
+from grpo_ustat.streams import single_line
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -261,7 +262,7 @@ def read_config_json(folder: Path) -> object:
             raise ValueError(f"it has more than {MOST_CONFIG_BYTES:,} bytes")
         return cast(object, json.loads(file.read_text()))
     except (OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = single_line(error, 200)
         raise ConfigError(f"{file} is damaged ({reason}): download the model again") from error
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.streams import single_line
 
 
 @dataclass
@@ -224,7 +225,7 @@ def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # of any kind: damaged, or not of plain data
-        reason = " ".join(str(error).split())[:120]
+        reason = single_line(error, 120)
         raise ConfigError(
             f"{path} needs more than plain data to be read ({reason}): a pickle may run code, so "
             "it is refused; save dictionaries of lists"

@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_ustat.config.command_line import install_line
 from grpo_ustat.doctor.runner import Finding, failed, ok, warning
+from grpo_ustat.streams import single_line
 
 SCONTROL_DEADLINE = 10.0  # seconds; scontrol needs 0.03
 SUM_DEADLINE = 12.0  # seconds for the ranks to add up their numbers
@@ -131,4 +132,4 @@ def _rank(
         answers.put(str(number.item()))
         dist.destroy_process_group()
     except Exception as error:
-        answers.put(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        answers.put(f"{type(error).__name__}: {single_line(error, 200)}")

@@ -21,6 +21,7 @@ from grpo_ustat.mirror.journal import InUse
 from grpo_ustat.mirror.source import Damaged
 from grpo_ustat.runs import history
 from grpo_ustat.runs.record import CONFIG, RESULT
+from grpo_ustat.streams import single_line
 from grpo_ustat.terminal import tell
 
 HELP = """Send run folders, finished or not, to a tracker; what it has already is not sent again.
@@ -48,7 +49,7 @@ def main() -> NoReturn:
             if not (folder / CONFIG).is_file():
                 raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}")
     except (ConfigError, OmegaConfBaseException) as error:
-        tell(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        tell(f"error: {single_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     failures = [folder for folder in folders if not send_folder(folder, logger)]
     end_now(int(bool(failures)))  # some trackers hang at exit

@@ -21,7 +21,7 @@ from grpo_ustat.config.secrets import redact
 from grpo_ustat.runs import contents
 from grpo_ustat.runs.files import csv_rows, parsed_row
 from grpo_ustat.runs.record import CODE, COMPLETIONS, CONFIG, EVALS, METRICS, RESULT
-from grpo_ustat.streams import visible
+from grpo_ustat.streams import single_line, visible
 
 
 class Damaged(ValueError):
@@ -109,7 +109,7 @@ class FolderReader:
             rows = parquet.read_table(self.folder / COMPLETIONS).to_pylist()
             steps = {row["step"] for row in rows}
         except (OSError, LookupError, pyarrow.ArrowException) as error:
-            line = " ".join(str(error).split())[:200]
+            line = single_line(error, 200)
             raise Damaged(f"{COMPLETIONS} is damaged: {line}") from error
         for step in sorted(steps, key=lambda step: (step is not None, step)):  # a study's have none
             of_step = [row for row in rows if row["step"] == step]

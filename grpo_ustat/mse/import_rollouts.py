@@ -33,6 +33,7 @@ from grpo_ustat.policy.chat import in_chat_format
 from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.logged import LoggedRollout, read_rollouts
+from grpo_ustat.streams import single_line
 from grpo_ustat.terminal import tell
 
 LEAST_GAP = 0.002  # below which no other temperature is nearer than rounding
@@ -170,7 +171,7 @@ def _prompt_text(rollout: LoggedRollout, policy: Policy, config: MseConfig) -> s
     try:
         text = in_chat_format(policy.tokenizer, rollout.prompt)
     except ValueError as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = single_line(error, 200)
         raise ConfigError(f"{place} is refused by {template} ({reason}): {fix}") from error
     for message in rollout.prompt:
         if message["content"].strip() not in text:

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_ustat.config.command_line import install_line
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.streams import single_line
 
 
 def with_adapters(config: TrainConfig, model: PreTrainedModel) -> torch.nn.Module:
@@ -39,7 +40,7 @@ def with_adapters(config: TrainConfig, model: PreTrainedModel) -> torch.nn.Modul
         with _quiet():
             return peft.get_peft_model(model, options).eval()
     except ValueError as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = single_line(error, 300)
         raise ConfigError(f"lora.target_modules={names}: {reason}") from error
 
 
@@ -58,7 +59,7 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
             report = adapted.load_adapter(folder, "default", torch_device="cpu")
             result = adapted.merge_and_unload()
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = single_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(f"the adapters do not fit their base model: {reason}") from error
     differing = [*report.missing_keys, *report.unexpected_keys]
     if differing:

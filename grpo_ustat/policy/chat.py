@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.streams import single_line
 from grpo_ustat.tasks.prompts import Turn
 
 SECONDS, BYTES = 5.0, 2**30  # that writing one conversation may take, beside what is there
@@ -104,7 +105,7 @@ class ChatFormat:
         try:
             text = in_chat_format(self._tokenizer, turns)
         except ValueError as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = single_line(error, 200)
             raise self._refused(turns[0], f"refuses these turns ({reason})") from error
         for turn in turns:
             if turn["content"].strip() not in text:

@@ -40,6 +40,7 @@ from grpo_ustat.policy.chat import ChatFormat
 from grpo_ustat.policy.precision import set_tf32
 from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt
+from grpo_ustat.streams import single_line
 from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
 from grpo_ustat.tasks.registry import make_task
@@ -191,7 +192,7 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = single_line(error, 300)
         if unreachable:
             reason = (
                 "it is not in the hub's local cache, and the hub does not answer: download it "

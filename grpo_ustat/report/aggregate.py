@@ -44,6 +44,7 @@ from grpo_ustat.report.verdicts import (
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.record import CODE, CONFIG, RunRecord
 from grpo_ustat.runs.status import Entry
+from grpo_ustat.streams import single_line
 from grpo_ustat.terminal import Console, tell
 
 FILES = re.compile(
@@ -133,7 +134,7 @@ def without_unreadable(run_set: RunSet) -> RunSet:
             _tables_of_one(run)
             runs.append(run)
         except Exception as error:  # of any kind: what a folder holds, anybody can have written
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = single_line(f"{type(error).__name__}: {error}", 200)
             damaged.append(f"{run.label}: it cannot be shown ({reason})")
     return RunSet(runs, damaged, run_set.absent, run_set.twins)
 

@@ -15,6 +15,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.record import CONFIG, DONE, PAST_MAX_STEPS, RunRecord
 from grpo_ustat.runs.status import Entry
+from grpo_ustat.streams import single_line
 
 CONFIG_KEYS = {  # that a configuration of a command has
     "train": ("model.name", "prompt.name", "dataset.name", "group_size", "budget.rollouts",
@@ -142,7 +143,7 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
             _check(run)
             runs.append(run)
         except (OSError, ValueError, LookupError, TypeError) as error:
-            damaged.append(f"{entry.label}: {' '.join(str(error).split())}")
+            damaged.append(f"{entry.label}: {single_line(error)}")
     furthest: dict[str, RunRecord] = {}
     twins = []
     for run in sorted(runs, key=lambda r: (r.result is not None, r.state.step or 0), reverse=True):

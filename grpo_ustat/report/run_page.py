@@ -35,6 +35,7 @@ from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.status import clock_text
+from grpo_ustat.streams import single_line
 
 METRICS = {  # of metrics.jsonl, and their columns
     "step": "step",
@@ -171,7 +172,7 @@ def _figures(run: RunRecord) -> list[Figure]:
             svg = files[name].read_text()
             inlined(svg, "figure")
         except (OSError, ValueError) as error:
-            run.add_note(f"{name}.svg is not shown: {' '.join(str(error).split())[:200]}")
+            run.add_note(f"{name}.svg is not shown: {single_line(error, 200)}")
             continue
         has_data = data is not None and (run.folder / data).is_file()
         figures.append(Figure(title, svg, caption if has_data else "", data if has_data else None))

@@ -12,6 +12,7 @@ from grpo_ustat.report.study_page import P_VALUE, TITLES, interval_text, number_
 from grpo_ustat.report.svg import inlined
 from grpo_ustat.report.tables import Table
 from grpo_ustat.runs.record import AGREES, COUNTED, DISAGREES, OPEN, RunRecord, verdict_counts
+from grpo_ustat.streams import single_line
 
 UNFINISHED = "unfinished"
 RULE = (
@@ -119,7 +120,7 @@ def study_figures(studies: Sequence[RunRecord]) -> tuple[list[Figure], list[str]
             svg = (run.folder / "figure.svg").read_text()
             inlined(svg, "figure")
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = single_line(error, 200)
             lines.append(f"damaged: {run.label}: figure.svg is not shown: {reason}")
             continue
         figures.append(Figure(title, svg, f"{PREDICTED}. {run.label}"))

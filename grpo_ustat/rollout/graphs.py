@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer
 from grpo_ustat.policy.loading import out_of_memory
 from grpo_ustat.rollout.batch import DecodingBatch
 from grpo_ustat.rollout.cache import GrowingLayer
+from grpo_ustat.streams import single_line
 
 LEAST = 128  # columns that are read at least
 ROOM = 64  # columns beyond those of the longest text: tokens until the next look, and alignment
@@ -239,7 +240,7 @@ def leave(batch: DecodingBatch, error: Exception) -> None:
     batch.shortcut = None
     _one_by_one.add(batch.model)
     name = batch.model.config.name_or_path or batch.model.config.model_type
-    reason = " ".join(str(error).split())[:200]
+    reason = single_line(error, 200)
     warnings.warn(
         f"tokens of {name} are written one operation after the other, which takes longer than as "
         f"CUDA graphs ({reason}): rollout.cuda_graphs=false spares the attempt",

@@ -21,6 +21,7 @@ import pyarrow
 from pyarrow import parquet, types
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.streams import single_line
 
 KNOWN = (  # TRL's, then ours
     "step", "prompt", "completion", "advantage",
@@ -180,7 +181,7 @@ def _table(path: Path) -> pyarrow.Table:
     try:
         table = parquet.read_table(path)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = single_line(error, 200)
         raise ConfigError(f"pool={path} cannot be read: {reason}") from error
     if not len(table):
         raise ConfigError(f"{path} has no rows")

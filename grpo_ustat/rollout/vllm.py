@@ -28,6 +28,7 @@ from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.draws import request_seeds
 from grpo_ustat.rollout.local import Sampling, assemble
+from grpo_ustat.streams import single_line
 
 ENVIRONMENT = {  # read by vLLM when it is imported; what the user has set stays
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # same process: weights go over as they are
@@ -202,7 +203,7 @@ def import_vllm(rollout: str = "vllm") -> Any:
     try:
         return importlib.import_module("vllm")
     except (ImportError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = single_line(error, 200)
         raise ConfigError(
             f"rollout={rollout}: vLLM cannot be imported ({reason}): install it with "
             f"{install_line('vllm')}, or use rollout=local"
@@ -242,7 +243,7 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
             # Some shapes are refused at the first token only.
             llm.generate([{"prompt_token_ids": [policy.pad_token]}], [first], use_tqdm=False)
         except (ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = single_line(error, 300)
             raise ConfigError(f"rollout=vllm: vLLM cannot run this model ({reason})") from error
     return llm
 

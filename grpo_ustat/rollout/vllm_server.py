@@ -28,6 +28,7 @@ from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.draws import request_seeds
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.rollout.vllm import check_requests, checkpoint_weights, import_vllm, rollouts_of
+from grpo_ustat.streams import single_line
 
 PLAIN = {  # of every request: nothing reshapes its distribution
     "n": 1,
@@ -90,7 +91,7 @@ class VllmServerEngine:
         try:
             self._sender.send_weights()  # start_weight_update, update_weights, finish_weight_update
         except Exception as error:  # of vLLM's own client and NCCL; the group is of no use now
-            reason = " ".join(str(error).split())[:300]
+            reason = single_line(error, 300)
             raise ConfigError(
                 f"{self._server.url} did not take the weights ({reason}): start the server anew, "
                 "and then this command"
@@ -236,7 +237,7 @@ def served_shape(model: str, revision: str | None) -> Any:
     try:
         return AutoConfig.from_pretrained(model, revision=revision)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = single_line(error, 200)
         raise ConfigError(
             f"the vLLM server holds {model}, whose config.json cannot be read here ({reason}): "
             "start it with a model that this machine has"
@@ -281,7 +282,7 @@ def join_server(server: Server, policy: Policy) -> Any:
             info, client=client, source=Checkpoint()
         )
     except Exception as error:  # of vLLM's own client and NCCL
-        reason = " ".join(str(error).split())[:300]
+        reason = single_line(error, 300)
         raise ConfigError(
             f"the vLLM server at {server.url} and this process do not meet over NCCL at {host}:"
             f"{port} ({reason}): start the server anew, on other GPUs than this command's"

@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from grpo_ustat.streams import single_line
+
 MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
 USUAL_BYTES = 256_000_000  # of all other files
 MOST_DEPTH, MOST_VALUES, MOST_LETTERS = 40, 2_000_000, 1_000_000
@@ -55,7 +57,7 @@ def checked(
         content = parse(text_of(folder, name))
         wrong = misfit(content, shape) if shape else None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        wrong = " ".join(str(error).split())[:200]
+        wrong = single_line(error, 200)
     return (None, wrong) if wrong else (content, "")
 
 

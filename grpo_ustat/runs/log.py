@@ -19,6 +19,7 @@ from pyarrow import json as arrow_json
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.contents import count
 from grpo_ustat.runs.files import atomic_write
+from grpo_ustat.streams import single_line
 from grpo_ustat.terminal import Console
 
 NAME = "completions.parquet"
@@ -55,7 +56,7 @@ def attempt(what: str, write: Callable[[], object]) -> bool:
         wrapped = "os error" in str(error) or "Os { code" in str(error)  # by Rust libraries
         if not (isinstance(error, OSError) or wrapped):
             raise
-        reason = " ".join(str(error).split())
+        reason = single_line(error)
         warn(f"{what} could not be written, the run goes on without it: {reason}")
         return False
     return True
@@ -161,7 +162,7 @@ class CompletionLog:
             try:
                 table = parquet.read_table(self._file, schema=COLUMNS)
             except (OSError, ValueError) as error:
-                reason = " ".join(str(error).split())[:200]
+                reason = single_line(error, 200)
                 raise ConfigError(f"{self._file} is damaged ({reason}): move it away") from error
             self._table = table.filter(compute.field("step") <= keep_up_to)
             if len(self._table) < len(table):

@@ -21,6 +21,7 @@ from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.contents import command_of
 from grpo_ustat.runs.files import csv_rows, read_rows
 from grpo_ustat.runs.folder import changed_files
+from grpo_ustat.streams import single_line
 
 if TYPE_CHECKING:
     import pyarrow
@@ -129,7 +130,7 @@ class RunRecord:
         try:
             rows, damaged = read_rows(self.folder / METRICS)
         except (OSError, ValueError) as error:
-            self.add_note(f"{METRICS} is damaged and not shown: {_one_line(error)}")
+            self.add_note(f"{METRICS} is damaged and not shown: {single_line(error, 200)}")
             return []
         if damaged:
             self.add_note(f"{METRICS} is damaged in {damaged} lines, which are left out")
@@ -346,7 +347,7 @@ class RunRecord:
                 steps = stored.read(columns=["step"])["step"].to_pylist()
                 table = _thin(stored.read(), steps)
         except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
-            self.add_note(f"{COMPLETIONS} is damaged and not shown: {_one_line(error)}")
+            self.add_note(f"{COMPLETIONS} is damaged and not shown: {single_line(error, 200)}")
             return [], ""
         columns = [name for name in table.column_names if table[name].null_count < len(table)]
         columns += [name for name in ("prompt", "completion", "reward") if name not in columns]
@@ -385,10 +386,6 @@ def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
     count = max(2, int(len(every) / share))
     spaced = {every[round(i * (len(every) - 1) / (count - 1))] for i in range(count)}
     return table.filter(pyarrow.array([step in spaced for step in steps]))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def identity_keys(config: dict[str, Any]) -> dict[str, Any]:

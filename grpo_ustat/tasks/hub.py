@@ -10,6 +10,7 @@ import threading
 from functools import cache
 
 from grpo_ustat.distributed.ranks import is_main
+from grpo_ustat.streams import single_line
 from grpo_ustat.terminal import tell
 
 SECONDS = 8.0  # to answer; names are looked up without a limit of their own
@@ -31,7 +32,7 @@ def go_offline_if_unreachable() -> bool:
             get_session().head(constants.ENDPOINT, timeout=SECONDS)
             failures.clear()
         except Exception as error:  # of whichever library sends requests
-            failures[:] = [" ".join(str(error).split()) or type(error).__name__]
+            failures[:] = [single_line(error) or type(error).__name__]
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

@@ -17,6 +17,7 @@ from typing import Any, TextIO, cast
 
 from grpo_ustat.config.data import Gsm8kConfig
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.streams import single_line
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datasets` calls them
@@ -233,7 +234,7 @@ def _quiet() -> Iterator[str]:
 
 def _reason(error: Exception) -> str:
     root = error.__cause__ or error
-    return " ".join(str(root).split())[:200] or "no row was found"
+    return single_line(root, 200) or "no row was found"
 
 
 def _short(value: Any) -> str:

@@ -31,7 +31,7 @@ from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram, group_sc
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
 from grpo_ustat.report.decision import group_size_costs
-from grpo_ustat.streams import visible
+from grpo_ustat.streams import single_line, visible
 from grpo_ustat.trl.generation import Group, completions_of, summed_rewards, whole_groups
 from grpo_ustat.trl.support import check_trainer
 
@@ -122,7 +122,7 @@ class GradientNoiseCallback(TrainerCallback):
             try:
                 measurement = self._measure(output, step)
             except ConfigError as error:  # the same on all ranks
-                self.fault = " ".join(str(error).split())
+                self.fault = single_line(error)
         self._due = step + self.every
         spent = time.perf_counter() - start
         self.seconds += spent
