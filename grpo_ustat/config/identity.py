@@ -119,7 +119,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     if "reward_funcs" in keys:
         functions = {"reward_funcs": local_reward_funcs(keys["reward_funcs"])}
         weights = keys.get("reward_weights")
-        if isinstance(weights, list) and any(weight != 1 for weight in weights):
+        if weights not in (None, [1.0] * len(keys["reward_funcs"])):
             functions["reward_weights"] = weights
         keys = {key: value for key, value in keys.items() if key not in REWARDED}
         keys |= {} if functions == {"reward_funcs": [TASK]} else functions
