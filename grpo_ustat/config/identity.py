@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from grpo_ustat.config.data import FILES, REWARDS, TASKS, module_file, reward_file
 from grpo_ustat.config.model import adapter_base, model_folder, tf32_in_use
@@ -119,7 +119,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     if "reward_funcs" in keys:
         functions = {"reward_funcs": local_reward_funcs(keys["reward_funcs"])}
         weights = keys.get("reward_weights")
-        if isinstance(weights, list) and any(x != 1 for x in cast("list[Any]", weights)):
+        if weights not in (None, [1.0] * len(keys["reward_funcs"])):
             functions["reward_weights"] = weights
         keys = {key: value for key, value in keys.items() if key not in REWARDED}
         keys |= {} if functions == {"reward_funcs": [TASK]} else functions
