@@ -28,6 +28,7 @@ from grpo_ustat.advise.verdict import (
     usual_rollouts,
 )
 from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.reward_funcs import TASK, as_typed
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.estimators.scaling import CONSTANTS, group_size_interval, scaling_estimate
 from grpo_ustat.records import Array
@@ -256,11 +257,24 @@ def _from_pool(request: Request) -> Advice:
         raise ConfigError(
             f"{folder} was scored from a log of rollouts: name that file, with model=CHECKPOINT"
         )
+    functions = draws.get("reward_funcs") or [TASK]
+    if any(name.startswith("local:") for name in functions):
+        raise ConfigError(
+            f"{folder} was judged with {as_typed(functions)}, and files are not kept with it: type "
+            f"mse with the same reward_funcs and pool={folder}"
+        )
     sizes = [
         f"pool={folder}", f"study.questions={len(ends)}", f"seed={draws['seed']}",
         f"budget.pool_completions={min(ends.values())}",
     ]  # fmt: skip
-    return _study_now([*overrides, *sizes], request)
+    advice = _study_now([*overrides, *sizes], request)
+    if functions != [TASK]:
+        advice.details.insert(
+            0,
+            f"Of reward_funcs={as_typed(functions)}, each of weight 1: mse with pool={folder} and "
+            "reward_weights says it for others.",
+        )
+    return advice
 
 
 def _from_log(path: Path, request: Request) -> Advice:

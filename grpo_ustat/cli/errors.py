@@ -29,6 +29,9 @@ NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
     "loss_type": "objective=dapo and the like, or objective.loss_type",
     "beta": "objective.beta",
     "use_vllm": "rollout=vllm",
+    "multi_objective_aggregation": "a baseline, group_std for sum_then_normalize, gdpo for "
+    "normalize_then_sum",
+    "scale_rewards": "a baseline, group_std for group, batch_std for batch, group_mean for none",
 }
 CUTS = ("top_p", "top_k", "min_p")  # of the sampled distribution, which other trainers have
 RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ustat.config.model import ModelConfig, PromptConfig
-from grpo_ustat.config.reward_funcs import check_reward_funcs, reward_names, summed_weights
+from grpo_ustat.config.reward_funcs import check_reward_funcs, reward_text, summed_weights
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 
@@ -39,10 +39,11 @@ class Common(Shared):
     reward_funcs: list[str] = field(
         "that judge a completion: task, the data set's own, comes first; then any of format (an "
         "answer can be read), termination (not cut), brevity (1 - length/max_completion_length), "
-        "FILE.py:FUNCTION or an entry point's name"
+        "FILE.py:FUNCTION or an entry point's name, such as [task,brevity,my.py:score]"
     )
     reward_weights: list[float] | None = field(
-        "of reward_funcs in the sum that is the reward; null: 1 each"
+        "one for each of reward_funcs, in their order; the reward is the weighted sum; null: 1 "
+        "each; 0: in the metrics alone"
     )
     temperature: float = field(
         "divides the logits, in sampling and in scoring alike", positive=True
@@ -64,12 +65,8 @@ class Common(Shared):
 
     @property
     def rewards_plan(self) -> str:
-        """The reward functions with their weights, after a comma; "" of the task's alone."""
-        if self.weights == [1.0]:
-            return ""
-        names = reward_names(self.reward_funcs)
-        terms = (f"{weight:g} {name}" for weight, name in zip(self.weights, names, strict=True))
-        return f", reward {' + '.join(terms)}"
+        """The reward functions with their weights; "" of the task's alone."""
+        return reward_text(self.reward_funcs, self.reward_weights)
 
     def check(self) -> None:
         """See `Shared.check`."""

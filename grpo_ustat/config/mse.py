@@ -198,12 +198,13 @@ class MseConfig(Common):
             else f"{self.dataset.name}: {questions or 'all'} questions x {completions} completions"
         )
         sizes = ", ".join(map(str, self.group_sizes))
+        reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
         sampler = ""
         if self.rollout.name == "vllm":
             sampler = "; vLLM writes the completions, one process samples and scores"
         return (
             f"mse: {self.model.name} on {source}; gradient error of {', '.join(self.baselines)} at "
-            f"G = {sizes} ({', '.join(self.study.methods)}){self.rewards_plan}{sampler}"
+            f"G = {sizes} ({', '.join(self.study.methods)}){reward}{sampler}"
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from grpo_ustat.config.data import REWARDS, check_entry_point, check_reward_file, reward_file
 from grpo_ustat.config.schema import ConfigError, check_distinct
@@ -18,11 +19,18 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
     Raises:
         ConfigError: naming the values and the fix.
     """
-    if not reward_funcs or reward_funcs[0] != TASK:
+    functions = as_typed(reward_funcs)
+    if not reward_funcs:
+        raise ConfigError(f"reward_funcs=[] names no function: use reward_funcs=[{TASK}]")
+    if reward_funcs[0] != TASK:
+        others = [name for name in reward_funcs if name != TASK]
+        weights = "put reward_weights in the same order"
+        if TASK not in reward_funcs:
+            zeros = as_typed([0, *(1 for _ in others)])
+            weights = f"reward_weights={zeros} if {TASK} is not to count"
         raise ConfigError(
-            f"reward_funcs={reward_funcs} must begin with {TASK}, the data set's own reward, which "
-            f"accuracy is read from: use [{','.join([TASK, *reward_funcs])}], and reward_weights "
-            "with a 0 for it if it is not to count"
+            f"reward_funcs={functions} must begin with {TASK}, the data set's own reward, from "
+            f"which accuracy is read: use reward_funcs={as_typed([TASK, *others])}, and {weights}"
         )
     for name in reward_funcs[1:]:
         if reward_file(name):
@@ -33,15 +41,17 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
     if reward_weights is None:
         return
     if len(reward_weights) != len(reward_funcs):
+        fix = "give one for each, in their order, or null for 1 each"
+        if len(reward_funcs) == 1:
+            fix = "name the other functions in reward_funcs, or leave reward_weights out"
         raise ConfigError(
-            f"reward_weights={reward_weights} has {len(reward_weights)} weights for the "
-            f"{len(reward_funcs)} functions of reward_funcs={reward_funcs}: give one for each, in "
-            "their order, or null for 1 each"
+            f"reward_weights={as_typed(reward_weights)} has {counted(reward_weights, 'weight')} "
+            f"for {counted(reward_funcs, 'function')}, reward_funcs={functions}: {fix}"
         )
     if not all(map(math.isfinite, reward_weights)) or not any(reward_weights):
         raise ConfigError(
-            f"reward_weights={reward_weights} of reward_funcs={reward_funcs}: weights must be "
-            "finite, and one at least other than 0"
+            f"reward_weights={as_typed(reward_weights)} of reward_funcs={functions}: weights must "
+            "be finite, and one at least other than 0"
         )
 
 
@@ -58,10 +68,28 @@ def check_several(baseline: str, key: str, reward_funcs: list[str]) -> None:
     """
     if "rewards_PGF" in BASELINES[baseline].needs and len(reward_funcs) < 2:
         raise ConfigError(
-            f"{key} names {baseline}, which normalises several reward functions apart, but "
-            f"reward_funcs={reward_funcs}: use reward_funcs=[{TASK},{OF_ANY_DATASET[-1]}] or "
-            "others, or group_std"
+            f"{key}={baseline} normalises each of several reward functions by itself, but "
+            f"reward_funcs={as_typed(reward_funcs)}: use reward_funcs="
+            f"{as_typed([TASK, OF_ANY_DATASET[-1]])} or others, or group_std"
         )
+
+
+def as_typed(values: Sequence[str | float]) -> str:
+    """A list as one types it.
+
+    >>> as_typed(["task", "brevity"]), as_typed([1.0, 0.25])
+    ('[task,brevity]', '[1,0.25]')
+    """
+    return f"[{','.join(f'{x:g}' if isinstance(x, int | float) else x for x in values)}]"
+
+
+def counted(values: Sequence[str | float], noun: str) -> str:
+    """How many there are, in words.
+
+    >>> counted([1.0], "weight"), counted(["task", "format"], "function")
+    ('1 weight', '2 functions')
+    """
+    return f"{len(values)} {noun}{'s' * (len(values) != 1)}"
 
 
 def reward_names(reward_funcs: list[str]) -> list[str]:
@@ -71,6 +99,18 @@ def reward_names(reward_funcs: list[str]) -> list[str]:
     ['task', 'brevity', 'polite']
     """
     return [own[1] if (own := reward_file(name)) else name for name in reward_funcs]
+
+
+def reward_text(reward_funcs: list[str], reward_weights: list[float] | None) -> str:
+    """The sum that is the reward; "" where it is the data set's own.
+
+    >>> reward_text(["task", "brevity"], [1.0, 0.5]), reward_text(["task"], None)
+    ('1 task + 0.5 brevity', '')
+    """
+    weights, names = summed_weights(reward_funcs, reward_weights), reward_names(reward_funcs)
+    if weights == [1.0]:
+        return ""
+    return " + ".join(f"{weight:g} {name}" for weight, name in zip(weights, names, strict=False))
 
 
 def summed_weights(reward_funcs: list[str], reward_weights: list[float] | None) -> list[float]:

@@ -28,8 +28,8 @@ class RolloutConfig:
     )
     enforce_eager: bool | None = field("vLLM without CUDA graphs; null: its own choice")
     cuda_graphs: bool | None = field(
-        "rollout=local on a GPU writes tokens as CUDA graphs where the model allows it: the same "
-        "draws, sooner; null: of another rollout",
+        "rollout=local on a GPU records a token's kernels as one CUDA graph where the model allows "
+        "it (not yet run on a GPU); changes no draw; null with another rollout",
         factory=lambda: None,
     )
 
@@ -41,7 +41,8 @@ class RolloutConfig:
         """
         if self.name != "local" and self.cuda_graphs is not None:
             raise ConfigError(
-                "rollout.cuda_graphs is of rollout=local: vLLM has rollout.enforce_eager"
+                f"rollout.cuda_graphs={str(self.cuda_graphs).lower()} is for rollout=local: leave "
+                f"it out with rollout={self.name} (rollout.enforce_eager=true turns vLLM's off)"
             )
         for name in OF_VLLM:
             if self.name != "vllm" and getattr(self, name) is not None:

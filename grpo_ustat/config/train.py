@@ -380,10 +380,11 @@ class TrainConfig(Common):
     @property
     def plan(self) -> str:
         """Policy, algorithm, a step's rollouts, steps and learning rate."""
+        reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
         return (
             f"train: {self.model.name} on {self.dataset.name}; {self.objective.name} with "
             f"{self.baseline.name}, {self.max_steps} steps of {self.prompts_per_step} prompts x "
-            f"{self.group_size} completions{self.rewards_plan}, {self.optimizer.name} at "
+            f"{self.group_size} completions{reward}, {self.optimizer.name} at "
             f"{self.learning_rate:g}, seed {self.seed}"
         )
 

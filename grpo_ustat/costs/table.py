@@ -66,6 +66,7 @@ def settings(config: TrainConfig | MseConfig) -> dict[str, str]:
         "length": config.max_completion_length,
         "temperature": config.temperature,
         "rollout": config.rollout.name,
+        "reward": config.rewards_plan or None,
     }
     if isinstance(config, TrainConfig):
         values |= {

@@ -31,7 +31,7 @@ from grpo_ustat.config.identity import (
     weights_fingerprint,
 )
 from grpo_ustat.config.mse import MseConfig
-from grpo_ustat.config.reward_funcs import TASK
+from grpo_ustat.config.reward_funcs import TASK, as_typed
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import weighted_sum
@@ -176,6 +176,12 @@ class PoolStore:
                 raise ConfigError(
                     f"{self.folder} holds scores of study.parameters={there}, asked is {own}: use "
                     f"study.parameters={there} or another pool=DIR"
+                )
+            if key == "reward_funcs" and there != own:
+                texts = [as_typed(x) if isinstance(x, list) else str(x) for x in (there, own)]
+                raise ConfigError(
+                    f"{self.folder} was judged with reward_funcs={texts[0]}, asked is {texts[1]}: "
+                    f"use reward_funcs={texts[0]} or another pool=DIR"
                 )
             if there != own:
                 raise ConfigError(

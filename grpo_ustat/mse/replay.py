@@ -160,13 +160,17 @@ def limit_refusal(rewards_PN: Array, baseline: str) -> str | None:
 
 def own_mean_refusal(baseline: str, group_sizes: list[int], count: int) -> str | None:
     """Why a rule has no row against its own mean at some G; None where it has a row at every G."""
-    short = [size for size in group_sizes if count < 2 * size + 1]
+    coupled = BASELINES[baseline].couples_prompts  # its groups are left out whole
+    needed = {
+        size: max(2 * size, size + LEAST_REST) if coupled else 2 * size + 1 for size in group_sizes
+    }
+    short = [size for size in group_sizes if count < needed[size]]
     if not short:
         return None
+    groups = "two disjoint groups need" if coupled else "two disjoint groups and one more need"
     return (
-        f"{baseline} against its own mean at G = {', '.join(map(str, short))}: two disjoint groups "
-        f"and one completion more need pools of {2 * max(short) + 1}, got {count}: take more "
-        "completions of each question"
+        f"{baseline} against its own mean at G = {', '.join(map(str, short))}: {groups} "
+        f"{needed[max(short)]} completions of each question, got {count}: take more"
     )
 
 

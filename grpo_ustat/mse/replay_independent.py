@@ -185,6 +185,8 @@ def _weights(
         running=None if b_R is None else b_R[:, None],
         lengths_PG=pool.lengths_PN[x][index_RG],
         greedy_P=None if pool.greedy_P is None else np.full(draws, pool.greedy_P[x]),
+        rewards_PGF=None if pool.rewards_PNF is None else pool.rewards_PNF[x][index_RG],
+        reward_weights_F=pool.reward_weights_F,
     )
     advantage_RG = advantages(name, pool.rewards_PN[x][index_RG], context, options)
     return scatter(advantage_RG / size, index_RG, pool.rewards_PN.shape[1])

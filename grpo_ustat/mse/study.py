@@ -20,7 +20,7 @@ from grpo_ustat.mse.closed_form import ClosedForm, closed_form
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
 from grpo_ustat.mse.pool import ModelFacts, build_part, build_pool, greedy_rewards, model_facts
-from grpo_ustat.mse.pool_store import leave_sample
+from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample
 from grpo_ustat.mse.replay import is_binary, limit_refusal, own_mean_refusal, replay, replay_refusal
 from grpo_ustat.mse.result import (
     batch_settings,
@@ -59,6 +59,8 @@ from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import tell_dropped
 from grpo_ustat.terminal import Console
 
+ANY_SETTING = "any setting"  # in which a row that is not measured would be
+
 
 def run(config: MseConfig, folder: RunFolder) -> float | None:
     """Run the study, or show the one that the folder already holds.
@@ -91,7 +93,8 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(table.terminal())
     console.print(f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}")
     for row in result["not_measured"]:
-        console.print(f"{row['method']}, {row['setting']}: {row['reason']}")
+        where = "" if row["setting"] == ANY_SETTING else f", {row['setting']}"
+        console.print(f"Not measured by {row['method']}{where}: {row['reason']}")
     console.print(result["summary"])
     disputes = (
         dynamic_sampling_sentence(result),
@@ -105,8 +108,11 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
 
 
 def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
+    # A file or a pool that cannot be used leaves no run folder.
     if config.imports_pool:
-        logged_rollouts(config)  # a file that cannot be used leaves no run folder
+        logged_rollouts(config)
+    elif config.pool:
+        main_only(PoolStore(Path(config.pool), draws_of(config)).open)
     main_only(folder.open)
     try:
         result = study(config, folder.path)
@@ -250,7 +256,7 @@ def _replay_refusals(
     for target, reason in refusals.items():
         if reason:
             yield {
-                "method": "replay", "baseline": name, "setting": "any setting",
+                "method": "replay", "baseline": name, "setting": ANY_SETTING,
                 "target": target_words(target, is_binary(pool.rewards_PN)),
                 "num_prompts": None, "reason": reason,
             }  # fmt: skip

@@ -447,7 +447,9 @@ def _prompts_needed(result: Mapping[str, Any]) -> int | None:
 
 
 def policy_overrides(config: Mapping[str, Any]) -> list[str]:
-    """Overrides that choose the model, the questions and the sampling of a configuration."""
+    """Overrides that choose the model, the questions, the sampling and the rewards of a
+    configuration.
+    """
     overrides = []
     for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):
         node = config[group]
@@ -465,7 +467,9 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
     values = yaml.safe_load((CONF / "common.yaml").read_text())
     values["max_completion_length"] = config["dataset"].get("max_completion_length")
     sampling = {key: config[key] for key in ("temperature", "max_completion_length")}
-    return [*overrides, *_changes(sampling, values)]
+    # configurations of before had no reward functions
+    rewards = {key: config[key] for key in ("reward_funcs", "reward_weights") if key in config}
+    return [*overrides, *_changes(sampling | rewards, values)]
 
 
 def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -22,15 +22,18 @@ def reward_tables(result: Mapping[str, Any]) -> list[Table]:
         for row in functions
     ]
     notes = [
-        "Each function by itself, in its own scale, of the same completions: its weight moves C1, "
-        "C2 and C3 by its square and leaves G*. The last line is what training with these weights "
-        "has. -: it never varies within a prompt. 95 % intervals; those of the mean generalising "
-        "to new questions.",
+        "Each function alone, before its weight, on the same completions. A weight w multiplies "
+        "C1, C2 and C3 by w^2 and does not change G*. The last line is the weighted sum, on which "
+        "training works, but with gdpo. 95 % intervals; those of the mean generalising to new "
+        "questions.",
     ]
     tables = [Table("Reward functions", ["function", "weight", *COLUMNS.values()], cells, notes)]
     if pairs:
         rows = [[row["first"], row["second"], open_interval(row, "correlation")] for row in pairs]
-        notes = ["Within prompts. Below 0: what one function rewards, the other does not."]
+        notes = [
+            "Within prompts. Below 0: completions that one function rewards more, the other tends "
+            "to reward less."
+        ]
         columns = ["function", "and", "correlation"]
         tables.append(Table("Correlation of reward functions", columns, rows, notes))
     return tables

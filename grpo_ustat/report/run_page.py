@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from grpo_ustat.config.reward_funcs import reward_text
 from grpo_ustat.report.decision import (
     WHY_FIXED_ROLLOUTS,
     interval_note,
@@ -123,6 +124,9 @@ def run_page(
             ("Prompt", str(value("prompt.name"))),
             ("Seed", str(value("seed"))),
         ]
+        functions, weights = value("reward_funcs"), value("reward_weights")
+        if isinstance(functions, list) and isinstance(weights, list | None):
+            facts.append(("Reward", reward_text(list(map(str, functions)), weights) or "task"))
     facts += command_facts(run)
     page_tables, provenance = tables(run), ""
     starts = [row for row in run.launches if row.get("event") == "start"]

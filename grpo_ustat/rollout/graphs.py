@@ -242,8 +242,8 @@ def leave(batch: DecodingBatch, error: Exception) -> None:
     name = batch.model.config.name_or_path or batch.model.config.model_type
     reason = single_line(error, 200)
     warnings.warn(
-        f"tokens of {name} are written one operation after the other, which takes longer than as "
-        f"CUDA graphs ({reason}): rollout.cuda_graphs=false spares the attempt",
+        f"tokens of {name} are written without CUDA graphs ({reason}): "
+        "rollout.cuda_graphs=false spares the attempt",
         stacklevel=2,
     )
 

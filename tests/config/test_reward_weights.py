@@ -13,13 +13,18 @@ from grpo_ustat.config.schema import ConfigError
 @pytest.mark.parametrize(
     "names, weights, words",
     [
-        (["brevity"], None, "must begin with task, .*: use \\[task,brevity\\]"),
-        ([], None, "must begin with task"),
+        (
+            ["brevity"],
+            None,
+            "must begin with task, .*: use reward_funcs=\\[task,brevity\\], and reward_weights="
+            "\\[0,1\\]",
+        ),
+        ([], None, "names no function: use reward_funcs=\\[task\\]"),
         (["task", "brevty"], None, "unknown reward_funcs 'brevty': did you mean brevity"),
         (["task", "task"], None, "names task twice"),
         (["task", "none.py:f"], None, "there is no file none.py"),
-        (["task", "brevity"], [1.0], "has 1 weights for the 2 functions"),
-        (["task"], [1.0, 2.0], "has 2 weights for the 1 functions"),
+        (["task", "brevity"], [1.0], "has 1 weight for 2 functions"),
+        (["task"], [1.0, 2.0], "has 2 weights for 1 function, .*: name the other functions"),
         (["task", "brevity"], [0.0, 0.0], "one at least other than 0"),
         (["task", "brevity"], [1.0, float("inf")], "must be finite"),
     ],
@@ -45,8 +50,8 @@ def test_functions_of_two_files_with_one_name_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "verb, overrides, words",
     [
-        ("train", ["baseline=gdpo"], "baseline names gdpo, .* reward_funcs=\\['task'\\]: use"),
-        ("mse", ["baselines=[gdpo]", "study.methods=[replay]"], "baselines names gdpo"),
+        ("train", ["baseline=gdpo"], "baseline=gdpo normalises .* reward_funcs=\\[task\\]: use"),
+        ("mse", ["baselines=[gdpo]", "study.methods=[replay]"], "baselines=gdpo"),
         (
             "train",
             ["baseline=gdpo", "reward_funcs=[task,brevity]", "objective=grpo", "objective.beta=0.1",

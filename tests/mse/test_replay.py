@@ -304,9 +304,11 @@ def test_targets_that_a_pool_cannot_show_are_refused_in_words():
         assert limit_refusal(rewards[:1], name) is None
     assert "effective completions behind sigma" in limit_refusal(rewards * 0.5, "group_std")
     assert own_mean_refusal("maxrl", [4, 8, 16], 32).startswith(
-        "maxrl against its own mean at G = 16: two disjoint groups and one completion more need "
-        "pools of 33, got 32"
+        "maxrl against its own mean at G = 16: two disjoint groups and one more need 33 "
+        "completions of each question, got 32"
     )
+    assert own_mean_refusal("gdpo", [2, 16], 32) is None  # its rows need no completion more
+    assert "need 5 completions of each question, got 4" in own_mean_refusal("gdpo", [2], 4)
     assert own_mean_refusal("maxrl", [15], 32) is None
 
 

@@ -11,10 +11,12 @@ import pytest
 from commands import compose
 from prompt_pools import prompts
 
+from grpo_ustat.estimators.baselines import BASELINES, Baseline, advantages
 from grpo_ustat.mse import study
 from grpo_ustat.mse.closed_form import Request, closed_form
+from grpo_ustat.mse.replay import replay
 from grpo_ustat.mse.reward_functions import SUM, function_statistics
-from grpo_ustat.records import ScorePool
+from grpo_ustat.records import BaselineContext, ScorePool
 from grpo_ustat.runs.folder import RunFolder
 
 WEIGHTS = np.array([1.0, 0.5, 0.0])
@@ -38,6 +40,22 @@ def pool_of_three(rng):
         reward_sums_PFR=sums,
         reward_weights_F=WEIGHTS,
     )
+
+
+def test_a_rule_of_ones_own_reads_every_function_in_replay(rng, monkeypatch):
+    """Leave-one-out of the weighted sum, formed from the functions, is that of the sum."""
+
+    def of_functions(rewards_PG, context):
+        total_PG = context.rewards_PGF @ context.reward_weights_F
+        return advantages("leave_one_out", total_PG, BaselineContext())
+
+    needs = frozenset({"rewards_PGF", "reward_weights_F"})
+    own = Baseline("own", of_functions, unbiased=True, min_group_size=2, needs=needs)
+    monkeypatch.setitem(BASELINES, "own", own)
+    arguments = ({}, [3], [("without_replacement", 6)], 50, 0, "completions")
+    pool = pool_of_three(rng)
+    (one,), (other,) = (replay(pool, [name], *arguments) for name in ("own", "leave_one_out"))
+    assert one.mse == pytest.approx(other.mse, rel=1e-12)
 
 
 @pytest.mark.parametrize("interval", ["completions", "questions"])
