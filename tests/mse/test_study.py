@@ -178,7 +178,8 @@ def test_a_study_of_the_whole_zoo(tmp_path):
     names = [name for name, rule in BASELINES.items() if not rule.only_trains]
     result = study(
         tmp_path / "zoo", "study.methods=[monte_carlo]", f"baselines=[{','.join(names)}]",
-        "group_sizes=[4,8]", "budget=study_smoke",
+        "group_sizes=[4,8]", "budget=study_smoke", "reward_funcs=[task,brevity]",
+        "reward_weights=[0.5,0.5]",
     )  # fmt: skip
     rows = {(row["baseline"], row["group_size"]): row for row in result["curves"]}
     assert set(rows) == {(name, size) for name in names for size in (4, 8)}
