@@ -482,4 +482,6 @@ def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "
         if isinstance(value, str) and not re.fullmatch(r"[\w./:@+-]+", value):
             text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
             text = text.replace("${", "\\${")  # which OmegaConf would look up
+        if isinstance(value, list) and not {"'", '"'} & set(text):
+            text = text.replace(", ", ",")  # as one types it
         yield f"{prefix}{key}={text}"

@@ -11,9 +11,11 @@ import pytest
 from commands import compose
 from prompt_pools import prompts
 
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import BASELINES, Baseline, advantages
 from grpo_ustat.mse import study
 from grpo_ustat.mse.closed_form import Request, closed_form
+from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.replay import replay
 from grpo_ustat.mse.reward_functions import SUM, function_statistics
 from grpo_ustat.records import BaselineContext, ScorePool
@@ -40,6 +42,19 @@ def pool_of_three(rng):
         reward_sums_PFR=sums,
         reward_weights_F=WEIGHTS,
     )
+
+
+def test_a_pool_of_other_functions_is_refused_before_a_run_is_written_down(tmp_path):
+    """And it says which functions it is of."""
+    pool = tmp_path / "pool"
+    of = [f"pool={pool}", "debug=mse", f"hydra.run.dir={tmp_path / 'run'}"]
+    two = compose("mse", *of, "reward_funcs=[task,brevity]")
+    PoolStore(pool, draws_of(two)).open()
+    config = compose("mse", *of, "reward_funcs=[task,format]")
+    words = r"judged with reward_funcs=\[task,brevity\], asked is \[task,format\]: use reward_funcs"
+    with pytest.raises(ConfigError, match=words):
+        study.run(config, RunFolder(tmp_path / "run", config))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["pool.json"]
 
 
 def test_a_rule_of_ones_own_reads_every_function_in_replay(rng, monkeypatch):

@@ -145,6 +145,18 @@ def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrid
     assert asdict(composed.prompt) == config["prompt"]
 
 
+def test_the_next_command_has_the_same_reward_functions():
+    """Otherwise it would be about another reward: the task's alone."""
+    rewards = ("reward_funcs=[task,brevity]", "reward_weights=[1,0.5]")
+    step = next_step(RESULT, asdict(compose("mse", *rewards)))
+    _, verb, *words = shlex.split(step)
+    composed = compose(verb, *words)
+    assert (composed.reward_funcs, composed.reward_weights) == (["task", "brevity"], [1.0, 0.5])
+    assert "'reward_funcs=[task,brevity]'" in step  # as one types it
+    before = {k: v for k, v in asdict(compose("mse")).items() if not k.startswith("reward_")}
+    assert "reward" not in next_step(RESULT, before)
+
+
 def test_a_prompt_of_ones_own_is_quoted_for_hydra_and_for_the_shell():
     own = compose("mse", "prompt=plain", "prompt.template='Q: {question}, it is '")
     step = next_step(RESULT, asdict(own))
