@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 
@@ -21,4 +23,23 @@ def small_disk(path, size):
         yield path
     finally:
         while path.is_mount():
-            subprocess.run(["umount", path], check=True)
+            _unmount(path)
+
+
+def _unmount(path, seconds=60):
+    """One that has just ended may hold it for a moment; whoever holds it longer is named."""
+    end = time.monotonic() + seconds
+    while subprocess.run(["umount", path], capture_output=True).returncode:
+        if time.monotonic() > end:
+            holders = [process for process in psutil.process_iter() if _holds(process, path)]
+            raise OSError(f"{path} cannot be unmounted after {seconds} s; held by {holders}")
+        time.sleep(0.1)
+
+
+def _holds(process, path):
+    try:
+        names = [process.cwd(), *(file.path for file in process.open_files())]
+        names += [mapped.path for mapped in process.memory_maps()]
+    except psutil.Error:
+        return False
+    return any(name.startswith(str(path)) for name in names)

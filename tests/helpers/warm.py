@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module, invalidate_caches
 from pathlib import Path
@@ -44,15 +45,20 @@ def run_python(*words, cwd=None, env=None, timeout=1800):
             command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
         )
     with tempfile.TemporaryDirectory() as folder:
-        files = [str(Path(folder) / name) for name in ("out", "err")]
-        request = dict(words=command[1:], cwd=cwd, env=env, files=files)
+        files = [Path(folder) / name for name in ("out", "err")]
+        for file in files:
+            os.mkfifo(file)
+        request = dict(words=command[1:], cwd=cwd, env=env, files=[str(file) for file in files])
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         pid = int(server.stdout.readline())
-        if not select.select([server.stdout], [], [], timeout)[0]:
-            os.kill(pid, 9)
-        code = int(server.stdout.readline())
-        output, error = (Path(file).read_text() for file in files)
+        with ThreadPoolExecutor(len(files)) as readers:
+            # to the end, which comes when the command's own processes have left as well
+            texts = readers.map(Path.read_text, files)
+            if not select.select([server.stdout], [], [], timeout)[0]:
+                os.kill(pid, 9)
+            code = int(server.stdout.readline())
+            output, error = texts
     return subprocess.CompletedProcess(command, code, output, error)
 
 
@@ -100,9 +106,11 @@ def _become(words, cwd, env, files):
     try:
         os.environ.clear()
         os.environ.update(env)
-        os.chdir(cwd)
         for number, file in enumerate(files, start=1):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+            pipe = os.open(file, os.O_WRONLY)
+            os.dup2(pipe, number)
+            os.close(pipe)
+        os.chdir(cwd)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         own = env.get("PYTHONPATH", "").split(os.pathsep) if env.get("PYTHONPATH") else []
         module, sys.argv = words[0] == "-m", words[words[0] == "-m" :]
