@@ -35,14 +35,16 @@ def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
     return WIDENING and narrow and left.device.type == "cuda"
 
 
-def wide_bmm(left_BIK: torch.Tensor, right_BKJ: torch.Tensor) -> torch.Tensor:
-    """Batched product, [B, I, J], float32 or wider.
+def wide_bmm(
+    left_BIK: torch.Tensor, right_BKJ: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Batched product, [B, I, J], float32 or wider; into `out` where given.
 
     Two factors of one narrow type are not widened on a GPU: the products of their entries are exact
     in float32, in which they are summed.
     """
     if sums_wider(left_BIK, right_BKJ):
-        return torch.bmm(left_BIK, right_BKJ, out_dtype=torch.float32)
+        return torch.bmm(left_BIK, right_BKJ, out_dtype=torch.float32, out=out)
     both = torch.promote_types(left_BIK.dtype, right_BKJ.dtype)
     wide = torch.promote_types(both, torch.float32)
-    return torch.bmm(left_BIK.to(wide), right_BKJ.to(wide))
+    return torch.bmm(left_BIK.to(wide), right_BKJ.to(wide), out=out)

@@ -52,9 +52,10 @@ def model_of(layers):
 
 
 @uncounted
-def wide_bmm(left, right):
+def wide_bmm(left, right, out=None):
     """A GPU's product, slice by slice."""
-    result = left.new_zeros((len(left), left.shape[1], right.shape[2]), dtype=torch.float32)
+    shape = (len(left), left.shape[1], right.shape[2])
+    result = left.new_empty(shape, dtype=torch.float32) if out is None else out
     for one, a, b in zip(result, left, right, strict=True):
         torch.mm(a.float(), b.float(), out=one)
     return result

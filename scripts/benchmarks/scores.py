@@ -3,14 +3,18 @@
     python scripts/benchmarks/scores.py FOLDER [--rows 16 --prompt 40 --completion 88 --repeats 5]
     python scripts/benchmarks/scores.py qwen2.5-0.5b --device cuda --dtype bfloat16 \\
         --rows 64 --prompt 40 --completion 256
+    python scripts/benchmarks/scores.py FOLDER --rows 32 --completion 256 --spread 0.6 \\
+        --programs study passes layers passes-layers
 
-`qwen2.5-0.5b` stands for random weights of that shape. Five programs take turns, each in a process
+`qwen2.5-0.5b` stands for random weights of that shape. Programs take turns, each in a process
 of its own: `ordinary` (log-probabilities of the completions, backward to all parameters), `scores`
 (squared norms and one pooled gradient), `gram` (with the Gram matrix) and `study` (with the Gram
 matrix, 2 pooled gradients and the sketches that a study keeps) and `layers` (as `study`, each layer
-computed twice). Printed: medians, ratios of
-medians to `ordinary`, peak memory above the loaded model, tokens a second, and the share of the
-rate at which this machine multiplies matrices.
+computed twice). `passes` and `passes-layers` are as these with completions of similar length in a
+pass, as studies do; with `--spread` lengths are log-normal of this sigma, the longest
+`--completion`. Printed: medians, ratios of medians to the first program, peak memory above the
+loaded model, tokens with their padding a second, and the share of the rate at which this machine
+multiplies matrices.
 """
 
 from __future__ import annotations
@@ -27,9 +31,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_ustat.policy.logprobs import Rows, completion_logprobs
 from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
+from grpo_ustat.policy.scores.rollouts import pass_sizes, tokens_of_overhead
 from grpo_ustat.policy.scores.sketch import Sketch
 
-PROGRAMS = ("ordinary", "scores", "gram", "study", "layers")
+PROGRAMS = ("ordinary", "scores", "gram", "study", "layers", "passes", "passes-layers")
 QWEN = dict(
     vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
     num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
@@ -50,8 +55,11 @@ def batch(asked, vocabulary):
     shape = (asked.rows, asked.prompt + asked.completion)
     ids = torch.randint(0, vocabulary, shape, generator=generator)
     ids[:, : asked.prompt] = ids[0, : asked.prompt]
-    attention, completion = torch.ones_like(ids), torch.zeros_like(ids)
-    completion[:, asked.prompt :] = 1
+    lengths = torch.empty(asked.rows).log_normal_(0, asked.spread, generator=generator).sort()[0]
+    lengths = (asked.completion * lengths / lengths[-1]).ceil()
+    columns = torch.arange(shape[1]) - asked.prompt
+    attention = (columns < lengths[:, None]).long()
+    completion = attention * (columns >= 0)
     return [x.to(asked.device) for x in (ids, attention, completion)]
 
 
@@ -65,13 +73,14 @@ def program(name, model, rows, asked):
             (completion_logprobs(model, packed) * weights).sum().backward()
 
         return run
-    if name in ("study", "layers"):
+    if name not in ("scores", "gram"):
         sizes = parameter_sizes(model)
         features, pooled = Sketch(sizes, 1021), Sketch(sizes, 32749)
         both = torch.stack([weights, torch.ones_like(weights)])
+        passes = pass_sizes(rows[1].sum(dim=1).cpu().numpy(), tokens_of_overhead(model))
         return lambda: completion_scores(
             model, *rows, weights_KB=both, gram=True, features=features, pooled=pooled,
-            by_layer=name == "layers",
+            by_layer="layers" in name, passes=passes if "passes" in name else None,
         )  # fmt: skip
     return lambda: completion_scores(model, *rows, weights_KB=weights[None], gram=name == "gram")
 
@@ -114,11 +123,12 @@ def matrix_rate(asked):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
+    parser.add_argument("--spread", type=float, default=0.0)
     for key, value in dict(rows=16, prompt=40, completion=88, repeats=5, threads=1).items():
         parser.add_argument(f"--{key}", type=int, default=value)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--programs", nargs="+", default=PROGRAMS, choices=PROGRAMS)
+    parser.add_argument("--programs", nargs="+", default=PROGRAMS[:5], choices=PROGRAMS)
     asked = parser.parse_args()
     context, pipes = mp.get_context("spawn"), {}
     for name in asked.programs:
@@ -141,7 +151,8 @@ def report(asked, facts, times, peaks):
     parameters, body, head, _ = facts[next(iter(facts))]
     rate = max(fact[-1] for fact in facts.values())
     tokens = asked.rows * (asked.prompt + asked.completion)
-    base = statistics.median(times["ordinary"])
+    first = next(iter(times))
+    base = statistics.median(times[first])
     print(f"{asked.model}: {parameters / 1e6:.1f} M parameters, {asked.dtype}, {asked.device},")
     print(
         f"{asked.rows} rows x ({asked.prompt} + {asked.completion}) tokens, {asked.repeats} turns"

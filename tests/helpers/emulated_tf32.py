@@ -6,7 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
+PRODUCTS = {
+    aten.mm.default, aten.bmm.default, aten.bmm.out, aten.addmm.default, aten.baddbmm.default
+}  # fmt: skip
 DROPPED = 13  # of float32's 23 bits after the point
 
 

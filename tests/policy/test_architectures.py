@@ -107,6 +107,25 @@ def test_layer_by_layer_gives_the_same(name, tied):
     assert_layer_by_layer_is_the_same(model, letters(name), rounding)
 
 
+@every_architecture
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by_layer"])
+def test_several_passes_give_the_same(name, tied, by_layer):
+    """Of 5, 3, 1 and 3 rows, whose longest are of different lengths."""
+    model, rollouts = build(name, tied), letters(name)
+    weights = torch.randn(2, 12, dtype=torch.float64)
+    rounding = 1e-7 if name.startswith("mamba") and by_layer else 1e-10
+    for options in ({}, {"weights_KB": weights, "gram": True}):
+        whole = fast(model, rollouts, **options)
+        parts = fast(model, rollouts, by_layer=by_layer, passes=(5, 3, 1, 3), **options)
+        torch.testing.assert_close(parts.sq_norm_B, whole.sq_norm_B, rtol=rounding, atol=0)
+        if options:
+            assert_close(parts.gram_BB, whole.gram_BB, rounding)
+            for one, other in zip(parts.gradients_K, whole.gradients_K, strict=True):
+                assert one.keys() == other.keys()
+                for key, value in one.items():
+                    assert_close(value, other[key], rounding)
+
+
 def test_layer_by_layer_counts_what_layers_share():
     """A module of two layers, and a weight of two modules: joined before anything is squared."""
     model = build("llama", tied=True)

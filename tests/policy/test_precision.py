@@ -37,7 +37,7 @@ def tf32():
 def norms(left, right, gram):
     totals = Accumulator(len(left), CPU, gram=gram)
     with EmulatedTF32() as mode:
-        totals.add_outer("w", torch.Size([left.shape[2], right.shape[2]]), left, right)
+        totals.add_outer("w", torch.Size([left.shape[2], right.shape[2]]), [(left, right)])
     return totals.sq_norm_B, mode.products
 
 
@@ -51,7 +51,7 @@ def test_products_whose_terms_cancel_are_never_tf32(tf32, monkeypatch, gram):
     """Through T x T products."""
     left, right = (torch.randn(2, 8, 64) for _ in range(2))
     exact = torch.bmm(left.double().mT, right.double()).square().sum(dim=(1, 2))
-    assert Accumulator(2, CPU, gram=gram)._squares_are_cheaper(left, right)
+    assert Accumulator(2, CPU, gram=gram)._squares_are_cheaper([(left, right)])
     found, products = norms(left, right, gram)
     assert products == 0
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)

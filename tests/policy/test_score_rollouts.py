@@ -8,7 +8,8 @@ import torch
 from fakes import random_policy, random_rollouts
 from reference import one_flat_score
 
-from grpo_ustat.policy.scores.rollouts import distinct, score_rollouts
+from grpo_ustat.policy.scores import rollouts as module
+from grpo_ustat.policy.scores.rollouts import distinct, pass_sizes, score_rollouts
 
 
 @pytest.fixture
@@ -28,10 +29,25 @@ def test_distinct_names_the_first_of_each(rollouts):
         np.testing.assert_array_equal(flat[index[first[place[i]]]], flat[4 + i])
 
 
-def test_scores_are_those_of_every_completion(rollouts):
-    policy, index = random_policy(), np.array([6, 1, 4, 0])
-    weights = np.array([[1.0, 2.0, 3.0, 4.0]])
+@pytest.mark.parametrize("layer, free, passes", [
+    (1e9, 2**40, [3]), (0, 2**40, [1, 1, 1]), (0, 2**10, [1, 1, 1]),
+])  # fmt: skip
+def test_scores_are_those_of_every_completion(rollouts, monkeypatch, layer, free, passes):
+    """In one pass, where another costs much, or in a pass for each length, where it costs nothing;
+    with much memory or little.
+    """
+    policy, index, calls = random_policy(), np.array([6, 1, 4, 0]), []
+    weights, original = np.array([[1.0, 2.0, 3.0, 4.0]]), module.completion_scores
+    monkeypatch.setitem(module.LAYER, "cpu", layer)
+    monkeypatch.setattr(module, "free_bytes", lambda device: free)
+
+    def spy(*arguments, **options):
+        calls.append((options["passes"], options["by_layer"]))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(module, "completion_scores", spy)
     found = score_rollouts(policy, rollouts, index, 1.0, weights_KB=weights, gram=True)
+    assert calls == [(passes, free == 2**10)]
     scores = torch.stack([
         one_flat_score(
             policy.model,
@@ -44,3 +60,34 @@ def test_scores_are_those_of_every_completion(rollouts):
     torch.testing.assert_close(found.sq_norm_B, scores.square().sum(1), rtol=1e-9, atol=1e-9)
     pooled = torch.cat([found.gradients_K[0][n].flatten() for n in sorted(found.gradients_K[0])])
     torch.testing.assert_close(pooled, scores.T @ torch.tensor(weights[0]), rtol=1e-9, atol=1e-9)
+
+
+def splits(count):
+    """All ways to cut so many rows into passes."""
+    if count == 0:
+        yield []
+    for first in range(1, count + 1):
+        for rest in splits(count - first):
+            yield [first, *rest]
+
+
+def padded(sizes, tokens, overhead):
+    """What passes cost, by hand."""
+    ends = np.cumsum(sizes)
+    return sum(n * tokens[end - 1] + overhead for n, end in zip(sizes, ends, strict=True))
+
+
+@pytest.mark.parametrize("overhead", [0, 3, 20, 500])
+def test_passes_cost_least_of_all_ways_to_cut(overhead):
+    for seed in range(5):
+        tokens = np.sort(np.random.default_rng(seed).integers(5, 60, 9))
+        sizes = pass_sizes(tokens, overhead)
+        assert sum(sizes) == 9 and min(sizes) > 0
+        least = min(padded(way, tokens, overhead) for way in splits(9))
+        assert padded(sizes, tokens, overhead) == least
+
+
+def test_passes_by_hand():
+    """Of 10, 10 and 100 tokens: one pass costs 300, two 120 and another overhead."""
+    assert pass_sizes(np.array([10, 10, 100]), 179) == [2, 1]
+    assert pass_sizes(np.array([10, 10, 100]), 181) == [3]

@@ -33,7 +33,7 @@ def reference(policy, rollouts, temperature=1.0):
     return torch.stack(rows)
 
 
-def fast(policy, rollouts, weights=None, gram=True, temperature=1.0):
+def fast(policy, rollouts, weights=None, gram=True, temperature=1.0, **options):
     count = rollouts.mask_PGT.shape[0] * rollouts.mask_PGT.shape[1]
     rows = pack(rollouts, np.arange(count), policy.pad_token, policy.model.device)
     return completion_scores(
@@ -44,6 +44,7 @@ def fast(policy, rollouts, weights=None, gram=True, temperature=1.0):
         weights_KB=weights,
         gram=gram,
         temperature=temperature,
+        **options,
     )
 
 
@@ -150,6 +151,19 @@ def test_a_parameter_that_is_never_used_has_a_zero_gradient():
     assert not result.gradients_K[0]["model.layers.0.mlp.extra"].any()
 
 
+def test_a_parameter_of_which_a_pass_says_nothing_takes_the_slow_exact_way(monkeypatch):
+    policy, rollouts = random_policy(), random_rollouts([2, 5], group_size=2, longest=6)
+    slow, original = reference(policy, rollouts), layers.parts
+
+    def forgetful(module, arguments, grads):
+        alone = len(arguments[0]) == 1 and isinstance(module, torch.nn.Linear)
+        return iter(()) if alone else original(module, arguments, grads)
+
+    monkeypatch.setattr(layers, "parts", forgetful)
+    result = fast(policy, rollouts, passes=(1, 3))
+    torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-9)
+
+
 def test_a_layer_called_twice_is_one_parameter():
     policy, rollouts = random_policy(), random_rollouts([3, 4], group_size=3, longest=5)
     policy.model.model.layers[1].mlp = policy.model.model.layers[0].mlp
@@ -160,8 +174,11 @@ def test_a_layer_called_twice_is_one_parameter():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("gram", [True, False])
 @pytest.mark.parametrize("weight_way", [True, False])
-def test_chunks_and_ways_do_not_matter(monkeypatch, tied, gram, weight_way):
-    """Logits in chunks of rows or of the vocabulary, weights in slices, either exact way."""
+@pytest.mark.parametrize("passes", [None, (1, 4, 3)])
+def test_chunks_and_ways_do_not_matter(monkeypatch, tied, gram, weight_way, passes):
+    """Logits in chunks of rows or of the vocabulary, weights in slices, either exact way, in one
+    pass or several.
+    """
     policy, rollouts = random_policy(tied=tied), random_rollouts([2, 5], group_size=4, longest=6)
     weights = torch.randn(2, 8, dtype=torch.float64)
     slow = reference(policy, rollouts)
@@ -169,7 +186,7 @@ def test_chunks_and_ways_do_not_matter(monkeypatch, tied, gram, weight_way):
     monkeypatch.setitem(accumulate.CHUNK, "cpu", 500)
     monkeypatch.setattr(layers, "DENSE", 3000)
     monkeypatch.setattr(Accumulator, "_squares_are_cheaper", lambda *_: not weight_way)
-    result = fast(policy, rollouts, weights, gram=gram)
+    result = fast(policy, rollouts, weights, gram=gram, passes=passes)
     torch.testing.assert_close(result.sq_norm_B, slow.square().sum(1), rtol=1e-10, atol=1e-10)
     for gradient, row in zip(result.gradients_K, weights, strict=True):
         torch.testing.assert_close(flat(gradient), row @ slow, rtol=1e-10, atol=1e-10)
@@ -177,7 +194,8 @@ def test_chunks_and_ways_do_not_matter(monkeypatch, tied, gram, weight_way):
         torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-9)
 
 
-def test_sketches_are_linear_and_full_where_they_can_be():
+@pytest.mark.parametrize("passes", [None, (2, 4)])
+def test_sketches_are_linear_and_full_where_they_can_be(passes):
     policy, rollouts = random_policy(), random_rollouts([2, 5], group_size=3, longest=6)
     slow = reference(policy, rollouts)
     sizes = parameter_sizes(policy.model)
@@ -187,7 +205,7 @@ def test_sketches_are_linear_and_full_where_they_can_be():
         rows = pack(rollouts, np.arange(6), 0, "cpu")
         result = completion_scores(
             policy.model, rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT,
-            weights_KB=weights, features=sketch, pooled=sketch,
+            weights_KB=weights, features=sketch, pooled=sketch, passes=passes,
         )  # fmt: skip
         torch.testing.assert_close(result.pooled_KR, weights @ result.features_BR)
         assert result.features_BR.shape == (6, min(size, slow.shape[1]))

@@ -11,6 +11,9 @@ Never are all rows of all completions' G_i held at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 
 from grpo_ustat.policy.logprobs import widen
@@ -22,6 +25,9 @@ PASS = 24  # multiplications that cost as much as one more look at an entry in m
 CHUNK = {"cpu": 2**22, "cuda": 2**28}  # bytes of gradients formed at a time
 SLICES = 256  # of long vectors, on a GPU
 SQUARE = 2**28  # bytes of a T x T product over a whole batch
+
+Factors = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""(left [n, T, R], right [n, T, C]) of consecutive completions, in passes of their own n and T."""
 
 
 class Accumulator:
@@ -68,28 +74,32 @@ class Accumulator:
         self.pooled_KR = zeros(count, pooled.dimension) if pooled else None
 
     def add_outer(
-        self, name: str, shape: torch.Size, left_NTR, right_NTC, first_row: int = 0, rows=None
+        self, name: str, shape: torch.Size, factors: Factors, first_row: int = 0, rows=None
     ) -> None:
         """Add the gradient `sum_t left_t right_t'`, [R, C], of each of N completions.
 
         Args:
             name: of the parameter.
             shape: of the parameter.
-            left_NTR, right_NTC: the two factors; R rows of the parameter from `first_row` on.
+            factors: the two factors; R rows of the parameter from `first_row` on.
             rows: which completions these are, None for all.
         """
         self.names.add(name)
-        if self._squares_are_cheaper(left_NTR, right_NTC):
-            self._squares(name, shape, left_NTR, right_NTC, first_row, rows)
+        if self._squares_are_cheaper(factors):
+            self._squares(name, shape, factors, first_row, rows)
             return
-        count, _, columns = right_NTC.shape
+        # once for all slices
+        wide = [(left, r if sums_wider(left, r) else widen(r)) for left, r in factors]
+        (left, right), sizes = wide[0], [len(left) for left, _ in wide]
+        count, columns = sum(sizes), right.shape[2]
+        dtype = torch.promote_types(widen(left[:0]).dtype, right.dtype)
         step = max(1, CHUNK[self.device.type] // (4 * count * columns))
-        if not sums_wider(left_NTR, right_NTC):
-            right_NTC = widen(right_NTC)  # once for all slices
-        for low in range(0, left_NTR.shape[2], step):
-            part = left_NTR[:, :, low : low + step].transpose(1, 2)
-            flat = wide_bmm(part, right_NTC).flatten(1)
-            self.add_flat(name, shape, flat, (first_row + low) * columns, rows)
+        for low in range(0, left.shape[2], step):
+            high = min(low + step, left.shape[2])
+            products = right.new_empty((count, high - low, columns), dtype=dtype)
+            for (left, right), some in zip(wide, products.split(sizes), strict=True):
+                wide_bmm(left[:, :, low:high].mT, right, out=some)
+            self.add_flat(name, shape, products.flatten(1), (first_row + low) * columns, rows)
 
     def add_flat(
         self, name: str, shape: torch.Size, flat_NC: torch.Tensor, start: int = 0, rows=None
@@ -167,49 +177,62 @@ class Accumulator:
         self.gram_BB += products
         self.sq_norm_B += products.diagonal()
 
-    def _squares_are_cheaper(self, left_NTR, right_NTC) -> bool:
-        (n, length, rows), columns = left_NTR.shape, right_NTC.shape[2]
+    def _squares_are_cheaper(self, factors: Factors) -> bool:
         looks_at_entries = (self.features, self.metric, self.square_weights_B)
         if any(option is not None for option in looks_at_entries):
             return False
-        pooled = len(self.gradients_K)
+        rows, columns = factors[0][0].shape[2], factors[0][1].shape[2]
+        sizes, pooled = [left.shape[:2] for left, _ in factors], len(self.gradients_K)
+        count, tokens = sum(n for n, _ in sizes), sum(n * length for n, length in sizes)
         if self.gram_BB is not None:
-            if 8 * (n * length) ** 2 > SQUARE:
+            if 8 * tokens**2 > SQUARE:
                 return False
-            squares = (n * length) ** 2 * (rows + columns)
-            whole = n * n * rows * columns
+            squares = tokens**2 * (rows + columns)
+            whole = count**2 * rows * columns
         else:
-            squares = n * length**2 * (rows + columns)
-            whole = PASS * n * rows * columns
-        squares += pooled * n * length * rows * columns
-        whole += n * rows * columns * (length + pooled)
+            squares = sum(n * length**2 for n, length in sizes) * (rows + columns)
+            whole = PASS * count * rows * columns
+        squares += pooled * tokens * rows * columns
+        whole += (tokens + count * pooled) * rows * columns
         return squares < whole
 
-    def _squares(self, name, shape, left_NTR, right_NTC, first_row, rows) -> None:
+    def _squares(self, name, shape, factors: Factors, first_row: int, rows) -> None:
         if self.gram_BB is None:
-            with full_products():
-                both = wide_bmm(left_NTR, left_NTR.transpose(1, 2))
-                both.mul_(wide_bmm(right_NTC, right_NTC.transpose(1, 2)))
-            self._add_norms(both.sum(dim=(1, 2)), rows)
+            norms = []
+            for left_NTR, right_NTC in factors:
+                with full_products():
+                    both = wide_bmm(left_NTR, left_NTR.transpose(1, 2))
+                    both.mul_(wide_bmm(right_NTC, right_NTC.transpose(1, 2)))
+                norms.append(both.sum(dim=(1, 2)))
+            self._add_norms(_together(norms), rows)
         else:
             assert rows is None
-            n, length = left_NTR.shape[:2]
             left_1MR, right_1MC = (
-                left_NTR.reshape(1, n * length, -1),
-                right_NTC.reshape(1, n * length, -1),
+                _together([x.flatten(0, 1) for x in side])[None]
+                for side in zip(*factors, strict=True)
             )
             with full_products():
-                both = wide_bmm(left_1MR, left_1MR.mT).mul_(wide_bmm(right_1MC, right_1MC.mT))
-            products = both.view(n, length, n, length).sum(dim=(1, 3))
-            self.gram_BB += products
-            self.sq_norm_B += products.diagonal()
+                both = wide_bmm(left_1MR, left_1MR.mT).mul_(wide_bmm(right_1MC, right_1MC.mT))[0]
+            for _ in range(2):  # the tokens of each completion, along both sides
+                blocks = both.split([left.shape[0] * left.shape[1] for left, _ in factors])
+                sums = [
+                    block.unflatten(0, left.shape[:2]).sum(dim=1)
+                    for block, (left, _) in zip(blocks, factors, strict=True)
+                ]
+                both = _together(sums).T
+            self.gram_BB += both
+            self.sq_norm_B += both.diagonal()
         if self.weights_KB is not None:
-            left, flat_right = widen(left_NTR), widen(right_NTC).flatten(0, 1)
-            weights = self._weights(rows, left.dtype)
-            for k in range(len(weights)):
-                weighted = (left * weights[k][:, None, None]).flatten(0, 1)
-                value = (weighted.T @ flat_right).reshape(1, -1)
-                self._pool(name, shape, value, first_row * right_NTC.shape[2], k)
+            columns, wide = factors[0][1].shape[2], [(widen(a), widen(b)) for a, b in factors]
+            weights_KN = self._weights(rows, wide[0][0].dtype)
+            for k, weights_N in enumerate(weights_KN):
+                some = weights_N.split([len(left) for left, _ in wide])
+                products = (
+                    (left * weights_n[:, None, None]).flatten(0, 1).T @ right.flatten(0, 1)
+                    for (left, right), weights_n in zip(wide, some, strict=True)
+                )
+                value = cast(torch.Tensor, sum(products))
+                self._pool(name, shape, value.reshape(1, -1), first_row * columns, k)
 
     def _weights(self, rows, dtype: torch.dtype) -> torch.Tensor:
         assert self.weights_KB is not None
@@ -241,6 +264,11 @@ class Accumulator:
         if name not in self.squares:
             self.squares[name] = torch.zeros(shape, dtype=sums.dtype, device=self.device)
         return self.squares[name]
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Rows of several tensors as one; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:

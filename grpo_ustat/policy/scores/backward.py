@@ -11,9 +11,10 @@ scored by plain differentiation of one completion at a time: exact, one more pas
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -67,6 +68,7 @@ def completion_scores(
     metric: Metric | None = None,
     square_weights_B: torch.Tensor | None = None,
     by_layer: bool = False,
+    passes: Sequence[int] | None = None,
 ) -> CompletionScores:
     """Score norms, pooled gradients and Gram matrix over all trainable parameters.
 
@@ -86,6 +88,10 @@ def completion_scores(
         square_weights_B: of the sums of squares; none without.
         by_layer: keep the inputs of layers alone and compute each layer twice, for less memory; a
             model that is not made of such layers keeps all.
+        passes: how many of the completions, in their order, each pass through the model reads,
+            without the columns that are padding in all of them; None: all in one. It changes
+            nothing but time and memory: without `by_layer` what the layers of all passes need is
+            held until the last one's backward pass.
 
     Raises:
         ConfigError: the model is in training mode, or has no parameter to train.
@@ -98,8 +104,9 @@ def completion_scores(
         batch, device, weights_KB, gram, features, pooled, metric, square_weights_B
     )
     with _activations_only(model):
-        backward_pass = _Backward(model, names, input_ids_BT, attention_mask_BT, totals, by_layer)
-        backward_pass.run(completion_mask_BT, temperature)
+        backward_pass = _Backward(model, names, input_ids_BT, attention_mask_BT, totals)
+        passes = [batch] if passes is None else passes
+        backward_pass.run(completion_mask_BT, temperature, by_layer, passes)
     rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
     one_by_one(model, rest, rows, temperature, totals)
@@ -153,6 +160,41 @@ def _activations_only(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+class _Pass:
+    """Some of the rows on their way through the model, without columns that are padding in all.
+
+    Attributes:
+        rows, columns: which of the batch.
+        ids, attention: of these rows and columns.
+        layers: where it goes layer by layer, else None.
+        roots: outputs of embeddings, where its backward pass ends; the embedding, and what it was
+            called with where a rule covers it.
+        hidden: the last hidden states.
+    """
+
+    def __init__(
+        self,
+        rows: slice,
+        ids_BT: torch.Tensor,
+        attention_BT: torch.Tensor,
+        layers: LayerByLayer | None,
+    ):
+        real = attention_BT[rows].any(dim=0).nonzero()
+        self.rows, self.columns = rows, slice(int(real.min()), int(real.max()) + 1)
+        self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
+        self.layers = layers
+        self.roots: list[tuple[torch.Tensor, nn.Embedding, tuple | None]] = []
+        self.hidden = torch.empty(0)
+
+    def backward(self, grad_hidden: torch.Tensor) -> Iterator[None]:
+        """Let the gradient at the hidden states reach the roots; yields after each layer."""
+        leaves, hidden, self.hidden = [x for x, _, _ in self.roots], self.hidden, torch.empty(0)
+        if self.layers:
+            yield from self.layers.backward(hidden, grad_hidden, leaves)
+        else:
+            torch.autograd.backward(hidden, grad_hidden, inputs=leaves)
+
+
 class _Backward:
     """One forward and one backward; layers add their parameters to the totals as gradients come.
 
@@ -160,19 +202,15 @@ class _Backward:
         added: names of the parameters whose gradients are in the totals.
     """
 
-    def __init__(
-        self, model, names: dict[int, str], input_ids_BT, attention_mask_BT, totals, by_layer: bool
-    ):
+    def __init__(self, model, names: dict[int, str], input_ids_BT, attention_mask_BT, totals):
         self.model = causal(model)
-        layer_by_layer = LayerByLayer(self.model)
-        self.layers = layer_by_layer if by_layer and layer_by_layer.fits else None
         self.names, self.totals = names, totals
         self.ids, self.attention = input_ids_BT, attention_mask_BT
         self.added: set[str] = set()
         self.expected: dict[str, int] = {}
-        self.arrived: dict[str, list[layers.Part]] = {}
+        self.arrived: dict[str, list[tuple[_Pass, layers.Part]]] = {}
         self.left_out: set[str] = set()
-        self.roots: list[tuple[torch.Tensor, nn.Embedding, tuple | None]] = []
+        self.passes: list[_Pass] = []
         self.shapes = {names[id(p)]: p.shape for p in model.parameters() if id(p) in names}
         embedding = cast(nn.Embedding, self.model.get_input_embeddings())
         head = cast(nn.Linear, self.model.get_output_embeddings())
@@ -180,77 +218,105 @@ class _Backward:
         if self.shared and None in (layers.kind(embedding), layers.kind(head)):
             self.names = {key: name for key, name in names.items() if name != self.shared}
 
-    def run(self, completion_mask_BT: torch.Tensor, temperature: float) -> None:
+    def run(
+        self,
+        completion_mask_BT: torch.Tensor,
+        temperature: float,
+        by_layer: bool,
+        counts: Sequence[int],
+    ) -> None:
         """Run the forward and the backward pass; the scores are then in the totals."""
         base = body(self.model)
         parameters = inspect.signature(base.forward).parameters
-        extra = {"position_ids": positions(self.attention)} if "position_ids" in parameters else {}
         handles = [
             module.register_forward_hook(self._watch(name), with_kwargs=True)
             for name, module in base.named_modules()
             if layers.kind(module) is not None or isinstance(module, nn.Embedding)
         ]
+        by_layer = by_layer and LayerByLayer(self.model).fits
         try:
-            with self.layers.forward() if self.layers else nullcontext():
-                output = base(
-                    input_ids=self.ids, attention_mask=self.attention, use_cache=False, **extra
-                )
-            self.output, hidden_BTD = type(output), output.last_hidden_state
-            del output
-            grad_hidden_BTD = self._output_layer(
-                hidden_BTD.detach(), completion_mask_BT, temperature
-            )
-            leaves = [leaf for leaf, _, _ in self.roots]
-            if self.layers:
-                self.layers.backward(hidden_BTD, grad_hidden_BTD, leaves)
-            else:
-                torch.autograd.backward(hidden_BTD, grad_hidden_BTD, inputs=leaves)
+            stop = 0
+            for count in counts:
+                start, stop = stop, stop + count
+                pass_ = _Pass(
+                    slice(start, stop), self.ids, self.attention,
+                    LayerByLayer(self.model) if by_layer else None,
+                )  # fmt: skip
+                self.passes.append(pass_)
+                extra = {}
+                if "position_ids" in parameters:
+                    extra["position_ids"] = positions(pass_.attention)
+                with pass_.layers.forward() if pass_.layers else nullcontext():
+                    output = base(
+                        input_ids=pass_.ids,
+                        attention_mask=pass_.attention,
+                        use_cache=False,
+                        **extra,
+                    )
+                self.output, pass_.hidden = type(output), output.last_hidden_state
+                del output
+            first = self.passes[0].hidden
+            hidden_BTD = first.new_zeros((*self.ids.shape, first.shape[-1]))
+            for pass_ in self.passes:
+                hidden_BTD[pass_.rows, pass_.columns] = pass_.hidden.detach()
+            grad_hidden_BTD = self._output_layer(hidden_BTD, completion_mask_BT, temperature)
+            del hidden_BTD, first
+            ways = [x.backward(grad_hidden_BTD[x.rows, x.columns]) for x in self.passes]
+            for _ in zip_longest(*ways):  # a layer of every pass before the next
+                pass
         finally:
             for handle in handles:
                 handle.remove()
-        for leaf, module, args in self.roots:
-            if args is not None and leaf.grad is not None:
-                self._arrive(module, args, leaf.grad)
-        for name in list(self.arrived):
-            self._reduce(name)
+        with torch.no_grad():
+            for pass_ in self.passes:
+                for leaf, module, args in pass_.roots:
+                    if args is not None and leaf.grad is not None:
+                        self._arrive(pass_, module, args, leaf.grad)
+            for name in list(self.arrived):
+                self._reduce(name)
 
     def _watch(self, path: str):
         def watch(module, args, kwargs, output):
             """Wait for the gradient at this output of the module."""
+            # that goes through the model now, or computes a layer again
+            pass_ = next(
+                (x for x in self.passes if x.layers is not None and x.layers.recomputes),
+                self.passes[-1],
+            )
             if isinstance(module, nn.Embedding):
-                return self._root(module, args, output)
-            twice = self.layers is not None and self.layers.computes
+                return self._root(pass_, module, args, output)
+            twice = pass_.layers is not None and pass_.layers.computes
             if not output.requires_grad and not twice:  # a rule calls the module too
                 return None
             # dropped as soon as the gradient arrives
-            held: list[Any] = [self._by_row(path, args, kwargs)]
+            held: list[Any] = [self._by_row(pass_, path, args, kwargs)]
             if held[0] is None:
                 self.left_out.update(self._own(module))
             elif self._own(module):
-                if self.layers is None or not self.layers.recomputes:
+                if pass_.layers is None or not pass_.layers.recomputes:
                     self._expect(module)
                 if output.requires_grad:
-                    output.register_hook(lambda grad: self._arrive(module, held.pop(), grad))
+                    output.register_hook(lambda grad: self._arrive(pass_, module, held.pop(), grad))
             return None
 
         return watch
 
-    def _root(self, module: nn.Embedding, args, output: torch.Tensor) -> torch.Tensor:
+    def _root(self, pass_: _Pass, module: nn.Embedding, args, output: torch.Tensor) -> torch.Tensor:
         """Make an embedding's output a leaf, so that the backward pass ends there."""
         leaf = output.detach().requires_grad_()
-        if layers.kind(module) and args and args[0].shape == self.ids.shape:
+        if layers.kind(module) and args and args[0].shape == pass_.ids.shape:
             self._expect(module)
-            self.roots.append((leaf, module, args))
+            pass_.roots.append((leaf, module, args))
         else:
             self.left_out.update(self._own(module))
-            self.roots.append((leaf, module, None))
+            pass_.roots.append((leaf, module, None))
         return leaf.clone()  # a model may scale its embeddings in place
 
-    def _by_row(self, path: str, args: tuple, kwargs: dict) -> tuple | None:
+    def _by_row(self, pass_: _Pass, path: str, args: tuple, kwargs: dict) -> tuple | None:
         """A module's arguments with the batch dimension first; None where the completions cannot be
         told apart, as in mixtures of experts.
         """
-        batch, length = self.ids.shape
+        batch, length = pass_.ids.shape
         if kwargs or ".experts." in f".{path}." or not args:
             return None
         inputs = args[0]
@@ -268,20 +334,24 @@ class _Backward:
         for name in self._own(module):
             self.expected[name] = self.expected.get(name, 0) + 1
 
-    def _arrive(self, module: nn.Module, args: tuple, grad: torch.Tensor) -> None:
+    def _arrive(self, pass_: _Pass, module: nn.Module, args: tuple, grad: torch.Tensor) -> None:
         grad = grad.detach()
-        if grad.shape[0] != len(self.ids):  # tokens of all rows in one axis
-            grad = grad.view(*self.ids.shape, -1)
+        if grad.shape[0] != len(pass_.ids):  # tokens of all rows in one axis
+            grad = grad.view(*pass_.ids.shape, -1)
         for local, part in layers.parts(module, args, grad):
             name = self.names.get(id(getattr(module, local)))
             if name is None:
                 continue
-            self.arrived.setdefault(name, []).append(part)
+            self.arrived.setdefault(name, []).append((pass_, part))
             if len(self.arrived[name]) == self.expected[name]:
                 self._reduce(name)
 
     def _reduce(self, name: str) -> None:
-        part = layers.joined(self.arrived.pop(name))
+        arrived = self.arrived.pop(name)
+        by_pass = [
+            layers.joined([part for of, part in arrived if of is pass_]) for pass_ in self.passes
+        ]
+        part = layers.stacked(by_pass)
         if part is None or name in self.left_out:
             return  # scored one completion at a time
         if name == self.shared:

@@ -93,8 +93,12 @@ class LayerByLayer:
                 if forward is not None:
                     layer.forward = forward
 
-    def backward(self, hidden: torch.Tensor, grad: torch.Tensor, roots: list[torch.Tensor]) -> None:
-        """Let the gradient at the last hidden states reach every layer, and `grad` of the roots."""
+    def backward(
+        self, hidden: torch.Tensor, grad: torch.Tensor, roots: list[torch.Tensor]
+    ) -> Iterator[None]:
+        """Let the gradient at the last hidden states reach every layer, and `grad` of the roots;
+        yields after each layer.
+        """
         below = [*roots, self._anchor]
         torch.autograd.backward(hidden, grad, inputs=below)
         while self._calls:
@@ -119,6 +123,7 @@ class LayerByLayer:
             # layers may read from one graph below them, such as Gemma 3n's inputs by layer
             torch.autograd.backward(*zip(*starts, strict=True), inputs=below, retain_graph=True)
             call.inputs, call.grads = [], []  # the graph above holds the call itself
+            yield
 
     def _first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:

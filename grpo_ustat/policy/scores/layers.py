@@ -10,9 +10,9 @@ joined before anything is squared. What has no rule here is scored by `one_by_on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -20,17 +20,16 @@ from transformers.pytorch_utils import Conv1D
 
 from grpo_ustat.policy.logprobs import widen
 from grpo_ustat.policy.precision import full_products
-from grpo_ustat.policy.scores.accumulate import Accumulator
+from grpo_ustat.policy.scores.accumulate import Accumulator, Factors
 
 DENSE = 2**25  # bytes of embedding rows held at a time
 
 
 @dataclass(frozen=True)
 class Outer:
-    """`sum_t left_it right_it'`, the gradient of a matrix."""
+    """`sum_t left_it right_it'`, the gradient of a matrix; of the completions of several passes."""
 
-    left_BTR: torch.Tensor
-    right_BTC: torch.Tensor
+    factors: Factors
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Small:
 
 
 Part = Outer | Lookup | Small
+P = TypeVar("P", Outer, Lookup, Small)
 
 
 def kind(module: nn.Module) -> str | None:
@@ -91,7 +91,7 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
     batch = len(arguments[0])
     inputs, grads = (x.reshape(batch, -1, x.shape[-1]) for x in (arguments[0], grads))
     straight = sort == "linear"
-    yield "weight", Outer(grads, inputs) if straight else Outer(inputs, grads)
+    yield "weight", Outer([(grads, inputs) if straight else (inputs, grads)])
     if module.bias is not None:
         yield "bias", Small(widen(grads).sum(dim=1))
 
@@ -116,23 +116,53 @@ def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
 
 
 def joined(parts: list[Part]) -> Part | None:
-    """One parameter's contributions as a single one; None where their kinds differ."""
+    """One parameter's contributions in a pass as a single one; None where their kinds differ."""
     if len(parts) == 1:
         return parts[0]
-    small = [part.gradient_B for part in parts if isinstance(part, Small)]
-    if len(small) == len(parts):
-        return Small(cast(torch.Tensor, sum(small)))
-    for cls in (Outer, Lookup):
-        if all(isinstance(part, cls) for part in parts):
-            first, second = zip(*(vars(part).values() for part in parts), strict=True)
-            return cls(torch.cat(first, dim=1), torch.cat(second, dim=1))
+    if small := _all(Small, parts):
+        return Small(cast(torch.Tensor, sum(part.gradient_B for part in small)))
+    if outer := _all(Outer, parts):
+        left, right = zip(*(part.factors[0] for part in outer), strict=True)
+        return Outer([(torch.cat(left, dim=1), torch.cat(right, dim=1))])
+    if lookups := _all(Lookup, parts):
+        return Lookup(
+            torch.cat([part.ids_BT for part in lookups], dim=1),
+            torch.cat([part.grads_BTD for part in lookups], dim=1),
+        )
     return None
+
+
+def stacked(parts: Sequence[Part | None]) -> Part | None:
+    """The contributions of passes over consecutive completions as one; None where their kinds
+    differ or one is missing.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if small := _all(Small, parts):
+        return Small(torch.cat([part.gradient_B for part in small]))
+    if outer := _all(Outer, parts):
+        return Outer([factors for part in outer for factors in part.factors])
+    if lookups := _all(Lookup, parts):
+        longest = max(part.ids_BT.shape[1] for part in lookups)
+        ids, grads = [], []
+        for part in lookups:  # shorter ones look up their last token again, without a gradient
+            more = longest - part.ids_BT.shape[1]
+            ids.append(torch.cat([part.ids_BT, part.ids_BT[:, -1:].expand(-1, more)], dim=1))
+            grads.append(torch.nn.functional.pad(part.grads_BTD, (0, 0, 0, more)))
+        return Lookup(torch.cat(ids), torch.cat(grads))
+    return None
+
+
+def _all(cls: type[P], parts: Sequence[Part | None]) -> list[P]:
+    """The parts, where all are of this kind."""
+    chosen = [part for part in parts if isinstance(part, cls)]
+    return chosen if len(chosen) == len(parts) else []
 
 
 def add(totals: Accumulator, name: str, shape: torch.Size, part: Part) -> None:
     """Add one parameter's contribution to the totals."""
     if isinstance(part, Outer):
-        totals.add_outer(name, shape, part.left_BTR, part.right_BTC)
+        totals.add_outer(name, shape, part.factors)
     elif isinstance(part, Small):
         totals.add_flat(name, shape, part.gradient_B.flatten(1))
     else:

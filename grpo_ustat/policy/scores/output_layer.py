@@ -87,6 +87,6 @@ def _add_parameters(
     """Add the gradients of the layer's weight and bias, where these are trained."""
     weight, bias = layer.head.weight, layer.head.bias
     if (name := names.get(id(weight))) is not None:
-        totals.add_outer(name, weight.shape, grad_NTV, window.hidden_BTD, first_row, rows)
+        totals.add_outer(name, weight.shape, [(grad_NTV, window.hidden_BTD)], first_row, rows)
     if bias is not None and (name := names.get(id(bias))) is not None:
         totals.add_flat(name, bias.shape, grad_NTV.sum(dim=1), first_row, rows)

@@ -6,14 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.memory import SHARE, free_bytes, score_bytes
+from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.policy.scores.backward import CompletionScores, completion_scores
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
+
+LAYER = {"cpu": 3e7, "cuda": 1e11}  # products of weights that cost as much as a layer's own calls
 
 
 def score_rollouts(
@@ -33,6 +38,7 @@ def score_rollouts(
     layer by layer where the whole graph would take over half of the free memory.
 
     Equal completions of a prompt have equal scores: each is scored once, with their weights added.
+    Those of similar length pass through the model together, see `pass_sizes`.
 
     Args:
         policy, rollouts: whose completions.
@@ -41,6 +47,17 @@ def score_rollouts(
         weights_KB, gram, features, pooled, metric, square_weights_B: see `completion_scores`.
     """
     first, place_B = distinct(rollouts, index)
+    size = rollouts.mask_PGT.shape[1]
+    prompt_U = np.array([len(rollouts.prompt_tokens[i // size]) for i in index[first]])
+    length_U, passes = rollouts.lengths_PG.ravel()[index[first]], [len(first)]
+    columns, room = int(prompt_U.max() + length_U.max()), SHARE * free_bytes(policy.model.device)
+    whole = score_bytes(policy.model, len(first) * columns, by_layer=False)
+    # in several passes a whole graph's layers are held together with the gradients at their outputs
+    if whole > room or 2 * whole < room:
+        order = np.argsort(prompt_U + length_U, kind="stable")
+        passes = pass_sizes((prompt_U + length_U)[order], tokens_of_overhead(policy.model))
+        if len(passes) > 1:
+            first, place_B = first[order], np.argsort(order)[place_B]
     weights = None
     if weights_KB is not None:
         merged = np.zeros((len(weights_KB), len(first)))
@@ -51,7 +68,6 @@ def score_rollouts(
     if square_weights_B is not None:
         square_weights = torch.from_numpy(np.bincount(place_B, square_weights_B, len(first)))
     rows = pack(rollouts, index[first], policy.pad_token, policy.model.device)
-    whole = score_bytes(policy.model, rows.input_ids_BT.numel(), by_layer=False)
     scores = completion_scores(
         policy.model,
         rows.input_ids_BT,
@@ -64,7 +80,8 @@ def score_rollouts(
         pooled=pooled,
         metric=metric,
         square_weights_B=square_weights,
-        by_layer=whole > SHARE * free_bytes(policy.model.device),
+        by_layer=whole > room,
+        passes=passes,
     )
     gram_BB, features_BR = scores.gram_BB, scores.features_BR
     place = torch.from_numpy(place_B).to(policy.model.device)
@@ -74,6 +91,38 @@ def score_rollouts(
         gram_BB=None if gram_BB is None else gram_BB[place][:, place],
         features_BR=None if features_BR is None else features_BR[place],
     )
+
+
+def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:
+    """How many rows each pass through the model reads, so that padding and passes together cost
+    least.
+
+    Args:
+        tokens_U: of every row, ascending; a pass costs its rows times the tokens of its longest.
+        overhead: tokens that cost as much as one more pass.
+    """
+    count = len(tokens_U)
+    cost, before = np.zeros(count + 1), np.zeros(count + 1, dtype=int)
+    for stop in range(1, count + 1):
+        starts = np.arange(stop)
+        costs = cost[:stop] + (stop - starts) * tokens_U[stop - 1] + overhead
+        before[stop], cost[stop] = costs.argmin(), costs.min()
+    sizes = []
+    while count > 0:
+        sizes.append(int(count - before[count]))
+        count = before[count]
+    return sizes[::-1]
+
+
+def tokens_of_overhead(model: PreTrainedModel) -> float:
+    """Tokens that cost as much as the calls of one more pass through the model."""
+    below = body(causal(model))
+    embeddings = {
+        id(p) for m in below.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+    }
+    weights = sum(p.numel() for p in below.parameters() if id(p) not in embeddings)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return LAYER[model.device.type] * layers / weights
 
 
 def distinct(rollouts: Rollouts, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
