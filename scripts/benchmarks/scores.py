@@ -154,18 +154,19 @@ def report(asked, facts, times, peaks):
     first = next(iter(times))
     base = statistics.median(times[first])
     print(f"{asked.model}: {parameters / 1e6:.1f} M parameters, {asked.dtype}, {asked.device},")
-    print(
-        f"{asked.rows} rows x ({asked.prompt} + {asked.completion}) tokens, {asked.repeats} turns"
+    completion = (
+        f"{asked.completion}, spread {asked.spread:g}" if asked.spread else asked.completion
     )
+    print(f"{asked.rows} rows x ({asked.prompt} + {completion}) tokens, {asked.repeats} turns")
     print(f"torch {torch.__version__}, {platform.machine()}, {asked.threads} thread(s), ", end="")
     print(f"matrix products at {rate / 1e9:.0f} GFLOP/s")
-    print(f"{'':10}{'median s':>10}{'spread':>16}{'ratio':>8}{'peak MB':>9}{'ratio':>8}", end="")
+    print(f"{'':14}{'median s':>10}{'spread':>16}{'ratio':>8}{'peak MB':>9}{'ratio':>8}", end="")
     print(f"{'tokens/s':>10}{'of rate':>9}")
     for name, seconds in times.items():
         middle = statistics.median(seconds)
         spread = f"{min(seconds):.2f} - {max(seconds):.2f}"
-        print(f"{name:10}{middle:10.2f}{spread:>16}{middle / base:8.2f}", end="")
-        print(f"{peaks[name] / 1e6:9.0f}{peaks[name] / max(1, peaks['ordinary']):8.2f}", end="")
+        print(f"{name:14}{middle:10.2f}{spread:>16}{middle / base:8.2f}", end="")
+        print(f"{peaks[name] / 1e6:9.0f}{peaks[name] / max(1, peaks[first]):8.2f}", end="")
         # what ordinary training multiplies: forward once, backward twice, logits where needed
         work = 6 * (body * tokens + head * asked.rows * asked.completion)
         print(f"{tokens / middle:10.0f}{work / middle / rate:9.0%}")
