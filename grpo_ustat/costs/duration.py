@@ -1,7 +1,7 @@
 """How long runs would take, from earlier runs of the same model on this machine.
 
-Always a range, with what it stands on; without start-up, and where a study was not measured as a
-whole without its closed forms and figures. Where there is no earlier run, nothing is assumed: the
+Always a range, with what it stands on; where no earlier run was measured as a whole, without
+start-up, closed forms and figures. Where there is no earlier run, nothing is assumed: the
 time is left out.
 """
 
@@ -87,7 +87,8 @@ class EarlierRun:
         same_shape: whether it has the planned run's values of `SHAPE`.
         steps: rows of metrics.jsonl.
         cost: of a study's result.json.
-        wall: seconds from start to end of a run that one launch finished, else None.
+        wall: seconds from the start of its process to the end of a run that one launch finished,
+            else None.
     """
 
     same_shape: bool
@@ -225,7 +226,8 @@ def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
         if len(times) == 2:
             start, end = map(datetime.fromisoformat, times)
             seconds = (end - start).total_seconds() + 0.5  # times are cut to seconds
-            wall = seconds if seconds > 0 else None
+            before = launches[0].get("seconds_before", 0.0)  # runs of before have none
+            wall = seconds + float(before if is_number(before) else 0.0) if seconds > 0 else None
     return EarlierRun(same(SHAPE), steps, cost, wall) if steps or cost else None
 
 

@@ -9,10 +9,14 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from grpo_ustat.config.command_line import typed_command
 from grpo_ustat.config.secrets import redact_code
@@ -27,18 +31,27 @@ NAME = "launches.jsonl"
 
 
 def start_row() -> dict[str, Any]:
-    """The row of a launch that begins: host, process, ranks, job, and the command where typed."""
+    """The row of a launch that begins: host, process, ranks, job, the seconds until the process
+    began its first run, and the command where typed.
+    """
     row = {"event": "start", "host": socket.gethostname(), "pid": os.getpid(), "processes": world()}
+    row["seconds_before"] = seconds_before_the_first_run()
     if slurm.job_id() is not None:
         row |= {"slurm_job_id": slurm.address(), "slurm_restart_count": slurm.restart_count()}
     command = typed_command()
     return row if command is None else row | {"command": command}
 
 
+@cache
+def seconds_before_the_first_run() -> float:
+    """Seconds from the process's start to the first call: imports, configurations, checks."""
+    return round(time.time() - psutil.Process().create_time(), 1)
+
+
 def append(folder: Path, row: dict[str, Any]) -> None:
     """Add a row with the time; a disk that takes none is a warning, and stops nothing."""
-    time = datetime.now(UTC).isoformat(timespec="seconds")
-    line = json.dumps({"time": time, **row}) + "\n"
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    line = json.dumps({"time": now, **row}) + "\n"
     try:
         with (folder / NAME).open("a") as file:
             file.write(line)
@@ -105,10 +118,10 @@ def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) ->
     for row in rows:
         if row.get("event") not in ("start", "end") or "time" not in row:
             continue
-        time = datetime.fromisoformat(row["time"])
+        moment = datetime.fromisoformat(row["time"])
         if row["event"] == "end" and start is not None:
-            spans.append((time - start).total_seconds())
-        start = time if row["event"] == "start" else None
+            spans.append((moment - start).total_seconds())
+        start = moment if row["event"] == "start" else None
     if start is not None and now is not None:
         spans.append((now - start).total_seconds())
     return sum(spans) if spans else None

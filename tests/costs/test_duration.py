@@ -171,6 +171,9 @@ def test_a_study_by_its_workers_seconds(tmp_path):
     assert of(planned_run).seconds == pytest.approx((30 / 1.3, 59.5 * 1.3))
     wider = of(planned("mse", study__questions=20))  # the 9.5 s beside stay what they are
     assert wider.seconds == pytest.approx((60 / 2, (100 + 9.5) * 2))
+    start["seconds_before"] = 3.5  # imports and configurations, before the run began
+    (path / "launches.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(end)}\n")
+    assert of(planned_run).seconds == pytest.approx((30 / 1.3, 63 * 1.3))
 
 
 LARGE = ("model=qwen2_5_math_7b", "dataset=math", "prompt=qwen_math_cot", "launch.device=cuda",

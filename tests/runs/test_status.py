@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -325,3 +326,17 @@ def test_the_command_needs_neither_torch_nor_hydra(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+def test_a_launch_says_how_long_its_process_took_before_it(tmp_path):
+    """Of 2 seconds of sleep and the imports, the same for each run of the process."""
+    program = (
+        "import time; time.sleep(2); from grpo_ustat.runs.history import start_row; "
+        "first = start_row(); time.sleep(1); "
+        "print(first['seconds_before'], start_row()['seconds_before'])"
+    )
+    start = time.monotonic()
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second = map(float, done.stdout.split())
+    assert 2 <= first == second <= time.monotonic() - start + 0.1
