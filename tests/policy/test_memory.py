@@ -32,14 +32,14 @@ def llama(layers):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def peak(model, by_layer, tokens=TOKENS):
+def peak(model, by_layer, tokens=TOKENS, passes=None):
     """Bytes a token."""
     ids = torch.arange(ROWS * tokens).view(ROWS, tokens) % 50
     ones = torch.ones_like(ids)
     completion = ones.clone()
     completion[:, :8] = 0
     with LiveBytes() as meter:
-        completion_scores(model, ids, ones, completion, by_layer=by_layer)
+        completion_scores(model, ids, ones, completion, by_layer=by_layer, passes=passes)
     return meter.peak / ids.numel()
 
 
@@ -48,6 +48,14 @@ def test_layer_by_layer_another_layer_costs_its_input_alone():
     assert (many - few) / 4 <= 1.05 * 4 * HIDDEN
     whole = [peak(llama(layers), by_layer=False) for layers in (2, 6)]
     assert (whole[1] - whole[0]) / 4 > 10 * 4 * HIDDEN
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_several_passes_hold_no_more_than_one(by_layer):
+    model = llama(6)
+    one = peak(model, by_layer)
+    assert peak(model, by_layer, passes=(2, 2)) < one
+    assert peak(model, by_layer, passes=(1, 1, 1, 1)) < one
 
 
 @pytest.mark.parametrize("layers", [2, 6])

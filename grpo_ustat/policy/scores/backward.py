@@ -1,8 +1,8 @@
 r"""Scores of completions: squared norms, pooled gradients and Gram matrices from one backward.
 
 The score of completion i is `s_i = grad_theta log pi(y_i | x)`, summed over completion tokens. One
-forward and one backward over a batch give, layer by layer, what every s_i needs: a layer's input
-and the gradient at its output. `layers` says what each kind of layer makes of them, `output_layer`
+forward and one backward over a batch, or over parts of it, give layer by layer what every s_i
+needs: a layer's input and the gradient at its output. `layers` says what each kind of layer makes of them, `output_layer`
 treats the logits in chunks, `totals` sums, and each layer's share is dropped before the next is
 formed. Trainable parameters of a kind without a rule (fused experts, routers, attention sinks) are
 scored by plain differentiation of one completion at a time: exact, one more pass in time.
@@ -89,9 +89,8 @@ def completion_scores(
         by_layer: keep the inputs of layers alone and compute each layer twice, for less memory; a
             model that is not made of such layers keeps all.
         passes: how many of the completions, in their order, each pass through the model reads,
-            without the columns that are padding in all of them; None: all in one. It changes
-            nothing but time and memory: without `by_layer` what the layers of all passes need is
-            held until the last one's backward pass.
+            without the columns that are padding in all of them; None: all in one. The scores are
+            the same but for rounding.
 
     Raises:
         ConfigError: the model is in training mode, or has no parameter to train.

@@ -49,15 +49,11 @@ def score_rollouts(
     first, place_B = distinct(rollouts, index)
     size = rollouts.mask_PGT.shape[1]
     prompt_U = np.array([len(rollouts.prompt_tokens[i // size]) for i in index[first]])
-    length_U, passes = rollouts.lengths_PG.ravel()[index[first]], [len(first)]
-    columns, room = int(prompt_U.max() + length_U.max()), SHARE * free_bytes(policy.model.device)
-    whole = score_bytes(policy.model, len(first) * columns, by_layer=False)
-    # in several passes a whole graph's layers are held together with the gradients at their outputs
-    if whole > room or 2 * whole < room:
-        order = np.argsort(prompt_U + length_U, kind="stable")
-        passes = pass_sizes((prompt_U + length_U)[order], tokens_of_overhead(policy.model))
-        if len(passes) > 1:
-            first, place_B = first[order], np.argsort(order)[place_B]
+    length_U = rollouts.lengths_PG.ravel()[index[first]]
+    order = np.argsort(prompt_U + length_U, kind="stable")
+    passes = pass_sizes((prompt_U + length_U)[order], tokens_of_overhead(policy.model))
+    if len(passes) > 1:
+        first, place_B = first[order], np.argsort(order)[place_B]
     weights = None
     if weights_KB is not None:
         merged = np.zeros((len(weights_KB), len(first)))
@@ -68,6 +64,7 @@ def score_rollouts(
     if square_weights_B is not None:
         square_weights = torch.from_numpy(np.bincount(place_B, square_weights_B, len(first)))
     rows = pack(rollouts, index[first], policy.pad_token, policy.model.device)
+    whole = score_bytes(policy.model, rows.input_ids_BT.numel(), by_layer=False)
     scores = completion_scores(
         policy.model,
         rows.input_ids_BT,
@@ -80,7 +77,7 @@ def score_rollouts(
         pooled=pooled,
         metric=metric,
         square_weights_B=square_weights,
-        by_layer=whole > room,
+        by_layer=whole > SHARE * free_bytes(policy.model.device),
         passes=passes,
     )
     gram_BB, features_BR = scores.gram_BB, scores.features_BR
