@@ -2,10 +2,11 @@ r"""Scores of completions: squared norms, pooled gradients and Gram matrices fro
 
 The score of completion i is `s_i = grad_theta log pi(y_i | x)`, summed over completion tokens. One
 forward and one backward over a batch, or over parts of it, give layer by layer what every s_i
-needs: a layer's input and the gradient at its output. `layers` says what each kind of layer makes of them, `output_layer`
-treats the logits in chunks, `totals` sums, and each layer's share is dropped before the next is
-formed. Trainable parameters of a kind without a rule (fused experts, routers, attention sinks) are
-scored by plain differentiation of one completion at a time: exact, one more pass in time.
+needs: a layer's input and the gradient at its output. `layers` says what each kind of layer makes
+of them, `output_layer` treats the logits in chunks, `totals` sums, and each layer's share is
+dropped before the next is formed. Trainable parameters of a kind without a rule (fused experts,
+routers, attention sinks) are scored by plain differentiation of one completion at a time: exact,
+one more pass in time.
 """
 
 from __future__ import annotations
