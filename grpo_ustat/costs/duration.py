@@ -176,6 +176,14 @@ def earlier_runs(planned: PlannedRun) -> list[EarlierRun]:
     the usual place; if any has the planned shape, only those that have.
     """
     entry = "train" if isinstance(planned.config, TrainConfig) else "mse"
+    config = asdict(planned.config)
+    folders = newest_folders(planned, entry)
+    runs = [run for folder in folders if (run := _read(folder, config)) is not None]
+    return [run for run in runs if run.same_shape] or runs
+
+
+def newest_folders(planned: PlannedRun, entry: str) -> list[Path]:
+    """Run folders beside the planned run and in a command's usual place, at most MOST."""
     places = [(Path(planned.config.output_root) / entry, "*/*/code.json")]
     if planned.folder is not None:
         path = planned.folder.path
@@ -184,10 +192,13 @@ def earlier_runs(planned: PlannedRun) -> list[EarlierRun]:
             places.append((path.parent.parent, "*/*/code.json"))
     marks = chain.from_iterable(islice(place.glob(name), 1000) for place, name in places)
     times = {file.resolve(): file.stat().st_mtime for file in marks}
-    newest = sorted(times, key=lambda file: times[file], reverse=True)[:MOST]
-    config = asdict(planned.config)
-    runs = [run for file in newest if (run := _read(file.parent, config)) is not None]
-    return [run for run in runs if run.same_shape] or runs
+    return [file.parent for file in sorted(times, key=lambda x: times[x], reverse=True)[:MOST]]
+
+
+def started_here(launches: Sequence[dict[str, Any]]) -> bool:
+    """Whether all launches of a run were on this machine."""
+    hosts = {row.get("host") for row in launches if row.get("event") == "start"}
+    return hosts == {socket.gethostname()}
 
 
 def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
@@ -207,8 +218,7 @@ def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
     if isinstance(stored.get("study"), dict):  # nor another metric
         stored["study"].setdefault("metric", "euclidean")
     launches = run.launches
-    hosts = {row.get("host") for row in launches if row.get("event") == "start"}
-    if hosts != {socket.gethostname()} or not same(SAME):
+    if not started_here(launches) or not same(SAME):
         return None
     steps = [
         row

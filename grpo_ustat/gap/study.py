@@ -10,22 +10,32 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from grpo_ustat.config.gap import GapConfig
-from grpo_ustat.costs.duration import Span, span_text
+from grpo_ustat.costs.duration import (
+    AGAIN,
+    WIDER,
+    Span,
+    newest_folders,
+    span_text,
+    started_here,
+)  # fmt: skip
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.gap.evidence import theorem
 from grpo_ustat.report.run_page import leave_page
 from grpo_ustat.report.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
 from grpo_ustat.report.tables import write_csv
+from grpo_ustat.runs.contents import is_number
 from grpo_ustat.runs.folder import RunFolder, versions
-from grpo_ustat.runs.record import AGREES, verdict_counts
+from grpo_ustat.runs.record import AGREES, RunRecord, verdict_counts
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal import Console
 
-RATE = Span(
-    1.5e6, 2e7
-)  # completions a second and worker, beds of 2 to 5 outcomes, groups of 2 to 32
+# completions a second and worker, beds of 2 to 5 outcomes, groups of 2 to 32
+RATE = Span(1.5e6, 2e7)
 ENUMERATED = Span(1.0, 60.0)  # seconds of a study that draws next to nothing
+
+SAME = (("study", "kind"), ("bed", "name"), ("launch", "workers"))  # of studies that tell the time
+CLOSE = 0.05  # by which their completions may differ and be of the same size
 
 WIDE = 120  # columns of a terminal from which on severities are shown
 
@@ -116,11 +126,13 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     for name in ("study", "bed", "replicates", "steps", "completions", "time"):
         side = "left" if name in ("study", "bed") else "right"
         table.add_column(name, justify=side, no_wrap=name in ("completions", "time"))
-    spans = []
+    spans, measured = [], []
     for planned in runs:
         config = planned.config
         completions = theorem(config.study.kind).completions(config)
-        spans.append(duration(completions, config.launch.workers))
+        earlier = earlier_seconds(planned, completions)
+        measured.append(earlier is not None)
+        spans.append(earlier or assumed_seconds(completions, config.launch.workers))
         sizes = [_size_text(getattr(config.study, name, None)) for name in ("replicates", "steps")]
         millions = f"{completions / 1e6:,.1f} M" if completions else "-"
         cells = [config.study.kind, config.bed.name, *sizes, millions, span_text(spans[-1])]
@@ -130,14 +142,48 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
         table.add_row("one after the other", *[""] * 4, span_text(sum(spans[1:], spans[0])))
     console = Console()
     console.print(table)
-    workers = runs[0].config.launch.workers
-    console.print(
-        f"Time: assumed, {RATE.low:.1e} to {RATE.high:.0e} completions a second for each of "
-        f"{workers} workers on a core of its own; folders hold less than 10 MB each.",
-    )
+    notes = []
+    if any(measured):
+        notes.append(
+            f"Time: measured, earlier studies of this kind and bed here, {AGAIN:g} times either "
+            f"way, {WIDER:g} where sizes differ; on a machine as busy as then."
+        )
+    if not all(measured):
+        workers = runs[0].config.launch.workers
+        notes.append(
+            f"Time{' of others' if any(measured) else ''}: assumed, {RATE.low:.1e} to "
+            f"{RATE.high:.0e} completions a second for each of {workers} workers on a core of its "
+            "own; measured once a study of this kind and bed has run here."
+        )
+    console.print(*notes, "Folders hold less than 10 MB each.")
 
 
-def duration(completions: int, workers: int) -> Span:
+def earlier_seconds(planned: PlannedRun, completions: int) -> Span | None:
+    """Seconds of a study by what earlier ones of the same kind, bed and workers took on this
+    machine, in proportion to the completions; None where there is none.
+    """
+    config, spans = planned.config, []
+    for folder in newest_folders(planned, "gap"):
+        run = RunRecord(folder)
+        groups = [(run.config.get(key), name) for key, name in SAME]
+        names = [group.get(name) for group, name in groups if isinstance(group, dict)]
+        cost = (run.result or {}).get("cost") or {}
+        same = names == [config.study.kind, config.bed.name, config.launch.workers]
+        numbers = all(is_number(cost.get(key)) for key in ("seconds", "rollouts"))
+        if not same or not numbers or not started_here(run.launches):
+            continue
+        seconds, drawn = float(cost["seconds"]), float(cost["rollouts"])
+        ratio = completions / drawn if completions and drawn > 0 else 1.0
+        wide = AGAIN if abs(ratio - 1) < CLOSE else WIDER
+        spans.append(Span(seconds * ratio / wide, seconds * ratio * wide))
+    if not spans:
+        return None
+    narrowest = min(span.high / span.low for span in spans)
+    spans = [span for span in spans if span.high / span.low < 1.01 * narrowest]
+    return Span(min(span.low for span in spans), max(span.high for span in spans))
+
+
+def assumed_seconds(completions: int, workers: int) -> Span:
     """Seconds that a study of so many completions takes, from the least to the most."""
     if not completions:
         return ENUMERATED
