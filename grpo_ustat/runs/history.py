@@ -45,7 +45,8 @@ def start_row() -> dict[str, Any]:
 @cache
 def seconds_before_the_first_run() -> float:
     """Seconds from the process's start to the first call: imports, configurations, checks."""
-    return round(time.time() - psutil.Process().create_time(), 1)
+    # the system tells a process's start to a second
+    return max(0.0, round(time.time() - psutil.Process().create_time(), 1))
 
 
 def append(folder: Path, row: dict[str, Any]) -> None:

@@ -329,14 +329,16 @@ def test_the_command_needs_neither_torch_nor_hydra(tmp_path):
 
 
 def test_a_launch_says_how_long_its_process_took_before_it(tmp_path):
-    """Of 2 seconds of sleep and the imports, the same for each run of the process."""
+    """Of 3 seconds of sleep and the imports, the same for each run of the process. The system tells
+    a process's start to a second.
+    """
     program = (
-        "import time; time.sleep(2); from grpo_ustat.runs.history import start_row; "
-        "first = start_row(); time.sleep(1); "
+        "import time; time.sleep(3); from grpo_ustat.runs.history import start_row; "
+        "first = start_row(); time.sleep(0.2); "
         "print(first['seconds_before'], start_row()['seconds_before'])"
     )
     start = time.monotonic()
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     first, second = map(float, done.stdout.split())
-    assert 2 <= first == second <= time.monotonic() - start + 0.1
+    assert 2 <= first == second <= time.monotonic() - start + 1
