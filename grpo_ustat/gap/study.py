@@ -151,9 +151,9 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     if not all(measured):
         workers = runs[0].config.launch.workers
         notes.append(
-            f"Time{' of others' if any(measured) else ''}: assumed, {RATE.low:.1e} to "
-            f"{RATE.high:.0e} completions a second for each of {workers} workers on a core of its "
-            "own; measured once a study of this kind and bed has run here."
+            f"Time{' of others' if any(measured) else ''}: a guess, {RATE.low / 1e6:g} to "
+            f"{RATE.high / 1e6:g} million completions a second for each of {workers} workers on a "
+            "core of its own; after one study of this kind and bed here, its time is used."
         )
     console.print(*notes, "Folders hold less than 10 MB each.")
 

@@ -45,6 +45,34 @@ ARCHITECTURES = {
         ),
     ),
     "gemma3": ("gemma3_text", dict(_GROUPED, head_dim=6, sliding_window=3, layer_types=_SLIDING)),
+    "gemma3n": (
+        "gemma3n_text",
+        dict(
+            _GROUPED,
+            head_dim=6,
+            sliding_window=3,
+            layer_types=_SLIDING,
+            hidden_size_per_layer_input=6,
+            vocab_size_per_layer_input=VOCAB,
+            num_kv_shared_layers=0,
+            laurel_rank=4,
+            altup_num_inputs=2,
+            activation_sparsity_pattern=[0.0, 0.0],
+        ),
+    ),
+    "gemma4": (
+        "gemma4_text",
+        dict(
+            _GROUPED,
+            head_dim=6,
+            global_head_dim=6,
+            sliding_window=3,
+            layer_types=_SLIDING,
+            hidden_size_per_layer_input=6,
+            vocab_size_per_layer_input=VOCAB,
+            num_kv_shared_layers=0,
+        ),
+    ),
     "granite": (
         "granite",
         dict(

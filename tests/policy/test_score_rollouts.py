@@ -38,7 +38,7 @@ def test_scores_are_those_of_every_completion(rollouts, monkeypatch, layer, free
     """
     policy, index, calls = random_policy(), np.array([6, 1, 4, 0]), []
     weights, original = np.array([[1.0, 2.0, 3.0, 4.0]]), module.completion_scores
-    monkeypatch.setitem(module.LAYER, "cpu", layer)
+    monkeypatch.setitem(module.PRODUCTS_OF_A_LAYER, "cpu", layer)
     monkeypatch.setattr(module, "free_bytes", lambda device: free)
 
     def spy(*arguments, **options):

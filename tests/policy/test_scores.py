@@ -108,6 +108,32 @@ def test_dropping_the_tied_cross_term_would_be_noticed(monkeypatch):
     assert not torch.allclose(broken, slow, rtol=1e-3)
 
 
+def by_keyword(model):
+    def move(module, args, kwargs):
+        return ((), {"input": args[0]}) if args else None
+
+    model.model.embed_tokens.register_forward_pre_hook(move, with_kwargs=True)
+
+
+def in_a_layer_too(model):
+    weight, layer = model.lm_head.weight, model.model.layers[0]
+    layer.extra = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.extra.weight = weight
+    layer.register_forward_hook(
+        lambda module, args, output: output + module.extra(output).mean(-1, keepdim=True)
+    )
+
+
+@pytest.mark.parametrize("change", [by_keyword, in_a_layer_too])
+@pytest.mark.parametrize("passes", [None, (1, 3)])
+def test_the_output_layers_share_of_a_weight_that_no_rule_covers_counts_once(change, passes):
+    policy, rollouts = random_policy(tied=True), random_rollouts([2, 5], group_size=2, longest=4)
+    change(policy.model)
+    slow = reference(policy, rollouts)
+    result = fast(policy, rollouts, passes=passes)
+    torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-9)
+
+
 def test_frozen_parameters_are_left_out_and_stay_frozen():
     policy, rollouts = random_policy(tied=False), random_rollouts([3], group_size=3, longest=4)
     slow = fast(policy, rollouts).sq_norm_B

@@ -167,8 +167,8 @@ class _Pass:
         rows, columns: which of the batch.
         ids, attention: of these rows and columns.
         layers: where it goes layer by layer, else None.
-        roots: outputs of embeddings, where its backward pass ends; the embedding, and what it was
-            called with where a rule covers it.
+        roots: of each embedding its output, where the backward pass ends, the module, and what it
+            was called with; None where no rule covers that.
         hidden: the last hidden states.
     """
 
@@ -215,8 +215,10 @@ class _Backward:
         embedding = cast(nn.Embedding, self.model.get_input_embeddings())
         head = cast(nn.Linear, self.model.get_output_embeddings())
         self.shared = names.get(id(head.weight)) if head.weight is embedding.weight else None
-        if self.shared and None in (layers.kind(embedding), layers.kind(head)):
-            self.names = {key: name for key, name in names.items() if name != self.shared}
+        others = (m for m in body(self.model).modules() if m is not embedding and self._own(m))
+        used_elsewhere = self.shared in {name for module in others for name in self._own(module)}
+        if self.shared and (None in (layers.kind(embedding), layers.kind(head)) or used_elsewhere):
+            self._score_shared_alone()
 
     def run(
         self,
@@ -255,12 +257,13 @@ class _Backward:
                     )
                 self.output, pass_.hidden = type(output), output.last_hidden_state
                 del output
+            if self.shared in self.left_out:
+                self._score_shared_alone()
             first = self.passes[0].hidden
             hidden_BTD = first.new_zeros((*self.ids.shape, first.shape[-1]))
             for pass_ in self.passes:
                 hidden_BTD[pass_.rows, pass_.columns] = pass_.hidden.detach()
             grad_hidden_BTD = self._output_layer(hidden_BTD, completion_mask_BT, temperature)
-            del hidden_BTD, first
             ways = [x.backward(grad_hidden_BTD[x.rows, x.columns]) for x in self.passes]
             for _ in zip_longest(*ways):  # a layer of every pass before the next
                 pass
@@ -329,6 +332,11 @@ class _Backward:
     def _own(self, module: nn.Module) -> list[str]:
         own = module.parameters(recurse=False)
         return [self.names[id(p)] for p in own if id(p) in self.names]
+
+    def _score_shared_alone(self) -> None:
+        """Leave the weight of embedding and output layer to `one_by_one`, both of its shares."""
+        self.names = {key: name for key, name in self.names.items() if name != self.shared}
+        self.shared = None
 
     def _expect(self, module: nn.Module) -> None:
         for name in self._own(module):

@@ -101,6 +101,7 @@ class LayerByLayer:
         """
         below = [*roots, self._anchor]
         torch.autograd.backward(hidden, grad, inputs=below)
+        at_the_bottom: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         while self._calls:
             call = self._calls.pop()
             reached = [value is not None for value in call.grads]
@@ -116,14 +117,19 @@ class LayerByLayer:
             ends = [x for x, used in zip(filter(_is_real, outputs), reached, strict=True) if used]
             grads = [value for value in call.grads if value is not None]
             torch.autograd.backward(ends, grads, inputs=list(filter(_flows, inputs)))
-            pairs = zip(call.inputs, inputs, strict=True)
-            starts = [
-                (before, x.grad) for before, x in pairs if _flows(before) and x.grad is not None
-            ]
-            # layers may read from one graph below them, such as Gemma 3n's inputs by layer
-            torch.autograd.backward(*zip(*starts, strict=True), inputs=below, retain_graph=True)
+            for before, value in zip(call.inputs, inputs, strict=True):
+                if not _flows(before) or value.grad is None:
+                    continue
+                if _is_above_a_layer(before):
+                    torch.autograd.backward(before, value.grad, inputs=below, retain_graph=True)
+                else:  # what is below all layers is done once, such as Gemma 3n's inputs by layer
+                    _, total = at_the_bottom.get(id(before), (before, 0.0))
+                    at_the_bottom[id(before)] = (before, total + value.grad)
             call.inputs, call.grads = [], []  # the graph above holds the call itself
             yield
+        if at_the_bottom:
+            ends, grads = map(list, zip(*at_the_bottom.values(), strict=True))
+            torch.autograd.backward(ends, grads, inputs=below)
 
     def _first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
@@ -154,6 +160,20 @@ def _inside(module: nn.Module) -> set[nn.Module]:
 def _flows(value: Any) -> bool:
     """Whether gradients flow through a value."""
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _is_above_a_layer(value: torch.Tensor) -> bool:
+    """Whether the graph of a value leads to the output of a layer."""
+    nodes, known = [value.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in known:
+            continue
+        if isinstance(node, _Top._backward_cls):
+            return True
+        known.add(node)
+        nodes.extend(below for below, _ in node.next_functions)
+    return False
 
 
 def _is_real(value: Any) -> bool:

@@ -18,7 +18,8 @@ from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
 
-LAYER = {"cpu": 3e7, "cuda": 1e11}  # products of weights that cost as much as a layer's own calls
+# products of weights and tokens that take as long as the calls of a layer in one more pass
+PRODUCTS_OF_A_LAYER = {"cpu": 3e7, "cuda": 1e11}
 
 
 def score_rollouts(
@@ -51,7 +52,8 @@ def score_rollouts(
     prompt_U = np.array([len(rollouts.prompt_tokens[i // size]) for i in index[first]])
     length_U = rollouts.lengths_PG.ravel()[index[first]]
     order = np.argsort(prompt_U + length_U, kind="stable")
-    passes = pass_sizes((prompt_U + length_U)[order], tokens_of_overhead(policy.model))
+    prompt_U, length_U = prompt_U[order], length_U[order]
+    passes = pass_sizes(prompt_U + length_U, tokens_of_overhead(policy.model))
     if len(passes) > 1:
         first, place_B = first[order], np.argsort(order)[place_B]
     weights = None
@@ -64,7 +66,9 @@ def score_rollouts(
     if square_weights_B is not None:
         square_weights = torch.from_numpy(np.bincount(place_B, square_weights_B, len(first)))
     rows = pack(rollouts, index[first], policy.pad_token, policy.model.device)
-    whole = score_bytes(policy.model, rows.input_ids_BT.numel(), by_layer=False)
+    parts = np.split(np.arange(len(first)), np.cumsum(passes)[:-1])
+    read = sum(len(part) * int(prompt_U[part].max() + length_U[part].max()) for part in parts)
+    whole = score_bytes(policy.model, read, by_layer=False)
     scores = completion_scores(
         policy.model,
         rows.input_ids_BT,
@@ -95,7 +99,8 @@ def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:
     least.
 
     Args:
-        tokens_U: of every row, ascending; a pass costs its rows times the tokens of its longest.
+        tokens_U: of every row, prompt included, ascending; a pass costs its rows times the tokens
+            of its longest, as rows of one prompt do.
         overhead: tokens that cost as much as one more pass.
     """
     count = len(tokens_U)
@@ -119,7 +124,7 @@ def tokens_of_overhead(model: PreTrainedModel) -> float:
     }
     weights = sum(p.numel() for p in below.parameters() if id(p) not in embeddings)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    return LAYER[model.device.type] * layers / weights
+    return PRODUCTS_OF_A_LAYER[model.device.type] * layers / weights
 
 
 def distinct(rollouts: Rollouts, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
