@@ -10,14 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from grpo_ustat.config.gap import GapConfig
-from grpo_ustat.costs.duration import (
-    AGAIN,
-    WIDER,
-    Span,
-    newest_folders,
-    span_text,
-    started_here,
-)  # fmt: skip
+from grpo_ustat.costs.duration import AGAIN, WIDER, Span, newest_folders, span_text, started_here
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.gap.evidence import theorem
@@ -162,7 +155,9 @@ def earlier_seconds(planned: PlannedRun, completions: int) -> Span | None:
     """Seconds of a study by what earlier ones of the same kind, bed and workers took on this
     machine, in proportion to the completions; None where there is none.
     """
-    config, spans = planned.config, []
+    config = planned.config
+    of_this_size: list[Span] = []
+    of_others: list[Span] = []
     for folder in newest_folders(planned, "gap"):
         run = RunRecord(folder)
         groups = [(run.config.get(key), name) for key, name in SAME]
@@ -174,12 +169,13 @@ def earlier_seconds(planned: PlannedRun, completions: int) -> Span | None:
             continue
         seconds, drawn = float(cost["seconds"]), float(cost["rollouts"])
         ratio = completions / drawn if completions and drawn > 0 else 1.0
-        wide = AGAIN if abs(ratio - 1) < CLOSE else WIDER
-        spans.append(Span(seconds * ratio / wide, seconds * ratio * wide))
+        if abs(ratio - 1) < CLOSE:
+            of_this_size.append(Span(seconds * ratio / AGAIN, seconds * ratio * AGAIN))
+        else:
+            of_others.append(Span(seconds * ratio / WIDER, seconds * ratio * WIDER))
+    spans = of_this_size or of_others
     if not spans:
         return None
-    narrowest = min(span.high / span.low for span in spans)
-    spans = [span for span in spans if span.high / span.low < 1.01 * narrowest]
     return Span(min(span.low for span in spans), max(span.high for span in spans))
 
 

@@ -39,11 +39,6 @@ def reference(model, rollouts, temperature=1.0):
     return {name: torch.stack([row[name].flatten() for row in rows]) for name in rows[0]}
 
 
-def layer_by_layer(model, rollouts, **options):
-    """As `fast`, each layer computed twice."""
-    return fast(model, rollouts, by_layer=True, **options)
-
-
 def fast(model, rollouts, **options):
     """All completions in one left-padded batch."""
     rows = pack(rollouts, np.arange(rollouts.mask_PGT[..., 0].size), 0, model.device)
@@ -87,44 +82,34 @@ def test_norms_gradients_and_gram_equal_autograd(name, tied):
     assert_everything_equals_autograd(build(name, tied), letters(name), temperature=0.7)
 
 
-def assert_layer_by_layer_is_the_same(model, rollouts, rtol=1e-12):
+def assert_same_as_whole(model, rollouts, rounding=1e-12, **way):
+    """Norms, Gram matrix and pooled gradients are those of the whole graph in one pass."""
     weights = torch.randn(2, 12, dtype=torch.float64)
     for options in ({}, {"weights_KB": weights, "gram": True}):
-        whole, parts = fast(model, rollouts, **options), layer_by_layer(model, rollouts, **options)
-        torch.testing.assert_close(parts.sq_norm_B, whole.sq_norm_B, rtol=rtol, atol=0)
+        whole, other = fast(model, rollouts, **options), fast(model, rollouts, **way, **options)
+        torch.testing.assert_close(other.sq_norm_B, whole.sq_norm_B, rtol=rounding, atol=0)
         if options:
-            assert_close(parts.gram_BB, whole.gram_BB, rtol)
-            for one, other in zip(parts.gradients_K, whole.gradients_K, strict=True):
-                assert one.keys() == other.keys()
+            assert_close(other.gram_BB, whole.gram_BB, rounding)
+            for one, two in zip(other.gradients_K, whole.gradients_K, strict=True):
+                assert one.keys() == two.keys()
                 for name, value in one.items():
-                    assert_close(value, other[name], rtol)
+                    assert_close(value, two[name], rounding)
 
 
 @every_architecture
 def test_layer_by_layer_gives_the_same(name, tied):
     model = build(name, tied)
     assert LayerByLayer(model).fits == (name not in WHOLE)
-    rounding = FLOAT32.get(name, 1e-12)
-    assert_layer_by_layer_is_the_same(model, letters(name), rounding)
+    assert_same_as_whole(model, letters(name), FLOAT32.get(name, 1e-12), by_layer=True)
 
 
 @every_architecture
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by_layer"])
 def test_several_passes_give_the_same(name, tied, by_layer):
     """Of 5, 3, 1 and 3 rows, whose longest are of different lengths."""
-    model, rollouts = build(name, tied), letters(name)
-    weights = torch.randn(2, 12, dtype=torch.float64)
     rounding = FLOAT32.get(name, 1e-10) if by_layer else 1e-10
-    for options in ({}, {"weights_KB": weights, "gram": True}):
-        whole = fast(model, rollouts, **options)
-        parts = fast(model, rollouts, by_layer=by_layer, passes=(5, 3, 1, 3), **options)
-        torch.testing.assert_close(parts.sq_norm_B, whole.sq_norm_B, rtol=rounding, atol=0)
-        if options:
-            assert_close(parts.gram_BB, whole.gram_BB, rounding)
-            for one, other in zip(parts.gradients_K, whole.gradients_K, strict=True):
-                assert one.keys() == other.keys()
-                for key, value in one.items():
-                    assert_close(value, other[key], rounding)
+    way = {"by_layer": by_layer, "passes": (5, 3, 1, 3)}
+    assert_same_as_whole(build(name, tied), letters(name), rounding, **way)
 
 
 def test_layer_by_layer_counts_what_layers_share():
@@ -132,7 +117,7 @@ def test_layer_by_layer_counts_what_layers_share():
     model = build("llama", tied=True)
     first, second = model.model.layers
     second.mlp, second.self_attn.q_proj.weight = first.mlp, first.self_attn.q_proj.weight
-    assert_layer_by_layer_is_the_same(model, letters())
+    assert_same_as_whole(model, letters(), by_layer=True)
 
 
 @every_architecture
