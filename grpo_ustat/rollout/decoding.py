@@ -7,6 +7,7 @@ import torch
 from grpo_ustat.policy.logprobs import widen
 
 LOGITS_AT_ONCE = {"cpu": 2**19}  # fits the processor's cache; elsewhere 2**24
+BLOCK = 256  # tokens whose weights are summed before any is looked at
 
 
 def choose(
@@ -16,7 +17,8 @@ def choose(
 
     The distribution is p = softmax(logits / temperature) over the whole vocabulary, the logits in
     float32 or wider, as they are scored. With s = logits / temperature - max and Z = sum exp(s),
-    a drawn token is the first at which the cumulative sum of exp(s) passes u Z, summed in float64.
+    a drawn token is the first at which the cumulative sum of exp(s) passes u Z, summed in float64;
+    of a large vocabulary, sums of blocks are found first, see `draw_by_blocks`.
 
     Args:
         logits_RV: logits of R rows.
@@ -29,20 +31,16 @@ def choose(
         H = log Z - sum_v p_v s_v [R] in nats, both float64.
     """
     rows = max(1, LOGITS_AT_ONCE.get(logits_RV.device.type, 2**24) // logits_RV.shape[1])
+    draw = draw_by_blocks if logits_RV.shape[1] > 8 * BLOCK else draw_token
     tokens, logprobs, entropies = [], [], []
     parts = zip(logits_RV.split(rows), uniform_R.split(rows), strict=True)
     for part_RV, part_uniform_R in parts:
-        scaled_RV = widen(part_RV) / temperature
-        scaled_RV -= scaled_RV.amax(dim=-1, keepdim=True)
+        scaled_RV = part_RV if temperature == 1 else widen(part_RV) / temperature
+        scaled_RV = scaled_RV - widen(scaled_RV.amax(dim=-1, keepdim=True))
         weights_RV = scaled_RV.exp()
-        cumulative_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
-        total_R1 = cumulative_RV[:, -1:]
+        token_R1, total_R1 = draw(weights_RV, part_uniform_R[:, None])
         if greedy:
             token_R1 = part_RV.argmax(dim=-1, keepdim=True)
-        else:
-            threshold_R1 = part_uniform_R[:, None] * total_R1
-            token_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
-            token_R1.clamp_(max=part_RV.shape[1] - 1)
         tokens.append(token_R1[:, 0])
         log_total_R1 = total_R1.log()
         logprobs.append((scaled_RV.gather(1, token_R1) - log_total_R1)[:, 0])
@@ -52,3 +50,51 @@ def choose(
     if len(tokens) == 1:
         return tokens[0], logprobs[0], entropies[0]
     return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies)
+
+
+def draw_token(
+    weights_RV: torch.Tensor, uniform_R1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token of each row at which the cumulative sum of its weights passes u Z.
+
+    Args:
+        weights_RV: not negative, at least one of a row positive.
+        uniform_R1: u, in [0, 1), float64.
+
+    Returns:
+        Tokens [R, 1], never one of weight 0, and the sums Z [R, 1], float64.
+    """
+    cumulative_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
+    total_R1 = cumulative_RV[:, -1:]
+    return first_beyond(cumulative_RV, uniform_R1 * total_R1), total_R1
+
+
+def draw_by_blocks(
+    weights_RV: torch.Tensor, uniform_R1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `draw_token`, in half of the memory traffic: the block in which u Z is passed, then the
+    token in that block. Blocks are summed in the precision of the weights, all else in float64.
+    """
+    vocabulary = weights_RV.shape[1]
+    whole = vocabulary // BLOCK * BLOCK
+    sums_RK = weights_RV[:, :whole].unflatten(1, (-1, BLOCK)).sum(dim=-1)
+    rest_R1 = weights_RV[:, whole:].sum(dim=-1, keepdim=True)
+    cumulative_RK = torch.cat([sums_RK, rest_R1], dim=1).cumsum(dim=-1, dtype=torch.float64)
+    total_R1 = cumulative_RK[:, -1:]
+    threshold_R1 = uniform_R1 * total_R1
+    block_R1 = first_beyond(cumulative_RK, threshold_R1)
+    before_RK = torch.nn.functional.pad(cumulative_RK, (1, 0))
+    place_RB = block_R1 * BLOCK + torch.arange(BLOCK, device=weights_RV.device)
+    inside_RB = weights_RV.gather(1, place_RB.clamp(max=vocabulary - 1)).double()
+    cumulative_RB = inside_RB.where(place_RB < vocabulary, 0).cumsum(dim=-1)
+    token_R1 = first_beyond(cumulative_RB, threshold_R1 - before_RK.gather(1, block_R1))
+    return block_R1 * BLOCK + token_R1, total_R1
+
+
+def first_beyond(cumulative_RN: torch.Tensor, threshold_R1: torch.Tensor) -> torch.Tensor:
+    """The first place at which each row is beyond its threshold, [R, 1]; where rounding brings
+    the threshold to the row's end or beyond, the first at which the row has its last value.
+    """
+    last_R1 = cumulative_RN[:, -1:]
+    below_R1 = last_R1.nextafter(torch.zeros_like(last_R1))
+    return torch.searchsorted(cumulative_RN, threshold_R1.minimum(below_R1), right=True)
