@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_ustat.rollout import decoding
-from grpo_ustat.rollout.decoding import choose
+from grpo_ustat.rollout.decoding import BLOCK, choose, draw_by_blocks, draw_token
 
 
 def test_a_token_its_logprob_and_entropy_by_hand():
@@ -50,3 +50,47 @@ def test_rows_by_parts_equal_plain_softmaxes_of_widened_logits(dtype, monkeypatc
     close = dict(rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5, check_dtype=False)
     torch.testing.assert_close(logprob, logp.gather(1, drawn[:, None])[:, 0], **close)
     torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(-1), **close)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 97, BLOCK, BLOCK + 1, 9 * BLOCK, 10 * BLOCK + 3])
+def test_blocks_draw_the_tokens_of_the_plain_cumulative_sum(vocabulary):
+    torch.manual_seed(0)
+    weights = (3 * torch.randn(400, vocabulary).double()).exp()
+    weights[torch.rand(400, vocabulary) < 0.3] = 0
+    weights[:, vocabulary // 2] += 1e-3
+    uniform = torch.rand(400, 1, dtype=torch.float64)
+    token, total = draw_by_blocks(weights, uniform)
+    expected, plain_total = draw_token(weights, uniform)
+    assert torch.equal(token, expected)
+    torch.testing.assert_close(total, plain_total, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("draw", [draw_token, draw_by_blocks])
+def test_a_token_of_weight_zero_is_never_drawn_wherever_rounding_brings_the_threshold(draw):
+    """Positive weights stand alone among zeros, at the edges of blocks too; u is next to the sums
+    of weights, and next to 0 and 1.
+    """
+    positive = [5, BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 7]
+    torch.manual_seed(0)
+    shares = torch.rand(300, 4, dtype=torch.float64)
+    weights = torch.zeros(300, 5 * BLOCK + 11, dtype=torch.float64)
+    weights[:, positive] = shares
+    edges = torch.cat([torch.zeros(300, 1), shares.cumsum(-1) / shares.sum(-1, keepdim=True)], 1)
+    below_one = math.nextafter(1.0, 0.0)
+    for k in range(5):
+        for direction in (0.0, 2.0):
+            uniform = edges[:, k : k + 1].double().nextafter(torch.tensor(direction).double())
+            token, _ = draw(weights, uniform.clamp(0, below_one))
+            assert set(token.flatten().tolist()) <= set(positive)
+
+
+def test_frequencies_of_a_large_vocabulary_in_float32_are_its_probabilities():
+    """Uniforms on a fine grid, so that each token is drawn in proportion but for one draw."""
+    torch.manual_seed(0)
+    logits = torch.randn(1, 40 * BLOCK)
+    draws = 4096
+    uniform = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
+    token, _, _ = choose(logits.expand(draws, -1), uniform, 1.0)
+    expected = draws * torch.softmax(logits.double(), -1)[0].cumsum(-1)
+    counted = torch.bincount(token, minlength=40 * BLOCK).cumsum(0)
+    assert (counted - expected).abs().max() < 1
