@@ -140,7 +140,7 @@ class Window:
     targets_BT: torch.Tensor
     mask_BT: torch.Tensor
 
-    def part(self, index: torch.Tensor) -> tuple[Window, slice]:
+    def part(self, index: torch.Tensor | slice) -> tuple[Window, slice]:
         """The window of some rows, cut to the columns in which any of them counts, and those
         columns.
         """

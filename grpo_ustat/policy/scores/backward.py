@@ -170,7 +170,14 @@ class _Pass:
         roots: of each embedding its output, where the backward pass ends, the module, and what it
             was called with; None where no rule covers that.
         hidden: the last hidden states.
+        window, scored: the positions whose next tokens are scored, and their columns among its
+            own; after `cut_window`.
+        grad_window, grad_logits: the gradients at the window's hidden states, and at its logits of
+            the tokens that occur anywhere.
     """
+
+    window: Window
+    scored: slice
 
     def __init__(
         self,
@@ -184,10 +191,24 @@ class _Pass:
         self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
         self.layers = layers
         self.roots: list[tuple[torch.Tensor, nn.Embedding, tuple | None]] = []
-        self.hidden = torch.empty(0)
+        self.hidden = self.grad_window = self.grad_logits = torch.empty(0)
 
-    def backward(self, grad_hidden: torch.Tensor) -> Iterator[None]:
+    def cut_window(self, completion_mask_BT: torch.Tensor) -> Window:
+        """The hidden states from which tokens that count are predicted, without their graph."""
+        ids_BT, mask_BT = self.ids[:, 1:], completion_mask_BT[self.rows, self.columns][:, 1:]
+        whole = Window(self.hidden.detach()[:, :-1], ids_BT, mask_BT)
+        self.window, self.scored = whole.part(slice(None))
+        return self.window
+
+    def head_rows(self, place_U: torch.Tensor) -> torch.Tensor:
+        """Rows of the output layer's gradients, of some of the tokens that occur, [B, U, D]."""
+        hidden = widen(self.window.hidden_BTD)
+        return torch.bmm(self.grad_logits[:, :, place_U].mT.to(hidden), hidden)
+
+    def backward(self) -> Iterator[None]:
         """Let the gradient at the hidden states reach the roots; yields after each layer."""
+        grad_hidden = torch.zeros_like(self.hidden)
+        grad_hidden[:, self.scored] = self.grad_window
         leaves, hidden, self.hidden = [x for x, _, _ in self.roots], self.hidden, torch.empty(0)
         if self.layers:
             yield from self.layers.backward(hidden, grad_hidden, leaves)
@@ -259,12 +280,8 @@ class _Backward:
                 del output
             if self.shared in self.left_out:
                 self._score_shared_alone()
-            first = self.passes[0].hidden
-            hidden_BTD = first.new_zeros((*self.ids.shape, first.shape[-1]))
-            for pass_ in self.passes:
-                hidden_BTD[pass_.rows, pass_.columns] = pass_.hidden.detach()
-            grad_hidden_BTD = self._output_layer(hidden_BTD, completion_mask_BT, temperature)
-            ways = [x.backward(grad_hidden_BTD[x.rows, x.columns]) for x in self.passes]
+            self._output_layer(completion_mask_BT, temperature)
+            ways = [pass_.backward() for pass_ in self.passes]
             for _ in zip_longest(*ways):  # a layer of every pass before the next
                 pass
         finally:
@@ -366,35 +383,23 @@ class _Backward:
             assert isinstance(part, layers.Lookup)
             # H of the output layer, E of the embedding, which lives on the tokens that occur:
             # ||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>
-            hidden = widen(self.window_hidden_BTD)
             for ids_U, dense_BUD in layers.dense_rows(part):
                 place = torch.searchsorted(self.tokens_U, ids_U)
-                grads = self.grads_BTU[:, :, place].transpose(1, 2).to(hidden)
-                products = torch.bmm(grads, hidden)
+                products = torch.cat([pass_.head_rows(place) for pass_ in self.passes])
                 self.totals.cross(name, self.shapes[name], ids_U, products, dense_BUD)
         layers.add(self.totals, name, self.shapes[name], part)
         self.added.add(name)
 
-    def _output_layer(self, hidden_BTD, completion_mask_BT, temperature: float) -> torch.Tensor:
-        columns = completion_mask_BT.any(dim=0).nonzero()
-        first, last = int(columns.min()), int(columns.max()) + 1
-        window = Window(
-            hidden_BTD[:, first - 1 : last - 1],
-            self.ids[:, first:last],
-            completion_mask_BT[:, first:last],
-        )
+    def _output_layer(self, completion_mask_BT, temperature: float) -> None:
+        windows = [pass_.cut_window(completion_mask_BT) for pass_ in self.passes]
         layer = OutputLayer(self.model, self.output, temperature)
         self.tokens_U = self.ids.unique() if self.shared else self.ids.new_zeros(0)
         with torch.no_grad():
-            grad_window_BTD, self.grads_BTU = add_output_layer(
-                layer, window, self.names, self.totals, self.tokens_U
-            )
-        self.window_hidden_BTD = window.hidden_BTD
+            grads = add_output_layer(layer, windows, self.names, self.totals, self.tokens_U)
+        for pass_, (grad_BTD, grad_BTU) in zip(self.passes, grads, strict=True):
+            pass_.grad_window, pass_.grad_logits = grad_BTD, grad_BTU
         own = [] if layer.opaque else self._own(layer.head)
         self.added.update(name for name in own if name != self.shared)
-        grad_hidden_BTD = torch.zeros_like(hidden_BTD)
-        grad_hidden_BTD[:, first - 1 : last - 1] = grad_window_BTD
-        return grad_hidden_BTD
 
 
 def one_by_one(model, rest, rows: tuple, temperature: float, totals: Accumulator) -> None:

@@ -5,6 +5,8 @@ All logits of a batch at once where they fit into memory; else some rows, or som
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from grpo_ustat.policy.limits import LOGIT_BYTES
@@ -15,78 +17,103 @@ from grpo_ustat.policy.scores.accumulate import Accumulator
 
 def add_output_layer(
     layer: OutputLayer,
-    window: Window,
+    windows: Sequence[Window],
     names: dict[int, str],
     totals: Accumulator,
     tokens_U: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Add the output layer's parameters to the totals.
 
     Args:
         layer: the output layer.
-        window: positions that count.
+        windows: positions that count, of consecutive completions in as many passes.
         names: of the trainable parameters, by identity.
         totals: to add to.
         tokens_U: tokens whose logits' gradients are returned too.
 
     Returns:
-        Gradients at the hidden states of the window, [B, T, D], and at the logits of `tokens_U`,
-        [B, T, U].
+        Of each window the gradients at its hidden states, [B, T, D], and at the logits of
+        `tokens_U`, [B, T, U].
     """
-    vocabulary, (batch, length, _) = layer.head.weight.shape[0], window.hidden_BTD.shape
-    wide = widen(window.hidden_BTD[:0])
-    budget = LOGIT_BYTES[window.hidden_BTD.device.type] // wide.element_size()
-    rows = max(1, budget // (length * vocabulary))
-    grad_BTD = wide.new_zeros(window.hidden_BTD.shape)  # slices of the vocabulary add up
-    grad_BTU = wide.new_zeros((batch, length, len(tokens_U)))
+    vocabulary, dtype = layer.head.weight.shape[0], windows[0].hidden_BTD.dtype
+    wide = widen(windows[0].hidden_BTD[:0])
+    budget = LOGIT_BYTES[wide.device.type] // wide.element_size()
+    grads = [  # slices of the vocabulary add up
+        (
+            wide.new_zeros(window.hidden_BTD.shape),
+            wide.new_zeros((*window.mask_BT.shape, len(tokens_U))),
+        )
+        for window in windows
+    ]
+    positions = sum(window.mask_BT.numel() for window in windows)
     if layer.opaque:
-        for index in torch.arange(batch).split(rows):
-            part, columns = window.part(index)
-            grad_BTD[index, columns] = layer.through(part)
-    elif batch * length * vocabulary <= budget:
-        grad_BTV, _ = layer.gradients(window)
-        grad_BTD[:] = layer.back(grad_BTV)
-        grad_BTU[:] = grad_BTV[:, :, tokens_U]
-        _add_parameters(layer, window, names, totals, grad_BTV)
+        for window, (grad_BTD, _) in zip(windows, grads, strict=True):
+            for index in torch.arange(len(grad_BTD)).split(_rows(window, budget // vocabulary)):
+                part, columns = window.part(index)
+                grad_BTD[index, columns] = layer.through(part)
+    elif positions * vocabulary <= budget:
+        logit_grads = [layer.gradients(window)[0] for window in windows]
+        for grad_BTV, (grad_BTD, grad_BTU) in zip(logit_grads, grads, strict=True):
+            grad_BTD[:] = layer.back(grad_BTV)
+            grad_BTU[:] = grad_BTV[:, :, tokens_U]
+        _add_parameters(layer, windows, names, totals, logit_grads)
     elif totals.gram_BB is None:  # rows of similar length together; each row's logits exist once
-        for index in window.mask_BT.sum(dim=1).argsort().split(rows):
-            part, columns = window.part(index)
-            grad_NTV, _ = layer.gradients(part)
-            grad_BTD[index, columns] = layer.back(grad_NTV)
-            grad_BTU[index, columns] = grad_NTV[:, :, tokens_U]
-            _add_parameters(layer, part, names, totals, grad_NTV, rows=index)
+        start = 0
+        for window, (grad_BTD, grad_BTU) in zip(windows, grads, strict=True):
+            order = window.mask_BT.sum(dim=1).argsort()
+            for index in order.split(_rows(window, budget // vocabulary)):
+                part, columns = window.part(index)
+                grad_NTV, _ = layer.gradients(part)
+                grad_BTD[index, columns] = layer.back(grad_NTV)
+                grad_BTU[index, columns] = grad_NTV[:, :, tokens_U]
+                _add_parameters(layer, [part], names, totals, [grad_NTV], rows=start + index)
+            start += len(order)
     else:  # a Gram matrix needs all rows: some of the vocabulary, after a pass for normalisers
-        step = max(1, budget // (batch * length))
+        step = max(1, budget // positions)
         slices = [slice(low, min(low + step, vocabulary)) for low in range(0, vocabulary, step)]
-        normaliser_BT = None
+        normalisers = [_normaliser(layer, window, slices) for window in windows]
         for tokens in slices:
-            with torch.no_grad():
-                _, logits = layer.logits(window.hidden_BTD, tokens)
-            part_BT = (widen(logits) / layer.temperature).logsumexp(dim=-1)
-            normaliser_BT = (
-                part_BT if normaliser_BT is None else torch.logaddexp(normaliser_BT, part_BT)
-            )
-        for tokens in slices:
-            grad_BTS, _ = layer.gradients(window, tokens, normaliser_BT)
-            grad_BTD[:] += layer.back(grad_BTS, tokens)
             inside_U = (tokens_U >= tokens.start) & (tokens_U < tokens.stop)
-            grad_BTU[:, :, inside_U] = grad_BTS[:, :, tokens_U[inside_U] - tokens.start]
-            _add_parameters(layer, window, names, totals, grad_BTS, first_row=tokens.start)
-    return grad_BTD.to(window.hidden_BTD), grad_BTU
+            logit_grads = []
+            for window, normaliser_BT, (grad_BTD, grad_BTU) in zip(
+                windows, normalisers, grads, strict=True
+            ):
+                grad_BTS, _ = layer.gradients(window, tokens, normaliser_BT)
+                grad_BTD[:] += layer.back(grad_BTS, tokens)
+                grad_BTU[:, :, inside_U] = grad_BTS[:, :, tokens_U[inside_U] - tokens.start]
+                logit_grads.append(grad_BTS)
+            _add_parameters(layer, windows, names, totals, logit_grads, first_row=tokens.start)
+    return [(grad_BTD.to(dtype), grad_BTU) for grad_BTD, grad_BTU in grads]
+
+
+def _rows(window: Window, positions: int) -> int:
+    """How many rows of a window have so many positions, at least one."""
+    return max(1, positions // window.mask_BT.shape[1])
+
+
+def _normaliser(layer: OutputLayer, window: Window, slices: Sequence[slice]) -> torch.Tensor:
+    """Log of the sum of exponentials over the vocabulary, [B, T], some tokens at a time."""
+    parts = []
+    for tokens in slices:
+        _, logits = layer.logits(window.hidden_BTD, tokens)
+        parts.append((widen(logits) / layer.temperature).logsumexp(dim=-1))
+    return torch.stack(parts).logsumexp(dim=0)
 
 
 def _add_parameters(
     layer: OutputLayer,
-    window: Window,
+    windows: Sequence[Window],
     names: dict[int, str],
     totals: Accumulator,
-    grad_NTV: torch.Tensor,
+    logit_grads: Sequence[torch.Tensor],
     first_row: int = 0,
     rows: torch.Tensor | None = None,
 ) -> None:
     """Add the gradients of the layer's weight and bias, where these are trained."""
     weight, bias = layer.head.weight, layer.head.bias
     if (name := names.get(id(weight))) is not None:
-        totals.add_outer(name, weight.shape, [(grad_NTV, window.hidden_BTD)], first_row, rows)
+        pairs = zip(logit_grads, (window.hidden_BTD for window in windows), strict=True)
+        totals.add_outer(name, weight.shape, list(pairs), first_row, rows)
     if bias is not None and (name := names.get(id(bias))) is not None:
-        totals.add_flat(name, bias.shape, grad_NTV.sum(dim=1), first_row, rows)
+        sums_NV = torch.cat([grad_NTV.sum(dim=1) for grad_NTV in logit_grads])
+        totals.add_flat(name, bias.shape, sums_NV, first_row, rows)
