@@ -220,6 +220,20 @@ def test_chunks_and_ways_do_not_matter(monkeypatch, tied, gram, weight_way, pass
         torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-9)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pass_without_a_token_that_counts_scores_nothing(tied):
+    policy, rollouts = random_policy(tied=tied), random_rollouts([2, 5], group_size=2, longest=6)
+    rows = pack(rollouts, np.arange(4), policy.pad_token, policy.model.device)
+    rows.completion_mask_BT[1] = 0
+    slow = reference(policy, rollouts)
+    slow[1] = 0
+    result = completion_scores(
+        policy.model, rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT,
+        gram=True, passes=(1, 1, 2),
+    )  # fmt: skip
+    torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-9)
+
+
 @pytest.mark.parametrize("passes", [None, (2, 4)])
 def test_sketches_are_linear_and_full_where_they_can_be(passes):
     policy, rollouts = random_policy(), random_rollouts([2, 5], group_size=3, longest=6)
