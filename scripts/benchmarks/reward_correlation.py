@@ -71,13 +71,13 @@ def correlation(moments_3P: Array) -> float:
 
 
 def main() -> None:
-    """Print the coverage of 95 % intervals, given the prompts and over prompts."""
+    """Print the coverage of 95 % intervals, conditional on the prompts and generalising."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--studies", type=int, default=1000, help="of a cell")
     parser.add_argument("--questions", type=int, nargs="+", default=[12, 60, 500])
     parser.add_argument("--completions", type=int, nargs="+", default=[4, 8, 32])
     options = parser.parse_args()
-    print("| rewards | questions | completions | truth | given the questions | new questions |")
+    print("| rewards | questions | completions | truth | conditional on these | new questions |")
     print("|---|---|---|---|---|---|")
     for name, law in LAWS.items():
         rng = np.random.default_rng(0)
