@@ -25,6 +25,7 @@ from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.memory import check_weights, free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import causal
+from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 from grpo_ustat.policy.scores.metric import Metric
@@ -439,7 +440,12 @@ def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
     if not few.completion_mask_BT[:, :columns].any():  # a tool wrote all of these
         columns = few.input_ids_BT.shape[1]
     masks = (few.attention_mask_BT[:, :columns], few.completion_mask_BT[:, :columns])
-    check_scores(policy.model, few.input_ids_BT[:, :columns], *masks)
+    check_scores(
+        policy.model,
+        few.input_ids_BT[:, :columns],
+        *masks,
+        contiguous=can_read_contiguous(policy),
+    )
 
 
 def rows_that_fit(policy: Policy, tokens: int, by_layer: bool = False) -> int:

@@ -12,10 +12,11 @@ import copy
 import inspect
 from collections.abc import Callable
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_ustat.policy.loading import Policy
@@ -139,6 +140,7 @@ class FullReader:
 
 
 Reader = SharedPromptReader | ContiguousReader | FullReader
+_contiguous: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 UNEQUAL, EQUAL = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]  # prompts of trials
 
 
@@ -158,9 +160,11 @@ def can_share(policy: Policy) -> bool:
 
 def can_read_contiguous(policy: Policy) -> bool:
     """Whether rows padded at the end and read without a mask give the log-probabilities of rows
-    read alone.
+    read alone; a model is tried once.
     """
-    return _agrees(policy, ContiguousReader, UNEQUAL, at_once=1)
+    if policy.model not in _contiguous:
+        _contiguous[policy.model] = _agrees(policy, ContiguousReader, UNEQUAL, at_once=1)
+    return _contiguous[policy.model]
 
 
 def _agrees(

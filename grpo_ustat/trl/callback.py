@@ -26,6 +26,7 @@ from grpo_ustat.estimators.noise import (
 )
 from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.policy.logprobs import pack
+from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
 from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
@@ -210,7 +211,11 @@ class GradientNoiseCallback(TrainerCallback):
         few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
         try:
             check_scores(
-                policy.model, few.input_ids_BT, few.attention_mask_BT, few.completion_mask_BT
+                policy.model,
+                few.input_ids_BT,
+                few.attention_mask_BT,
+                few.completion_mask_BT,
+                contiguous=can_read_contiguous(policy),
             )
         except RuntimeError as error:
             if not out_of_memory(error):

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 from architectures import UNPADDED, VOCAB, build, every_architecture
-from fakes import random_rollouts
+from fakes import LetterTokenizer, random_rollouts
 from peft import LoraConfig, get_peft_model
 from reference import one_score
 
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
+from grpo_ustat.policy.output_layer import body
+from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.scores.backward import completion_scores, covered_parameters
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 
@@ -110,6 +113,23 @@ def test_several_passes_give_the_same(name, tied, by_layer):
     rounding = FLOAT32.get(name, 1e-10) if by_layer else 1e-10
     way = {"by_layer": by_layer, "passes": (5, 3, 1, 3)}
     assert_same_as_whole(build(name, tied), letters(name), rounding, **way)
+
+
+@every_architecture
+def test_a_pass_padded_at_the_end_alone_needs_no_mask(name, tied):
+    """The first of four passes has rows of two prompts, one padded before it; the others not."""
+    model = build(name, tied)
+    if not can_read_contiguous(Policy(model, LetterTokenizer(), frozenset({1}), 0)):
+        pytest.skip("reads no row without a mask")
+    masks = []
+
+    def note_mask(module, args, kwargs):
+        masks.append(kwargs.get("attention_mask") is not None)
+
+    body(model).register_forward_pre_hook(note_mask, with_kwargs=True)
+    way = {"passes": (5, 3, 1, 3), "contiguous": True}
+    assert_same_as_whole(model, letters(name), FLOAT32.get(name, 1e-10), **way)
+    assert sum(masks) == 2 * (1 + (name not in UNPADDED))  # in one pass, and in the first of four
 
 
 def test_layer_by_layer_counts_what_layers_share():

@@ -70,6 +70,7 @@ def completion_scores(
     square_weights_B: torch.Tensor | None = None,
     by_layer: bool = False,
     passes: Sequence[int] | None = None,
+    contiguous: bool = False,
 ) -> CompletionScores:
     """Score norms, pooled gradients and Gram matrix over all trainable parameters.
 
@@ -92,6 +93,8 @@ def completion_scores(
         passes: how many of the completions, in their order, each pass through the model reads,
             without the columns that are padding in all of them; None: all in one. The scores are
             the same but for rounding.
+        contiguous: read a pass whose rows are padded at the end alone without a mask, so that the
+            fast kernels of causal attention apply; for models that `can_read_contiguous`.
 
     Raises:
         ConfigError: the model is in training mode, or has no parameter to train.
@@ -106,7 +109,7 @@ def completion_scores(
     with _activations_only(model):
         backward_pass = _Backward(model, names, input_ids_BT, attention_mask_BT, totals)
         passes = [batch] if passes is None else passes
-        backward_pass.run(completion_mask_BT, temperature, by_layer, passes)
+        backward_pass.run(completion_mask_BT, temperature, by_layer, passes, contiguous)
     rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
     one_by_one(model, rest, rows, temperature, totals)
@@ -247,6 +250,7 @@ class _Backward:
         temperature: float,
         by_layer: bool,
         counts: Sequence[int],
+        contiguous: bool,
     ) -> None:
         """Run the forward and the backward pass; the scores are then in the totals."""
         base = body(self.model)
@@ -266,16 +270,13 @@ class _Backward:
                     LayerByLayer(self.model) if by_layer else None,
                 )  # fmt: skip
                 self.passes.append(pass_)
-                extra = {}
-                if "position_ids" in parameters:
-                    extra["position_ids"] = positions(pass_.attention)
+                places = {}
+                if not (contiguous and pass_.attention[:, 0].all()):
+                    places["attention_mask"] = pass_.attention
+                    if "position_ids" in parameters:
+                        places["position_ids"] = positions(pass_.attention)
                 with pass_.layers.forward() if pass_.layers else nullcontext():
-                    output = base(
-                        input_ids=pass_.ids,
-                        attention_mask=pass_.attention,
-                        use_cache=False,
-                        **extra,
-                    )
+                    output = base(input_ids=pass_.ids, use_cache=False, **places)
                 self.output, pass_.hidden = type(output), output.last_hidden_state
                 del output
             if self.shared in self.left_out:
@@ -457,7 +458,9 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 COMPARED = 2**28  # parameters whose gradients are compared at a time
 
 
-def check_scores(model, input_ids_BT, attention_mask_BT, completion_mask_BT) -> None:
+def check_scores(
+    model, input_ids_BT, attention_mask_BT, completion_mask_BT, *, contiguous: bool = False
+) -> None:
     """Compare a pooled gradient of these completions with plain differentiation, by parameter.
 
     A layer that used its inputs in a way its rule does not know would differ. Unequal weights make
@@ -472,7 +475,9 @@ def check_scores(model, input_ids_BT, attention_mask_BT, completion_mask_BT) -> 
     norms, errors = [], []
     for group in _compared_together(parameters):
         with _only_trainable(parameters, group):
-            gradients = completion_scores(model, *rows, weights_KB=weights[None]).gradients_K[0]
+            gradients = completion_scores(
+                model, *rows, weights_KB=weights[None], contiguous=contiguous
+            ).gradients_K[0]
             logprobs = (
                 weight * _logprob(model, ids[mask.bool()], completion[mask.bool()], 1.0)
                 for weight, ids, mask, completion in zip(weights.tolist(), *rows, strict=True)

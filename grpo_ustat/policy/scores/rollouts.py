@@ -13,6 +13,7 @@ from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.memory import SHARE, free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import body, causal
+from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.scores.backward import CompletionScores, completion_scores
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
@@ -83,6 +84,7 @@ def score_rollouts(
         square_weights_B=square_weights,
         by_layer=whole > SHARE * free_bytes(policy.model.device),
         passes=passes,
+        contiguous=can_read_contiguous(policy),
     )
     gram_BB, features_BR = scores.gram_BB, scores.features_BR
     place = torch.from_numpy(place_B).to(policy.model.device)
