@@ -31,11 +31,13 @@ class RewardGroups:
         column: that the rewards come from.
         groups: rewards by prompt, at least two of each, all finite.
         single: prompts with one completion, which are left out.
+        columns: all that the file has.
     """
 
     column: str
     groups: Sequence[Array]
     single: int
+    columns: Sequence[str] = ()
 
 
 def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
@@ -90,7 +92,7 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
             f"{path}: no {prompt} has two completions among {len(rows)} rows, so no group can be "
             "judged"
         )
-    return RewardGroups(column, several, len(groups) - len(several))
+    return RewardGroups(column, several, len(groups) - len(several), names)
 
 
 def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | None:
@@ -163,9 +165,15 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
 
             rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
         elif path.suffix == ".csv":
-            rows = csv_rows(path.read_text())
+            rows = csv_rows(path.read_text(encoding="utf-8-sig"))  # with Excel's mark or without
         else:
-            rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+            rows = []
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+            for number, line in enumerate(lines, start=1):
+                try:
+                    rows += [json.loads(line)] if line.strip() else []
+                except ValueError as error:
+                    raise ValueError(f"line {number} is no JSON: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
         reason = single_line(error, 200)
         raise ConfigError(f"{path} cannot be read: {reason}") from error

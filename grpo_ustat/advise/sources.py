@@ -134,6 +134,8 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     details += filter(None, [noise_sentence(result, rollouts, group_size)])
     details.append(interval_note(result))
     following = next_step(result, run.config, rollouts)
+    if verdict == "keep" and group_size is not None:
+        following = f"go on with num_generations={group_size}"
     return Advice(verdict, sentence, details, following, numbers)
 
 
@@ -151,7 +153,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     ]
     recent = [row for row in measured if 2 * row["step"] >= measured[-1]["step"]]
     if len(recent) < LEAST_STEPS:
-        return _without_monitor(run, group_size, len(recent))
+        return _without_monitor(run, group_size, len(measured), len(recent))
     values_3S = np.array([[row[f"monitor/{name}"] for row in recent] for name in CONSTANTS])
     scaling = scaling_of_steps(values_3S)
     best, low, high = (scaling[name] for name in ("gstar", "gstar_low", "gstar_high"))
@@ -203,13 +205,18 @@ def scaling_of_steps(values_3S: Array) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _without_monitor(run: RunRecord, group_size: int, steps: int) -> Advice:
+def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: int) -> Advice:
     """Advice for a training run whose metrics have too few constants, or none."""
     shares = [row["frac_reward_zero_std"] for row in run.metrics if "frac_reward_zero_std" in row]
-    details = [
-        f"{steps} monitored steps, {LEAST_STEPS} are needed: train with "
-        "monitor.gradient_mse_every=10, or measure a checkpoint, as below."
-    ]
+    reason = "this run did not measure its gradient"
+    details = ["Train with monitor.gradient_mse_every=10, or measure the model itself, as below."]
+    if steps:
+        reason = "this run measured its gradient in too few steps"
+        details = [
+            f"{steps} monitored steps, of which {recent_steps} in the second half, where "
+            f"{LEAST_STEPS} are needed: train longer, monitor more often, or measure the model "
+            "itself, as below."
+        ]
     if shares:
         recent = shares[-10:]
         details.append(
@@ -218,8 +225,7 @@ def _without_monitor(run: RunRecord, group_size: int, steps: int) -> Advice:
             "how much larger groups would help, their share does not tell."
         )
     sentence = (
-        f"There is not enough data to keep or to change num_generations = {group_size}: this run "
-        "did not measure its gradient."
+        f"There is not enough data to keep or to change num_generations = {group_size}: {reason}."
     )
     return Advice(UNKNOWN, sentence, details, _measure_checkpoint(run))
 
@@ -307,9 +313,12 @@ def _from_log(path: Path, request: Request) -> Advice:
                 "gradient."
             )
     size = [f"num_generations={group_size}"] * (group_size is not None)
+    says_what_ended = {"ended", "completion_ids"} & set(rewards.columns)
+    cut = [] if says_what_ended else ["study.cut_at=LENGTH"]
     following = (
-        command_line("advise", str(path), *size, "model=CHECKPOINT")
+        command_line("advise", str(path), *size, "model=CHECKPOINT", *cut)
         + "  # the model that wrote these completions"
+        + (" of at most LENGTH tokens" if cut else "")
     )
     if path.suffix != ".parquet":
         following = "log completions too, as TRL does with log_completions=True, and name that file"

@@ -63,13 +63,14 @@ def load_rule(key: str, name: str) -> Baseline:
         raise ConfigError(f"{key}={name} cannot be loaded: {reason}") from error
 
 
-def check_group_size(baseline: str, group_size: int) -> None:
-    """Refuse a group that is too small for the baseline."""
+def check_group_size(baseline: str, group_size: int, key: str = "group_size") -> None:
+    """Refuse a group that is too small for the baseline; `key` is what to raise."""
     smallest = BASELINES[baseline].min_group_size
     if group_size < smallest:
         raise ConfigError(
-            f"group_size={group_size} with baseline {baseline}, which needs at least {smallest} "
-            f"completions a group: use group_size={smallest} or more, or baseline none"
+            f"{key}={group_size} with baseline {baseline}, which needs at least {smallest} "
+            f"completions a group: use {smallest} or more"
+            + (", or baseline none" if BASELINES["none"].min_group_size < smallest else "")
         )
 
 

@@ -334,7 +334,7 @@ class MseConfig(Common):
                     f"{', '.join(CLOSED_FORMS)}: add replay or monte_carlo to study.methods"
                 )
             for size in self.group_sizes:
-                check_group_size(name, size)
+                check_group_size(name, size, "group_sizes")
 
     def _check_pool(self) -> None:
         """Refuse a folder that is no pool, and what rollouts made elsewhere cannot give."""

@@ -14,6 +14,7 @@ from grpo_ustat.config.schema import ConfigError, check_fields, field, node
 from grpo_ustat.config.secrets import find_secret
 
 TRACKERS = ("wandb", "tensorboard", "trackio")  # each a package and an extra of that name
+LARGEST_SEED = 10**12
 ON_EXISTING = ("resume", "error", "overwrite")
 
 
@@ -80,7 +81,9 @@ class Shared:
     """Fields of every entrypoint that runs something."""
 
     launch: ProcessConfig = node(ProcessConfig, "processes; none of it changes results")
-    seed: int = field("what every random choice of the run depends on")
+    seed: int = field(
+        "what every random choice of the run depends on", at_least=0, below=LARGEST_SEED
+    )
     on_existing: str = field(
         "what to do with a folder that this run has already; resume: go on, or show the result",
         choices=ON_EXISTING,

@@ -122,8 +122,8 @@ def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
     rewards = [options.reward] if options.reward in names else numeric
     if len(rewards) != 1:
         raise ConfigError(
-            f"{path} has reward columns {', '.join(numeric) or 'none'}: say which with "
-            "reward=COLUMN (TRL does not log the weights by which it adds them)"
+            f"{path} has columns of numbers {', '.join(numeric) or 'none'}: say which one holds "
+            "the rewards with --reward COLUMN (TRL does not log the weights by which it adds them)"
         )
     for number, row in enumerate(rows):
         value, written_by = row[rewards[0]], row.get("policy_step")
@@ -295,7 +295,7 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
         if len(rewards) != 1:
             raise ConfigError(
                 f"{path} line {number} (from 0) has reward columns {', '.join(names) or 'none'}: "
-                "say which with reward=COLUMN"
+                "say which with --reward COLUMN"
             )
         steps = columns.get("step")
         for i, (prompt, completion, reward) in enumerate(

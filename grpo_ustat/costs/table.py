@@ -220,7 +220,7 @@ def score_notes(config: MseConfig) -> list[str]:
         f"whole graph, or layer by layer {decimal(by_layer)}, at a quarter more time, where the "
         f"first is over half of the free memory; so {decimal(weights + by_layer)} at least."
     )
-    if count > 1:
+    if count >= 8:
         text += (
             f" Where that does not fit: budget.pool_completions={count // 2} first, then {count} "
             "on the same pool=DIR."

@@ -191,6 +191,22 @@ def clustered_mean(values_PN: Array, level: float = LEVEL) -> Interval:
     return t_interval(means_P.mean(), variance, len(means_P) - 1, level)
 
 
+def mean_reward(rewards_PN: Array, level: float = LEVEL) -> Interval:
+    """Mean reward with an interval over prompts; of a single prompt over its own completions.
+
+    Of rewards in [0, 1] it is `clustered_wilson`, which has a width also where all are alike, and
+    stays in [0, 1]; of others `clustered_mean`.
+
+    >>> [round(x, 2) for x in mean_reward(np.zeros((5, 4)))]
+    [0.0, 0.0, 0.16]
+    """
+    if rewards_PN.min() < 0 or rewards_PN.max() > 1:
+        return clustered_mean(rewards_PN, level)
+    if len(rewards_PN) == 1:
+        return clustered_wilson(rewards_PN[0], level=level)
+    return clustered_wilson(rewards_PN.mean(axis=1), most=rewards_PN.shape[1], level=level)
+
+
 def paired_difference(after_P: Array, before_P: Array, level: float = LEVEL) -> Interval:
     """Mean of after - before on the same prompts."""
     return clustered_mean((after_P - before_P)[:, None], level)
@@ -220,12 +236,15 @@ def wilson(successes: float, trials: float, level: float = LEVEL) -> Interval:
 
     >>> [round(x, 4) for x in wilson(50, 100)]
     [0.5, 0.4038, 0.5962]
+    >>> wilson(0, 56).low, wilson(56, 56).high
+    (0.0, 1.0)
     """
     z = ndtri((1 + level) / 2)
     p = successes / trials
     centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials**2)) / (1 + z * z / trials)
-    return Interval(p, float(centre - half), float(centre + half))
+    low, high = float(centre - half), float(centre + half)
+    return Interval(p, low if p > 0 else 0.0, high if p < 1 else 1.0)
 
 
 def clustered_wilson(values_P: Array, most: int = 1, level: float = LEVEL) -> Interval:

@@ -14,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.run import LoggerConfig
-from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.run import TRACKERS, LoggerConfig
+from grpo_ustat.config.schema import ConfigError, check_choice
 from grpo_ustat.mirror.follow import End, MirrorJob, describe, end_now, follow
 from grpo_ustat.mirror.journal import InUse
 from grpo_ustat.mirror.source import Damaged
@@ -64,6 +64,7 @@ def parse_logger(words: list[str]) -> LoggerConfig:
     names = [word.partition("=")[2] for word in words if word.startswith("logger=")]
     if len(names) != 1 or names == ["none"]:
         raise ConfigError("name one tracker: logger=wandb, logger=tensorboard or logger=trackio")
+    check_choice("logger", names[0], TRACKERS)
     file = CONF / "logger" / f"{names[0]}.yaml"
     values = OmegaConf.load(file) if file.is_file() else {"name": names[0], "finish_seconds": 0}
     rest = OmegaConf.from_dotlist([word for word in words if word.startswith("logger.")])

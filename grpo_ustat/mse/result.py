@@ -16,7 +16,7 @@ from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.allocation import allocation_savings
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
-from grpo_ustat.estimators.intervals import Interval, clustered_mean
+from grpo_ustat.estimators.intervals import Interval, mean_reward
 from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.proxies import proxy_correlations
 from grpo_ustat.estimators.scaling import ScalingLaw
@@ -515,7 +515,7 @@ def _policy(config: MseConfig, pool: ScorePool, pool_cost: WorkCost) -> dict[str
     own_PN = pool.rewards_PN if pool.rewards_PNF is None else pool.rewards_PNF[..., 0]
     return {
         "name": config.model.name,
-        **_triple("accuracy", _clip(clustered_mean(own_PN), 0, 1)),
+        **_triple("accuracy", mean_reward(own_PN)),
         "mean_length": float(pool.lengths_PN.mean()),
         "clipped_ratio": pool_cost.clipped / pool_cost.rollouts,
     }

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import Interval, clustered_mean
+from grpo_ustat.estimators.intervals import Interval, mean_reward
 from grpo_ustat.estimators.reward_correlation import reward_correlation
 from grpo_ustat.mse.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.records import ScorePool
@@ -53,9 +53,9 @@ def function_statistics(
         if (rewards_PN != rewards_PN[:, :1]).any():  # else it has no gradient, and no G*
             of_pool = closed_form(of_function, alone, interval)
             values = {key: of_pool[key] for key in OF_A_FUNCTION}
-        yield name, float(weight), values | {"mean": clustered_mean(rewards_PN)}
+        yield name, float(weight), values | {"mean": mean_reward(rewards_PN)}
     values = {key: statistics[key] for key in OF_A_FUNCTION}
-    yield SUM, None, values | {"mean": clustered_mean(pool.rewards_PN)}
+    yield SUM, None, values | {"mean": mean_reward(pool.rewards_PN)}
 
 
 def function_correlations(

@@ -111,7 +111,10 @@ def _assumption_sentence(statistics: ClosedForm) -> str:
     if math.isfinite(corr.low):
         text += f" [{max(corr.low, -1):.3f}, {min(corr.high, 1):.3f}] averaged over prompts"
     if not math.isfinite(share.low):
-        return f"{text}; Assumption 2 is not judged: that takes 6 completions a question."
+        return (
+            f"{text}; Assumption 2 is not judged: that takes 6 completions a question, and several "
+            "questions with rewards that vary."
+        )
     gain = (
         f"the best prompt-only baseline E[q Z]/E[q] takes {share.estimate:.1%} "
         f"[{share.low:.1%}, {share.high:.1%}] off the oracle's A_V"

@@ -394,11 +394,11 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str], among: str) -> 
         if any(cell["decided"] for cell in compared):
             lines.append(
                 f"{best}: largest mean; {alike}: not significantly different from the best, the "
-                f"interval of the difference contains 0; {simultaneous}, the best chosen on the "
-                "same data."
+                f"interval of the difference contains 0; no mark: significantly less; "
+                f"{simultaneous}, the best chosen on the same data."
             )
             if not all(cell["decided"] for cell in compared):
-                lines.append("Without marks: no significant difference.")
+                lines.append("Rows without any mark: no significant difference.")
         else:
             lines.append(f"No significant difference between {among}; {simultaneous}.")
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):

@@ -119,8 +119,8 @@ def _accuracy_panel(
                 markeredgewidth=0,
             )  # fmt: skip
         heights = [cell["accuracy"] for cell in line]
-        below = [cell["accuracy"] - cell["low"] for cell in line]
-        above = [cell["high"] - cell["accuracy"] for cell in line]
+        below = [max(0.0, cell["accuracy"] - cell["low"]) for cell in line]  # rounding at 0 and 1
+        above = [max(0.0, cell["high"] - cell["accuracy"]) for cell in line]
         axes.errorbar(
             places, heights, (below, above), color=colour, marker=marker, markersize=4,
             linewidth=1, capsize=2, label=legend_label(title),

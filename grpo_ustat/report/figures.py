@@ -93,7 +93,8 @@ def log_sizes(axes: Axes, sizes: Sequence[int]) -> None:
 
 def note(figure: Figure, lines: Sequence[str], width: float) -> None:
     """Add small lines below a figure of so many inches."""
-    words = "\n".join(textwrap.fill(visible(line), int(17 * width)) for line in lines)
+    most = min(int(17 * width), MOST_CHARACTERS)
+    words = "\n".join(textwrap.fill(visible(line), most) for line in lines)
     figure.supxlabel(words, fontsize=6.5, x=0.02, ha="left")
 
 

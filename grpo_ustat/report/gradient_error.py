@@ -197,7 +197,10 @@ def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Ta
         study = _study_columns(run, study_keys) | {name: scaling[name] for name in names}
         data += [study | point for point in scaling["curve"]]
     interval_note = _interval_note(studies)
-    law = "G* = 1 + sqrt(C3/C1), for every n; leave_one_out, questions drawn independently."
+    law = (
+        "G* = 1 + sqrt(C3/C1), for every n, less its bias by the jackknife where its interval has "
+        "two ends; leave_one_out, questions drawn independently."
+    )
     crossover = (
         "Above the crossover G leave_one_out beats vanilla (no baseline). -: no finite number."
     )

@@ -337,12 +337,12 @@ def three_digits(value: float) -> str:
 
 def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None:
     """A number with its interval after it, in `<prefix>low` and `<prefix>high`."""
-    value, *ends = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
+    value, low, high = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
     if not isinstance(value, int | float):
         return None
-    if None in ends:
-        return f"{value:#.3g} (no interval)"
-    return "{:#.3g} [{:#.3g}, {:#.3g}]".format(value, *ends)
+    if low is None or high is None:
+        return f"{three_digits(value)} (no interval)"
+    return f"{three_digits(value)} [{three_digits(low)}, {three_digits(high)}]"
 
 
 def best_size(best: float | None, low: float | None, high: float | None) -> str | None:

@@ -89,13 +89,15 @@ def draw_by_blocks(
     inside_RB = inside_RB.masked_fill(place_RB >= vocabulary, 0)
     cumulative_RB = inside_RB.cumsum(dim=-1, dtype=torch.float64)
     token_R1 = first_beyond(cumulative_RB, threshold_R1 - before_RK.gather(1, block_R1))
-    return block_R1 * BLOCK + token_R1, total_R1
+    return (block_R1 * BLOCK + token_R1).clamp_(max=vocabulary - 1), total_R1
 
 
 def first_beyond(cumulative_RN: torch.Tensor, threshold_R1: torch.Tensor) -> torch.Tensor:
     """The first place at which each row is beyond its threshold, [R, 1]; where rounding brings
-    the threshold to the row's end or beyond, the first at which the row has its last value.
+    the threshold to the row's end or beyond, the first at which the row has its last value; of a
+    row that is not finite, the last place.
     """
     last_R1 = cumulative_RN[:, -1:]
     below_R1 = last_R1.nextafter(torch.zeros_like(last_R1))
-    return torch.searchsorted(cumulative_RN, threshold_R1.minimum(below_R1), right=True)
+    place_R1 = torch.searchsorted(cumulative_RN, threshold_R1.minimum(below_R1), right=True)
+    return place_R1.clamp_(max=cumulative_RN.shape[1] - 1)

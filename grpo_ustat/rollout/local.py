@@ -54,6 +54,7 @@ def sample(
 
     Raises:
         RuntimeError: there is no memory for one completion.
+        FloatingPointError: the model's logits are not finite.
     """
     encoded = policy.encode([prompt.text for prompt in prompts])
 
@@ -96,6 +97,11 @@ def sample(
                     f"rollout_batch_size={at_once} spares the failed attempt",
                     stacklevel=2,
                 )
+    if not written.logprobs_RT.isfinite().all():  # looked at here alone: on a GPU, a wait a token
+        raise FloatingPointError(
+            "the model's logits are not finite: lower learning_rate, or use model.dtype=float32 "
+            "where no training came before"
+        )
     columns = (column.numpy() for column in written.columns())
     return assemble(policy, prompts, encoded, *columns)
 

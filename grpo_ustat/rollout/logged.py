@@ -77,11 +77,14 @@ def read_rollouts(path: Path) -> list[LoggedRollout]:
     table = _table(path)
     rewards = _reward_column(table, path)
     columns = {name: table[name].to_pylist() for name in table.column_names}
+    if set(columns.get("step", ())) == {None}:  # completions of a study, which has no steps
+        del columns["step"]
     steps = columns.get("step", [0])
     _refuse(path, "step", ["is null" if step is None else None for step in steps])
     if len(set(steps)) > 1:
         raise ConfigError(
-            f"{path} holds steps {min(steps)} to {max(steps)}, each of another policy: keep one"
+            f"{path} holds steps {min(steps)} to {max(steps)}, each of another policy: keep "
+            f"the rows of one, such as step={max(steps)}"
         )
     versions = sorted(set(map(str, columns.get("policy_version", ()))))
     if len(versions) > 1:

@@ -76,7 +76,7 @@ class RunFolder:
         self.config = config
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
-        self.data = keys.get("data")
+        self.data = keys.get("pool") or keys.get("data")
         self.start_mirror: Callable[[Path, Any], Any] | None = None
         self._open = False
         self._earlier: list[dict[str, str]] = []
@@ -105,7 +105,7 @@ class RunFolder:
         if not anchor.is_dir() or not os.access(anchor, os.W_OK):
             raise ConfigError(
                 f"the output folder {self.path} cannot be written ({anchor} is not a writable "
-                "folder): choose another with hydra.run.dir=DIR"
+                "folder): choose another with output_root=DIR, or hydra.run.dir=DIR"
             )
         names, ours = {path.name for path in self._artefacts()}, {"code.json", history.NAME}
         configured = (self.path / ".hydra" / "config.yaml").is_file()

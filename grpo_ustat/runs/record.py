@@ -216,17 +216,29 @@ class RunRecord:
 
     @property
     def policy(self) -> str:
-        """Model and prompt, for one model with two prompts is two policies; or the bed."""
+        """Model and prompt, for one model with two prompts is two policies; or the bed. Of a study
+        of a file of rollouts the model alone: its prompts are in the file.
+        """
         if self.command == "gap":
             return self.config["bed"]["name"]
+        if self._pool_file:
+            return self.config["model"]["name"]
         prompt = self.config["prompt"]
         shots = f" x {prompt['shots']}" if prompt.get("shots") else ""
         return f"{self.config['model']['name']}, {prompt['name']}{shots}"
 
     @property
     def dataset(self) -> str | None:
-        """Name of the questions, of which a bed has none."""
-        return None if self.command == "gap" else self.config["dataset"]["name"]
+        """Name of the questions, of which a bed has none; or of the file of rollouts."""
+        if self.command == "gap":
+            return None
+        return self._pool_file or self.config["dataset"]["name"]
+
+    @property
+    def _pool_file(self) -> str | None:
+        """Name of the file of rollouts that a study was made of; None where it sampled its own."""
+        pool = self.config.get("pool")
+        return Path(pool).name if pool and pool.endswith(".parquet") else None
 
     @property
     def unfinished(self) -> str:

@@ -98,3 +98,15 @@ def test_a_file_that_is_no_table_is_refused(tmp_path):
     (tmp_path / "log.parquet").write_text("no table")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_rewards(tmp_path / "log.parquet")
+
+
+def test_a_line_that_is_no_json_is_named_by_its_number(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"prompt": "q", "reward": 1}\n\n{"prompt": "q')
+    with pytest.raises(ConfigError, match="cannot be read: line 3 is no JSON: Unterminated"):
+        read_rewards(tmp_path / "log.jsonl")
+
+
+def test_a_table_saved_by_excel_begins_with_a_mark(tmp_path):
+    path = write(tmp_path / "log.csv", ROWS)
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert len(read_rewards(path).groups) == 3

@@ -80,6 +80,20 @@ def test_a_training_run_without_monitor_says_what_to_measure(tmp_path):
     assert f"model={run_folder}/checkpoint-12" in advice.next
 
 
+def test_a_run_that_was_monitored_too_rarely_is_told_how_often_it_was(tmp_path):
+    steps = [monitored(step, 1.0, 9.0) for step in (2, 4, 6, 8, 10)]
+    advice = advice_of(Request(folder(tmp_path / "run", "train", None, steps)))
+    assert advice.sentence.endswith("this run measured its gradient in too few steps.")
+    assert advice.details[0].startswith("5 monitored steps, of which 3 in the second half, where 4")
+
+
+def test_a_size_to_keep_is_not_followed_by_a_command_with_another_one(tmp_path):
+    scaling = RESULT["scaling"] | {"covariance": np.eye(3).tolist()}
+    run_folder = folder(tmp_path / "run", "mse", RESULT | {"scaling": scaling})
+    advice = advice_of(Request(run_folder, num_generations=8))
+    assert advice.verdict == "keep" and advice.next == "go on with num_generations=8"
+
+
 def log(path, rows=24):
     table = {
         "step": [3] * rows,
@@ -98,7 +112,7 @@ def test_rewards_alone_say_what_they_cannot_tell(tmp_path):
     assert advice.verdict == "not enough data"
     assert advice.sentence.startswith("Rewards alone cannot say whether num_generations = 4 is")
     assert "rewards of accuracy_reward" in advice.details[0] and "C1" in advice.details[-1]
-    assert "num_generations=4 model=CHECKPOINT" in advice.next
+    assert "num_generations=4 model=CHECKPOINT study.cut_at=LENGTH" in advice.next
     newest = advice_of(Request(tmp_path))
     assert newest.details[0].startswith("From completions_00003.parquet, the last of 1 logs")
 

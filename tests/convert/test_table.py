@@ -282,7 +282,7 @@ def test_several_reward_columns_are_asked_for(tmp_path):
     path = tmp_path / "completions_00003.parquet"
     table = parquet.read_table(path)
     parquet.write_table(table.append_column("form", pyarrow.array([1.0] * 6)), path)
-    with pytest.raises(ConfigError, match="reward columns reward_func, form: say which"):
+    with pytest.raises(ConfigError, match="numbers reward_func, form: say .* with --reward"):
         convert(tmp_path, FORMATS["trl"], tmp_path / "o.parquet", Options())
     conversion = convert(tmp_path, FORMATS["trl"], tmp_path / "o.parquet", Options(reward="form"))
     assert conversion.kept == 6

@@ -278,6 +278,8 @@ def test_the_command_reads_a_trackers_configuration():
     assert (found.name, found.finish_seconds) == ("tensorboard", 3.0)
     with pytest.raises(ConfigError, match="name one tracker: logger=wandb"):
         command.parse_logger(["logger=none"])
+    with pytest.raises(ConfigError, match="logger 'tensorbord': did you mean tensorboard"):
+        command.parse_logger(["logger=tensorbord"])
 
 
 @pytest.mark.slow

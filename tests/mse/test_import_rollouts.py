@@ -322,3 +322,8 @@ def test_a_damaged_file_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         study_run.run(config, RunFolder(tmp_path / "run", config))
     assert not list((tmp_path / "run").rglob("*.json"))
+
+
+def test_a_studys_own_completions_have_no_step(tmp_path):
+    none = pyarrow.array([None] * 32, pyarrow.int64())
+    assert len(read_rollouts(saved(tmp_path / "own.parquet", rows() | {"step": none}))) == 32

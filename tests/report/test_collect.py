@@ -115,3 +115,20 @@ def test_cells_without_a_run_are_listed(tmp_path):
         "missing: n=64 G=4: no run of seed 0",
         "missing: n=64 G=8: no run of seed 0, 1",
     ]
+
+
+def test_studies_of_two_files_of_rollouts_are_two_studies(tmp_path):
+    """Of one configuration but for the file, named by it; a copy of one is a twin of it."""
+    for name, digest in (("a", "1" * 12), ("b", "2" * 12), ("copy", "1" * 12)):
+        place = "elsewhere/a" if name == "copy" else name
+        changes = {"pool": f"{place}.parquet"}
+        folder = studied(tmp_path / name, "x", {("none", 2): 1.0}, changes=changes)
+        code = json.loads((folder / "code.json").read_text())
+        (folder / "code.json").write_text(json.dumps(code | {"data": digest}))
+    got = found(tmp_path)
+    assert [run.label for run in got.runs] == ["a", "b"]
+    assert [line.split(":")[0] for line in got.twins] == ["copy"]
+    assert [(run.policy, run.dataset) for run in got.runs] == [
+        ("x", "a.parquet"),
+        ("x", "b.parquet"),
+    ]

@@ -84,6 +84,13 @@ def test_a_token_of_weight_zero_is_never_drawn_wherever_rounding_brings_the_thre
             assert set(token.flatten().tolist()) <= set(positive)
 
 
+@pytest.mark.parametrize("draw", [draw_token, draw_by_blocks])
+def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary(draw):
+    weights = torch.full((2, 3 * BLOCK + 5), torch.nan)
+    token, total = draw(weights, torch.tensor([[0.3], [0.9]], dtype=torch.float64))
+    assert (token < weights.shape[1]).all() and total.isnan().all()
+
+
 def test_frequencies_of_a_large_vocabulary_in_float32_are_its_probabilities():
     """Uniforms on a fine grid, so that each token is drawn in proportion but for one draw."""
     torch.manual_seed(0)

@@ -214,6 +214,17 @@ def test_no_memory_for_one_completion_and_other_errors_are_raised(error, monkeyp
         sample(random_policy(), PROMPTS, 6, dataclasses.replace(SAMPLING, rows=rows))
 
 
+def test_logits_that_are_not_finite_are_refused(monkeypatch):
+    policy, original = random_policy(), local.DecodingBatch.next_logits
+
+    def diverged(self, cache, mask):
+        return torch.full_like(original(self, cache, mask), torch.nan)
+
+    monkeypatch.setattr(local.DecodingBatch, "next_logits", diverged)
+    with pytest.raises(FloatingPointError, match="logits are not finite: lower learning_rate"):
+        sample(policy, PROMPTS, 2, SAMPLING)
+
+
 def test_logprobs_are_those_that_are_scored():
     policy = random_policy()
     sampling = dataclasses.replace(SAMPLING, temperature=0.7)

@@ -183,11 +183,12 @@ def test_a_comparison_that_has_no_memory_is_left_out(message, monkeypatch, capsy
     """Of the two shortest completions; any other error is one."""
     compared = []
 
-    def fails(model, ids, attention, completion):
+    def fails(model, ids, attention, completion, *, contiguous):
         compared.append(completion.sum(dim=1).tolist())
         raise RuntimeError(message)
 
     monkeypatch.setattr(module, "check_scores", fails)
+    monkeypatch.setattr(module, "can_read_contiguous", lambda policy: True)
     _, callback = measured()
     prompts, completions, _ = batch(0)
     rows = [Completion(p, c) for p, c in zip(prompts[:SIZE], completions[:SIZE], strict=True)]
