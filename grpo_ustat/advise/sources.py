@@ -94,6 +94,8 @@ def advice_of(request: Request) -> Advice:
         return _from_pool(request)
     if (source / CONFIG).is_file():
         run = RunRecord(source)
+        if not run.config:
+            raise ConfigError(f"{source}: {'; '.join(run.notes) or f'{CONFIG} is empty'}")
         if run.command == "train":
             return _from_training(run, request)
         if run.command == "mse":

@@ -62,7 +62,7 @@ class LoggerConfig:
         if package is None or package.origin is None:  # a folder that a tracker made is no package
             raise ConfigError(
                 f"logger={self.name} needs the package {self.name}: {install_line(self.name)}, or "
-                "logger=none"
+                "another logger"
             )
 
 

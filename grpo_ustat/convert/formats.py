@@ -338,6 +338,10 @@ def detect(source: Path) -> Format:
     Raises:
         ConfigError: none fits.
     """
+    if source.is_file() and not source.stat().st_size:
+        raise ConfigError(f"{source} is empty: name a file with rollouts")
+    if source.is_dir() and not any(path.is_file() for path in source.rglob("*")):
+        raise ConfigError(f"{source} holds no file: name a folder with rollouts")
     for one in FORMATS.values():
         for path in files_of(source, one):
             if one.fields <= set(_first_fields(path)):

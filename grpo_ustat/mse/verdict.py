@@ -19,8 +19,10 @@ UNBIASED = ("none", "leave_one_out", "oracle", "optimal")
 
 
 def heavy_warning(statistics: ClosedForm, interval: str) -> str:
-    """A sentence where intervals are likely to cover less than 90 %, see `Tails.heavy`."""
-    if not statistics.tails.heavy:
+    """A sentence where intervals are likely to cover less than 90 %, see `Tails.heavy`; none where
+    no value carries a variance, as where all rewards are equal.
+    """
+    if not statistics.tails.heavy or math.isinf(statistics.tails.carriers):
         return ""
     more = "study.questions" if interval == "questions" else "budget.pool_completions"
     return f" WARNING: {heavy_text(statistics.tails, interval)}. Raise {more}."

@@ -223,6 +223,8 @@ def dynamic_sampling_sentence(result: Mapping[str, Any], group_size: int | None 
     )
     if not math.isfinite(even.high):
         return f"{text}."
+    if even.high >= 1:
+        return f"{text}. Whether leaving zero-variance groups out would be better is not known."
     return (
         f"{text}. It beats leaving zero-variance groups out, without new ones, only while it "
         f"throws away less than {100 * even.high:.2g} % of its kept groups."

@@ -209,3 +209,10 @@ def test_a_pool_alone_is_studied_without_sampling_again(tmp_path, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in pool.iterdir()} == before
     first = json.loads((tmp_path / "first/result.json").read_text())
     assert advice.numbers["gstar"] == first["scaling"]["gstar"]
+
+
+def test_a_run_whose_configuration_is_damaged_is_one_line(tmp_path):
+    run_folder = folder(tmp_path / "run", "mse", RESULT)
+    (run_folder / ".hydra/config.yaml").write_text("seed: -1\nmodel: [")
+    with pytest.raises(ConfigError, match="config.yaml is damaged"):
+        advice_of(Request(run_folder))

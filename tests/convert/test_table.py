@@ -292,6 +292,8 @@ def test_several_reward_columns_are_asked_for(tmp_path):
     "words, message",
     [
         (["missing", "o.parquet"], "missing does not exist"),
+        (["empty.jsonl", "o.parquet"], "empty.jsonl is empty"),
+        (["empty", "o.parquet"], "empty holds no file"),
         (["source", "o.csv"], "o.csv: the converted file ends in .parquet"),
         (["source", "there.parquet"], "there.parquet is there already"),
         (["source", "o.parquet", "--from", "verl"], "is not as verl writes it (KeyError: 'input')"),
@@ -301,7 +303,9 @@ def test_several_reward_columns_are_asked_for(tmp_path):
 )
 def test_wrong_command_lines_end_in_one_line(words, message, tmp_path, monkeypatch, capsys):
     open_instruct(tmp_path / "source")
-    (tmp_path / "there.parquet").touch()
+    for name in ("there.parquet", "empty.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["convert", *words])
     with pytest.raises(SystemExit, match="2"):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from grpo_ustat.estimators.intervals import jackknife_interval
+from grpo_ustat.estimators.intervals import Tails, jackknife_interval
 from grpo_ustat.estimators.moments import delete_one_moments, pool_moments
 from grpo_ustat.estimators.scaling import HeavyTails, best_group_size, scaling_from_arrays
 from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, _change_between, closed_form
-from grpo_ustat.mse.verdict import refutes_assumption2
+from grpo_ustat.mse.verdict import heavy_warning, refutes_assumption2
 from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import ScorePool
 
@@ -423,3 +424,8 @@ def test_ratios_to_the_oracle_cover_the_truth(rng):
         widths.append(math.log(ratio.high / ratio.low) / apart)
     assert all(count / 120 > 0.88 for count in inside.values())
     assert np.median(widths) < 0.5  # pairing is what makes the ratio sharp
+
+
+def test_equal_rewards_have_no_tails():
+    assert heavy_warning(SimpleNamespace(tails=Tails(21.0, math.inf)), "completions") == ""
+    assert "heavy tails" in heavy_warning(SimpleNamespace(tails=Tails(21.0, 2.0)), "completions")

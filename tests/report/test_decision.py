@@ -235,6 +235,8 @@ def test_dynamic_sampling_is_said_with_its_break_even():
         "has the right direction and 2.00 times the length. It beats leaving zero-variance "
         "groups out, without new ones, only while it throws away less than 2 % of its kept groups."
     )
+    wide = dynamic(break_even_high=1.6)
+    assert dynamic_sampling_sentence(wide).endswith("would be better is not known.")
     unknown = dynamic(break_even=None, break_even_low=None, break_even_high=None)
     assert dynamic_sampling_sentence(unknown).endswith("2.00 times the length.")
     assert dynamic_sampling_sentence(RESULT) == ""
