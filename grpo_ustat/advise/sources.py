@@ -125,7 +125,7 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     result = run.result
     group_size = request.num_generations
     rollouts = request.rollouts or usual_rollouts(group_size)
-    _check_sizes(group_size, rollouts)
+    _check_sizes(group_size, rollouts, named=request.rollouts is not None)
     if result["assumption2"].get("corr") is None:  # every group has zero variance
         following = next_step(result, run.config, rollouts)
         return Advice(UNKNOWN, best_size_sentence(result), [], following)
@@ -147,7 +147,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     """
     group_size = request.num_generations or run.config["group_size"]
     rollouts = request.rollouts or run.config["budget"]["rollouts"]
-    _check_sizes(group_size, rollouts)
+    _check_sizes(group_size, rollouts, named=request.rollouts is not None)
     measured = [
         row
         for row in run.metrics
@@ -355,11 +355,22 @@ def _study_now(overrides: Sequence[str], request: Request) -> Advice:
     return _from_study(RunRecord(folder), request)
 
 
-def _check_sizes(group_size: int | None, rollouts: int) -> None:
+def _check_sizes(group_size: int | None, rollouts: int, *, named: bool) -> None:
+    """Refuse a group that is larger than a step, and rollouts that were named and are no groups.
+
+    Raises:
+        ConfigError: naming both and the fix.
+    """
     if group_size is not None and group_size > rollouts:
         raise ConfigError(
             f"num_generations={group_size} is larger than rollouts={rollouts}: a step needs at "
             "least one group"
+        )
+    if group_size is not None and named and rollouts % group_size:
+        fewer = rollouts // group_size * group_size
+        raise ConfigError(
+            f"num_generations={group_size} does not divide rollouts={rollouts}: use "
+            f"rollouts={fewer} or rollouts={fewer + group_size}"
         )
 
 

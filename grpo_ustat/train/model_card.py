@@ -284,8 +284,8 @@ def curves_svg(rows: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
         for number, decoding in enumerate(dict.fromkeys(row["decoding"] for row in evals), start=1):
             points = [row for row in evals if row["decoding"] == decoding]
             steps, accuracy = [row["step"] for row in points], [row["accuracy"] for row in points]
-            below = [row["accuracy"] - row["low"] for row in points]
-            above = [row["high"] - row["accuracy"] for row in points]
+            below = [max(0.0, row["accuracy"] - row["low"]) for row in points]  # rounding at 0, 1
+            above = [max(0.0, row["high"] - row["accuracy"]) for row in points]
             colour, marker = line_style(number)
             axes.errorbar(
                 steps, accuracy, (below, above), color=colour, marker=marker, markersize=3,

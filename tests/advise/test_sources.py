@@ -173,6 +173,8 @@ def test_places_without_advice_are_named(tmp_path):
         advice_of(Request(tmp_path / "sweep"))
     with pytest.raises(ConfigError, match="is not finished"):
         advice_of(Request(tmp_path / "sweep/a"))
+    with pytest.raises(ConfigError, match="8 does not divide rollouts=100: use rollouts=96 or"):
+        advice_of(Request(folder(tmp_path / "c", "mse", RESULT), 8, 100))
     with pytest.raises(ConfigError, match="num_generations=512 is larger than rollouts=256"):
         advice_of(Request(folder(tmp_path / "b", "mse", RESULT), 512, 256))
 
