@@ -352,7 +352,8 @@ def scaling_from_arrays(
             `ghat_x = 1/N sum_i s_i (z_i - mean of the others)`.
 
     Raises:
-        ValueError: the shapes do not match, or there are fewer than 4 prompts.
+        ValueError: the shapes do not match, there are fewer than 4 prompts, or a number is not
+            finite.
 
     Warns:
         HeavyTails: a few prompts decide, the intervals are too short.
@@ -388,6 +389,13 @@ def prompt_scaling(rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
         )
     if count < 4:
         raise ValueError(f"intervals over prompts need at least 4 prompts, got {count}")
+    for name, values in (
+        ("rewards_PN", rewards_PN),
+        ("sq_norm_PN", sq_norm_PN),
+        ("gradient_gram_PP", gradient_gram_PP),
+    ):
+        if not np.isfinite(values).all():
+            raise ValueError(f"{name} is not finite everywhere: leave such prompts out")
     own_P = np.diagonal(gradient_gram_PP)
     moments = norm_moments(sq_norm_PN.astype(float), rewards_PN.astype(float), own_P)
     with_others_P = gradient_gram_PP.sum(axis=1) - own_P

@@ -32,7 +32,7 @@ from grpo_ustat.config.identity import (
 )
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.reward_funcs import TASK, as_typed
-from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.schema import ConfigError, flatten
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
@@ -183,6 +183,11 @@ class PoolStore:
                     f"{self.folder} was judged with reward_funcs={texts[0]}, asked is {texts[1]}: "
                     f"use reward_funcs={texts[0]} or another pool=DIR"
                 )
+            if isinstance(there, dict) and isinstance(own, dict):
+                there, own = flatten(there), flatten(own)
+                differ = (name for name in {**there, **own} if there.get(name) != own.get(name))
+                name = next(differ, "")
+                key, there, own = f"{key}.{name}", there.get(name), own.get(name)
             if there != own:
                 raise ConfigError(
                     f"{self.folder} holds completions of {key}={there}, asked is {own}: use "

@@ -93,8 +93,9 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
     for pattern in patterns:
         matches = [Path(place) for place in glob.glob(os.path.expanduser(pattern), recursive=True)]
         if not matches:
+            several = f"runs=[{pattern}] if these are several, or " if "," in pattern else ""
             raise ConfigError(
-                f"runs={pattern} matches nothing in {Path.cwd()}: name folders such as "
+                f"runs={pattern} matches nothing in {Path.cwd()}: use {several}folders such as "
                 "outputs/train"
             )
         places = [place for place in matches if place.is_dir()]

@@ -104,7 +104,10 @@ def _shuffled(questions: list[Question], seed: str) -> list[Question]:
 
 def _first(questions: list[Question], count: int | None, key: str) -> list[Question]:
     if count is not None and count > len(questions):
-        raise ConfigError(f"{key}={count}, but only {len(questions)} questions are left: use fewer")
+        raise ConfigError(
+            f"{key}={count}, but only {len(questions)} different questions are left: "
+            + ("use fewer" if questions else "give more questions, or a smaller test_size")
+        )
     return questions[:count]
 
 

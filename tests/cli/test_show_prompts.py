@@ -45,7 +45,7 @@ def test_texts_are_shown_as_they_are(monkeypatch, capsys, tmp_path):
     first, second, third, _ = out.split("---")[1:] + [""]
     assert "[red]0+1[/red] =\N{LEFTWARDS ARROW TO BAR}\nexpected answer: 1\n" in first
     assert "read from the reference: 1, reward 1" in first
-    assert "17 tokens, '<s>' '[' ' ' '='" in first  # 16 bytes and <s>
+    assert "17 tokens, '<s>' '[' ... ' ' '='" in first  # 16 bytes and <s>
     assert "[bold]a\\x1b[31m =" in third and "\x1b" not in out
     assert "read from the reference: nothing, reward 0" in third
     total = 17 + 96

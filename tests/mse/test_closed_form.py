@@ -357,6 +357,8 @@ def test_plain_arrays_give_the_same_constants(rng):
         np.testing.assert_allclose(plain[name], found[name], rtol=1e-9, err_msg=name)
     with pytest.raises(ValueError, match="at least 4 prompts, got 3"):
         scaling_from_arrays(pool.rewards_PN[:3], pool.sq_norm_PN[:3], gram[:3, :3])
+    with pytest.raises(ValueError, match="sq_norm_PN is not finite everywhere"):
+        scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN * np.nan, gram)
 
 
 @pytest.mark.slow

@@ -127,6 +127,8 @@ def test_a_pool_of_other_draws_is_refused_by_name(tmp_path):
     build(tmp_path)
     with pytest.raises(ValueError, match="holds completions of temperature=1.0, asked is 0.7"):
         build(tmp_path, "temperature=0.7")
+    with pytest.raises(ValueError, match="of model.name=tiny_base, asked is tiny: use another"):
+        build(tmp_path, "model=tiny")
     with pytest.raises(ValueError, match="holds 8 completions a question in parts"):
         build(tmp_path, size=6)
 

@@ -21,7 +21,12 @@ def found(*patterns):
 
 @pytest.mark.parametrize(
     "pattern, message",
-    [("none", "matches nothing in"), ("a.log", "matches a file"), ("empty", "holds no run")],
+    [
+        ("none", "matches nothing in"),
+        ("a,b", r"use runs=\[.*a,b\] if these are several"),
+        ("a.log", "matches a file"),
+        ("empty", "holds no run"),
+    ],
 )
 def test_patterns_without_a_run_are_one_line(pattern, message, tmp_path):
     (tmp_path / "a.log").write_text("")

@@ -120,7 +120,7 @@ def test_a_given_answer_goes_before_the_box_and_an_empty_one_does_not():
         ),
         ({"subjects": ["Prealgebra"], "filter_test": True}, "'Prealgebra', which no test row has"),
         ({"test_ids": "nowhere.txt"}, "dataset.test_ids=nowhere.txt: no such file"),
-        ({"subjects": ["Precalculus"]}, "dataset.study_size=1, but only 0 questions"),
+        ({"subjects": ["Precalculus"]}, "dataset.study_size=1, but only 0 different questions"),
     ],
 )
 def test_wrong_options_are_refused(fields, match):

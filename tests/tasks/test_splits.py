@@ -92,10 +92,10 @@ def test_a_test_question_that_is_not_asked_is_not_trained_on_either():
 @pytest.mark.parametrize(
     "sizes, match",
     [
-        ((None, None, 41, 0), "dataset.study_size=41, but only 40 questions"),
-        ((None, None, 38, 3), "prompt.shots=3, but only 2 questions"),
-        ((34, None, 5, 2), "dataset.train_size=34, but only 33 questions"),
-        ((None, 10, 5, 2), "dataset.test_size=10, but only 9 questions"),
+        ((None, None, 41, 0), "dataset.study_size=41, but only 40 different questions"),
+        ((None, None, 38, 3), "prompt.shots=3, but only 2 different questions"),
+        ((34, None, 5, 2), "dataset.train_size=34, but only 33 different questions"),
+        ((None, 10, 5, 2), "dataset.test_size=10, but only 9 different questions"),
     ],
 )
 def test_too_few_are_refused_by_number(sizes, match):
