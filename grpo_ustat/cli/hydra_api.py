@@ -25,6 +25,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
+from grpo_ustat import __version__
 from grpo_ustat.cli.arguments import check_flags
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
@@ -41,7 +42,11 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     Raises:
         ConfigError: a word with dashes is no flag, a flag's value is none of its, or two flags
             exclude each other.
+        SystemExit: the version was asked for, and is printed.
     """
+    if "--version" in arguments:
+        print(f"grpo-ustat {__version__}, Hydra {hydra.__version__}")
+        raise SystemExit(0)
     parser = get_args_parser()
     parser.error = _refuse_arguments
     words, unknown = parser.parse_known_args(list(arguments))
@@ -56,7 +61,15 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
 
 
 def _refuse_arguments(message: str) -> NoReturn:
-    """Raise what argparse refuses as an error, in place of its own page of usage."""
+    """Raise what argparse refuses as an error, in place of its own page of usage.
+
+    Raises:
+        ConfigError: always.
+    """
+    value = re.fullmatch(r"argument (\S+): ignored explicit argument '(.*)'", message)
+    if value:
+        flag = value[1].partition("/")[0]
+        raise ConfigError(f"{flag}={value[2]}: {flag} has no value, write {flag} {value[2]}")
     raise ConfigError(message)
 
 

@@ -8,6 +8,7 @@ import shutil
 import pytest
 from commands import run
 
+from grpo_ustat import __version__
 from grpo_ustat.cli.compose import compose_config, parse
 from grpo_ustat.cli.hydra_api import model_place, parse_arguments, quote_equals, split_sweep
 from grpo_ustat.config.identity import folder_name
@@ -67,6 +68,17 @@ def test_a_sweep_gives_back_the_values_that_it_was_given(values):
 def test_a_flags_value_is_not_an_override():
     words = parse_arguments(["--config-dir", "a=1/b=2", "pool=a=1"])
     assert (words.config_dir, words.overrides) == ("a=1/b=2", ["pool='a=1'"])
+
+
+def test_a_flag_without_a_value_says_so():
+    with pytest.raises(ConfigError, match="--help=clip: --help has no value, write --help clip"):
+        parse_arguments(["--help=clip"])
+
+
+def test_the_version_is_ours_and_hydras(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse_arguments(["--version"])
+    assert capsys.readouterr().out.startswith(f"grpo-ustat {__version__}, Hydra 1.")
 
 
 def test_a_path_with_equals_signs_reaches_the_configuration():
