@@ -42,10 +42,9 @@ from grpo_ustat.report.decision import (
     training_noise_sentence,
 )
 from grpo_ustat.runs.contents import parsed_json, text_of
-from grpo_ustat.runs.record import RESULT, RunRecord
+from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord
 
 LEAST_STEPS = 4  # with constants, of which a mean has an interval
-CONFIG = ".hydra/config.yaml"
 POOL = "pool.json"
 
 
@@ -101,6 +100,8 @@ def advice_of(request: Request) -> Advice:
         if run.command == "mse":
             return _from_study(run, request)
         raise ConfigError(f"{source} is a run of gap, which has no group size of a model to judge")
+    if (source / CODE).is_file():
+        raise ConfigError(f"{source} is a run folder without {CONFIG}: copy it with cp -r")
     inside = sorted(str(path.parent.parent) for path in source.glob(f"*/**/{CONFIG}"))
     if inside:
         raise ConfigError(f"{source} holds {len(inside)} runs: name one, such as {inside[0]}")
@@ -241,7 +242,8 @@ def _measure_checkpoint(run: RunRecord) -> str:
     if checkpoints:
         overrides = [one for one in overrides if not one.startswith("model")]
         overrides = [f"model={checkpoints[-1]}", *overrides]
-    return command_line("mse", *overrides)
+    note = "" if checkpoints else "  # the model that it starts from: there is no checkpoint here"
+    return command_line("mse", *overrides) + note
 
 
 def _from_pool(request: Request) -> Advice:

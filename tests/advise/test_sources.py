@@ -77,7 +77,9 @@ def test_a_training_run_without_monitor_says_what_to_measure(tmp_path):
     advice = advice_of(Request(run_folder))
     assert advice.verdict == "not enough data"
     assert "in the last 10 steps: 25 % of groups of 8" in advice.details[1]
-    assert f"model={run_folder}/checkpoint-12" in advice.next
+    assert advice.next.split()[2] == f"model={run_folder}/checkpoint-12"
+    untrained = advice_of(Request(folder(tmp_path / "run", "train", None, steps))).next
+    assert untrained.endswith("# the model that it starts from: there is no checkpoint here")
 
 
 def test_a_run_that_was_monitored_too_rarely_is_told_how_often_it_was(tmp_path):
@@ -168,6 +170,10 @@ def test_places_without_advice_are_named(tmp_path):
         advice_of(Request(tmp_path / "notes.txt"))
     with pytest.raises(ConfigError, match="is no run folder of mse or train"):
         advice_of(Request(tmp_path))
+    (tmp_path / "copied").mkdir()
+    (tmp_path / "copied/code.json").write_text("{}")
+    with pytest.raises(ConfigError, match="copied is a run folder without .*: copy it with"):
+        advice_of(Request(tmp_path / "copied"))
     folder(tmp_path / "sweep/a", "mse")
     with pytest.raises(ConfigError, match=r"holds 1 runs: name one, such as .*/sweep/a"):
         advice_of(Request(tmp_path / "sweep"))
