@@ -99,8 +99,8 @@ def sample(
                 )
     if not written.logprobs_RT.isfinite().all():  # looked at here alone: on a GPU, a wait a token
         raise FloatingPointError(
-            "the model's logits are not finite: lower learning_rate, or use model.dtype=float32 "
-            "where no training came before"
+            "the model's logits are not finite: lower learning_rate if this run has trained it, "
+            "else look at its weights and at model.dtype"
         )
     columns = (column.numpy() for column in written.columns())
     return assemble(policy, prompts, encoded, *columns)
