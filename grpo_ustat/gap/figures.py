@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from grpo_ustat.gap.evidence import Evidence, Panel
-from grpo_ustat.report.figures import FONTS, line_style, log_sizes, note, plt, save
+from grpo_ustat.report.figures import (
+    FONTS,
+    baseline_style,
+    line_style,
+    log_sizes,
+    note,
+    plt,
+    save,
+)
 
+RULES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle", "group_mean": "group_mean"}
 ACROSS = 3  # panels side by side
 SIZE = (4.6, 3.8)  # inches of a panel
 
@@ -34,11 +44,16 @@ def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
 
 
 def draw(axes: Axes, panel: Panel) -> None:
-    """One panel; a prediction and a measurement of the same label share their colour."""
+    """One panel; a prediction and a measurement of the same label share their colour, which of a
+    baseline is the same in every figure.
+    """
     labels = list(dict.fromkeys(curve.label for curve in panel.curves))
+    styles = {x: baseline_style(RULES[x], unbiased=True)[:2] for x in labels if x in RULES}
+    others = (style for style in map(line_style, count()) if style not in styles.values())
+    styles |= {label: next(others) for label in labels if label not in styles}
     legend: set[str] = set()
     for curve in panel.curves:
-        colour, marker = line_style(labels.index(curve.label))
+        colour, marker = styles[curve.label]
         label = None if curve.label in legend else curve.label
         legend.add(curve.label)
         x, y = np.array(curve.x, dtype=float), np.array(curve.y, dtype=float)
