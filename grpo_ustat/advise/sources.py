@@ -41,6 +41,7 @@ from grpo_ustat.report.decision import (
     policy_overrides,
     training_noise_sentence,
 )
+from grpo_ustat.rollout.logged import EXACT
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord
 
@@ -77,7 +78,13 @@ def advice_of(request: Request) -> Advice:
     Raises:
         ConfigError: there is nothing at the path, it is no source of advice, or it cannot be used.
     """
-    source = request.source
+    source, size, rollouts = request.source, request.num_generations, request.rollouts
+    if size is not None and rollouts is not None and rollouts >= size and rollouts % size:
+        fewer = rollouts // size * size
+        raise ConfigError(
+            f"num_generations={size} does not divide rollouts={rollouts}: use rollouts={fewer} or "
+            f"rollouts={fewer + size}"
+        )
     if not source.exists():
         raise ConfigError(
             f"{source} does not exist: name a run folder, a pool, or a log of rollouts "
@@ -126,7 +133,7 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     result = run.result
     group_size = request.num_generations
     rollouts = request.rollouts or usual_rollouts(group_size)
-    _check_sizes(group_size, rollouts, named=request.rollouts is not None)
+    _check_sizes(group_size, rollouts)
     if result["assumption2"].get("corr") is None:  # every group has zero variance
         following = next_step(result, run.config, rollouts)
         return Advice(UNKNOWN, best_size_sentence(result), [], following)
@@ -148,7 +155,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     """
     group_size = request.num_generations or run.config["group_size"]
     rollouts = request.rollouts or run.config["budget"]["rollouts"]
-    _check_sizes(group_size, rollouts, named=request.rollouts is not None)
+    _check_sizes(group_size, rollouts)
     measured = [
         row
         for row in run.metrics
@@ -317,8 +324,8 @@ def _from_log(path: Path, request: Request) -> Advice:
                 "gradient."
             )
     size = [f"num_generations={group_size}"] * (group_size is not None)
-    says_what_ended = {"ended", "completion_ids"} & set(rewards.columns)
-    cut = [] if says_what_ended else ["study.cut_at=LENGTH"]
+    names = set(rewards.columns)
+    cut = [] if "ended" in names or names >= set(EXACT) else ["study.cut_at=LENGTH"]
     following = (
         command_line("advise", str(path), *size, "model=CHECKPOINT", *cut)
         + "  # the model that wrote these completions"
@@ -357,22 +364,16 @@ def _study_now(overrides: Sequence[str], request: Request) -> Advice:
     return _from_study(RunRecord(folder), request)
 
 
-def _check_sizes(group_size: int | None, rollouts: int, *, named: bool) -> None:
-    """Refuse a group that is larger than a step, and rollouts that were named and are no groups.
+def _check_sizes(group_size: int | None, rollouts: int) -> None:
+    """Refuse a group that is larger than a step.
 
     Raises:
-        ConfigError: naming both and the fix.
+        ConfigError: naming both.
     """
     if group_size is not None and group_size > rollouts:
         raise ConfigError(
             f"num_generations={group_size} is larger than rollouts={rollouts}: a step needs at "
             "least one group"
-        )
-    if group_size is not None and named and rollouts % group_size:
-        fewer = rollouts // group_size * group_size
-        raise ConfigError(
-            f"num_generations={group_size} does not divide rollouts={rollouts}: use "
-            f"rollouts={fewer} or rollouts={fewer + group_size}"
         )
 
 

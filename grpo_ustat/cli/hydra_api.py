@@ -29,6 +29,7 @@ from grpo_ustat import __version__
 from grpo_ustat.cli.arguments import check_flags
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.terminal import tell
 
 MULTIRUN = RunMode.MULTIRUN
 
@@ -45,7 +46,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         SystemExit: the version was asked for, and is printed.
     """
     if "--version" in arguments:
-        print(f"grpo-ustat {__version__}, Hydra {hydra.__version__}")
+        tell(f"grpo-ustat {__version__}, Hydra {hydra.__version__}")
         raise SystemExit(0)
     parser = get_args_parser()
     parser.error = _refuse_arguments
@@ -68,8 +69,9 @@ def _refuse_arguments(message: str) -> NoReturn:
     """
     value = re.fullmatch(r"argument (\S+): ignored explicit argument '(.*)'", message)
     if value:
-        flag = value[1].partition("/")[0]
-        raise ConfigError(f"{flag}={value[2]}: {flag} has no value, write {flag} {value[2]}")
+        flag, word = value[1].partition("/")[0], value[2]
+        written = f"--help {word}" if flag == "--help" and word else flag
+        raise ConfigError(f"{flag} has no value, and {word!r} was given: write {written}")
     raise ConfigError(message)
 
 

@@ -194,17 +194,20 @@ def clustered_mean(values_PN: Array, level: float = LEVEL) -> Interval:
 def mean_reward(rewards_PN: Array, level: float = LEVEL) -> Interval:
     """Mean reward with an interval over prompts; of a single prompt over its own completions.
 
-    Of rewards in [0, 1] it is `clustered_wilson`, which has a width also where all are alike, and
-    stays in [0, 1]; of others `clustered_mean`.
+    Of rewards that are all 0 or 1 it is `clustered_wilson`, of others `clustered_mean`, within
+    [0, 1] where the rewards are.
 
     >>> [round(x, 2) for x in mean_reward(np.zeros((5, 4)))]
-    [0.0, 0.0, 0.16]
+    [0.0, 0.0, 0.43]
     """
+    if np.isin(rewards_PN, (0, 1)).all():
+        if len(rewards_PN) == 1:
+            return wilson(float(rewards_PN.sum()), rewards_PN.size, level)
+        return clustered_wilson(rewards_PN.mean(axis=1), most=rewards_PN.shape[1], level=level)
+    mean = clustered_mean(rewards_PN, level)
     if rewards_PN.min() < 0 or rewards_PN.max() > 1:
-        return clustered_mean(rewards_PN, level)
-    if len(rewards_PN) == 1:
-        return clustered_wilson(rewards_PN[0], level=level)
-    return clustered_wilson(rewards_PN.mean(axis=1), most=rewards_PN.shape[1], level=level)
+        return mean
+    return Interval(mean.estimate, max(0.0, mean.low), min(1.0, mean.high))
 
 
 def paired_difference(after_P: Array, before_P: Array, level: float = LEVEL) -> Interval:
@@ -251,9 +254,13 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = LEVEL) -> In
     """Mean of the prompts' values in [0, 1], with an interval over prompts that stays in [0, 1].
 
     Wilson's, with the effective number of trials p (1-p) / Var(mean) in place of their number, the
-    variance that of the prompts' values: a prompt's completions are not independent (Korn &
-    Graubard 1998; with Wilson's interval, Franco et al. 2019). Never fewer trials than prompts,
-    never more than `most` for each of them; with one 0/1 value a prompt it is `wilson`.
+    variance that of the P prompts' values, and times (z / t_{P-1})^2, as it is estimated (Korn &
+    Graubard 1998; with Wilson's interval, Franco et al. 2019): a prompt's completions are not
+    independent. Never fewer trials than prompts, never more than `most` for each of them; as many
+    as prompts where their values do not differ, and with one 0/1 value a prompt, when it is
+    `wilson`. It covers .93 or more of chances of Beta(1, 2), Beta(4, 8) and Beta(.5, 2) from 4
+    prompts on, and .90 or more of the skew Beta(.3, 6) (1 to 32 completions a prompt, 2000 draws
+    each; without the factor down to .75 with 4 prompts).
 
     Args:
         values_P: the prompts' values, each a mean of 0/1 outcomes or an unbiased estimate of a
@@ -262,7 +269,10 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = LEVEL) -> In
         level: coverage.
     """
     count, p = len(values_P), float(values_P.mean())
-    variance = values_P.var(ddof=1) / count if count > 1 else np.inf  # of one: not known
-    trials = p * (1 - p) / variance if variance > 0 else np.inf
+    variance = values_P.var(ddof=1) / count if count > 1 else 0.0
+    trials = 0.0
+    if variance > 0:
+        limits = ndtri((1 + level) / 2), stdtrit(count - 1, (1 + level) / 2)
+        trials = p * (1 - p) / variance * float(limits[0] / limits[1]) ** 2
     trials = float(np.clip(trials, count, most * count))
     return wilson(p * trials, trials, level)

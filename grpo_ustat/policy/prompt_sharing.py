@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from grpo_ustat.policy.loading import Policy
+from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.policy.logprobs import left_padded, pack, pack_contiguous, positions
 from grpo_ustat.policy.output_layer import Head, Window, body, causal
 from grpo_ustat.records import Rollouts
@@ -160,21 +160,27 @@ def can_share(policy: Policy) -> bool:
 
 def can_read_contiguous(policy: Policy) -> bool:
     """Whether rows padded at the end and read without a mask give the log-probabilities of rows
-    read alone; a model is tried once.
+    read alone; a model is tried once, unless there is no memory.
     """
     if policy.model not in _contiguous:
-        _contiguous[policy.model] = _agrees(policy, ContiguousReader, UNEQUAL, at_once=1)
+        agrees = _agrees(policy, ContiguousReader, UNEQUAL, at_once=1)
+        if agrees is None:
+            return False
+        _contiguous[policy.model] = agrees
     return _contiguous[policy.model]
 
 
 def _agrees(
     policy: Policy, way: Callable[..., Reader], prompts: list[list[int]], at_once: int
-) -> bool:
-    """Whether a way gives, but for rounding, what `FullReader` gives with so many rows at once."""
+) -> bool | None:
+    """Whether a way gives, but for rounding, what `FullReader` gives with so many rows at once;
+    None where there is no memory to tell.
+    """
     try:
         one, two = _trial(policy, way, prompts, 2), _trial(policy, FullReader, prompts, at_once)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-        return False  # a model that is read in another way
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        no_memory = isinstance(error, RuntimeError) and out_of_memory(error)
+        return None if no_memory else False  # a model that is read in another way
     if policy.bf16 or policy.model.dtype.itemsize == 2:
         return torch.allclose(one, two, rtol=0.0, atol=0.2)  # what bfloat16 does to a token
     largest = max(1.0, float(two.abs().max()))

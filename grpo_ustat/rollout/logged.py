@@ -84,7 +84,7 @@ def read_rollouts(path: Path) -> list[LoggedRollout]:
     if len(set(steps)) > 1:
         raise ConfigError(
             f"{path} holds steps {min(steps)} to {max(steps)}, each of another policy: keep "
-            f"the rows of one, such as step={max(steps)}"
+            f"the rows of one, such as those whose step is {max(steps)}"
         )
     versions = sorted(set(map(str, columns.get("policy_version", ()))))
     if len(versions) > 1:

@@ -236,9 +236,11 @@ class RunRecord:
 
     @property
     def _pool_file(self) -> str | None:
-        """Name of the file of rollouts that a study was made of; None where it sampled its own."""
+        """The file of rollouts that a study was made of, with its folder, as many have one name;
+        None where it sampled its own.
+        """
         pool = self.config.get("pool")
-        return Path(pool).name if pool and pool.endswith(".parquet") else None
+        return "/".join(Path(pool).parts[-2:]) if pool and pool.endswith(".parquet") else None
 
     @property
     def unfinished(self) -> str:

@@ -315,9 +315,15 @@ def test_a_requeued_batch_script_goes_on(scenario, tmp_path):
 @pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(900)
 def test_a_batch_script_goes_on_after_its_time_limit(scenario, tmp_path):
-    """SLURM warns up to a minute earlier than asked, so there may be several such launches."""
+    """SLURM warns up to a minute earlier than asked, so there may be several such launches; a
+    reward that sleeps makes 600 steps longer than that on any machine.
+    """
+    (tmp_path / "late.py").write_text(
+        "import time\n\n\ndef reward(prompt, completion):\n    time.sleep(0.01)\n    return 0.0\n"
+    )
+    late = (f"reward_funcs=[task,{tmp_path}/late.py:reward]", "reward_weights=[1,0]")
     limited = ("--time=2", "--signal=USR1@60")
-    job, run = submit(scenario, tmp_path, "limited", "max_steps=600", options=limited)
+    job, run = submit(scenario, tmp_path, "limited", "max_steps=600", *late, options=limited)
     try:
         wait_for(lambda: len(run.launches) > 1, "the next launch", PATIENCE)
         scenario.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")

@@ -360,6 +360,7 @@ def test_a_signal_to_ranks_that_are_still_importing_is_not_lost(tmp_path, throug
     """Until they listen, ranks ignore what the parent repeats."""
 
     def before():
+        slowly()
         start = worker.main
         worker.main = lambda: time.sleep(3) or start()
 

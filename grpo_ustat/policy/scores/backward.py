@@ -190,7 +190,8 @@ class _Pass:
         layers: LayerByLayer | None,
     ):
         real = attention_BT[rows].any(dim=0).nonzero()
-        self.rows, self.columns = rows, slice(int(real.min()), int(real.max()) + 1)
+        first = min(int(real.min()), ids_BT.shape[1] - 2)  # one to read, and one that it predicts
+        self.rows, self.columns = rows, slice(first, max(int(real.max()) + 1, first + 2))
         self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
         self.layers = layers
         self.roots: list[tuple[torch.Tensor, nn.Embedding, tuple | None]] = []
@@ -271,7 +272,8 @@ class _Backward:
                 )  # fmt: skip
                 self.passes.append(pass_)
                 places = {}
-                if not (contiguous and pass_.attention[:, 0].all()):
+                begun_BT = nn.functional.pad(pass_.attention, (1, 0), value=1)
+                if not (contiguous and (begun_BT.diff(dim=1) <= 0).all()):
                     places["attention_mask"] = pass_.attention
                     if "position_ids" in parameters:
                         places["position_ids"] = positions(pass_.attention)
