@@ -5,7 +5,9 @@ import pytest
 
 from grpo_ustat.estimators.intervals import (
     clustered_mean,
+    clustered_wilson,
     jackknife_variance,
+    mean_reward,
     paired_difference,
     pooled_dof,
     t_interval,
@@ -42,6 +44,27 @@ def test_pairing_removes_what_both_share():
 def test_wilson_at_the_edge_stays_inside():
     assert wilson(0, 10).low == pytest.approx(0.0, abs=1e-12)
     assert wilson(0, 10).high == pytest.approx(0.2775, abs=1e-4)
+
+
+@pytest.mark.parametrize("prompts", [4, 12, 60])
+def test_an_accuracy_over_a_few_prompts_is_covered(prompts, rng):
+    """Chances of Beta(1, 2), 32 completions: 95 % nominal, 800 draws, standard error .008."""
+    chances = rng.beta(1, 2, (800, prompts))
+    values = rng.binomial(32, chances) / 32
+    intervals = [clustered_wilson(own, most=32) for own in values]
+    covered = np.mean([interval.low <= 1 / 3 <= interval.high for interval in intervals])
+    assert covered > 0.92
+
+
+def test_a_mean_reward_has_the_interval_of_its_kind(rng):
+    """0/1 rewards Wilson's, others that of a mean, in [0, 1] where they are."""
+    right = (rng.random((9, 4)) < 0.3).astype(float)
+    assert mean_reward(right) == clustered_wilson(right.mean(axis=1), most=4)
+    assert mean_reward(right[:1]) == wilson(right[0].sum(), 4)
+    shares = 0.5 + 0.02 * rng.normal(size=(12, 8))
+    assert mean_reward(shares) == clustered_mean(shares)
+    assert mean_reward(np.array([[0.0, 0.1], [0.9, 1.0]])).low == 0.0
+    assert mean_reward(right - 1).low < 0
 
 
 def test_pooled_dof_of_equal_variances_adds_up():

@@ -10,6 +10,7 @@ from fakes import LetterTokenizer, random_rollouts
 from peft import LoraConfig, get_peft_model
 
 from grpo_ustat.policy import output_layer
+from grpo_ustat.policy import prompt_sharing as module
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.output_layer import Head
 from grpo_ustat.policy.prompt_sharing import (
@@ -143,3 +144,18 @@ def test_without_what_reached_the_prompts_the_gradient_differs():
     grads, _ = read(policy, rollouts, factors, 1.0, Forgetful)
     with pytest.raises(AssertionError):
         assert_equal(grads, expected)
+
+
+def test_a_model_is_tried_once_unless_there_is_no_memory(monkeypatch):
+    policy, calls = case("llama")[0], []
+
+    def trial(*given):
+        calls.append(given)
+        raise torch.OutOfMemoryError("none")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_trial", trial)
+        assert not can_read_contiguous(policy) and calls
+    assert can_read_contiguous(policy)
+    monkeypatch.setattr(module, "_trial", trial)
+    assert can_read_contiguous(policy) and len(calls) == 1

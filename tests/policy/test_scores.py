@@ -234,6 +234,24 @@ def test_a_pass_without_a_token_that_counts_scores_nothing(tied):
     torch.testing.assert_close(result.gram_BB, slow @ slow.T, rtol=1e-10, atol=1e-9)
 
 
+def test_a_pass_of_one_real_column_scores_nothing():
+    """A prompt of one token, and a completion that was cut before its first."""
+    model = random_policy().model
+    ids, attention = torch.tensor([[3, 4, 5], [3, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    rows = (ids, attention, torch.tensor([[0, 1, 1], [0, 0, 0]]))
+    expected = completion_scores(model, *rows).sq_norm_B
+    found = completion_scores(model, *rows, passes=(1, 1)).sq_norm_B
+    torch.testing.assert_close(found, expected)
+    assert found[0] > 0 and found[1] == 0
+
+
+def test_a_row_with_a_hole_gets_its_mask():
+    model, ids = random_policy().model, torch.tensor([[3, 4, 5, 6]])
+    rows = (ids, torch.tensor([[1, 0, 1, 1]]), torch.tensor([[0, 0, 1, 1]]))
+    expected = completion_scores(model, *rows).sq_norm_B
+    torch.testing.assert_close(completion_scores(model, *rows, contiguous=True).sq_norm_B, expected)
+
+
 @pytest.mark.parametrize("passes", [None, (2, 4)])
 def test_sketches_are_linear_and_full_where_they_can_be(passes):
     policy, rollouts = random_policy(), random_rollouts([2, 5], group_size=3, longest=6)
