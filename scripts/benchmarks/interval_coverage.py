@@ -7,6 +7,7 @@ the plane and r the score norm, lognormal, Student or Pareto; the reward is 1 wi
     python scripts/benchmarks/interval_coverage.py --tails light heavy --questions 12 60
     python scripts/benchmarks/interval_coverage.py --assumption2  # false refutations where it holds
     python scripts/benchmarks/interval_coverage.py --gradient  # ||grad J||^2, 2 to 200 dimensions
+    python scripts/benchmarks/interval_coverage.py --accuracy --studies 2000
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from grpo_ustat.estimators.intervals import jackknife_interval
+from grpo_ustat.estimators.intervals import clustered_wilson, jackknife_interval
 from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, closed_form
 from grpo_ustat.mse.verdict import refutes_assumption2
 from grpo_ustat.records import ScorePool
@@ -221,6 +222,22 @@ def gradient(count: int) -> None:
                 print(f"| {dimensions} | {questions} | {signal} | {cells} |", flush=True)
 
 
+def accuracy(count: int) -> None:
+    """Coverage of the accuracy over questions whose chances are of Beta(a, b)."""
+    print("| chances | questions | completions | coverage | width |\n" + "|---" * 5 + "|")
+    rng = np.random.default_rng(0)
+    for a, b in ((1, 2), (4, 8), (0.5, 2), (0.3, 6)):
+        for questions in (4, 8, 12, 30, 60, 500):
+            for completions in (1, 8, 32):
+                chances = rng.beta(a, b, (count, questions))
+                values = rng.binomial(completions, chances) / completions
+                ends = [clustered_wilson(own, completions)[1:] for own in values]
+                low, high = np.array(ends).T
+                held = ((low <= a / (a + b)) & (a / (a + b) <= high)).mean()
+                row = f"Beta({a:g}, {b:g}) | {questions} | {completions} | {held:.3f}"
+                print(f"| {row} | {(high - low).mean():.3f} |", flush=True)
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -233,7 +250,11 @@ def main() -> None:
     parser.add_argument("--studies", type=int, default=300)
     parser.add_argument("--assumption2", action="store_true")
     parser.add_argument("--gradient", action="store_true")
+    parser.add_argument("--accuracy", action="store_true")
     options = parser.parse_args()
+    if options.accuracy:
+        accuracy(options.studies)
+        return
     if options.gradient:
         gradient(options.studies)
         return
