@@ -378,5 +378,5 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
             else (4, 5), textcoords="offset points", fontsize=9,
             ha="center" if is_best else "right" if size > costs.best else "left",
             fontweight="bold" if is_best else "normal",
-            bbox=dict(facecolor="white", alpha=0.8, linewidth=0, pad=1), zorder=5,
+            bbox=dict(facecolor="white", alpha=0.7, linewidth=0, pad=0), zorder=5,
         )  # fmt: skip
