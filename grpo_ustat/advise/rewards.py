@@ -16,7 +16,7 @@ from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.records import Array
 from grpo_ustat.rollout.logged import KNOWN
-from grpo_ustat.runs.files import csv_rows
+from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.streams import single_line
 
 PROMPTS = ("prompt_id", "prompt", "group_id", "group", "question")  # columns that name a group
@@ -167,18 +167,12 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
         elif path.suffix == ".csv":
             rows = csv_rows(path.read_text(encoding="utf-8-sig"))  # with Excel's mark or without
         else:
-            rows = []
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-            for number, line in enumerate(lines, start=1):
-                try:
-                    rows += [json.loads(line)] if line.strip() else []
-                except ValueError as error:
-                    raise ValueError(f"line {number} is no JSON: {error}") from error
+            rows = [row for _, row in json_lines(path)]
+    except ConfigError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         reason = single_line(error, 200)
         raise ConfigError(f"{path} cannot be read: {reason}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows")
-    if not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{path}: every line must be an object such as {{...}}")
     return rows

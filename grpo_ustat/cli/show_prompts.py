@@ -32,10 +32,9 @@ def show_prompts(config: Common, split: str) -> None:
     texts = [prompt.text for prompt in prompts]
     tokens = encode(tokenizer, texts, special_tokens=not config.prompt.chat)
     for i in range(min(config.show_prompts, len(prompts))):
-        shown = [repr(tokenizer.decode([token])) for token in tokens[i]]
-        if len(shown) > 4:  # a doubled special token stands at an end
-            shown[2:-2] = ["..."]
-        ends = " ".join(shown)
+        ids = tokens[i] if len(tokens[i]) <= 4 else [*tokens[i][:2], *tokens[i][-2:]]
+        words = [repr(tokenizer.decode([token])) for token in ids]  # a doubled special token shows
+        ends = " ".join(words if ids is tokens[i] else [*words[:2], "...", *words[2:]])
         tell(f"--- {split} prompt {i + 1}: {len(tokens[i])} tokens, {ends}")
         tell(visible(texts[i]) + END)
         reference = render(config.prompt.reply or "{solution}", questions[i])

@@ -14,7 +14,7 @@ from grpo_ustat.config.schema import ConfigError, check_fields, field, node
 from grpo_ustat.config.secrets import find_secret
 
 TRACKERS = ("wandb", "tensorboard", "trackio")  # each a package and an extra of that name
-LARGEST_SEED = 10**12
+LARGEST_COUNT = 10**12  # what a seed is below; of a run folder also a step or a size
 ON_EXISTING = ("resume", "error", "overwrite")
 
 
@@ -82,7 +82,7 @@ class Shared:
 
     launch: ProcessConfig = node(ProcessConfig, "processes; none of it changes results")
     seed: int = field(
-        "what every random choice of the run depends on", at_least=0, below=LARGEST_SEED
+        "what every random choice of the run depends on", at_least=0, below=LARGEST_COUNT
     )
     on_existing: str = field(
         "what to do with a folder that this run has already; resume: go on, or show the result",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs.files import json_lines
 from grpo_ustat.streams import single_line
 
 
@@ -81,25 +82,6 @@ class Format:
     fields: frozenset[str]
     read: Callable[[Path, Options], Iterator[Rollout]] = field(repr=False)
     note: str = ""
-
-
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number, from 0, and content of every line that is not blank.
-
-    Raises:
-        ConfigError: a line is no JSON object.
-    """
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path} line {number} (from 0) is no JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path} line {number} (from 0) is no JSON object")
-            yield number, row
 
 
 def read_trl(path: Path, options: Options) -> Iterator[Rollout]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from grpo_ustat.config.run import LARGEST_COUNT
 from grpo_ustat.streams import single_line
 
 MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
@@ -23,7 +24,6 @@ MOST_DEPTH, MOST_VALUES, MOST_LETTERS = 40, 2_000_000, 1_000_000
 MOST_SETTINGS = 50_000  # values of a configuration, aliases as often as they stand
 MOST_ROWS = 20_000  # of a table within a result
 LARGEST = 1e100  # of a number; what is squared, or drawn, stays finite
-LARGEST_COUNT = 10**12  # of a step, a size, or a seed
 
 Fits = Callable[[Any], bool]
 Shape = Any  # a Fits, or a dictionary of them by key; within a list: of each of its entries

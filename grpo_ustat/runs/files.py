@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from grpo_ustat.config.schema import ConfigError
+
 FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet runs, and what is quoted against it
 
 
@@ -104,3 +106,22 @@ def _cell(text: str | None) -> Any:
         except (ValueError, OverflowError):
             pass
     return (text[1:] if text and text[0] == "'" and FORMULA.match(text) else text) or None
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number, from 0, and content of every line that is not blank.
+
+    Raises:
+        ConfigError: a line is no JSON object.
+    """
+    with path.open(encoding="utf-8-sig") as file:  # with Windows' mark or without
+        for number, line in enumerate(file):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path} line {number} (from 0) is no JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path} line {number} (from 0) is no JSON object")
+            yield number, row

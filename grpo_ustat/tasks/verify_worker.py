@@ -134,6 +134,7 @@ def _guard() -> None:
     modules = tuple(all_suffixes())
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        """Refuse an event of the system, unless it reads Python's modules or packages."""
         if event == "open":
             path, _, flags = arguments
             if isinstance(path, int) or path == STATUS:

@@ -102,7 +102,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path):
 
 def test_a_line_that_is_no_json_is_named_by_its_number(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"prompt": "q", "reward": 1}\n\n{"prompt": "q')
-    with pytest.raises(ConfigError, match="cannot be read: line 3 is no JSON: Unterminated"):
+    with pytest.raises(ConfigError, match=r"line 2 \(from 0\) is no JSON: Unterminated"):
         read_rewards(tmp_path / "log.jsonl")
 
 

@@ -18,10 +18,10 @@ def uncounted(function):
     """The function, of whose operations only what it returns is counted."""
 
     @functools.wraps(function)
-    def call(*args):
+    def call(*args, **options):
         modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes)]
         with _disable_current_modes():
-            result = function(*args)
+            result = function(*args, **options)
         for mode in modes:
             mode.add(result.untyped_storage())
         return result
@@ -50,8 +50,10 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def add(self, storage):
-        """Count a storage until it is freed."""
+        """Count a storage until it is freed, once."""
         key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
         self._known.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)

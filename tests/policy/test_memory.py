@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import compose
 from fakes import random_rollouts
-from live_bytes import LiveBytes
+from live_bytes import LiveBytes, uncounted
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ustat.config.schema import ConfigError
@@ -121,3 +121,16 @@ def test_dry_run_says_how_a_7b_model_is_scored():
     assert 40 < float(by_layer[1]) < 64
     assert "budget.pool_completions=16 first, then 32 on the same pool=DIR" in note
     assert score_notes(compose("mse", "model=org/name")) == []
+
+
+def test_an_uncounted_product_counts_once_what_it_fills():
+    """As `scripts/benchmarks/score_memory.py` has a GPU's products."""
+    product = uncounted(lambda left, right, out=None: torch.mm(left.double(), right, out=out))
+    one = torch.ones(8, 8, dtype=torch.float64)
+    narrow = one.float()
+    with LiveBytes() as live:
+        found = torch.empty_like(one)
+        product(narrow, one, out=found)
+        assert live.now == live.peak == found.nbytes
+        product(narrow, one)
+    assert live.peak == 2 * found.nbytes

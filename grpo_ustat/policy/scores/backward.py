@@ -213,6 +213,7 @@ class _Pass:
         """Let the gradient at the hidden states reach the roots; yields after each layer."""
         grad_hidden = torch.zeros_like(self.hidden)
         grad_hidden[:, self.scored] = self.grad_window
+        self.grad_window = torch.empty(0)
         leaves, hidden, self.hidden = [x for x, _, _ in self.roots], self.hidden, torch.empty(0)
         if self.layers:
             yield from self.layers.backward(hidden, grad_hidden, leaves)
