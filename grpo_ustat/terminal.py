@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from typing import Any, TextIO
 
 import rich.console
@@ -21,6 +23,19 @@ def excerpt(text: str, most: int) -> str:
         return text
     half = (most - 1) // 2
     return f"{text[: most - 1 - half]}…{text[-half:]}"
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """A sentence in lines, of which none begins with a percent sign.
+
+    >>> print(wrapped("of them 12 % are equal", 11))
+    of them
+    12 % are
+    equal
+    """
+    glued = re.sub(r"(?<=\d) %", "\0%", text)
+    lines = textwrap.fill(glued, width, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\0", " ")
 
 
 def tell(*lines: str, file: TextIO | None = None) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import textwrap
 
 from grpo_ustat.advise.sources import advice_of, parse_request
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal import tell, wrapped
 
 WORDS = {
     "SOURCE": "run folder of mse or train, pool folder, log of rollouts, or file of rewards",
@@ -46,9 +45,7 @@ def main() -> None:
         print(json.dumps(vars(advice), indent=1))
         return
     for line in (advice.sentence, *advice.details):
-        glued = line.replace(" %", "\0%")  # no percent sign begins a line
-        wrapped = textwrap.fill(glued, 100, break_long_words=False, break_on_hyphens=False)
-        tell(wrapped.replace("\0", " "))
+        tell(*wrapped(line).splitlines())
     tell(f"next: {advice.next}")
 
 

@@ -30,7 +30,12 @@ from grpo_ustat.advise.verdict import (
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.reward_funcs import TASK, as_typed
 from grpo_ustat.config.schema import ConfigError, did_you_mean
-from grpo_ustat.estimators.scaling import CONSTANTS, group_size_interval, scaling_estimate
+from grpo_ustat.estimators.scaling import (
+    CONSTANTS,
+    group_size_interval,
+    scaling_estimate,
+    widening,
+)
 from grpo_ustat.records import Array
 from grpo_ustat.report.decision import (
     best_size_sentence,
@@ -135,7 +140,7 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     rollouts = request.rollouts or usual_rollouts(group_size)
     _check_sizes(group_size, rollouts)
     if result["assumption2"].get("corr") is None:  # every group has zero variance
-        following = next_step(result, run.config, rollouts)
+        following = next_step(result, run.config, run.folder, rollouts)
         return Advice(UNKNOWN, best_size_sentence(result), [], following)
     verdict, sentence, numbers = group_size_advice(result["scaling"], group_size, rollouts)
     details = [best_size_sentence(result)]
@@ -143,7 +148,7 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
         details.append(other_sizes(group_size_costs(result["scaling"], rollouts)))
     details += filter(None, [noise_sentence(result, rollouts, group_size)])
     details.append(interval_note(result))
-    following = next_step(result, run.config, rollouts)
+    following = next_step(result, run.config, run.folder, rollouts)
     if verdict == "keep" and group_size is not None:
         following = f"go on with num_generations={group_size}"
     return Advice(verdict, sentence, details, following, numbers)
@@ -165,7 +170,8 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     if len(recent) < LEAST_STEPS:
         return _without_monitor(run, group_size, len(measured), len(recent))
     values_3S = np.array([[row[f"monitor/{name}"] for row in recent] for name in CONSTANTS])
-    scaling = scaling_of_steps(values_3S)
+    size = run.config["group_size"]
+    scaling = scaling_of_steps(values_3S, run.config["budget"]["rollouts"] // size, size)
     best, low, high = (scaling[name] for name in ("gstar", "gstar_low", "gstar_high"))
     verdict, sentence, numbers = group_size_advice(scaling, group_size, rollouts)
     ends = f"[{low or 1:.1f}, {'no upper end' if high is None else f'{high:.1f}'}]"
@@ -189,12 +195,13 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     return Advice(verdict, sentence, details, following, numbers)
 
 
-def scaling_of_steps(values_3S: Array) -> dict[str, Any]:
+def scaling_of_steps(values_3S: Array, prompts: int, group_size: int) -> dict[str, Any]:
     """C1, C2, C3 and G* of a training run, as the means of what its monitor measured, jackknifed
     over steps: each step has prompts and completions of its own, and its estimates are unbiased.
 
     Args:
         values_3S: C1, C2 and C3 of each of S >= 2 steps.
+        prompts, group_size: of a step.
 
     Returns:
         What `group_size_advice` takes.
@@ -204,10 +211,11 @@ def scaling_of_steps(values_3S: Array) -> dict[str, Any]:
     delete_one: dict[str, Array] = {
         name: one[None] for name, one in zip(CONSTANTS, delete_one_3S, strict=True)
     }
-    estimate = scaling_estimate(whole, delete_one)
+    factor = widening(values_3S.shape[1] * prompts, group_size)
+    estimate = scaling_estimate(whole, delete_one, factor)
     best, low, high = (
         float(value) if np.isfinite(value) else None
-        for value in group_size_interval(whole, delete_one)
+        for value in group_size_interval(whole, delete_one, factor)
     )
     return {
         **whole, "covariance": estimate.covariance_33, "dof": estimate.dof,

@@ -89,10 +89,7 @@ def ratio_interval(
     delete_one_below_Kn: Array,
     level: float = LEVEL,
 ) -> Interval:
-    """The ratio of two positive means, both estimated, with Fieller's (1954) set.
-
-    r belongs to the set where `above - r below` does not differ significantly from 0: a quadratic
-    inequality in r. Where the denominator may be 0 the set has no upper end.
+    """The ratio of two means that are truly at least 0, both estimated, with `fieller_set`.
 
     Args:
         above, below: estimates from all units.
@@ -101,7 +98,7 @@ def ratio_interval(
         level: coverage.
 
     Returns:
-        The estimate is NaN where the denominator's is not positive; the ends are at least 0.
+        The estimate is NaN where the denominator's is not positive, and never below 0.
 
     >>> deviates = np.array([[-0.5, 0.0, 0.5]])
     >>> [round(x, 2) for x in ratio_interval(4.0, 1.0, 4 + deviates, 1 + 0 * deviates)]
@@ -109,7 +106,6 @@ def ratio_interval(
     >>> [round(x, 2) for x in ratio_interval(4.0, 1.0, 4 + 0 * deviates, 1 + deviates)]
     [4.0, 1.15, inf]
     """
-    estimate = above / below if below > 0 else math.nan
     count = delete_one_above_Kn.shape[1]
     changes = [
         x - x.mean(axis=1, keepdims=True) for x in (delete_one_above_Kn, delete_one_below_Kn)
@@ -119,15 +115,43 @@ def ratio_interval(
         for i, j in ((0, 0), (0, 1), (1, 1))
     )
     dof = min(pooled_dof(above_K, count - 1), pooled_dof(below_K, count - 1))
-    t_sq = float(stdtrit(dof, (1 + level) / 2)) ** 2
-    square = below**2 - t_sq * float(below_K.sum())
-    linear = above * below - t_sq * float(mixed_K.sum())
-    constant = above**2 - t_sq * float(above_K.sum())
+    variances = (float(above_K.sum()), float(mixed_K.sum()), float(below_K.sum()))
+    low, high = fieller_set(above, below, variances, float(stdtrit(dof, (1 + level) / 2)))
+    known = below > 0 and not (low == 0 and math.isinf(high))
+    return Interval(max(0.0, above / below) if known else math.nan, low, high)
+
+
+def fieller_set(
+    above: float, below: float, variances: tuple[float, float, float], critical: float
+) -> tuple[float, float]:
+    """The ratios r >= 0 that two estimates allow (Fieller 1954), as the ends of one interval.
+
+    r belongs to the set where `above - r below` is within `critical` of its standard errors from 0:
+    a quadratic inequality in r. Where the denominator may be 0 the set has no upper end.
+
+    Args:
+        above, below: estimates of two numbers that are truly at least 0.
+        variances: of `above`, their covariance, and of `below`.
+        critical: value of |above - r below| over its standard error, such as a quantile of
+            Student's t.
+
+    Returns:
+        0 <= low <= high. Where either estimate is significantly below 0, which is an error of the
+        sample, no ratio would be left: then (0, infinity), nothing is known.
+
+    >>> fieller_set(4.0, -1.0, (0.01, 0.0, 0.01), 2.0)
+    (0.0, inf)
+    """
+    of_above, mixed, of_below = (critical**2 * x for x in variances)
+    square, linear, constant = below**2 - of_below, above * below - mixed, above**2 - of_above
+    if (below < 0 and square > 0) or (above < 0 and constant > 0):
+        return 0.0, math.inf
     root = math.sqrt(max(linear**2 - square * constant, 0.0))
     if square > 0:
-        return Interval(estimate, max(0.0, (linear - root) / square), (linear + root) / square)
+        low, high = max(0.0, (linear - root) / square), (linear + root) / square
+        return low, max(low, high)
     low = constant / (linear + root) if constant > 0 and linear + root > 0 else 0.0
-    return Interval(estimate, low, math.inf)
+    return low, math.inf
 
 
 class Tails(NamedTuple):

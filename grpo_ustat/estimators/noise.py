@@ -42,6 +42,7 @@ from grpo_ustat.estimators.scaling import (
     best_group_size,
     group_size_interval,
     scaling_estimate,
+    widening,
 )
 from grpo_ustat.records import Array
 
@@ -240,17 +241,18 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
         intervals["prompt_share"] = NOTHING._replace(estimate=min(max(float(share), 0.0), 1.0))
         unknown = ScalingEstimate(constants_3, np.full((3, 3), np.nan), 1.0)
         return NoiseEstimate(intervals, unknown, heavy=True)
+    factor = widening(groups, group_size)
     for name in CONSTANTS_AND_GRADIENT:
         intervals[name] = jackknife_interval(whole[name], delete_one[name])
     if not all((delete_one[name] == whole[name]).all() for name in CONSTANTS):
-        intervals["gstar"] = group_size_interval(whole, delete_one)
+        intervals["gstar"] = group_size_interval(whole, delete_one, factor)
     for name, size in sizes.items():
         intervals[name] = noise_scale(whole, delete_one, size)
     intervals["prompt_share"] = prompt_share(whole, delete_one, float(group_size))
     norms = np.concatenate([step.norm_P[~np.isnan(step.norm_P)] for step in steps])
     leading = [delete_one["c2"], delete_one["c3"]]
     heavy = len(norms) < LEAST_UNITS or tails(norms[None], leading).heavy
-    return NoiseEstimate(intervals, scaling_estimate(whole, delete_one), heavy)
+    return NoiseEstimate(intervals, scaling_estimate(whole, delete_one, factor), heavy)
 
 
 def _n_mse(constants: Mapping[str, Any], size: float) -> Any:

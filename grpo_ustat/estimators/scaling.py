@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq  # pyright: ignore[reportUnknownVariableType]
-from scipy.special import fdtri, ndtri, stdtrit  # pyright: ignore[reportUnknownVariableType]
+from scipy.special import fdtri, stdtrit  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.intervals import (
     LEAST_CARRIERS,
@@ -30,6 +30,7 @@ from grpo_ustat.estimators.intervals import (
     LEVEL,
     Interval,
     Tails,
+    fieller_set,
     jackknife_interval,
     pooled_dof,
     tails,
@@ -42,6 +43,8 @@ LARGEST = 1e6  # group sizes are looked for up to here
 SMALLEST_GAP = 1e-3  # and from 1 + this on
 TINY = np.finfo(float).tiny ** 0.5
 POINTS = 200  # between which a root is looked for
+ALONE = 1.5  # on the critical value of a lower end without an upper one
+MOST_PROMPTS = 1e7  # that a study is said to need
 
 
 @dataclass(frozen=True)
@@ -129,12 +132,36 @@ def _slope_weights(g: Array, k: float, c: float) -> tuple[Array, Array, Array]:
     )
 
 
+def widening(prompts: int, completions: int) -> float:
+    """The factor on standard errors of C1, C2 and C3 with which an answer that is given holds.
+
+    A best G is named only where C1 is significantly above 0. In a small study that happens mostly
+    where C1 came out too large, so of the plain 95 % intervals that are given up to half are wrong
+    (of the 4 % of studies with 8 prompts of 8 completions that would name one, where G* is 5.5).
+    With the critical value `t + 16/m^1.5 + 880/(m N^1.5)` in place of Student's t at most 5 % of
+    those given are wrong, for populations with G* of 3.1, 5.5, also with heavy tails, and 8.8 and
+    8 to 100 prompts of 8 to 64 completions, wherever one study in 500 or more gives one. Its two
+    terms were fitted to these, by `scripts/benchmarks/decisions.py`, whose table is in
+    docs/benchmarks.md; 500 prompts of 32 completions have 1.006.
+
+    Args:
+        prompts: m, all that the estimates are from, at least 2.
+        completions: N of each, of a training step G.
+    """
+    critical = _student(prompts - 1)
+    return (critical + 16 / prompts**1.5 + 880 / (prompts * completions**1.5)) / critical
+
+
+def _student(dof: float, level: float = LEVEL) -> float:
+    return float(stdtrit(dof, (1 + level) / 2))
+
+
 class ScalingEstimate(NamedTuple):
     """Estimates of C1, C2, C3 with what is known of their errors, to compare group sizes by.
 
     Attributes:
         constants_3: C1, C2, C3.
-        covariance_33: of their errors.
+        covariance_33: of their errors, times the square of `widening`.
         dof: degrees of freedom of that covariance.
     """
 
@@ -150,17 +177,16 @@ class ScalingEstimate(NamedTuple):
         """The group size of smallest estimated error at a fixed number of rollouts."""
         return min(sizes, key=self.n_mse)
 
-    def extra_error(self, group_size: int, reference: int, level: float = LEVEL) -> Interval:
+    def extra_error(self, group_size: float, reference: int, level: float = LEVEL) -> Interval:
         """MSE(n/G, G) / MSE(n/R, R) - 1 at a fixed number of rollouts n, G against R.
 
-        The interval is paired, since both errors come from the same completions: the logarithm of
-        the ratio has, to first order, the error `v . (C1, C2, C3)` with
-        `v = w(G)/f(G) - w(R)/f(R)`, f = n MSE and w its weights. Such v, for all G and R, span two
-        dimensions (the ratio does not change where C1, C2, C3 are multiplied by one number), so
-        Scheffe's (1953) critical value `sqrt(2 F(2, dof))` makes all intervals hold together, at
-        every G, also for a reference that the same data chose (in 98 to 99.7 % of simulated studies
-        of 30 to 100 prompts, which chose it). The ratio of unbiased estimates
-        itself is biased of order 1/prompts.
+        The interval is paired, since both errors come from the same completions: it is Fieller's
+        (1954) set of the ratios r at which `f(G) - r f(R)`, f = n MSE, does not differ
+        significantly from 0. It needs no logarithm, which is wrong where C1 is known badly. Such
+        differences, for all G and R, span two dimensions (the ratio does not change where C1, C2,
+        C3 are multiplied by one number), so Scheffe's (1953) critical value `sqrt(2 F(2, dof))`
+        makes all intervals hold together, at every G, also for a reference that the same data
+        chose. The ratio of unbiased estimates itself is biased of order 1/prompts.
 
         Returns:
             NaN where the estimate of either error is not positive; a width of 0 where G = R.
@@ -168,34 +194,59 @@ class ScalingEstimate(NamedTuple):
         own, other = self.n_mse(group_size), self.n_mse(reference)
         if not (own > 0 and other > 0):
             return Interval(math.nan, math.nan, math.nan)
-        contrast_3 = _n_mse_weights(group_size) / own - _n_mse_weights(reference) / other
-        variance = max(float(contrast_3 @ self.covariance_33 @ contrast_3), 0.0)
-        half = math.sqrt(2 * float(fdtri(2, self.dof, level)) * variance)
-        logs = math.log(own / other) + np.array([0.0, -half, half])
-        with np.errstate(over="ignore"):  # an estimate near 0 has no upper end
-            return Interval(*map(float, np.expm1(logs)))
+        if group_size == reference:
+            return Interval(0.0, 0.0, 0.0)
+        weights_23 = np.stack([_n_mse_weights(group_size), _n_mse_weights(reference)])
+        (of_own, mixed), (_, of_other) = weights_23 @ self.covariance_33 @ weights_23.T
+        if not math.isfinite(of_own):
+            return Interval(own / other - 1, math.nan, math.nan)
+        critical = math.sqrt(2 * float(fdtri(2, self.dof, level)))
+        low, high = fieller_set(own, other, (of_own, mixed, of_other), critical)
+        return Interval(own / other - 1, low - 1, high - 1)
 
-    def prompts_for_best_size(self, prompts: int, power: float = 0.8) -> int | None:
-        """How many prompts would probably give G* an interval with both ends.
+    def prompts_for_best_size(self, prompts: int, completions: int) -> tuple[int, float]:
+        """About how many prompts, from so many to so many, would give G* an interval with two ends.
 
-        It has them where C1 and C3 are significantly above 0. Standard errors fall as the square
-        root of the number of prompts, so with a constant c of standard error s this takes
-        `prompts ((t + z) s / c)^2`, z the normal quantile of the power.
+        It has them where C1 and C3 are above 0 by the critical value of `widening`. Standard errors
+        fall as the square root of the number of prompts. The lower end is where that would happen
+        in half of the studies if C1 and C3 were larger by 1.28 of their standard errors; the upper
+        one where it would in 95 % if they were smaller by .4 of the critical value, which is not
+        known where they may then be 0. Of follow-up studies with the upper number .9 or more were
+        decided wherever one pilot study in 100 or more says one (`scripts/benchmarks/decisions.py`,
+        populations as for `widening`, pilots of 8 to 60 prompts).
 
         Args:
             prompts: how many there are now.
-            power: probability that they suffice, were the estimates of C1 and C3 true. Of undecided
-                simulated studies of 5 to 10 prompts, 91 to 96 % were decided with that number.
+            completions: of each.
 
         Returns:
-            At least `prompts`; None where C1 or C3 is estimated at 0 or less, which says nothing.
+            At least `prompts`; the upper end is infinite where it is not known, as where the
+            covariance is not.
         """
+        if not np.isfinite(self.covariance_33).all():
+            return prompts, math.inf
+        factor = widening(prompts, completions)
+        errors_2 = np.sqrt(np.diagonal(self.covariance_33)[[0, 2]]) / factor
         constants_2 = self.constants_3[[0, 2]]
-        if not (constants_2 > 0).all():
-            return None
-        relative_2 = np.sqrt(np.diagonal(self.covariance_33)[[0, 2]]) / constants_2
-        quantiles = float(stdtrit(self.dof, (1 + LEVEL) / 2)) + float(ndtri(power))
-        return max(prompts, math.ceil(prompts * (quantiles * float(relative_2.max())) ** 2))
+        optimistic_2 = np.maximum(constants_2, 0) + 1.28 * errors_2
+        pessimistic_2 = constants_2 - 0.4 * factor * _student(prompts - 1) * errors_2
+
+        def needed(ratio: float, margin: float) -> float:
+            """Prompts at which a constant `ratio` standard errors above 0 now is decided."""
+
+            def excess(log_count: float) -> float:
+                count = math.exp(log_count)
+                critical = _student(count - 1) * widening(round(count), completions)
+                return ratio * math.sqrt(count / prompts) - critical - margin
+
+            first, last = math.log(prompts), math.log(MOST_PROMPTS)
+            if excess(first) >= 0:
+                return prompts
+            return math.exp(brentq(excess, first, last)) if excess(last) > 0 else math.inf
+
+        low = max(needed(float(x), 0.0) for x in optimistic_2 / errors_2)
+        high = max(needed(float(x), 1.64) for x in pessimistic_2 / errors_2)
+        return math.floor(low) if math.isfinite(low) else prompts, high
 
 
 def _n_mse_weights(group_size: float) -> Array:
@@ -204,7 +255,7 @@ def _n_mse_weights(group_size: float) -> Array:
 
 
 def scaling_estimate(
-    whole: Mapping[str, Array | float], delete_one: Mapping[str, Array]
+    whole: Mapping[str, Array | float], delete_one: Mapping[str, Array], factor: float
 ) -> ScalingEstimate:
     """C1, C2, C3 with the jackknife covariance of their errors.
 
@@ -213,13 +264,14 @@ def scaling_estimate(
         delete_one: the same with one unit left out at a time, each [K, n], see
             `group_size_interval`. The degrees of freedom are Welch & Satterthwaite's for the sum of
             K parts, the least of the three constants'.
+        factor: on standard errors, see `widening`.
     """
     covariance_K33 = _jackknife_covariance(delete_one)
     count = delete_one["c1"].shape[1]
     variance_K3 = np.diagonal(covariance_K33, axis1=1, axis2=2)
     dof = min(pooled_dof(variance_K, count - 1) for variance_K in variance_K3.T)
     constants_3 = np.array([float(whole[name]) for name in CONSTANTS])
-    return ScalingEstimate(constants_3, covariance_K33.sum(axis=0), dof)
+    return ScalingEstimate(constants_3, factor**2 * covariance_K33.sum(axis=0), dof)
 
 
 def _jackknife_covariance(delete_one: Mapping[str, Array]) -> Array:
@@ -234,6 +286,7 @@ def _jackknife_covariance(delete_one: Mapping[str, Array]) -> Array:
 def group_size_interval(
     whole: Mapping[str, Array | float],
     delete_one: Mapping[str, Array],
+    factor: float,
     prompt_cost: float = 0.0,
     completion_cost: float = 1.0,
     level: float = LEVEL,
@@ -245,14 +298,20 @@ def group_size_interval(
     ratio C3/C1. It needs no logarithm and no positive estimate, and it is honest about what is not
     known: where C1 may be 0 it is [low, infinity), where C3 may be 0 too [1, infinity).
 
-    The estimate is corrected by the jackknife where the set is bounded: `1 + sqrt(C3/C1)` is convex
-    in C1, so its plug-in is too large. Where the set is unbounded the mean of G* does not exist and
-    the plug-in stands, NaN where C1 or C3 is not positive.
+    A lower end without an upper one is given mostly where C1 came out too small and the end too
+    high, so its critical value is larger by half, unless `factor` is 1.
+
+    The estimate is the plug-in, NaN where C1 or C3 is not positive. It is too large on average,
+    since `1 + sqrt(C3/C1)` is convex in C1, by 1 % or less where C1 is known well; where it is
+    known badly an interval with two ends is given mostly where C1 came out too large and G* too
+    small. A correction by the jackknife would lower it in both.
 
     Args:
         whole: c1, c2, c3.
         delete_one: the same with one unit left out at a time, each [K, n]: K independent parts of
             n units each (K = 1 where prompts are left out).
+        factor: on standard errors, `widening` of the sample, with which an interval of two ends
+            holds also where it is given rarely; 1 where it is drawn whatever it is.
         prompt_cost, completion_cost: see `best_group_size`.
         level: coverage.
 
@@ -263,12 +322,12 @@ def group_size_interval(
     cost = prompt_cost, completion_cost
     plain = float(best_group_size(whole["c1"], whole["c2"], whole["c3"], *cost))
     count = delete_one["c1"].shape[1]
-    covariance_K33 = _jackknife_covariance(delete_one)
+    covariance_K33 = factor**2 * _jackknife_covariance(delete_one)
     if not np.isfinite(covariance_K33).all() or not covariance_K33.any():
         return Interval(plain, math.nan, math.nan)
 
-    def excess(log_gap: Array | np.float64, end: int) -> Array:
-        """Slope over its standard error plus (end = 1) or minus (-1) the critical value, at G."""
+    def excess(log_gap: Array | np.float64, end: float) -> Array:
+        """Slope over its standard error plus `end` times the critical value, at G."""
         weights_3G = np.stack(_slope_weights(1 + np.exp(log_gap), *cost))
         parts_K3G = covariance_K33 @ weights_3G
         variance_KG = np.maximum((parts_K3G * weights_3G).sum(axis=1), TINY)
@@ -278,13 +337,10 @@ def group_size_interval(
         constants = np.array([whole[x] for x in CONSTANTS])
         return constants @ weights_3G / np.sqrt(variance_G) + end * limit_G
 
-    low, high = 1 + _first_root(partial(excess, end=1)), 1 + _last_root(partial(excess, end=-1))
-    if math.isinf(high):
-        return Interval(plain, low, high)
-    replicates = best_group_size(delete_one["c1"], delete_one["c2"], delete_one["c3"], *cost)
-    corrected = plain - (count - 1) * float((replicates - plain).mean(axis=1).sum())
-    usable = math.isfinite(corrected) and low <= corrected <= high
-    return Interval(corrected if usable else plain, low, high)
+    high = 1 + _last_root(partial(excess, end=-1.0))
+    sure = 1.0 if math.isfinite(high) or factor == 1 else ALONE
+    low = 1 + _first_root(partial(excess, end=sure))
+    return Interval(plain, low, high)
 
 
 def _first_root(function: Callable[[Array | np.float64], Array]) -> float:
@@ -406,7 +462,7 @@ def prompt_scaling(rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
     )
     delete_one = {name: x[None] for name, x in without.items()}
     constants = {name: jackknife_interval(float(whole[name]), delete_one[name]) for name in whole}
-    best = group_size_interval(whole, delete_one)
+    best = group_size_interval(whole, delete_one, widening(*rewards_PN.shape))
     constants |= {"gstar": best, "gstar_paper": Interval(*(x - 1 for x in best))}
     leading = [delete_one["c2"], delete_one["c3"]]
     return PromptScaling(constants, tails(moments.m0[None], leading))

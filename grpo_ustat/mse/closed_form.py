@@ -12,6 +12,10 @@ Every statistic is a function of means over questions of unbiased per-question m
 Intervals given the questions leave out one completion of one question at a time (delete-one
 jackknife; the variances of independent questions add up), intervals over questions one question at
 a time. Never a bootstrap over completions: its duplicates turn U-statistics into V-statistics.
+
+What training is asked of (C1, C2, C3, G*, the noise scale) is of the population that the questions
+are a sample of, for a training step draws others: the mean gradient of m questions has the squared
+length ||grad J||^2 + C1/m, so that their own noise scale would grow with m by construction.
 """
 
 from __future__ import annotations
@@ -31,10 +35,16 @@ from grpo_ustat.estimators.moments import (
     pool_moments,
 )
 from grpo_ustat.estimators.noise import noise_scale, prompt_share
-from grpo_ustat.estimators.scaling import ScalingEstimate, group_size_interval, scaling_estimate
+from grpo_ustat.estimators.scaling import (
+    ScalingEstimate,
+    group_size_interval,
+    scaling_estimate,
+    widening,
+)
 from grpo_ustat.records import Array, ScorePool
 
 Arrays = dict[str, Array]
+LEAST_QUESTIONS = 4  # of which a jackknife leaves one out
 GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # n MSE(n/G, G) there
 
 
@@ -95,13 +105,14 @@ class ClosedForm:
     Attributes:
         statistics: see `_statistics`; `mse/...` are the curves' points, see `CurvePoint.key`, and
             `ratio/...` their errors over the oracle's. Both errors of a ratio are from the same
-            delete-one pools, so that its interval, on the log scale, is a paired one. `noise/G` and
-            `noise_tokens/G` are n_c in rollouts and in tokens, `prompt_share/G` the share of the
-            noise from prompts (see `estimators.noise`); G is one of `GRID`, or `best`: G*, of
-            `noise_tokens` the best G at a fixed number of tokens.
+            delete-one pools, so that its interval, on the log scale, is a paired one. Over
+            questions alone: `gstar`, at a fixed cost `gstar_NAME`; `noise/G` and `noise_tokens/G`
+            are n_c in rollouts and in tokens, `prompt_share/G` the share of the noise from prompts
+            (see `estimators.noise`); G is one of `GRID`, or `best`: G*, of `noise_tokens` the best
+            G at a fixed number of tokens.
         parts: (bias^2, variance, E||T||^2, <E T, tau>, ||tau||^2) of every point; tau is grad J, in
             the setting one_question each question's own gradient, averaged over questions.
-        scaling: C1, C2, C3 with the covariance of their errors.
+        scaling: C1, C2, C3 with the covariance of their errors, over questions; NaN given them.
         tails: of the squared score norms, and of A_0, A_V and C3 whose parts decide the curves.
     """
 
@@ -120,7 +131,8 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     Args:
         pool: N >= 4 completions of each of m questions.
         request: what to compute.
-        interval: `completions`, given the questions, or `questions`, as a sample of questions.
+        interval: `completions`, given the questions, or `questions`, as a sample of questions, of
+            fewer than 4 of which nothing is known: NaN.
     """
     moments = pool_moments(pool.rewards_PN, pool.gram_PNN)
     # each question's unbiased estimates by name, [m]: every statistic is of their means
@@ -133,7 +145,10 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     with_others_P = gradients_PR @ total_R - np.square(gradients_PR).sum(axis=1)
     count = request.questions
     estimates = _statistics(means, with_others_P.sum() / count**2, count, request)
-    if interval == "questions":
+    if interval == "questions" and count < LEAST_QUESTIONS:
+        estimates = dict.fromkeys(estimates, np.full((), np.nan))
+        delete_one = dict.fromkeys(estimates, np.full((1, LEAST_QUESTIONS), np.nan))
+    elif interval == "questions":
         delete_one = _delete_one_question(per_question, with_others_P, request)
     else:
         delete_one = _delete_one_completion(pool, per_question, means, with_others_P, request)
@@ -143,18 +158,11 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         )
         for name, value in estimates.items()
     }
-    intervals["gstar"] = group_size_interval(estimates, delete_one)
-    intervals["gstar_paper"] = Interval(*(x - 1 for x in intervals["gstar"]))
-    for name, costs in request.costs.items():
-        intervals[f"gstar_{name}"] = group_size_interval(estimates, delete_one, *costs)
-    sizes = {str(size): float(size) for size in GRID}
-    for name, size in (sizes | {"best": _decided(intervals["gstar"])}).items():
-        intervals[f"noise/{name}"] = noise_scale(estimates, delete_one, size)
-        intervals[f"prompt_share/{name}"] = prompt_share(estimates, delete_one, size)
-    if "tokens" in request.costs:
-        costs = request.costs["tokens"]
-        for name, size in (sizes | {"best": _decided(intervals["gstar_tokens"])}).items():
-            intervals[f"noise_tokens/{name}"] = noise_scale(estimates, delete_one, size, *costs)
+    scaling = ScalingEstimate(np.full(3, np.nan), np.full((3, 3), np.nan), 1.0)
+    if interval == "questions":
+        factor = widening(*pool.rewards_PN.shape)
+        scaling = scaling_estimate(estimates, delete_one, factor)
+        intervals |= _of_training(estimates, delete_one, factor, request.costs)
 
     def crossover(excess: float) -> float:
         """1 + C3 / (A_0 - A_V) from its inverse; infinite where A_0 - A_V may be 0."""
@@ -164,7 +172,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     intervals["crossover"] = Interval(crossover(estimate), crossover(high), crossover(low))
     norms = pool.sq_norm_PN
     pool_tails = tails(
-        norms.mean(axis=1)[None] if interval == "questions" else norms,
+        norms.mean(axis=1)[None] if interval == "questions" and count > 1 else norms,
         [delete_one[name] for name in ("a0", "a_v", "c3")],
     )
     levels = estimates["grad_sq"], estimates["grad_sq_at_hand"]
@@ -172,7 +180,30 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         point: tuple(map(float, _point_moments(point, means, *levels, request)[1:]))
         for point in request.points
     }
-    return ClosedForm(intervals, parts, scaling_estimate(estimates, delete_one), pool_tails)
+    return ClosedForm(intervals, parts, scaling, pool_tails)
+
+
+def _of_training(
+    estimates: Arrays,
+    delete_one: Arrays,
+    factor: float,
+    costs: Mapping[str, tuple[float, float]],
+) -> dict[str, Interval]:
+    """G* and the noise scale, for new questions; `factor` as of `group_size_interval`."""
+    best = group_size_interval(estimates, delete_one, factor)
+    intervals = {"gstar": best, "gstar_paper": Interval(*(x - 1 for x in best))}
+    for name, of_unit in costs.items():
+        intervals[f"gstar_{name}"] = group_size_interval(estimates, delete_one, factor, *of_unit)
+    sizes = {str(size): float(size) for size in GRID}
+    for name, size in (sizes | {"best": _decided(best)}).items():
+        intervals[f"noise/{name}"] = noise_scale(estimates, delete_one, size)
+        intervals[f"prompt_share/{name}"] = prompt_share(estimates, delete_one, size)
+    if "tokens" in costs:
+        best_tokens = _decided(intervals["gstar_tokens"])
+        for name, size in (sizes | {"best": best_tokens}).items():
+            scale = noise_scale(estimates, delete_one, size, *costs["tokens"])
+            intervals[f"noise_tokens/{name}"] = scale
+    return intervals
 
 
 def _decided(best: Interval) -> float:

@@ -84,8 +84,8 @@ class ReplayPoint:
         best_scalar_mse: ||tau||^2 - <E T, tau>^2 / E||T||^2, the MSE of the best multiple of T.
             Both are None where the estimate of ||tau||^2 is not positive.
         law: what the error at any number of rollouts is made of; of the first setting alone, None
-            for rules that couple questions, against the rule's own mean, and where the pool has no
-            room for two disjoint groups.
+            for rules that couple questions, against the rule's own mean, of fewer than 4 questions,
+            and where the pool has no room for two disjoint groups.
     """
 
     baseline: str
@@ -277,20 +277,18 @@ def _replay_independent(
     ]
     for target in targets(moments.pool, name, size):
         sums = _QuestionSums(moments, stats, target, "running" in BASELINES[name].needs)
-        whole, delete_one_completion = sums.whole(), sums.delete_one_completion()
-        delete_one = delete_one_completion
-        if interval == "questions":
-            delete_one = sums.delete_one_question()
+        means = [sums.whole(), sums.delete_one_completion(), sums.delete_one_question()]
         if target == "own_mean":
-            whole, delete_one = _against_own_mean(whole), _against_own_mean(delete_one)
+            means = [_against_own_mean(x) for x in means]
         elif target in LIMITS:
-            whole = _jackknife_corrected(whole, delete_one_completion)
+            means[0] = _jackknife_corrected(means[0], means[1])
         elif BASELINES[name].unbiased:
-            whole, delete_one = _with_unbiased_mean(whole), _with_unbiased_mean(delete_one)
+            means = [_with_unbiased_mean(x) for x in means]
+        whole, without_completion, without_question = means
+        delete_one = without_question if interval == "questions" else without_completion
         law = None
-        if target != "own_mean" and room_for_two(name, size, count - 1) and questions > 1:
-            sample = interval == "questions"
-            law = _law(whole, delete_one, name, size, target, questions, sample)
+        if target != "own_mean" and room_for_two(name, size, count) and questions >= 4:
+            law = _law(whole, without_question, name, size, target, questions)
         for place, (setting, num_prompts) in enumerate(settings):
             numbers = _setting_numbers(
                 whole, delete_one, setting, num_prompts, questions, count, size, name, target
@@ -306,26 +304,22 @@ def _law(
     size: int,
     target: str,
     questions: int,
-    sample: bool,
 ) -> RuleLaw:
-    """The law of a rule at one G; of a sample of questions that of their population, whose products
-    of means are those of pairs of different questions.
+    """The law of a rule at one G, of the population that the questions are a sample of: its
+    products of means are those of pairs of different questions.
     """
 
     def parts(means: _Means) -> Array:
         """The rows of `RuleLaw.whole_5`."""
-        mu_sq, cross, target_sq = means[4:]
-        if sample:
-            share = 1 / questions
-            mu_sq, cross, target_sq = (
-                (both - share * own) / (1 - share)
-                for both, own in zip(means[4:], means[1:4], strict=True)
-            )
+        share = 1 / questions
+        mu_sq, cross, target_sq = (
+            (both - share * own) / (1 - share)
+            for both, own in zip(means[4:], means[1:4], strict=True)
+        )
         bias2 = mu_sq - 2 * cross + target_sq
         return np.stack([bias2, means.e - mu_sq, means.p - mu_sq, cross, target_sq])
 
-    replicates = parts(delete_one)
-    return RuleLaw(name, size, target, parts(whole), replicates[:, None] if sample else replicates)
+    return RuleLaw(name, size, target, parts(whole), parts(delete_one)[:, None])
 
 
 def _with_unbiased_mean(means: _Means) -> _Means:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,16 @@ from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.proxies import proxy_correlations
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.mse.closed_form import GRID, ClosedForm, CurvePoint, Request
+from grpo_ustat.mse.closed_form import (
+    GRID,
+    LEAST_QUESTIONS,
+    ClosedForm,
+    CurvePoint,
+    Request,
+)
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
-from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint
+from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint, is_binary
 from grpo_ustat.mse.reward_functions import function_correlations, function_statistics
 from grpo_ustat.mse.verdict import (
     heavy_warning,
@@ -40,6 +47,7 @@ from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import arrow_table
 
 NAME = "curves.parquet"
+ENDS = ("n_mse", "low", "high")
 NORMS = {
     "euclidean": "Euclidean",
     "adam": "of AdamW's step, v of this pool,",
@@ -80,7 +88,7 @@ def batch_settings(config: MseConfig, questions: int) -> list[tuple[str, int]]:
 def closed_form_request(
     config: MseConfig, pool: ScorePool, facts: ModelFacts, pool_cost: WorkCost
 ) -> Request:
-    """The request for the closed forms of this study; `pool_cost` is the cost of the pool."""
+    """The request for the curves of this study; `pool_cost` is the cost of the pool."""
     each = (pool_cost.seconds_generate + pool_cost.seconds_score) / pool_cost.rollouts
     questions = len(pool.rewards_PN)
     points = [
@@ -102,10 +110,16 @@ def closed_form_request(
     )
 
 
+def of_population(request: Request) -> Request:
+    """The request for what a training step is asked of, with no curve: new questions."""
+    return replace(request, points=[], options={}, sample=True)
+
+
 def study_result(
     config: MseConfig,
     pool: ScorePool,
     statistics: ClosedForm,
+    population: ClosedForm,
     curves: list[dict[str, Any]],
     facts: ModelFacts,
     pool_cost: WorkCost,
@@ -116,32 +130,33 @@ def study_result(
     Args:
         config: the study's configuration.
         pool: the scored completions.
-        statistics: their closed forms.
+        statistics: their closed forms, of the curves.
+        population: the same over questions, without curves: what generalises to training.
         curves: rows of all methods.
         facts: of the model; see `model_facts`.
         pool_cost, replicate_cost: what the pool and Monte Carlo took.
     """
     total_cost = pool_cost + replicate_cost
-    metric = _metric(config, pool, facts) | _tails(statistics)
+    metric = _metric(config, pool, facts) | _tails(population)
     return {
         "curves": curves,
         "ratio_to_oracle": oracle_ratios(statistics),
-        "scaling": _scaling(statistics),
-        "noise": _noise(statistics),
-        "dynamic_sampling": _dynamic_sampling(statistics, pool),
+        "scaling": _scaling(population),
+        "noise": _noise(population),
+        "dynamic_sampling": _dynamic_sampling(population, pool),
         "proxies": _proxies(pool),
         "allocation": _allocation(pool),
-        "assumption2": _assumption(statistics, pool),
+        "assumption2": _assumption(statistics, population, pool),
         "grad_sq": _gradient(statistics),
         "metric": metric,
         "precision": precision(config),
         "policy": _policy(config, pool, pool_cost),
         "questions": len(pool.rewards_PN),
         "pool_completions": pool.rewards_PN.shape[1],
-        "summary": verdict(statistics, config.baselines, pool.rewards_PN)
+        "summary": verdict(statistics, population, config.baselines, pool.rewards_PN)
         + metric_text(config)
         + tf32_text(config)
-        + heavy_warning(statistics, config.study.interval)
+        + heavy_warning(statistics, population)
         + clipped_warning(
             "pool's",
             pool_cost.clipped / pool_cost.rollouts,
@@ -334,19 +349,19 @@ def _gradient(statistics: ClosedForm) -> dict[str, Any]:
     return result
 
 
-def _scaling(statistics: ClosedForm) -> dict[str, Any]:
+def _scaling(population: ClosedForm) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens", "gstar_seconds"):
-        result |= _triple(name, statistics[name])
-    law = ScalingLaw(*(statistics[name].estimate for name in ("c1", "c2", "c3")))
-    if np.isfinite(statistics.scaling.covariance_33).all():
-        result["covariance"] = statistics.scaling.covariance_33.tolist()
-        result["dof"] = statistics.scaling.dof
+        result |= _triple(name, population[name])
+    law = ScalingLaw(*(population[name].estimate for name in ("c1", "c2", "c3")))
+    if np.isfinite(population.scaling.covariance_33).all():
+        result["covariance"] = population.scaling.covariance_33.tolist()
+        result["dof"] = population.scaling.dof
     if result["gstar"] is not None:
         result["best_divisor"] = {str(n): law.best_divisor(n) for n in (256, 1024, 2048, 4096)}
     result["curve"] = [
         {"group_size": size}
-        | dict(zip(("n_mse", "low", "high"), statistics[f"n_mse/{size}"], strict=True))
+        | {key: _finite(x) for key, x in zip(ENDS, population[f"n_mse/{size}"], strict=True)}
         for size in GRID
     ]
     if result["gstar_high"] is None:
@@ -354,8 +369,9 @@ def _scaling(statistics: ClosedForm) -> dict[str, Any]:
     return result
 
 
-def _noise(statistics: ClosedForm) -> dict[str, Any]:
+def _noise(population: ClosedForm) -> dict[str, Any]:
     """The noise scale of leave_one_out at every G, and at its least, see `estimators.noise`."""
+    statistics = population
     sizes: list[tuple[str, float | None]] = [(str(size), size) for size in GRID]
     sizes.append(("best", _scaled_size(statistics["gstar"])))
     rows = [
@@ -369,6 +385,7 @@ def _noise(statistics: ClosedForm) -> dict[str, Any]:
     result: dict[str, Any] = {
         "curve": rows[:-1],
         "best": rows[-1] | {"group_size_tokens": best_tokens},
+        **_triple("grad_sq", statistics["grad_sq"]),
     }
     if not statistics["grad_sq"].low > 0:
         result["reason"] = (
@@ -377,7 +394,7 @@ def _noise(statistics: ClosedForm) -> dict[str, Any]:
     return result
 
 
-def _dynamic_sampling(statistics: ClosedForm, pool: ScorePool) -> list[dict[str, Any]]:
+def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[dict[str, Any]]:
     """What dynamic sampling costs at every G that the pool has, see `kept_groups`."""
     rows = []
     for size in GRID:
@@ -385,7 +402,7 @@ def _dynamic_sampling(statistics: ClosedForm, pool: ScorePool) -> list[dict[str,
             break
         silent_P = silent_share(pool.rewards_PN, size)
         most = pool.rewards_PN.shape[1] // size
-        groups = kept_groups(silent_P, size, statistics[f"noise/{size}"], most)
+        groups = kept_groups(silent_P, size, population[f"noise/{size}"], most)
         rows.append(
             {"group_size": size}
             | _triple("kept", groups.kept)
@@ -420,21 +437,21 @@ def _allocation(pool: ScorePool) -> list[dict[str, Any]]:
 
 
 def reward_functions(
-    config: MseConfig, pool: ScorePool, statistics: ClosedForm, request: Request
+    config: MseConfig, pool: ScorePool, population: ClosedForm, request: Request
 ) -> dict[str, Any]:
     """Rows of every reward function by itself and of their weighted sum, and of every pair's
     correlation; nothing where there is one function.
     """
     if pool.rewards_PNF is None or pool.rewards_PNF.shape[-1] == 1:
         return {}
-    names, interval = reward_names(config.reward_funcs), config.study.interval
+    names = reward_names(config.reward_funcs)
     rows: list[dict[str, Any]] = []
-    functions = function_statistics(pool, names, statistics, request, interval)
+    functions = function_statistics(pool, names, population, request)
     for name, weight, intervals in functions:
         rows.append({"name": name, "weight": weight})
         for key, value in intervals.items():
             rows[-1] |= _triple(key, value)
-    pairs = function_correlations(pool, names, interval)
+    pairs = function_correlations(pool, names)
     correlations = [
         {"first": first, "second": second} | _triple("correlation", _clip(value, -1, 1))
         for first, second, value in pairs
@@ -450,13 +467,20 @@ def _scaled_size(best: Interval) -> float | None:
 def _unbounded_reason(low: float | None) -> str:
     """Why the interval of G* has no upper end."""
     if low is None:
-        return "C1 is below 0 by more than its own error, a rare sample: G* has no interval"
+        return (
+            "G* has no interval: fewer than 4 questions, or C1 below 0 by more than its own error"
+        )
     if low <= 1:
         return "neither C1 nor C3 is significantly different from 0: G* may be any group size"
     return "C1 is not significantly different from 0: the interval of G* has no upper end"
 
 
-def _assumption(statistics: ClosedForm, pool: ScorePool) -> dict[str, Any]:
+def _assumption(statistics: ClosedForm, population: ClosedForm, pool: ScorePool) -> dict[str, Any]:
+    """Assumption 2 and the ordering, for new questions; refuted where it is at the questions at
+    hand: a hypothesis on every question.
+    """
+    refuted = refutes_assumption2(statistics)
+    statistics = statistics if len(pool.rewards_PN) < LEAST_QUESTIONS else population
     result: dict[str, Any] = {n: _finite(statistics[n].estimate) for n in ("a0", "a_v", "a_bstar")}
     result |= _triple("corr", _clip(statistics["corr"], -1, 1))
     for name in ("share", "av_minus_abstar", "av_minus_a0"):
@@ -470,7 +494,7 @@ def _assumption(statistics: ClosedForm, pool: ScorePool) -> dict[str, Any]:
         if at is not None and 2 <= at <= size
         else None
     )
-    result["refuted"] = refutes_assumption2(statistics)
+    result["refuted"] = refuted
     if result["corr"] is None:
         result["reason"] = "all rewards of a question are equal: no covariance with the reward"
     elif statistics["av_minus_a0"].low > 0:
@@ -515,6 +539,7 @@ def _policy(config: MseConfig, pool: ScorePool, pool_cost: WorkCost) -> dict[str
     own_PN = pool.rewards_PN if pool.rewards_PNF is None else pool.rewards_PNF[..., 0]
     return {
         "name": config.model.name,
+        "binary": is_binary(own_PN),
         **_triple("accuracy", mean_reward(own_PN)),
         "mean_length": float(pool.lengths_PN.mean()),
         "clipped_ratio": pool_cost.clipped / pool_cost.rollouts,

@@ -32,7 +32,7 @@ def function_pool(pool: ScorePool, f: int) -> ScorePool:
 
 
 def function_statistics(
-    pool: ScorePool, names: list[str], statistics: ClosedForm, request: Request, interval: str
+    pool: ScorePool, names: list[str], population: ClosedForm, request: Request
 ) -> Iterator[tuple[str, float | None, dict[str, Interval]]]:
     """(name, weight, statistics) of each function, in its own scale, and of their weighted sum; NaN
     of one that never varies within a prompt.
@@ -40,30 +40,28 @@ def function_statistics(
     Args:
         pool: with the rewards of every function.
         names: of the functions.
-        statistics: closed forms of the weighted sum.
-        request: that of the study.
-        interval: `completions` or `questions`.
+        population: closed forms of the weighted sum, over questions.
+        request: that of `population`.
     """
     assert pool.rewards_PNF is not None and pool.reward_weights_F is not None
-    alone = replace(request, points=[], options={})
     for f, (name, weight) in enumerate(zip(names, pool.reward_weights_F, strict=True)):
         of_function = function_pool(pool, f)
         rewards_PN = of_function.rewards_PN
         values = dict.fromkeys(OF_A_FUNCTION, Interval(math.nan, math.nan, math.nan))
         if (rewards_PN != rewards_PN[:, :1]).any():  # else it has no gradient, and no G*
-            of_pool = closed_form(of_function, alone, interval)
+            of_pool = closed_form(of_function, request, "questions")
             values = {key: of_pool[key] for key in OF_A_FUNCTION}
         yield name, float(weight), values | {"mean": mean_reward(rewards_PN)}
-    values = {key: statistics[key] for key in OF_A_FUNCTION}
+    values = {key: population[key] for key in OF_A_FUNCTION}
     yield SUM, None, values | {"mean": mean_reward(pool.rewards_PN)}
 
 
-def function_correlations(
-    pool: ScorePool, names: list[str], interval: str
-) -> Iterator[tuple[str, str, Interval]]:
-    """(first, second, correlation within prompts) of every pair of functions that vary."""
+def function_correlations(pool: ScorePool, names: list[str]) -> Iterator[tuple[str, str, Interval]]:
+    """(first, second, correlation within prompts) of every pair of functions that vary, over
+    questions.
+    """
     assert pool.rewards_PNF is not None
     for f, g in combinations(range(len(names)), 2):
-        value = reward_correlation(pool.rewards_PNF, f, g, interval)
+        value = reward_correlation(pool.rewards_PNF, f, g, "questions")
         if np.isfinite(value.estimate):
             yield names[f], names[g], value

@@ -27,6 +27,7 @@ from grpo_ustat.mse.result import (
     closed_form_request,
     closed_form_rows,
     monte_carlo_rows,
+    of_population,
     replay_rows,
     reward_functions,
     study_result,
@@ -38,17 +39,7 @@ from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
 from grpo_ustat.progress import waiting
 from grpo_ustat.records import Prompt, ScorePool
-from grpo_ustat.report.decision import (
-    WHY_FIXED_ROLLOUTS,
-    allocation_sentence,
-    decision_sentence,
-    dynamic_sampling_sentence,
-    interval_note,
-    next_step,
-    noise_sentence,
-    proxies_sentence,
-    rule_sizes_sentence,
-)
+from grpo_ustat.report.decision import decision_sentence, next_step, noise_sentence, verdicts
 from grpo_ustat.report.error_figures import mse_figure, scaling_figure
 from grpo_ustat.report.gradient_error import study_tables
 from grpo_ustat.report.recipes import recipes_figure
@@ -57,7 +48,7 @@ from grpo_ustat.report.run_page import leave_page
 from grpo_ustat.report.tables import write_csv
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import tell_dropped
-from grpo_ustat.terminal import Console
+from grpo_ustat.terminal import Console, wrapped
 
 ANY_SETTING = "any setting"  # in which a row that is not measured would be
 
@@ -80,30 +71,22 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
             result = main_only(folder.result) or _complete_study(config, folder)
     else:
         console.print(
-            f"{folder.path} is complete; on_existing=overwrite runs it again.",
+            f"{folder.path} is complete; on_existing=overwrite runs it again.", soft_wrap=True
         )
-    answer = (
-        decision_sentence(result),
-        noise_sentence(result),
-        rule_sizes_sentence(result),
-        f"next: {next_step(result, asdict(config))}",
-    )
-    console.print("\n".join([*filter(None, answer), ""]), soft_wrap=True)
+    answer = f"{decision_sentence(result)} {noise_sentence(result)}"
+    console.print(f"{wrapped(answer)}\n", soft_wrap=True)
     for table in (*study_tables(result), *reward_tables(result)):
         console.print(table.terminal())
-    console.print(f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}")
     for row in result["not_measured"]:
         where = "" if row["setting"] == ANY_SETTING else f", {row['setting']}"
-        console.print(f"Not measured by {row['method']}{where}: {row['reason']}")
-    console.print(result["summary"])
-    disputes = (
-        dynamic_sampling_sentence(result),
-        proxies_sentence(result),
-        allocation_sentence(result),
-    )
-    for sentence in filter(None, disputes):
-        console.print(sentence, soft_wrap=True)
-    console.print(f"Wrote {folder.path}", soft_wrap=True)
+        reason = f"Not measured by {row['method']}{where}: {row['reason']}"
+        console.print(wrapped(reason), soft_wrap=True)
+    for warning in result["summary"].split(" WARNING: ")[1:]:
+        console.print(wrapped(f"WARNING: {warning}"), soft_wrap=True)
+    for sentence in verdicts(result):
+        console.print(wrapped(sentence), soft_wrap=True)
+    console.print(f"next: {next_step(result, asdict(config), folder.path)}", soft_wrap=True)
+    console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)
     return result["curves"][0]["mse"]
 
 
@@ -165,6 +148,8 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         pool_cost += extra_cost
         request = closed_form_request(config, pool, facts, pool_cost)
         statistics = closed_form(pool, request, config.study.interval)
+    request = of_population(closed_form_request(config, pool, facts, pool_cost))
+    population = closed_form(pool, request, "questions")
     main_only(leave_sample, config, prompts, pool_folder, folder)
     curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:
@@ -176,11 +161,12 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     if "monte_carlo" in config.study.methods:
         curves_by_rule, replicate_cost = monte_carlo(config, prompts)
         curves += monte_carlo_rows(config, curves_by_rule, statistics, len(prompts))
-    result = study_result(config, pool, statistics, curves, facts, pool_cost, replicate_cost)
+    result = study_result(
+        config, pool, statistics, population, curves, facts, pool_cost, replicate_cost
+    )
     if sizes:
         result["scaling"]["rules"] = sizes
-    request = closed_form_request(config, pool, facts, pool_cost)
-    result |= reward_functions(config, pool, statistics, request)
+    result |= reward_functions(config, pool, population, request)
     logged = logged_rollouts(config) if config.imports_pool else []
     result["summary"] += repeated_sentence(logged)
     if logged and not logged[0].is_exact:

@@ -18,14 +18,17 @@ MARGIN = 1.68  # half-widths that corr(q, Z) is from 0: 99.9 % where its interva
 UNBIASED = ("none", "leave_one_out", "oracle", "optimal")
 
 
-def heavy_warning(statistics: ClosedForm, interval: str) -> str:
-    """A sentence where intervals are likely to cover less than 90 %, see `Tails.heavy`; none where
-    no value carries a variance, as where all rewards are equal.
+def heavy_warning(statistics: ClosedForm, population: ClosedForm) -> str:
+    """A sentence where intervals are likely to cover less than 90 %, see `Tails.heavy`, those for
+    new questions first; none where no value carries a variance, as where all rewards are equal.
     """
-    if not statistics.tails.heavy or math.isinf(statistics.tails.carriers):
-        return ""
-    more = "study.questions" if interval == "questions" else "budget.pool_completions"
-    return f" WARNING: {heavy_text(statistics.tails, interval)}. Raise {more}."
+    for tails, units, more in (
+        (population.tails, "questions", "study.questions"),
+        (statistics.tails, "completions", "budget.pool_completions"),
+    ):
+        if tails.heavy and math.isfinite(tails.carriers):
+            return f" WARNING: {heavy_text(tails, units)}. Raise {more}."
+    return ""
 
 
 def zero_scores_sentence(pool: ScorePool) -> str:
@@ -59,7 +62,9 @@ def packages_sentence(packages: dict[str, int], installed: str) -> str:
     )
 
 
-def verdict(statistics: ClosedForm, baselines: list[str], rewards_PN: np.ndarray) -> str:
+def verdict(
+    statistics: ClosedForm, population: ClosedForm, baselines: list[str], rewards_PN: np.ndarray
+) -> str:
     """In words: whether Assumption 2 holds, which ordering follows, why G* has no interval."""
     if not rewards_PN.any():
         return (
@@ -72,11 +77,11 @@ def verdict(statistics: ClosedForm, baselines: list[str], rewards_PN: np.ndarray
             "error, vanilla (no baseline) alone is noisy. Choose questions that are sometimes "
             "right."
         )
-    parts = [_assumption_sentence(statistics), _ordering_sentence(statistics, rewards_PN)]
+    parts = [_assumption_sentence(statistics), _ordering_sentence(population, rewards_PN)]
     unbiased = [name for name in baselines if name in UNBIASED]
     if len(unbiased) > 1:
         parts.append(_best_sentence(statistics, unbiased))
-    parts.append(missing_size_sentence(statistics["gstar"]))
+    parts.append(missing_size_sentence(population["gstar"]))
     return " ".join(filter(None, parts))
 
 

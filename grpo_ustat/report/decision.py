@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,11 @@ WHY_FIXED_ROLLOUTS = (
     "questions; a training step has a fixed number of rollouts, where a larger G means fewer "
     "prompts, so one G is best."
 )
-INTERVALS = {  # what an interval speaks of
-    "completions": "conditional on these {} questions",
-    "questions": "generalising from these {} to new questions of the kind",
-}
+PAYS = 0.05  # share of the error, below which no saving pays for drawing groups anew
+NO_HELP = 0.05  # a saving of less is no help
+FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
 USUAL_SIZE = 8  # TRL's G where none is chosen
-NEIGHBOURS = (-1, 1, 2)  # of the best admissible G, whose costs the sentence names
+NEIGHBOURS = (-1, 1)  # of the best admissible G, whose costs the sentence names
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def decision_sentence(result: Mapping[str, Any], rollouts: int = ROLLOUTS) -> st
     sentence = best_size_sentence(result)
     if result["assumption2"].get("corr") is None or not is_decided(result["scaling"]):
         return sentence
-    return f"{sentence} {costs_sentence(group_size_costs(result['scaling'], rollouts))}"
+    costs = costs_sentence(group_size_costs(result["scaling"], rollouts))
+    return f"{sentence.removesuffix('.')}: {costs}"
 
 
 def best_size_sentence(result: Mapping[str, Any]) -> str:
@@ -117,16 +118,28 @@ def best_size_sentence(result: Mapping[str, Any]) -> str:
         return result["summary"].split(" WARNING: ")[0]
     if is_decided(scaling):
         best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
-        return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}] for any number of rollouts."
-    needed = _prompts_needed(result)
-    if needed is None:
-        more = f"more prompts are needed (now {questions}), how many cannot be said yet"
-    else:
-        more = f"about {needed - questions} more prompts are needed (now {questions})"
+        return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
+    more = f"{_prompts_text(*prompts_needed(result))} (now {questions})"
     low = scaling["gstar_low"]
     if low is not None and low > 2:
-        return f"Best G is at least {low:.1f} for any number of rollouts; for an upper end {more}."
+        return f"Best G is at least {low:.1f}; for an upper end {more}."
     return f"Not enough data for a best G: {more}."
+
+
+def _prompts_text(low: int, high: float) -> str:
+    """How many more prompts are needed.
+
+    >>> _prompts_text(20, 300.0), _prompts_text(0, 14.0)
+    ('20 to 300 more prompts are needed', 'up to 14 more prompts are needed')
+    >>> _prompts_text(20, math.inf), _prompts_text(0, math.inf)
+    ('at least 20 more prompts are needed', 'more prompts are needed, how many cannot be said yet')
+    """
+    if math.isinf(high):
+        if not low:
+            return "more prompts are needed, how many cannot be said yet"
+        return f"at least {low} more prompts are needed"
+    first = f"{low} to" if low else "up to"
+    return f"{first} {high:.0f} more prompts are needed"
 
 
 def costs_sentence(costs: GroupSizeCosts) -> str:
@@ -134,7 +147,7 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
 
     >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
     >>> costs_sentence(GroupSizeCosts(4, 4, extra))
-    'At n = 4: G = 4, 1 prompt. G = 2 costs +40 % error [+30 %, +50 %].'
+    'at 4 rollouts a step use G = 4 (G = 2: +40 % error [+30 %, +50 %]).'
     """
     sizes = list(costs.extra)
     place = sizes.index(costs.best)
@@ -143,24 +156,16 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
         if not 0 <= place + step < len(sizes):
             continue
         size = sizes[place + step]
-        extra, low, high = costs.extra[size]
-        if not math.isfinite(extra):
+        if not math.isfinite(costs.extra[size].low):
             continue
-        error = "" if any("costs" in part for part in parts) else " error"
-        if not math.isfinite(low):
-            parts.append(f"G = {size} costs {percent(extra)}{error}")
-        elif low <= 0:
-            parts.append(
-                f"G = {size} is not significantly different ({percent(extra)} [{percent(low)}, "
-                f"{percent(high)}])"
-            )
-        else:
-            parts.append(
-                f"G = {size} costs {percent(extra)}{error} [{percent(low)}, {percent(high)}]"
-            )
-    prompts = costs.rollouts // costs.best
-    first = f"At n = {costs.rollouts}: G = {costs.best}, {prompts} prompt{'s' * (prompts > 1)}."
-    return f"{first} {', '.join(parts)}." if parts else first
+        word = "" if any("error" in part for part in parts) else " error"
+        if costs.extra[size].low <= 0:
+            parts.append(f"G = {size} may be as good")
+            continue
+        extra, low, high = map(percent, costs.extra[size])
+        parts.append(f"G = {size}: {extra}{word} [{low}, {high}]")
+    first = f"at {costs.rollouts} rollouts a step use G = {costs.best}"
+    return f"{first} ({'; '.join(parts)})." if parts else f"{first}."
 
 
 def noise_sentence(
@@ -169,12 +174,12 @@ def noise_sentence(
     """How much of a step is noise, and what more or fewer rollouts would do.
 
     Args:
-        result: content of the study's `result.json`; "" where an earlier version wrote it.
+        result: content of the study's `result.json`.
         rollouts: n of a training step.
         group_size: G; None: the best one that divides n, or 8 where it is not decided. Of the
             sizes that the result has, the nearest.
     """
-    if "noise" not in result or result["assumption2"].get("corr") is None:
+    if result["assumption2"].get("corr") is None:
         return ""
     if group_size is None:
         decided = is_decided(result["scaling"])
@@ -182,8 +187,7 @@ def noise_sentence(
     row = min(
         result["noise"]["curve"], key=lambda row: abs(math.log(row["group_size"] / group_size))
     )
-    scale, share = row_interval(row, "rollouts"), row_interval(row, "prompt_share")
-    return noise_text(scale, share, row["group_size"], rollouts)
+    return noise_text(row_interval(row, "rollouts"), rollouts)
 
 
 def rule_sizes_sentence(result: Mapping[str, Any]) -> str:
@@ -204,88 +208,85 @@ def rule_sizes_sentence(result: Mapping[str, Any]) -> str:
     return f"Best of the measured G by rule: {'; '.join(parts)}."
 
 
-def dynamic_sampling_sentence(result: Mapping[str, Any], group_size: int | None = None) -> str:
-    """What a kept group costs under dynamic sampling, and when it is worth that.
+def verdicts(result: Mapping[str, Any]) -> list[str]:
+    """At most three further findings, a line each: Assumption 2, the rules' best sizes, dynamic
+    sampling, unequal groups.
 
     Args:
-        result: content of the study's `result.json`; "" where an earlier version wrote it.
+        result: content of the study's `result.json`.
+    """
+    if result["assumption2"].get("corr") is None:
+        return []
+    lines = (
+        assumption2_sentence(result),
+        rule_sizes_sentence(result),
+        dynamic_sampling_sentence(result),
+        allocation_sentence(result),
+    )
+    return [*filter(None, lines)][:3]
+
+
+def assumption2_sentence(result: Mapping[str, Any]) -> str:
+    """Whether Assumption 2 fails, and which of vanilla and GRPO is better; "" where neither is
+    known.
+    """
+    assumption = result["assumption2"]
+    corr, difference = (row_interval(assumption, name) for name in ("corr", "av_minus_a0"))
+    passes = row_interval(assumption, "crossover_group_size")
+    worse = "wrong" if result["policy"]["binary"] else "low-reward"
+    better = "right" if result["policy"]["binary"] else "high-reward"
+    if difference.low > 0:
+        ordering = "vanilla beats GRPO here"
+    elif difference.high < 0 and math.isfinite(passes.high):
+        ordering = f"GRPO beats vanilla from G = {math.floor(passes.high) + 1} on here"
+    else:
+        ordering = "which of vanilla and GRPO is better is not known"
+    if not assumption.get("refuted"):
+        return f"Assumption 2 is not refuted; {ordering}."
+    if corr.low <= 0 <= corr.high:
+        return f"Assumption 2 fails, in different directions at different prompts; {ordering}."
+    loud = worse if corr.estimate < 0 else better
+    so = ", so " if (difference.low > 0) == (corr.estimate < 0) else "; "
+    return f"Assumption 2 fails: {loud} answers have the longer gradients{so}{ordering}."
+
+
+def dynamic_sampling_sentence(result: Mapping[str, Any], group_size: int | None = None) -> str:
+    """Whether dynamic sampling pays; "" where it is not known.
+
+    Args:
+        result: content of the study's `result.json`.
         group_size: G; None: 8, of the measured sizes the nearest.
     """
     rows = result.get("dynamic_sampling")
-    if not rows or result["assumption2"].get("corr") is None:
+    if not rows:
         return ""
     row = min(rows, key=lambda row: abs(math.log(row["group_size"] / (group_size or USUAL_SIZE))))
-    more, even = row_interval(row, "generated"), row_interval(row, "break_even")
-    text = (
-        f"Dynamic sampling at G = {row['group_size']} generates {more.estimate:.2f} groups "
-        f"[{more.low:.2f}, {more.high:.2f}] for a kept one; its gradient has the right direction "
-        f"and {more.estimate:.2f} times the length"
-    )
-    if not math.isfinite(even.high):
-        return f"{text}."
-    if even.high >= 1:
-        return f"{text}. Whether leaving zero-variance groups out would be better is not known."
-    return (
-        f"{text}. It beats leaving zero-variance groups out, without new ones, only while it "
-        f"throws away less than {100 * even.high:.2g} % of its kept groups."
-    )
-
-
-def proxies_sentence(result: Mapping[str, Any]) -> str:
-    """How well p (1-p) and length go with the noise that they stand for.
-
-    Args:
-        result: content of the study's `result.json`; "" where an earlier version wrote it, or where
-            the pool is too small.
-    """
-    rows = result.get("proxies")
-    if not rows or result["assumption2"].get("corr") is None:
-        return ""
-    variance, *_, length, within = rows
-    parts = [
-        f"{variance['proxy']} and {variance['target']} over prompts, corrected for attenuation: "
-        f"{_correlation_text(variance)}",
-        f"length and {length['target']} over completions, by ranks: {_correlation_text(length)}",
-        f"over those of one prompt: {_correlation_text(within)}",
-    ]
-    return f"Proxies: {'; '.join(parts)}."
-
-
-def _correlation_text(row: Mapping[str, Any]) -> str:
-    """A correlation with its interval, and whether it is significantly different from 0."""
-    estimate, low, high = row_interval(row, "correlation")
-    if math.isnan(estimate):
-        return "not enough data for a correlation"
-    text = f"correlation {estimate:.2f} [{low:.2f}, {high:.2f}]"
-    return f"{text} (not significantly different from 0)" if low <= 0 <= high else text
+    saved = row_interval(row, "break_even")
+    if saved.high < PAYS:
+        return (
+            "Dynamic sampling does not pay here: at the same rollouts it saves less than "
+            f"{100 * saved.high:.1g} % of the error."
+        )
+    return ""
 
 
 def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE) -> str:
     """Whether groups of unequal size would save error.
 
     Args:
-        result: content of the study's `result.json`; "" where an earlier version wrote it, or where
-            the pool is too small.
+        result: content of the study's `result.json`; "" where the pool is too small.
         group_size: mean G, of the measured ones.
     """
     rows = [row for row in result.get("allocation", []) if row["group_size"] == group_size]
     known = [row for row in rows if row["change"] is not None]
-    if not known or result["assumption2"].get("corr") is None:
+    if not known:
         return ""
     best = min(known, key=lambda row: row["change"])
     change, low, high = row_interval(best, "change")
-    verdict = "not significantly different from equal groups"
+    ends = f"({percent(change)} error [{percent(low)}, {percent(high)}])"
     if high < 0:
-        verdict = "better than equal groups"
-    elif low > 0:
-        verdict = "worse than equal groups"
-    own = [row["in_sample"] for row in rows if row["in_sample"] is not None]
-    in_sample = f"; in sample the best sizes would change it by {percent(own[0])}" if own else ""
-    return (
-        f"Unequal groups of {group_size} on average: of {len(known)} plans from one half of the "
-        f"pool, judged on the other, the best ({best['plan']}) changes the error by "
-        f"{percent(change)} [{percent(low)}, {percent(high)}], {verdict}{in_sample}."
-    )
+        return f"Unequal group sizes help, by {best['plan']} {ends}."
+    return f"Unequal group sizes {'do not' if low > -NO_HELP else 'are not shown to'} help {ends}."
 
 
 def training_noise_sentence(
@@ -305,7 +306,7 @@ def training_noise_sentence(
     if len(recent) < LEAST_UNITS:
         return ""
     values_4S = np.array([[row[key] for row in recent] for key in keys])
-    text = noise_text(*noise_of_steps(values_4S, group_size), group_size, rollouts)
+    text = noise_text(noise_of_steps(values_4S, group_size)[0], rollouts)
     return text and f"{text} Steps {recent[0]['step']} to {recent[-1]['step']} together."
 
 
@@ -336,51 +337,37 @@ def open_interval(row: dict[str, Any], name: str) -> str:
     return f"{first} [{three_digits(low)}, {end}"
 
 
-def noise_text(scale: Interval, prompts: Interval, group_size: int, rollouts: int) -> str:
-    """The noise scale in words, with the verdict on n.
+def noise_text(scale: Interval, rollouts: int) -> str:
+    r"""How much of a step is noise, and what twice or half as many rollouts would do.
 
     Args:
-        scale: n_c, in rollouts.
-        prompts: the share of the noise from prompts.
-        group_size: G.
+        scale: n_c, in rollouts; "" where nothing is known of it.
         rollouts: n of a training step.
 
-    >>> text = noise_text(Interval(768, 512, 1024), Interval(0.25, 0.2, 0.3), 4, 256)
-    >>> text.split(". ")[0].removeprefix("Noise: ")
-    'at G = 4 the noise scale n_c is 768 rollouts [512, 1024], 25 % of it [20 %, 30 %] from prompts'
-    >>> noise_text(Interval(9, 5, 20), Interval(0.25, 0.2, 0.3), 4, 256).split(": ")[2]
-    'half as many rollouts would lose 3 % of what a step gains [2 %, 7 %].'
+    >>> print(noise_text(Interval(5200, 2800, 12000), 256).replace("; ", ";\n"))
+    A step of 256 rollouts is 95 % noise [92 %, 98 %] (half at n = 5200);
+    doubling it gains 91 % more.
+    >>> noise_text(Interval(9, 5, 20), 256)
+    'A step of 256 rollouts is 3 % noise [2 %, 7 %] (half at n = 9); halving it loses 3 %.'
+    >>> noise_text(Interval(math.nan, 400, math.inf), 256)
+    'A step of 256 rollouts is at least 61 % noise.'
     """
-    if math.isnan(scale.low):
+    if not scale.low > 0:
         return ""
-    ends = f"[{scale.low:.0f}, {f'{scale.high:.0f}]' if math.isfinite(scale.high) else 'infinity)'}"
-    if math.isnan(scale.estimate):
-        about = f"is not known: {ends} rollouts, since ||grad J||^2 is not significantly above 0"
-    else:
-        about = f"is {scale.estimate:.0f} rollouts {ends}"
-        if math.isfinite(prompts.low):
-            about += f", {_shares(prompts)[0]} % of it {_shares(prompts)[1]} from prompts"
-    first = f"Noise: at G = {group_size} the noise scale n_c {about}."
-    step, ends = _shares(noise_share(scale, rollouts))
-    second = f"A step of {rollouts} rollouts is {step} % noise {ends}"
-    if math.isnan(scale.estimate):
-        second = f"Of a step of {rollouts} rollouts {ends} is noise"
-    if rollouts < scale.low:
-        more, ends = _shares(noise_share(scale, 2 * rollouts))
-        gain = f", twice as many make a step gain {more} % more {ends}" if more else ""
-        return f"{first} {second}: n is below n_c{gain}."
+    share, low, high = noise_share(scale, rollouts)
+    if round(100 * low) == 100:
+        return f"A step of {rollouts} rollouts is nearly all noise."
+    if not math.isfinite(scale.estimate):
+        return f"A step of {rollouts} rollouts is at least {100 * low:.0f} % noise."
+    first = (
+        f"A step of {rollouts} rollouts is {100 * share:.0f} % noise [{100 * low:.0f} %, "
+        f"{100 * high:.0f} %] (half at n = {float(f'{scale.estimate:.2g}'):.0f})"
+    )
     if rollouts > scale.high:
-        share = Interval(*(x / (rollouts + 2 * x) for x in scale))
-        less, ends = _shares(share)
-        loss = f"half as many rollouts would lose {less} % of what a step gains {ends}"
-        return f"{first} {second}: {loss}."
-    return f"{first} {second}; n is not significantly different from n_c."
-
-
-def _shares(share: Interval) -> tuple[str, str]:
-    """A share in percent and its interval in brackets; "" for an unknown estimate."""
-    estimate, low, high = (f"{100 * x:.0f}" if math.isfinite(x) else "" for x in share)
-    return estimate, f"[{low} %, {high} %]"
+        lost = scale.estimate / (rollouts + 2 * scale.estimate)
+        return f"{first}; halving it loses {100 * lost:.0f} %."
+    gained = scale.estimate / (2 * rollouts + scale.estimate)
+    return f"{first}; doubling it gains {100 * gained:.0f} % more."
 
 
 def percent(share: float) -> str:
@@ -397,21 +384,24 @@ def percent(share: float) -> str:
 
 def interval_note(result: Mapping[str, Any]) -> str:
     """What the intervals of the decision speak of."""
-    interval = result["curves"][0]["interval"]
     return (
-        f"Intervals of 95 %, {INTERVALS[interval].format(result['questions'])}; those of the extra "
-        "errors are paired and hold together."
+        f"Intervals of 95 %, generalising from these {result['questions']} to new questions of the "
+        "kind; those of the extra errors are paired and hold together."
     )
 
 
 def next_step(
-    result: Mapping[str, Any], config: Mapping[str, Any], rollouts: int = ROLLOUTS
+    result: Mapping[str, Any],
+    config: Mapping[str, Any],
+    folder: Path | None = None,
+    rollouts: int = ROLLOUTS,
 ) -> str:
     """What to do next, a command where there is one: train with the best G, or study more.
 
     Args:
         result: content of the study's `result.json`.
         config: the study's configuration.
+        folder: of the study, whose pool the next one goes on with; None: it draws its own.
         rollouts: n of a training step, halved where there are too few training questions.
     """
     best = (
@@ -421,7 +411,10 @@ def next_step(
     )
     if (config.get("pool") or "").endswith(".parquet"):  # of another framework, which trains
         if best is None:
-            return "log more prompts, and import them in the same way"
+            return (
+                "import more prompts of this same policy, or let mse sample them: "
+                + command_line("mse", "model=CHECKPOINT", "dataset=jsonl", "dataset.path=PROMPTS")
+            )
         return f"train with num_generations={best} where these rollouts were logged"
     shared = policy_overrides(config)
     if result["assumption2"].get("corr") is None:
@@ -431,21 +424,32 @@ def next_step(
         while rollouts // best > most and rollouts // 2 % best == 0:  # too few training questions
             rollouts //= 2
         return command_line("train", *shared, f"budget.rollouts={rollouts}", f"group_size={best}")
-    questions, most = result["questions"], config["dataset"].get("study_size")
-    needed = min(_prompts_needed(result) or 2 * questions, most or math.inf)
-    if needed > questions:
-        return command_line("mse", *shared, f"study.questions={needed}")
-    twice = 2 * result["pool_completions"]
-    return command_line("mse", *shared, f"budget.pool_completions={twice}")
+    questions, (low, high) = result["questions"], prompts_needed(result)
+    more = int(min(high, max(low, FOLLOW_UP * questions)))
+    sizes = [f"study.questions={questions + more}"]
+    if questions + more > (config["dataset"].get("study_size") or math.inf):
+        shared = [one for one in shared if not one.startswith("dataset.study_size=")]
+        sizes.insert(0, f"dataset.study_size={questions + more}")
+    usual = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())["pool_completions"]
+    if result["pool_completions"] != usual:
+        sizes.append(f"budget.pool_completions={result['pool_completions']}")
+    if pool := config.get("pool") or (folder and str(folder / "pool")):
+        sizes.append(f"pool={pool}")
+    return command_line("mse", *shared, *sizes)
 
 
-def _prompts_needed(result: Mapping[str, Any]) -> int | None:
-    """See `ScalingEstimate.prompts_for_best_size`; more than there are, to two digits."""
+def prompts_needed(result: Mapping[str, Any]) -> tuple[int, float]:
+    """How many more prompts are needed, from and to, to two digits; see
+    `ScalingEstimate.prompts_for_best_size`.
+    """
+    questions, completions = result["questions"], result["pool_completions"]
     if "covariance" not in result["scaling"]:
-        return None
-    questions = result["questions"]
-    needed = scaling_estimate_of(result["scaling"]).prompts_for_best_size(questions)
-    return None if needed is None else questions + int(float(f"{max(needed - questions, 1):.2g}"))
+        return 0, math.inf
+    estimate = scaling_estimate_of(result["scaling"])
+    low, high = estimate.prompts_for_best_size(questions, completions)
+    ends = (low - questions, max(1.0, high - questions))
+    low, high = (float(f"{x:.2g}") if math.isfinite(x) else x for x in ends)
+    return int(low), high
 
 
 def policy_overrides(config: Mapping[str, Any]) -> list[str]:

@@ -196,11 +196,8 @@ def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Ta
         names = [f"{name}{end}" for name in ("c1", "c2", "c3", "gstar") for end in ENDS]
         study = _study_columns(run, study_keys) | {name: scaling[name] for name in names}
         data += [study | point for point in scaling["curve"]]
-    interval_note = _interval_note(studies)
-    law = (
-        "G* = 1 + sqrt(C3/C1), for every n, less its bias by the jackknife where its interval has "
-        "two ends; leave_one_out, questions drawn independently."
-    )
+    interval_note = f"95 % intervals {INTERVAL_WORDS['questions']}, of one seed."
+    law = "G* = 1 + sqrt(C3/C1), for every n; leave_one_out, questions drawn independently."
     crossover = (
         "Above the crossover G leave_one_out beats vanilla (no baseline). -: no finite number."
     )

@@ -252,6 +252,7 @@ def _joint_gstar(parts: list[list[dict[str, Any]]]) -> Estimate:
     best, low, high = group_size_interval(
         dict(zip(names, means_KN.mean(axis=1), strict=True)),
         {name: one[None] for name, one in zip(names, delete_one_KN, strict=True)},
+        1.0,
     )
     low, high = (end if math.isfinite(end) else None for end in (low, high))
     return float(best), low, high

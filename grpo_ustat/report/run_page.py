@@ -14,6 +14,7 @@ from grpo_ustat.report.decision import (
     WHY_FIXED_ROLLOUTS,
     interval_note,
     training_noise_sentence,
+    verdicts,
 )
 from grpo_ustat.report.page import NAME, Completions, Figure, Page, provenance_line, render
 from grpo_ustat.report.study_page import (
@@ -158,7 +159,7 @@ def _result_notes(run: RunRecord) -> list[str]:
     dropped = result.get("left_out") or {}
     details = []
     if run.command == "mse" and result and first != mse_answer(run):
-        details = [f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}", first]
+        details = [*verdicts(result), f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}", first]
     return [
         *details,
         *(f"WARNING: {warning}" for warning in warnings),

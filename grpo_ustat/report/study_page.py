@@ -164,7 +164,7 @@ def mse_next_step(run: RunRecord) -> str:
     """What to type next; "" while the study is unfinished."""
     if run.result is None:
         return ""
-    return next_step(run.result, run.config)
+    return next_step(run.result, run.config, run.folder)
 
 
 def mse_facts(run: RunRecord) -> list[tuple[str, Cell]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table as TerminalTable
 
 from grpo_ustat.runs.files import FORMULA, write_whole
@@ -80,7 +81,10 @@ class Table:
 
     def terminal(self) -> TerminalTable:
         """For a terminal, without the columns of sentences."""
-        table = TerminalTable(title=self.title, caption="\n".join(self.notes))
+        table = TerminalTable(
+            title=self.title, caption="\n".join(self.notes), box=SIMPLE_HEAD, show_edge=False,
+            pad_edge=False,
+        )  # fmt: skip
         table.min_width = 64
         places = [i for i, column in enumerate(self.columns) if column not in self.sentences]
         for i in places:

@@ -20,7 +20,7 @@ from grpo_ustat.config.schema import ConfigError
 RESULT = {
     "scaling": {"c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5,
                 "gstar_high": 4.6, "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0},
-    "assumption2": {"corr": -0.5}, "curves": [{"interval": "completions"}],
+    "assumption2": {"corr": -0.5}, "noise": {"curve": [{"group_size": 4}]},
     "questions": 100, "pool_completions": 8, "summary": "Every reward is equal.",
 }  # fmt: skip
 
@@ -41,7 +41,7 @@ def test_a_study_says_keep_raise_or_lower(tmp_path):
     run_folder = folder(tmp_path / "run", "mse", RESULT)
     advice = advice_of(Request(run_folder, num_generations=16))
     assert advice.verdict == "lower" and advice.details[0].startswith("Best G is about 4.0 [3.5")
-    assert "conditional on these 100 questions" in advice.details[-1]
+    assert "from these 100 to new questions" in advice.details[-1]
     assert advice.next.endswith("budget.rollouts=256 group_size=4")
     assert advice_of(Request(run_folder / "result.json")).verdict == "choose"
     assert advice_of(Request(run_folder, rollouts=512)).next.endswith("rollouts=512 group_size=4")

@@ -16,7 +16,7 @@ from grpo_ustat.estimators.noise import (
     noise_share,
     prompt_share,
 )
-from grpo_ustat.estimators.scaling import prompt_scaling, scaling_estimate, scaling_law
+from grpo_ustat.estimators.scaling import prompt_scaling, scaling_estimate, scaling_law, widening
 from grpo_ustat.policy.tabular import TabularPolicy
 
 DIMENSIONS = 3
@@ -83,7 +83,7 @@ def test_intervals_leave_out_one_group_of_a_step(rng):
                 replicates[name][k, p] = value
     estimate = noise_estimate(steps, 4)
     whole = dict(zip(names, averages(steps), strict=True))
-    expected = scaling_estimate(whole, replicates)
+    expected = scaling_estimate(whole, replicates, widening(10, 4))
     np.testing.assert_allclose(estimate.scaling.covariance_33, expected.covariance_33, rtol=1e-8)
     error = [4 * x["c1"] + x["c2"] + x["c3"] / 3 for x in (whole, replicates)]
     interval = ratio_interval(error[0], whole["grad_sq"], error[1], replicates["grad_sq"])

@@ -102,11 +102,46 @@ def truth(policy, group_sizes):
     return result
 
 
+def given_questions(exact):
+    """Without what is said of new questions alone."""
+    training = ("gstar", "noise", "prompt_share")
+    return {name: value for name, value in exact.items() if not name.startswith(training)}
+
+
+def test_what_training_is_asked_of_does_not_grow_with_the_questions():
+    """Given the questions the noise scale would: ||grad J||^2 + C1/m is their signal. Means over
+    400 pools of 10 and of 60 questions, 12 completions, of ||grad J||^2 and of the signal.
+    """
+    rng, everyone = np.random.default_rng(8), tabular(4000)
+    exact = truth(everyone, [4])
+    for count in (10, 60):
+        signals = []
+        for _ in range(400):
+            chosen = rng.choice(4000, count, replace=False)
+            part = TabularPolicy(
+                everyone.features_PYD[chosen], everyone.theta_D, everyone.rewards_PY[chosen]
+            )
+            found = statistics(pool_of(part, 12, rng), ["oracle"], [4], "questions")
+            signals.append([found["grad_sq"].estimate, found["grad_sq_at_hand"].estimate])
+        error = 4 * np.std(signals, axis=0) / 20
+        expected = exact["grad_sq"], exact["grad_sq"] + exact["c1"] / count
+        assert (abs(np.mean(signals, axis=0) - expected) < error).all()
+        given = statistics(pool_of(part, 12, rng), ["oracle"], [4], "completions")
+        assert not [name for name in given.statistics if name.startswith(("noise", "gstar"))]
+
+
+def test_of_fewer_than_4_questions_nothing_is_known_of_new_ones(rng):
+    for count in (1, 3):
+        found = statistics(pool_of(tabular(count), 12, rng), ["oracle"], [4], "questions")
+        assert np.isnan(found["gstar"]).all() and np.isnan(found.scaling.constants_3).all()
+        assert np.isnan(found["noise/8"].estimate) and found["noise/8"][1:] == (0, math.inf)
+
+
 @pytest.mark.slow
 def test_large_pools_meet_the_truth():
     policy = tabular()
     found = statistics(pool_of(policy, 500, np.random.default_rng(0)), EVERY, [2, 8], "completions")
-    for name, value in truth(policy, [2, 8]).items():
+    for name, value in given_questions(truth(policy, [2, 8])).items():
         interval = found[name]
         half = (interval.high - interval.low) / 2
         assert abs(interval.estimate - value) < 2.5 * half, name
@@ -126,10 +161,10 @@ def test_intervals_cover(heavy, low):
     The standard error of a coverage of 95 % over 1000 studies is 0.7 %. Estimates are unbiased and
     standard errors right in all cases, but with heavy tails a low estimate comes with a short
     interval, and A_V - A_b*, a ratio, is understated by a fifth at 16 completions where a rare loud
-    outcome decides: less is promised there. Fieller's sets of G* may cover more than they say.
+    outcome decides: less is promised there.
     """
     policy, rng = tabular(heavy=heavy), np.random.default_rng(1)
-    exact = truth(policy, [2, 16])
+    exact = given_questions(truth(policy, [2, 16]))
     hits = dict.fromkeys(exact, 0)
     studies = 1000
     for _ in range(studies):
@@ -141,8 +176,7 @@ def test_intervals_cover(heavy, low):
     for name, share in coverage.items():
         ratio = name in ("av_minus_abstar", "share")
         promised = (0.7 if heavy else 0.87) if ratio else low
-        fieller = "gstar" in name or "noise" in name
-        assert promised <= share <= (1 if fieller else 0.99), (name, share)
+        assert promised <= share <= 0.99, (name, share)
 
 
 @pytest.mark.slow
@@ -166,7 +200,8 @@ def test_intervals_over_questions_cover():
         hits["mse"] += found["mse/oracle/4"].low <= mse <= found["mse/oracle/4"].high
     coverage = {name: count / studies for name, count in hits.items()}
     print(coverage)
-    assert all(0.90 <= share <= 0.99 for share in coverage.values()), coverage
+    for name, share in coverage.items():  # Fieller's sets may cover more than they say
+        assert 0.90 <= share <= (1 if "noise" in name else 0.99), coverage
 
 
 def test_identical_questions_vary_not_at_all():
@@ -187,7 +222,7 @@ def test_without_spread_between_questions_the_best_group_size_has_no_upper_end()
         np.repeat(one.features_PYD, 30, axis=0), one.theta_D, np.repeat(one.rewards_PY, 30, axis=0)
     )
     for _ in range(40):
-        found = statistics(pool_of(same, 16, rng), ["oracle"], [4], "completions")
+        found = statistics(pool_of(same, 16, rng), ["oracle"], [4], "questions")
         bounded += math.isfinite(found["gstar"].high)
         assert found["gstar"].low > 1
     assert bounded <= 5
@@ -429,5 +464,9 @@ def test_ratios_to_the_oracle_cover_the_truth(rng):
 
 
 def test_equal_rewards_have_no_tails():
-    assert heavy_warning(SimpleNamespace(tails=Tails(21.0, math.inf)), "completions") == ""
-    assert "heavy tails" in heavy_warning(SimpleNamespace(tails=Tails(21.0, 2.0)), "completions")
+    equal, heavy, light = (
+        SimpleNamespace(tails=Tails(*one)) for one in ((21.0, math.inf), (21.0, 2.0), (500.0, 9.0))
+    )
+    assert heavy_warning(equal, equal) == heavy_warning(light, light) == ""
+    assert heavy_warning(heavy, light).endswith("Raise budget.pool_completions.")
+    assert heavy_warning(heavy, heavy).endswith("Raise study.questions.")

@@ -73,15 +73,14 @@ def test_a_rule_of_ones_own_reads_every_function_in_replay(rng, monkeypatch):
     assert one.mse == pytest.approx(other.mse, rel=1e-12)
 
 
-@pytest.mark.parametrize("interval", ["completions", "questions"])
-def test_a_function_alone_is_a_study_with_that_reward(interval, rng):
+def test_a_function_alone_is_a_study_with_that_reward(rng):
     pool = pool_of_three(rng)
-    request = Request([], {}, 6, interval == "questions", {})
-    total = closed_form(pool, request, interval)
+    request = Request([], {}, 6, True, {})
+    total = closed_form(pool, request, "questions")
     names = ["task", "brevity", "format"]
     found = {
         name: (weight, values)
-        for name, weight, values in function_statistics(pool, names, total, request, interval)
+        for name, weight, values in function_statistics(pool, names, total, request)
     }
     assert list(found) == [*names, SUM]
     second = dataclasses.replace(
@@ -89,7 +88,7 @@ def test_a_function_alone_is_a_study_with_that_reward(interval, rng):
         rewards_PN=pool.rewards_PNF[..., 1],
         reward_sums_PR=np.einsum("pn,pnd->pd", pool.rewards_PNF[..., 1], pool.features_PNR),
     )
-    alone = closed_form(second, request, interval)
+    alone = closed_form(second, request, "questions")
     weight, values = found["brevity"]
     assert weight == 0.5
     for key in ("c1", "c2", "c3", "gstar", "grad_sq"):

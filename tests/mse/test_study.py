@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import shutil
@@ -20,6 +21,7 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.result import COLUMNS, verdict, write_curves
+from grpo_ustat.report.decision import decision_sentence, next_step, noise_sentence, verdicts
 from grpo_ustat.runs.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
@@ -313,7 +315,7 @@ def verdict_of(low, high, corr=(-0.1, 0.1), share=(-0.1, 0.3), gstar=(4.0, 3.0, 
             "mse/oracle/2/all_questions_once/1": Interval(2.0, 1.5, 2.5),
         }
     )
-    return verdict(found, ["none", "oracle", "group_mean"], np.array([[0.0, 1.0]]))
+    return verdict(found, found, ["none", "oracle", "group_mean"], np.array([[0.0, 1.0]]))
 
 
 def test_the_verdict_follows_the_intervals():
@@ -368,13 +370,29 @@ def test_the_verdict_leaves_the_best_group_size_to_the_answer():
     assert "G*" not in verdict_of(1, 3, gstar=(4.0, 3.0, 6.0))
 
 
-def test_the_console_shows_brackets(finished, capsys):
-    """Rich would take [q Z] for markup."""
+def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished, capsys):
+    """The answer, a table, the warnings, at most three verdicts, what to type next, the page."""
     path, result = finished
     config = compose("mse", *SMALL, *FINISHED)
     study_run.run(config, RunFolder(path, config))
-    shown = "".join(capsys.readouterr().out.split())
-    assert "".join(result["summary"].split()) in shown
+    first, rest = capsys.readouterr().out.split("\n\n", 1)
+    _, *answer = first.splitlines()  # after the line that the folder is complete
+    assert len(answer) <= 3 and max(map(len, answer)) <= 80
+    expected = f"{decision_sentence(result)} {noise_sentence(result)}"
+    assert " ".join(answer) == expected.rstrip()
+    *_, following, page = rest.splitlines()
+    assert following == f"next: {next_step(result, dataclasses.asdict(config), path)}"
+    assert page == f"page: {path / 'report.html'}"
+    words = " ".join(rest.split())
+    places = [
+        words.index(sentence)
+        for sentence in (
+            f"WARNING: {result['summary'].split(' WARNING: ')[1]}",
+            *verdicts(result),
+            "next: ",
+        )
+    ]
+    assert places == sorted(places) and len(places) <= 5
 
 
 @pytest.mark.slow

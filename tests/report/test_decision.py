@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import compose
 
+from grpo_ustat.estimators.noise import noise_scale, prompt_share
+from grpo_ustat.estimators.scaling import group_size_interval, scaling_estimate, widening
 from grpo_ustat.report.decision import (
     allocation_sentence,
     decision_sentence,
@@ -18,17 +23,21 @@ from grpo_ustat.report.decision import (
     interval_note,
     next_step,
     noise_sentence,
-    proxies_sentence,
+    noise_text,
     rule_sizes_sentence,
     training_noise_sentence,
+    verdicts,
 )
 
 # n MSE = G + 2 + 9/(G-1): G* = 4, and 13, 9, 11.286, 18.6 at G = 2, 4, 8, 16
 RESULT = {
     "scaling": {"c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5,
                 "gstar_high": 4.6, "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0},
-    "assumption2": {"corr": -0.5},
-    "curves": [{"interval": "completions"}],
+    "assumption2": {"corr": -0.5, "corr_low": -0.6, "corr_high": -0.4, "av_minus_a0": -2.0,
+                    "av_minus_a0_low": -3.0, "av_minus_a0_high": -1.0, "refuted": True,
+                    "crossover_group_size": 3.0, "crossover_group_size_low": 2.5,
+                    "crossover_group_size_high": 5.5},
+    "policy": {"binary": True},
     "questions": 100, "pool_completions": 8, "summary": "No reward. WARNING: cut.",
 }  # fmt: skip
 
@@ -40,11 +49,12 @@ def changed(**scaling):
 
 
 def test_a_decided_study_names_the_best_size_and_what_its_neighbours_cost():
-    """At G = 2 the contrast has the length .2953, so the half-width is 2.485 * .01 * .2953."""
+    """At the ends r of G = 2, 13 - 9 r is 2.485 x .01 sqrt((2 - 4 r)^2 + (1 - r)^2 + (1 - r/3)^2)
+    from 0: 1.4340 and 1.4552.
+    """
     assert decision_sentence(RESULT) == (
-        "Best G is about 4.0 [3.5, 4.6] for any number of rollouts. At n = 256: G = 4, 64 prompts. "
-        "G = 2 costs +44 % error [+43 %, +46 %], G = 8 costs +25 % [+25 %, +26 %], "
-        "G = 16 costs +107 % [+105 %, +109 %]."
+        "Best G is about 4.0 [3.5, 4.6]: at 256 rollouts a step use G = 4 (G = 2: +44 % error "
+        "[+43 %, +46 %]; G = 8: +25 % [+25 %, +26 %])."
     )
 
 
@@ -71,26 +81,21 @@ def test_one_rollout_has_no_group():
 
 def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     wide = changed(covariance=np.diag([0.5, 0.01, 0.01]).tolist())
-    assert "G = 8 is not significantly different (+25 % [-" in decision_sentence(wide)
-
-
-def test_a_result_of_an_earlier_version_has_costs_without_intervals():
-    result = changed()
-    del result["scaling"]["covariance"], result["scaling"]["dof"]
-    assert "G = 2 costs +44 % error, G = 8 costs +25 %, G = 16" in decision_sentence(result)
+    assert decision_sentence(wide).endswith(
+        "G = 2: +44 % error [+3 %, +382 %]; G = 8 may be as good)."
+    )
 
 
 @pytest.mark.parametrize(
     "scaling, sentence",
     [
         ({"gstar_high": None, "covariance": np.diag([0.25, 1.0, 0.81]).tolist(), "dof": 1e9},
-         "Best G is at least 3.5 for any number of rollouts; for an upper end about 97 more "
-         "prompts are needed (now 100)."),
-        ({"gstar_high": None, "gstar_low": 1.0, "c1": -1.0},
-         "Not enough data for a best G: more prompts are needed (now 100), how many cannot be said "
-         "yet."),
+         "Best G is at least 3.5; for an upper end up to 540 more prompts are needed (now 100)."),
+        ({"gstar_high": None, "gstar_low": 1.0, "covariance": np.full((3, 3), np.nan).tolist()},
+         "Not enough data for a best G: more prompts are needed, how many cannot be said yet (now "
+         "100)."),
         ({"gstar_high": None, "gstar_low": None, "covariance": np.diag([9.0, 1, 1]).tolist()},
-         "Not enough data for a best G: about 7100 more prompts are needed (now 100)."),
+         "Not enough data for a best G: at least 72 more prompts are needed (now 100)."),
     ],
 )  # fmt: skip
 def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):
@@ -103,9 +108,7 @@ def test_without_any_signal_the_studys_own_words_are_the_answer():
 
 
 def test_intervals_say_what_they_speak_of():
-    assert "conditional on these 100 questions" in interval_note(RESULT)
-    over = RESULT | {"curves": [{"interval": "questions"}]}
-    assert "from these 100 to new questions" in interval_note(over)
+    assert "from these 100 to new questions" in interval_note(RESULT)
 
 
 UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolist(), dof=1e9)
@@ -124,10 +127,11 @@ UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolis
                   "max_completion_length=4"),
          "train model=tiny_base dataset=plus_one prompt=few_shot max_completion_length=4 "
          "budget.rollouts=64 group_size=4"),
-        (UNDECIDED, (), "mse model=tiny_base dataset=arithmetic prompt=bare study.questions=197"),
-        (UNDECIDED, ("model=tiny", "dataset.study_size=100", "study.questions=100"),
-         "mse model=tiny dataset=arithmetic dataset.study_size=100 prompt=bare "
-         "budget.pool_completions=16"),
+        (UNDECIDED, (), "mse model=tiny_base dataset=arithmetic prompt=bare study.questions=400 "
+         "budget.pool_completions=8 pool=runs/a/pool"),
+        (UNDECIDED, ("model=tiny", "dataset.study_size=100", "pool=pools/b"),
+         "mse model=tiny dataset=arithmetic prompt=bare dataset.study_size=400 "
+         "study.questions=400 budget.pool_completions=8 pool=pools/b"),
         (RESULT, ("model=hub", "model.model_name_or_path=org/a"),
          "train model=org/a dataset=arithmetic prompt=bare "
          "budget.rollouts=256 group_size=4"),
@@ -135,7 +139,7 @@ UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolis
 )  # fmt: skip
 def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrides, command):
     config = asdict(compose("mse", *overrides))
-    step = next_step(result, config)
+    step = next_step(result, config, Path("runs/a"))
     assert step == f"grpo-ustat {command}"
     _, verb, *words = step.split()
     composed = compose(verb, *words)
@@ -169,7 +173,10 @@ def test_rollouts_of_another_framework_are_not_trained_on_here():
     assert next_step(RESULT, config) == (
         "train with num_generations=4 where these rollouts were logged"
     )
-    assert next_step(UNDECIDED, config) == "log more prompts, and import them in the same way"
+    assert next_step(UNDECIDED, config) == (
+        "import more prompts of this same policy, or let mse sample them: grpo-ustat mse "
+        "model=CHECKPOINT dataset=jsonl dataset.path=PROMPTS"
+    )
 
 
 NOISE = {
@@ -184,30 +191,64 @@ NOISE = {
 @pytest.mark.parametrize(
     "size, sentence",
     [
-        (None, "Noise: at G = 4 the noise scale n_c is 768 rollouts [512, 1024], 25 % of it "
-         "[20 %, 30 %] from prompts. A step of 256 rollouts is 75 % noise [67 %, 80 %]: n is "
-         "below n_c, twice as many make a step gain 60 % more [50 %, 67 %]."),
-        (8, "Noise: at G = 8 the noise scale n_c is 1000 rollouts [100, infinity), 25 % of it "
-         "[20 %, 30 %] from prompts. A step of 256 rollouts is 80 % noise [28 %, 100 %]; n is not "
-         "significantly different from n_c."),
-        (50, "Noise: at G = 64 the noise scale n_c is 9 rollouts [5, 20], 25 % of it [20 %, 30 %] "
-         "from prompts. A step of 256 rollouts is 3 % noise [2 %, 7 %]: half as many rollouts "
-         "would lose 3 % of what a step gains [2 %, 7 %]."),
+        (None, "A step of 256 rollouts is 75 % noise [67 %, 80 %] (half at n = 770); doubling it "
+         "gains 60 % more."),
+        (8, "A step of 256 rollouts is 80 % noise [28 %, 100 %] (half at n = 1000); doubling it "
+         "gains 66 % more."),
+        (50, "A step of 256 rollouts is 3 % noise [2 %, 7 %] (half at n = 9); halving it loses 3 "
+         "%."),
     ],
 )  # fmt: skip
-def test_the_noise_of_a_step_is_said_with_its_verdict(size, sentence):
+def test_the_noise_of_a_step_is_said_with_what_more_rollouts_gain(size, sentence):
     assert noise_sentence(RESULT | {"noise": NOISE}, 256, size) == sentence
 
 
 def test_without_a_noise_scale_nothing_is_said():
-    assert noise_sentence(RESULT) == ""
     assert noise_sentence(RESULT | {"noise": NOISE, "assumption2": {"corr": None}}) == ""
     unknown = {"group_size": 4, "rollouts": None, "rollouts_low": 400, "rollouts_high": None}
     assert noise_sentence(RESULT | {"noise": {"curve": [unknown]}}) == (
-        "Noise: at G = 4 the noise scale n_c is not known: [400, infinity) rollouts, since "
-        "||grad J||^2 is not significantly above 0. Of a step of 256 rollouts [61 %, 100 %] is "
-        "noise: n is below n_c."
+        "A step of 256 rollouts is at least 61 % noise."
     )
+    nothing = unknown | {"rollouts_low": 0.0}
+    assert noise_sentence(RESULT | {"noise": {"curve": [nothing]}}) == ""
+
+
+def test_no_sentence_has_an_empty_or_reversed_interval(rng):
+    """Of random estimates with random errors: every pair in brackets is ordered and has two ends,
+    no number is missing, and the answer fits into three lines of 80 characters.
+    """
+    seen = set()
+    for _ in range(2000):
+        count = int(4 * 50 ** rng.random())
+        centre = rng.normal(size=4) * 10.0 ** rng.uniform(-3, 3, size=4)
+        units = centre + rng.normal(size=(count, 4)) * 10.0 ** rng.uniform(-3, 3)
+        without = (units.sum(axis=0) - units) / (count - 1)
+        names = ("c1", "c2", "c3", "grad_sq")
+        whole = dict(zip(names, units.mean(axis=0), strict=True))
+        delete_one = {name: x[None] for name, x in zip(names, without.T, strict=True)}
+        factor = widening(count, 8)
+        best = group_size_interval(whole, delete_one, factor)
+        scaling = scaling_estimate(whole, delete_one, factor)
+        result = changed(
+            **{k: whole[k] for k in names[:3]}, covariance=scaling.covariance_33.tolist(),
+            dof=scaling.dof,
+            **{f"gstar{end}": x if math.isfinite(x) else None
+               for end, x in zip(("", "_low", "_high"), best, strict=True)},
+        )  # fmt: skip
+        scale = noise_scale(whole, delete_one, 8)
+        share = prompt_share(whole, delete_one, 8)
+        for ends in (scale, share):
+            assert 0 <= ends.low <= ends.high
+            assert math.isnan(ends.estimate) or ends.low <= ends.estimate <= ends.high
+        rollouts = int(rng.choice([2, 64, 256, 4096]))
+        text = f"{decision_sentence(result, rollouts)} {noise_text(scale, rollouts)}".strip()
+        seen |= set(re.findall("nearly all|at least|doubling|halving|use G|up to|cannot", text))
+        assert "nan" not in text and "inf" not in text and "  " not in text
+        for low, high in re.findall(r"\[(.*?), (.*?)\]", text):
+            ends = [math.inf if x == "no upper end" else float(x.strip("% +")) for x in (low, high)]
+            assert ends[0] <= ends[1], text
+        assert len(text) <= 240, text
+    assert seen >= {"nearly all", "at least", "doubling", "halving", "use G", "up to"}
 
 
 def test_the_noise_of_a_training_run_is_that_of_its_second_half():
@@ -217,7 +258,7 @@ def test_the_noise_of_a_training_run_is_that_of_its_second_half():
         for step, values in enumerate([(9, 9, 9, 9)] * 3 + [(1, 2, 9, 0.1)] * 4)
     ]
     text = training_noise_sentence(rows, 4, 90)
-    assert "n_c is 90 rollouts [90, 90], 44 % of it" in text
+    assert text.startswith("A step of 90 rollouts is 50 % noise [50 %, 50 %] (half at n = 90);")
     assert text.endswith("Steps 3 to 6 together.")
     assert training_noise_sentence(rows[:3], 4, 90) == ""
 
@@ -229,43 +270,42 @@ def dynamic(**changes):
     return RESULT | {"dynamic_sampling": [row | {"group_size": 2}, row | changes]}
 
 
-def test_dynamic_sampling_is_said_with_its_break_even():
+def test_dynamic_sampling_is_said_not_to_pay_where_it_saves_next_to_nothing():
     assert dynamic_sampling_sentence(dynamic()) == (
-        "Dynamic sampling at G = 8 generates 2.00 groups [1.67, 2.50] for a kept one; its gradient "
-        "has the right direction and 2.00 times the length. It beats leaving zero-variance "
-        "groups out, without new ones, only while it throws away less than 2 % of its kept groups."
+        "Dynamic sampling does not pay here: at the same rollouts it saves less than 2 % of the "
+        "error."
     )
-    wide = dynamic(break_even_high=1.6)
-    assert dynamic_sampling_sentence(wide).endswith("would be better is not known.")
+    assert dynamic_sampling_sentence(dynamic(break_even_high=0.06)) == ""
     unknown = dynamic(break_even=None, break_even_low=None, break_even_high=None)
-    assert dynamic_sampling_sentence(unknown).endswith("2.00 times the length.")
-    assert dynamic_sampling_sentence(RESULT) == ""
+    assert dynamic_sampling_sentence(unknown) == dynamic_sampling_sentence(RESULT) == ""
 
 
-def proxy(units="prompts", proxy="p(1-p)", target="the noise of a group of 8", **ends):
-    ends = {"correlation": 0.5, "correlation_low": 0.25, "correlation_high": 0.75} | ends
-    return {"units": units, "proxy": proxy, "target": target} | ends
-
-
-def test_proxies_are_said_with_what_is_significant():
-    q = "the squared score norm"
-    rows = [
-        proxy(),
-        proxy(proxy="mean length"),
-        proxy("completions", "length", q),
-        proxy("those of one prompt", "length", q, correlation=-0.1, correlation_low=-0.3),
-    ]
-    assert proxies_sentence(RESULT | {"proxies": rows}) == (
-        "Proxies: p(1-p) and the noise of a group of 8 over prompts, corrected for attenuation: "
-        "correlation 0.50 [0.25, 0.75]; length and the squared score norm over completions, by "
-        "ranks: correlation 0.50 [0.25, 0.75]; over those of one prompt: correlation -0.10 "
-        "[-0.30, 0.75] (not significantly different from 0)."
-    )
-    unknown = dict.fromkeys(("correlation", "correlation_low", "correlation_high"))
-    text = proxies_sentence(RESULT | {"proxies": [proxy(**unknown), *rows[1:]]})
-    assert "corrected for attenuation: not enough data for a correlation; length" in text
-    assert proxies_sentence(RESULT) == proxies_sentence(RESULT | {"proxies": []}) == ""
-    assert proxies_sentence(RESULT | {"proxies": rows, "assumption2": {"corr": None}}) == ""
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({}, "Assumption 2 fails: wrong answers have the longer gradients; GRPO beats vanilla from "
+         "G = 6 on here."),
+        ({"av_minus_a0_low": 1.0, "av_minus_a0_high": 3.0},
+         "Assumption 2 fails: wrong answers have the longer gradients, so vanilla beats GRPO "
+         "here."),
+        ({"corr_high": 0.1, "av_minus_a0_high": 1.0},
+         "Assumption 2 fails, in different directions at different prompts; which of vanilla and "
+         "GRPO is better is not known."),
+        ({"refuted": False},
+         "Assumption 2 is not refuted; GRPO beats vanilla from G = 6 on here."),
+        ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6},
+         "Assumption 2 fails: right answers have the longer gradients, so GRPO beats vanilla from "
+         "G = 6 on here."),
+    ],
+)  # fmt: skip
+def test_assumption_2_is_said_with_what_follows(changes, sentence):
+    result = copy.deepcopy(RESULT)
+    result["assumption2"] |= changes
+    assert verdicts(result) == [sentence]
+    result["policy"]["binary"] = False
+    graded = sentence.replace("wrong", "low-reward").replace("right", "high-reward")
+    assert verdicts(result) == [graded]
+    assert verdicts(result | {"assumption2": {"corr": None}}) == []
 
 
 def plan(name, change, low, high, in_sample=None, group_size=8):
@@ -274,25 +314,21 @@ def plan(name, change, low, high, in_sample=None, group_size=8):
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "change, sentence",
     [
-        ((-0.1, -0.2, -0.05), "-10 % [-20 %, -5 %], better than equal groups"),
-        ((0.02, -0.01, 0.05), "+2 % [-1 %, +5 %], not significantly different from equal groups"),
-        ((0.04, 0.02, 0.06), "+4 % [+2 %, +6 %], worse than equal groups"),
+        ((-0.1, -0.2, -0.05), "help, by p(1-p) (-10 % error [-20 %, -5 %])."),
+        ((0.02, -0.01, 0.05), "do not help (+2 % error [-1 %, +5 %])."),
+        ((0.02, -0.2, 0.3), "are not shown to help (+2 % error [-20 %, +30 %])."),
     ],
 )
-def test_unequal_groups_are_said_with_a_verdict(change, words):
+def test_unequal_groups_are_said_with_a_verdict(change, sentence):
     other_size = plan("measured noise", -0.9, -0.95, -0.8, -0.9, group_size=4)
     rows = [other_size, plan("measured noise", 0.2, 0.1, 0.3, -0.06), plan("p(1-p)", *change)]
     rows.append(plan("unknown", None, None, None))
-    assert allocation_sentence(RESULT | {"allocation": rows}) == (
-        "Unequal groups of 8 on average: of 2 plans from one half of the pool, judged on the "
-        f"other, the best (p(1-p)) changes the error by {words}; in sample the best sizes would "
-        "change it by -6 %."
-    )
-    only = RESULT | {"allocation": [plan("p(1-p)", *change), plan("measured noise", *3 * [None])]}
-    assert allocation_sentence(only).endswith(f"changes the error by {words}.")  # none in sample
+    result = RESULT | {"allocation": rows}
+    assert allocation_sentence(result) == f"Unequal group sizes {sentence}"
     assert allocation_sentence(RESULT) == allocation_sentence(RESULT | {"allocation": []}) == ""
+    assert verdicts(result)[-1] == allocation_sentence(result)
 
 
 def test_the_best_sizes_of_rules_are_said_with_whether_they_grow():

@@ -75,7 +75,7 @@ def monitor_row(step, c1, c3, gstar=5.0):
 
 
 def test_the_best_group_size_of_several_seeds_is_that_of_their_mean_constants():
-    """C1 1, 3, 2 and C3 16, 20, 18: 1 + sqrt(54/6) = 4, less the jackknife's correction; never the
+    """C1 1, 3, 2 and C3 16, 20, 18: 1 + sqrt(54/6) = 4; never the
     mean of the seeds' own.
     """
     constants = [(1.0, 16.0), (3.0, 20.0), (2.0, 18.0)]
@@ -84,8 +84,8 @@ def test_the_best_group_size_of_several_seeds_is_that_of_their_mean_constants():
     (error,) = of(learning_rows(runs), ERROR)
     c1, c3 = np.array(constants).T
     delete_one = {"c1": (6 - c1)[None] / 2, "c2": np.zeros((1, 3)), "c3": (54 - c3)[None] / 2}
-    slow = group_size_interval({"c1": 2.0, "c2": 0.0, "c3": 18.0}, delete_one)
-    assert row["mean"] == pytest.approx(slow.estimate) and abs(row["mean"] - 4) < 1
+    slow = group_size_interval({"c1": 2.0, "c2": 0.0, "c3": 18.0}, delete_one, 1.0)
+    assert row["mean"] == pytest.approx(slow.estimate) == pytest.approx(4)
     assert row["low"] == pytest.approx(slow.low) and row["seeds"] == 3
     assert error["mean"] == pytest.approx(2.0)
 

@@ -53,7 +53,9 @@ STUDIED = {
                     "crossover_group_size_low": 2.5, "crossover_group_size_high": None},
     "grad_sq": {"reason": "not above 0"},
     "metric": {"parameters": 12, "norm": "Euclidean", "between_questions": "exact"},
-    "policy": {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "mean_length": 9.0},
+    "policy": {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "mean_length": 9.0,
+               "binary": True},
+    "noise": {"curve": [{"group_size": 4}], "best": {"group_size": None}},
     "questions": 10, "pool_completions": 8, "summary": "corr(q, Z) = -0.5.", "not_measured": [],
     "cost": {"rollouts": 80, "tokens": 720, "judge_timeouts": 1, "judge_failures": 2,
              "seconds_generate": 1.0, "seconds_score": 2.0},
@@ -175,12 +177,12 @@ def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
     (folder / "curves.csv").write_text("mse\n")
     page = run_page(folder)
     assert page.answer.startswith(
-        "Best G is about 4.2 [4.0, 4.5] for any number of rollouts. At n = 256: G = 4, 64 prompts. "
-        "G = 2 costs +44 % error, "
+        "Best G is about 4.2 [4.0, 4.5]: at 256 rollouts a step use G = 4."
     )
     assert page.next_step.startswith("grpo-ustat train model=") and "group_size=4" in page.next_step
     assert page.next_step in render(page)
-    assert page.notes[0].startswith("Intervals of 95 %") and page.notes[1] == "corr(q, Z) = -0.5."
+    assert page.notes[0].startswith("Assumption 2 is not refuted; ")
+    assert page.notes[1].startswith("Intervals of 95 %") and page.notes[2] == "corr(q, Z) = -0.5."
     assert [(f.title, f.data) for f in page.figures] == [
         ("What each group size costs at the same number of rollouts", None),
         ("Mean squared error of the gradient against group size", "curves.csv"), ("own", None),
