@@ -21,7 +21,13 @@ from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeate
 from grpo_ustat.mse.monte_carlo import monte_carlo
 from grpo_ustat.mse.pool import ModelFacts, build_part, build_pool, greedy_rewards, model_facts
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample
-from grpo_ustat.mse.replay import is_binary, limit_refusal, own_mean_refusal, replay, replay_refusal
+from grpo_ustat.mse.replay import (
+    TARGET_WORDS,
+    limit_refusal,
+    own_mean_refusal,
+    replay,
+    replay_refusal,
+)
 from grpo_ustat.mse.result import (
     batch_settings,
     closed_form_request,
@@ -30,7 +36,6 @@ from grpo_ustat.mse.result import (
     replay_rows,
     reward_functions,
     study_result,
-    target_words,
     write_curves,
 )
 from grpo_ustat.mse.rule_sizes import rule_sizes
@@ -230,11 +235,10 @@ def run_replay(
     refusals = [
         row for name in config.baselines for row in _replay_refusals(config, pool, name, settings)
     ]
-    binary = is_binary(pool.rewards_PN)
     sizes = rule_sizes([row.law for row in rows if row.law is not None])
     for row in sizes:
-        row["target"] = target_words(row["target"], binary)
-    return replay_rows(config, rows, statistics, binary), refusals, sizes
+        row["target"] = TARGET_WORDS[row["target"]]
+    return replay_rows(config, rows, statistics), refusals, sizes
 
 
 def _replay_refusals(
@@ -257,8 +261,7 @@ def _replay_refusals(
         if reason:
             yield {
                 "method": "replay", "baseline": name, "setting": ANY_SETTING,
-                "target": target_words(target, is_binary(pool.rewards_PN)),
-                "num_prompts": None, "reason": reason,
+                "target": TARGET_WORDS[target], "num_prompts": None, "reason": reason,
             }  # fmt: skip
 
 
