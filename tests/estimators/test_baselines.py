@@ -281,6 +281,17 @@ def test_the_jackknife_takes_off_the_bias_of_order_one_over_g(probability):
     assert left[0] < 0.1 * abs(plain[0]) / sizes[0]
 
 
+def test_the_jackknife_helps_where_most_groups_are_silent_too():
+    """By enumeration: bias in units of g at V = .05 and .02."""
+    table = {(0.05, 4): (-3.11, -2.13), (0.05, 16): (-1.42, -0.28), (0.02, 4): (-5.65, -4.64),
+             (0.02, 16): (-3.65, -2.04), (0.02, 32): (-2.45, -0.73)}  # fmt: skip
+    for (value, size), biases in table.items():
+        v = value * (1 - value)
+        for name, bias_over_g in zip(("group_std", "group_std_jackknife"), biases, strict=True):
+            found = binary_mean(name, value, size) / v - v**-0.5
+            assert found == pytest.approx(bias_over_g, abs=6e-3)
+
+
 def test_a_std_without_the_completion_explodes_near_silent_groups():
     """By enumeration at p = 0.9, G = 4: the second moment grows like 1/epsilon^2, that of group_std
     stays; the mean grows like 1/epsilon too, so no scale cures it."""
