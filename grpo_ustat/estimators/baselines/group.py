@@ -230,8 +230,9 @@ def krpo(
     less the x of the earlier completions alone, and K and P hold no reward. So with
     `c_i = (1 - K_i) / (sqrt(P_i) + epsilon)` the mean is g times mean_i c_i, for every prompt
     alike: for the authors' Q = 1e-5 and R = 1e-2 this is 14.9 at G = 8. Biased by that factor
-    alone, which grows with G. The first completion hardly counts (c_1 = 0.1, c_8 = 24.5) and each
-    is compared with the earlier ones alone, so its error is larger than that of `leave_one_out`.
+    alone, which grows with G, here to 54.9. The first completion hardly counts (c_1 = 0.1,
+    c_8 = 24.5) and each is compared with the earlier ones alone, so its error is larger than that
+    of `leave_one_out`.
 
     >>> options = {"process_variance": 0.0, "measurement_variance": 1.0, "epsilon": 0.0}
     >>> krpo(np.array([[1.0, 0.0]]), BaselineContext(), **options).round(4).tolist()
