@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grpo_ustat.config.common import Common
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.policy.chat import writes_turns
 from grpo_ustat.policy.loading import (
     configured_task,
     configured_tokenizer,
@@ -30,7 +31,8 @@ def show_prompts(config: Common, split: str) -> None:
     limit = config.study.questions if isinstance(config, MseConfig) else None
     questions, prompts = task.questions(split)[:limit], task.prompts(split)[:limit]
     texts = [prompt.text for prompt in prompts]
-    tokens = encode(tokenizer, texts, special_tokens=not config.prompt.chat)
+    in_turns = writes_turns(config.prompt.chat, tokenizer)
+    tokens = encode(tokenizer, texts, special_tokens=not in_turns)
     for i in range(min(config.show_prompts, len(prompts))):
         ids = tokens[i] if len(tokens[i]) <= 4 else [*tokens[i][:2], *tokens[i][-2:]]
         words = [repr(tokenizer.decode([token])) for token in ids]  # a doubled special token shows

@@ -96,7 +96,9 @@ class PromptConfig:
         at_least=0,
     )
     seed: int = field("which examples are drawn")
-    chat: bool = field("write turns in the model's own chat format")
+    chat: bool | None = field(
+        "write turns in the model's own chat format; null: where the model has one"
+    )
     system: str | None = field("the system turn of a chat; null: the format's own")
     stop: str | None = field(
         "every token that contains it ends a completion, as its last; null: the model's end tokens "

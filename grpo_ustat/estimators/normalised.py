@@ -22,8 +22,9 @@ rollouts, with tau = E[g/sigma] and C1 the spread of g/sigma over prompts,
     MSE_N = ||b||^2 / G^2 + ( G C1 + 2 Cov(g/sigma, b_X) + within + shift ) / n + ...
     MSE_U =                 ( G C1                       + within + 4 shift ) / n + ...
 
-and `E <g/sigma, b_X> = -shift / 2`, so that the group's own std has the smaller error where
-`n ||b||^2 / G^2 < 4 shift + 2 <tau, b>`, and its best group size grows, see `best_group_size_at`.
+and `E <g/sigma, b_X> = -shift / 2`, so that to leading order in 1/G the group's own std has the
+smaller error where `n ||b||^2 / G^2 < 4 shift + 2 <tau, b>`, and its best group size grows, see
+`best_group_size_at`.
 The group's own mean in place of the others' multiplies N by (G-1)/G, which adds -g/sigma to b_x:
 `b_x = -g (1 + 4v) / (8 v^(3/2))`.
 """
@@ -123,6 +124,8 @@ def best_group_size_at(
 
 def break_even_rollouts(moments: RightAndWrong, g_PK: Array, group_size: int) -> float:
     """The n below which N has a smaller error than U, `G^2 (4 shift + 2 <tau, b>) / ||b||^2`.
+
+    It is of leading order in 1/G: up to G = 16 the exact n may be a quarter of it or less.
 
     Args:
         moments, g_PK: see `leading_bias`.

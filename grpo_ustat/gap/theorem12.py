@@ -38,11 +38,15 @@ from grpo_ustat.gap.sequences import MOST, SequencePolicy, build_sequences
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
 
 STATEMENT = (
-    "Theorem 12: where the standard deviation of a group's rewards is bounded away from 0, the "
-    "mean squared error of Algorithm 2's gradient estimate, whose advantages are divided by it, is "
-    "a squared bias, from ratios of tokens in place of completions and from a KL term without a "
-    "ratio, which vanishes with the learning rate, plus the oracle's variance / (B G) and "
-    "O(1/(B G^2))."
+    "Theorem 12: where the standard deviation of rewards is bounded away from 0, the mean squared "
+    "error of Algorithm 2's gradient estimate, whose advantages are divided by that of their "
+    "group, is a squared bias, from ratios of tokens in place of completions and from a KL term "
+    "without a ratio, which vanishes with the learning rate, plus the oracle's variance / (B G) "
+    "and O(1/(B G^2)). A reading: the target is the mean of g / sigma(x), since the paper calls "
+    "the ground-truth gradient the derivative of E[2 arcsin sqrt V]; with the group's own standard "
+    "deviation in the target the bias at learning rate 0 would be 0 by definition. Bounded away "
+    "from 0 may be that of every group or, as Lemma 11's proof needs, sigma(x) alone: both are "
+    "tried."
 )
 
 

@@ -249,7 +249,8 @@ def on_policy_answer(start: OnPolicy) -> str:
         DISAGREES: f"it falls on {steep}, not like 1/G^2",
     }[slope.verdict]
     return (
-        "With normalisation, as the paper has it, it disagrees at a fixed G: at learning rate 0, "
+        "With normalisation, as the paper has it, and with the mean of g / sigma(x) read as its "
+        "target, it disagrees at a fixed G: at learning rate 0, "
         f"where its bias is 0, squared bias is {shares} % of ||target||^2 at G = {sizes}, for "
         f"every B, and above the variance from B = {exceeded}; {limit}."
     )
@@ -269,10 +270,10 @@ def notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
         f"fall with B: at G = {group_size} it is {excess:.3g} / (B G^2) at B = 1, "
         f"{1000 * excess:.3g} / (B G^2) at B = 1000, and without end; the variance there is "
         f"{group_size**2 * std['variance']:.3g} / (B G^2).",
-        f"With normalisation the variance of order 1/(B G) tends to {ratio:.3g} times the oracle's "
-        "as G grows, C1 apart: the noise of the standard deviation goes with that of the mean "
-        "(Lemma 11), and biases that differ by prompt change C1 at order 1/G. So the difference is "
-        "of order 1/(B G); where the factor is below 1 the "
+        f"With normalisation G (B variance - C1) tends to {ratio:.3g} times the oracle's as G "
+        "grows; the variance itself tends to C1/B, as the oracle's does: the noise of the standard "
+        "deviation goes with that of the mean (Lemma 11), and biases that differ by prompt change "
+        "C1 at order 1/G. So the difference is of order 1/(B G); where the factor is below 1 the "
         "oracle's variance is an upper bound, not what is there.",
         "Coverage: no law of independent rewards keeps the standard deviation of every group above "
         "some delta > 0, since an interval shorter than delta has a chance p > 0 and holds all G "

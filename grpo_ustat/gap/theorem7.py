@@ -199,14 +199,15 @@ def _bound_claims(bed: Testbed, points: Sequence[GridPoint]) -> list[Claim]:
         furthest = max(minimisers, key=lambda size: abs(size / gstar - 1))
         claims.append(
             Claim(
-                what=f"G of the smallest bound, {words}: of all (n, T, rate) the furthest from G*",
+                what=f"G of the smallest bound, {words}: of all (n, T, rate) the furthest from G*; "
+                "the bound holds G in s^2 alone, with C1, C2, C3 at the maximum",
                 predicted=gstar,
                 measured=furthest,
                 low=None,
                 high=None,
                 verdict=verdict_of(abs(furthest / gstar - 1) < SAME),
                 how=f"Lemma 6's recursion minimised over real G in {len(points)} cells, relative "
-                f"distance below {SAME:g}; C1, C2, C3 at the maximum",
+                f"distance below {SAME:g}: algebra, of constants that are not suprema over a path",
             )
         )
     return claims

@@ -11,16 +11,15 @@ so with m questions, `mu_x = E ghat_x`, `mu = mean_x mu_x` and the targets tau_x
 
 are unbiased, and with `e_x = E||ghat_x||^2` they give every setting's error, see
 `estimators.minibatch.decompose`. Targets of every rule: tau_x = g_x (`expected_reward`). Of a rule
-whose mean goes elsewhere as G grows, two more:
+whose mean goes elsewhere as G grows (`Baseline.target`), two more:
 
     own_mean       tau_x = mu_x = E ghat_x at this G. The error is the variance, estimated without
                    bias. For 0/1 rewards mu_x = w_G(V) g_x with a polynomial w_G: the gradient of an
                    objective of order G - 1 in V, of maxrl (epsilon 0) that of log V cut after G - 1
                    terms, `-sum_{k<G} (1-V)^k / k`; of rules that couple questions too
-    g_over_sigma, g_over_v
-                   tau_x = g_x / sigma_x or g_x / V_x, where mu_x goes as G grows. sigma_x and V_x
-                   are plugged in; the bias of order 1/(N V) is taken off by the jackknife, and of
-                   order 1/(N V)^2 remains: only where `limit_refusal` finds completions enough
+    LIMITS         tau_x = kappa_x g_x, where mu_x goes as G grows, see `target_scale`. sigma_x and
+                   V_x are plugged in; the bias of order 1/(N V) is taken off by the jackknife, and
+                   of order 1/(N V)^2 remains: only where `limit_refusal` finds completions enough
 """
 
 from __future__ import annotations
@@ -55,12 +54,16 @@ from grpo_ustat.mse.rule_sizes import RuleLaw
 from grpo_ustat.records import Array, ScorePool
 
 NO_SPREAD = 1e-9  # a standard deviation or a value that is 0 but for rounding
-LIMITS = ("g_over_sigma", "g_over_v")
+LIMITS = ("g_over_sigma", "g_over_v", "kept_part")
 TARGET_WORDS = {
     "expected_reward": "gradient of the expected reward",
     "own_mean": "rule's own mean at this G",
-    "g_over_sigma": "limit g/sigma",
-    "g_over_v": "limit g/V, the gradient of E[log V]",
+    "g_over_sigma": "limit g/(sigma + epsilon)",
+    "g_over_v": "limit g/(V + epsilon)",
+    "kept_part": "limit g/(V(1-V)) sigma_m, sigma_m of the part that is kept",
+    "multiple_of_g": "limit, a multiple of g",
+    "g_over_density": "limit g/f(V), f of the batch",
+    "weighted_by_length": "limit E[L^-power (z - V) s]/sigma",
     "sum_g_over_sigma": "limit sum w_f g_f/sigma_f",
 }
 LEAST_SUPPORT = 5  # completions behind a divisor: scripts/benchmarks/limit_targets.py
@@ -131,14 +134,21 @@ def limit_refusal(rewards_PN: Array, baseline: str) -> str | None:
     """Why a rule cannot be judged against its limit as G grows, or None where it can.
 
     At least `LEAST_SUPPORT` completions of every question must carry the divisor: right ones behind
-    V, the rarer of right and wrong ones behind sigma. Of other rewards the effective number: with
-    k right completions `(sum z)^2 / sum z^2` is k; of sigma it is `N sigma^4 / mu_4`.
+    V, the rarer of right and wrong ones behind sigma and a kept part. Of other rewards the
+    effective number: with k right completions `(sum z)^2 / sum z^2` is k; of sigma it is
+    `N sigma^4 / mu_4`.
     """
     target = BASELINES[baseline].target
     if target not in LIMITS:
+        cosine = "against g" if target == "multiple_of_g" else "against its own mean at this G"
         return (
-            f"{baseline} against its {TARGET_WORDS[target]}: its length is a number of each batch, "
-            "so no error is defined; read its cosine against its own mean at this G"
+            f"{baseline} against its {TARGET_WORDS[target]}: its length is a number of the rule or "
+            f"of each batch, so no error is defined; read its cosine {cosine}"
+        )
+    if target == "kept_part" and not is_binary(rewards_PN):
+        return (
+            f"{baseline} against its {TARGET_WORDS[target]}: with other rewards than 0 and 1 its "
+            "mean goes to no multiple of g; read its error against its own mean at this G"
         )
     support_P = support(rewards_PN, target)
     few = int((support_P < LEAST_SUPPORT).sum())
@@ -147,6 +157,7 @@ def limit_refusal(rewards_PN: Array, baseline: str) -> str | None:
     what = {
         ("g_over_v", True): "right completions",
         ("g_over_sigma", True): "completions of the rarer reward",
+        ("kept_part", True): "completions of the rarer reward",
         ("g_over_v", False): "effective completions behind V",
         ("g_over_sigma", False): "effective completions behind sigma",
     }[target, is_binary(rewards_PN)]
@@ -276,7 +287,13 @@ def _replay_independent(
         for x in range(questions)
     ]
     for target in targets(moments.pool, name, size):
-        sums = _QuestionSums(moments, stats, target, "running" in BASELINES[name].needs)
+        sums = _QuestionSums(
+            moments,
+            stats,
+            target_scale(target, moments.whole, options),
+            target_scale(target, moments.delete_one, options),
+            "running" in BASELINES[name].needs,
+        )
         means = [sums.whole(), sums.delete_one_completion(), sums.delete_one_question()]
         if target == "own_mean":
             means = [_against_own_mean(x) for x in means]
@@ -398,12 +415,29 @@ def _setting_numbers(
     return positive_interval(mse, jackknife, max(dof, 1)), bias2, variance, *comparable
 
 
-def target_scale(target: str, moments: Moments) -> Array:
-    """kappa with tau = kappa g: 1, 1/sigma or 1/V; 0 where sigma or V is 0."""
+def target_scale(target: str, moments: Moments, options: Mapping[str, float]) -> Array:
+    """kappa with tau = kappa g; 0 where sigma or V is 0.
+
+        g_over_sigma, g_over_v   1/(sigma + epsilon), 1/(V + epsilon)
+        kept_part                sigma_m^2/(sigma_m + epsilon) / sigma^2, see `group.pods`
+        others                   1
+
+    Args:
+        target: what the rule is judged against.
+        moments: of questions.
+        options: of the rule.
+    """
     if target not in LIMITS:
         return np.ones_like(moments.value)
-    divisor = np.sqrt(moments.var_z) if target == "g_over_sigma" else moments.value
-    return np.divide(1, divisor, out=np.zeros_like(divisor), where=divisor > NO_SPREAD)
+    spread, epsilon = np.sqrt(moments.var_z), options.get("epsilon", 0.0)
+    divisor = moments.value if target == "g_over_v" else spread
+    kappa = 1 / (np.maximum(divisor, NO_SPREAD) + epsilon)
+    if target == "kept_part":
+        v, share = moments.value, options["share"]
+        right = np.clip(0.5, 1 - (1 - v) / share, v / share)  # of the part
+        kept = np.sqrt(right * (1 - right))
+        kappa = kept**2 / (kept + epsilon) / np.maximum(moments.var_z, NO_SPREAD)
+    return np.where(divisor > NO_SPREAD, kappa, 0.0)
 
 
 class _QuestionSums:
@@ -415,16 +449,21 @@ class _QuestionSums:
     Args:
         moments: of the pool.
         stats: of every question under one rule and group size.
-        target: what the rule is judged against.
+        scale_P, scale_PN: kappa with tau = kappa g of the whole pool, and without completion i.
         shares_baseline: whether the rule's b is the mean over all questions, as a running mean is.
     """
 
     def __init__(
-        self, moments: PoolMoments, stats: list[QuestionStats], target: str, shares_baseline: bool
+        self,
+        moments: PoolMoments,
+        stats: list[QuestionStats],
+        scale_P: Array,
+        scale_PN: Array,
+        shares_baseline: bool,
     ):
-        self.moments, self.stats, self.target, self.count = moments, stats, target, len(stats)
+        self.moments, self.stats, self.count = moments, stats, len(stats)
+        self.scale_P, self.scale_PN = scale_P, scale_PN
         pool = moments.pool
-        self.scale_P = target_scale(target, moments.whole)
         self.e, self.p = (np.array([getattr(x, key) for x in stats]) for key in ("e", "p"))
         self.c = self.scale_P * np.array([x.c for x in stats])
         self.t = self.scale_P**2 * moments.whole.g_sq
@@ -448,19 +487,19 @@ class _QuestionSums:
 
     def delete_one_completion(self) -> _Means:
         """Means without completion i of question x, [P, N]."""
-        scale_PN = target_scale(self.target, self.moments.delete_one)
         inside = (
             self.e_PN - self.e[:, None],
             np.array([x.p_N for x in self.stats]) - self.p[:, None],
-            scale_PN * np.array([x.c_N for x in self.stats]) - self.c[:, None],
-            scale_PN**2 * self.moments.delete_one.g_sq - self.t[:, None],
+            self.scale_PN * np.array([x.c_N for x in self.stats]) - self.c[:, None],
+            self.scale_PN**2 * self.moments.delete_one.g_sq - self.t[:, None],
         )
         pool, rows = self.moments.pool, []
         for x, stats in enumerate(self.stats):  # what the sums over ordered pairs gain, [3, N]
             others_R2 = np.stack([self.other_mu_PR[x], self.other_tau_PR[x]], axis=1)
             to_mu_N, to_tau_N = (pool.features_PNR[x] @ others_R2).T
             mu_NN = stats.mean_NN - stats.mean_N
-            tau_NN = scale_PN[x][:, None] * delete_one_weights(pool.rewards_PN[x]) - self.tau_PN[x]
+            tau_NN = self.scale_PN[x][:, None] * delete_one_weights(pool.rewards_PN[x])
+            tau_NN -= self.tau_PN[x]
             mu_tau_N = mu_NN @ to_tau_N + tau_NN @ to_mu_N
             rows.append((2 * mu_NN @ to_mu_N, mu_tau_N, 2 * tau_NN @ to_tau_N))
         between = np.array(rows).transpose(1, 0, 2)

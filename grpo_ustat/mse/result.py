@@ -247,25 +247,17 @@ def oracle_ratios(statistics: ClosedForm) -> list[dict[str, Any]]:
     ]
 
 
-def target_words(target: str, binary: bool) -> str:
-    """The words for a target in tables; `binary`: all rewards are 0 or 1."""
-    if target == "g_over_sigma":
-        of = "gradient of E[2 arcsin sqrt V]" if binary else "direction of the normalised scores"
-        return f"{TARGET_WORDS[target]}, the {of}"
-    return TARGET_WORDS[target]
-
-
 def replay_rows(
-    config: MseConfig, replay_points: list[ReplayPoint], statistics: ClosedForm, binary: bool
+    config: MseConfig, replay_points: list[ReplayPoint], statistics: ClosedForm
 ) -> list[dict]:
-    """One row per rule, group size, setting and target; `binary` where rewards are all 0 or 1."""
+    """One row per rule, group size, setting and target."""
     result = []
     for x in replay_points:
         point = (x.setting, x.num_prompts)
         target_sq = _target_sq(statistics, x.setting) if x.target == "expected_reward" else None
         result.append(
             _row(config, "replay", x.baseline, x.group_size, point, x.mse)
-            | {"target": target_words(x.target, binary), "replicates": x.draws}
+            | {"target": TARGET_WORDS[x.target], "replicates": x.draws}
             | {"unbiased": x.target == "own_mean" or BASELINES[x.baseline].unbiased}
             | {"bias2": _finite(x.bias2), "variance": _finite(x.variance)}
             | _comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq)

@@ -21,7 +21,13 @@ from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeate
 from grpo_ustat.mse.monte_carlo import monte_carlo
 from grpo_ustat.mse.pool import ModelFacts, build_part, build_pool, greedy_rewards, model_facts
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample
-from grpo_ustat.mse.replay import is_binary, limit_refusal, own_mean_refusal, replay, replay_refusal
+from grpo_ustat.mse.replay import (
+    TARGET_WORDS,
+    limit_refusal,
+    own_mean_refusal,
+    replay,
+    replay_refusal,
+)
 from grpo_ustat.mse.result import (
     batch_settings,
     closed_form_request,
@@ -31,7 +37,6 @@ from grpo_ustat.mse.result import (
     replay_rows,
     reward_functions,
     study_result,
-    target_words,
     write_curves,
 )
 from grpo_ustat.mse.rule_sizes import rule_sizes
@@ -77,10 +82,10 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     console.print(f"{wrapped(answer)}\n", soft_wrap=True)
     for table in (*study_tables(result), *reward_tables(result)):
         console.print(table.terminal())
-    for row in result["not_measured"]:
-        where = "" if row["setting"] == ANY_SETTING else f", {row['setting']}"
-        reason = f"Not measured by {row['method']}{where}: {row['reason']}"
-        console.print(wrapped(reason), soft_wrap=True)
+    if absent := dict.fromkeys(row["baseline"] for row in result["not_measured"]):
+        console.print(
+            wrapped(f"Not measured in every way: {', '.join(absent)}; why is on the page.")
+        )
     for warning in result["summary"].split(" WARNING: ")[1:]:
         console.print(wrapped(f"WARNING: {warning}"), soft_wrap=True)
     for sentence in verdicts(result):
@@ -216,11 +221,10 @@ def run_replay(
     refusals = [
         row for name in config.baselines for row in _replay_refusals(config, pool, name, settings)
     ]
-    binary = is_binary(pool.rewards_PN)
     sizes = rule_sizes([row.law for row in rows if row.law is not None])
     for row in sizes:
-        row["target"] = target_words(row["target"], binary)
-    return replay_rows(config, rows, statistics, binary), refusals, sizes
+        row["target"] = TARGET_WORDS[row["target"]]
+    return replay_rows(config, rows, statistics), refusals, sizes
 
 
 def _replay_refusals(
@@ -243,8 +247,7 @@ def _replay_refusals(
         if reason:
             yield {
                 "method": "replay", "baseline": name, "setting": ANY_SETTING,
-                "target": target_words(target, is_binary(pool.rewards_PN)),
-                "num_prompts": None, "reason": reason,
+                "target": TARGET_WORDS[target], "num_prompts": None, "reason": reason,
             }  # fmt: skip
 
 

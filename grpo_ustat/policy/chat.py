@@ -77,6 +77,13 @@ def _limits() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def writes_turns(chat: bool | None, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts are turns in a chat format, special tokens included: as `prompt.chat` says,
+    and where it is null, where the tokenizer has such a format.
+    """
+    return tokenizer.chat_template is not None if chat is None else chat
+
+
 class ChatFormat:
     """Writes turns in a model's chat format, up to where its answer begins.
 

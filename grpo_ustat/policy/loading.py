@@ -36,7 +36,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.distributed.ranks import RefusedByRank, own_device
 from grpo_ustat.policy.adapters import merged
-from grpo_ustat.policy.chat import ChatFormat
+from grpo_ustat.policy.chat import ChatFormat, writes_turns
 from grpo_ustat.policy.precision import set_tf32
 from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt
@@ -235,7 +235,8 @@ def configured_policy(
     )  # fmt: skip
     if isinstance(config, MseConfig) and config.study.parameters is not None:
         train_only(policy.model, config.study.parameters)
-    policy = replace(policy, special_tokens=not config.prompt.chat)
+    in_turns = writes_turns(config.prompt.chat, policy.tokenizer)
+    policy = replace(policy, special_tokens=not in_turns)
     if config.prompt.stop is None:
         return policy
     stops = stop_tokens(policy.tokenizer, config.prompt.stop)
@@ -293,14 +294,19 @@ def chat_format(
     config: Common, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> ChatFormat | None:
     """The function that writes turns in the configured model's chat format, up to the beginning of
-    the answer; None where `prompt.chat` is false. The tokenizer is loaded unless it is an argument.
+    the answer; None where `prompt.chat` is false, or null and the model has no such format. The
+    tokenizer is loaded unless it is an argument.
 
     Raises:
-        ConfigError: the model has no chat format, as base models have none.
+        ConfigError: `prompt.chat` is true and the model has no chat format, as base models have
+            none.
     """
-    if not config.prompt.chat:
+    if config.prompt.chat is False:
         return None
-    return ChatFormat(tokenizer or configured_tokenizer(config), config.model.model_name_or_path)
+    tokenizer = tokenizer or configured_tokenizer(config)
+    if not writes_turns(config.prompt.chat, tokenizer):
+        return None
+    return ChatFormat(tokenizer, config.model.model_name_or_path)
 
 
 def configured_task(config: Common, tokenizer: PreTrainedTokenizerBase | None = None) -> Task:
@@ -314,7 +320,8 @@ def configured_task(config: Common, tokenizer: PreTrainedTokenizerBase | None = 
 
     def lengths(texts: list[str]) -> list[int]:
         reader = tokenizer or configured_tokenizer(config)
-        return list(map(len, encode(reader, texts, special_tokens=not config.prompt.chat)))
+        in_turns = writes_turns(config.prompt.chat, reader)
+        return list(map(len, encode(reader, texts, special_tokens=not in_turns)))
 
     return make_task(config, chat_format(config, tokenizer), lengths)
 
@@ -371,7 +378,8 @@ def check_lengths(
         ConfigError: naming the longest prompt and the limit; on all ranks.
     """
     texts = [prompt.text for prompt in prompts]
-    lengths = list(map(len, encode(tokenizer, texts, special_tokens=not config.prompt.chat)))
+    in_turns = writes_turns(config.prompt.chat, tokenizer)
+    lengths = list(map(len, encode(tokenizer, texts, special_tokens=not in_turns)))
     if not min(lengths):
         raise RefusedByRank(
             f"the tokenizer of {config.model.model_name_or_path} makes no token of "

@@ -5,6 +5,7 @@ the plane and r the score norm, lognormal, Student or Pareto; the reward is 1 wi
 `V + a <u, d> + b sign(r - median)`, with V, a, d and the scale of r different for every question.
 
     python scripts/benchmarks/interval_coverage.py --tails light heavy --questions 12 60
+    python scripts/benchmarks/interval_coverage.py --spread 1.2 --intervals questions
     python scripts/benchmarks/interval_coverage.py --assumption2  # false refutations where it holds
     python scripts/benchmarks/interval_coverage.py --gradient  # ||grad J||^2, 2 to 200 dimensions
     python scripts/benchmarks/interval_coverage.py --accuracy --studies 2000
@@ -148,9 +149,11 @@ def studies(norm, questions, completions, interval, count, seed, **bed) -> Itera
         yield closed_form(drawn.pool(completions, rng), request, interval)
 
 
-def coverage(tail: str, questions: int, completions: int, interval: str, count: int) -> None:
+def coverage(
+    tail: str, questions: int, completions: int, interval: str, count: int, spread: float
+) -> None:
     """A row of the table: coverage of every quantity, bias of G*, and how often it warns."""
-    bed = {"link": -0.1, "spread": 0.3}
+    bed = {"link": -0.1, "spread": spread}
     norm, over = TAILS[tail], interval == "questions"
     size = POPULATION if over else questions
     exact = Bed(norm, size, rng=np.random.default_rng(7), **bed).truth(questions)
@@ -248,6 +251,7 @@ def main() -> None:
         "--intervals", nargs="+", choices=("completions", "questions"), default=["completions"]
     )
     parser.add_argument("--studies", type=int, default=300)
+    parser.add_argument("--spread", type=float, default=0.3, help="of log scales of questions")
     parser.add_argument("--assumption2", action="store_true")
     parser.add_argument("--gradient", action="store_true")
     parser.add_argument("--accuracy", action="store_true")
@@ -270,7 +274,8 @@ def main() -> None:
         for tail in options.tails:
             for completions in options.completions:
                 for questions in options.questions:
-                    coverage(tail, questions, completions, interval, options.studies)
+                    law = tail, questions, completions, interval
+                    coverage(*law, options.studies, options.spread)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Coin-like questions of known chances V (two right and two wrong answers each, shared parameters),
 pools of N, one study after another; every study tells how few completions its worst question had
-behind sigma or V (`fewest`), and whether the 95 % interval of the error against g/sigma or g/V held
-the enumerated truth. `LEAST_SUPPORT` of grpo_ustat/mse/replay.py is the smallest `fewest` from
+behind sigma or V (`fewest`), and whether the 95 % interval of the error against its limit held the
+enumerated truth. `LEAST_SUPPORT` of grpo_ustat/mse/replay.py is the smallest `fewest` from
 which coverage stays at .93 or more. The rows `own_mean` are the error against the rule's own mean
 at that G, which needs no such limit.
 
@@ -24,7 +24,12 @@ from grpo_ustat.mse import replay as study_replay
 from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import BaselineContext, ScorePool
 
-RULES = {"maxrl": {"epsilon": 1e-6}, "group_std": {"epsilon": 1e-4}}
+RULES = {
+    "maxrl": {"epsilon": 1e-6},
+    "group_std": {"epsilon": 1e-4},
+    "quantile": {"level": 0.4, "epsilon": 1e-4},
+    "pods": {"share": 0.5, "epsilon": 1e-4},
+}
 ONCE = [("all_questions_once", None)]
 FEWEST = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 7), (8, 11), (12, 10**6))
 
@@ -67,10 +72,10 @@ def true_errors(policy: TabularPolicy, name: str, size: int) -> dict[str, float]
         estimate = np.einsum("rg,rgd->rd", weights / size, policy.scores_PYD[x][groups])
         e.append(chance @ np.square(estimate).sum(axis=1))
         mu.append(chance @ estimate)
-    value, mu_PD, limit = policy.value_P[:, None], np.array(mu), BASELINES[name].target
-    divisor = value if limit == "g_over_v" else np.sqrt(value * (1 - value))
-    result = {}
-    for target, tau_PD in (("own_mean", mu_PD), (limit, policy.gradient_PD / divisor)):
+    mu_PD, limit, result = np.array(mu), BASELINES[name].target, {}
+    scale_P = study_replay.target_scale(limit, policy.moments(), RULES[name])
+    limit_PD = scale_P[:, None] * policy.gradient_PD
+    for target, tau_PD in (("own_mean", mu_PD), (limit, limit_PD)):
         mean, tau = mu_PD.mean(axis=0), tau_PD.mean(axis=0)
         p = np.square(mu_PD).sum(axis=1).mean()
         products = mean @ mean, mean @ tau, tau @ tau

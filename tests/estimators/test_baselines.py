@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
 import pytest
-from reference import BASELINE_OPTIONS, joint_mean, softmax_policy, true_gradient, zoo_advantages
+from reference import (
+    BASELINE_OPTIONS,
+    beta_weights,
+    joint_mean,
+    softmax_policy,
+    true_gradient,
+    zoo_advantages,
+)
+from scipy import stats
 
 from grpo_ustat.estimators.baselines import (
     BASELINES,
@@ -152,31 +161,110 @@ def test_the_published_shrinkage_worked_by_hand():
         np.testing.assert_allclose(found, expected, rtol=1e-14)
 
 
-def binary_mean(name, probability, group_size):
+def binary_mean(name, probability, group_size, **options):
     """Exact mean of the estimate for one logit and 0/1 rewards, a sum over success counts."""
     successes = np.arange(group_size + 1)
     rewards = (np.arange(group_size) < successes[:, None]).astype(float)
-    advantage = advantages(name, rewards, BaselineContext(), {"epsilon": 1e-12})
-    scores = rewards - probability
-    estimates = (advantage * scores).mean(axis=1)
-    weights = [
-        math.comb(group_size, k) * probability**k * (1 - probability) ** (group_size - k)
-        for k in successes
-    ]
-    return float(np.dot(weights, estimates))
+    advantage = advantages(name, rewards, BaselineContext(), options or {"epsilon": 1e-12})
+    estimates = (advantage * (rewards - probability)).mean(axis=1)
+    return float(stats.binom.pmf(successes, group_size, probability) @ estimates)
 
 
-TARGETS = {"g_over_sigma": lambda p: math.sqrt(p * (1 - p)), "g_over_v": lambda p: 1 - p}
+VALUES = np.array([0.25, 0.5])  # of two prompts with a logit each; right answers are longer
+LENGTHS = np.array([[2, 6], [1, 3]])  # of wrong and right ones
 
 
-@pytest.mark.parametrize("probability", [0.2, 0.5, 0.7])
-@pytest.mark.parametrize("name", ["group_std", "maxrl"])
-def test_normalised_rules_tend_to_their_target(name, probability):
-    """d/dlogit of 2 arcsin sqrt p is sqrt(p (1-p)), of log p it is 1 - p."""
-    target = TARGETS[BASELINES[name].target](probability)
-    gaps = [abs(binary_mean(name, probability, size) - target) for size in (2, 8, 32, 128)]
-    assert all(after < before for before, after in zip(gaps, gaps[1:], strict=False) if before)
-    assert gaps[-1] < 0.02 * target
+def mean_over_g(name, options, size):
+    """Exact mean of each prompt's estimate over its g, a sum over the prompts' success counts."""
+    counts, rule = np.arange(size + 1), BASELINES[name]
+    law_2K = [stats.binom.pmf(counts, size, value) for value in VALUES]
+    z_KG = (np.arange(size) < counts[:, None]).astype(float)
+    right_KG = z_KG.astype(int)
+    scores_2KG = z_KG - VALUES[:, None, None]
+    mean = np.zeros(2)
+    if rule.couples_prompts:
+        for pair in itertools.product(counts, repeat=2):
+            z, lengths = z_KG[list(pair)], [LENGTHS[x][right_KG[k]] for x, k in enumerate(pair)]
+            context = BaselineContext(
+                lengths_PG=np.array(lengths), history=np.zeros((2, 3)), tracker_P=VALUES / 2,
+                rewards_PGF=np.stack([z, 0 * z], axis=-1), reward_weights_F=np.ones(2),
+            )  # fmt: skip
+            estimate = (advantages(name, z, context, options) * (z - VALUES[:, None])).mean(axis=1)
+            mean += law_2K[0][pair[0]] * law_2K[1][pair[1]] * estimate
+    else:
+        for x in range(2):
+            context = BaselineContext(lengths_PG=LENGTHS[x][right_KG])
+            estimate = (advantages(name, z_KG, context, options) * scores_2KG[x]).mean(axis=1)
+            mean[x] = law_2K[x] @ estimate
+    return mean / (VALUES * (1 - VALUES))
+
+
+@pytest.mark.parametrize(
+    "name", [x for x, r in BASELINES.items() if not r.unbiased and x != "krpo"]
+)
+def test_the_mean_of_a_rule_goes_to_its_target(name):
+    """By enumeration at G = 32, 64 and 128 without the terms of order 1/G and 1/G^2; the limit of
+    krpo is its mean at every G, see below."""
+    options = BASELINE_OPTIONS.get(name, {})
+    options = options | {"pods": {"share": 0.75}, "quantile": {"level": 0.1}}.get(name, {})
+    means = [mean_over_g(name, options, size) for size in (32, 64, 128)]
+    limit = (8 * means[2] - 6 * means[1] + means[0]) / 3
+    sigma, epsilon, target = (
+        np.sqrt(VALUES * (1 - VALUES)), options.get("epsilon", 0), BASELINES[name].target
+    )  # fmt: skip
+    if target in ("multiple_of_g", "sum_g_over_sigma"):
+        ratio = sigma[1] / sigma[0] if target == "sum_g_over_sigma" else 1
+        assert limit[0] / limit[1] == pytest.approx(ratio, rel=2e-3)
+    else:
+        # a quarter is right: of the three quarters that pods keeps, a third; a half: a half
+        kept = np.sqrt([2 / 9, 1 / 4])
+        short = LENGTHS.astype(float) ** -options.get("power", 0)
+        weights = (1 - VALUES) * short[:, 1] + VALUES * short[:, 0]
+        all_of_them = (VALUES * short[:, 1] + (1 - VALUES) * short[:, 0]).mean()
+        expected = {
+            "expected_reward": 1,
+            "g_over_sigma": 1 / (sigma + epsilon),
+            "g_over_v": 1 / (VALUES + epsilon),
+            "kept_part": kept**2 / (kept + epsilon) / sigma**2,
+            "g_over_density": beta_weights(VALUES.tolist(), 1e6),
+            "weighted_by_length": weights / (sigma + epsilon) / all_of_them,
+        }[target]
+        np.testing.assert_allclose(limit, expected, rtol=6e-3)
+    assert (np.abs(limit - 1).max() < 6e-3) == (target == "expected_reward")
+
+
+def test_unbiased_rules_have_the_gradient_for_a_target():
+    assert {r.target for r in BASELINES.values() if r.unbiased} == {"expected_reward"}
+
+
+@pytest.mark.parametrize(
+    "name", ["group_std", "group_std_jackknife", "leave_one_out_std", "quantile"]
+)
+def test_graded_rewards_go_to_g_over_sigma_too(name):
+    """One prompt of three outcomes, every composition of a group, as above."""
+    p, z = np.array([0.2, 0.5, 0.3]), np.array([1.0, 0.4, 0.0])
+    scores_YD = np.eye(3) - p
+    gradient, sigma = p * (z - p @ z), np.sqrt(p @ (z - p @ z) ** 2)
+    options, means = BASELINE_OPTIONS[name], []
+    options = options | ({"level": 0.55} if name == "quantile" else {})
+    for size in (16, 32, 64):
+        counts_K3 = [(a, b, size - a - b) for a in range(size + 1) for b in range(size + 1 - a)]
+        outcomes_KG = np.array([np.repeat(np.arange(3), counts) for counts in counts_K3])
+        law_K = stats.multinomial.pmf(counts_K3, size, p)
+        weights_KG = advantages(name, z[outcomes_KG], BaselineContext(), options) / size
+        means.append(np.einsum("k,kg,kgd->d", law_K, weights_KG, scores_YD[outcomes_KG]))
+    limit = (8 * means[2] - 6 * means[1] + means[0]) / 3
+    np.testing.assert_allclose(limit, gradient / (sigma + options["epsilon"]), atol=3e-3)
+
+
+def test_a_quantile_that_stays_random_slows_the_rule_down():
+    """At V = 1 - K the gap to g/sigma halves where G is four times as large, elsewhere it falls
+    by four."""
+    options = {"level": 0.4, "epsilon": 0.0}
+    for value, share in ((0.6, 0.5), (0.3, 0.25)):
+        sigma = math.sqrt(value * (1 - value))
+        gaps = [sigma - binary_mean("quantile", value, size, **options) for size in (200, 800)]
+        assert gaps[1] / gaps[0] == pytest.approx(share, rel=0.05)
 
 
 @pytest.mark.parametrize("probability", [0.3, 0.5, 0.6])
@@ -191,6 +279,17 @@ def test_the_jackknife_takes_off_the_bias_of_order_one_over_g(probability):
     left = [abs(binary_mean("group_std_jackknife", probability, size) - target) for size in sizes]
     assert max(x / y for x, y in zip(left[1:], left, strict=False)) < 0.3
     assert left[0] < 0.1 * abs(plain[0]) / sizes[0]
+
+
+def test_the_jackknife_helps_where_most_groups_are_silent_too():
+    """By enumeration: bias in units of g at V = .05 and .02."""
+    table = {(0.05, 4): (-3.11, -2.13), (0.05, 16): (-1.42, -0.28), (0.02, 4): (-5.65, -4.64),
+             (0.02, 16): (-3.65, -2.04), (0.02, 32): (-2.45, -0.73)}  # fmt: skip
+    for (value, size), biases in table.items():
+        v = value * (1 - value)
+        for name, bias_over_g in zip(("group_std", "group_std_jackknife"), biases, strict=True):
+            found = binary_mean(name, value, size) / v - v**-0.5
+            assert found == pytest.approx(bias_over_g, abs=6e-3)
 
 
 def test_a_std_without_the_completion_explodes_near_silent_groups():
@@ -226,6 +325,7 @@ def test_the_quantile_rule_pushes_rare_successes_or_rare_failures(level):
 @pytest.mark.parametrize("group_size", [2, 3, 4])
 def test_the_kalman_filter_leaves_the_direction_exact(group_size, rng):
     """By enumeration: its mean is one factor, of G and the variances alone, times the gradient."""
+    assert BASELINES["krpo"].target == "multiple_of_g"
     options = {"process_variance": 1e-5, "measurement_variance": 1e-2, "epsilon": 1e-8}
     variance, factor = 1.0, 0.0
     for _ in range(group_size):
@@ -315,7 +415,7 @@ def test_equal_groups_among_others_stay_finite(name, rng):
     z = np.array([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     found = apply(name, z, rng.integers(1, 7, (4, 3)), side(rng, 4))
     assert np.isfinite(found).all()
-    if not BASELINES[name].couples_prompts or name in ("batch_std", "beta"):
+    if not BASELINES[name].couples_prompts or name in ("batch_std", "beta", "length_weighted"):
         np.testing.assert_allclose(found[[0, 2, 3]], 0, atol=1e-15)
 
 
@@ -342,11 +442,12 @@ def test_a_rule_reads_what_it_says_and_no_more(name, rng):
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_coupled_and_prompt_only_rules_are_so(name, rng):
-    """Another reward of prompt 0 moves other prompts, or the rest of the group, or neither."""
+    """Another reward and length of prompt 0 move other prompts, or the rest of the group, or
+    neither."""
     z, lengths, known = rng.random((4, 3)), rng.integers(1, 7, (4, 3)), side(rng, 4)
-    other = z.copy()
-    other[0, 0] = 1 - z[0, 0]
-    change = np.abs(apply(name, other, lengths, known) - apply(name, z, lengths, known))
+    other, longer = z.copy(), lengths.copy()
+    other[0, 0], longer[0, 0] = 1 - z[0, 0], lengths[0, 0] + 3
+    change = np.abs(apply(name, other, longer, known) - apply(name, z, lengths, known))
     assert (change[1:].max() > 1e-12) == BASELINES[name].couples_prompts
     assert (change[0, 1:].max() < 1e-12) == BASELINES[name].prompt_only
 

@@ -189,6 +189,14 @@ def zoo_advantages(name, rewards, lengths, context, options):
             for rows in zip(rewards, lengths, strict=True)
         ]
         return gdpo_rows(pairs, [1.0, 1.0], options["epsilon"])
+    if name == "length_weighted":
+        weights = [[n ** -options["power"] for n in row] for row in lengths]
+        whole = mean_of([w for row in weights for w in row])
+        rows = [standardised(row, options["epsilon"]) for row in rewards]
+        return [
+            [a * w / whole for a, w in zip(*pair, strict=True)]
+            for pair in zip(rows, weights, strict=True)
+        ]
     if name == "reinforce_pp":
         whole = mean_of([r for row in rewards for r in row])
         shifted = [[r - whole for r in row] for row in rewards]
@@ -248,9 +256,6 @@ def zoo_advantages(name, rewards, lengths, context, options):
                 level = options["level"]
                 reached = [x for x in row if sum(y <= x for y in row) / len(row) >= level - 1e-12]
                 a = (r - min(reached)) / (math.sqrt(variance_of(row)) + options["epsilon"])
-            elif name == "length_weighted":
-                weights = [n ** -options["power"] for n in lengths[p]]
-                a = standardised(row, options["epsilon"])[i] * weights[i] / mean_of(weights)
             elif name == "maxrl":
                 a = (r - centre) / (centre + options["epsilon"])
             elif name == "batch_std":

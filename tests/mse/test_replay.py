@@ -96,15 +96,24 @@ def apart_truth(policy, name, size, target):
     if target == "own_mean":
         p, mean = np.square(mu).sum(axis=1).mean(), np.mean(mu, axis=0)
         return (np.mean(e), p, p, p, *[mean @ mean] * 3)
+    v, epsilon = moments.value, BASELINE_OPTIONS.get(name, {}).get("epsilon", 0)
     scale = {
-        "expected_reward": np.ones_like(moments.value),
-        "g_over_sigma": moments.var_z**-0.5,
-        "g_over_v": 1 / moments.value,
+        "expected_reward": np.ones_like(v),
+        "g_over_sigma": 1 / (moments.var_z**0.5 + epsilon),
+        "g_over_v": 1 / (v + epsilon),
+        "kept_part": kept_part_scale(v, epsilon),
     }[target]
     mu, tau = np.array(mu), scale[:, None] * gradient_PD
     inner = [np.mean((a * b).sum(axis=1)) for a, b in ((mu, mu), (mu, tau), (tau, tau))]
     mu, tau = mu.mean(axis=0), tau.mean(axis=0)
     return (np.mean(e), *inner, mu @ mu, mu @ tau, tau @ tau)
+
+
+def kept_part_scale(value_P, epsilon):
+    """Of pods that keeps six of ten completions; the share of right ones among the six."""
+    kept = np.array([min(max(0.5, (v - 0.4) / 0.6), v / 0.6) for v in value_P])
+    spread = (kept * (1 - kept)) ** 0.5
+    return spread**2 / (spread + epsilon) / (value_P * (1 - value_P))
 
 
 def coupled_truth(policy, name, size, batch, target):
@@ -194,8 +203,10 @@ def test_rules_apart_meet_enumeration():
     of_three = [name for name in APART if name not in of_two]
     found = replays(of_two, [2, 3], pool_size=12, pools=80, draws=60)
     found |= replays(of_three, [3], pool_size=12, pools=80, draws=60)
-    # four rules have a mean of their own, two of them in groups of three alone
-    rows = (2 * (len(of_two) + 2) + len(of_three) + 2) * len(SETTINGS)
+    own_mean = [name for name in APART if BASELINES[name].target != "expected_reward"]
+    assert {"group_std", "quantile", "pods", "krpo", "leave_one_out_std"} < {*own_mean}
+    rows = [name for name in [*APART, *own_mean] for _ in range(1 if name in of_three else 2)]
+    rows = len(rows) * len(SETTINGS)
     assert len([key for key in found if key[2] not in LIMITS]) == rows
     assert failures(found) == []
 
@@ -222,6 +233,8 @@ def test_the_gradient_of_the_same_pool_would_be_noticed(monkeypatch):
     "name, target, allowance",
     [("group_std", "g_over_sigma", 0.06),
      pytest.param("optimal", "expected_reward", 0.03, marks=pytest.mark.slow),
+     pytest.param("leave_one_out_std", "g_over_sigma", 0.06, marks=pytest.mark.slow),
+     pytest.param("quantile", "g_over_sigma", 0.06, marks=pytest.mark.slow),
      pytest.param("maxrl", "g_over_v", 0.06, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_plug_ins_are_off_by_a_little(name, target, allowance):
@@ -229,9 +242,10 @@ def test_plug_ins_are_off_by_a_little(name, target, allowance):
 
     A bias in the target's squared norm moves mse and bias2 alike, so it is measured by the mse.
     """
-    found = replays([name], [2, 3], pool_size=60, pools=60, draws=60)
+    sizes = [2, 3] if BASELINES[name].min_group_size < 3 else [3]
+    found = replays([name], sizes, pool_size=60, pools=60, draws=60)
     chosen = {key: values for key, values in found.items() if key[2] == target}
-    assert len(chosen) == 2 * len(SETTINGS)
+    assert len(chosen) == len(sizes) * len(SETTINGS)
     for key, values in chosen.items():
         exact = np.array(truth(*key))
         error = values.std(axis=0, ddof=1) / len(values) ** 0.5
@@ -246,6 +260,24 @@ def coins(value_P, seed=0):
     logits = np.log(value_P / (1 - value_P))
     features[:, 0, 3] = features[:, 1, 3] + logits - (features[:, 0] - features[:, 1])[:, :3].sum(1)
     return TabularPolicy(features, np.ones(4), np.tile([1.0, 0.0], (len(value_P), 1)))
+
+
+def test_a_kept_part_is_judged_against_its_limit(monkeypatch):
+    """pods at 0/1 rewards with V on both sides of its two bends and on one; N = 60, G = 5."""
+    monkeypatch.setitem(globals(), "LENGTHS", np.ones(2, dtype=int))
+    policy, once = coins(np.array([0.22, 0.4, 0.5, 0.7, 0.78])), [("all_questions_once", None)]
+    exact, over_sigma = (
+        decompose(*once[0], 5, *_inner(apart_truth(policy, "pods", 5, target)))[0]
+        for target in ("kept_part", "g_over_sigma")
+    )
+    assert abs(over_sigma - exact) > 0.1 * exact  # another limit would be noticed
+    rng, found = np.random.default_rng(4), []
+    for study in range(40):
+        rows = run(pool_of(policy, 60, rng), ["pods"], (5,), once, draws=60, seed=study)
+        assert [row.target for row in rows] == ["expected_reward", "own_mean", "kept_part"]
+        found.append(rows[2].mse.estimate)
+    error = np.std(found, ddof=1) / len(found) ** 0.5
+    assert abs(np.mean(found) - exact) < 3.5 * error + 0.03 * exact
 
 
 def test_rare_rewards_are_judged_against_the_mean_at_this_g(monkeypatch):
@@ -302,6 +334,10 @@ def test_targets_that_a_pool_cannot_show_are_refused_in_words():
             f"{few} of 3 questions have fewer than" in reason and f"fewest {fewest} of 32" in reason
         )
         assert limit_refusal(rewards[:1], name) is None
+    for name, read in (("krpo", "against g"), ("gdpo", "against its own mean at this G")):
+        assert limit_refusal(rewards[:1], name).endswith(f"is defined; read its cosine {read}")
+    assert limit_refusal(rewards[:1], "pods") is None
+    assert "other rewards than 0 and 1" in limit_refusal(rewards[:1] * 0.5, "pods")
     assert "effective completions behind sigma" in limit_refusal(rewards * 0.5, "group_std")
     assert own_mean_refusal("maxrl", [4, 8, 16], 32).startswith(
         "maxrl against its own mean at G = 16: two disjoint groups and one more need 33 "

@@ -52,6 +52,23 @@ def test_turns_are_what_transformers_writes():
     assert shown.text == expected
 
 
+@pytest.mark.parametrize("template", [toys.CHATML, None])
+def test_a_question_of_ones_own_is_passed_on_as_it_stands(template, tmp_path):
+    """`prompt=as_is`: in the chat format of a model that has one, else as text, beginning once."""
+    path = toys.folder(tmp_path / "m", template)
+    config = compose("mse", "model=hub", f"model.model_name_or_path={path}", "prompt=as_is")
+    policy, (prompt, *_) = configured_policy(config), configured_task(config).prompts("study")
+    if template is None:
+        assert prompt.text == prompt.question
+    else:
+        turns = [{"role": "user", "content": prompt.question}]
+        assert prompt.text == policy.tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True
+        )
+    (ids,) = policy.encode([prompt.text])
+    assert ids.count(0) == 1 and ids[0] == 0
+
+
 @pytest.mark.parametrize("chat", [True, False])
 def test_no_prompt_has_two_beginnings_or_none(chat, tmp_path):
     """The chat format writes `<s>`, the tokenizer would put another before it."""

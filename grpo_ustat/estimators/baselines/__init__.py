@@ -15,6 +15,7 @@ from grpo_ustat.estimators.baselines.batch import (
     beta,
     james_stein,
     jspo,
+    length_weighted,
     reinforce_pp,
     reinforce_pp_baseline,
 )
@@ -25,7 +26,6 @@ from grpo_ustat.estimators.baselines.group import (
     krpo,
     leave_one_out,
     leave_one_out_std,
-    length_weighted,
     maxrl,
     opo,
     opo_self,

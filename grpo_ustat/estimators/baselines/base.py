@@ -30,13 +30,26 @@ class Baseline:
         options: names of its options, of which the rule takes all but `of_memory`.
         of_memory: those of its options that belong to the memory behind the rule, see
             `train.baseline_state`.
-        target: where its mean goes as groups grow: `expected_reward` for g, `g_over_sigma` for
-            g / sigma (for 0/1 rewards the gradient of E[2 arcsin sqrt V]), `g_over_v` for g / V
-            (the gradient of E[log V]), `sum_g_over_sigma` for sum_f w_f g_f / sigma_f over reward
-            functions, but for a number of the batch.
-        couples_prompts: whether a prompt's advantages depend on other prompts' rewards.
+        target: where its mean goes as groups grow, see below.
+        couples_prompts: whether a prompt's advantages depend on other prompts' rewards or lengths.
         prompt_only: whether `A_i = r_i - b(x)` with b independent of the group.
         min_prompts: the fewest prompts it is defined for.
+
+    A prompt's mean goes to, with epsilon the rule's option:
+
+        expected_reward      g
+        g_over_sigma         g / (sigma + epsilon); for 0/1 rewards and a small epsilon the gradient
+                             of E[2 arcsin sqrt V]
+        g_over_v             g / (V + epsilon); for a small epsilon the gradient of E[log V]
+        kept_part            0/1 rewards: g / (V (1-V)) sigma_m^2 / (sigma_m + epsilon), sigma_m
+                             the std of the part of the group that is kept
+
+    and but for one number of the rule or of the batch, the same for all prompts, to
+
+        multiple_of_g        g
+        g_over_density       g / f(V), f a density fitted to the batch
+        weighted_by_length   E[L^-power (z - V) s] / (sigma + epsilon)
+        sum_g_over_sigma     sum_f w_f g_f / (sigma_f + epsilon) over reward functions
     """
 
     name: str

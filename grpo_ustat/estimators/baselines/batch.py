@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from grpo_ustat.estimators.baselines.base import centre, quotient, require
+from grpo_ustat.estimators.baselines.group import group_std
 from grpo_ustat.records import Array, BaselineContext, Integers
 
 NO_SPREAD = 1e-12  # variance of group means in [0, 1] below which no Beta distribution is fitted
@@ -63,6 +64,29 @@ def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
     deviation_PG = values_PG - (lengths_PG * values_PG).sum() / tokens
     variance = (lengths_PG * deviation_PG**2).sum() / max(tokens - 1, 1)
     return quotient(deviation_PG, math.sqrt(variance + epsilon))
+
+
+def length_weighted(
+    rewards_PG: Array, context: BaselineContext, *, power: float, epsilon: float
+) -> Array:
+    """VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558): `group_std` times L_i^-power weights.
+
+    The weights are over their mean in the whole batch, `w_i = L_i^-power / mean of L^-power`, as in
+    its authors' code (Delta-L-Normalization), so that prompts of short completions count more. With
+    power 1 they give the least variance where that of a completion's gradient is proportional to
+    its length L and its mean is not: then the weighted mean is unbiased too. Neither holds in
+    general: the weights go with the score, so the mean is biased beside what `group_std` is. With
+    large groups it goes to `E[L^-power (z - V) s] / (sigma + epsilon)` over the batch's mean of
+    L^-power: to that of `group_std` at equal lengths, and elsewhere to no multiple of g.
+
+    >>> context = BaselineContext(lengths_PG=np.array([[1, 1], [2, 4]]))  # 1/L: mean 11/16
+    >>> z = np.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> length_weighted(z, context, power=1.0, epsilon=0.0).round(4).tolist()
+    [[1.0285, -1.0285], [0.0, 0.0]]
+    """
+    lengths_PG = require(context.lengths_PG, "lengths_PG", "length_weighted")
+    weight_PG = np.asarray(lengths_PG, dtype=np.float64) ** -power
+    return weight_PG / weight_PG.mean() * group_std(rewards_PG, context, epsilon=epsilon)
 
 
 def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:

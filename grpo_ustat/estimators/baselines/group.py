@@ -102,9 +102,12 @@ def quantile(rewards_PG: Array, context: BaselineContext, *, level: float, epsil
 
     Q_K is the smallest reward with at least a share K = `level` of the group at or below it. For
     0/1 rewards it is 0 where at most 1 - K are right, which then alone get an advantage, and 1
-    elsewhere, where the wrong ones alone do. Biased: Q_K holds the completion's own reward. The
-    paper names neither the divisor of the std (here G-1, as in `group_std`) nor, of rewards between
-    0 and 1, the quantile's kind; both are ours, its authors' code was not at hand.
+    elsewhere, where the wrong ones alone do. Biased: Q_K holds the completion's own reward. With
+    large groups its mean goes to g/(sigma + epsilon) as that of `group_std`, whatever K and the
+    rewards: what is subtracted is bounded, and the mean score that it multiplies goes to 0 (like
+    1/sqrt(G) where V = 1 - K, so that Q_K stays random; else like 1/G). The paper names neither the
+    divisor of the std (here G-1, as in `group_std`) nor, of rewards between 0 and 1, the quantile's
+    kind; both are ours, its authors' code was not at hand.
 
     >>> z = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
     >>> quantile(z, BaselineContext(), level=0.4, epsilon=0.5).tolist()
@@ -124,7 +127,13 @@ def pods(rewards_PG: Array, context: BaselineContext, *, share: float, epsilon: 
     are kept, always some of the largest and the rest of the smallest; the others get no gradient.
     Advantages are normalised within the part, and averaged over it: G/m times their share of G. Of
     equal rewards the first ones are kept, of equal variances the part with the fewest large
-    rewards. Biased: which completions are kept depends on their rewards.
+    rewards. Biased: which completions are kept depends on their rewards. For 0/1 rewards and large
+    groups a share rho of the part is right, 1/2 where both kinds fill half of it, else V/share or
+    1 - (1-V)/share, and as E[s | right] = g/V and E[s | wrong] = -g/(1-V) its mean goes to
+
+        g sqrt(rho (1-rho)) / (V (1-V))     g / (2 V (1-V)) at rho = 1/2, g / sigma at share = 1
+
+    for epsilon = 0. With other rewards it goes to no multiple of g.
 
     >>> z = np.array([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     >>> (pods(z, BaselineContext(), share=0.5, epsilon=0.0) / 2).round(3).tolist()  # G/m = 2
@@ -149,28 +158,6 @@ def pods(rewards_PG: Array, context: BaselineContext, *, share: float, epsilon: 
     scaled_PM = group_std(inside_PM, context, epsilon=epsilon) * size / kept
     np.put_along_axis(result, part_PM, scaled_PM, axis=1)
     return result
-
-
-def length_weighted(
-    rewards_PG: Array, context: BaselineContext, *, power: float, epsilon: float
-) -> Array:
-    """VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558): `group_std` times L_i^-power weights.
-
-    The weights of a group add up to G: `w_i = G L_i^-power / sum_j L_j^-power`. With power 1 they
-    give the least variance where that of a completion's gradient is proportional to its length L
-    and its mean is not: then the weighted mean is unbiased too. Neither holds in general: the
-    weights go with the score, so the mean is biased beside what `group_std` is. The paper's formula
-    was read in descriptions of it, not in its authors' code; there sums may run over the batch.
-
-    >>> context = BaselineContext(lengths_PG=np.array([[1, 3]]))
-    >>> z = np.array([[1.0, 0.0]])
-    >>> length_weighted(z, context, power=1.0, epsilon=0.0).round(4).tolist()
-    [[1.0607, -0.3536]]
-    """
-    lengths_PG = require(context.lengths_PG, "lengths_PG", "length_weighted")
-    weight_PG = np.asarray(lengths_PG, dtype=np.float64) ** -power
-    weight_PG *= rewards_PG.shape[1] / weight_PG.sum(axis=1, keepdims=True)
-    return weight_PG * group_std(rewards_PG, context, epsilon=epsilon)
 
 
 def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
@@ -243,8 +230,9 @@ def krpo(
     less the x of the earlier completions alone, and K and P hold no reward. So with
     `c_i = (1 - K_i) / (sqrt(P_i) + epsilon)` the mean is g times mean_i c_i, for every prompt
     alike: for the authors' Q = 1e-5 and R = 1e-2 this is 14.9 at G = 8. Biased by that factor
-    alone, which grows with G. The first completion hardly counts (c_1 = 0.1, c_8 = 24.5) and each
-    is compared with the earlier ones alone, so its error is larger than that of `leave_one_out`.
+    alone, which grows with G, here to 54.9. The first completion hardly counts (c_1 = 0.1,
+    c_8 = 24.5) and each is compared with the earlier ones alone, so its error is larger than that
+    of `leave_one_out`.
 
     >>> options = {"process_variance": 0.0, "measurement_variance": 1.0, "epsilon": 0.0}
     >>> krpo(np.array([[1.0, 0.0]]), BaselineContext(), **options).round(4).tolist()

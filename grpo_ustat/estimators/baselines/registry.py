@@ -67,14 +67,17 @@ BASELINES = _Rules(
         ),
         Baseline("opo", group.opo, unbiased=True, min_group_size=2, needs=_LENGTHS),
         Baseline("opo_self", group.opo_self, unbiased=False, min_group_size=2, needs=_LENGTHS),
-        _batch_rule("batch_std", batch.batch_std, min_group_size=2, options=_EPSILON),
         _batch_rule(
-            "reinforce_pp", batch.reinforce_pp, min_group_size=1, needs=_LENGTHS,
+            "batch_std", batch.batch_std, min_group_size=2, target="multiple_of_g",
             options=_EPSILON,
         ),
         _batch_rule(
-            "reinforce_pp_baseline", batch.reinforce_pp_baseline, min_group_size=2,
+            "reinforce_pp", batch.reinforce_pp, min_group_size=1, target="multiple_of_g",
             needs=_LENGTHS, options=_EPSILON,
+        ),
+        _batch_rule(
+            "reinforce_pp_baseline", batch.reinforce_pp_baseline, min_group_size=2,
+            target="multiple_of_g", needs=_LENGTHS, options=_EPSILON,
         ),
         Baseline(
             "james_stein", batch.james_stein, unbiased=True, couples_prompts=True,
@@ -85,11 +88,12 @@ BASELINES = _Rules(
             min_group_size=2, min_prompts=3, options=_EPSILON,
         ),
         _batch_rule(
-            "beta", batch.beta, min_group_size=2,
+            "beta", batch.beta, min_group_size=2, target="g_over_density",
             options=("minimum", "maximum", "ceiling"),
         ),
         _batch_rule(
-            "spo", stateful.spo, min_group_size=1, needs=frozenset({"tracker_P"}),
+            "spo", stateful.spo, min_group_size=1, target="multiple_of_g",
+            needs=frozenset({"tracker_P"}),
             options=("epsilon", "rho_min", "rho_max", "half_distance"),
             of_memory=("rho_min", "rho_max", "half_distance"),
         ),
@@ -102,21 +106,23 @@ BASELINES = _Rules(
             target="g_over_sigma", options=_EPSILON,
         ),
         Baseline(
-            "quantile", group.quantile, unbiased=False, min_group_size=2,
+            "quantile", group.quantile, unbiased=False, min_group_size=2, target="g_over_sigma",
             options=("level", "epsilon"),
         ),
         Baseline(
-            "pods", group.pods, unbiased=False, min_group_size=2, options=("share", "epsilon"),
-        ),
-        Baseline(
-            "length_weighted", group.length_weighted, unbiased=False, min_group_size=2,
-            needs=_LENGTHS, options=("power", "epsilon"),
+            "pods", group.pods, unbiased=False, min_group_size=2, target="kept_part",
+            options=("share", "epsilon"),
         ),
         _batch_rule(
-            "ebpo", stateful.ebpo, min_group_size=2, needs=frozenset({"history"}), options=_EPSILON,
+            "length_weighted", batch.length_weighted, min_group_size=2,
+            target="weighted_by_length", needs=_LENGTHS, options=("power", "epsilon"),
+        ),
+        _batch_rule(
+            "ebpo", stateful.ebpo, min_group_size=2, target="multiple_of_g",
+            needs=frozenset({"history"}), options=_EPSILON,
         ),
         Baseline(
-            "krpo", group.krpo, unbiased=False, min_group_size=2,
+            "krpo", group.krpo, unbiased=False, min_group_size=2, target="multiple_of_g",
             options=("process_variance", "measurement_variance", "epsilon"),
         ),
         _batch_rule(
