@@ -20,7 +20,7 @@ from grpo_ustat.mse.closed_form import ClosedForm, closed_form
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
 from grpo_ustat.mse.pool import ModelFacts, build_part, build_pool, greedy_rewards, model_facts
-from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample
+from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, reuse_pool
 from grpo_ustat.mse.replay import (
     TARGET_WORDS,
     limit_refusal,
@@ -147,6 +147,10 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
             prompts, left_out = _prompts(config)
         facts = _facts(config, prompts)
         pool_folder = Path(config.pool) if config.pool else folder / "pool"
+        if not config.pool:
+            size = config.budget.pool_completions
+            if line := main_only(reuse_pool, config, pool_folder, prompts, size):
+                Console(quiet=not is_main()).print(line, soft_wrap=True)
         pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
     if config.study.metric == "adam":
         pool, extra_cost = adam_pool(config, prompts, pool, pool_folder, folder / "pool_adam")

@@ -83,9 +83,9 @@ def test_with_a_prompt_cost_the_set_is_where_the_slope_may_be_0(rng):
 
 
 def test_widening_is_a_larger_critical_value_by_hand(rng):
-    """16 prompts of 16: t is 2.1314, and 16/64 + 880/1024 are added; 1 where there are many."""
-    assert widening(16, 16) == pytest.approx((2.13145 + 0.25 + 0.859375) / 2.13145, rel=1e-5)
-    assert widening(500, 32) == pytest.approx(1.0057, abs=1e-4)
+    """16 prompts of 16: t is 2.1314, and 16/64 + 3500/4096 are added; 1 where there are many."""
+    assert widening(16, 16) == pytest.approx((2.13145 + 0.25 + 0.854492) / 2.13145, rel=1e-5)
+    assert widening(500, 32) == pytest.approx(1.0042, abs=1e-4)
     whole, deleted, units = sample(rng, 0.5)
     factor = widening(20, 8)
     wide = group_size_interval(whole, deleted, factor)
