@@ -35,6 +35,7 @@ from grpo_ustat.mse.result import (
 )
 from grpo_ustat.mse.rule_sizes import rule_sizes
 from grpo_ustat.mse.sampler import sampler_text
+from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
 from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
 from grpo_ustat.progress import waiting
 from grpo_ustat.records import Prompt, ScorePool
@@ -161,7 +162,9 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         pool_folder = Path(config.pool) if config.pool else folder / "pool"
         pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
     if config.study.metric == "adam":
-        pool, extra_cost = adam_pool(config, prompts, pool, pool_folder, folder / "pool_adam")
+        pool, extra_cost, moved = adam_pool(
+            config, prompts, pool, pool_folder, folder / "pool_adam"
+        )
         pool_cost += extra_cost
         request = closed_form_request(config, pool, facts, pool_cost)
         statistics = closed_form(pool, request, config.study.interval)
@@ -177,6 +180,13 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         curves_by_rule, replicate_cost = monte_carlo(config, prompts)
         curves += monte_carlo_rows(config, curves_by_rule, statistics, len(prompts))
     result = study_result(config, pool, statistics, curves, facts, pool_cost, replicate_cost)
+    if config.study.metric == "adam":
+        best = statistics["gstar"]
+        result["metric"] |= {
+            "shift": moved if math.isfinite(moved) else None,
+            "uncertain": is_uncertain(moved, best),
+        }
+        result["summary"] += uncertain_text(moved, best)
     if sizes:
         result["scaling"]["rules"] = sizes
     request = closed_form_request(config, pool, facts, pool_cost)
