@@ -41,6 +41,7 @@ from grpo_ustat.mse.result import (
 )
 from grpo_ustat.mse.rule_sizes import rule_sizes
 from grpo_ustat.mse.sampler import sampler_text
+from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
 from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
 from grpo_ustat.progress import waiting
 from grpo_ustat.records import Prompt, ScorePool
@@ -153,7 +154,9 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
                 Console(quiet=not is_main()).print(line, soft_wrap=True)
         pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
     if config.study.metric == "adam":
-        pool, extra_cost = adam_pool(config, prompts, pool, pool_folder, folder / "pool_adam")
+        pool, extra_cost, moved = adam_pool(
+            config, prompts, pool, pool_folder, folder / "pool_adam"
+        )
         pool_cost += extra_cost
         request = closed_form_request(config, pool, facts, pool_cost)
         statistics = closed_form(pool, request, config.study.interval)
@@ -173,6 +176,13 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     result = study_result(
         config, pool, statistics, population, curves, facts, pool_cost, replicate_cost
     )
+    if config.study.metric == "adam":
+        best = population["gstar"]
+        result["metric"] |= {
+            "shift": moved if math.isfinite(moved) else None,
+            "uncertain": is_uncertain(moved, best),
+        }
+        result["summary"] += uncertain_text(moved, best)
     if sizes:
         result["scaling"]["rules"] = sizes
     result |= reward_functions(config, pool, population, request)
