@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from grpo_ustat.report.decision import group_size_costs, percent, scaling_estimate_of
 from grpo_ustat.report.figures import (
     FONTS,
-    MOST_PANELS,
     STYLE,
     baseline_style,
     log_sizes,
     note,
+    panels_wide,
     plt,
     save,
 )
@@ -185,9 +185,9 @@ def _panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
     for run in studies:
         by_dataset.setdefault(run.dataset, []).append(run)
     return [
-        runs[first : first + MOST_PANELS]
+        runs[first : first + panels_wide(len(runs))]
         for runs in by_dataset.values()
-        for first in range(0, len(runs), MOST_PANELS)
+        for first in range(0, len(runs), panels_wide(len(runs)))
     ]
 
 
@@ -340,8 +340,9 @@ def _band(curve: Sequence[dict[str, Any]], low: str, high: str) -> tuple[list[fl
 
 def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
     """One study's extra error at a fixed number of rollouts, in percent of the error at the best
-    group size that divides them: a curve over all sizes with simultaneous bands, dots with their
-    costs at the sizes that divide, a dashed line and a grey band at G*.
+    group size that divides them: a curve over all sizes with simultaneous bands, dots at the sizes
+    that divide. Where G* has an interval with two ends the dots say their costs, a dashed line and
+    a grey band stand at G*; else a dotted line stands at what it is at least.
     """
     costs, estimate = group_size_costs(scaling), scaling_estimate_of(scaling)
     colour = STYLE["leave_one_out"][0]
@@ -356,11 +357,14 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
         axes.text(0.5, 0.5, "not enough data for a best G", transform=axes.transAxes, ha="center")
         axes.set_xlabel("group size G")
         return
-    end = max(low, *costs.extra) if high is None else high
-    axes.axvspan(low, end, color="#999999", alpha=0.3, linewidth=0)
-    if best is not None:
-        axes.axvline(best, color="black", linestyle="--", linewidth=1)
-    axes.set_xlabel(f"group size G;  dots: divides n = {costs.rollouts}\ndashed: G* = {size_text}")
+    dots = f"group size G;  dots: divides n = {costs.rollouts}"
+    if high is None:
+        axes.axvline(low, color="black", linestyle=":", linewidth=1)
+        axes.set_xlabel(f"{dots}\ndotted: G* is {size_text}")
+    else:
+        axes.axvspan(low, high, color="#999999", alpha=0.3, linewidth=0)
+        axes.axvline(best, ymin=0.12, color="black", linestyle="--", linewidth=1)
+        axes.set_xlabel(f"{dots}\ndashed: G* = {size_text}")
     grid = np.geomspace(2, max(costs.extra), 200)
     curve = [estimate.extra_error(size, costs.best) for size in grid]
     heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
@@ -372,11 +376,12 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
             continue
         is_best = size == costs.best
         axes.plot(size, 100 * extra.estimate, "o", color=colour, markersize=6)
+        if high is None:  # a cost against a best size that is not known
+            continue
         axes.annotate(
             f"G = {size}" if is_best else percent(extra.estimate),
-            (size, 100 * extra.estimate), (0, -14) if is_best else (-4, 5) if size > costs.best
-            else (4, 5), textcoords="offset points", fontsize=9,
-            ha="center" if is_best else "right" if size > costs.best else "left",
+            (size, 100 * extra.estimate), (0, -14) if is_best else (6, -10) if size > costs.best
+            else (4, 5), textcoords="offset points", fontsize=9, ha="center" if is_best else "left",
             fontweight="bold" if is_best else "normal",
-            bbox=dict(facecolor="white", alpha=0.7, linewidth=0, pad=0), zorder=5,
+            bbox=dict(facecolor="white", alpha=0.9, linewidth=0, pad=0.5), zorder=5,
         )  # fmt: skip
