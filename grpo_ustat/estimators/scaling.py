@@ -209,7 +209,7 @@ class ScalingEstimate(NamedTuple):
 
         It has them where C1 and C3 are above 0 by the critical value of `widening`. Standard errors
         fall as the square root of the number of prompts. The lower end is where that would happen
-        in half of the studies if C1 and C3 were larger by 1.28 of their standard errors; the upper
+        in half of the studies if C1 and C3 were larger by 2 of their standard errors; the upper
         one where it would in 95 % if they were smaller by .4 of the critical value, which is not
         known where they may then be 0. Of follow-up studies with the upper number .9 or more were
         decided wherever one pilot study in 100 or more says one (`scripts/benchmarks/decisions.py`,
@@ -228,7 +228,7 @@ class ScalingEstimate(NamedTuple):
         factor = widening(prompts, completions)
         errors_2 = np.sqrt(np.diagonal(self.covariance_33)[[0, 2]]) / factor
         constants_2 = self.constants_3[[0, 2]]
-        optimistic_2 = np.maximum(constants_2, 0) + 1.28 * errors_2
+        optimistic_2 = np.maximum(constants_2, 0) + 2.0 * errors_2
         pessimistic_2 = constants_2 - 0.4 * factor * _student(prompts - 1) * errors_2
 
         def needed(ratio: float, margin: float) -> float:
