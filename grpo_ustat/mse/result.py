@@ -153,7 +153,7 @@ def study_result(
         "policy": _policy(config, pool, pool_cost),
         "questions": len(pool.rewards_PN),
         "pool_completions": pool.rewards_PN.shape[1],
-        "summary": verdict(statistics, population, config.baselines, pool.rewards_PN)
+        "summary": verdict(statistics, population, pool.rewards_PN)
         + metric_text(config)
         + tf32_text(config)
         + heavy_warning(statistics, population)

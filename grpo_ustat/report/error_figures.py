@@ -21,17 +21,13 @@ from grpo_ustat.report.figures import (
     plt,
     save,
 )
-from grpo_ustat.report.gradient_error import missing_numbers
+from grpo_ustat.report.gradient_error import INTERVAL_WORDS, missing_numbers
 from grpo_ustat.report.tables import best_size
 from grpo_ustat.runs.record import RunRecord
 
 LINES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
 OWN_MEAN_DASHES = (0, (4, 2))
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
-BANDS = {  # whether a study has paired ratios
-    False: "Bands: 95 % intervals.",
-    True: "Bands: 95 % intervals; those of ratios are paired.",
-}
 EXTRA_ERROR = "extra error at the same rollouts, %"
 TOP_PERCENT = 105  # of the axis of extra errors: twice the error and a bit
 
@@ -70,9 +66,16 @@ def mse_figure(folder: Path, result: dict[str, Any]) -> None:
         else:
             panels[0, 0].legend(frameon=False, fontsize=9)
         figure.suptitle(_study_title(result), fontsize=9, x=0.02, ha="left")
-        bands = BANDS[bool(result.get("ratio_to_oracle"))]
+        bands = bands_text([result])
         note(figure, [bands, *missing_numbers(result)], size[0])
         save(figure, folder, "figure")
+
+
+def bands_text(results: Sequence[dict[str, Any]]) -> str:
+    """What the bands of errors and ratios are."""
+    words = dict.fromkeys(INTERVAL_WORDS[one["curves"][0]["interval"]] for one in results)
+    paired = any(one.get("ratio_to_oracle") for one in results)
+    return f"Bands: 95 % intervals, {' or '.join(words)}{'; those of ratios are paired' * paired}."
 
 
 def scaling_figure(folder: Path, result: dict[str, Any]) -> None:
@@ -81,7 +84,8 @@ def scaling_figure(folder: Path, result: dict[str, Any]) -> None:
         figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
         scaling_panel(axes, result["scaling"])
         axes.set_ylabel(EXTRA_ERROR)
-        axes.set_title(_study_title(result), fontsize=9, loc="left")
+        title = f"{_study_title(result)}, bands: 95 % for new questions"
+        axes.set_title(title, fontsize=9, loc="left")
         save(figure, folder, "scaling")
 
 
@@ -90,7 +94,7 @@ def _study_title(result: dict[str, Any]) -> str:
     relation = "all rewards of a question equal" if corr is None else f"corr(q, Z) = {corr:.2f}"
     return (
         f"{policy['name']}: accuracy {policy['accuracy']:.2f}, {relation}\n"
-        f"{result['questions']} questions x {result['pool_completions']} completions, bands: 95 %"
+        f"{result['questions']} questions x {result['pool_completions']} completions"
     )
 
 

@@ -95,7 +95,7 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
          "Not enough data for a best G: more prompts are needed, how many cannot be said yet (now "
          "100)."),
         ({"gstar_high": None, "gstar_low": None, "covariance": np.diag([9.0, 1, 1]).tolist()},
-         "Not enough data for a best G: at least 79 more prompts are needed (now 100)."),
+         "Not enough data for a best G: at least 6 more prompts are needed (now 100)."),
     ],
 )  # fmt: skip
 def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):
