@@ -111,7 +111,8 @@ def main() -> None:
                         if values_3S.ndim < 2 or values_3S.shape[1] < 4:
                             verdicts["fewer than 4 steps"] += 1
                             continue
-                        verdicts[group_size_advice(scaling_of_steps(values_3S), size, n)[0]] += 1
+                        scaling = scaling_of_steps(values_3S, n // size, size)
+                        verdicts[group_size_advice(scaling, size, n)[0]] += 1
                     shares = ", ".join(
                         f"{name} {100 * count / options.runs:.1f} %"
                         for name, count in verdicts.most_common()

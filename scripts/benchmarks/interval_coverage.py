@@ -161,19 +161,22 @@ def coverage(
     given = dict.fromkeys(exact, 0)
     for result in studies(norm, questions, completions, interval, count, 1, **bed):
         warned += result.tails.heavy
-        unbounded += math.isinf(result["gstar"].high)
-        best.append(result["gstar"].estimate)
+        if over:  # given the questions nothing is said of training
+            unbounded += math.isinf(result["gstar"].high)
+            best.append(result["gstar"].estimate)
         for name, value in exact.items():
+            if not over and name.startswith(("gstar", "noise", "prompt_share")):
+                continue
             key = name
             if name.startswith("mse "):
                 key = CurvePoint(name[4:], GROUP_SIZE, "all_questions_once", questions).key
             hits[name] += result[key].low <= value <= result[key].high
             given[name] += not math.isnan(result[key].low)
-    shares = " | ".join(f"{hits[name] / max(given[name], 1):.3f}" for name in exact)
-    off = np.nanmedian(best) / exact["gstar"] - 1
+    shares = " | ".join(f"{hits[x] / given[x]:.3f}" if given[x] else "-" for x in exact)
+    off = f"{np.nanmedian(best) / exact['gstar'] - 1:+.1%}" if best else "-"
     print(
         f"| {tail} | {interval} | {questions} x {completions} | {shares} | {unbounded / count:.2f} "
-        f"| {off:+.1%} | {warned / count:.2f} |",
+        f"| {off} | {warned / count:.2f} |",
         flush=True,
     )
 
