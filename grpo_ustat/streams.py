@@ -122,3 +122,12 @@ def _file_of(stream: Any) -> Any:
     """What lies below a text stream and its buffer; None below one in memory."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
+
+
+def percentage(share: float, digits: int = 0) -> str:
+    """A share as all texts write it.
+
+    >>> percentage(0.171), percentage(0.1714, 1)
+    ('17 %', '17.1 %')
+    """
+    return f"{100 * share:.{digits}f} %"

@@ -35,6 +35,7 @@ from grpo_ustat.gap.simulate import (
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.gap.theorem8 import scaled_gap
 from grpo_ustat.rollout.draws import generator
+from grpo_ustat.streams import percentage
 
 STATEMENT = (
     "As G grows GRPO's limit law becomes the oracle's: at fixed n = B G the difference of their "
@@ -163,8 +164,9 @@ def _difference_claim(
         predicted,
         *mean_interval(last_R),
         verdict=AGREES,
-        how=f"{LEVEL:.0%} interval, paired t test, {len(last_R)} replicates on the same draws, T = "
-        f"{late}; where rejected, not decided if it significantly nears with T like T^(-1/4)",
+        how=f"{percentage(LEVEL)} interval, paired t test, {len(last_R)} replicates on the same "
+        f"draws, T = {late}; where rejected, not decided if it significantly nears with T like "
+        "T^(-1/4)",
         p_value=mean_p_value(last_R - predicted),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives={

@@ -23,6 +23,7 @@ from grpo_ustat.estimators.normalised import (
 from grpo_ustat.gap.claims import Claim, comma_list, enumeration_converges, verdict_of
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, draws_nothing
 from grpo_ustat.gap.testbeds import build_testbed
+from grpo_ustat.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 FAR = (2**14, 2**15, 2**16)  # group sizes from which limits are extrapolated
@@ -181,7 +182,7 @@ def _claims(exact: ExactValues) -> list[Claim]:
                 None,
                 verdict_of(abs(limit - floor) <= TOLERANCE * floor + 1e-12),
                 f"exact, extrapolated as above with epsilon = {exact.epsilon:g}; within "
-                f"{TOLERANCE:.0%}",
+                f"{percentage(TOLERANCE)}",
             )
         )
     return claims
@@ -210,7 +211,8 @@ def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) 
     agrees = agrees or enumeration_converges(distances[2], distances[1], 0.0)
     how = (
         f"exact at G = {comma_list(FAR)}, epsilon = 0, mean over prompts, extrapolated in "
-        f"1/G; within {TOLERANCE:.0%} of the delta method's, not decided where coming closer"
+        f"1/G; within {percentage(TOLERANCE)} of the delta method's, not decided where coming "
+        "closer"
     )
     return Claim(what, predicted, limit, None, None, verdict_of(agrees), how)
 
@@ -286,8 +288,8 @@ def _answer(exact: ExactValues) -> str:
     return (
         "The lemma holds as consistency: the normalised estimate N and the U-statistic U both tend "
         "to g/sigma. It does not hold for limits at the rate sqrt(G): the squared difference falls "
-        f"like 1/G, as the variance of U does, and stays {share:.1%} of it; the variance of N is "
-        f"{ratio:.1%} of that of U."
+        f"like 1/G, as the variance of U does, and stays {percentage(share, 1)} of it; the "
+        f"variance of N is {percentage(ratio, 1)} of that of U."
     )
 
 

@@ -32,6 +32,7 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import CoinTestbed, Testbed, build_testbed
+from grpo_ustat.streams import percentage
 
 LARGE = 1.1  # the recursion's bound over that of order 1/T, below which T counts as large
 LOWER = (0.9, 0.7, 0.5, 0.3)  # other bounds, as shares of the bound
@@ -148,7 +149,7 @@ def _bound_claim(
         excess = (run.gap_SR[x] - share * bound[s] for x, s in zip(places, steps, strict=True))
         return min(1.0, len(steps) * min(mean_p_value(over_R, above=True) for over_R in excess))
 
-    how = f"{LEVEL:.0%} intervals over {run.gap_SR.shape[1]} replicates"
+    how = f"{percentage(LEVEL)} intervals over {run.gap_SR.shape[1]} replicates"
     how += f", {len(steps)} steps at once (Bonferroni)" if len(steps) > 1 else ""
     how += "; not decided where an interval has the bound within"
     how += "" if holds else "; T is too small for this bound: the recursion's own is above it"
@@ -198,7 +199,7 @@ def _next_step_claim(
         low=None,
         high=None,
         verdict=AGREES,
-        how=f"chi-square, {LEVEL:.0%} quantile, {run.gap_SR.shape[1]} replicates",
+        how=f"chi-square, {percentage(LEVEL)} quantile, {run.gap_SR.shape[1]} replicates",
         p_value=float(p_F[0]),
         alternatives={f"noise x {x}": float(p) for x, p in zip(shares_F[1:], p_F[1:], strict=True)},
     )

@@ -44,6 +44,7 @@ from grpo_ustat.gap.simulate import (
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.runs.record import AGREES, DISAGREES
+from grpo_ustat.streams import percentage
 
 TOLERANCE = 0.01  # of a limit, as a share of the distance between the two maximisers
 
@@ -269,8 +270,9 @@ def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim
     inside = measured.low <= predicted <= measured.high
     agrees = True if inside else None if distance <= change else False
     how = (
-        f"{LEVEL:.0%} t interval, {count} replicates, T = {end.run.steps_S[-1]}, extrapolated to "
-        "its limit; outside it but nearer than the extrapolation goes is not decided" + remark
+        f"{percentage(LEVEL)} t interval, {count} replicates, T = {end.run.steps_S[-1]}, "
+        "extrapolated to its limit; outside it but nearer than the extrapolation goes is "
+        f"not decided{remark}"
     )
     p_value = interval_p_value(measured, count - 1, predicted)
     return Claim(what, predicted, *measured, verdict_of(agrees), how, p_value)
@@ -287,7 +289,8 @@ def _limit_claim(bed: Testbed, design: Proposition13Config, **changes: Any) -> C
     sizes, label = comma_list(design.limit_sizes), " - beta KL" if exact[0].beta else ""
     how = (
         f"roots enumerated at G = {sizes}, epsilon = 0, extrapolated in "
-        f"1/G; within {TOLERANCE:.0%} of the distance to J's maximiser, not decided where closer"
+        f"1/G; within {percentage(TOLERANCE)} of the distance to J's maximiser, not decided where "
+        "closer"
     )
     what = f"as G grows: limit of the root, beside the maximiser of E[2 arcsin sqrt V]{label}"
     return Claim(what, limit, measured, None, None, verdict_of(agrees), how)

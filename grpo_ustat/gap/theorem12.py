@@ -34,6 +34,7 @@ from grpo_ustat.gap.evidence import Evidence, Theorem, draws_nothing
 from grpo_ustat.gap.offpolicy import ZERO, ByLength, Setting, by_length
 from grpo_ustat.gap.offpolicy_paths import LeadingTerms, PathErrors, path_errors
 from grpo_ustat.gap.sequences import MOST, SequencePolicy, build_sequences
+from grpo_ustat.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
 
@@ -223,8 +224,8 @@ def _place_claim(paths: PathErrors) -> Claim:
     ratio_E = paths.exact_by_place[:2, last] / paths.exact_by_place[:2, 1]
     distances = np.abs(ratio_E / last**2 - 1)
     how = (
-        f"exact, at learning rate {paths.rates[0]:g}; within {TOLERANCE:.0%}, not decided where "
-        "coming closer; the first minibatch has no bias"
+        f"exact, at learning rate {paths.rates[0]:g}; within {percentage(TOLERANCE)}, not decided "
+        "where coming closer; the first minibatch has no bias"
     )
     what = f"bias^2 of minibatch {last + 1} of a batch over that of the second, exact steps"
     agrees = enumeration_converges(distances[0], distances[1], TOLERANCE)
@@ -237,7 +238,7 @@ def _slope_claim(paths: PathErrors, name: str, part: str, label: str = "bias^2")
     count = paths.random[name].shape[1]
     distance, before = max(slope.low - 2, 2 - slope.high, 0), abs(at_larger_rates - 2)
     how = (
-        f"the same of the mean over {count} paths, 95% jackknife interval; "
+        f"the same of the mean over {count} paths, 95 % jackknife interval; "
         f"2 within {SLOPE_TOLERANCE} of it, not decided where wider than 0.5 or coming closer"
     )
     what = f"slope of log {label} on log learning rate, minibatch steps{part}"
@@ -255,8 +256,9 @@ def _leading_claim(paths: PathErrors, leading: LeadingTerms) -> Claim:
     distances = np.abs(ratio - 1)
     agrees = enumeration_converges(distances[0], distances[1], TOLERANCE)
     how = (
-        f"exact given the paths, at learning rate {paths.rates[0]:g}; within {TOLERANCE:.0%} of "
-        "what the derivative of the bias says, not decided where coming closer"
+        f"exact given the paths, at learning rate {paths.rates[0]:g}; within "
+        f"{percentage(TOLERANCE)} of what the derivative of the bias says, not decided where "
+        "coming closer"
     )
     what = "bias^2 / its leading term of order eta^2, mean over paths"
     return Claim(what, 1.0, float(ratio[0]), None, None, verdict_of(agrees), how)
@@ -281,8 +283,8 @@ def _variance_claim(paths: PathErrors) -> Claim:
     inside = ratio.low - TOLERANCE <= 1 <= ratio.high + TOLERANCE
     agrees = True if inside else enumeration_converges(distances[0], distances[1], TOLERANCE)
     how = (
-        f"exact given the path, at learning rate {paths.rates[0]:g}, 95% t interval over {count} "
-        f"paths; 1 inside or within {TOLERANCE:.0%}"
+        f"exact given the path, at learning rate {paths.rates[0]:g}, 95 % t interval over {count} "
+        f"paths; 1 inside or within {percentage(TOLERANCE)}"
     )
     p_value = interval_p_value(ratio, count - 1, 1.0, TOLERANCE)
     return Claim("variance / variance at theta_old", 1.0, *ratio, verdict_of(agrees), how, p_value)

@@ -21,6 +21,7 @@ from grpo_ustat.gap.evidence import Panel, PlotLine
 from grpo_ustat.gap.lemma11 import at_infinity
 from grpo_ustat.gap.offpolicy import ZERO, Setting
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
+from grpo_ustat.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 LABELS = {
@@ -154,7 +155,7 @@ def claims(start: OnPolicy, group_size: int) -> list[Claim]:
     ]
     how = (
         f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
-        f"within {TOLERANCE:.0%}: "
+        f"within {percentage(TOLERANCE)}: "
         "else what is left of the variance is of order 1/(B G), not 1/(B G^2)"
     )
     labels = {kind: LABELS[kind] for kind in ("none", "sigma")}
@@ -201,7 +202,7 @@ def _constant_claim(start: OnPolicy) -> Claim:
     agrees = agrees or enumeration_converges(distances[2], distances[1], 0.0)
     how = (
         f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
-        f"within {TOLERANCE:.0%} of the delta method's, not decided where coming closer"
+        f"within {percentage(TOLERANCE)} of the delta method's, not decided where coming closer"
     )
     what = "as G grows: limit of G ||bias|| at learning rate 0, with normalisation"
     return Claim(what, start.bias_limit, limit, None, None, verdict_of(agrees), how)
@@ -278,13 +279,15 @@ def notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
         "Coverage: no law of independent rewards keeps the standard deviation of every group above "
         "some delta > 0, since an interval shorter than delta has a chance p > 0 and holds all G "
         "rewards with chance p^G; here a group has zero variance with chance "
-        f"{std['silent']:.2%} at G = {group_size}. Guards make the assumption hold to the letter "
-        f"{'and not' if with_guard > ZERO else 'and'} the theorem: squared bias is "
-        f"{std['bias2_share']:.3%} of ||target||^2 with zero-variance groups at 0, "
-        f"{at_size['group_std_floor']['bias2_share']:.3%} with max(std, {floor:g}), "
-        f"{at_size['group_std_redrawn']['bias2_share']:.3%} with groups drawn again until std >= "
-        f"{floor:g}. Divided by sigma(x) itself, which training does not know, the theorem holds.",
+        f"{percentage(std['silent'], 2)} at G = {group_size}. Guards make the assumption hold to "
+        f"the letter {'and not' if with_guard > ZERO else 'and'} the theorem: squared bias is "
+        f"{percentage(std['bias2_share'], 3)} of ||target||^2 with zero-variance groups at 0, "
+        f"{percentage(at_size['group_std_floor']['bias2_share'], 3)} with max(std, {floor:g}), "
+        f"{percentage(at_size['group_std_redrawn']['bias2_share'], 3)} with groups drawn again "
+        f"until std >= {floor:g}. Divided by sigma(x) itself, which training does not know, the "
+        "theorem holds.",
         "With the KL term the same squared bias is "
-        f"{std['bias2_share_kl']:.3%} of ||target||^2: on-policy the KL term has no bias, with "
-        f"groups drawn again {at_size['group_std_redrawn']['bias2_share_kl']:.3%}.",
+        f"{percentage(std['bias2_share_kl'], 3)} of ||target||^2: on-policy the KL term has no "
+        "bias, with groups drawn again "
+        f"{percentage(at_size['group_std_redrawn']['bias2_share_kl'], 3)}.",
     ]

@@ -10,6 +10,7 @@ from grpo_ustat.gap.offpolicy import ByLength, Setting
 from grpo_ustat.gap.offpolicy_paths import LeadingTerms, PathErrors
 from grpo_ustat.gap.theorem12_on_policy import OnPolicy, on_policy_answer
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
+from grpo_ustat.streams import percentage
 
 OF_VERDICT = {AGREES: "holds", DISAGREES: "fails in some claim", OPEN: "is not decided"}
 
@@ -121,8 +122,8 @@ def answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) ->
         answers.append(
             f"Without normalisation the theorem {OF_VERDICT[plain_verdict]}: squared bias is "
             f"{plain.start['token_bias2']:.1g} at learning rate 0 and falls with it like its power "
-            f"{slope:.3f}; at {plain.rates[0]:g} the variance is {change:.2%} off the on-policy "
-            "one, the oracle's and a term of order 1/(B G^2)."
+            f"{slope:.3f}; at {plain.rates[0]:g} the variance is {percentage(change, 2)} off the "
+            "on-policy one, the oracle's and a term of order 1/(B G^2)."
         )
     if "group_std" in paths:
         answers.append(on_policy_answer(start))
@@ -162,8 +163,9 @@ def notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
         "sign of that difference depends on policy and rewards; squared bias is of order eta^2.",
         f"As the learning rate falls, squared bias of minibatch steps is {noise:.3g} times that of "
         "exact steps: the rest is noise in theta_k.",
-        f"{share:.1%} of the on-policy variance is C1/B, from which prompts were drawn: no group "
-        "size reduces it, so `oracle variance / (B G)` holds with G C1 inside the oracle's.",
+        f"{percentage(share, 1)} of the on-policy variance is C1/B, from which prompts were "
+        "drawn: no group size reduces it, so `oracle variance / (B G)` holds with G C1 inside the "
+        "oracle's.",
         "Given theta_k the minibatch is fresh, as within one pass over a batch of prompts drawn "
         "independently; a second pass over the same completions may bias any ratio, and is not "
         "measured here.",
@@ -178,7 +180,7 @@ def notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
 
 
 def _smaller_error(paths: PathErrors) -> str:
-    """Which level has the smaller error where, by 95% t intervals of the paths' differences."""
+    """Which level has the smaller error where, by 95 % t intervals of the paths' differences."""
     difference_ER = paths.random["sequence_mse"] - paths.random["token_mse"]
     count = difference_ER.shape[1]
     rates: dict[str, list[float]] = {

@@ -31,6 +31,7 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.streams import percentage
 
 STATEMENT = (
     "With eta_t = c/t and a flat set of maximisers, T (J* - J(theta_T)) converges in law to "
@@ -221,7 +222,7 @@ def _law_claim(
         low=None,
         high=None,
         verdict=AGREES,
-        how=f"{LEVEL:.0%} band of the null, {_sample(run)}",
+        how=f"{percentage(LEVEL)} band of the null, {_sample(run)}",
         p_value=ks_p_value(uniform_R),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives=alternatives,
@@ -250,7 +251,8 @@ def _mean_claim(
         1.0,
         *mean_interval(ratio_R),
         verdict=AGREES,
-        how=f"{LEVEL:.0%} interval of Student's t, p-value by the law of the mean, {_sample(run)}",
+        how=f"{percentage(LEVEL)} interval of Student's t, p-value by the law of the mean, "
+        f"{_sample(run)}",
         p_value=mean_law_p_value(ratio_R, weights_KR),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives=alternatives,
@@ -293,7 +295,7 @@ def _trend_claim(
         low=low,
         high=high,
         verdict=AGREES,
-        how=f"Spearman, {LEVEL:.0%} interval by Fisher's z, {len(last_R)} replicates, T = "
+        how=f"Spearman, {percentage(LEVEL)} interval by Fisher's z, {len(last_R)} replicates, T = "
         f"{run.steps_S[-1]}",
         p_value=float(trend.pvalue),
         alternatives={ONE_LAW: float(of_one_law.pvalue)},

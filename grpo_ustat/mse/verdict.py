@@ -12,6 +12,7 @@ from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import ClosedForm
 from grpo_ustat.records import ScorePool
 from grpo_ustat.report.tables import best_size, three_digits
+from grpo_ustat.streams import percentage
 
 MARGIN = 1.68  # half-widths that corr(q, Z) is from 0: 99.9 % where its interval is of 95 %
 
@@ -116,8 +117,8 @@ def _assumption_sentence(statistics: ClosedForm) -> str:
             "questions with rewards that vary."
         )
     gain = (
-        f"the best prompt-only baseline E[q Z]/E[q] takes {share.estimate:.1%} "
-        f"[{share.low:.1%}, {share.high:.1%}] off the oracle's A_V"
+        f"the best prompt-only baseline E[q Z]/E[q] takes {percentage(share.estimate, 1)} "
+        f"[{percentage(share.low, 1)}, {percentage(share.high, 1)}] off the oracle's A_V"
     )
     name = "Assumption 2 (squared score norm and reward uncorrelated given the prompt)"
     if not refutes_assumption2(statistics):
@@ -139,8 +140,8 @@ def _ordering_sentence(statistics: ClosedForm, rewards_PN: np.ndarray) -> str:
         if 2 <= size <= rewards_PN.shape[1]:
             share = silent_share(rewards_PN, size).mean()
             zero_variance = (
-                f", where {share:.0%} of the groups of {size} are zero-variance groups (all "
-                "rewards equal)"
+                f", where {percentage(share)} of the groups of {size} are zero-variance groups "
+                "(all rewards equal)"
             )
         return (
             f"{values}: the paper's ordering, the oracle beats vanilla (no baseline) at every G "

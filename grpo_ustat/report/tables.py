@@ -17,6 +17,7 @@ from rich.table import Table as TerminalTable
 
 from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.streams import percentage
 from grpo_ustat.terminal import excerpt, visible
 
 Cell = str | int | float | bool | None
@@ -387,11 +388,11 @@ def often_cut(clipped_ratio: float) -> bool:
 def cut_text(clipped_ratio: float, of: str, max_completion_length: int) -> str:
     """What a share of cut completions means, and what to set.
 
-    >>> cut_text(0.31, "the first 256", 96).partition(": ")[0][:69]
-    '31% of the first 256 completions were cut at max_completion_length=96'
+    >>> cut_text(0.31, "the first 256", 96).partition(": ")[0][:70]
+    '31 % of the first 256 completions were cut at max_completion_length=96'
     """
     return (
-        f"{clipped_ratio:.0%} of {of} completions were cut at max_completion_length="
+        f"{percentage(clipped_ratio)} of {of} completions were cut at max_completion_length="
         f"{max_completion_length} and rarely hold an answer: try max_completion_length="
         f"{2 * max_completion_length}, or set prompt.stop to what ends an answer"
     )
@@ -408,8 +409,8 @@ def clipped_warning(of: str, clipped_ratio: float, max_completion_length: int | 
     if max_completion_length is None:
         where = " where they were made: let them be longer there"
     return (
-        f" WARNING: {clipped_ratio:.0%} of the {of} completions were cut{where}, unless that is "
-        "the point."
+        f" WARNING: {percentage(clipped_ratio)} of the {of} completions were cut{where}, unless "
+        "that is the point."
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.report.symbols import ALARM_WORDS
 from grpo_ustat.report.tables import cut_text, often_cut
+from grpo_ustat.streams import percentage
 
 MAJORITY = 0.5  # above it a share is most of them
 MAX_UNJUDGED = 0.01  # share of a step's completions; above it rewards are no longer what they say
@@ -86,9 +87,9 @@ ALARMS = {
         1,
         lambda config, row: row["completions/extraction_failure_ratio"] > MAJORITY,
         lambda config, row: (
-            f"no answer was found in {row['completions/extraction_failure_ratio']:.0%} of the "
-            "completions, which earn nothing whatever they say: read some in completions.parquet, "
-            "and ask for the expected format in prompt.template"
+            f"no answer was found in {percentage(row['completions/extraction_failure_ratio'])} of "
+            "the completions, which earn nothing whatever they say: read some in "
+            "completions.parquet, and ask for the expected format in prompt.template"
         ),
     ),
     "unjudged": Alarm(

@@ -332,7 +332,7 @@ def test_the_verdict_follows_the_intervals():
 def test_the_share_decides_on_assumption_2_and_the_correlation_stands_beside_it():
     """A correlation of 0 hides covariances of both signs."""
     both = verdict_of(1, 3, share=(0.2, 0.4))
-    assert "fails, in opposite directions" in both and "takes 30.0% [20.0%, 40.0%] off" in both
+    assert "fails, in opposite directions" in both and "takes 30.0 % [20.0 %, 40.0 %] off" in both
     assert "corr(q, Z) = 0.000 [-0.100, 0.100] averaged over prompts" in both
     assert "wrong answers carry the larger" in verdict_of(1, 3, (-0.4, -0.2), (0.2, 0.4))
     assert "wrong answers carry the larger" in verdict_of(1, 3, (-0.4, -0.2), (-0.1, 0.1))

@@ -27,8 +27,8 @@ HEALTHY = {
     "judge/failures": 0,
 }
 INJECTED = {  # the rows of a trap, and from which on it is told
-    "truncated": ({"completions/clipped_ratio": 0.1}, 1, "10% .*max_completion_length=140"),
-    "extraction_failed": ({"completions/extraction_failure_ratio": 0.6}, 1, "60% .*prompt.templ"),
+    "truncated": ({"completions/clipped_ratio": 0.1}, 1, "10 % .*max_completion_length=140"),
+    "extraction_failed": ({"completions/extraction_failure_ratio": 0.6}, 1, "60 % .*prompt.templ"),
     "unjudged": ({"judge/timeouts": 2, "judge/failures": 1}, 1, "2 timed out, 1 failed"),
     "silent": ({"frac_reward_zero_std": 1.0}, 3, "group_size=4"),
     "constant_reward": ({"reward_std": 0.0}, 5, "same reward, now 0.3"),
