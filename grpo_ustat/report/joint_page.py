@@ -40,7 +40,7 @@ class Report:
     Attributes:
         folder: where to.
         run_set: the runs, and lines on those that cannot be shown.
-        steps: at which accuracy is shown, None: at every evaluation.
+        steps: at which evaluations are shown, None: at all.
         tables: in the order of the page.
         notes: lines on what is missing, left out or apart.
         answers: a sentence on each kind of runs.

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import pytest
+from commands import run
 from simulated import on_ranks
 from test_metrics import batch_of
 from training_runs import config_of, fit
@@ -139,6 +140,47 @@ def test_a_run_has_one_name_once_any_reward_is_graded():
     progress = evaluated([[0, 0], [0, 0]], [[0, 0], [0, 0.5]])
     assert {row["quantity"] for row in progress.evals} == {"mean reward"}
     assert all(row["pass@2"] is None for row in progress.evals)
+
+
+SIGNED = """
+def score(prompt, completion):
+    last = completion.replace("####", " ").replace("=", " ").split()[-1:]
+    return 1 if last == [prompt.answer] else -1
+"""
+
+
+@pytest.mark.slow
+def test_a_graded_reward_is_named_wherever_a_run_is_shown(tmp_path):
+    """Rewards of -1 and 1, all in one sweep: terminal, files, pages, model card and report."""
+    rows = [{"question": f"{i + 3}+{i % 7}-2", "answer": i + 1 + i % 7} for i in range(40)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my.py").write_text(SIGNED)
+    data = ("dataset=jsonl", "dataset.path=q.jsonl", "dataset.reward=my.py:score")
+    small = ("dataset.study_size=4", "dataset.test_size=12", "budget.rollouts=32", "max_steps=2")
+    code, out, err = run("train", "-m", "seed=0,1", "report.name=r", *data, *small, cwd=tmp_path)
+    assert code == 0, err
+    assert "step 0: held-out mean reward " in out + err and "Held-out mean reward" in out
+    assert "accuracy" not in out + err
+    home = tmp_path / "outputs/train"
+    first = next(home.glob("*/seed=0"))
+    result = json.loads((first / "result.json").read_text())
+    assert result["quantity"] == "mean reward"
+    rises = f"{result['evals'][0]['mean_reward']:.3f} -> {result['final_mean_reward']:.3f}"
+    assert result["summary"].startswith(f"Held-out mean reward {rises}, paired difference ")
+    with (first / "eval.csv").open() as file:
+        assert {row["quantity"] for row in csv.DictReader(file)} == {"mean reward"}
+    texts = [(first / "report.html").read_text(), (first / "learning.svg").read_text()]
+    texts += [next(first.glob("checkpoint-*/README.md")).read_text()]
+    texts += [next(home.rglob("mean_reward.tex")).read_text()]
+    for text in texts:
+        assert "mean reward" in text and "accuracy" not in text
+    assert not list(home.rglob("accuracy.*"))
+
+    code, out, err = run("train", *data, *small, "baseline=maxrl", cwd=tmp_path)
+    assert code == 2 and "Traceback" not in err
+    assert (
+        "baseline maxrl divides by the mean reward and needs rewards of at least 0, got -1" in err
+    )
 
 
 @pytest.mark.slow
