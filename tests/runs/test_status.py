@@ -219,6 +219,17 @@ def test_the_table_of_a_sweep(tmp_path, capsys, monkeypatch):
     assert f"running: group_size=2 seed=1: {lock.owner.host}, process {lock.owner.pid}" in text
 
 
+@pytest.mark.parametrize("quantity", ["accuracy", "mean reward"])
+def test_the_table_names_what_the_runs_have(quantity, tmp_path, capsys, monkeypatch):
+    noted(tmp_path)
+    result = RESULT | {"quantity": quantity, "final_mean_reward": -0.625, "mean_reward_low": -0.75}
+    (tmp_path / "tiny-done/seed=0/result.json").write_text(json.dumps(result))
+    text = " ".join(" ".join(shown(capsys, monkeypatch, tmp_path)[1]).split())
+    assert f"held-out {quantity}, 95 % intervals" in text and "-0.625 [-0.750," in text
+    (other,) = {"accuracy", "mean reward"} - {quantity}
+    assert other not in text
+
+
 def of_theorems(place):
     """A sweep of three studies of theorems, one of them finished."""
     rows = {"lemma6": [START, END], "theorem7": [START], "theorem8": []}
