@@ -147,6 +147,8 @@ class ScorePool:
         rewards_PNF, reward_sums_PFR: rewards and `reward_sums_PR` of every reward function; None
             where there is one, of weight 1.
         reward_weights_F: of the functions in the weighted sum; None likewise.
+        metrics: K, in how many metrics the scores are: question x in metric x mod K, and inner
+            products of different questions have a meaning within a metric alone.
     """
 
     rewards_PN: Array
@@ -161,6 +163,7 @@ class ScorePool:
     rewards_PNF: Array | None = None
     reward_sums_PFR: Array | None = None
     reward_weights_F: Array | None = None
+    metrics: int = 1
 
     @property
     def sq_norm_PN(self) -> Array:

@@ -14,7 +14,8 @@ from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
-from grpo_ustat.config.command_line import command_line, install_line
+from grpo_ustat.config.command_line import command_line, install_line, program
+from grpo_ustat.config.gap import OTHER_COMMANDS
 from grpo_ustat.config.load import SCHEMAS, WORDS, all_fields, kinds_of, type_error
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import did_you_mean
@@ -72,6 +73,8 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
         fit = [other for other, file in files.items() if not file.is_file() or fits(file, schema)]
         if not name:
             return f"{group}= has no value: choose from {', '.join(fit)}"
+        if group == "study" and name.lower() in OTHER_COMMANDS:
+            return f"study={name} is shown by {program()} {OTHER_COMMANDS[name.lower()]}"
         known = f"{did_you_mean(name, fit)}choose from {', '.join(fit)}"
         places = ", or write model=org/name or model=FOLDER" if group == "model" else ""
         return f"unknown {group} {name!r}: {known}{places}"

@@ -11,6 +11,13 @@ from typing import Any, ClassVar
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, distinct, field, node, one_of, positive
 
+OTHER_COMMANDS = {  # that show results of the paper which are no study of gap
+    **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
+    **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
+    "figure4": "mse study=figure4_offline",
+    "figure5": "train experiment=figure5_offline",
+    "table2": "train experiment=table2_math",
+}
 NORMALISATIONS = ("none", "group_std")
 SIMULATED = ("none", "oracle", "optimal", "leave_one_out")
 

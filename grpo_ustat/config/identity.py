@@ -95,8 +95,9 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     {'model': {'name': 'x'}, 'dataset': {'path': 'local'}}
 
     A number of minibatches that leaves the batch whole, or does not count, is left out too: older
-    configurations have no such key. So are a study's `rollout=local` and Euclidean metric, `tf32`
-    where no product is TF32, and reward functions where there is the task's own alone, of weight 1.
+    configurations have no such key. So are a study's `rollout=local` and Euclidean metric, which
+    has no steps of AdamW, `tf32` where no product is TF32, and reward functions where there is the
+    task's own alone, of weight 1.
 
     >>> "rollout" in drop_neutral_keys({"study": {}, "rollout": {"name": "local"}})
     False
@@ -127,6 +128,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     for key, neutral in NEUTRAL_STUDY.items():
         if study.get(key) == neutral:
             study.pop(key, None)
+    if "metric" not in study:  # of AdamW's metric alone
+        study = {key: value for key, value in study.items() if not key.startswith("adam_")}
     objective = dict(keys.get("objective", {}))
     if objective.get("num_minibatches") == 1 or objective.get("minibatch_size") is not None:
         objective.pop("num_minibatches", None)

@@ -111,9 +111,16 @@ class StudyConfig:
     )
     metric: str = field(
         "of errors; euclidean: of the gradient; adam: of AdamW's step, each entry in units of its "
-        "own root mean square",
+        "own root mean square in steps of adam_rollouts",
         choices=METRICS,
     )
+    adam_rollouts: int = field(
+        "of a step, n, whose squared gradients AdamW's second moments average; the same for every "
+        "G of the study",
+        "rollouts",
+        positive=True,
+    )
+    adam_group_size: int = field("of that step, its G", "completions", at_least=2)
     parameters: str | None = field(
         "regular expression of the names of those whose entries count; null: all trainable ones"
     )
@@ -129,6 +136,11 @@ class StudyConfig:
         "tokens",
         positive=True,
     )
+
+    @property
+    def adam_prompts(self) -> int:
+        """B of the step of `adam_rollouts`."""
+        return self.adam_rollouts // self.adam_group_size
 
     @property
     def share(self) -> tuple[int, int]:
@@ -282,10 +294,11 @@ class MseConfig(Common):
                 f"study.parameters={pattern} is no regular expression ({error}): try attn, mlp or "
                 "embed"
             ) from error
-        if metric == "adam" and "monte_carlo" in self.study.methods:
+        if metric == "adam" and self.study.methods != ["closed_form"]:
             raise ConfigError(
-                "study.metric=adam with monte_carlo in study.methods, which forms gradients in the "
-                "Euclidean metric: use closed_form or replay"
+                f"study.metric=adam with study.methods={self.study.methods}: the halves of the "
+                "questions have a metric each, which closed forms alone know; use "
+                "study.methods=[closed_form]"
             )
         if metric == "adam" and self.imports_pool:
             raise ConfigError(
@@ -296,6 +309,29 @@ class MseConfig(Common):
             raise ConfigError(
                 f"target_halfwidth={self.target_halfwidth} with study.metric=adam, whose widths "
                 "are known when the pool is whole: use budget.pool_completions"
+            )
+        if metric == "adam":
+            self._check_second_moments()
+
+    def _check_second_moments(self) -> None:
+        """Refuse a step that AdamW's second moments cannot be of, or that the pool cannot say."""
+        rollouts, size = self.study.adam_rollouts, self.study.adam_group_size
+        if rollouts % size:
+            raise ConfigError(
+                f"study.adam_rollouts={rollouts} is no multiple of study.adam_group_size={size}: "
+                f"use study.adam_rollouts={max(1, rollouts // size) * size}"
+            )
+        completions = self.budget.pool_completions
+        if completions < 2 * size:
+            raise ConfigError(
+                f"budget.pool_completions={completions} has fewer than two groups of "
+                f"study.adam_group_size={size}: use at least {2 * size}, or a smaller group"
+            )
+        if self.study.interval != "questions":
+            raise ConfigError(
+                f"study.metric=adam with study.interval={self.study.interval}: each half of the "
+                "questions is measured in the metric of the other, so errors are those of new "
+                "questions; use study.interval=questions"
             )
 
     def _check_rollout(self) -> None:
@@ -475,6 +511,10 @@ def check_questions(config: MseConfig, count: int) -> None:
         key = f"study.questions, or the number of prompts in {config.pool}"
     for name in config.baselines:
         check_shape(name, count, min(config.group_sizes), key)
+    if config.study.metric == "adam" and count < 8:
+        raise ConfigError(
+            f"study.metric=adam needs 8 questions, 4 a half, got {count}: raise {key}"
+        )
     if config.study.interval == "questions" and count < 4:
         raise ConfigError(f"study.interval=questions needs 4 questions, got {count}: raise {key}")
     largest = max(config.study.num_prompts, default=0)

@@ -171,8 +171,9 @@ def study_cost(config: MseConfig) -> Cost:
     products, 4 N R and 8 R' for sketches of R = feature_sketch and R' = gradient_sketch numbers (P
     where that is smaller), 4 N tokens, 17 N for rewards, lengths and ends. The scores of a question
     hold the graph of N completions, layer by layer where that is more than `WHOLE`; where a
-    sketch is smaller than P, each parameter has a sign of one bit. AdamW's metric holds v and the
-    factors of every entry beside the weights, and keeps v and a second pool.
+    sketch is smaller than P, each parameter has a sign of one bit. AdamW's metric holds a
+    gradient and the factors of every entry beside the weights, or on a CPU the six sums of group
+    gradients of both halves, and keeps these and a second pool.
     """
     budget, size = config.budget, model_size(config.model)
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
@@ -193,7 +194,8 @@ def study_cost(config: MseConfig) -> Cost:
     beside = 0  # bytes for a parameter
     if config.study.metric == "adam":
         moment = max(ENTRY[config.model.dtype], ENTRY["float32"])
-        disk, beside = _sum([disk, disk, _product(size.parameters, moment)]), 2 * moment
+        disk = _sum([disk, disk, _product(size.parameters, 6 * moment)])
+        beside = (6 if config.launch.device == "cpu" else 2) * moment
     rollouts, values = questions * of_errors, questions * of_baselines
     entry, tokens = ENTRY[config.model.dtype], count * config.max_completion_length
     graph = _graph(size, tokens, entry)

@@ -43,7 +43,7 @@ LARGEST = 1e6  # group sizes are looked for up to here
 SMALLEST_GAP = 1e-3  # and from 1 + this on
 TINY = np.finfo(float).tiny ** 0.5
 POINTS = 200  # between which a root is looked for
-ALONE = 1.5  # on the critical value of a lower end without an upper one
+ALONE = 2.0  # times the critical value, of a lower end without an upper one
 MOST_PROMPTS = 1e7  # that a study is said to need
 
 
@@ -138,18 +138,18 @@ def widening(prompts: int, completions: int) -> float:
     A best G is named only where C1 is significantly above 0. In a small study that happens mostly
     where C1 came out too large, so of the plain 95 % intervals that are given up to half are wrong
     (of the 4 % of studies with 8 prompts of 8 completions that would name one, where G* is 5.5).
-    With the critical value `t + 16/m^1.5 + 880/(m N^1.5)` in place of Student's t at most 5 % of
+    With the critical value `t + 16/m^1.5 + 3500/(m N^2)` in place of Student's t at most 5 % of
     those given are wrong, for populations with G* of 3.1, 5.5, also with heavy tails, and 8.8 and
     8 to 100 prompts of 8 to 64 completions, wherever one study in 500 or more gives one. Its two
     terms were fitted to these, by `scripts/benchmarks/decisions.py`, whose table is in
-    docs/benchmarks.md; 500 prompts of 32 completions have 1.006.
+    docs/benchmarks.md; 500 prompts of 32 completions have 1.004.
 
     Args:
         prompts: m, all that the estimates are from, at least 2.
         completions: N of each, of a training step G.
     """
     critical = _student(prompts - 1)
-    return (critical + 16 / prompts**1.5 + 880 / (prompts * completions**1.5)) / critical
+    return (critical + 16 / prompts**1.5 + 3500 / (prompts * completions**2)) / critical
 
 
 def _student(dof: float, level: float = LEVEL) -> float:
@@ -209,7 +209,7 @@ class ScalingEstimate(NamedTuple):
 
         It has them where C1 and C3 are above 0 by the critical value of `widening`. Standard errors
         fall as the square root of the number of prompts. The lower end is where that would happen
-        in half of the studies if C1 and C3 were larger by 1.28 of their standard errors; the upper
+        in half of the studies if C1 and C3 were larger by 2 of their standard errors; the upper
         one where it would in 95 % if they were smaller by .4 of the critical value, which is not
         known where they may then be 0. Of follow-up studies with the upper number .9 or more were
         decided wherever one pilot study in 100 or more says one (`scripts/benchmarks/decisions.py`,
@@ -228,7 +228,7 @@ class ScalingEstimate(NamedTuple):
         factor = widening(prompts, completions)
         errors_2 = np.sqrt(np.diagonal(self.covariance_33)[[0, 2]]) / factor
         constants_2 = self.constants_3[[0, 2]]
-        optimistic_2 = np.maximum(constants_2, 0) + 1.28 * errors_2
+        optimistic_2 = np.maximum(constants_2, 0) + 2.0 * errors_2
         pessimistic_2 = constants_2 - 0.4 * factor * _student(prompts - 1) * errors_2
 
         def needed(ratio: float, margin: float) -> float:
@@ -299,7 +299,7 @@ def group_size_interval(
     known: where C1 may be 0 it is [low, infinity), where C3 may be 0 too [1, infinity).
 
     A lower end without an upper one is given mostly where C1 came out too small and the end too
-    high, so its critical value is larger by half, unless `factor` is 1.
+    high, so its critical value is twice as large, unless `factor` is 1.
 
     The estimate is the plug-in, NaN where C1 or C3 is not positive. It is too large on average,
     since `1 + sqrt(C3/C1)` is convex in C1, by 1 % or less where C1 is known well; where it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -364,11 +365,11 @@ def _notes(bed: Testbed, rates: Sequence[Rate], best: dict[GridPoint, set[int]])
             notes.append(
                 f"exact G* weighted as the limit of {rate.name} does: {law.best_group_size:.3g}"
             )
-    for (rate, n, step), sizes in best.items():
-        notes.append(
-            f"{rate.name}, n = {n}, T = {step}: best or not significantly different from it: "
-            f"G = {comma_list(sorted(sizes))}"
-        )
+    counts = Counter(comma_list(sorted(sizes)) for sizes in best.values())
+    parts = [f"G = {sizes} in {count} of {len(best)}" for sizes, count in counts.most_common()]
+    notes.append(
+        f"best or not significantly different from it, of rates, n and T: {'; '.join(parts)}"
+    )
     return notes
 
 

@@ -1,10 +1,15 @@
 """A pool in the metric of AdamW's step: its completions scored once more, every entry in units of
-the optimizer's own scale, see `policy.scores.metric`.
+the root of v, see `policy.scores.metric` and `mse.second_moments`.
+
+Closed forms are unbiased in a metric that does not depend on the completions: entries that these
+moved more than others would count less than they should. So each half of the questions, those at
+even and at odd places, is measured with v of the other, and what is reported is the mean of the two
+halves. The last of an odd number of questions is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,19 +24,20 @@ from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.mse.pool import read_pool, score_part, score_sketches
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.second_moments import GroupGradients, shift
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.scores.backward import trainable
-from grpo_ustat.policy.scores.metric import adam_metric
+from grpo_ustat.policy.scores.metric import Metric, adam_metric
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.runs.files import atomic_write
 
-SECOND_MOMENTS = "second_moments.safetensors"
+SUMS = ("squares", "means", "squared_means")  # of `GroupGradients`, in a half's file
 
 
 def adam_pool(
     config: MseConfig, prompts: list[Prompt], plain: ScorePool, plain_folder: Path, folder: Path
-) -> tuple[ScorePool, WorkCost]:
+) -> tuple[ScorePool, WorkCost, float]:
     """The completions of a pool, with scores in the metric of AdamW's step.
 
     What is made stays in `folder`, so that an interrupted study goes on.
@@ -44,94 +50,150 @@ def adam_pool(
         folder: for this one.
 
     Returns:
-        The pool, and what it took beyond the plain one.
+        The pool, what it took beyond the plain one, and how far G* depends on what is not known of
+        v, see `second_moments.shift`.
     """
-    size = plain.rewards_PN.shape[1]
+    count, size = 2 * (len(prompts) // 2), plain.rewards_PN.shape[1]
+    prompts, rewards_PN = prompts[:count], plain.rewards_PN[:count]
     source = PoolStore(plain_folder, draws_of(config))
-    of = {"metric": "adam", "questions": len(prompts), "completions": size}
+    of = {"metric": "adam", "questions": count, "completions": size}
+    of |= {"rollouts": config.study.adam_rollouts, "group_size": config.study.adam_group_size}
     store = PoolStore(folder, draws_of(config) | of)
     main_only(store.open)
-    main_only(_keep_second_moments, config, prompts, source, store, plain.rewards_PN)
+    for half in range(2):
+        main_only(_keep_gradients, config, prompts, source, store, rewards_PN, half)
+    moved = main_only(_shift, config, store, count)
     workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
-    missing = main_only(lambda: [p for p in prompts if store.parts(p) != [(0, size)]])
+    missing = main_only(
+        lambda: [
+            (half, p)
+            for half in range(2)
+            for p in prompts[half::2]
+            if store.parts(p) != [(0, size)]
+        ]
+    )
     _, cost = share(
         _score, missing, workers, "score in AdamW's metric", len(missing) * size, config, source,
-        store, size,
+        store, size, count,
     )  # fmt: skip
     pool, _ = read_pool(store, prompts, size, config.weights)
-    return replace(pool, sampler_gap=plain.sampler_gap), cost
+    greedy_P = None if plain.greedy_P is None else plain.greedy_P[:count]
+    return replace(pool, sampler_gap=plain.sampler_gap, greedy_P=greedy_P, metrics=2), cost, moved
 
 
-def second_moments(
-    policy: Policy, groups: Iterable[Rollouts], rewards_PN: np.ndarray, temperature: float
-) -> dict[str, torch.Tensor]:
-    """v_j = mean over prompts of sigma_x^2 E s_j^2, of every trainable parameter by name.
-
-    That is what one rollout adds to E ghat_j^2 as noise: with rewards and squared scores
-    uncorrelated given the prompt, E (Z - V)^2 s_j^2. Of n rollouts it is all of E ghat_j^2 but for
-    (E ghat_j)^2 and parts of order 1/G. sigma_x^2 is shrunken to the mean over prompts by one
-    completion, (N s_x^2 + mean s^2) / (N + 1), so that no entry that a completion moves counts as
-    one that the optimizer never saw where the rewards of its prompt happen to be equal.
-
-    Args:
-        policy: whose scores are taken.
-        groups: the completions of each prompt.
-        rewards_PN: their rewards.
-        temperature: of the completions.
+def group_gradients(
+    policy: Policy,
+    rollouts: Rollouts,
+    rewards_N: np.ndarray,
+    group_size: int,
+    temperature: float,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The leave-one-out gradient of each of the N // G disjoint groups of a question's completions,
+    on the CPU; none of a group of equal rewards, whose gradient is 0.
     """
-    count, size = rewards_PN.shape
-    variance_P = rewards_PN.var(axis=1, ddof=1)
-    shrunken_P = (size * variance_P + variance_P.mean()) / (size + 1)
-    total: dict[str, torch.Tensor] = {}
-    for rollouts, variance in zip(groups, shrunken_P, strict=True):
-        weights_N = np.full(size, variance / size / count)
-        scores = score_rollouts(
-            policy, rollouts, np.arange(size), temperature, square_weights_B=weights_N
-        )
-        for name, squares in scores.squares.items():
-            total[name] = total[name] + squares if name in total else squares
-    return total
+    for first in range(0, len(rewards_N) - group_size + 1, group_size):
+        index = np.arange(first, first + group_size)
+        z_G = rewards_N[index]
+        if (z_G == z_G[0]).all():
+            continue
+        weights_1G = (z_G - z_G.mean())[None] / (group_size - 1)
+        scores = score_rollouts(policy, rollouts, index, temperature, weights_KB=weights_1G)
+        yield {name: u.cpu() for name, u in scores.gradients_K[0].items()}
 
 
-def _keep_second_moments(
+def _keep_gradients(
     config: MseConfig,
     prompts: list[Prompt],
     source: PoolStore,
     store: PoolStore,
     rewards_PN: np.ndarray,
+    half: int,
 ) -> None:
-    """Leave them in the folder of `store`, unless they are there."""
-    file = store.folder / SECOND_MOMENTS
+    """Leave the sums of one half of the questions in the folder of `store`, unless they are there.
+
+    Raises:
+        ConfigError: no group has two different rewards.
+    """
+    file, group_size = _file(store, half), config.study.adam_group_size
     if file.exists():
         return
     policy, size = configured_policy(config), rewards_PN.shape[1]
-    groups = (_stored_rollouts(policy, prompt, source, size)[0] for prompt in prompts)
-    v = second_moments(policy, groups, rewards_PN, config.temperature)
+    sums = GroupGradients(size // group_size)
+    for prompt, rewards_N in zip(prompts[half::2], rewards_PN[half::2], strict=True):
+        rollouts, _ = _stored_rollouts(policy, prompt, source, size)
+        sums.add(group_gradients(policy, rollouts, rewards_N, group_size, config.temperature))
+    if not sums.squares:
+        raise ConfigError(
+            f"study.metric=adam: in {sums.questions} questions no group of study.adam_group_size="
+            f"{group_size} has two different rewards, so AdamW has no second moments; raise "
+            "study.questions or use study.metric=euclidean"
+        )
+    tensors = {
+        f"{kind}/{name}": tensor.contiguous()
+        for kind in SUMS
+        for name, tensor in getattr(sums, kind).items()
+    }
     with atomic_write(file) as staged:
-        save_file({name: tensor.contiguous() for name, tensor in v.items()}, staged)
+        save_file(tensors, staged)
+
+
+def _file(store: PoolStore, half: int) -> Path:
+    return store.folder / f"group_gradients-{half}.safetensors"
+
+
+def _shift(config: MseConfig, store: PoolStore, count: int) -> float:
+    halves = [_read_half(config, store, half, count) for half in range(2)]
+    return shift(halves, config.study.adam_prompts)
+
+
+def _read_half(config: MseConfig, store: PoolStore, half: int, count: int) -> GroupGradients:
+    """The sums of one half of `count` questions.
+
+    Raises:
+        ConfigError: their file is damaged.
+    """
+    file = _file(store, half)
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} is damaged: delete it, it will be made again") from error
+    groups = config.budget.pool_completions // config.study.adam_group_size
+    sums = GroupGradients(groups, count // 2)
+    for key, tensor in tensors.items():
+        kind, name = key.split("/", 1)
+        getattr(sums, kind)[name] = tensor
+    return sums
 
 
 def _score(
-    prompts: list[Prompt], config: MseConfig, source: PoolStore, store: PoolStore, size: int
+    items: list[tuple[int, Prompt]],
+    config: MseConfig,
+    source: PoolStore,
+    store: PoolStore,
+    size: int,
+    count: int,
 ) -> Iterator[WorkCost]:
     policy = configured_policy(config)
     sketches = score_sketches(config, policy)
-    metric = adam_metric(_read_second_moments(store.folder / SECOND_MOMENTS, policy))
-    for prompt in prompts:
+    metric, metric_of = None, -1
+    for half, prompt in items:
+        if metric_of != half:
+            metric_of = half
+            metric = _metric(config, policy, _read_half(config, store, 1 - half, count))
         rollouts, rewards_NF = _stored_rollouts(policy, prompt, source, size)
         part = score_part(policy, rollouts, 0, rewards_NF, config, sketches, WorkCost(), metric)
         store.write(prompt, 0, part)
         yield WorkCost(rollouts=size)
 
 
-def _read_second_moments(file: Path, policy: Policy) -> dict[str, torch.Tensor]:
-    try:
-        v = load_file(file, str(policy.model.device))
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} is damaged: delete it, it will be made again") from error
-    if {name: x.shape for name, x in v.items()} != {n: p.shape for n, p in trainable(policy.model)}:
-        raise ConfigError(f"{file} is of another model: delete it, it will be made again")
-    return v
+def _metric(config: MseConfig, policy: Policy, gradients: GroupGradients) -> Metric:
+    device = policy.model.device
+    return adam_metric(
+        {
+            name: gradients.second_moments(name, config.study.adam_prompts).to(device)
+            for name, _ in trainable(policy.model)
+        }
+    )
 
 
 def _stored_rollouts(

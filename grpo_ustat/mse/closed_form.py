@@ -9,6 +9,9 @@ Every statistic is a function of means over questions of unbiased per-question m
 
     ||grad J||^2 = 1/m^2 ( sum_x ||g_x||^2 + S )
 
+Of a pool in several metrics, S has the products within a metric, times the share that they are of
+all pairs: everything is then the mean over the metrics, of questions that are independent of each.
+
 Intervals given the questions leave out one completion of one question at a time (delete-one
 jackknife; the variances of independent questions add up), intervals over questions one question at
 a time. Never a bootstrap over completions: its duplicates turn U-statistics into V-statistics.
@@ -140,18 +143,19 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     per_question["excess"] = covariance_excess(pool.sq_norm_PN, pool.rewards_PN)
     per_question |= _fixed_baselines(pool, request, moments)
     means = {name: values.mean() for name, values in per_question.items()}
-    gradients_PR = pool.gradients_PR
-    total_R = gradients_PR.sum(axis=0)
-    with_others_P = gradients_PR @ total_R - np.square(gradients_PR).sum(axis=1)
+    gradients_KhR = _by_metric(pool.gradients_PR, pool.metrics)
+    totals_K1R = gradients_KhR.sum(axis=1, keepdims=True)
+    with_others_Kh = (gradients_KhR * (totals_K1R - gradients_KhR)).sum(axis=2)
     count = request.questions
-    estimates = _statistics(means, with_others_P.sum() / count**2, count, request)
+    pairs = (count - 1) / (with_others_Kh.shape[1] - 1) if pool.metrics > 1 else 1
+    estimates = _statistics(means, pairs * with_others_Kh.sum() / count**2, count, request)
     if interval == "questions" and count < LEAST_QUESTIONS:
         estimates = dict.fromkeys(estimates, np.full((), np.nan))
         delete_one = dict.fromkeys(estimates, np.full((1, LEAST_QUESTIONS), np.nan))
     elif interval == "questions":
-        delete_one = _delete_one_question(per_question, with_others_P, request)
+        delete_one = _delete_one_question(per_question, with_others_Kh, request)
     else:
-        delete_one = _delete_one_completion(pool, per_question, means, with_others_P, request)
+        delete_one = _delete_one_completion(pool, per_question, means, with_others_Kh[0], request)
     intervals = {
         name: jackknife_interval(
             float(value), delete_one[name], positive="mse/" in name or name.startswith("ratio/")
@@ -172,7 +176,9 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     intervals["crossover"] = Interval(crossover(estimate), crossover(high), crossover(low))
     norms = pool.sq_norm_PN
     pool_tails = tails(
-        norms.mean(axis=1)[None] if interval == "questions" and count > 1 else norms,
+        _by_metric(norms.mean(axis=1), pool.metrics)
+        if interval == "questions" and count > 1
+        else norms,
         [delete_one[name] for name in ("a0", "a_v", "c3")],
     )
     levels = estimates["grad_sq"], estimates["grad_sq_at_hand"]
@@ -341,9 +347,23 @@ def _change_between(pool: ScorePool) -> Array:
     )
 
 
-def _delete_one_question(per_question: Arrays, with_others_P: Array, request: Request) -> Arrays:
-    """Every statistic without question x, [1, m]."""
-    count = request.questions
-    means = {name: (x.sum() - x)[None] / (count - 1) for name, x in per_question.items()}
-    between = (with_others_P.sum() - 2 * with_others_P)[None] / (count - 1) ** 2
-    return _statistics(means, between, count - 1, request)
+def _by_metric(values_P: Array, metrics: int) -> Array:
+    """The questions of each of K metrics, [K, m/K, ...]."""
+    return np.stack([values_P[k::metrics] for k in range(metrics)])
+
+
+def _delete_one_question(per_question: Arrays, with_others_Kh: Array, request: Request) -> Arrays:
+    """Every statistic without question x, [K, h] of h questions in each of K metrics: the mean over
+    the metrics, that of x without it.
+    """
+    count, (metrics, h) = request.questions, with_others_Kh.shape
+    means: Arrays = {}
+    for name, values_P in per_question.items():
+        x_Kh = _by_metric(values_P, metrics)
+        own_K1 = x_Kh.mean(axis=1, keepdims=True)
+        means[name] = values_P.mean() + (own_K1 - x_Kh) / (h - 1) / metrics
+    sums_K1 = with_others_Kh.sum(axis=1, keepdims=True)
+    own_K1 = sums_K1 / (h * (h - 1))
+    without_Kh = (sums_K1 - 2 * with_others_Kh) / ((h - 1) * (h - 2))
+    product_Kh = own_K1.mean() + (without_Kh - own_K1) / metrics
+    return _statistics(means, product_Kh * (count - 2) / (count - 1), count - 1, request)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -216,6 +217,15 @@ class PoolStore:
                 end += count
         return gapless
 
+    def usable_parts(self, prompts: list[Prompt], size: int) -> list[tuple[Path, int]]:
+        """Files, and completions in each, of the questions' first `size` completions."""
+        return [
+            (self._path(prompt, first, count), count)
+            for prompt in prompts
+            for first, count in self.parts(prompt)
+            if first + count <= size
+        ]
+
     def write(self, prompt: Prompt, first: int, part: Part) -> None:
         """Write one part whole or not at all."""
         path = self._path(prompt, first, len(part.rewards_N))
@@ -255,6 +265,48 @@ class PoolStore:
 
     def _path(self, prompt: Prompt, first: int, count: int) -> Path:
         return self.folder / f"{_stem(prompt)}-{first}-{count}.safetensors"
+
+
+def reuse_pool(config: MseConfig, folder: Path, prompts: list[Prompt], size: int) -> str:
+    """Take over the completions that a study of the same output root has drawn of the same policy.
+
+    Of all such pools the one with the most of what is asked for; its files are linked where the
+    file system can, so that each run folder stays whole when the other is deleted.
+
+    Args:
+        config: the study's configuration.
+        folder: of this study's own pool, below its run folder.
+        prompts: the study's.
+        size: completions of each that are asked for, N.
+
+    Returns:
+        A line on what was taken over; "" where there is nothing.
+    """
+    root = Path(config.output_root).resolve()
+    if root not in folder.resolve().parents:
+        return ""  # a run folder placed elsewhere
+    own = PoolStore(folder, draws_of(config))
+    draws = json.loads(json.dumps(own.draws))
+    best, most = folder, sum(count for _, count in own.usable_parts(prompts, size))
+    for note in sorted((root / "mse").glob("*/*/pool/pool.json")):
+        with suppress(OSError, ValueError):
+            if note.parent.resolve() != folder.resolve() and parsed_json(note.read_text()) == draws:
+                parts = PoolStore(note.parent, draws).usable_parts(prompts, size)
+                total = sum(count for _, count in parts)
+                best, most = (note.parent, total) if total > most else (best, most)
+    if best == folder:
+        return ""
+    own.open()
+    for path, _ in PoolStore(best, draws).usable_parts(prompts, size):
+        target = folder / path.name
+        if target.exists():
+            continue
+        try:
+            os.link(path, target)
+        except OSError:  # another file system, or one without links
+            with atomic_write(target, shared=True) as staged:
+                shutil.copyfile(path, staged)
+    return f"{most:,} completions of {best} are reused".replace(",", " ")
 
 
 @cache

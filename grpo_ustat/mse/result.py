@@ -50,7 +50,7 @@ NAME = "curves.parquet"
 ENDS = ("n_mse", "low", "high")
 NORMS = {
     "euclidean": "Euclidean",
-    "adam": "of AdamW's step, v of this pool,",
+    "adam": "of AdamW's step, v that of steps of {} rollouts in groups of {},",
 }
 TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}  # scripts/benchmarks/precision.py
 COLUMNS = {
@@ -153,7 +153,7 @@ def study_result(
         "policy": _policy(config, pool, pool_cost),
         "questions": len(pool.rewards_PN),
         "pool_completions": pool.rewards_PN.shape[1],
-        "summary": verdict(statistics, population, config.baselines, pool.rewards_PN)
+        "summary": verdict(statistics, population, pool.rewards_PN)
         + metric_text(config)
         + tf32_text(config)
         + heavy_warning(statistics, population)
@@ -194,7 +194,9 @@ def metric_text(config: MseConfig) -> str:
     if config.study.metric == "adam":
         text += (
             " Errors are those of AdamW's step, not of the gradient: each entry counts in units of "
-            "its root mean square over these prompts, as the optimizer's second moments would be."
+            f"its root mean square in steps of {config.study.adam_rollouts} rollouts in groups of "
+            f"{config.study.adam_group_size}, whatever the G; each half of the questions has those "
+            "of the other."
         )
     if config.study.parameters is not None:
         text += (
@@ -504,11 +506,12 @@ def _metric(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> dict[str, 
     """
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
-    pattern = config.study.parameters
+    study, pattern = config.study, config.study.parameters
     counted = "all trainable parameters" if pattern is None else f"those that fit {pattern}"
     return {
         "parameters": facts.parameters,
-        "norm": f"{NORMS[config.study.metric]} over {counted}",
+        "norm": f"{NORMS[study.metric].format(study.adam_rollouts, study.adam_group_size)} over "
+        f"{counted}",
         "between_questions": "exact"
         if facts.parameters <= config.budget.gradient_sketch
         else f"unbiased sketch of {config.budget.gradient_sketch} numbers",

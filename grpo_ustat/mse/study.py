@@ -20,7 +20,7 @@ from grpo_ustat.mse.closed_form import ClosedForm, closed_form
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
 from grpo_ustat.mse.pool import ModelFacts, build_part, build_pool, greedy_rewards, model_facts
-from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample
+from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, reuse_pool
 from grpo_ustat.mse.replay import (
     TARGET_WORDS,
     limit_refusal,
@@ -41,6 +41,7 @@ from grpo_ustat.mse.result import (
 )
 from grpo_ustat.mse.rule_sizes import rule_sizes
 from grpo_ustat.mse.sampler import sampler_text
+from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
 from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
 from grpo_ustat.progress import waiting
 from grpo_ustat.records import Prompt, ScorePool
@@ -147,9 +148,15 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
             prompts, left_out = _prompts(config)
         facts = _facts(config, prompts)
         pool_folder = Path(config.pool) if config.pool else folder / "pool"
+        if not config.pool:
+            size = config.budget.pool_completions
+            if line := main_only(reuse_pool, config, pool_folder, prompts, size):
+                Console(quiet=not is_main()).print(line, soft_wrap=True)
         pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
     if config.study.metric == "adam":
-        pool, extra_cost = adam_pool(config, prompts, pool, pool_folder, folder / "pool_adam")
+        pool, extra_cost, moved = adam_pool(
+            config, prompts, pool, pool_folder, folder / "pool_adam"
+        )
         pool_cost += extra_cost
         request = closed_form_request(config, pool, facts, pool_cost)
         statistics = closed_form(pool, request, config.study.interval)
@@ -169,6 +176,13 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
     result = study_result(
         config, pool, statistics, population, curves, facts, pool_cost, replicate_cost
     )
+    if config.study.metric == "adam":
+        best = population["gstar"]
+        result["metric"] |= {
+            "shift": moved if math.isfinite(moved) else None,
+            "uncertain": is_uncertain(moved, best),
+        }
+        result["summary"] += uncertain_text(moved, best)
     if sizes:
         result["scaling"]["rules"] = sizes
     result |= reward_functions(config, pool, population, request)

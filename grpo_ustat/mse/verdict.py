@@ -11,11 +11,9 @@ from grpo_ustat.estimators.scaling import heavy_text
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import ClosedForm
 from grpo_ustat.records import ScorePool
-from grpo_ustat.report.symbols import baseline_word
 from grpo_ustat.report.tables import best_size, three_digits
 
 MARGIN = 1.68  # half-widths that corr(q, Z) is from 0: 99.9 % where its interval is of 95 %
-UNBIASED = ("none", "leave_one_out", "oracle", "optimal")
 
 
 def heavy_warning(statistics: ClosedForm, population: ClosedForm) -> str:
@@ -62,9 +60,7 @@ def packages_sentence(packages: dict[str, int], installed: str) -> str:
     )
 
 
-def verdict(
-    statistics: ClosedForm, population: ClosedForm, baselines: list[str], rewards_PN: np.ndarray
-) -> str:
+def verdict(statistics: ClosedForm, population: ClosedForm, rewards_PN: np.ndarray) -> str:
     """In words: whether Assumption 2 holds, which ordering follows, why G* has no interval."""
     if not rewards_PN.any():
         return (
@@ -78,9 +74,6 @@ def verdict(
             "right."
         )
     parts = [_assumption_sentence(statistics), _ordering_sentence(population, rewards_PN)]
-    unbiased = [name for name in baselines if name in UNBIASED]
-    if len(unbiased) > 1:
-        parts.append(_best_sentence(statistics, unbiased))
     parts.append(missing_size_sentence(population["gstar"]))
     return " ".join(filter(None, parts))
 
@@ -166,20 +159,3 @@ def _ordering_sentence(statistics: ClosedForm, rewards_PN: np.ndarray) -> str:
         f"is better "
         f"(A_V - A_0 in [{three_digits(difference.low)}, {three_digits(difference.high)}])."
     )
-
-
-def _best_sentence(statistics: ClosedForm, unbiased: list[str]) -> str:
-    """The unbiased baseline of smallest error at each group size, by point estimate."""
-    keys = [name.split("/") for name in statistics.statistics if name.startswith("mse/")]
-    first = keys[0][3:]
-    sizes = sorted({int(key[2]) for key in keys})
-    best = {
-        g: min(unbiased, key=lambda b: statistics["/".join(["mse", b, str(g), *first])].estimate)
-        for g in sizes
-    }
-    groups = [
-        f"{baseline_word(name)} at G = {', '.join(str(g) for g in sizes if best[g] == name)}"
-        for name in dict.fromkeys(best[g] for g in sizes)
-    ]
-    best_sizes = "; ".join(groups)
-    return f"Smallest closed-form error of an unbiased baseline, by point estimate: {best_sizes}."

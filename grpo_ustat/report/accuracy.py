@@ -32,11 +32,7 @@ BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
 BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
 EVALUATED = ("step", "decoding", "quantity", "mean_reward", "low", "high", "n")
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
-LEGEND = (
-    "±: half the interval's width; its ends, and intervals generalising to new questions, are in "
-    "the "
-    "CSV file; (4 of 5): how many seeds of how many."
-)
+FEW_SEEDS = "(4 of 5): how many seeds of how many."
 
 LATEX_MARKS = ("Bold", "underlined")  # of the best, of those not significantly different
 
@@ -283,8 +279,8 @@ def accuracy_table(
         title=f"Held-out {name}",
         columns=["", *names],
         rows=rows,
-        notes=[*notes(cells, ("*", "~"), among), LEGEND],
-        latex_notes=[*notes(cells, LATEX_MARKS, among), LEGEND],
+        notes=[*notes(cells, ("*", "~"), among)],
+        latex_notes=[*notes(cells, LATEX_MARKS, among)],
         marks=marks,
         data=data,
         figure_notes=notes(cells, ("ring", "filled"), f"the {axis.symbol} of a line"),
@@ -308,8 +304,8 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
         title=f"Held-out {name} by rollouts a step (n) and group size (G)",
         columns=["", *names],
         rows=rows,
-        notes=[*notes(cells, ("*", "~"), "the (n, G) of a series"), LEGEND],
-        latex_notes=[*notes(cells, LATEX_MARKS, "the (n, G) of a series"), LEGEND],
+        notes=[*notes(cells, ("*", "~"), "the (n, G) of a series")],
+        latex_notes=[*notes(cells, LATEX_MARKS, "the (n, G) of a series")],
         marks=marks,
         data=cells,
         headings=True,
@@ -350,8 +346,8 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         title=f"Held-out {quantity} by setting, and its difference from the largest mean",
         columns=["", *(names if single else ("setting",)), quantity, "difference", "verdict"],
         rows=rows,
-        notes=[*notes(cells, ("*", "~"), "the settings of one n and G"), LEGEND],
-        latex_notes=[*notes(cells, LATEX_MARKS, "the settings of one n and G"), LEGEND],
+        notes=[*notes(cells, ("*", "~"), "the settings of one n and G")],
+        latex_notes=[*notes(cells, LATEX_MARKS, "the settings of one n and G")],
         marks=marks,
         data=cells,
         headings=True,
@@ -385,15 +381,15 @@ def _grid(
 
 
 def _cell_text(cell: AccuracyCell, most: int) -> str:
-    """Mean with its mark, half its interval, and how many of the most seeds it has, in one line.
+    """Mean with its mark, its interval below, and how many of the most seeds it has.
 
     Nothing is marked where no cell of a family is significantly different.
     """
     mark = ""
     if cell["decided"]:
         mark = "*" if cell["best"] else {False: "~", True: "", None: "?"}[cell["distinct"]]
-    few = f" ({cell['seeds']} of {most})" if cell["seeds"] < most else ""
-    return f"{cell['mean_reward']:.3f}{mark} ±{(cell['high'] - cell['low']) / 2:.3f}{few}"
+    few = f"\n({cell['seeds']} of {most})" if cell["seeds"] < most else ""
+    return f"{cell['mean_reward']:.3f}{mark}\n[{cell['low']:.3f}, {cell['high']:.3f}]{few}"
 
 
 def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str], among: str) -> list[str]:
@@ -422,17 +418,24 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str], among: str) -> 
             f"intervals of differences ({pairing}) are 95 % simultaneous over {among} (Bonferroni)"
         )
         if any(cell["decided"] for cell in compared):
-            lines.append(
-                f"{best}: largest mean; {alike}: not significantly different from the best, the "
-                f"interval of the difference contains 0; no mark: significantly less; "
-                f"{simultaneous}, the best chosen on the same data."
-            )
+            verdicts = {cell["distinct"] for cell in compared if cell["decided"]}
+            words = [f"{best}: largest mean"]
+            if False in verdicts:
+                words.append(
+                    f"{alike}: not significantly different from the best, the interval of the "
+                    "difference contains 0"
+                )
+            if True in verdicts:
+                words.append("no mark: significantly less")
+            lines.append(f"{'; '.join(words)}; {simultaneous}, the best chosen on the same data.")
             if not all(cell["decided"] for cell in compared):
                 lines.append("Rows without any mark: no significant difference.")
         else:
             lines.append(f"No significant difference between {among}; {simultaneous}.")
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
         lines.append("Where fewer than two seeds are shared nothing is compared (?).")
+    if len({cell["seeds"] for cell in cells}) > 1:
+        lines.append(FEW_SEEDS)
     return lines
 
 

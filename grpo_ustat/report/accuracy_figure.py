@@ -13,9 +13,9 @@ from grpo_ustat.estimators.intervals import joint_quantity
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.figures import (
     FONTS,
-    MOST_PANELS,
     legend_label,
     note,
+    panels_wide,
     plt,
     save,
     series_style,
@@ -50,7 +50,7 @@ def accuracy_figure(
     lines = list(dict.fromkeys(cell["line"] for cell in cells))
     quantity = joint_quantity(cell["quantity"] for cell in cells)
     steps = sorted({cell["step"] for cell in cells})
-    wide = min(MOST_PANELS, len(steps))
+    wide = panels_wide(len(steps))
     high = -(-len(steps) // wide)
     with plt.rc_context(FONTS):
         size = (max(5.0, 0.8 + 3.0 * wide), 1.2 + 2.8 * high)

@@ -192,8 +192,8 @@ def _add_studies(report: Report) -> None:
     ):
         lines = [*(table.figure_notes or ()), *report.missing_notes]
         if draw is error_figures.joint_mse_figure:
-            paired = any(run.final_result.get("ratio_to_oracle") for run in studies)
-            lines = [" ".join([error_figures.BANDS[paired], *report.missing_captions])]
+            bands = error_figures.bands_text([run.final_result for run in studies])
+            lines = [" ".join([bands, *report.missing_captions])]
             lines += shorten(gradient_error.missing_in(studies), 3, "mse.csv")
         draw(report.folder, table.name, studies, lines)
         report.tables.append(table)

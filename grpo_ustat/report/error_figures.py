@@ -13,25 +13,21 @@ from matplotlib.axes import Axes
 from grpo_ustat.report.decision import group_size_costs, percent, scaling_estimate_of
 from grpo_ustat.report.figures import (
     FONTS,
-    MOST_PANELS,
     STYLE,
     baseline_style,
     log_sizes,
     note,
+    panels_wide,
     plt,
     save,
 )
-from grpo_ustat.report.gradient_error import missing_numbers
+from grpo_ustat.report.gradient_error import INTERVAL_WORDS, missing_numbers
 from grpo_ustat.report.tables import best_size
 from grpo_ustat.runs.record import RunRecord
 
 LINES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
 OWN_MEAN_DASHES = (0, (4, 2))
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
-BANDS = {  # whether a study has paired ratios
-    False: "Bands: 95 % intervals.",
-    True: "Bands: 95 % intervals; those of ratios are paired.",
-}
 EXTRA_ERROR = "extra error at the same rollouts, %"
 TOP_PERCENT = 105  # of the axis of extra errors: twice the error and a bit
 
@@ -70,9 +66,16 @@ def mse_figure(folder: Path, result: dict[str, Any]) -> None:
         else:
             panels[0, 0].legend(frameon=False, fontsize=9)
         figure.suptitle(_study_title(result), fontsize=9, x=0.02, ha="left")
-        bands = BANDS[bool(result.get("ratio_to_oracle"))]
+        bands = bands_text([result])
         note(figure, [bands, *missing_numbers(result)], size[0])
         save(figure, folder, "figure")
+
+
+def bands_text(results: Sequence[dict[str, Any]]) -> str:
+    """What the bands of errors and ratios are."""
+    words = dict.fromkeys(INTERVAL_WORDS[one["curves"][0]["interval"]] for one in results)
+    paired = any(one.get("ratio_to_oracle") for one in results)
+    return f"Bands: 95 % intervals, {' or '.join(words)}{'; those of ratios are paired' * paired}."
 
 
 def scaling_figure(folder: Path, result: dict[str, Any]) -> None:
@@ -81,7 +84,8 @@ def scaling_figure(folder: Path, result: dict[str, Any]) -> None:
         figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
         scaling_panel(axes, result["scaling"])
         axes.set_ylabel(EXTRA_ERROR)
-        axes.set_title(_study_title(result), fontsize=9, loc="left")
+        title = f"{_study_title(result)}, bands: 95 % for new questions"
+        axes.set_title(title, fontsize=9, loc="left")
         save(figure, folder, "scaling")
 
 
@@ -90,7 +94,7 @@ def _study_title(result: dict[str, Any]) -> str:
     relation = "all rewards of a question equal" if corr is None else f"corr(q, Z) = {corr:.2f}"
     return (
         f"{policy['name']}: {policy['quantity']} {policy['mean_reward']:.2f}, {relation}\n"
-        f"{result['questions']} questions x {result['pool_completions']} completions, bands: 95 %"
+        f"{result['questions']} questions x {result['pool_completions']} completions"
     )
 
 
@@ -185,9 +189,9 @@ def _panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
     for run in studies:
         by_dataset.setdefault(run.dataset, []).append(run)
     return [
-        runs[first : first + MOST_PANELS]
+        runs[first : first + panels_wide(len(runs))]
         for runs in by_dataset.values()
-        for first in range(0, len(runs), MOST_PANELS)
+        for first in range(0, len(runs), panels_wide(len(runs)))
     ]
 
 
@@ -340,8 +344,9 @@ def _band(curve: Sequence[dict[str, Any]], low: str, high: str) -> tuple[list[fl
 
 def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
     """One study's extra error at a fixed number of rollouts, in percent of the error at the best
-    group size that divides them: a curve over all sizes with simultaneous bands, dots with their
-    costs at the sizes that divide, a dashed line and a grey band at G*.
+    group size that divides them: a curve over all sizes with simultaneous bands, dots at the sizes
+    that divide. Where G* has an interval with two ends the dots say their costs, a dashed line and
+    a grey band stand at G*; else a dotted line stands at what it is at least.
     """
     costs, estimate = group_size_costs(scaling), scaling_estimate_of(scaling)
     colour = STYLE["leave_one_out"][0]
@@ -356,11 +361,14 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
         axes.text(0.5, 0.5, "not enough data for a best G", transform=axes.transAxes, ha="center")
         axes.set_xlabel("group size G")
         return
-    end = max(low, *costs.extra) if high is None else high
-    axes.axvspan(low, end, color="#999999", alpha=0.3, linewidth=0)
-    if best is not None:
-        axes.axvline(best, color="black", linestyle="--", linewidth=1)
-    axes.set_xlabel(f"group size G;  dots: divides n = {costs.rollouts}\ndashed: G* = {size_text}")
+    dots = f"group size G;  dots: divides n = {costs.rollouts}"
+    if high is None:
+        axes.axvline(low, color="black", linestyle=":", linewidth=1)
+        axes.set_xlabel(f"{dots}\ndotted: G* is {size_text}")
+    else:
+        axes.axvspan(low, high, color="#999999", alpha=0.3, linewidth=0)
+        axes.axvline(best, ymin=0.12, color="black", linestyle="--", linewidth=1)
+        axes.set_xlabel(f"{dots}\ndashed: G* = {size_text}")
     grid = np.geomspace(2, max(costs.extra), 200)
     curve = [estimate.extra_error(size, costs.best) for size in grid]
     heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
@@ -372,11 +380,12 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
             continue
         is_best = size == costs.best
         axes.plot(size, 100 * extra.estimate, "o", color=colour, markersize=6)
+        if high is None:  # a cost against a best size that is not known
+            continue
         axes.annotate(
             f"G = {size}" if is_best else percent(extra.estimate),
-            (size, 100 * extra.estimate), (0, -14) if is_best else (-4, 5) if size > costs.best
-            else (4, 5), textcoords="offset points", fontsize=9,
-            ha="center" if is_best else "right" if size > costs.best else "left",
+            (size, 100 * extra.estimate), (0, -14) if is_best else (6, -10) if size > costs.best
+            else (4, 5), textcoords="offset points", fontsize=9, ha="center" if is_best else "left",
             fontweight="bold" if is_best else "normal",
-            bbox=dict(facecolor="white", alpha=0.7, linewidth=0, pad=0), zorder=5,
+            bbox=dict(facecolor="white", alpha=0.9, linewidth=0, pad=0.5), zorder=5,
         )  # fmt: skip

@@ -38,7 +38,6 @@ FONTS: dict[Any, Any] = {
     "svg.hashsalt": "grpo_ustat",  # the same numbers make the same file
 }  # fmt: skip
 UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
-MOST_PANELS = 4  # side by side
 MOST_CHARACTERS, MOST_LINES = 200, 40  # of a line, and lines of a text
 
 
@@ -82,6 +81,15 @@ def line_style(place: int) -> tuple[str, str]:
     styles = [STYLE[name][:2] for name in ("leave_one_out", "none", "oracle", "group_mean")]
     styles += zip(OTHER_COLOURS, OTHER_MARKERS, strict=True)
     return styles[place % len(styles)]
+
+
+def panels_wide(count: int) -> int:
+    """How many panels stand side by side, so that type is legible at the width of a page's text.
+
+    >>> [panels_wide(count) for count in range(1, 8)]
+    [1, 2, 2, 2, 3, 3, 3]
+    """
+    return min(count, 2 if count <= 4 else 3)
 
 
 def log_sizes(axes: Axes, sizes: Sequence[int]) -> None:

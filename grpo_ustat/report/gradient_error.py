@@ -18,10 +18,8 @@ INTERVAL_WORDS = {  # what an interval speaks of
     "questions": "generalising to new questions",
 }
 NEED_VALUES = ("oracle", "optimal")
-SMALLEST = (
-    "Bold: the least error of a line, but for the oracle and the optimal baseline; underlined: its "
-    "95 % interval reaches that of the least."
-)
+SMALLEST = "Bold: the least error of a line among unbiased rules that know no values"
+ALIKE = "underlined: its 95 % interval reaches that of the least"
 MOST_BASELINES = 4  # side by side on a terminal of 80 characters
 
 
@@ -123,15 +121,16 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
     kinds: dict[tuple, list[dict[str, Any]]] = {}
     for row in data:
         kinds.setdefault((row["run"], *(row[key] for key in CURVE_KEYS)), []).append(row)
+    several = [key for key in ("method", "setting") if len({row[key] for row in data}) > 1]
     rows, marks = [], {}
     for kind in kinds.values():
         first = kind[0]
         heading = (
-            f"{first['policy']}\n"
-            f"{first['dataset']}, {first['questions']}x{first['pool_completions']}\n"
+            f"{first['policy']}\n{first['dataset']}\n"
+            f"{first['questions']} x {first['pool_completions']}\n"
             f"{first['mean_reward']:.2f} "
-            f"[{first['mean_reward_low']:.2f}, {first['mean_reward_high']:.2f}]\n"
-            f"{first['method']}\n{first['setting'].replace('_', ' ')}"
+            f"[{first['mean_reward_low']:.2f}, {first['mean_reward_high']:.2f}]"
+            f"{''.join(f'{chr(10)}{first[key]}'.replace('_', ' ') for key in several)}"
         )
         cells = {(row["group_size"], row["baseline"]): mse_text(row) for row in kind}
         for size in sorted({row["group_size"] for row in kind}):
@@ -140,6 +139,8 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
                 marks[len(rows), 2 + names.index(name)] = best
             rows.append([heading, str(size), *(cells.get((size, name), "-") for name in names)])
     notes = [_interval_note(studies), *_missing_points(studies), *missing_in(studies)]
+    words = [SMALLEST] * (True in marks.values()) + [ALIKE] * (False in marks.values())
+    legend = [f"{'; '.join(words)}."] if words else []
     return Table(
         name="mse",
         title="MSE of the gradient",
@@ -150,7 +151,7 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
         figure_notes=notes,
         headings=True,
         marks=marks,
-        latex_notes=[*notes, SMALLEST],
+        latex_notes=[*notes, *legend],
     )
 
 
@@ -160,13 +161,18 @@ def missing_in(studies: Sequence[RunRecord]) -> list[str]:
 
 
 def smallest(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """Of the baselines of one group size, the one of least error, True, and those whose interval
-    reaches that of the least, False. Rules that need the values of the questions do not take part.
+    """Of the unbiased baselines of one group size, the one of least error, True, and those whose
+    interval reaches that of the least, False. Biased rules, whose error is their length, and rules
+    that need the values of the questions do not take part.
 
     Errors whose intervals are apart are significantly different; those whose intervals meet may be
     so in a paired comparison.
     """
-    own = [row for row in rows if row["baseline"] not in NEED_VALUES and row["mse"] is not None]
+    own = [
+        row
+        for row in rows
+        if row["unbiased"] and row["baseline"] not in NEED_VALUES and row["mse"] is not None
+    ]
     if len(own) < 2:
         return {}
     least = min(own, key=lambda row: row["mse"])
@@ -274,4 +280,6 @@ def _estimate_text(row: dict[str, Any], name: str, digits: int | None) -> str:
     value, low, high = (row.get(f"{name}{end}") for end in ENDS)
     if low is None:
         return f"{text(value)}\n-" if value is not None else "-"
+    if value is None or (name == "gstar" and high is None):
+        return f"at least {text(low)}"
     return f"{text(value)}\n[{text(low)}, {'infinity)' if high is None else f'{text(high)}]'}"

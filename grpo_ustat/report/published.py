@@ -113,4 +113,4 @@ def _data_row(
 def _text(interval: Interval | None, sign: str = "") -> str:
     if interval is None:
         return "-"
-    return f"{interval.estimate:{sign}.3f} ±{(interval.high - interval.low) / 2:.3f}"
+    return f"{interval.estimate:{sign}.3f}\n[{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"

@@ -32,6 +32,13 @@ LATEX_SPECIAL = {
     "→": r"$\to$", "…": r"\dots{}", "∞": r"$\infty$", "σ": r"$\sigma$", "τ": r"$\tau$",
     "·": r"$\cdot$", "—": "---", "√": r"$\surd$", "²": "$^2$",
 }  # fmt: skip
+LATEX_SYMBOLS = {
+    "A_V - A_0": "$A_V - A_0$", "A_V": "$A_V$", "A_0": "$A_0$", "G*": "$G^*$",
+    "corr(q, Z)": r"$\mathrm{corr}(q, Z)$", "1 + sqrt(C3/C1)": r"$1 + \sqrt{C_3/C_1}$",
+    "C1": "$C_1$", "C2": "$C_2$", "C3": "$C_3$", "infinity": r"$\infty$",
+    "n_c": "$n_c$", "||grad J||^2": r"$\|\nabla J\|^2$",
+}  # fmt: skip
+MATH_SYMBOLS = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, LATEX_SYMBOLS))})(?!\w)")
 HTML_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 MARKDOWN_SPECIAL = re.compile(r"([\\`*_{}\[\]()#|~$@]|:(?=//)|(?<=www)\.)")  # last two: bare links
 
@@ -221,14 +228,21 @@ def sort_value(cell: Cell) -> float | None:
 
 
 def tex(text: str) -> str:
-    r"""Text as LaTeX shows it; a character that its fonts lack as the number of it.
+    r"""Text as LaTeX shows it, symbols of the statistics in math mode; a character that its fonts
+    lack as the number of it.
 
     >>> tex("n_0 = 5 %, ~"), tex("-0.5 ± 1 ≤ x\x00\n中")
     ('n\\_0 = 5 \\%, \\textasciitilde{}', '$-$0.5 $\\pm$ 1 $\\le$ x\\textbackslash{}x00 U+4E2D')
+    >>> print(tex("A_V - A_0 and G*, [2.0, infinity)"))
+    $A_V - A_0$ and $G^*$, [2.0, $\infty$)
     """
     text = re.sub(r"(?<![\w.)-])-(?=[\d.])", "\u2212", " ".join(visible(text).split()))
     text = text.replace("->", "→")
-    return "".join(map(_tex_letter, text))
+    parts = MATH_SYMBOLS.split(text)
+    return "".join(
+        LATEX_SYMBOLS[part] if i % 2 else "".join(map(_tex_letter, part))
+        for i, part in enumerate(parts)
+    )
 
 
 def _tex_letter(letter: str) -> str:
@@ -246,10 +260,10 @@ def tex_cell(cell: str, best: bool | None = None) -> str:
         cell: its text.
         best: True sets the value bold, False underlines it.
 
-    >>> print(tex_cell("23.1\n[21.3, 25.0]", True), tex_cell("0.378~ ±0.04", False))
-    \textbf{23.1} {\scriptsize [21.3, 25.0]} \underline{0.378} {\scriptsize $\pm$0.04}
+    >>> print(tex_cell("23.1\n[21.3, 25.0]", True), tex_cell("0.378~", False))
+    \textbf{23.1} {\scriptsize [21.3, 25.0]} \underline{0.378}
     """
-    value, *rest = re.split(r"\n|(?<=[\d*~?]) (?=±)", cell)
+    value, *rest = cell.split("\n")
     if best is not None:
         value = f"\\{'textbf' if best else 'underline'}{{{tex(value.rstrip('*~'))}}}"
     else:
@@ -357,13 +371,12 @@ def best_size(best: float | None, low: float | None, high: float | None) -> str 
         low, high: its interval; a null or infinite `high` has no end.
 
     >>> best_size(4.25, 3.0, 9.0), best_size(4.25, 3.0, None), best_size(4.25, 1.0, None)
-    ('4.2 [3.0, 9.0]', '4.2 [3.0, infinity)', None)
+    ('4.2 [3.0, 9.0]', 'at least 3.0', None)
     """
     bounded = high is not None and math.isfinite(high)
     if low is None or not math.isfinite(low) or (low <= 2 and not bounded):
         return None
-    estimate = f"{best:.1f}" if best is not None and math.isfinite(best) else "-"
-    return f"{estimate} [{low:.1f}, {f'{high:.1f}]' if bounded else 'infinity)'}"
+    return f"{best:.1f} [{low:.1f}, {high:.1f}]" if bounded else f"at least {low:.1f}"
 
 
 def often_cut(clipped_ratio: float) -> bool:

@@ -55,6 +55,12 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
     "Could not find 'study/x' Available options in 'study': figure4 lemma6 Config search path": (
         "gap", "unknown study 'x': choose from lemma6"
     ),
+    "Could not find 'study/corollary5' Available options in 'study': lemma6 Config search path": (
+        "gap", "study=corollary5 is shown by grpo-ustat mse"
+    ),
+    "Could not find 'study/Theorem2' Available options in 'study': lemma6 Config search path": (
+        "gap", "study=Theorem2 is shown by grpo-ustat mse experiment=monte_carlo_check"
+    ),
 }  # fmt: skip
 
 

@@ -121,7 +121,29 @@ WRONG = {
         "mse", ["study.metric=adam", "target_halfwidth=0.1"], "0.1 with study.metric=adam, whose"
     ),
     "no expression": ("mse", ["study.parameters='('"], "is no regular expression (missing )"),
-    "gradients of adam": ("mse", [CARLO, "study.metric=adam"], "metric=adam with monte_carlo"),
+    "gradients of adam": (
+        "mse", [CARLO, "study.metric=adam"], "study.methods=['monte_carlo']: the halves"
+    ),
+    "replay of adam": (
+        "mse", ["study.metric=adam", "study.methods=[replay]"], "use study.methods=[closed_form]"
+    ),
+    "step of adam": (
+        "mse", ["study.metric=adam", "study.adam_rollouts=250"],
+        "study.adam_rollouts=250 is no multiple of study.adam_group_size=8: use study.adam_rollouts"
+        "=248",
+    ),
+    "groups of adam": (
+        "mse", ["study.metric=adam", "budget.pool_completions=15"],
+        "pool_completions=15 has fewer than two groups of study.adam_group_size=8: use at least 16",
+    ),
+    "one of adam": ("mse", ["study.adam_group_size=1"], "adam_group_size=1 must be 2 or more"),
+    "interval of adam": (
+        "mse", ["study.metric=adam"], "study.metric=adam with study.interval=completions: each half"
+    ),
+    "halves of adam": (
+        "mse", ["study.metric=adam", "study.interval=questions", "study.questions=7"],
+        "study.metric=adam needs 8 questions, 4 a half, got 7: raise study.questions",
+    ),
     "shots": ("mse", ["prompt.shots=-1"], "prompt.shots=-1 must be 0 or more"),
     "hidden reply": ("mse", ["prompt.shots=2"], "prompt.shots=2 with prompt.reply=None: examples"),
     "system": ("mse", ["prompt.system=hi"], "a turn of a chat: use prompt.chat=true"),

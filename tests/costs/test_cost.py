@@ -66,9 +66,9 @@ def test_cuda_graphs_have_buffers_of_96_more_columns(study):
     assert cost(study).cache * 96 == cost(off).cache * (96 + 96)
 
 
-def test_adams_metric_keeps_a_second_pool_and_two_numbers_a_parameter(study):
+def test_adams_metric_keeps_a_second_pool_and_six_numbers_a_parameter(study):
     plain, adam = cost(study), cost(replace(study, study=replace(study.study, metric="adam")))
-    assert adam.disk == 2 * plain.disk + 4 * SIZE.parameters
+    assert adam.disk == 2 * plain.disk + 24 * SIZE.parameters
     assert adam.weights == plain.weights + 8 * SIZE.parameters
 
 

@@ -229,7 +229,11 @@ def test_intervals_over_questions_cover():
 def test_identical_questions_vary_not_at_all():
     """Twenty copies of one question: an interval over questions has no width."""
     pool = pool_of(tabular(1), 32, np.random.default_rng(3))
-    copies = {name: np.repeat(values, 20, axis=0) for name, values in vars(pool).items()}
+    copies = {
+        name: np.repeat(values, 20, axis=0)
+        for name, values in vars(pool).items()
+        if isinstance(values, np.ndarray)
+    }
     found = statistics(ScorePool(**copies), ["oracle"], [4], "questions")
     interval = found["mse/oracle/4"]
     assert interval.high - interval.low < 1e-9

@@ -19,6 +19,7 @@ from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.mse import pool as pool_module
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import _chunks_to_sample, build_part, build_pool
+from grpo_ustat.mse.pool_store import reuse_pool
 from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
@@ -187,3 +188,36 @@ def test_jobs_at_once_leave_a_pool_and_no_run_folder(tmp_path):
     assert any(text.endswith("without study.part runs the study\n") for text in said)
     assert not list(tmp_path.glob("outputs/mse/*"))
     assert contents(tmp_path / "pool") == undivided(tmp_path / "one")
+
+
+def test_a_study_goes_on_with_an_equal_pool_of_its_output_root(tmp_path, capsys):
+    """The same files, linked; more questions draw the rest alone; another seed, another root and
+    parts beyond what is asked for are left alone.
+    """
+    root = tmp_path / "out"
+
+    def made(name, *overrides):
+        folder = root / "mse" / name / "seed=0"
+        config, prompts = asked(f"output_root={root}", *overrides)
+        size = config.budget.pool_completions
+        line = reuse_pool(config, folder / "pool", prompts, size)
+        build_pool(config, prompts, folder / "pool", size)
+        return line, contents(folder / "pool"), folder / "pool"
+
+    first, files, pool = made("a")
+    assert first == "" and files == undivided(tmp_path / "alone")
+    line, again, linked = made("b", "group_sizes=[2]")
+    assert line == f"20 completions of {pool} are reused" and again == files
+    inodes = [{file.name: file.stat().st_ino for file in x.glob("*-*")} for x in (pool, linked)]
+    assert inodes[0] == inodes[1]
+    line, more, _ = made("c", "study.questions=7")
+    assert line.startswith("20 completions") and files.keys() < more.keys()
+    assert {name: more[name] for name in files} == files
+    assert made("d", "seed=1")[0] == ""
+    line, longer, _ = made("e", "budget.pool_completions=6")
+    assert line.startswith("20 completions") and files.keys() < longer.keys()
+    line, between, _ = made("f", "budget.pool_completions=5")  # a part of 4 to 6 cannot be split
+    assert line.startswith("20 completions") and files.keys() < between.keys()
+    assert made("b", "group_sizes=[2]")[0] == ""  # it has them all itself
+    config, prompts = asked(f"output_root={root}")
+    assert reuse_pool(config, tmp_path / "elsewhere" / "pool", prompts, 4) == ""

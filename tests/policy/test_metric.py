@@ -83,27 +83,6 @@ def test_everything_equals_autograd_weighed_entry_by_entry(tied, gram, way, monk
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("way", ["whole", "in chunks", "layer by layer", "without a rule"])
-def test_sums_of_squares_equal_those_of_autograd(tied, way, monkeypatch):
-    policy, rollouts = random_policy(tied=tied), random_rollouts([2, 5], group_size=3, longest=6)
-    if way == "without a rule":
-        mlp = policy.model.model.layers[0].mlp
-        mlp.act_fn = Wobble(mlp.up_proj.out_features)
-    if way == "in chunks":
-        monkeypatch.setitem(output_layer.LOGIT_BYTES, "cpu", 700)
-        monkeypatch.setitem(accumulate.CHUNK, "cpu", 500)
-        monkeypatch.setattr(layers, "DENSE", 3000)
-    slow = reference(policy, rollouts, 1.0)
-    weights_B = torch.rand(6, dtype=torch.float64)
-    result = scores(
-        policy, rollouts, None, square_weights_B=weights_B, by_layer=way == "layer by layer"
-    )
-    torch.testing.assert_close(
-        flat(result.squares), weights_B @ slow.square(), rtol=1e-10, atol=1e-10
-    )
-
-
-@pytest.mark.parametrize("tied", [True, False])
 def test_sketches_in_full_hold_the_weighed_scores(tied):
     policy, rollouts = random_policy(tied=tied), random_rollouts([2, 5], group_size=3, longest=6)
     metric, flat_weights = random_metric(policy)

@@ -90,12 +90,12 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     "scaling, sentence",
     [
         ({"gstar_high": None, "covariance": np.diag([0.25, 1.0, 0.81]).tolist(), "dof": 1e9},
-         "Best G is at least 3.5; for an upper end up to 540 more prompts are needed (now 100)."),
+         "Best G is at least 3.5; for an upper end up to 470 more prompts are needed (now 100)."),
         ({"gstar_high": None, "gstar_low": 1.0, "covariance": np.full((3, 3), np.nan).tolist()},
          "Not enough data for a best G: more prompts are needed, how many cannot be said yet (now "
          "100)."),
         ({"gstar_high": None, "gstar_low": None, "covariance": np.diag([9.0, 1, 1]).tolist()},
-         "Not enough data for a best G: at least 72 more prompts are needed (now 100)."),
+         "Not enough data for a best G: at least 6 more prompts are needed (now 100)."),
     ],
 )  # fmt: skip
 def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):

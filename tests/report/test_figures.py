@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from folders import studied
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.report.aggregate import report_runs
-from grpo_ustat.report.error_figures import joint_mse_figure, ratio_rows
-from grpo_ustat.report.figures import STYLE, baseline_style
+from grpo_ustat.report.error_figures import joint_mse_figure, ratio_rows, scaling_panel
+from grpo_ustat.report.figures import STYLE, baseline_style, plt
 from grpo_ustat.runs.record import RunRecord
 
 OWN = ("median", "trimmed_mean", "Mittelwert", "x")  # no package offers them here
@@ -46,6 +47,22 @@ def test_a_figure_of_studies_shows_it(tmp_path):
     folder = studied(tmp_path / "study", "tiny", errors)
     joint_mse_figure(tmp_path, "mse", [RunRecord(folder, "study", None, None)], [])
     assert ">median</text>" in (tmp_path / "mse.svg").read_text()
+
+
+def test_no_size_is_recommended_where_the_best_is_not_known():
+    """Neither a bold "G = 256" nor a band over the picture: a line at what G* is at least."""
+    law = {"c1": 0.01, "c2": 2.0, "c3": 9.0, "dof": 20.0}
+    law |= {"covariance": np.diag([1.0, 0.01, 0.01]).tolist()}
+    ends = {"gstar": 31.0, "gstar_low": 5.8, "gstar_high": None}
+    figure, (known, unknown) = plt.subplots(1, 2)
+    scaling_panel(unknown, law | ends)
+    scaling_panel(known, law | ends | {"gstar_high": 40.0})
+    for axes, labels, bands in ((unknown, 0, 0), (known, 1, 1)):
+        bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
+        spans = [patch for patch in axes.patches if patch.get_alpha() == 0.3]
+        assert (len(bold), len(spans)) == (labels, bands)
+    assert "dotted: G* is at least 5.8" in unknown.get_xlabel()
+    plt.close(figure)
 
 
 def test_ratios_of_a_study_without_any_are_those_of_its_curves(tmp_path):

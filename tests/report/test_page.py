@@ -241,6 +241,12 @@ def test_columns_of_numbers_stand_right():
     ]  # fmt: skip
 
 
+def test_a_table_of_many_rows_is_below_a_fold():
+    short, long = (Table("t", ["a"], [[x] for x in range(count)]) for count in (15, 16))
+    assert "<details><summary>16 rows</summary>" in render(Page("a", "b", tables=[long]))
+    assert "rows</summary>" not in render(Page("a", "b", tables=[short]))
+
+
 def test_missing_is_said_and_numbers_are_short():
     assert [cell_text(x) for x in (None, "", "-", 1 / 3, 10**6, False)] == [
         "–", "–", "–", "0.3333", "1000000", "no",

@@ -41,7 +41,6 @@ class Accumulator:
         features: sketch of every completion's score, or None.
         pooled: sketch in place of the pooled gradients themselves, or None.
         metric: weighs every entry of every gradient, see `metric`; None: Euclidean.
-        square_weights_B: of the sums of squares `sum_i w_i s_ij^2`, or None.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class Accumulator:
         features: Sketch | None = None,
         pooled: Sketch | None = None,
         metric: Metric | None = None,
-        square_weights_B: torch.Tensor | None = None,
     ):
         def zeros(*shape, dtype=torch.float64):
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -61,10 +59,6 @@ class Accumulator:
         self.batch, self.device, self.features, self.pooled = batch, device, features, pooled
         self.metric = metric
         self.weights_KB = weights_KB if weights_KB is None else weights_KB.to(device)
-        self.square_weights_B = (
-            square_weights_B if square_weights_B is None else square_weights_B.to(device)
-        )
-        self.squares: dict[str, torch.Tensor] = {}
         count = 0 if weights_KB is None else len(weights_KB)
         self.names: set[str] = set()
         self.sq_norm_B = zeros(batch)
@@ -109,10 +103,6 @@ class Accumulator:
         flat_NC = widen(flat_NC)
         if self.metric is not None:
             flat_NC *= self.metric.of(name, start, start + flat_NC.shape[1])
-        if self.square_weights_B is not None:
-            weights = self.square_weights_B if rows is None else self.square_weights_B[rows]
-            sums_C = weights.to(flat_NC.dtype) @ flat_NC.square()
-            self._entries(name, shape, sums_C).view(-1)[start : start + len(sums_C)] += sums_C
         self._square(flat_NC, rows)
         if self.weights_KB is not None:
             self._pool(name, shape, self._weights(rows, flat_NC.dtype) @ flat_NC, start)
@@ -128,7 +118,7 @@ class Accumulator:
 
     def add_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
         """Add whole rows of a matrix's gradients, those with the sorted ids; overwrites them."""
-        if self.features is None and self.pooled is None and self.square_weights_B is None:
+        if self.features is None and self.pooled is None:
             self.names.add(name)
             if self.metric is not None:
                 dense_NUD *= self.metric.rows(name, shape, ids_U)
@@ -151,10 +141,6 @@ class Accumulator:
         """Add 2 <first, second>, what ||first + second||^2 has beyond the two squared norms, of the
         rows of a matrix with these ids; overwrites `first_NUD`.
         """
-        if self.square_weights_B is not None:
-            weights_N11 = 2 * self.square_weights_B.to(first_NUD.dtype)[:, None, None]
-            sums_UD = (weights_N11 * first_NUD * second_NUD).sum(dim=0)
-            self._entries(name, shape, sums_UD).index_add_(0, ids_U, sums_UD)
         if self.metric is not None:
             weights_UD = self.metric.rows(name, shape, ids_U)
             first_NUD.mul_(weights_UD).mul_(weights_UD)
@@ -178,8 +164,7 @@ class Accumulator:
         self.sq_norm_B += products.diagonal()
 
     def _squares_are_cheaper(self, factors: Factors) -> bool:
-        looks_at_entries = (self.features, self.metric, self.square_weights_B)
-        if any(option is not None for option in looks_at_entries):
+        if self.features is not None or self.metric is not None:
             return False
         rows, columns = factors[0][0].shape[2], factors[0][1].shape[2]
         sizes, pooled = [left.shape[:2] for left, _ in factors], len(self.gradients_K)
@@ -258,12 +243,6 @@ class Accumulator:
         if name not in self.gradients_K[k]:
             self.gradients_K[k][name] = torch.zeros(shape, dtype=dtype, device=self.device)
         return self.gradients_K[k][name]
-
-    def _entries(self, name: str, shape, sums: torch.Tensor) -> torch.Tensor:
-        """The sums of squares of a parameter, [*shape]."""
-        if name not in self.squares:
-            self.squares[name] = torch.zeros(shape, dtype=sums.dtype, device=self.device)
-        return self.squares[name]
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:

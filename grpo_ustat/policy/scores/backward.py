@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -44,7 +44,6 @@ class CompletionScores:
         gram_BB: <s_i, s_j>, float64; None unless asked for.
         features_BR: sketches of the s_i, float64; None unless asked for.
         pooled_KR: sketches of the pooled gradients, float64; None unless asked for.
-        squares: `sum_i w_i s_ij^2` of every entry by parameter name; empty unless asked for.
     """
 
     sq_norm_B: torch.Tensor
@@ -52,7 +51,6 @@ class CompletionScores:
     gram_BB: torch.Tensor | None
     features_BR: torch.Tensor | None = None
     pooled_KR: torch.Tensor | None = None
-    squares: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def completion_scores(
@@ -67,7 +65,6 @@ def completion_scores(
     features: Sketch | None = None,
     pooled: Sketch | None = None,
     metric: Metric | None = None,
-    square_weights_B: torch.Tensor | None = None,
     by_layer: bool = False,
     passes: Sequence[int] | None = None,
     contiguous: bool = False,
@@ -87,7 +84,6 @@ def completion_scores(
         features: sketch every completion's score.
         pooled: sketch the pooled gradients instead of returning them whole.
         metric: of norms, products and pooled gradients, see `metric`; None: Euclidean.
-        square_weights_B: of the sums of squares; none without.
         by_layer: keep the inputs of layers alone and compute each layer twice, for less memory; a
             model that is not made of such layers keeps all.
         passes: how many of the completions, in their order, each pass through the model reads,
@@ -103,9 +99,7 @@ def completion_scores(
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
     names = {id(parameter): name for name, parameter in trainable(model)}
     batch, device = len(input_ids_BT), input_ids_BT.device
-    totals = Accumulator(
-        batch, device, weights_KB, gram, features, pooled, metric, square_weights_B
-    )
+    totals = Accumulator(batch, device, weights_KB, gram, features, pooled, metric)
     with _activations_only(model):
         backward_pass = _Backward(model, names, input_ids_BT, attention_mask_BT, totals)
         passes = [batch] if passes is None else passes
@@ -121,7 +115,6 @@ def completion_scores(
         totals.gram_BB,
         totals.features_BR,
         totals.pooled_KR,
-        totals.squares,
     )
 
 

@@ -5,15 +5,12 @@ rate times `d_j m_j`, where m is a mean of gradients and
 
     d_j = 1 / (sqrt(v_j) + eps),        v_j = a running mean of the squared entries ghat_j^2
 
-With v at its mean for this policy, v_j = E ghat_j^2, the error of that step is
+With v at its mean for one policy, v_j = E ghat_j^2, the error of that step is
 ||D (ghat - grad J)|| with D = diag(d), and no entry adds more than 1 to E ||D ghat||^2, however
-rarely it is moved. `mse.adam_pool` says how v is had from a pool. Every estimator here is linear in
-the scores, so its bias, variance and error in this norm are those of the scores D s_i: norms, Gram
-matrices, sketches and closed forms need no other change. A common factor of v, as of the number of
-prompts in a batch, changes no ratio of errors and no best G.
-
-The state v of a checkpoint is no substitute: entries whose last gradients were long ago or none
-have a v near 0, and their few completions are then all of the error.
+rarely it is moved. `mse.adam_pool` says of which ghat v is, and how it is estimated. Every
+estimator here is linear in the scores, so its bias, variance and error in this norm are those of
+the scores D s_i: norms, Gram matrices, sketches and closed forms need no other change. A common
+factor of v changes no ratio of errors and no best G.
 
 An entry without any gradient has v_j = 0 and no error; its weight is 0.
 """

@@ -34,7 +34,6 @@ def score_rollouts(
     features: Sketch | None = None,
     pooled: Sketch | None = None,
     metric: Metric | None = None,
-    square_weights_B: np.ndarray | None = None,
 ) -> CompletionScores:
     """`completion_scores` of the completions with the given flat indices p*G + i, in that order;
     layer by layer where the whole graph would take over half of the free memory.
@@ -46,7 +45,7 @@ def score_rollouts(
         policy, rollouts: whose completions.
         index: which, [B].
         temperature: divides the logits.
-        weights_KB, gram, features, pooled, metric, square_weights_B: see `completion_scores`.
+        weights_KB, gram, features, pooled, metric: see `completion_scores`.
     """
     first, place_B = distinct(rollouts, index)
     size = rollouts.mask_PGT.shape[1]
@@ -63,9 +62,6 @@ def score_rollouts(
         # NumPy's stub of `at` knows no tuples of indices
         np.add.at(merged, (slice(None), place_B), weights_KB)  # pyright: ignore[reportArgumentType]
         weights = torch.from_numpy(merged)
-    square_weights = None
-    if square_weights_B is not None:
-        square_weights = torch.from_numpy(np.bincount(place_B, square_weights_B, len(first)))
     rows = pack(rollouts, index[first], policy.pad_token, policy.model.device)
     parts = np.split(np.arange(len(first)), np.cumsum(passes)[:-1])
     read = sum(len(part) * int(prompt_U[part].max() + length_U[part].max()) for part in parts)
@@ -81,7 +77,6 @@ def score_rollouts(
         features=features,
         pooled=pooled,
         metric=metric,
-        square_weights_B=square_weights,
         by_layer=whole > SHARE * free_bytes(policy.model.device),
         passes=passes,
         contiguous=can_read_contiguous(policy),
