@@ -357,7 +357,7 @@ class TrainingBar:
     def print_evaluation(self, row: dict[str, Any]) -> None:
         """Print a line for an evaluation."""
         self.meter.print(
-            f"step {row['step']}: held-out accuracy {row['accuracy']:.3f} "
+            f"step {row['step']}: held-out {row['quantity']} {row['mean_reward']:.3f} "
             f"[{row['low']:.3f}, {row['high']:.3f}], n = {row['n']}, {row['decoding']}"
         )
 

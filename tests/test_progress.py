@@ -89,7 +89,8 @@ def test_other_ranks_are_quiet(capsys):
 
 
 ROW = {"step_time": 2.0, "tokens": 400, "reward": 0.25}
-EVALUATION = dict(step=3, accuracy=0.5, low=0.4, high=0.6, n=100, decoding="greedy")
+EVALUATION = {"step": 3, "quantity": "accuracy", "mean_reward": 0.5, "low": 0.4, "high": 0.6}
+EVALUATION |= {"n": 100, "decoding": "greedy"}
 
 
 class Terminal(io.StringIO):

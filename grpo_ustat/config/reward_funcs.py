@@ -29,8 +29,8 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
             zeros = as_typed([0, *(1 for _ in others)])
             weights = f"reward_weights={zeros} if {TASK} is not to count"
         raise ConfigError(
-            f"reward_funcs={functions} must begin with {TASK}, the data set's own reward, from "
-            f"which accuracy is read: use reward_funcs={as_typed([TASK, *others])}, and {weights}"
+            f"reward_funcs={functions} must begin with {TASK}, the data set's own reward, which "
+            f"is evaluated: use reward_funcs={as_typed([TASK, *others])}, and {weights}"
         )
     for name in reward_funcs[1:]:
         if reward_file(name):

@@ -71,9 +71,7 @@ class ReportConfig:
     """What a sweep leaves beside its runs."""
 
     name: str | None = field("of the folder of its table and figure; null: none")
-    steps: list[int] | None = field(
-        "at which accuracy is drawn; null: at every evaluation", "steps"
-    )
+    steps: list[int] | None = field("at which evaluations are drawn; null: at all", "steps")
 
 
 @dataclass
@@ -146,9 +144,7 @@ class ReportEntry:
     output_root: str = field(
         "the folder below which outputs are written", factory=lambda: "outputs"
     )
-    steps: list[int] | None = field(
-        "at which accuracy is shown; null: at every evaluation", "steps"
-    )
+    steps: list[int] | None = field("at which evaluations are shown; null: at all", "steps")
 
     @property
     def patterns(self) -> list[Any]:

@@ -26,6 +26,7 @@ from grpo_ustat.distributed.lock import check_own
 from grpo_ustat.distributed.processes import end_with_parent
 from grpo_ustat.distributed.ranks import WORKER, all_gather_call, is_main, rank, tally, world
 from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
+from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.progress import Activity, Meter, Notice, listening
 
 LONGEST_TEMPORARY_PATH = 75  # bytes; with /pymp-XXXXXXXX/listener-XXXXXXXX a socket's 107
@@ -272,7 +273,7 @@ def _run_worker(
             for event in work(items, *arguments):
                 send("event", event)
         send("end", None)
-    except ConfigError as error:
+    except (ConfigError, UnfitRewards) as error:
         pipe.send(("refused", str(error)))
     except Exception:
         pipe.send(("failed", traceback.format_exc()))

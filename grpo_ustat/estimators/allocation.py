@@ -46,7 +46,7 @@ from grpo_ustat.estimators.halves import (
     group_error,
     halves_of,
 )
-from grpo_ustat.estimators.intervals import LEVEL, Interval, jackknife_interval
+from grpo_ustat.estimators.intervals import LEVEL, Interval, is_binary, jackknife_interval
 from grpo_ustat.estimators.noise import NOTHING
 from grpo_ustat.records import Array, ScorePool
 
@@ -112,7 +112,7 @@ def allocation_savings(
     if count < LEAST_PROMPTS or size < LEAST_COMPLETIONS:
         return []
     halves, whole = halves_of(pool)
-    binary = bool(np.isin(pool.rewards_PN, (0.0, 1.0)).all())
+    binary = is_binary(pool.rewards_PN)
     rows: list[AllocationSaving] = []
     for group_size in group_sizes:
         total, equal_P = group_size * count, np.zeros(count)

@@ -12,6 +12,7 @@ from scipy.special import ndtri, stdtrit  # pyright: ignore[reportUnknownVariabl
 from grpo_ustat.records import Array
 
 LEVEL = 0.95
+ACCURACY, MEAN_REWARD = "accuracy", "mean reward"  # what a mean of rewards is, see `quantity`
 LEAST_EFFECTIVE, LEAST_CARRIERS = 80, 3  # below either, see `Tails.heavy`
 
 
@@ -215,23 +216,43 @@ def clustered_mean(values_PN: Array, level: float = LEVEL) -> Interval:
     return t_interval(means_P.mean(), variance, len(means_P) - 1, level)
 
 
+def is_binary(rewards: Array) -> bool:
+    """Whether every reward is 0 or 1.
+
+    >>> is_binary(np.array([[0.0, 1.0]])), is_binary(np.array([[0.0, 0.5]]))
+    (True, False)
+    """
+    return bool(np.isin(rewards, (0, 1)).all())
+
+
+def quantity(rewards: Array) -> str:
+    """The name of the mean of rewards: of 0/1 rewards the accuracy, else the mean reward."""
+    return ACCURACY if is_binary(rewards) else MEAN_REWARD
+
+
+def joint_quantity(quantities: Iterable[str]) -> str:
+    """The name that several means of rewards have in common: an accuracy is a mean reward too.
+
+    >>> joint_quantity(["accuracy"]), joint_quantity(["accuracy", "mean reward"])
+    ('accuracy', 'mean reward')
+    """
+    return ACCURACY if set(quantities) <= {ACCURACY} else MEAN_REWARD
+
+
 def mean_reward(rewards_PN: Array, level: float = LEVEL) -> Interval:
     """Mean reward with an interval over prompts; of a single prompt over its own completions.
 
-    Of rewards that are all 0 or 1 it is `clustered_wilson`, of others `clustered_mean`, within
-    [0, 1] where the rewards are.
+    Of rewards that are all 0 or 1 it is `clustered_wilson`, of others `clustered_mean`, which takes
+    the rewards to have no bounds: what was seen says nothing of them.
 
     >>> [round(x, 2) for x in mean_reward(np.zeros((5, 4)))]
     [0.0, 0.0, 0.43]
     """
-    if np.isin(rewards_PN, (0, 1)).all():
-        if len(rewards_PN) == 1:
-            return wilson(float(rewards_PN.sum()), rewards_PN.size, level)
-        return clustered_wilson(rewards_PN.mean(axis=1), most=rewards_PN.shape[1], level=level)
-    mean = clustered_mean(rewards_PN, level)
-    if rewards_PN.min() < 0 or rewards_PN.max() > 1:
-        return mean
-    return Interval(mean.estimate, max(0.0, mean.low), min(1.0, mean.high))
+    if not is_binary(rewards_PN):
+        return clustered_mean(rewards_PN, level)
+    if len(rewards_PN) == 1:
+        return wilson(float(rewards_PN.sum()), rewards_PN.size, level)
+    return clustered_wilson(rewards_PN.mean(axis=1), most=rewards_PN.shape[1], level=level)
 
 
 def paired_difference(after_P: Array, before_P: Array, level: float = LEVEL) -> Interval:

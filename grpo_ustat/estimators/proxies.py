@@ -47,7 +47,7 @@ from grpo_ustat.estimators.halves import (
     group_error,
     halves_of,
 )
-from grpo_ustat.estimators.intervals import Interval, jackknife_interval
+from grpo_ustat.estimators.intervals import Interval, is_binary, jackknife_interval
 from grpo_ustat.estimators.noise import NOTHING
 from grpo_ustat.records import Array, ScorePool
 
@@ -95,7 +95,7 @@ def proxy_correlations(pool: ScorePool, group_size: int = 8) -> list[ProxyCorrel
     halves, whole = halves_of(pool)
     for part in (halves, whole):
         part["noise"] = group_error(part["first"], part["second"], group_size)
-    binary = bool(np.isin(pool.rewards_PN, (0.0, 1.0)).all())
+    binary = is_binary(pool.rewards_PN)
     variance = "p(1-p)" if binary else "the variance of rewards"
     noise = f"the noise of a group of {group_size}"
     pairs = {

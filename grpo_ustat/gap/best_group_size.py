@@ -6,7 +6,7 @@ At a fixed number n of rollouts a step the error of the gradient is
 
 and the paper bounds the sub-optimality gap by it, whatever n (section 6 of the theory, Lemma 6 and
 Theorem 7). Here C1, C2, C3 of the policy that training starts from are held against held-out
-accuracy of training runs that differ in G, n and seed alone.
+accuracy, or mean reward, of training runs that differ in G, n and seed alone.
 
 What counts was fixed before any of the compared runs: the mean of a run's evaluations after step 0,
 which carries less noise of evaluation than the last one alone; that is reported beside it. A G is
@@ -24,7 +24,7 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.config.gap import BestGroupSizeConfig, GapConfig
-from grpo_ustat.estimators.intervals import LEVEL, Interval
+from grpo_ustat.estimators.intervals import LEVEL, Interval, joint_quantity
 from grpo_ustat.gap.claims import AGREES, DISAGREES, OPEN, Claim, comma_list, verdict_of
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, draws_nothing
 from grpo_ustat.gap.trained_runs import (
@@ -48,17 +48,17 @@ STATEMENT = (
 )
 
 
-def mean_accuracy(run: RunRecord) -> float:
+def mean_evaluation(run: RunRecord) -> float:
     """Mean of a run's evaluations after step 0."""
-    return float(np.mean([row["accuracy"] for row in run.evals if row["step"] > 0]))
+    return float(np.mean([row["mean_reward"] for row in run.evals if row["step"] > 0]))
 
 
-def last_accuracy(run: RunRecord) -> float:
+def last_evaluation(run: RunRecord) -> float:
     """A run's last evaluation."""
-    return float(run.evals[-1]["accuracy"])
+    return float(run.evals[-1]["mean_reward"])
 
 
-OUTCOMES = {MEAN: mean_accuracy, LAST: last_accuracy}
+OUTCOMES = {MEAN: mean_evaluation, LAST: last_evaluation}
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,18 @@ class BudgetResult:
         rollouts: n.
         seeds: on which every G was trained.
         cells: of each outcome, a cell for each G, ascending.
-        accuracy_SG: what counts, of each seed and G.
+        mean_SG: what counts, of each seed and G.
     """
 
     rollouts: int
     seeds: list[int]
     cells: dict[str, list[AccuracyCell]]
-    accuracy_SG: np.ndarray
+    mean_SG: np.ndarray
+
+    @property
+    def quantity(self) -> str:
+        """What the cells are means of, an accuracy or a mean reward."""
+        return joint_quantity(cell["quantity"] for cell in self.cells[MEAN])
 
     @property
     def sizes(self) -> list[int]:
@@ -130,15 +135,15 @@ def budget_result(runs: RunGrid, rollouts: int) -> BudgetResult:
         for size in runs.sizes:
             run = runs.runs[rollouts, size, seed]
             row = {"series": "", "rollouts": rollouts, "group_size": size, "seed": seed}
-            row |= {key: run.evals[-1][key] for key in ("low", "high", "n")}
-            for outcome, accuracy in OUTCOMES.items():  # in place of the step of accuracy_cells
-                rows.append(row | {"step": outcome, "accuracy": accuracy(run)})
+            row |= {key: run.evals[-1][key] for key in ("quantity", "low", "high", "n")}
+            for outcome, value_of in OUTCOMES.items():  # in place of the step of accuracy_cells
+                rows.append(row | {"step": outcome, "mean_reward": value_of(run)})
     cells = accuracy_cells(rows)
     by_outcome = {name: [cell for cell in cells if cell["step"] == name] for name in OUTCOMES}
-    accuracy_SG = [
-        [mean_accuracy(runs.runs[rollouts, size, seed]) for size in runs.sizes] for seed in seeds
+    mean_SG = [
+        [mean_evaluation(runs.runs[rollouts, size, seed]) for size in runs.sizes] for seed in seeds
     ]
-    return BudgetResult(rollouts, seeds, by_outcome, np.array(accuracy_SG))
+    return BudgetResult(rollouts, seeds, by_outcome, np.array(mean_SG))
 
 
 def best_group_size(trained: Sequence[str], measured: Sequence[str]) -> Evidence:
@@ -158,7 +163,7 @@ def best_group_size(trained: Sequence[str], measured: Sequence[str]) -> Evidence
     claims = [_best_claim(budget, start) for budget in budgets]
     claims += [_same_claim(budgets)] if len(budgets) > 1 else []
     claims += [_order_claim(budget, start) for budget in budgets]
-    keys = ("group_size", "seeds", "accuracy", "low", "high", "best", "difference")
+    keys = ("group_size", "seeds", "quantity", "mean_reward", "low", "high", "best", "difference")
     keys += ("difference_low", "difference_high", "distinct")
     rows = []  # one for every n, outcome and G
     for budget in budgets:
@@ -174,8 +179,8 @@ def best_group_size(trained: Sequence[str], measured: Sequence[str]) -> Evidence
         bed={
             "policy": start.run.policy,
             "dataset": config["dataset"]["name"],
-            "accuracy, study questions": result["policy"]["accuracy"],
-            "held-out accuracy at step 0": runs.start_accuracy,
+            f"{result['policy']['quantity']}, study questions": result["policy"]["mean_reward"],
+            f"held-out {runs.quantity} at step 0": runs.start_mean,
             "C1": start.law.c1,
             "C2": start.law.c2,
             "C3": start.law.c3,
@@ -205,26 +210,24 @@ def nearest(gstar: float, sizes: Sequence[int]) -> int:
     return min(sizes, key=lambda size: size + (gstar - 1) ** 2 / (size - 1))
 
 
-def rank_correlation(accuracy_SG: np.ndarray, error_G: np.ndarray, level: float = 0.95) -> Interval:
-    """Spearman correlation over G of the seeds' mean accuracy with minus the predicted error.
+def rank_correlation(mean_SG: np.ndarray, error_G: np.ndarray, level: float = 0.95) -> Interval:
+    """Spearman correlation over G of the seeds' mean evaluation with minus the predicted error.
 
     The interval is the percentile bootstrap's over seeds, whole rows of G drawn again. Noise in the
     means weakens a rank correlation, so the interval leans towards 0.
 
     Args:
-        accuracy_SG: accuracy of each seed and group size.
+        mean_SG: mean evaluation of each seed and group size.
         error_G: predicted error of each group size.
         level: coverage.
 
-    >>> accuracy_SG = np.array([[0.3, 0.5, 0.4]] * 3)
-    >>> [round(float(x), 3) for x in rank_correlation(accuracy_SG, np.array([2.0, 1.0, 3.0]))]
+    >>> mean_SG = np.array([[0.3, 0.5, 0.4]] * 3)
+    >>> [round(float(x), 3) for x in rank_correlation(mean_SG, np.array([2.0, 1.0, 3.0]))]
     [0.5, 0.5, 0.5]
     """
-    count = len(accuracy_SG)
+    count = len(mean_SG)
     resample_RS = generator(0, "best_group_size", count).integers(count, size=(RESAMPLES, count))
-    mean_RG = np.concatenate(
-        [accuracy_SG.mean(axis=0)[None], accuracy_SG[resample_RS].mean(axis=1)]
-    )
+    mean_RG = np.concatenate([mean_SG.mean(axis=0)[None], mean_SG[resample_RS].mean(axis=1)])
     rank_RG = _centred_ranks(mean_RG)
     expected_G = _centred_ranks(-np.asarray(error_G, dtype=float)[None])[0]
     norm_R = np.linalg.norm(rank_RG, axis=1) * np.linalg.norm(expected_G)
@@ -273,10 +276,11 @@ def _best_claim(budget: BudgetResult, start: StartLaw) -> Claim:
         when_rejected=DISAGREES,
         severity=f"{len(indistinct)} of {len(budget.sizes)} group sizes would have agreed: "
         f"{comma_list(indistinct)}",
-        how=f"held-out accuracy, {MEAN} after step 0, {len(budget.seeds)} seeds; not significantly "
-        f"different from the best: G = {comma_list(indistinct)}; paired t intervals of the "
-        f"differences, 95 % simultaneous (Bonferroni over {len(budget.sizes) - 1}); the predicted "
-        f"G is the trained one of least predicted error, of G* = {start.gstar_text}",
+        how=f"held-out {budget.quantity}, {MEAN} after step 0, {len(budget.seeds)} seeds; "
+        f"not significantly different from the best: G = {comma_list(indistinct)}; paired t "
+        f"intervals of the differences, 95 % simultaneous (Bonferroni over "
+        f"{len(budget.sizes) - 1}); the predicted G is the trained one of least predicted error, "
+        f"of G* = {start.gstar_text}",
     )
 
 
@@ -307,12 +311,11 @@ def _same_claim(budgets: Sequence[BudgetResult]) -> Claim:
 def _order_claim(budget: BudgetResult, start: StartLaw) -> Claim:
     """A G of less predicted error trains better."""
     error_G = np.array([start.error_at(size) for size in budget.sizes])
-    correlation = rank_correlation(budget.accuracy_SG, error_G)
-    correlation_S = [
-        rank_correlation(seed_G[None], error_G).estimate for seed_G in budget.accuracy_SG
-    ]
+    correlation = rank_correlation(budget.mean_SG, error_G)
+    correlation_S = [rank_correlation(seed_G[None], error_G).estimate for seed_G in budget.mean_SG]
     return Claim(
-        what=f"rank correlation over G of less error with more accuracy, n = {budget.rollouts}",
+        what=f"rank correlation over G of less error with more {budget.quantity}, "
+        f"n = {budget.rollouts}",
         predicted="> 0",
         measured=correlation.estimate,
         low=correlation.low,
@@ -329,10 +332,10 @@ def _order_claim(budget: BudgetResult, start: StartLaw) -> Claim:
 def _panels(budgets: Sequence[BudgetResult], start: StartLaw) -> list[Panel]:
     curves = []
     for budget in budgets:
-        accuracy, low, high = (
-            [cell[key] for cell in budget.cells[MEAN]] for key in ("accuracy", "low", "high")
+        means, low, high = (
+            [cell[key] for cell in budget.cells[MEAN]] for key in ("mean_reward", "low", "high")
         )
-        curves.append(PlotLine(f"n = {budget.rollouts}", budget.sizes, accuracy, low, high))
+        curves.append(PlotLine(f"n = {budget.rollouts}", budget.sizes, means, low, high))
     sizes, points = budgets[0].sizes, start.result["scaling"]["curve"]
     inside = [point for point in points if sizes[0] <= point["group_size"] <= sizes[-1]]
     x, error, low, high = (
@@ -340,7 +343,7 @@ def _panels(budgets: Sequence[BudgetResult], start: StartLaw) -> list[Panel]:
     )
     predicted = PlotLine("predicted", x, error, low, high, predicted=True)
     return [
-        Panel("Training", "group size G", f"held-out accuracy, {MEAN}", curves, "x"),
+        Panel("Training", "group size G", f"held-out {budgets[0].quantity}, {MEAN}", curves, "x"),
         Panel("Predicted", "group size G", "n x MSE", [predicted], "xy"),
     ]
 
@@ -371,7 +374,7 @@ def _answer(budgets: Sequence[BudgetResult], start: StartLaw) -> str:
 
 
 def _notes(runs: RunGrid, budgets: Sequence[BudgetResult], start: StartLaw) -> list[str]:
-    config, sizes, before = runs.any.config, budgets[0].sizes, runs.start_accuracy
+    config, sizes, before = runs.any.config, budgets[0].sizes, runs.start_mean
     decoding, optimizer = config["eval"]["decoding"][0], config["optimizer"]["name"]
     predicted = nearest(start.gstar.estimate, sizes)
     ends = sorted({nearest(end, sizes) for end in start.gstar})
@@ -381,16 +384,16 @@ def _notes(runs: RunGrid, budgets: Sequence[BudgetResult], start: StartLaw) -> l
         for budget in budgets
     )
     lower = {
-        budget.rollouts: [c["group_size"] for c in budget.cells[MEAN] if c["accuracy"] < before]
+        budget.rollouts: [c["group_size"] for c in budget.cells[MEAN] if c["mean_reward"] < before]
         for budget in budgets
     }
     below = "; ".join(
         f"at n = {n} with {f'G = {comma_list(g)}' if g else 'no G'}" for n, g in lower.items()
     )
     notes = [
-        f"Accuracy is of {decoding} completions on {runs.any.evals[-1]['n']} test questions, "
-        "intervals over seeds, conditional on these questions; C1, C2, C3 are of the study "
-        "questions, intervals "
+        f"{runs.quantity.capitalize()} is of {decoding} completions on "
+        f"{runs.any.evals[-1]['n']} test questions, intervals over seeds, "
+        "conditional on these questions; C1, C2, C3 are of the study questions, intervals "
         f"{start.over}; training draws from the train questions.",
         f"Over the interval of G* the predicted G of {comma_list(sizes)} is {comma_list(ends)}.",
         "C1, C2, C3 are those of the policy before training, and change with it. The theorem on "
@@ -403,8 +406,8 @@ def _notes(runs: RunGrid, budgets: Sequence[BudgetResult], start: StartLaw) -> l
             f"prediction: {budget.verdict(predicted, LAST)}."
             for budget in budgets
         ),
-        f"Held-out accuracy was {before:.3f} before training; the mean after step 0 is below "
-        f"it {below}.",
+        f"Held-out {runs.quantity} was {before:.3f} before training; the mean after step 0 is "
+        f"below it {below}.",
     ]
     if optimizer != "sgd":
         notes.append(

@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.intervals import Interval, joint_quantity
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, read_runs
 from grpo_ustat.runs.record import RunRecord
@@ -58,9 +58,14 @@ class RunGrid:
         return sum(run.result["rollouts"] for run in self.runs.values() if run.result)
 
     @property
-    def start_accuracy(self) -> float:
-        """Held-out accuracy before training, the mean over all runs."""
-        return float(np.mean([run.evals[0]["accuracy"] for run in self.runs.values()]))
+    def quantity(self) -> str:
+        """What its evaluations are means of, see `joint_quantity`."""
+        return joint_quantity(row["quantity"] for run in self.runs.values() for row in run.evals)
+
+    @property
+    def start_mean(self) -> float:
+        """Held-out accuracy or mean reward before training, the mean over all runs."""
+        return float(np.mean([run.evals[0]["mean_reward"] for run in self.runs.values()]))
 
     @property
     def missing(self) -> list[RunKey]:

@@ -18,6 +18,7 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main, world
 from grpo_ustat.distributed.signals import StopRequest, stop_if_requested
 from grpo_ustat.distributed.slurm import join_tasks
+from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.imports import without_garbage_collection
 from grpo_ustat.launch.command import Command
 from grpo_ustat.launch.sharding import check_sharing, export_sharing
@@ -29,7 +30,7 @@ from grpo_ustat.runs.faults import NotSaved, faults_of
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.terminal import tell
 
-REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed)  # printed in one line
+REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards)  # in one line
 
 
 def run(command: Command, config: Any, folder: RunFolder) -> float | None:
@@ -39,7 +40,8 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
         The number that a sweep shows of the run; None where it has none.
 
     Raises:
-        ConfigError, FloatingPointError, NotSaved, RanksFailed: the message is all there is to say.
+        ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards: the message is all
+            there is to say.
         Stopped: by a signal; what is done is saved.
     """
     with StopRequest():

@@ -35,6 +35,7 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.baselines.base import centre
 from grpo_ustat.estimators.intervals import (
     Interval,
+    is_binary,
     jackknife_variance,
     pooled_dof,
     positive_interval,
@@ -183,15 +184,6 @@ def own_mean_refusal(baseline: str, group_sizes: list[int], count: int) -> str |
         f"{baseline} against its own mean at G = {', '.join(map(str, short))}: {groups} "
         f"{needed[max(short)]} completions of each question, got {count}: take more"
     )
-
-
-def is_binary(rewards_PN: Array) -> bool:
-    """Whether every reward is 0 or 1.
-
-    >>> is_binary(np.array([[0.0, 1.0]])), is_binary(np.array([[0.0, 0.5]]))
-    (True, False)
-    """
-    return bool(np.isin(rewards_PN, (0, 1)).all())
 
 
 def support(rewards_PN: Array, target: str) -> Array:

@@ -17,7 +17,7 @@ from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.allocation import allocation_savings
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
-from grpo_ustat.estimators.intervals import Interval, mean_reward
+from grpo_ustat.estimators.intervals import Interval, mean_reward, quantity
 from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.proxies import proxy_correlations
 from grpo_ustat.estimators.scaling import ScalingLaw
@@ -31,7 +31,7 @@ from grpo_ustat.mse.closed_form import (
 )
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
-from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint, is_binary
+from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint
 from grpo_ustat.mse.reward_functions import function_correlations, function_statistics
 from grpo_ustat.mse.verdict import (
     heavy_warning,
@@ -534,8 +534,8 @@ def _policy(config: MseConfig, pool: ScorePool, pool_cost: WorkCost) -> dict[str
     own_PN = pool.rewards_PN if pool.rewards_PNF is None else pool.rewards_PNF[..., 0]
     return {
         "name": config.model.name,
-        "binary": is_binary(own_PN),
-        **_triple("accuracy", mean_reward(own_PN)),
+        "quantity": quantity(own_PN),
+        **_triple("mean_reward", mean_reward(own_PN)),
         "mean_length": float(pool.lengths_PN.mean()),
         "clipped_ratio": pool_cost.clipped / pool_cost.rollouts,
     }

@@ -1,4 +1,4 @@
-"""Held-out accuracy of training runs: cells over seeds, the best and those like it.
+"""Held-out accuracy or mean reward of training runs: cells over seeds, the best and those like it.
 
 Cells are compared within a family: in the table by steps what was swept, of one line and step (the
 G of the paper's Figure 5), in the table of budgets every (n, G) of one series at one step (its
@@ -8,12 +8,19 @@ Table 2), in the table of settings those of one n, G and step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import LEVEL, Interval, t_interval
+from grpo_ustat.estimators.intervals import (
+    ACCURACY,
+    LEVEL,
+    MEAN_REWARD,
+    Interval,
+    joint_quantity,
+    t_interval,
+)
 from grpo_ustat.report.settings import Axis, setting_labels
 from grpo_ustat.report.tables import Table
 from grpo_ustat.runs.record import RunRecord
@@ -23,6 +30,7 @@ BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)  # 
 BY_LINE: tuple[Keys, Keys] = ("line", "step"), ("x",)
 BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
 BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
+EVALUATED = ("step", "decoding", "quantity", "mean_reward", "low", "high", "n")
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
 FEW_SEEDS = "(4 of 5): how many seeds of how many."
 
@@ -50,7 +58,7 @@ def accuracy_rows(
             "group_size": run.config["group_size"],
             "seed": run.config["seed"],
         }
-        | {key: row[key] for key in ("step", "decoding", "accuracy", "low", "high", "n")}
+        | {key: row[key] for key in EVALUATED}
         for run in runs
         for row in run.evals
     ]
@@ -96,11 +104,12 @@ def accuracy_cells(
             gap = None if key == best else difference(runs, cells[best], level, law)
             first = next(iter(runs.values()))
             row = {name: first[name] for name in CELL_KEYS if name in first}
-            row |= dict(zip(("accuracy", "low", "high"), means[key], strict=True))
+            row |= {"quantity": joint_quantity(run["quantity"] for run in runs.values())}
+            row |= dict(zip(("mean_reward", "low", "high"), means[key], strict=True))
             row |= {"over": "seeds" if len(runs) > 1 else "questions", "seeds": len(runs)}
             row |= {"questions": first["n"], "sd": None}
             if len(runs) > 1:
-                row["sd"] = float(np.std([run["accuracy"] for run in runs.values()], ddof=1))
+                row["sd"] = float(np.std([run["mean_reward"] for run in runs.values()], ddof=1))
             for end in ("low", "high"):
                 row[f"questions_{end}"] = float(np.mean([run[end] for run in runs.values()]))
             row |= {"best": key == best, "shared_seeds": len(runs.keys() & cells[best].keys())}
@@ -134,37 +143,44 @@ def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
         dof = sum(cell["seeds"] - 1 for cell in several)
         if dof:
             variance = sum((cell["seeds"] - 1) * cell["sd"] ** 2 for cell in several) / dof
-            fewest = min(cell["questions"] for cell in several)
-            laws[key] = max(variance, 1 / (12 * fewest**2)), dof
+            laws[key] = max(variance, _rounding_variance(several, "questions")), dof
     pooled = []
     for cell in cells:
         if cell["sd"] is None:
             pooled.append(cell | {"dof": None})
             continue
         variance, dof = laws[cell["line"], cell["step"]]
-        interval = t_interval(cell["accuracy"], variance / cell["seeds"], dof)
-        low, high = (min(max(x, 0.0), 1.0) for x in interval[1:])
+        interval = t_interval(cell["mean_reward"], variance / cell["seeds"], dof)
+        _, low, high = _bounded(interval, [cell])
         pooled.append(cell | {"low": low, "high": high, "dof": dof})
     return pooled
 
 
 def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
-    """Mean accuracy of runs by seed, with its interval.
+    """Mean of runs by seed, with its interval.
 
-    >>> runs = {seed: {"accuracy": x, "n": 500} for seed, x in enumerate((0.5, 0.6, 0.7))}
+    >>> runs = {i: {"mean_reward": x, "n": 500} for i, x in enumerate((0.5, 0.6, 0.7))}
+    >>> _ = [run.update(quantity="accuracy") for run in runs.values()]
     >>> [round(x, 3) for x in over_seeds(runs)]  # t_2 = 4.303 times 0.1 / sqrt(3)
     [0.6, 0.352, 0.848]
     """
     if len(runs) == 1:
         (run,) = runs.values()
-        return Interval(run["accuracy"], run["low"], run["high"])
-    accuracies = [run["accuracy"] for run in runs.values()]
-    interval = _share_interval(accuracies, _rounding_variance(runs), LEVEL)
+        return Interval(run["mean_reward"], run["low"], run["high"])
+    means = [run["mean_reward"] for run in runs.values()]
+    interval = _seeds_interval(means, _rounding_variance(runs.values()), LEVEL)
+    return _bounded(interval, runs.values())
+
+
+def _bounded(interval: Interval, rows: Iterable[dict[str, Any]]) -> Interval:
+    """The interval of an accuracy within [0, 1], that of a mean reward as it is."""
+    if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
+        return interval
     return Interval(*(min(max(x, 0.0), 1.0) for x in interval))
 
 
 def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float, int] | None:
-    """What is left of an accuracy's variance beside its cell and its seed, and its degrees of
+    """What is left of the variance of a run's mean beside its cell and its seed, and its degrees of
     freedom: `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))`, a randomised block design
     with the S seeds that all C cells of several seeds have; None with fewer than two of either.
 
@@ -175,7 +191,7 @@ def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float
         cells: runs by seed, of every cell.
 
     >>> runs = [[0.5, 0.75], [0.25, 1.0]]
-    >>> cells = [{seed: {"accuracy": x} for seed, x in enumerate(own)} for own in runs]
+    >>> cells = [{seed: {"mean_reward": x} for seed, x in enumerate(own)} for own in runs]
     >>> residual_variance(cells)  # differences 0.25 and -0.25: variance 0.125
     (0.0625, 1)
     """
@@ -183,7 +199,7 @@ def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float
     shared = sorted(set.intersection(*map(set, several))) if several else []
     if len(several) < 2 or len(shared) < 2:
         return None
-    y_CS = np.array([[runs[seed]["accuracy"] for seed in shared] for runs in several])
+    y_CS = np.array([[runs[seed]["mean_reward"] for seed in shared] for runs in several])
     residual_CS = y_CS - y_CS.mean(axis=1, keepdims=True) - y_CS.mean(axis=0) + y_CS.mean()
     dof = (len(several) - 1) * (len(shared) - 1)
     return float(np.square(residual_CS).sum() / dof), dof
@@ -195,7 +211,7 @@ def difference(
     level: float = LEVEL,
     law: tuple[float, int] | None = None,
 ) -> Interval | None:
-    """Accuracy less the best one, see `accuracy_cells`; None where too few seeds are shared.
+    """A cell's mean less the best one, see `accuracy_cells`; None where too few seeds are shared.
 
     Args:
         runs, best: of the two cells, by seed.
@@ -204,29 +220,38 @@ def difference(
     """
     shared = sorted(runs.keys() & best.keys())
     if len(shared) > 1:
-        changes = [runs[seed]["accuracy"] - best[seed]["accuracy"] for seed in shared]
-        rounding = _rounding_variance(runs) + _rounding_variance(best)
+        changes = [runs[seed]["mean_reward"] - best[seed]["mean_reward"] for seed in shared]
+        rounding = _rounding_variance(runs.values()) + _rounding_variance(best.values())
         if law is not None:
             variance = max(2 * law[0], rounding) / len(shared)
             return t_interval(float(np.mean(changes)), variance, law[1], level)
-        return _share_interval(changes, rounding, level)
+        return _seeds_interval(changes, rounding, level)
     if len(runs) > 1 or len(best) > 1:
         return None
     (own,), (largest,) = runs.values(), best.values()
     variance = sum(((x["high"] - x["low"]) / 2 / 1.96) ** 2 for x in (own, largest))
-    return t_interval(own["accuracy"] - largest["accuracy"], variance, math.inf, level)
+    return t_interval(own["mean_reward"] - largest["mean_reward"], variance, math.inf, level)
 
 
-def _rounding_variance(runs: dict[int, dict[str, Any]]) -> float:
-    """Variance of rounding an accuracy to a multiple of 1/n, the fewest questions: 1 / (12 n^2)."""
-    return 1 / (12 * min(run["n"] for run in runs.values()) ** 2)
+def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> float:
+    """Variance of rounding an accuracy to a multiple of 1/n, the fewest questions: 1 / (12 n^2); 0
+    of a mean reward, whose steps are not known.
+
+    Args:
+        rows: of runs or of cells.
+        questions: the column of their number.
+    """
+    rows = list(rows)
+    if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
+        return 0.0
+    return 1 / (12 * min(row[questions] for row in rows) ** 2)
 
 
-def _share_interval(values: Sequence[float], rounding: float, level: float) -> Interval:
+def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> Interval:
     """Mean and t interval. Few values of few questions are often all alike, which no variance of 0
     explains: it is never taken to be less than that of their rounding.
 
-    >>> [round(x, 3) for x in _share_interval([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
+    >>> [round(x, 3) for x in _seeds_interval([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
     [0.3, 0.288, 0.312]
     """
     variance = max(np.var(values, ddof=1), rounding) / len(values)
@@ -243,14 +268,15 @@ def accuracy_table(
         data: of all steps.
         axis: of the figure.
     """
+    name = joint_quantity(cell["quantity"] for cell in [*cells, *data])
     present = {cell["x"] for cell in cells}
     values = [value for value in axis.values if value in present]
     names = [axis.text(value) for value in values]
     rows, marks = _grid([(cell["line"], values.index(cell["x"]), cell) for cell in cells], names)
     among = f"the {axis.symbol} of a row"
     return Table(
-        name="accuracy",
-        title="Held-out accuracy",
+        name=name.replace(" ", "_"),
+        title=f"Held-out {name}",
         columns=["", *names],
         rows=rows,
         notes=[*notes(cells, ("*", "~"), among)],
@@ -268,13 +294,14 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
     Args:
         cells: of `BY_BUDGET`.
     """
+    name = joint_quantity(cell["quantity"] for cell in cells)
     sizes = sorted({cell["group_size"] for cell in cells})
     names = [f"G = {size}" for size in sizes]
     places = [(budget_name(cell), sizes.index(cell["group_size"]), cell) for cell in cells]
     rows, marks = _grid(places, names)
     return Table(
         name="budget",
-        title="Held-out accuracy by rollouts a step (n) and group size (G)",
+        title=f"Held-out {name} by rollouts a step (n) and group size (G)",
         columns=["", *names],
         rows=rows,
         notes=[*notes(cells, ("*", "~"), "the (n, G) of a series")],
@@ -293,6 +320,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         cells: of `BY_SETTING`.
     """
     rows, marks = [], {}
+    quantity = joint_quantity(cell["quantity"] for cell in cells)
     most = max(cell["seeds"] for cell in cells)
     names = {cell["setting"].partition("=")[0] for cell in cells}
     single = len(names) == 1 and not any(" " in cell["setting"] for cell in cells)
@@ -315,8 +343,8 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         rows.append([heading, name, _cell_text(cell, most), difference, verdict])
     return Table(
         name="settings",
-        title="Held-out accuracy by setting, and its difference from the largest mean",
-        columns=["", *(names if single else ("setting",)), "accuracy", "difference", "verdict"],
+        title=f"Held-out {quantity} by setting, and its difference from the largest mean",
+        columns=["", *(names if single else ("setting",)), quantity, "difference", "verdict"],
         rows=rows,
         notes=[*notes(cells, ("*", "~"), "the settings of one n and G")],
         latex_notes=[*notes(cells, LATEX_MARKS, "the settings of one n and G")],
@@ -361,7 +389,7 @@ def _cell_text(cell: AccuracyCell, most: int) -> str:
     if cell["decided"]:
         mark = "*" if cell["best"] else {False: "~", True: "", None: "?"}[cell["distinct"]]
     few = f"\n({cell['seeds']} of {most})" if cell["seeds"] < most else ""
-    return f"{cell['accuracy']:.3f}{mark}\n[{cell['low']:.3f}, {cell['high']:.3f}]{few}"
+    return f"{cell['mean_reward']:.3f}{mark}\n[{cell['low']:.3f}, {cell['high']:.3f}]{few}"
 
 
 def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str], among: str) -> list[str]:
@@ -376,6 +404,8 @@ def notes(cells: Sequence[AccuracyCell], marks: tuple[str, str], among: str) -> 
     counts = sorted({cell["questions"] for cell in cells})
     questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     lines = [f"{questions} test questions; 95 % intervals {_interval_source(cells)}."]
+    if len({cell["quantity"] for cell in cells}) > 1:
+        lines.append("Mean reward: where all rewards are 0 or 1, the accuracy.")
     compared = [cell for cell in cells if cell["distinct"] is not None]
     if compared:
         kinds = {cell["shared_seeds"] > 1 for cell in compared}
@@ -451,15 +481,17 @@ def _interval_source(cells: Sequence[AccuracyCell]) -> str:
 
 def evaluation_table(result: dict[str, Any]) -> Table:
     """One run's held-out accuracy by step and decoding, with pass@k of the largest k where there
-    is one.
+    is one; or its mean reward.
     """
     first = result["evals"][0]
-    pass_at = [key for key in first if key.startswith("pass@") and key[5:].isdigit()][-1:]
+    name, pass_at = first["quantity"], []
+    if name == ACCURACY:
+        pass_at = [key for key in first if key.startswith("pass@") and key[5:].isdigit()][-1:]
     rows = [
         [
             str(row["step"]),
             row["decoding"],
-            f"{row['accuracy']:.3f}",
+            f"{row['mean_reward']:.3f}",
             f"[{row['low']:.3f}, {row['high']:.3f}]",
             *("-" if row[key] is None else f"{row[key]:.3f}" for key in pass_at),
             f"{row['clipped_ratio']:.1%}",
@@ -468,8 +500,8 @@ def evaluation_table(result: dict[str, Any]) -> Table:
         for row in result["evals"]
     ]
     return Table(
-        title=f"Held-out accuracy of {result['run']}",
-        columns=("step", "decoding", "accuracy", "95 % interval", *pass_at, "cut", "no answer"),
+        title=f"Held-out {name} of {result['run']}",
+        columns=("step", "decoding", name, "95 % interval", *pass_at, "cut", "no answer"),
         rows=rows,
         notes=[
             f"{first['n']} questions; 95 % intervals generalising to new questions; cut: at "

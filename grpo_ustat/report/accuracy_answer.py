@@ -1,4 +1,4 @@
-"""What accuracies at several group sizes and settings say, in sentences."""
+"""What accuracies or mean rewards at several group sizes and settings say, in sentences."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+from grpo_ustat.estimators.intervals import joint_quantity
 from grpo_ustat.report import accuracy
 from grpo_ustat.report.accuracy import AccuracyCell, budget_name
 from grpo_ustat.report.collect import key_label
@@ -44,16 +45,17 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
     sentences = []
     for series in dict.fromkeys(cell["series"] for cell in cells):
         own = [cell for cell in cells if cell["series"] == series]
+        name = joint_quantity(cell["quantity"] for cell in own)
         (best,) = (cell for cell in own if cell["best"])
-        least = min(own, key=lambda cell: cell["accuracy"])
-        step, text = best["step"], _accuracy_text(best)
+        least = min(own, key=lambda cell: cell["mean_reward"])
+        step, text = best["step"], _mean_text(best)
         if len(own) == 1:
-            sentence = f"held-out accuracy at step {step} is {text} at G = {best['group_size']}"
+            sentence = f"held-out {name} at step {step} is {text} at G = {best['group_size']}"
         elif best["decided"]:
             less = [cell for cell in own if cell["distinct"]]
             alike = [cell for cell in own if cell["distinct"] is False]
             sentence = (
-                f"held-out accuracy at step {step} is largest at {_cell_names([best], several)}, "
+                f"held-out {name} at step {step} is largest at {_cell_names([best], several)}, "
                 f"{text}; significantly less at {_cell_names(less, several)}"
             )
             if alike:
@@ -61,9 +63,9 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
         else:
             lowest, highest = (_cell_names([cell], several) for cell in (least, best))
             sentence = (
-                f"no significant difference in held-out accuracy at step {step} between the "
-                f"{len(own)} cells, from {least['accuracy']:.3f} ({lowest}) to "
-                f"{best['accuracy']:.3f} ({highest})"
+                f"no significant difference in held-out {name} at step {step} between the "
+                f"{len(own)} cells, from {least['mean_reward']:.3f} ({lowest}) to "
+                f"{best['mean_reward']:.3f} ({highest})"
             )
         sentences.append(f"{budget_name(best)}: {sentence}.")
     return " ".join(sentences)
@@ -94,20 +96,21 @@ def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
     for family in several:
         first = family[0]
         (best,) = (cell for cell in family if cell["best"])
-        least = min(family, key=lambda cell: cell["accuracy"])
-        name = budget_name(first | {"series": first["test"]})
-        where = f"{name} G={first['group_size']}, step {first['step']}"
+        least = min(family, key=lambda cell: cell["mean_reward"])
+        name = joint_quantity(cell["quantity"] for cell in family)
+        budget = budget_name(first | {"series": first["test"]})
+        where = f"{budget} G={first['group_size']}, step {first['step']}"
         below = [cell["setting"] for cell in family if cell["distinct"]]
         if below:
             sentences.append(
-                f"{where}: held-out accuracy is largest with {best['setting']}, "
-                f"{_accuracy_text(best)}, and significantly less with {', '.join(below)}."
+                f"{where}: held-out {name} is largest with {best['setting']}, "
+                f"{_mean_text(best)}, and significantly less with {', '.join(below)}."
             )
         else:
             sentences.append(
-                f"{where}: no significant difference in held-out accuracy between the "
+                f"{where}: no significant difference in held-out {name} between the "
                 f"{len(family)} settings, from "
-                f"{least['accuracy']:.3f} ({least['setting']}) to {best['accuracy']:.3f} "
+                f"{least['mean_reward']:.3f} ({least['setting']}) to {best['mean_reward']:.3f} "
                 f"({best['setting']})."
             )
     decided = sum(family[0]["decided"] for family in several)
@@ -116,8 +119,8 @@ def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
     return " ".join(sentences)
 
 
-def _accuracy_text(cell: AccuracyCell) -> str:
-    return "{accuracy:.3f} [{low:.3f}, {high:.3f}] over {over}".format(**cell)
+def _mean_text(cell: AccuracyCell) -> str:
+    return "{mean_reward:.3f} [{low:.3f}, {high:.3f}] over {over}".format(**cell)
 
 
 def missing_cells(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:

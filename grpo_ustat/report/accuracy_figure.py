@@ -1,4 +1,4 @@
-"""The figure of held-out accuracy against what was swept."""
+"""The figure of held-out accuracy or mean reward against what was swept."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from grpo_ustat.estimators.intervals import joint_quantity
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.figures import (
     FONTS,
@@ -34,8 +35,8 @@ def accuracy_figure(
     notes: Sequence[str],
     gstar: tuple[float | None, float, float | None] | None = None,
 ) -> None:
-    """The paper's Figure 5: held-out accuracy against what was swept, a panel per step, a line per
-    series; each seed a small dot.
+    """The paper's Figure 5: held-out accuracy, or mean reward, against what was swept, a panel per
+    step, a line per series; each seed a small dot.
 
     Args:
         folder, name: where to, as `<name>.{pdf,svg,png}`.
@@ -47,6 +48,7 @@ def accuracy_figure(
             of None is outside the picture.
     """
     lines = list(dict.fromkeys(cell["line"] for cell in cells))
+    quantity = joint_quantity(cell["quantity"] for cell in cells)
     steps = sorted({cell["step"] for cell in cells})
     wide = panels_wide(len(steps))
     high = -(-len(steps) // wide)
@@ -72,7 +74,7 @@ def accuracy_figure(
         for axes in list(panels.flat)[len(steps) :]:
             axes.set_visible(False)
         for line in panels:
-            line[0].set_ylabel("held-out accuracy")
+            line[0].set_ylabel(f"held-out {quantity}")
         if len(lines) > 1:
             figure.legend(
                 list(handles.values()), list(handles), loc="outside upper left",
@@ -115,12 +117,12 @@ def _accuracy_panel(
         if any(cell["seeds"] > 1 for cell in line):
             axes.plot(
                 [shifted(axis.position(row["x"]), 0.07 * place - 0.1) for row in own],
-                [row["accuracy"] for row in own], ".", color=colour, markersize=5, alpha=0.6,
+                [row["mean_reward"] for row in own], ".", color=colour, markersize=5, alpha=0.6,
                 markeredgewidth=0,
             )  # fmt: skip
-        heights = [cell["accuracy"] for cell in line]
-        below = [max(0.0, cell["accuracy"] - cell["low"]) for cell in line]  # rounding at 0 and 1
-        above = [max(0.0, cell["high"] - cell["accuracy"]) for cell in line]
+        heights = [cell["mean_reward"] for cell in line]
+        below = [max(0.0, cell["mean_reward"] - cell["low"]) for cell in line]  # rounding at 0
+        above = [max(0.0, cell["high"] - cell["mean_reward"]) for cell in line]  # and 1
         axes.errorbar(
             places, heights, (below, above), color=colour, marker=marker, markersize=4,
             linewidth=1, capsize=2, label=legend_label(title),

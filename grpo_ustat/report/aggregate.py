@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import ACCURACY, joint_quantity
 from grpo_ustat.report import accuracy, error_figures, gradient_error
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.accuracy_answer import (
@@ -48,7 +49,7 @@ from grpo_ustat.streams import single_line
 from grpo_ustat.terminal import Console, tell
 
 FILES = re.compile(
-    r"(accuracy|accuracy_runs|budget|claims|fixed_n|learning.*|mse|published_table2|runs|settings|theorems)"
+    r"(accuracy|mean_reward|budget|claims|fixed_n|learning.*|mse|published_table2|runs|settings|theorems)"
     r"\.(csv|tex|pdf|svg|png)"
 )
 MOST_STEPS = 8  # with a panel each, where no steps are asked for
@@ -113,7 +114,8 @@ def write_report(report: Report) -> None:
     console = Console()
     for line in report.answers:
         console.print(line, soft_wrap=True)
-    main_tables = {"theorems", "mse", "fixed_n", "accuracy", "settings", "published_table2"}
+    main_tables = {"theorems", "mse", "fixed_n", "accuracy", "mean_reward", "settings"}
+    main_tables.add("published_table2")
     if len({run.config["budget"]["rollouts"] for run in report.training}) > 1:
         main_tables.add("budget")
     for table in report.tables:
@@ -216,9 +218,10 @@ def _add_training(report: Report) -> None:
 
 
 def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> None:
-    """Accuracy by step, by setting and by budget at the last step, and on MATH beside the published
-    ones.
+    """Accuracy or mean reward by step, by setting and by budget at the last step, and accuracy on
+    MATH beside the published ones.
     """
+    name = joint_quantity(row["quantity"] for row in rows).replace(" ", "_")
     evaluated = sorted({row["step"] for row in rows})
     steps = evaluated if report.steps is None else list(report.steps)
     absent = [step for step in steps if step not in evaluated]
@@ -228,7 +231,7 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
         places = [round(i * (len(evaluated) - 1) / (MOST_STEPS - 1)) for i in range(MOST_STEPS)]
         steps = [evaluated[place] for place in places]
         report.notes.append(
-            f"{MOST_STEPS} of {len(evaluated)} evaluated steps shown, all in accuracy.csv"
+            f"{MOST_STEPS} of {len(evaluated)} evaluated steps shown, all in {name}.csv"
         )
 
     def compared(of: Sequence[dict[str, Any]], family: tuple) -> list[AccuracyCell]:
@@ -255,8 +258,11 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
         report.tables.append(accuracy.settings_table(cells_by_setting))
         report.answers.append(setting_sentence(cells_by_setting))
     on_math = {run.label for run in report.training if run.config["dataset"]["kind"] == "math"}
-    if on_math:
-        math_rows = [row for row in at_last(rows, steps) if row["run"] in on_math]
+    math_rows = [
+        row for row in at_last(rows, steps)
+        if row["run"] in on_math and row["quantity"] == ACCURACY
+    ]  # fmt: skip
+    if math_rows:
         report.tables.append(published_table(compared(math_rows, accuracy.BY_BUDGET)))
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.folders import CONF
-from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.intervals import ACCURACY, Interval
 from grpo_ustat.estimators.noise import (
     CONSTANTS_AND_GRADIENT,
     LEAST_UNITS,
@@ -233,8 +233,9 @@ def assumption2_sentence(result: Mapping[str, Any]) -> str:
     assumption = result["assumption2"]
     corr, difference = (row_interval(assumption, name) for name in ("corr", "av_minus_a0"))
     passes = row_interval(assumption, "crossover_group_size")
-    worse = "wrong" if result["policy"]["binary"] else "low-reward"
-    better = "right" if result["policy"]["binary"] else "high-reward"
+    right_or_wrong = result["policy"]["quantity"] == ACCURACY
+    worse = "wrong" if right_or_wrong else "low-reward"
+    better = "right" if right_or_wrong else "high-reward"
     if difference.low > 0:
         ordering = "vanilla beats GRPO here"
     elif difference.high < 0 and math.isfinite(passes.high):

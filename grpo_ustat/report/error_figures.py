@@ -93,7 +93,7 @@ def _study_title(result: dict[str, Any]) -> str:
     policy, corr = result["policy"], result["assumption2"]["corr"]
     relation = "all rewards of a question equal" if corr is None else f"corr(q, Z) = {corr:.2f}"
     return (
-        f"{policy['name']}: accuracy {policy['accuracy']:.2f}, {relation}\n"
+        f"{policy['name']}: {policy['quantity']} {policy['mean_reward']:.2f}, {relation}\n"
         f"{result['questions']} questions x {result['pool_completions']} completions"
     )
 
@@ -196,13 +196,13 @@ def _panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _panel_title(run: RunRecord) -> str:
-    """Policy, accuracy and pool of a study."""
+    """Policy, accuracy or mean reward, and pool of a study."""
     result = run.final_result
     policy = result["policy"]
     seed = f", seed {run.config['seed']}" if run.config["seed"] else ""
     return (
-        f"{run.policy}{seed}\naccuracy {policy['accuracy']:.3f} "
-        f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}]\n"
+        f"{run.policy}{seed}\n{policy['quantity']} {policy['mean_reward']:.3f} "
+        f"[{policy['mean_reward_low']:.3f}, {policy['mean_reward_high']:.3f}]\n"
         f"pool: {result['questions']} questions x {result['pool_completions']} completions"
     )
 

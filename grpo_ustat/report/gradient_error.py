@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_ustat.estimators.intervals import joint_quantity
 from grpo_ustat.report.collect import key_label
 from grpo_ustat.report.symbols import baseline_word
 from grpo_ustat.report.tables import Table, three_digits
@@ -60,9 +61,9 @@ def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Tabl
         title=(
             f"MSE of the gradient, {setting} ({first['method']})\n"
             f"against the {first['target']}\n"
-            f"policy {policy['name']}, accuracy {policy['accuracy']:.3f} "
-            f"[{policy['accuracy_low']:.3f}, {policy['accuracy_high']:.3f}] (generalising to new "
-            "questions)"
+            f"policy {policy['name']}, {policy['quantity']} {policy['mean_reward']:.3f} "
+            f"[{policy['mean_reward_low']:.3f}, {policy['mean_reward_high']:.3f}] (generalising "
+            "to new questions)"
         ),
         columns=["G", *(baseline_word(x) + " (biased)" * (not unbiased[x]) for x in unbiased)],
         rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
@@ -113,7 +114,8 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
         result = run.final_result
         study = _study_columns(run, study_keys) | {"seed": run.config["seed"]}
         study |= {key: result[key] for key in ("questions", "pool_completions")}
-        study |= {f"accuracy{end}": result["policy"][f"accuracy{end}"] for end in ENDS}
+        names = ("quantity", *(f"mean_reward{end}" for end in ENDS))
+        study |= {name: result["policy"][name] for name in names}
         data += [study | row for row in result["curves"]]
     names = list(dict.fromkeys(row["baseline"] for row in data))
     kinds: dict[tuple, list[dict[str, Any]]] = {}
@@ -126,7 +128,8 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
         heading = (
             f"{first['policy']}\n{first['dataset']}\n"
             f"{first['questions']} x {first['pool_completions']}\n"
-            f"{first['accuracy']:.2f} [{first['accuracy_low']:.2f}, {first['accuracy_high']:.2f}]"
+            f"{first['mean_reward']:.2f} "
+            f"[{first['mean_reward_low']:.2f}, {first['mean_reward_high']:.2f}]"
             f"{''.join(f'{chr(10)}{first[key]}'.replace('_', ' ') for key in several)}"
         )
         cells = {(row["group_size"], row["baseline"]): mse_text(row) for row in kind}
@@ -193,7 +196,7 @@ def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Ta
         policy, scaling, assumption = (result[k] for k in ("policy", "scaling", "assumption2"))
         rows.append([
             f"{run.policy}\n{run.dataset}",
-            _estimate_text(policy, "accuracy", 2),
+            _estimate_text(policy, "mean_reward", 2),
             _estimate_text(assumption, "corr", 2),
             _estimate_text(assumption, "av_minus_a0", None),
             _estimate_text(assumption, "crossover_group_size", 1),
@@ -210,7 +213,14 @@ def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Ta
     return Table(
         name="fixed_n",
         title="What each group size costs at the same number of rollouts",
-        columns=["policy", "accuracy", "corr(q, Z)", "A_V - A_0", "crossover G", "G*"],
+        columns=[
+            "policy",
+            policies_quantity(studies),
+            "corr(q, Z)",
+            "A_V - A_0",
+            "crossover G",
+            "G*",
+        ],
         rows=rows,
         notes=[law, crossover, interval_note],
         data=data,
@@ -229,13 +239,18 @@ def _study_columns(run: RunRecord, study_keys: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def policies_quantity(studies: Sequence[RunRecord]) -> str:
+    """What the studies' policies have, an accuracy or a mean reward."""
+    return joint_quantity(run.final_result["policy"]["quantity"] for run in studies)
+
+
 def _interval_note(studies: Sequence[RunRecord]) -> str:
     """What the intervals are over."""
     curves = [row for run in studies for row in run.final_result["curves"]]
     kinds = dict.fromkeys(INTERVAL_WORDS[row["interval"]] for row in curves)
     return (
-        f"95 % intervals {' or '.join(kinds)}, of one seed; those of accuracy generalising to new "
-        "questions."
+        f"95 % intervals {' or '.join(kinds)}, of one seed; those of {policies_quantity(studies)} "
+        "generalising to new questions."
     )
 
 

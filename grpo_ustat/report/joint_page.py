@@ -14,6 +14,7 @@ from pyarrow import compute, parquet
 
 from grpo_ustat.config.command_line import typed_command
 from grpo_ustat.config.schema import flatten
+from grpo_ustat.estimators.intervals import joint_quantity
 from grpo_ustat.report.collect import RunSet
 from grpo_ustat.report.page import (
     Completions,
@@ -39,7 +40,7 @@ class Report:
     Attributes:
         folder: where to.
         run_set: the runs, and lines on those that cannot be shown.
-        steps: at which accuracy is shown, None: at every evaluation.
+        steps: at which evaluations are shown, None: at all.
         tables: in the order of the page.
         notes: lines on what is missing, left out or apart.
         answers: a sentence on each kind of runs.
@@ -111,7 +112,8 @@ def runs_table(report: Report) -> Table:
                 "seed": run.config["seed"],
                 "group_size": run.config.get("group_size"),
                 "rollouts": run.config.get("budget", {}).get("rollouts"),
-                "accuracy": state.accuracy,
+                "quantity": state.quantity,
+                "mean_reward": state.mean_reward,
                 "low": state.low,
                 "high": state.high,
                 "verdict": result.get("verdict"),
@@ -119,8 +121,9 @@ def runs_table(report: Report) -> Table:
                 "detail": state.detail,
             }
         )
-    names = ["run", "entry", "state", "step", "steps", "accuracy", "verdict"]
+    names = ["run", "entry", "state", "step", "steps", "mean_reward", "verdict"]
     names = [name for name in names if any(row[name] is not None for row in data)]
+    quantity = joint_quantity(row["quantity"] for row in data if row["quantity"] is not None)
 
     def text(value: Any) -> str:
         return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
@@ -131,7 +134,7 @@ def runs_table(report: Report) -> Table:
     return Table(
         name="runs",
         title="Runs",
-        columns=names,
+        columns=[quantity if name == "mean_reward" else name for name in names],
         rows=[[text(row[name]) for name in names] for row in data],
         notes=[f"{summary}.", *report.notes],
         data=data,

@@ -1,4 +1,6 @@
-"""How training went: reward, held-out accuracy, zero-variance groups and lengths over steps."""
+"""How training went: reward, held-out accuracy or mean reward, zero-variance groups and lengths
+over steps.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ustat.estimators.intervals import clustered_mean
+from grpo_ustat.estimators.intervals import (
+    ACCURACY,
+    MEAN_REWARD,
+    clustered_mean,
+    joint_quantity,
+)
 from grpo_ustat.estimators.scaling import group_size_interval
 from grpo_ustat.report.figures import FONTS, legend_label, note, plt, save, series_style
 from grpo_ustat.runs.log import warn
@@ -32,9 +39,10 @@ MONITORED = {  # where `monitor.gradient_mse_every` is set
     ERROR: "MSE of leave_one_out's gradient",
 }
 LABELS = CURVES | MONITORED
-ACCURACY = "held-out accuracy"
-POINTS = 40  # of a line at most, but for accuracy
-SHARES = ("reward", "frac_reward_zero_std", "completions/clipped_ratio")  # lie in [0, 1]
+EVALUATIONS = {name: f"held-out {name}" for name in (ACCURACY, MEAN_REWARD)}
+POINTS = 40  # of a line at most, but for evaluations
+SHARES = (EVALUATIONS[ACCURACY], "frac_reward_zero_std", "completions/clipped_ratio")  # in [0, 1]
+UNBOUNDED = ("reward", EVALUATIONS[MEAN_REWARD])
 GSTAR_NOTE = (
     " G*: 95 % bars over seeds, of one seed over the step's prompts; those that leave the picture "
     "have no upper end, or a far one."
@@ -80,7 +88,7 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
         The numbers drawn, see `learning_rows`.
     """
     rows = learning_rows(runs)
-    quantities = [ACCURACY, *CURVES]
+    quantities = [evaluation_name(runs), *CURVES]
     quantities += [name for name in MONITORED if any(row["quantity"] == name for row in rows)]
     with plt.rc_context(FONTS):
         wide = 3 if len(quantities) < 6 else 4
@@ -113,7 +121,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         rows: see `learning_rows`.
     """
     steps = max((row["steps"] for row in rows), default=1)
-    points = f" Points are means of {steps} steps, but for accuracy." if steps > 1 else ""
+    points = f" Points are means of {steps} steps, but for evaluations." if steps > 1 else ""
     monitored = any(row["quantity"] == GSTAR for row in rows)
     gstar = GSTAR_NOTE * monitored
     missing = Counter(row["quantity"] for row in rows if row["mean"] is None)
@@ -130,10 +138,9 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"Bold lines: means over seeds, at the steps that all runs of a series have{thin}."
             f"{gstar}{points}"
         ]
-    return [
-        "One seed; band: 95 % interval of held-out accuracy, generalising to new "
-        f"questions.{gstar}{points}"
-    ]
+    name = next((row["quantity"] for row in rows if row["quantity"] in EVALUATIONS.values()), "")
+    band = f"; band: 95 % interval of {name}, generalising to new questions" * bool(name)
+    return [f"One seed{band}.{gstar}{points}"]
 
 
 def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
@@ -145,14 +152,14 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
 
     Returns:
         Rows of `series`, `quantity`, `step` (the last averaged), `steps` (how many), `mean`,
-        `low`, `high` (None with one seed, but for accuracy and for G* of one step) and `seeds`.
+        `low`, `high` (None with one seed, but for evaluations and for G* of one step) and `seeds`.
         A `mean` of None is a gap: the runs have no number there, or their G* is not decided.
     """
-    block = _block(runs)
+    block, evaluation = _block(runs), evaluation_name(runs)
     rows = []
     for series in dict.fromkeys(run.series for run in runs):
         members = [run for run in runs if run.series == series]
-        for quantity in (ACCURACY, *LABELS):
+        for quantity in (evaluation, *LABELS):
             curves = [curve for run in members if (curve := _curve(run, quantity, block))]
             shared = set.intersection(*map(set, curves)) if curves else set()
             for step in sorted(shared):
@@ -169,9 +176,14 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
                     mean = low = high = None
                 point = {"series": series, "quantity": quantity, "step": step, "mean": mean}
                 point |= {"low": low, "high": high, "seeds": len(curves)}
-                rows.append(point | {"steps": 1 if quantity == ACCURACY else block})
+                rows.append(point | {"steps": 1 if quantity == evaluation else block})
     drawn = {row["quantity"] for row in rows if row["mean"] is not None}
     return [row for row in rows if row["quantity"] in drawn]
+
+
+def evaluation_name(runs: Sequence[Learning]) -> str:
+    """What the runs' evaluations are, held-out accuracies or mean rewards."""
+    return EVALUATIONS[joint_quantity(row["quantity"] for run in runs for row in run.evals)]
 
 
 def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
@@ -182,7 +194,7 @@ def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
     counts = Counter(run.series for run in runs)
     rows = []
     for run in runs:
-        for quantity in (ACCURACY, *LABELS) if counts[run.series] > 1 else ():
+        for quantity in (evaluation_name(runs), *LABELS) if counts[run.series] > 1 else ():
             curve = _curve(run, quantity, block)
             values = [estimate[0] for estimate in curve.values()]
             point = {"series": run.series, "quantity": quantity}
@@ -202,8 +214,8 @@ UNKNOWN: Estimate = (math.nan, None, None)
 
 def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
     """A quantity of one run at each evaluation, or its mean at the last step of each block."""
-    if quantity == ACCURACY:
-        return {row["step"]: (row["accuracy"], row["low"], row["high"]) for row in run.evals}
+    if quantity in EVALUATIONS.values():
+        return {row["step"]: (row["mean_reward"], row["low"], row["high"]) for row in run.evals}
     if quantity == GSTAR:
         curve = {}
         for step, rows in _monitored(run, block).items():
@@ -265,7 +277,7 @@ def _panel(
     names: Sequence[str],
 ) -> None:
     """One quantity: of every series a line, its seeds thin or else its band, cut off where the
-    quantity ends: a share lies in [0, 1], a length above 0.
+    quantity ends: a share lies in [0, 1], a length above 0, a reward anywhere.
 
     Args:
         axes: where to.
@@ -274,8 +286,7 @@ def _panel(
         names: of the series.
     """
     quantity = rows[0]["quantity"] if rows else ""
-    most = max((row["mean"] for row in rows if row["mean"] is not None), default=0.0)
-    share = quantity in (*SHARES, ACCURACY) and most <= 1  # a sum of rewards may be larger
+    least, most = (-math.inf if quantity in UNBOUNDED else 0), (1 if quantity in SHARES else None)
     for i, name in enumerate(names):
         line = [row for row in rows if row["series"] == name]
         colour, marker = series_style(name, i)
@@ -294,8 +305,7 @@ def _panel(
         elif not own:
             band = [row for row in line if row["low"] is not None]
             low, high = (
-                [float(np.clip(row[end], 0, 1 if share else None)) for row in band]
-                for end in ("low", "high")
+                [float(np.clip(row[end], least, most)) for row in band] for end in ("low", "high")
             )
             axes.fill_between(
                 [row["step"] for row in band], low, high, color=colour, alpha=0.12, linewidth=0
@@ -310,7 +320,7 @@ def _panel(
         axes.set_yticks(ticks, [str(tick) for tick in ticks])
         axes.set_yticks([], minor=True)
         axes.set_ylim(bottom, top)
-    elif share and not any(row["mean"] for row in rows):
+    elif quantity in SHARES and not any(row["mean"] for row in rows):
         axes.set_ylim(-0.005, 0.1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")

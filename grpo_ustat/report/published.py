@@ -81,7 +81,7 @@ def published_table(cells: Sequence[dict[str, Any]]) -> Table:
 
 
 def _interval(cell: dict[str, Any] | None) -> Interval | None:
-    return None if cell is None else Interval(cell["accuracy"], cell["low"], cell["high"])
+    return None if cell is None else Interval(cell["mean_reward"], cell["low"], cell["high"])
 
 
 def _difference(cell: dict[str, Any] | None, published: Interval) -> Interval | None:
@@ -89,7 +89,7 @@ def _difference(cell: dict[str, Any] | None, published: Interval) -> Interval | 
         return None
     halves = (cell["high"] - cell["low"]) / 2, (published.high - published.low) / 2
     variance = sum((half / NORMAL_95) ** 2 for half in halves)
-    return t_interval(cell["accuracy"] - published.estimate, variance, math.inf)
+    return t_interval(cell["mean_reward"] - published.estimate, variance, math.inf)
 
 
 def _data_row(

@@ -146,7 +146,9 @@ def recipes_figure(folder: Path, result: Mapping[str, Any]) -> None:
         axes.grid(alpha=0.3, linewidth=0.5, axis="x")
         policy = result["policy"]
         axes.set_title(
-            f"{policy['name']}: accuracy {policy['accuracy']:.2f}", fontsize=9, loc="left"
+            f"{policy['name']}: {policy['quantity']} {policy['mean_reward']:.2f}",
+            fontsize=9,
+            loc="left",
         )
         note(figure, ["Lines: 95 % intervals that hold together."], 6.4)
         save(figure, folder, "recipes")

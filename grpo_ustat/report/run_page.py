@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.reward_funcs import reward_text
+from grpo_ustat.estimators.intervals import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.report.decision import (
     WHY_FIXED_ROLLOUTS,
     interval_note,
@@ -229,25 +230,26 @@ def train_title(run: RunRecord) -> str:
 
 
 def train_answer(run: RunRecord) -> str:
-    """The change of held-out accuracy, in one sentence."""
+    """The change of held-out accuracy or mean reward, in one sentence."""
 
-    def accuracy(row: dict[str, Any]) -> str:
-        return "{accuracy:.3f} [{low:.3f}, {high:.3f}]".format(**row)
+    def mean(row: dict[str, Any]) -> str:
+        return "{mean_reward:.3f} [{low:.3f}, {high:.3f}]".format(**row)
 
     progress = f"Unfinished, {steps_done(run)} of {run.value('max_steps')} steps are done"
     if not run.evals:
         return f"{progress}; nothing was evaluated yet."
     first, last = run.evals[0], run.evals[-1]
+    name = last["quantity"]
     setting = (
         f"{last['step']} steps of {run.value('budget.rollouts')} rollouts, "
         f"G = {run.value('group_size')}"
     )
     if run.result is None:
-        change = "was" if len(run.evals) == 1 else f"went from {accuracy(first)} to"
-        return f"{progress}: held-out accuracy {change} {accuracy(last)} after {setting}."
+        change = "was" if len(run.evals) == 1 else f"went from {mean(first)} to"
+        return f"{progress}: held-out {name} {change} {mean(last)} after {setting}."
     gain, low, high = (run.result[f"gain{end}"] for end in ("", "_low", "_high"))
     return (
-        f"Held-out accuracy went from {accuracy(first)} to {accuracy(last)} in {setting} (paired "
+        f"Held-out {name} went from {mean(first)} to {mean(last)} in {setting} (paired "
         f"difference {gain:+.3f} [{low:+.3f}, {high:+.3f}]; the same {last['n']} questions, "
         f"{last['decoding']})."
     )
@@ -297,12 +299,14 @@ def train_tables(run: RunRecord) -> list[Table]:
     """Evaluations and steps."""
     tables = []
     if run.eval_rows:
+        name = joint_quantity(row.get("quantity", MEAN_REWARD) for row in run.eval_rows)
+        pass_at = [key for key in run.eval_rows[0] if key.startswith("pass@") and name == ACCURACY]
         rows = [
             {
                 "step": row.get("step"),
                 "decoding": row.get("decoding"),
-                "accuracy": with_interval(row, "accuracy"),
-                **{key: value for key, value in row.items() if key.startswith("pass@")},
+                name: with_interval(row, "mean_reward"),
+                **{key: row.get(key) for key in pass_at},
                 "questions": row.get("n"),
                 "cut": row.get("clipped_ratio"),
                 "no answer": row.get("extraction_failure_ratio"),
@@ -310,7 +314,7 @@ def train_tables(run: RunRecord) -> list[Table]:
             for row in run.eval_rows
         ]
         note = "95 % intervals generalising to new questions; cut: at max_completion_length."
-        tables.append(rows_table("Held-out accuracy", rows, note))
+        tables.append(rows_table(f"Held-out {name}", rows, note))
     monitored = [row for row in run.metrics if "monitor/gstar" in row]
     if monitored:
         places = spaced(len(monitored), MOST_STEPS)

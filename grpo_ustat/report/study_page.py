@@ -175,7 +175,10 @@ def mse_facts(run: RunRecord) -> list[tuple[str, Cell]]:
     policy, metric, cost = (result.get(key) or {} for key in ("policy", "metric", "cost"))
     unjudged = sum(cost.get(key, 0) for key in ("judge_timeouts", "judge_failures"))
     return [
-        ("Accuracy of the policy", with_interval(policy, "accuracy", "accuracy_")),
+        (
+            f"{policy['quantity'].capitalize()} of the policy",
+            with_interval(policy, "mean_reward", "mean_reward_"),
+        ),
         ("Mean length", f"{policy['mean_length']:.1f} tokens"),
         ("Questions", as_cell(result.get("questions"))),
         ("Completions a question", as_cell(result.get("pool_completions"))),

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from grpo_ustat.config.run import LARGEST_COUNT
+from grpo_ustat.estimators.intervals import ACCURACY, MEAN_REWARD
 from grpo_ustat.streams import single_line
 
 MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
@@ -328,16 +329,18 @@ def command_of(config: dict[str, Any]) -> str:
 
 VERDICTS = one_of("agrees", "disagrees", "not decided")
 SETTINGS = one_of("all_questions_once", "with_replacement", "without_replacement", "one_question")
+QUANTITIES = one_of(ACCURACY, MEAN_REWARD)
 EVALUATION = {
-    "step": count, "split": text, "decoding": text, "accuracy": number, "low": number,
-    "high": number, "n": size,
+    "step": count, "split": text, "decoding": text, "quantity": QUANTITIES,
+    "mean_reward": number, "low": number, "high": number, "n": size,
 }  # fmt: skip
 VERSIONS = {
     "versions": {"grpo-ustat": text}, "config_hash": text_or_null, "digest": text, "files": {},
 }  # fmt: skip
 RESULTS: Mapping[str, Shape] = {
     "train": {
-        "final_accuracy": number, "accuracy_low": number, "accuracy_high": number,
+        "quantity": QUANTITIES, "final_mean_reward": number, "mean_reward_low": number,
+        "mean_reward_high": number,
         "gain": number, "gain_low": number, "gain_high": number, "steps": count,
         "rollouts": count, "tokens": count, "seconds": number, "summary": text, "run": text,
         "evals": [EVALUATION], "failed_saves": count,
@@ -363,8 +366,8 @@ RESULTS: Mapping[str, Shape] = {
         | {"reason": text_or_null},
         "grad_sq": {"reason": text_or_null},
         "metric": {"parameters": count_or_null, "norm": text_or_null},
-        "policy": {"name": text, "mean_length": number}
-        | _with_ends("accuracy", of=number),
+        "policy": {"name": text, "mean_length": number, "quantity": QUANTITIES}
+        | _with_ends("mean_reward", of=number),
         "questions": size, "pool_completions": size, "summary": text,
         "cost": {name: number for name in (
             "rollouts", "tokens", "judge_timeouts", "judge_failures", "seconds_generate",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
 METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
 NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)  # notes on other files come after these
-EVAL_NUMBERS = ("step", "accuracy", "low", "high", "n")
+EVAL_NUMBERS = ("step", "mean_reward", "low", "high", "n")
 MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000  # that a page holds
 MOST_PARQUET_BYTES = 4_000_000_000  # unpacked, of a log of completions
 MOST_EVALS = 1000  # that are shown of a run
@@ -52,7 +52,8 @@ class RunState:
         launches: how often it was started.
         step, steps: training steps done and demanded; None of a study.
         seconds: wall time of all launches; None until the run is done, or where it is not known.
-        accuracy, low, high: held-out, or of a study's policy; None until the run is done.
+        quantity: accuracy, or mean reward; None until the run is done.
+        mean_reward, low, high: held-out, or of a study's policy; None until the run is done.
         verdicts: of a study of a theorem, how many claims have each; None until it is done.
     """
 
@@ -62,7 +63,8 @@ class RunState:
     step: int | None = None
     steps: int | None = None
     seconds: float | None = None
-    accuracy: float | None = None
+    quantity: str | None = None
+    mean_reward: float | None = None
     low: float | None = None
     high: float | None = None
     verdicts: dict[str, int] | None = None
@@ -149,7 +151,7 @@ class RunRecord:
 
     @cached_property
     def evals(self) -> list[dict[str, Any]]:
-        """Held-out accuracies by the first decoding; of an unfinished run, so far."""
+        """Evaluations by the first decoding; of an unfinished run, so far."""
         every = (self.result or {}).get("evals", self.eval_rows)
         decodings = self.value("eval.decoding") or [row.get("decoding") for row in every]
         rows = [row for row in every if row.get("decoding") == decodings[0]]
@@ -291,7 +293,7 @@ class RunRecord:
         return RunState(STOPPED, reason, **progress)
 
     def _result_summary(self) -> tuple[dict[str, Any] | None, str]:
-        """Wall time, and accuracy or verdicts, of a finished run; else None, and why there is no
+        """Wall time, and mean reward or verdicts, of a finished run; else None, and why there is no
         valid result.
         """
         result = self.result
@@ -301,15 +303,15 @@ class RunRecord:
             if "claims" in result:
                 seconds, verdicts = result["cost"]["seconds"], verdict_counts(result["claims"])
                 summary = {"verdicts": verdicts, "seconds": float(seconds)}  # of the wall clock
-            elif "final_accuracy" in result:
-                accuracy = result["final_accuracy"]
-                summary = {"accuracy": accuracy, "step": result["steps"]}
-                summary |= {"low": result["accuracy_low"], "high": result["accuracy_high"]}
+            elif "final_mean_reward" in result:
+                summary = {"quantity": result["quantity"], "step": result["steps"]}
+                summary |= {"mean_reward": result["final_mean_reward"]}
+                summary |= {"low": result["mean_reward_low"], "high": result["mean_reward_high"]}
                 summary["seconds"] = result["seconds"]
             else:
                 policy = result["policy"]
-                summary = {"accuracy": policy["accuracy"]}
-                summary |= {"low": policy["accuracy_low"], "high": policy["accuracy_high"]}
+                summary = {name: policy[name] for name in ("quantity", "mean_reward")}
+                summary |= {"low": policy["mean_reward_low"], "high": policy["mean_reward_high"]}
         except (ValueError, LookupError, TypeError):
             return None, "its result is missing or damaged"
         if self.config_hash not in (None, result.get("config_hash")):

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import joint_quantity
 from grpo_ustat.runs import history
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import write_whole
@@ -40,8 +41,8 @@ COLOURS = {
     MISSING: "dim",
 }  # fmt: skip
 CAPTIONS = {  # what a table shows of the finished runs of a command
-    "train": "held-out accuracy, 95 % intervals generalising to new questions",
-    "mse": "accuracy of the policy, 95 % intervals generalising to new questions",
+    "train": "held-out {}, 95 % intervals generalising to new questions",
+    "mse": "{} of the policy, 95 % intervals generalising to new questions",
     "gap": "predictions that agree with measurement, that disagree, and that are not decided",
 }
 
@@ -174,16 +175,17 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
     """For a terminal: a row for every run, and below it how many are done, failed and so on."""
     counts = {name: sum(state.name == name for state in states) for name in COLOURS}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    name = joint_quantity(state.quantity for state in states if state.quantity is not None)
     table = Table(
         title=str(sweep.file),
-        caption=f"{summary} of {len(states)} runs; {CAPTIONS[sweep.command]}",
+        caption=f"{summary} of {len(states)} runs; {CAPTIONS[sweep.command].format(name)}",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
     table.add_column("run", overflow="fold")
     table.add_column("state")
     steps = ["step"] if sweep.command == "train" else []
-    results = list(COUNTED.values()) if sweep.command == "gap" else ["accuracy"]
+    results = list(COUNTED.values()) if sweep.command == "gap" else [name]
     for column in (*steps, "starts", "wall\ntime", *results):
         table.add_column(column, justify="right", no_wrap=True)
     for entry, state in zip(sweep.entries, states, strict=True):
@@ -195,10 +197,10 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
         ]  # fmt: skip
         if sweep.command == "gap":
             cells += ["" if state.verdicts is None else str(state.verdicts[v]) for v in COUNTED]
-        elif state.name != DONE or state.accuracy is None:
+        elif state.name != DONE or state.mean_reward is None:
             cells.append("")
         else:
-            cells.append(f"{state.accuracy:.3f} [{state.low:.3f}, {state.high:.3f}]")
+            cells.append(f"{state.mean_reward:.3f} [{state.low:.3f}, {state.high:.3f}]")
         table.add_row(*cells)
     return table
 

@@ -49,7 +49,7 @@ class Judge(Protocol):
         ...
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """The reward of each completion of its prompt, in [0, 1]; 1 counts as right."""
+        """The reward of each completion of its prompt, a finite number."""
         ...
 
 

@@ -9,6 +9,7 @@ set's judge, or beside it.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import sys
 import traceback
 from collections import Counter
@@ -95,7 +96,7 @@ class OwnJudge:
     """A user's own function of prompt and completion, one completion at a time.
 
     Args:
-        reward: takes a `Prompt` and a completion, returns a number in [0, 1].
+        reward: takes a `Prompt` and a completion, returns a finite number.
         extract: takes a completion; None: a completion is its own answer.
         name: what to call them in errors.
     """
@@ -120,7 +121,7 @@ class OwnJudge:
         """See `Judge.rewards`.
 
         Raises:
-            ConfigError: the function failed or returned no number in [0, 1]; names its prompt.
+            ConfigError: the function failed or returned no finite number; names its prompt.
         """
         return [self._one(p, text) for p, text in zip(prompts, completions, strict=True)]
 
@@ -128,10 +129,9 @@ class OwnJudge:
         where = prompt.where or f"prompt {prompt.id}"
         with user_errors(f"{self._name}, {where}"):
             reward = self._reward(prompt, completion)
-        if not isinstance(reward, Real) or not 0 <= reward <= 1:
+        if not isinstance(reward, Real) or not math.isfinite(reward):
             raise ConfigError(
-                f"{self._name}, {where}: the reward is {reward!r:.60}, it must be a "
-                "number from 0 to 1"
+                f"{self._name}, {where}: the reward is {reward!r:.60}, it must be a finite number"
             )
         return float(reward)
 

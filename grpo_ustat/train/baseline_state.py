@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 
 from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.estimators.baselines import (
+    UnfitRewards,
     add_to_history,
     running_update,
     tracker_discount,
@@ -222,11 +223,11 @@ def check_successes(rewards_PG: np.ndarray) -> None:
     """Refuse rewards that cannot be counted as successes.
 
     Raises:
-        ValueError: one is outside [0, 1].
+        UnfitRewards: one is outside [0, 1].
     """
     low, high = rewards_PG.min(), rewards_PG.max()
     if low < 0 or high > 1:
-        raise ValueError(
+        raise UnfitRewards(
             f"baseline spo counts successes and needs rewards in [0, 1], got {low} to {high}: "
             "rescale the rewards"
         )

@@ -1,4 +1,4 @@
-"""Held-out accuracy and pass@k of the test questions."""
+"""Held-out accuracy and pass@k of the test questions; of rewards other than 0 and 1 their mean."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import clustered_wilson
+from grpo_ustat.estimators.intervals import (
+    ACCURACY,
+    MEAN_REWARD,
+    Interval,
+    clustered_wilson,
+    joint_quantity,
+    matched_difference,
+    mean_reward,
+    paired_difference,
+    quantity,
+)
 from grpo_ustat.estimators.ustatistic import pass_at_k
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.train.batch import sample_batch
-from grpo_ustat.train.context import Batch, TrainContext
+from grpo_ustat.train.context import Batch, TrainContext, TrainProgress
 
 
 def sample_eval(run: TrainContext, decoding: str) -> Batch:
@@ -25,17 +35,11 @@ def sample_eval(run: TrainContext, decoding: str) -> Batch:
     return sample_batch(run, run.test_prompts, count, sampling)
 
 
-def correct(batch: Batch) -> np.ndarray:
-    """Which completions are correct, bool [P, K]: those with reward 1 by the task's own judge, the
-    largest there is.
-    """
-    return batch.rewards_PGF[..., 0] == 1
-
-
 def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> dict[str, Any]:
     """One row of eval.csv; all rows of a run have the same keys.
 
-    Intervals are over questions, see `clustered_wilson`; with one completion a question, Wilson's.
+    Its numbers are of the task's own rewards, see `quantity`, with intervals over questions, see
+    `mean_reward`. Of rewards other than 0 and 1 there is no pass@k: none says what counts as right.
 
     Args:
         step: updates before it.
@@ -44,20 +48,40 @@ def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> di
         num_generations: up to which k = 2, 4, 8 ... pass@k has a column; None in a row with fewer
             completions. pass@1 is the accuracy.
     """
-    correct_PK = correct(batch)
-    questions, count = correct_PK.shape
-    accuracy = clustered_wilson(correct_PK.mean(axis=1), most=count)
-    row = {"step": step, "split": "test", "decoding": decoding, "accuracy": accuracy.estimate}
-    row |= {"low": accuracy.low, "high": accuracy.high, "n": questions, "num_generations": count}
+    rewards_PK = batch.rewards_PGF[..., 0]
+    questions, count = rewards_PK.shape
+    mean, name = mean_reward(rewards_PK), quantity(rewards_PK)
+    row = {"step": step, "split": "test", "decoding": decoding, "quantity": name}
+    row |= {"mean_reward": mean.estimate, "low": mean.low, "high": mean.high}
+    row |= {"n": questions, "num_generations": count}
     row["clipped_ratio"] = float((~batch.ended_PG).mean())
     row["extraction_failure_ratio"] = float((~batch.answered_PG).mean())
     for k in powers_of_two(num_generations):
         values = (None, None, None)
-        if k <= count:
-            solved_P = pass_at_k(correct_PK.sum(axis=1), count, k)
+        if k <= count and name == ACCURACY:
+            solved_P = pass_at_k(rewards_PK.sum(axis=1).astype(int), count, k)
             values = clustered_wilson(solved_P, most=count // k)
         row |= zip((f"pass@{k}", f"pass@{k}_low", f"pass@{k}_high"), values, strict=True)
     return row
+
+
+def name_jointly(rows: list[dict[str, Any]]) -> None:
+    """Give all evaluations of a run one name: a mean reward once any has another reward than 0 and
+    1, where those before it may have had none.
+    """
+    if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
+        for row in rows:
+            row |= {"quantity": MEAN_REWARD}
+            row |= {name: None for name in row if name.startswith("pass@")}
+
+
+def held_out_gain(progress: TrainProgress) -> Interval:
+    """The mean of the last evaluation less that of the first, by the first decoding, paired by
+    question: of accuracies `matched_difference`, of mean rewards `paired_difference`.
+    """
+    names = (row["quantity"] for row in progress.evals)
+    difference = matched_difference if joint_quantity(names) == ACCURACY else paired_difference
+    return difference(np.array(progress.rewards_last), np.array(progress.rewards_first))
 
 
 def powers_of_two(most: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from accelerate.utils import gather_object
 
+from grpo_ustat.estimators.intervals import is_binary
 from grpo_ustat.estimators.ustatistic import silent_share_if_alike
 from grpo_ustat.records import Rollouts
 from grpo_ustat.train.context import Batch, TrainContext
@@ -30,7 +31,7 @@ def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict
         "reward_std": _std(rewards_PG),
         "frac_reward_zero_std": float((rewards_PG == rewards_PG[:, :1]).all(axis=1).mean()),
     }
-    if np.isin(rewards_PG, (0, 1)).all():
+    if is_binary(rewards_PG):
         expected = silent_share_if_alike(rewards_PG.sum(axis=1), size)
         row["frac_reward_zero_std_expected"] = expected
     for f, name in enumerate(reward_names if len(reward_names) > 1 else ()):

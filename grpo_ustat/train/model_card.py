@@ -22,12 +22,13 @@ import yaml
 from grpo_ustat.config.identity import data_fingerprint
 from grpo_ustat.config.model import EMBEDDED, model_folder
 from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.estimators.intervals import matched_difference
+from grpo_ustat.estimators.intervals import joint_quantity
 from grpo_ustat.report.tables import Table, fenced, plain
 from grpo_ustat.runs import history
 from grpo_ustat.runs.files import read_rows
 from grpo_ustat.runs.log import warn
 from grpo_ustat.train.context import TrainContext, TrainProgress
+from grpo_ustat.train.evaluate import held_out_gain
 
 NAME, PICTURE, CONFIG = "README.md", "curves.svg", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -121,19 +122,17 @@ def license_of(name: str) -> str | None:
 
 
 def evaluation_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Held-out accuracy by step, and its change from first to last."""
-    config, header = (
-        run.config,
-        ("step", "decoding", "accuracy", "95 % interval", "questions", "cut"),
-    )
+    """Held-out accuracy or mean reward by step, and its change from first to last."""
+    config, name = run.config, progress.evals[0]["quantity"]
+    header = ("step", "decoding", name, "95 % interval", "questions", "cut")
     cells = [
         (
-            row["step"], row["decoding"], f"{row['accuracy']:.3f}",
+            row["step"], row["decoding"], f"{row['mean_reward']:.3f}",
             f"{row['low']:.3f} to {row['high']:.3f}", row["n"], f"{row['clipped_ratio']:.1%}",
         )
         for row in thinned(progress.evals)
     ]  # fmt: skip
-    gain = matched_difference(np.array(progress.rewards_last), np.array(progress.rewards_first))
+    gain = held_out_gain(progress)
     evaluations = Table("", header, cells).markdown()
     return (
         f"Questions of the test split of {plain(config.dataset.name)}.\n\n"
@@ -151,7 +150,8 @@ def curves_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
         for row in thinned(rows)
     ]
     steps = Table("", names, cells).markdown()
-    return f"![mean reward and held-out accuracy by step]({PICTURE})\n\n{steps}"
+    name = joint_quantity(row["quantity"] for row in progress.evals)
+    return f"![reward and held-out {name} by step]({PICTURE})\n\n{steps}"
 
 
 def thinned(rows: list[Any]) -> list[Any]:
@@ -272,7 +272,7 @@ SECTIONS: dict[str, Section] = {  # of the card, by title
 
 
 def curves_svg(rows: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
-    """Mean reward and held-out accuracy with its 95 % intervals, by step, as SVG."""
+    """Reward of the steps and evaluations with their 95 % intervals, by step, as SVG."""
     from grpo_ustat.report.figures import FONTS, UNDATED, line_style, plt, show_names_as_texts
 
     with plt.rc_context(FONTS):
@@ -280,16 +280,16 @@ def curves_svg(rows: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
         points = rows[:: -(-len(rows) // POINTS) or 1]
         steps = [row["step"] for row in points]
         rewards = [math.nan if row.get("reward") is None else row["reward"] for row in points]
-        axes.plot(steps, rewards, color=line_style(0)[0], linewidth=1.2, label="mean reward")
+        axes.plot(steps, rewards, color=line_style(0)[0], linewidth=1.2, label="reward of the step")
         for number, decoding in enumerate(dict.fromkeys(row["decoding"] for row in evals), start=1):
             points = [row for row in evals if row["decoding"] == decoding]
-            steps, accuracy = [row["step"] for row in points], [row["accuracy"] for row in points]
-            below = [max(0.0, row["accuracy"] - row["low"]) for row in points]  # rounding at 0, 1
-            above = [max(0.0, row["high"] - row["accuracy"]) for row in points]
+            steps, means = [row["step"] for row in points], [row["mean_reward"] for row in points]
+            below = [max(0.0, row["mean_reward"] - row["low"]) for row in points]  # rounding at 0
+            above = [max(0.0, row["high"] - row["mean_reward"]) for row in points]  # and 1
             colour, marker = line_style(number)
             axes.errorbar(
-                steps, accuracy, (below, above), color=colour, marker=marker, markersize=3,
-                linewidth=1.2, label=f"accuracy ({decoding})",
+                steps, means, (below, above), color=colour, marker=marker, markersize=3,
+                linewidth=1.2, label=f"held-out {points[0]['quantity']} ({decoding})",
             )  # fmt: skip
         axes.set_xlabel("step")
         axes.grid(alpha=0.3, linewidth=0.5)

@@ -17,7 +17,6 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import PARENT, is_main, main_only, name_lost_ranks
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.estimators.baselines import advantages
-from grpo_ustat.estimators.intervals import matched_difference
 from grpo_ustat.progress import TrainingBar, listening, waiting
 from grpo_ustat.records import Prompt
 from grpo_ustat.report.accuracy import evaluation_table
@@ -41,7 +40,7 @@ from grpo_ustat.train.checkpoint import (
     save_checkpoint,
 )
 from grpo_ustat.train.context import TrainContext, TrainProgress
-from grpo_ustat.train.evaluate import correct, eval_row, sample_eval
+from grpo_ustat.train.evaluate import eval_row, held_out_gain, name_jointly, sample_eval
 from grpo_ustat.train.gradient_monitor import gradient_mse
 from grpo_ustat.train.metrics import (
     batch_metrics,
@@ -58,7 +57,7 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     """Train, or show the finished run that the folder already holds.
 
     Returns:
-        The final held-out accuracy.
+        The final held-out accuracy, or mean reward.
     """
     console = Console(quiet=not is_main())
     with name_lost_ranks():
@@ -75,7 +74,7 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
     console.print(result["summary"])
     last_line = f"Wrote {folder.path} (checkpoint in {result['seconds_save']:.1f} s)"
     console.print(last_line, soft_wrap=True)
-    return result["final_accuracy"]
+    return result["final_mean_reward"]
 
 
 def finished_result(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | None:
@@ -266,7 +265,7 @@ def train_step(
 
 
 def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> None:
-    """Measure held-out accuracy with each decoding, unless a resumed run has at this step.
+    """Measure held-out rewards with each decoding, unless a resumed run has at this step.
 
     Raises:
         FloatingPointError: a reward is not finite.
@@ -279,9 +278,10 @@ def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> No
             batch = sample_eval(run, decoding)
             row = eval_row(progress.step, decoding, batch, options.num_generations)
             progress.evals.append(row | judge_failures(run))
+            name_jointly(progress.evals)
             bar.print_evaluation(progress.evals[-1])
             if decoding == options.decoding[0]:
-                progress.rewards_last = correct(batch).mean(axis=1).tolist()
+                progress.rewards_last = batch.rewards_PGF[..., 0].mean(axis=1).tolist()
                 progress.rewards_first = progress.rewards_first or progress.rewards_last
         if run.accelerator.is_main_process:
             path = run.folder.path / "eval.csv"
@@ -290,17 +290,17 @@ def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> No
 
 def result_record(config: TrainConfig, progress: TrainProgress) -> dict[str, Any]:
     """The content of `result.json`, with a summary in words: what training did to the held-out
-    accuracy of the first decoding listed.
+    accuracy, or mean reward, of the first decoding listed.
     """
     evals = [row for row in progress.evals if row["decoding"] == config.eval.decoding[0]]
     first, last = evals[0], evals[-1]
-    gain = matched_difference(np.array(progress.rewards_last), np.array(progress.rewards_first))
+    gain = held_out_gain(progress)
     greedy = last["decoding"] == "greedy"
     decoding = "greedy" if greedy else f"sampled at temperature {config.temperature}"
     summary = (
-        f"Held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f}, paired difference "
-        f"{gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] on the same {last['n']} "
-        f"questions, {decoding}."
+        f"Held-out {last['quantity']} {first['mean_reward']:.3f} -> {last['mean_reward']:.3f}, "
+        f"paired difference {gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] on the same "
+        f"{last['n']} questions, {decoding}."
     )
     if progress.alarms:
         alarms = ", ".join(
@@ -309,9 +309,10 @@ def result_record(config: TrainConfig, progress: TrainProgress) -> dict[str, Any
         summary += f" Alarms (steps): {alarms}."
     summary += clipped_warning("last step's", progress.clipped_ratio, config.max_completion_length)
     return {
-        "final_accuracy": last["accuracy"],
-        "accuracy_low": last["low"],
-        "accuracy_high": last["high"],
+        "quantity": last["quantity"],
+        "final_mean_reward": last["mean_reward"],
+        "mean_reward_low": last["low"],
+        "mean_reward_high": last["high"],
         "gain": gain.estimate,
         "gain_low": gain.low,
         "gain_high": gain.high,

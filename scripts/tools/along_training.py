@@ -1,4 +1,4 @@
-"""C1, C2, C3, G* and accuracy along a training run: a study of every checkpoint.
+"""C1, C2, C3, G* and accuracy or mean reward along a training run: a study of every checkpoint.
 
     python scripts/tools/along_training.py outputs/train/NAME/seed=0 [mse overrides]
 
@@ -50,8 +50,8 @@ def row(step: int, result: dict) -> dict:
     scaling, policy = result["scaling"], result["policy"]
     ends = ("", "_low", "_high")
     return (
-        {"step": step}
-        | {f"accuracy{end}": policy[f"accuracy{end}"] for end in ends}
+        {"step": step, "quantity": policy["quantity"]}
+        | {f"mean_reward{end}": policy[f"mean_reward{end}"] for end in ends}
         | {f"{name}{end}": scaling[f"{name}{end}"] for name in COLUMNS for end in ends}
         | {"corr": result["assumption2"]["corr"], "a0": result["assumption2"]["a0"]}
         | {"a_v": result["assumption2"]["a_v"], "grad_sq": result["grad_sq"]["grad_sq"]}

@@ -34,8 +34,9 @@ def work(entry, config, folder):
     if result is None or result["steps"] < config.max_steps:
         with folder.lock():
             folder.open()
-            folder.finish({"steps": config.max_steps, "seconds": 1.0, "final_accuracy": 0.5}
-                          | {"accuracy_low": 0.25, "accuracy_high": 0.75})  # fmt: skip
+            folder.finish({"steps": config.max_steps, "seconds": 1.0, "final_mean_reward": 0.5}
+                          | {"quantity": "accuracy", "mean_reward_low": 0.25}
+                          | {"mean_reward_high": 0.75})  # fmt: skip
     return 0.5
 
 

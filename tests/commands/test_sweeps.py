@@ -352,7 +352,7 @@ def test_a_training_sweep_leaves_its_table_and_its_costs_were_right(tmp_path):
         config = (file.parent / ".hydra/config.yaml").read_text()
         size = int(config.split("group_size: ")[1].split()[0])
         results[size, int(file.parent.name[-1])] = {
-            e["step"]: e["accuracy"] for e in found["evals"]
+            e["step"]: e["mean_reward"] for e in found["evals"]
         }
         assert found["rollouts"] == one.rollouts == 32
         assert found["tokens"] <= one.tokens
@@ -360,7 +360,7 @@ def test_a_training_sweep_leaves_its_table_and_its_costs_were_right(tmp_path):
         assert kept * 2 == pytest.approx(one.disk, rel=0.1)
     for cell in csv_rows(home / "accuracy.csv"):
         runs = [results[int(cell["group_size"]), seed][int(cell["step"])] for seed in (0, 1)]
-        assert float(cell["accuracy"]) == pytest.approx(np.mean(runs))
+        assert float(cell["mean_reward"]) == pytest.approx(np.mean(runs))
     (home / "accuracy.csv").unlink()
     code, out, _ = run("train", *arguments, cwd=tmp_path)
     assert code == 0 and out.count("done already") == 4 and "Held-out accuracy" in out
@@ -385,7 +385,7 @@ def test_a_sweep_of_studies_leaves_its_table_and_its_costs_were_right(tmp_path):
         found = json.loads(file.read_text())
         mine = [x for x in table if x["policy"].split(",")[0] == found["policy"]["name"]]
         assert [float(x["mse"]) for x in mine] == [x["mse"] for x in found["curves"]]
-        assert {float(x["accuracy"]) for x in mine} == {found["policy"]["accuracy"]}
+        assert {float(x["mean_reward"]) for x in mine} == {found["policy"]["mean_reward"]}
         assert found["cost"]["rollouts"] == one.rollouts + one.values
         assert found["cost"]["tokens"] <= one.tokens
         files = sum(f.stat().st_size for f in file.parent.glob("pool/*.safetensors"))

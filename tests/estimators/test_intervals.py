@@ -57,14 +57,14 @@ def test_an_accuracy_over_a_few_prompts_is_covered(prompts, rng):
 
 
 def test_a_mean_reward_has_the_interval_of_its_kind(rng):
-    """0/1 rewards Wilson's, others that of a mean, in [0, 1] where they are."""
+    """0/1 rewards Wilson's, others that of a mean, without bounds that nobody has told."""
     right = (rng.random((9, 4)) < 0.3).astype(float)
     assert mean_reward(right) == clustered_wilson(right.mean(axis=1), most=4)
     assert mean_reward(right[:1]) == wilson(right[0].sum(), 4)
     shares = 0.5 + 0.02 * rng.normal(size=(12, 8))
     assert mean_reward(shares) == clustered_mean(shares)
-    assert mean_reward(np.array([[0.0, 0.1], [0.9, 1.0]])).low == 0.0
-    assert mean_reward(right - 1).low < 0
+    assert mean_reward(np.array([[0.0, 0.1], [0.9, 1.0]])).low < 0
+    assert mean_reward(2 * right - 1) == clustered_mean(2 * right - 1)
 
 
 def test_pooled_dof_of_equal_variances_adds_up():

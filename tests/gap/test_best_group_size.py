@@ -37,7 +37,7 @@ def test_means_and_differences_are_those_worked_by_hand(found):
     two, eight, thirty_two = (row for row in found.rows if row["outcome"] == MEAN)
     half = 3.182446 * 0.0258199 / 2
     mean = 0.53 - GAIN / 2
-    assert eight["accuracy"] == pytest.approx(mean) and eight["best"]
+    assert eight["mean_reward"] == pytest.approx(mean) and eight["best"]
     assert (eight["low"], eight["high"]) == pytest.approx((mean - half, mean + half), abs=1e-6)
     assert two["difference"] == pytest.approx(-0.18)
     assert two["difference_high"] == pytest.approx(-0.18 + 4.176535 * 0.0230940 / 2, abs=1e-6)
@@ -46,7 +46,7 @@ def test_means_and_differences_are_those_worked_by_hand(found):
 
 
 def test_the_last_evaluation_stands_beside_the_mean(found):
-    by = {(row["outcome"], row["group_size"]): row["accuracy"] for row in found.rows}
+    by = {(row["outcome"], row["group_size"]): row["mean_reward"] for row in found.rows}
     for size in TOLD:
         assert by[LAST, size] - by[MEAN, size] == pytest.approx(GAIN / 2)
     (note,) = [line for line in found.notes if LAST in line]
@@ -168,9 +168,9 @@ def test_the_nearest_group_size_has_the_least_error_of_the_law(gstar):
 
 
 def test_the_rank_correlation_is_spearmans(rng):
-    accuracy_SG, error_G = rng.random((10, 6)), rng.random(6)
-    found = rank_correlation(accuracy_SG, error_G)
-    assert found.estimate == pytest.approx(spearmanr(accuracy_SG.mean(axis=0), -error_G).statistic)
+    mean_SG, error_G = rng.random((10, 6)), rng.random(6)
+    found = rank_correlation(mean_SG, error_G)
+    assert found.estimate == pytest.approx(spearmanr(mean_SG.mean(axis=0), -error_G).statistic)
     assert found.low <= found.estimate <= found.high
 
 
@@ -184,9 +184,9 @@ def test_seeds_that_agree_leave_no_doubt_of_the_order_and_none_an_order(rng):
 @pytest.mark.slow
 def test_the_bootstrap_is_over_seeds(rng):
     """The same seeds drawn again, one resample after the other."""
-    accuracy_SG, error_G = rng.random((6, 5)), rng.random(5)
+    mean_SG, error_G = rng.random((6, 5)), rng.random(5)
     drawn_RS = generator(0, "best_group_size", 6).integers(6, size=(RESAMPLES, 6))
-    means_RG = [np.mean([accuracy_SG[seed] for seed in drawn_S], axis=0) for drawn_S in drawn_RS]
+    means_RG = [np.mean([mean_SG[seed] for seed in drawn_S], axis=0) for drawn_S in drawn_RS]
     slow = [spearmanr(mean_G, -error_G).statistic for mean_G in means_RG]
-    found = rank_correlation(accuracy_SG, error_G)
+    found = rank_correlation(mean_SG, error_G)
     assert (found.low, found.high) == pytest.approx(np.quantile(slow, [0.025, 0.975]))

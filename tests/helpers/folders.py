@@ -35,9 +35,10 @@ def configured(entry, changes, *overrides):
     return config
 
 
-def eval_row(step, accuracy, n=40):
-    row = {"step": step, "split": "test", "decoding": "sampled", "accuracy": accuracy}
-    row |= {"low": accuracy - HALF, "high": accuracy + HALF, "n": n, "num_generations": 1}
+def eval_row(step, mean, n=40):
+    row = {"step": step, "split": "test", "decoding": "sampled", "quantity": "accuracy"}
+    row |= {"mean_reward": mean, "low": mean - HALF, "high": mean + HALF}
+    row |= {"n": n, "num_generations": 1}
     return row | {"clipped_ratio": 0.0, "extraction_failure_ratio": 0.0}
 
 
@@ -57,8 +58,9 @@ def trained(folder, size, seed, accuracies, *, rollouts=32, done=True, changes=(
     lines = [json.dumps(row) for row in rows]
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     last = evals[-1]
-    result = {"final_accuracy": last["accuracy"], "steps": 8, "seconds": 1.0, "evals": evals}
-    result |= {"accuracy_low": last["low"], "accuracy_high": last["high"], "rollouts": 8 * rollouts}
+    result = {"quantity": last["quantity"], "final_mean_reward": last["mean_reward"]}
+    result |= {"mean_reward_low": last["low"], "mean_reward_high": last["high"], "evals": evals}
+    result |= {"steps": 8, "seconds": 1.0, "rollouts": 8 * rollouts}
     if done:
         (folder / "result.json").write_text(json.dumps(result | {"tokens": 1000}))
     return folder
@@ -84,7 +86,8 @@ def studied(folder, model, errors, *, changes=()):
     assumption = {
         f"{x}{end}": 0.5 for x in ("corr", "av_minus_a0") for end in ("", "_low", "_high")
     }
-    policy = {"name": model, "accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6}
+    policy = {"name": model, "quantity": "accuracy", "mean_reward": 0.5}
+    policy |= {"mean_reward_low": 0.4, "mean_reward_high": 0.6}
     result = {"curves": curves, "scaling": scaling, "assumption2": assumption, "policy": policy}
     result |= {"questions": 8, "pool_completions": 16}
     result["cost"] = {"rollouts": 128, "tokens": 900, "seconds_generate": 1, "seconds_score": 1}

@@ -51,7 +51,7 @@ class Folder:
 
     def evals(self, *steps):
         lines = [f"{s},test,sampled,{s / 8},\n" for s in steps]
-        text = "step,split,decoding,accuracy,pass@2\n" + "".join(lines)
+        text = "step,split,decoding,mean_reward,pass@2\n" + "".join(lines)
         write_whole(self.path / "eval.csv", text)
 
     def finish(self, **result):

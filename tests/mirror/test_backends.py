@@ -74,7 +74,7 @@ def test_tensorboard_holds_every_number_exactly(tmp_path):
         values = [(step, value.item()) for step, value in found["scalars"][key]]
         assert values == [(r["step"], r[key]) for r in stored]
     assert [v.item() for _, v in found["text"]["monitor/c1_reason"]] == [b"silent"] * 3
-    assert found["scalars"]["eval/sampled/accuracy"] == [(0, 0.0), (2, 0.25)]
+    assert found["scalars"]["eval/sampled/mean_reward"] == [(0, 0.0), (2, 0.25)]
     assert found["scalars"]["mse/closed_form/all_questions_once/8/none"] == [(2, 0.5), (4, 0.25)]
     assert found["scalars"]["result/scaling/c1"] == [(3, 1 / 3)]
     assert found["images"]["figure"][0][1].tolist() == [b"1", b"1", PNG]

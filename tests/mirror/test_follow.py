@@ -328,7 +328,7 @@ def test_rows_that_are_none_are_left_out(tmp_path, opened):
             "step,decoding,split\nx,a,b\n",
             "eval.csv is damaged: step is 'x', not a whole",
         ),
-        ("eval.csv", "accuracy\n1\n", "eval.csv is damaged: a row has no step"),
+        ("eval.csv", "mean_reward\n1\n", "eval.csv is damaged: a row has no step"),
         ("code.json", "[]", "code.json is damaged: it is a list, not a mapping"),
         (".hydra/config.yaml", "3", ".hydra/config.yaml is damaged: it is 3, not a mapping"),
         ("completions.parquet", "x", "completions.parquet is damaged: "),

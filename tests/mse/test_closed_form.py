@@ -102,6 +102,28 @@ def truth(policy, group_sizes):
     return result
 
 
+def test_rewards_of_minus_one_and_one_are_the_same_law_in_another_unit(rng):
+    """2 z - 1 in place of z: what subtracts a group's own reward has 4 times the error, at the same
+    best size; vanilla, which subtracts nothing, has not.
+    """
+    pool = pool_of(tabular(), 24, rng)
+    signed = dataclasses.replace(
+        pool,
+        rewards_PN=2 * pool.rewards_PN - 1,
+        reward_sums_PR=2 * pool.reward_sums_PR - pool.score_sums_PR,
+    )
+    one, other = (
+        statistics(x, ["none", "leave_one_out", "oracle"], [2, 8], "questions")
+        for x in (pool, signed)
+    )
+    for name in ("mse/leave_one_out/2", "mse/leave_one_out/8", "mse/oracle/8", "c1", "c2", "c3"):
+        expected = 4 * np.array(one[name])
+        np.testing.assert_allclose(other[name], expected, rtol=1e-9, err_msg=name)
+    np.testing.assert_allclose(other["gstar"], one["gstar"], rtol=1e-9)
+    vanilla = one["mse/none/8"].estimate, other["mse/none/8"].estimate
+    assert abs(vanilla[1] / vanilla[0] - 4) > 0.5
+
+
 def given_questions(exact):
     """Without what is said of new questions alone."""
     training = ("gstar", "noise", "prompt_share")

@@ -61,6 +61,42 @@ def test_an_imported_pool_is_the_one_that_was_logged(tmp_path):
 
 
 @pytest.mark.slow
+def test_rewards_of_minus_one_and_one_are_imported_and_named(tmp_path):
+    """A study of them tells a mean reward, twice the accuracy less 1, with the interval of means;
+    its G* is that of 0 and 1.
+    """
+    results = []
+    for name in ("right", "signed"):
+        path = tmp_path / f"{name}.parquet"
+        logged(path)
+        table = pyarrow.parquet.read_table(path).to_pylist()
+        for row in table if name == "signed" else ():
+            row["accuracy_reward"] = 2 * row["accuracy_reward"] - 1
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
+        code, out, err = run(
+            "mse", *SMALL, CUT, f"pool={path}", f"output_root={name}", cwd=tmp_path
+        )
+        assert code == 0, err
+        (found,) = (tmp_path / name).glob("mse/*/seed=0/result.json")
+        results.append(json.loads(found.read_text()))
+        word = "accuracy" if name == "right" else "mean reward"
+        assert f"tiny_base, {word} {results[-1]['policy']['mean_reward']:.3f} [" in out
+        page = (found.parent / "report.html").read_text()
+        assert f"{word.capitalize()} of the policy" in page
+    right, signed = results
+    assert (right["policy"]["quantity"], signed["policy"]["quantity"]) == (
+        "accuracy",
+        "mean reward",
+    )
+    mean = right["policy"]["mean_reward"]
+    assert signed["policy"]["mean_reward"] == pytest.approx(2 * mean - 1)
+    for key in ("c1", "c3"):
+        assert signed["scaling"][key] == pytest.approx(4 * right["scaling"][key], rel=1e-6)
+    for key in ("gstar", "gstar_low"):
+        assert signed["scaling"][key] == pytest.approx(right["scaling"][key], rel=1e-6)
+
+
+@pytest.mark.slow
 def test_a_study_of_it_has_a_folder_of_its_own(tmp_path):
     path = tmp_path / "completions.parquet"
     logged(path)

@@ -128,7 +128,7 @@ def test_a_whole_study_of_two_functions(tmp_path):
     assert "reward_functions" not in one
     for key in ("c1", "c2", "c3", "gstar"):
         assert rows["task"][key] == one["scaling"][key]
-    assert result["policy"]["accuracy"] == one["policy"]["accuracy"]
+    assert result["policy"]["mean_reward"] == one["policy"]["mean_reward"]
 
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "pool").iterdir()}
     other = fit(

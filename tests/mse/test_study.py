@@ -72,7 +72,8 @@ def test_the_folder_holds_what_it_promises(finished):
     assert {"a0", "a_v", "a_bstar", "crossover_group_size", "silent_share_at_crossover"} <= set(
         result["assumption2"]
     )
-    assert {"accuracy", "accuracy_low", "accuracy_high", "mean_length"} <= set(result["policy"])
+    names = {"quantity", "mean_reward", "mean_reward_low", "mean_reward_high", "mean_length"}
+    assert names <= set(result["policy"])
     assert {"rollouts", "tokens", "seconds_generate", "seconds_score"} <= set(result["cost"])
     assert result["metric"]["parameters"] == 204032
     assert result["config_hash"] and result["versions"]["torch"]
@@ -267,7 +268,7 @@ def test_three_methods_agree_on_tiny(tmp_path):
 @pytest.mark.slow
 def test_a_policy_that_is_never_right_is_reported_not_divided_by(tmp_path):
     result = study(tmp_path, "prompt.template='zz{question}'", "max_completion_length=3")
-    assert result["policy"]["accuracy"] == 0
+    assert result["policy"]["mean_reward"] == 0
     assert result["assumption2"]["corr"] is None and result["scaling"]["gstar"] is None
     assert "got reward 0" in result["summary"]
 
@@ -275,8 +276,8 @@ def test_a_policy_that_is_never_right_is_reported_not_divided_by(tmp_path):
 @pytest.mark.slow
 def test_one_question_is_enough(tmp_path):
     result = study(tmp_path, "study.questions=1", "dataset.seed=2")
-    assert 0 <= result["policy"]["accuracy_low"] <= result["policy"]["accuracy_high"] <= 1
-    assert result["questions"] == 1 and result["policy"]["accuracy_low"] is not None
+    assert 0 <= result["policy"]["mean_reward_low"] <= result["policy"]["mean_reward_high"] <= 1
+    assert result["questions"] == 1 and result["policy"]["mean_reward_low"] is not None
 
 
 @pytest.mark.slow

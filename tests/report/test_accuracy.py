@@ -18,15 +18,17 @@ from grpo_ustat.report.accuracy import (
     pooled_cells,
     settings_table,
 )
+from grpo_ustat.report.accuracy_answer import best_sentence
 from grpo_ustat.report.settings import Axis
 
 SIZES = [4, 8, 16, 32, 64, 128]
 
 
-def row(size, seed, accuracy, rollouts=256, n=500):
+def row(size, seed, mean, rollouts=256, n=500, quantity="accuracy"):
     of = {"series": "", "rollouts": rollouts, "step": 25, "group_size": size, "seed": seed, "n": n}
     of |= {"line": f"n={rollouts}", "x": size, "test": "", "setting": ""}
-    return of | {"accuracy": accuracy, "low": accuracy - 0.04, "high": accuracy + 0.04}
+    of |= {"quantity": quantity, "mean_reward": mean}
+    return of | {"low": mean - 0.04, "high": mean + 0.04}
 
 
 def test_the_interval_over_seeds_is_the_t_interval_worked_by_hand():
@@ -34,7 +36,7 @@ def test_the_interval_over_seeds_is_the_t_interval_worked_by_hand():
     rows = [row(8, seed, 0.50 + 0.02 * seed) for seed in range(5)]
     (cell,) = accuracy_cells(rows)
     half = 2.776445 * np.sqrt(0.001 / 5)
-    assert cell["accuracy"] == pytest.approx(0.54)
+    assert cell["mean_reward"] == pytest.approx(0.54)
     assert (cell["low"], cell["high"]) == pytest.approx((0.54 - half, 0.54 + half), abs=1e-6)
     assert cell["best"] and cell["seeds"] == 5 and cell["difference"] is None
 
@@ -48,7 +50,7 @@ def test_the_best_is_compared_on_shared_seeds():
     four, eight, sixteen = accuracy_cells(rows)
     assert eight["best"] and not four["best"]
     assert four["distinct"] and four["difference"] == pytest.approx(-0.0302)
-    assert four["low"] < eight["accuracy"] < four["high"]
+    assert four["low"] < eight["mean_reward"] < four["high"]
     assert sixteen["distinct"] is False and sixteen["difference_high"] > 0
 
 
@@ -110,7 +112,7 @@ def test_pooled_differences_tell_equal_sizes_apart_as_seldom(rng):
         rows = [row(g, s, 0.75 + 0.02 * rng.standard_normal()) for g in SIZES for s in range(3)]
         found += any(cell["distinct"] for cell in accuracy_cells(rows, pooled=True))
         for one in rows[:3]:
-            one["accuracy"] += 0.06
+            one["mean_reward"] += 0.06
         sure += any(cell["distinct"] for cell in accuracy_cells(rows, pooled=True))
     assert 0 < found < 0.12 * 400 and sure > 0.8 * 400
 
@@ -219,7 +221,7 @@ def test_intervals_of_few_seeds_have_one_variance_pooled_over_the_cells_of_a_lin
     four, eight, sixteen, other = pooled_cells(accuracy_cells(rows, BY_LINE))
     half = 4.302653 * np.sqrt(0.001 / 2)
     for cell in (four, eight):
-        ends = cell["accuracy"] - half, cell["accuracy"] + half
+        ends = cell["mean_reward"] - half, cell["mean_reward"] + half
         assert (cell["low"], cell["high"]) == pytest.approx(ends, abs=1e-6) and cell["dof"] == 2
     assert (sixteen["low"], sixteen["high"], sixteen["dof"]) == (0.26, pytest.approx(0.34), None)
     assert other["dof"] == 1 and other["high"] < 0.11  # a line of its own
@@ -288,3 +290,33 @@ def test_settings_of_one_size_are_compared_as_sizes_are():
     none = sheet.rows[1]
     assert none[1] == "none" and none[4] == "significantly less"
     assert float(none[3].split()[0]) == pytest.approx(-0.0995, abs=6e-4)
+
+
+def test_mean_rewards_are_named_and_bounded_by_nothing():
+    """-1/+1 of two seeds, -0.8 and -0.6: t_1 = 12.7 times 0.1, below -1; equal ones have no step
+    to be rounded to. Beside an accuracy both are mean rewards, which is said.
+    """
+    signed = [row(4, 0, -0.8, quantity="mean reward"), row(4, 1, -0.6, quantity="mean reward")]
+    (cell,) = accuracy_cells(signed, BY_LINE)
+    assert (cell["quantity"], cell["mean_reward"]) == ("mean reward", pytest.approx(-0.7))
+    half = 12.706205 * 0.1
+    assert (cell["low"], cell["high"]) == pytest.approx((-0.7 - half, -0.7 + half), abs=1e-5)
+    (pooled,) = pooled_cells([cell])
+    assert (pooled["low"], pooled["high"]) == pytest.approx((cell["low"], cell["high"]))
+    axis = Axis(values=(4, 8))
+    sheet = accuracy_table([cell], [], axis)
+    assert (sheet.name, sheet.title) == ("mean_reward", "Held-out mean reward")
+    assert budget_table(accuracy_cells(signed, BY_BUDGET)).title.startswith(
+        "Held-out mean reward by"
+    )
+    assert "held-out mean reward at step 25 is -0.700" in best_sentence(
+        accuracy_cells(signed, BY_BUDGET)
+    )
+
+    both = accuracy_cells([*signed, row(8, 0, 0.4), row(8, 1, 0.5)], BY_LINE)
+    assert [cell["quantity"] for cell in both] == ["mean reward", "accuracy"]
+    sheet = accuracy_table(both, [], axis)
+    assert sheet.title == "Held-out mean reward"
+    assert "Mean reward: where all rewards are 0 or 1, the accuracy." in sheet.notes
+    (cell,) = accuracy_cells([row(4, 0, 0.4), row(4, 1, 0.5)], BY_LINE)
+    assert accuracy_table([cell], [], axis).name == "accuracy"

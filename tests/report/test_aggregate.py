@@ -129,7 +129,7 @@ def test_a_report_of_everything(tmp_path):
     for cell in csv_rows(home / "budget.csv"):
         if cell["series"] == "learning_rate=0.0001":
             mine = accuracies[int(cell["rollouts"]), int(cell["group_size"])]
-            assert float(cell["accuracy"]) == pytest.approx(sum(mine) / len(mine))
+            assert float(cell["mean_reward"]) == pytest.approx(sum(mine) / len(mine))
             assert int(cell["seeds"]) == len(mine)
     page = re.sub("</?abbr[^>]*>", "", (home / "report.html").read_text())
     assert "Missing in studies/a: optimal at G = 2." in page and "runs/G=8/n=64/seed=1" in page
@@ -152,11 +152,11 @@ def test_a_report_made_again_keeps_nothing_of_the_one_before(tmp_path):
 
 
 def test_the_answer_names_which_sizes_are_less_and_which_are_not():
-    def cell(size, accuracy, best=False, distinct=None, decided=True, rollouts=64):
+    def cell(size, mean, best=False, distinct=None, decided=True, rollouts=64):
         return {
             "series": "", "step": 8, "rollouts": rollouts, "group_size": size, "over": "seeds",
-            "accuracy": accuracy, "low": accuracy - 0.1, "high": accuracy + 0.1, "best": best,
-            "distinct": distinct, "decided": decided,
+            "quantity": "accuracy", "mean_reward": mean, "low": mean - 0.1, "high": mean + 0.1,
+            "best": best, "distinct": distinct, "decided": decided,
         }  # fmt: skip
 
     cells = [cell(2, 0.3, distinct=True), cell(4, 0.5, best=True), cell(8, 0.4, distinct=True)]

@@ -65,9 +65,9 @@ def test_every_folder_is_shown_or_named(tmp_path):
     assert got.twins == ["whole-again: the same run as whole, left out"]
     by_label = {run.label: run for run in got.runs}
     assert "step 4 of 8 (killed)" in by_label["killed"].unfinished
-    assert [row["accuracy"] for row in by_label["killed"].evals] == [0.2, 0.3]
+    assert [row["mean_reward"] for row in by_label["killed"].evals] == [0.2, 0.3]
     assert any("result.json" in note for note in by_label["torn"].notes)
-    assert [row["accuracy"] for row in by_label["torn"].evals] == [0.2, 0.3, 0.4]
+    assert [row["mean_reward"] for row in by_label["torn"].evals] == [0.2, 0.3, 0.4]
 
 
 def test_a_twin_that_went_further_is_the_one_kept(tmp_path):

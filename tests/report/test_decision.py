@@ -37,7 +37,7 @@ RESULT = {
                     "av_minus_a0_low": -3.0, "av_minus_a0_high": -1.0, "refuted": True,
                     "crossover_group_size": 3.0, "crossover_group_size_low": 2.5,
                     "crossover_group_size_high": 5.5},
-    "policy": {"binary": True},
+    "policy": {"quantity": "accuracy"},
     "questions": 100, "pool_completions": 8, "summary": "No reward. WARNING: cut.",
 }  # fmt: skip
 
@@ -302,7 +302,7 @@ def test_assumption_2_is_said_with_what_follows(changes, sentence):
     result = copy.deepcopy(RESULT)
     result["assumption2"] |= changes
     assert verdicts(result) == [sentence]
-    result["policy"]["binary"] = False
+    result["policy"]["quantity"] = "mean reward"
     graded = sentence.replace("wrong", "low-reward").replace("right", "high-reward")
     assert verdicts(result) == [graded]
     assert verdicts(result | {"assumption2": {"corr": None}}) == []

@@ -17,6 +17,7 @@ from grpo_ustat.report.gradient_error import mse_table, scaling_table, study_tab
 from grpo_ustat.report.learning import GSTAR, Learning, learning_rows, notes
 from grpo_ustat.report.page import render
 from grpo_ustat.report.run_page import run_page
+from grpo_ustat.report.study_page import mse_facts
 from grpo_ustat.runs.contents import RESULTS, misfit
 from grpo_ustat.runs.record import RunRecord
 
@@ -82,6 +83,34 @@ def test_a_study_without_one_of_its_numbers_is_shown(key, tmp_path, monkeypatch)
         assert table.latex() and table.csv() and table.terminal()
     error_figures.joint_mse_figure(tmp_path, "mse", runs.runs, [])
     error_figures.joint_fixed_n_figure(tmp_path, "fixed_n", runs.runs, [])
+
+
+def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path, monkeypatch):
+    """In titles, tables and facts alike; of several studies where one has such rewards."""
+    titles = []
+
+    def save(figure, *_):
+        titles.extend(axes.get_title(loc="left") for axes in figure.axes)
+        plt.close(figure)
+
+    for module in (error_figures, recipes):
+        monkeypatch.setattr(module, "save", save)
+    for name, quantity in (("a", "accuracy"), ("b", "mean reward")):
+        folder, result = study(tmp_path / name)
+        result["policy"] |= {"quantity": quantity, "mean_reward": 0.5}
+        (folder / "result.json").write_text(json.dumps(result))
+        error_figures.scaling_figure(folder, result)
+        recipes.recipes_figure(folder, result)
+        assert titles
+        words = [*titles, study_tables(result)[0].title, mse_facts(RunRecord(folder))[0][0]]
+        (other,) = {"accuracy", "mean reward"} - {quantity}
+        for text in words:
+            assert quantity in text.lower() and other not in text.lower()
+        titles.clear()
+    both = [RunRecord(tmp_path / name, name) for name in ("a", "b")]
+    for runs, quantity in ((both[:1], "accuracy"), (both, "mean reward")):
+        assert scaling_table(runs, ()).columns[1] == quantity
+        assert f"those of {quantity} generalising" in " ".join(mse_table(runs, ()).notes)
 
 
 def test_a_missing_error_is_a_gap_and_is_said(tmp_path, monkeypatch):

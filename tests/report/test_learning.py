@@ -6,21 +6,26 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from grpo_ustat.estimators.scaling import group_size_interval
 from grpo_ustat.report.learning import (
-    ACCURACY,
     ERROR,
     GSTAR,
     Learning,
     draw_learning,
+    learning_figure,
     learning_rows,
+    notes,
     seed_rows,
 )
 
+HELD_OUT = "held-out accuracy"
 
-def eval_row(step, accuracy):
-    return {"step": step, "accuracy": accuracy, "low": accuracy - 0.1, "high": accuracy + 0.1}
+
+def eval_row(step, mean, quantity="accuracy"):
+    row = {"step": step, "quantity": quantity, "mean_reward": mean}
+    return row | {"low": mean - 0.1, "high": mean + 0.1}
 
 
 def metrics_row(step, reward):
@@ -37,7 +42,7 @@ def test_means_over_seeds_stop_where_one_of_them_does():
     first = Learning("G=4", [metrics_row(1, 0.2), metrics_row(2, 0.5)], [eval_row(0, 0.2)])
     second = Learning("G=4", [metrics_row(1, 0.4)], [eval_row(0, 0.3), eval_row(4, 0.9)])
     rows = learning_rows([first, second])
-    (reward,), (accuracy,) = of(rows, "reward"), of(rows, ACCURACY)
+    (reward,), (accuracy,) = of(rows, "reward"), of(rows, HELD_OUT)
     assert (reward["step"], reward["mean"], reward["seeds"]) == (1, pytest.approx(0.3), 2)
     assert reward["high"] == pytest.approx(0.3 + 12.7062 * 0.1, abs=1e-4)
     assert (accuracy["step"], accuracy["mean"]) == (0, pytest.approx(0.25))
@@ -51,11 +56,32 @@ def test_of_long_runs_points_are_means_of_as_many_steps_in_every_run():
     assert len(rows) == 27
 
 
+def test_a_mean_reward_is_named_and_not_cut_off_at_zero(tmp_path, monkeypatch):
+    """Rewards of -1 and 1: the band of -0.6 [-0.7, -0.5] is drawn as it is."""
+    run = Learning("", [metrics_row(1, -0.6)], [eval_row(0, -0.6, "mean reward")])
+    (row,) = of(learning_rows([run]), "held-out mean reward")
+    assert (row["mean"], row["low"], row["high"]) == pytest.approx((-0.6, -0.7, -0.5))
+    bands, labels = [], []
+    draw = Axes.fill_between
+    monkeypatch.setattr(
+        Axes,
+        "fill_between",
+        lambda *args, **kw: bands.append([*args[2], *args[3]]) or draw(*args, **kw),
+    )
+    label = Axes.set_ylabel
+    monkeypatch.setattr(
+        Axes, "set_ylabel", lambda axes, name: labels.append(name) or label(axes, name)
+    )
+    learning_figure(tmp_path, "learning", [run])
+    assert bands[0] == pytest.approx([-0.7, -0.5]) and labels[0] == "held-out mean reward"
+    assert "accuracy" not in " ".join(notes([row])) and "held-out mean reward" in notes([row])[0]
+
+
 def test_one_seed_has_its_own_interval_of_accuracy_and_no_other():
     run = Learning("", [metrics_row(step, 0.1 * step) for step in (1, 2)], [eval_row(2, 0.5)])
     rows = learning_rows([run])
     assert [(x["mean"], x["low"]) for x in of(rows, "reward")] == [(0.1, None), (0.2, None)]
-    (accuracy,) = of(rows, ACCURACY)
+    (accuracy,) = of(rows, HELD_OUT)
     assert (accuracy["low"], accuracy["high"]) == (0.4, 0.6)
 
 
@@ -115,7 +141,7 @@ def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, caps
     before = (tmp_path / "learning.svg").read_text()
     assert "zero-variance groups, share" in before
     assert b"/Type3" not in (tmp_path / "learning.pdf").read_bytes()
-    columns = "step,split,decoding,accuracy,low,high,n"
+    columns = "step,split,decoding,quantity,mean_reward,low,high,n"
     (tmp_path / "eval.csv").write_text(f"{columns}\n0,test,sampled,0.2,0.1,0.3,40\n")
     draw_learning(tmp_path)
     assert (tmp_path / "learning.svg").read_text() != before and not capsys.readouterr().err

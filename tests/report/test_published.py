@@ -62,7 +62,7 @@ def test_a_report_of_runs_on_math_has_the_published_table(tmp_path, capsys, monk
 
 
 def test_series_stand_apart():
-    cell = {"rollouts": 1024, "group_size": 4, "accuracy": 0.7, "low": 0.6, "high": 0.8}
+    cell = {"rollouts": 1024, "group_size": 4, "mean_reward": 0.7, "low": 0.6, "high": 0.8}
     cell |= {"questions": 40, "seeds": 1}
     sheet = published_table([cell | {"series": "a"}, cell | {"series": "b"}])
     assert [row[0] for row in sheet.rows if row[0].endswith("own")] == ["n=1024 a, own",

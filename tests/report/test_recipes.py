@@ -48,7 +48,7 @@ def test_without_a_best_size_there_is_no_table(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("high", [4.6, None])
 def test_the_figure_is_drawn(tmp_path, high):
-    policy = {"name": "tiny", "accuracy": 0.5}
+    policy = {"name": "tiny", "quantity": "accuracy", "mean_reward": 0.5}
     recipes_figure(tmp_path, {"scaling": SCALING | {"gstar_high": high}, "policy": policy})
     drawn = (tmp_path / "recipes.svg").read_text()
     assert ("not enough data" in drawn) == (high is None)

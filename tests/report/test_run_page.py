@@ -28,16 +28,17 @@ CONFIG = {
 TRAIN = CONFIG | {"max_steps": 4}
 MSE = CONFIG | {"study": {"methods": ["closed_form"], "questions": 10}}
 RESULT = {
-    "final_accuracy": 0.5, "gain": 0.25, "gain_low": 0.125, "gain_high": 0.375, "steps": 4,
+    "quantity": "accuracy", "final_mean_reward": 0.5, "gain": 0.25, "gain_low": 0.125,
+    "gain_high": 0.375, "steps": 4,
     "rollouts": 256, "tokens": 4096, "seconds": 8.0, "alarms": {"no_signal": 2},
     "failed_saves": 0, "left_out": {"too long": 7}, "config_hash": "0123456789ab",
     "summary": "Accuracy rose. WARNING: 10% of the completions were cut.",
 }  # fmt: skip
-EVAL = """step,split,decoding,accuracy,low,high,n,clipped_ratio
-0,test,sampled,0.25,0.2,0.3,100,0.0
-0,test,greedy,0.35,0.2,0.3,100,0.0
-4,test,sampled,0.5,0.45,0.55,100,0.1
-4,test,greedy,0.6,0.45,0.55,100,0.1
+EVAL = """step,split,decoding,quantity,mean_reward,low,high,n,clipped_ratio
+0,test,sampled,accuracy,0.25,0.2,0.3,100,0.0
+0,test,greedy,accuracy,0.35,0.2,0.3,100,0.0
+4,test,sampled,accuracy,0.5,0.45,0.55,100,0.1
+4,test,greedy,accuracy,0.6,0.45,0.55,100,0.1
 """
 STUDIED = {
     "curves": [
@@ -53,8 +54,8 @@ STUDIED = {
                     "crossover_group_size_low": 2.5, "crossover_group_size_high": None},
     "grad_sq": {"reason": "not above 0"},
     "metric": {"parameters": 12, "norm": "Euclidean", "between_questions": "exact"},
-    "policy": {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "mean_length": 9.0,
-               "binary": True},
+    "policy": {"quantity": "accuracy", "mean_reward": 0.5, "mean_reward_low": 0.4,
+               "mean_reward_high": 0.6, "mean_length": 9.0},
     "noise": {"curve": [{"group_size": 4}], "best": {"group_size": None}},
     "questions": 10, "pool_completions": 8, "summary": "corr(q, Z) = -0.5.", "not_measured": [],
     "cost": {"rollouts": 80, "tokens": 720, "judge_timeouts": 1, "judge_failures": 2,

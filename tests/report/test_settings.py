@@ -91,7 +91,7 @@ def test_a_sweep_over_baselines_is_compared(tmp_path, undrawn, capsys):
     answer = "n=32 G=4, step 8: held-out accuracy is largest with baseline=leave_one_out"
     assert answer in printed and "significantly less with baseline=none." in printed
     with (tmp_path / "joint/settings.csv").open() as file:
-        less, largest = sorted(csv.DictReader(file), key=lambda row: row["accuracy"])
+        less, largest = sorted(csv.DictReader(file), key=lambda row: row["mean_reward"])
     assert float(less["difference"]) == pytest.approx(-0.31 / 3)
     assert (less["distinct"], largest["best"]) == ("True", "True")
     assert not (tmp_path / "joint/budget.csv").exists()

@@ -37,7 +37,7 @@ def test_a_run_is_loaded_whole(tmp_path):
     trained(tmp_path / "run", 4, 0, {0: 0.2, 8: 0.4})
     run = gu.load_run(str(tmp_path / "run"))
     assert run.command == "train" and run.config["group_size"] == 4
-    assert run.result is not None and run.evals[-1]["accuracy"] == 0.4
+    assert run.result is not None and run.evals[-1]["mean_reward"] == 0.4
     with pytest.raises(FileNotFoundError, match="is no run folder: it has no .hydra/config.yaml"):
         gu.load_run(tmp_path)
 

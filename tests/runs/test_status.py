@@ -24,12 +24,15 @@ from grpo_ustat.runs.status import (  # noqa: E402
 from grpo_ustat.sweep import __main__ as command  # noqa: E402
 
 RESULT = {
-    "config_hash": "abc", "steps": 4, "seconds": 83.4, "final_accuracy": 0.625,
-    "accuracy_low": 0.5, "accuracy_high": 0.75,
+    "config_hash": "abc", "steps": 4, "seconds": 83.4, "quantity": "accuracy",
+    "final_mean_reward": 0.625, "mean_reward_low": 0.5, "mean_reward_high": 0.75,
 }  # fmt: skip
 OF_STUDY = {
     "config_hash": "abc", "cost": {"seconds_generate": 3000.0, "seconds_score": 723.0},
-    "policy": {"accuracy": 0.25, "accuracy_low": 0.125, "accuracy_high": 0.5},
+    "policy": {
+        "quantity": "accuracy", "mean_reward": 0.25, "mean_reward_low": 0.125,
+        "mean_reward_high": 0.5,
+    },
 }  # fmt: skip
 OF_THEOREM = {
     "config_hash": "abc", "cost": {"rollouts": 0, "seconds": 7.25}, "verdict": "disagrees",
@@ -98,7 +101,7 @@ def test_every_state_is_read_from_the_folder(tmp_path, rows, result, steps, expe
     found = state(folder(tmp_path / "run", *rows, result=result, steps=steps))
     assert (found.name, found.detail, found.launches, found.step) == expected
     known = found.name in ("done", "already past max_steps")
-    assert found.steps == 4 and (found.accuracy is not None) is known
+    assert found.steps == 4 and (found.mean_reward is not None) is known
 
 
 def test_a_run_is_running_while_a_process_holds_its_folder(tmp_path):
@@ -130,11 +133,11 @@ def test_wall_time_is_that_of_all_launches_and_never_of_workers(tmp_path):
 
 def test_times_and_accuracies_are_those_of_the_results(tmp_path):
     found = state(folder(tmp_path / "train", START, END, result=RESULT))
-    assert (found.accuracy, found.low, found.high, found.seconds) == (0.625, 0.5, 0.75, 83.0)
+    assert (found.mean_reward, found.low, found.high, found.seconds) == (0.625, 0.5, 0.75, 83.0)
     found = state(folder(tmp_path / "mse", START, END, result=OF_STUDY), max_steps=None)
-    assert (found.accuracy, found.low, found.high, found.seconds) == (0.25, 0.125, 0.5, 83.0)
+    assert (found.mean_reward, found.low, found.high, found.seconds) == (0.25, 0.125, 0.5, 83.0)
     found = state(folder(tmp_path / "gap", START, END, result=OF_THEOREM), max_steps=None)
-    assert (found.name, found.accuracy, found.seconds) == ("done", None, 83.0)
+    assert (found.name, found.mean_reward, found.seconds) == ("done", None, 83.0)
     assert found.verdicts == {"agrees": 12, "disagrees": 1, "not decided": 0}
 
 
@@ -214,6 +217,17 @@ def test_the_table_of_a_sweep(tmp_path, capsys, monkeypatch):
     assert "1 done, 1 running, 1 failed, 2 stopped, 1 missing of 6 runs" in text
     assert f"failed: group_size=4 seed=2: {FAILED['error']}" in text
     assert f"running: group_size=2 seed=1: {lock.owner.host}, process {lock.owner.pid}" in text
+
+
+@pytest.mark.parametrize("quantity", ["accuracy", "mean reward"])
+def test_the_table_names_what_the_runs_have(quantity, tmp_path, capsys, monkeypatch):
+    noted(tmp_path)
+    result = RESULT | {"quantity": quantity, "final_mean_reward": -0.625, "mean_reward_low": -0.75}
+    (tmp_path / "tiny-done/seed=0/result.json").write_text(json.dumps(result))
+    text = " ".join(" ".join(shown(capsys, monkeypatch, tmp_path)[1]).split())
+    assert f"held-out {quantity}, 95 % intervals" in text and "-0.625 [-0.750," in text
+    (other,) = {"accuracy", "mean reward"} - {quantity}
+    assert other not in text
 
 
 def of_theorems(place):

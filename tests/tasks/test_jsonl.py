@@ -136,11 +136,19 @@ def test_a_reward_from_a_file_sees_the_other_columns(tmp_path):
     assert not list(tmp_path.glob("__pycache__"))
 
 
+def test_a_reward_may_be_any_finite_number(tmp_path):
+    """-1 for a wrong answer, and a penalty of the length beside it."""
+    source = "def score(p, t):\n return (1 if t == p.answer else -1) - 0.5 * (len(t) > 4)"
+    made = task(*reward_in(tmp_path, source))
+    prompt = made.prompts("train")[0]
+    assert made.rewards([prompt] * 3, [prompt.answer, "", "longer"]) == [1, -1, -1.5]
+
+
 @pytest.mark.parametrize("source, message", [
     ("def score(p, t):\n return 1 / 0", r"ZeroDivisionError: division by zero \(.*my.py, line 2\)"),
-    ("def score(p, t):\n return float('nan')", "the reward is nan, it must be a number from 0"),
-    ("def score(p, t):\n return 'good'", "the reward is 'good', it must be a number from 0 to 1"),
-    ("def score(p, t):\n return 2", "the reward is 2, it must be a number from 0 to 1"),
+    ("def score(p, t):\n return float('nan')", "the reward is nan, it must be a finite num"),
+    ("def score(p, t):\n return 'good'", "the reward is 'good', it must be a finite number"),
+    ("def score(p, t):\n return -float('inf')", "the reward is -inf, it must be a finite number"),
 ])  # fmt: skip
 def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
     made = task(*reward_in(tmp_path, source))

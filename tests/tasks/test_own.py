@@ -101,16 +101,16 @@ def test_a_task_that_cannot_be_made_is_named(monkeypatch):
 def test_rewards_are_the_functions(monkeypatch):
     judge = OwnJudge(lambda prompt, text: len(text) / len(prompt.answer))
     assert judge.rewards([PROMPT, PROMPT], ["1", "12345"]) == [0.2, 1.0]
-    for value in (True, 1, np.float32(1), np.int64(1)):
-        assert OwnJudge(lambda *_, value=value: value).rewards([PROMPT], [""]) == [1.0]
+    for value in (True, 1, np.float32(1), np.int64(1), -1, -0.1, 1.5, 3e4):
+        assert OwnJudge(lambda *_, value=value: value).rewards([PROMPT], [""]) == [float(value)]
     assert judge.extract(" 3 ") == "3" and judge.extract(" ") is None
     assert OwnJudge(None, lambda text: text[:1]).extract("321") == "3"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.5, None, "1", [1.0], 1j])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 1j])
 def test_what_is_no_reward_is_refused_by_prompt(value):
     judge = OwnJudge(lambda *_: value, name="grpo_ustat.rewards entry point 'near'")
-    with pytest.raises(ConfigError, match="'near', prompt p7: the reward is .*number from 0 to 1"):
+    with pytest.raises(ConfigError, match="'near', prompt p7: the reward is .*a finite number"):
         judge.rewards([PROMPT], ["1"])
 
 

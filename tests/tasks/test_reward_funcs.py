@@ -54,11 +54,14 @@ def test_a_function_of_a_file_judges_prompt_by_prompt(tmp_path):
     file.write_text(
         "def mine(prompt, completion):\n"
         "    return 0.5 * (completion == '7') + 0.5 * (prompt.text == 'b')\n"
+        "def signed(prompt, completion):\n"
+        "    return 1 if completion == '7' else -1\n"
         "def large(prompt, completion):\n"
-        "    return 3\n"
+        "    return float('inf')\n"
     )
     assert own_reward(f"{file}:mine")(written()).tolist() == [[0.5, 0], [0.5, 0.5]]
-    with pytest.raises(ConfigError, match="large, prompt .*: the reward is 3"):
+    assert own_reward(f"{file}:signed")(written()).tolist() == [[1, -1], [-1, -1]]
+    with pytest.raises(ConfigError, match="large, prompt .*: the reward is inf"):
         own_reward(f"{file}:large")(written())
 
 

@@ -118,7 +118,7 @@ def test_it_says_what_the_run_files_say(finished):
     text, result = text_of(finished), json.loads((finished / "result.json").read_text())
     first, last = result["evals"][0], result["evals"][-1]
     for row in (first, last):
-        assert f"| {row['step']} | sampled | {row['accuracy']:.3f} | {row['low']:.3f} to" in text
+        assert f"| {row['step']} | sampled | {row['mean_reward']:.3f} | {row['low']:.3f} to" in text
     gain = [f"{result[f'gain{end}']:+.3f}" for end in ("", "_low", "_high")]
     assert "{}, 95 % interval {} to {}".format(*gain) in text
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").open()]
@@ -167,7 +167,8 @@ def pretended(folder, lora=False):
         config=config, folder=SimpleNamespace(path=folder, config_hash="abc"),
         task=SimpleNamespace(dropped={HOSTILE: 2}), train_prompts=[], test_prompts=[],
     )  # fmt: skip
-    row = {"step": 0, "decoding": "sampled", "accuracy": 0.5, "low": 0.1, "high": 0.9, "n": 4}
+    row = {"step": 0, "decoding": "sampled", "quantity": "accuracy", "mean_reward": 0.5}
+    row |= {"low": 0.1, "high": 0.9, "n": 4}
     return run, SimpleNamespace(
         step=4, evals=[row | {"clipped_ratio": 0.0}], rewards_first=[0, 1.0], rewards_last=[1, 1.0],
         rollouts=1, value_rollouts=0, tokens=1, seconds=1.0, clipped_ratio=0.5, failed_saves=1,
@@ -233,10 +234,11 @@ def test_the_picture_holds_every_number(monkeypatch):
             Axes, name, lambda *args, draw=draw, **kw: drawn.append(args[1:]) or draw(*args, **kw)
         )
     evals = [
-        {"step": 0, "decoding": "sampled", "accuracy": 0.5, "low": 0.25, "high": 0.75},
-        {"step": 2, "decoding": "sampled", "accuracy": 1.0, "low": 0.5, "high": 1.0},
-        {"step": 2, "decoding": "greedy", "accuracy": 0.0, "low": 0.0, "high": 0.5},
+        {"step": 0, "decoding": "sampled", "mean_reward": 0.5, "low": 0.25, "high": 0.75},
+        {"step": 2, "decoding": "sampled", "mean_reward": 1.0, "low": 0.5, "high": 1.0},
+        {"step": 2, "decoding": "greedy", "mean_reward": 0.0, "low": 0.0, "high": 0.5},
     ]
+    evals = [row | {"quantity": "accuracy"} for row in evals]
     cards.curves_svg([{"step": 1, "reward": 0.5}, {"step": 2, "reward": -2.0}], evals)
     assert drawn == [
         ([1, 2], [0.5, -2.0]),
@@ -248,7 +250,10 @@ def test_the_picture_holds_every_number(monkeypatch):
         text = cards.curves_svg(rows, evals)
         ElementTree.fromstring(text)
         assert text == cards.curves_svg(rows, evals) and len(text) < 50_000
-        assert all(name in text for name in ("mean reward", "accuracy (sampled)", "(greedy)"))
+        assert all(
+            name in text
+            for name in ("reward of the step", "held-out accuracy (sampled)", "(greedy)")
+        )
 
 
 @pytest.mark.parametrize("key", hostile.NAMES)

@@ -9,7 +9,7 @@ baseline never sees the model. It owns centring and scale; nothing downstream no
 Rules are pure and work in float64; the values of their options live in `conf/baseline/`.
 """
 
-from grpo_ustat.estimators.baselines.base import OF_THE_BATCH, Baseline
+from grpo_ustat.estimators.baselines.base import OF_THE_BATCH, Baseline, UnfitRewards
 from grpo_ustat.estimators.baselines.batch import (
     batch_std,
     beta,
@@ -67,6 +67,7 @@ __all__ = [
     "OURS",
     "PLUGIN_GROUP",
     "Baseline",
+    "UnfitRewards",
     "add_to_history",
     "advantages",
     "batch_std",

@@ -17,6 +17,12 @@ OF_THE_BATCH = frozenset(  # fields that cost no further completion
 )
 
 
+class UnfitRewards(ValueError):
+    """Rewards outside the range that a rule is defined for; its message is one line that names the
+    rule, the rewards and the fix.
+    """
+
+
 @dataclass(frozen=True)
 class Baseline:
     """A named rule.

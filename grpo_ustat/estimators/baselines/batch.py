@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines.base import centre, quotient, require
+from grpo_ustat.estimators.baselines.base import UnfitRewards, centre, quotient, require
 from grpo_ustat.estimators.baselines.group import group_std
 from grpo_ustat.records import Array, BaselineContext, Integers
 
-NO_SPREAD = 1e-12  # variance of group means in [0, 1] below which no Beta distribution is fitted
+NO_SPREAD = 1e-12  # variance of mapped group means below which no Beta distribution is fitted
 
 
 def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Array:
@@ -154,7 +154,7 @@ def beta(
     prompts are reweighted. One prompt, or group means without spread, have nothing to fit: f = 1.
 
     Raises:
-        ValueError: a reward is outside [minimum, maximum].
+        UnfitRewards: a reward is outside [minimum, maximum].
 
     >>> rewards = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
     >>> options = {"minimum": 0.0, "maximum": 1.0, "ceiling": 1e6}
@@ -165,7 +165,7 @@ def beta(
     """
     low, high = rewards_PG.min(), rewards_PG.max()
     if low < minimum or high > maximum:
-        raise ValueError(
+        raise UnfitRewards(
             f"baseline beta maps rewards from [{minimum}, {maximum}], got {low} to {high}: "
             "widen its options minimum and maximum"
         )

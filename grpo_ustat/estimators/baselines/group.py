@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from grpo_ustat.estimators.baselines.base import centre, quotient, require
+from grpo_ustat.estimators.baselines.base import UnfitRewards, centre, quotient, require
 from grpo_ustat.records import Array, BaselineContext
 
 ROUNDING = 1e-12  # within which shares and variances are equal
@@ -168,13 +168,13 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float) -> Arr
     cut after G - 1 terms.
 
     Raises:
-        ValueError: a reward is negative, so that rbar could be 0 or change the sign.
+        UnfitRewards: a reward is negative, so that rbar could be 0 or change the sign.
 
     >>> maxrl(np.array([[1.0, 0.0], [0.0, 0.0]]), BaselineContext(), epsilon=0.0).tolist()
     [[1.0, -1.0], [0.0, 0.0]]
     """
     if rewards_PG.min() < 0:
-        raise ValueError(
+        raise UnfitRewards(
             f"baseline maxrl divides by the mean reward and needs rewards of at least 0, got "
             f"{rewards_PG.min()}: shift the rewards"
         )
