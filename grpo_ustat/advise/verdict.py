@@ -16,6 +16,7 @@ from grpo_ustat.report.decision import (
 )
 
 KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
+TOLERABLE = 0.3  # extra error that a size to keep may have at most, by the upper end
 ROLLOUTS = 256  # of a step, about, where neither a run nor the command line says how many
 
 
@@ -57,7 +58,8 @@ def group_size_advice(
 
     "Raise" and "lower" are said only where the interval of the extra error at `group_size` is above
     0; that interval is simultaneous over all sizes and their best one, so a size that is truly the
-    best is advised against in at most 2 % of studies (see `ScalingEstimate.extra_error`).
+    best is advised against in at most 2 % of studies (see `ScalingEstimate.extra_error`). "Keep" is
+    said of the best size, and of another where that interval reaches 0 and ends below 30 %.
 
     Args:
         scaling: C1, C2, C3, G* and their covariance, as in `result.json`.
@@ -98,7 +100,7 @@ def group_size_advice(
             f"{best} is as good with {100 * saved:.0f} % fewer rollouts.",
             numbers | {"fewer_rollouts": saved},
         )
-    if not is_decided(scaling) or math.isnan(low):
+    if not is_decided(scaling) or not (group_size == best or high <= TOLERABLE):
         return (
             UNKNOWN,
             f"There is not enough data to keep or to change num_generations = {group_size}.",

@@ -45,6 +45,7 @@ from grpo_ustat.report.tables import clipped_warning, unjudged_warning
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import arrow_table
+from grpo_ustat.streams import percentage
 
 NAME = "curves.parquet"
 ENDS = ("n_mse", "low", "high")
@@ -212,8 +213,9 @@ def tf32_text(config: MseConfig) -> str:
         return ""
     norm, total = TF32_ERROR["norm"], TF32_ERROR["sum_of_norms"]
     return (
-        f" Products were TF32: a squared score norm is off by about {norm:.1%}, their sum by at "
-        f"most {total:.2%}, as measured on three policies; tf32=false computes in full float32."
+        f" Products were TF32: a squared score norm is off by about {percentage(norm, 1)}, their "
+        f"sum by at most {percentage(total, 2)}, as measured on three policies; tf32=false "
+        "computes in full float32."
     )
 
 

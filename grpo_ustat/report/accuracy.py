@@ -24,6 +24,7 @@ from grpo_ustat.estimators.intervals import (
 from grpo_ustat.report.settings import Axis, setting_labels
 from grpo_ustat.report.tables import Table
 from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.streams import percentage
 
 Keys = tuple[str, ...]
 BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)  # of family, of cell
@@ -494,8 +495,8 @@ def evaluation_table(result: dict[str, Any]) -> Table:
             f"{row['mean_reward']:.3f}",
             f"[{row['low']:.3f}, {row['high']:.3f}]",
             *("-" if row[key] is None else f"{row[key]:.3f}" for key in pass_at),
-            f"{row['clipped_ratio']:.1%}",
-            f"{row['extraction_failure_ratio']:.1%}",
+            percentage(row["clipped_ratio"], 1),
+            percentage(row["extraction_failure_ratio"], 1),
         ]
         for row in result["evals"]
     ]

@@ -27,6 +27,7 @@ from grpo_ustat.report.tables import Table, fenced, plain
 from grpo_ustat.runs import history
 from grpo_ustat.runs.files import read_rows
 from grpo_ustat.runs.log import warn
+from grpo_ustat.streams import percentage
 from grpo_ustat.train.context import TrainContext, TrainProgress
 from grpo_ustat.train.evaluate import held_out_gain
 
@@ -128,7 +129,8 @@ def evaluation_section(run: TrainContext, progress: TrainProgress, rows: list[An
     cells = [
         (
             row["step"], row["decoding"], f"{row['mean_reward']:.3f}",
-            f"{row['low']:.3f} to {row['high']:.3f}", row["n"], f"{row['clipped_ratio']:.1%}",
+            f"{row['low']:.3f} to {row['high']:.3f}", row["n"],
+            percentage(row["clipped_ratio"], 1),
         )
         for row in thinned(progress.evals)
     ]  # fmt: skip
@@ -251,7 +253,9 @@ def limits_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
     if on_hub(config.model.model_name_or_path):
         lines.append("Whether its base model has seen the test questions is not known.")
     if progress.clipped_ratio > 0.05:
-        lines.append(f"{progress.clipped_ratio:.0%} of the last step's completions were cut.")
+        lines.append(
+            f"{percentage(progress.clipped_ratio)} of the last step's completions were cut."
+        )
     for name, count in progress.alarms.items():
         lines.append(f"Alarm {plain(name)} rang in {count} steps.")
     if progress.failed_saves:

@@ -90,10 +90,10 @@ def test_a_run_that_was_monitored_too_rarely_is_told_how_often_it_was(tmp_path):
 
 
 def test_a_size_to_keep_is_not_followed_by_a_command_with_another_one(tmp_path):
-    scaling = RESULT["scaling"] | {"covariance": np.eye(3).tolist()}
+    scaling = RESULT["scaling"] | {"covariance": np.diag([0.05, 0.01, 0.01]).tolist()}
     run_folder = folder(tmp_path / "run", "mse", RESULT | {"scaling": scaling})
-    advice = advice_of(Request(run_folder, num_generations=8))
-    assert advice.verdict == "keep" and advice.next == "go on with num_generations=8"
+    advice = advice_of(Request(run_folder, num_generations=5, rollouts=20))
+    assert advice.verdict == "keep" and advice.next == "go on with num_generations=5"
 
 
 def log(path, rows=24):

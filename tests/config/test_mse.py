@@ -51,7 +51,7 @@ def test_the_error_of_tf32_is_in_the_result_and_in_words():
     assert precision(cpu) == {"weights": "float32", "tf32": False, "tf32_error": None}
     assert precision(cuda)["tf32_error"] == {"norm": 1e-3, "sum_of_norms": 6e-4}
     assert tf32_text(cpu) == ""
-    assert "off by about 0.1%, their sum by at most 0.06%" in tf32_text(cuda)
+    assert "off by about 0.1 %, their sum by at most 0.06 %" in tf32_text(cuda)
 
 
 def test_one_file_is_enough_and_a_hidden_one_too(tmp_path):
