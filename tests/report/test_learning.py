@@ -142,7 +142,7 @@ def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, caps
     assert "zero-variance groups, share" in before
     assert b"/Type3" not in (tmp_path / "learning.pdf").read_bytes()
     columns = "step,split,decoding,quantity,mean_reward,low,high,n"
-    (tmp_path / "eval.csv").write_text(f"{columns}\n0,test,sampled,0.2,0.1,0.3,40\n")
+    (tmp_path / "eval.csv").write_text(f"{columns}\n0,test,sampled,accuracy,0.2,0.1,0.3,40\n")
     draw_learning(tmp_path)
     assert (tmp_path / "learning.svg").read_text() != before and not capsys.readouterr().err
     draw_learning(tmp_path / "gone")
