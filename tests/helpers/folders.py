@@ -89,7 +89,8 @@ def studied(folder, model, errors, *, changes=()):
     policy = {"name": model, "quantity": "accuracy", "mean_reward": 0.5}
     policy |= {"mean_reward_low": 0.4, "mean_reward_high": 0.6}
     result = {"curves": curves, "scaling": scaling, "assumption2": assumption, "policy": policy}
-    result |= {"questions": 8, "pool_completions": 16}
+    result |= {"questions": 8, "pool_completions": 16, "summary": ""}
+    result["noise"] = {"curve": [{"group_size": 8}], "best": {"group_size": None}}
     result["cost"] = {"rollouts": 128, "tokens": 900, "seconds_generate": 1, "seconds_score": 1}
     (folder / "result.json").write_text(json.dumps(result))
     return folder
