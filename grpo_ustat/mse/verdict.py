@@ -66,11 +66,6 @@ def verdict(
     statistics: ClosedForm, population: ClosedForm, baselines: list[str], rewards_PN: np.ndarray
 ) -> str:
     """In words: whether Assumption 2 holds, which ordering follows, why G* has no interval."""
-    if not rewards_PN.any():
-        return (
-            "Every completion got reward 0, so there is no gradient to estimate: check the prompt, "
-            "max_completion_length and the answer format."
-        )
     if (rewards_PN == rewards_PN[:, :1]).all():
         return (
             "All completions of a question got the same reward: any baseline that learns it has no "

@@ -75,7 +75,7 @@ class Shelf:
     def __init__(self, reached):
         self.reached = reached
 
-    def parts(self, prompt):
+    def parts(self, prompt, kind):
         return [(0, self.reached[prompt.id])] if self.reached[prompt.id] else []
 
 
