@@ -284,20 +284,17 @@ def _score_chunks(
     (policy, engine), task = start_sampler(config), configured_task(config)
     sampling, sketches = Sampling.of(config, "pool"), score_sketches(config, policy)
     checked, unscored = False, []
-    for first, chunk in items:
+    for place, (first, chunk) in enumerate(items):
         chunk_prompts = [prompts[p] for p in chunk]
         rollouts, chunk_cost = sample_with_cost(
             engine, chunk_prompts, size - first, sampling, first=first
         )
         yield chunk_cost
         share_cut = float((~rollouts.ended_PG).mean())
-        if not checked and first == 0 and often_cut(share_cut):
+        if place == first == 0 and often_cut(share_cut):
             of = f"the first {rollouts.ended_PG.size}"
             yield Notice(f"WARNING: {cut_text(share_cut, of, config.max_completion_length)}")
         rewards_PNF, judge_cost = reward_completions(task, rollouts)
-        if not checked:
-            check_batch(policy, rollouts, size - first)
-            checked = True
         seconds = chunk_cost.seconds_generate / len(chunk_prompts)
         costs_P = [question_cost(rollouts, row, seconds) for row in range(len(chunk_prompts))]
         costs_P[0] += judge_cost  # once for the chunk
@@ -316,6 +313,9 @@ def _score_chunks(
             seen = None
         for before in [*unscored, sampled]:
             first, rollouts, rewards_PNF, costs_P = before
+            if not checked:
+                check_batch(policy, rollouts, size - first)
+                checked = True
             for row, prompt in enumerate(rollouts.prompts):
                 if _stored_completions(store, prompt, size) == first:
                     part = score_part(

@@ -25,7 +25,7 @@ from grpo_ustat.runs.folder import RunFolder
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
 from test_import_rollouts import logged  # noqa: E402
-from test_pool_parts import SMALL as GREEDY  # noqa: E402
+from test_pool_parts import SMALL as LOOSE  # noqa: E402
 from test_pool_parts import contents  # noqa: E402
 
 WORKERS = [1, pytest.param(2, marks=pytest.mark.slow)]  # two are processes of their own
@@ -33,7 +33,7 @@ LAST_ALONE = """
 def score(prompt, text):
     return float(prompt.question == {question!r} and {condition})
 """
-SMALL = (*GREEDY, "temperature=3.0", "max_completion_length=6")  # completions of every kind
+SMALL = (*LOOSE, "max_completion_length=6")  # completions of every kind
 SIX = ("debug=mse", "model=tiny_base", "study.questions=6")
 
 
@@ -354,6 +354,20 @@ def test_a_pool_of_one_reward_is_reused_by_another_study(tmp_path, never, monkey
     _, two, _ = study(second, never, root, "group_sizes=[2]")
     assert two["equal_rewards"] == one["equal_rewards"]
     assert unscored(first / "pool") == unscored(second / "pool") != []
+
+
+@pytest.mark.slow
+def test_advice_of_an_unscored_pool_is_that_of_its_study(tmp_path, monkeypatch):
+    """In a process of its own, without drawing anything again."""
+    monkeypatch.chdir(tmp_path)
+    pool, hard = tmp_path / "pool", ("prompt.template='zz{question}'", "max_completion_length=3")
+    config = compose("mse", *SIX, *hard, f"pool={pool}")
+    study_run.run(config, RunFolder(tmp_path / "run", config))
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    before = {path: path.stat().st_mtime_ns for path in pool.iterdir()}
+    advice = advice_of(Request(pool))
+    assert advice.sentence == result["summary"] and "max_completion_length=6" in advice.next
+    assert {path: path.stat().st_mtime_ns for path in pool.iterdir()} == before
 
 
 def test_a_damaged_unscored_part_is_named(tmp_path, never):
