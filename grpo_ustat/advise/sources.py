@@ -269,7 +269,8 @@ def _from_pool(request: Request) -> Advice:
             return _from_study(RunRecord(near), request)
     try:
         draws = parsed_json(text_of(folder, POOL))
-        parts = [path.stem.split("-") for path in folder.glob("*.safetensors")]
+        files = [*folder.glob("*.safetensors")] or [*folder.glob("*.unscored")]
+        parts = [path.stem.split("-") for path in files]
         ends: dict[str, int] = {}
         for stem, first, count in parts:
             ends[stem] = max(ends.get(stem, 0), int(first) + int(count))

@@ -27,7 +27,8 @@ METHODS = ("closed_form", "replay", "monte_carlo")
 INTERVALS = ("completions", "questions")
 METRICS = ("euclidean", "adam")
 SETTINGS = ("all_questions_once", "with_replacement", "without_replacement", "one_question")
-OF_A_POOL = re.compile(r"\.?(pool\.json|[0-9a-f]{16}-\d+-\d+\.safetensors)(\.[0-9a-f]+\.tmp)?")
+PART = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
+OF_A_POOL = re.compile(rf"\.?(pool\.json|{PART})(\.[0-9a-f]+\.tmp)?")
 CLOSED_FORMS = (
     "none",
     "leave_one_out",

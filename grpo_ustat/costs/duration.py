@@ -227,8 +227,8 @@ def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
         and row["tokens"] > 0
     ]
     cost = (run.result or {}).get("cost") or {}
-    measured = all(cost.get(name, 0) > 0 for name in ("rollouts", "seconds_generate"))
-    if not (measured and cost.get("seconds_score", -1) >= 0):
+    names = ("rollouts", "seconds_generate", "seconds_score")  # 0 of equal rewards, unscored
+    if not all(cost.get(name, 0) > 0 for name in names):
         cost = {}
     wall = None
     if len(launches) == 2 and launches[1].get("outcome") == "done":

@@ -195,6 +195,8 @@ def start_law(patterns: Sequence[str]) -> StartLaw:
         text = f"holds {len(runs)} finished studies, one is needed: {STUDY}"
         raise ConfigError(f"measured={list(patterns)} {text}")
     (run,), result = runs, runs[0].result or {}
+    if "equal_rewards" in result:
+        raise ConfigError(f"{run.folder} has no G*: {result['summary']}")
     scaling = result["scaling"]
     gstar = [scaling[f"gstar{end}"] for end in ("", "_low", "_high")]
     if None in gstar:

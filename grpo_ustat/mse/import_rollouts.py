@@ -20,7 +20,9 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.mse.pool import (
+    EqualRewards,
     check_batch,
+    completions_of,
     question_cost,
     read_pool,
     score_part,
@@ -53,6 +55,7 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
         ConfigError: the file cannot be used, see `rollout.logged`; a conversation cannot be
             written as the model read it; a prompt has too few completions; a completion has no
             token, or too many for the model.
+        EqualRewards: all rewards are one and the same, so nothing is scored.
     """
     logged = logged_rollouts(config)
     assert config.pool is not None  # `config.imports_pool`
@@ -82,6 +85,11 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     if rollouts.logprobs_PGT is not None:
         check_sampler(policy, rollouts, config)
     sketches = score_sketches(config, policy)
+    if (rewards_PN == rewards_PN[0, 0]).all():
+        for row, prompt in enumerate(prompts):
+            cost = question_cost(rollouts, row)
+            store.write(prompt, 0, completions_of(rollouts, row, rewards_PN[row, :, None], cost))
+        raise EqualRewards(prompts, [list(store.completions(prompt)) for prompt in prompts])
     check_batch(policy, rollouts, rewards_PN.shape[1])
     for row, prompt in enumerate(prompts):
         if not store.parts(prompt):

@@ -19,7 +19,15 @@ from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import weighted_sum
-from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
+from grpo_ustat.mse.pool_store import (
+    SCORED,
+    UNSCORED,
+    Completions,
+    Part,
+    PoolStore,
+    distinct_rewards,
+    draws_of,
+)
 from grpo_ustat.mse.sampler import sampler_gap, start_sampler
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack
@@ -43,6 +51,19 @@ BATCHES, CHUNKS = 4, 16  # see `_chunks_to_sample`
 CHECKED_TOKENS = 64  # of a completion whose score is compared with plain differentiation
 
 
+class EqualRewards(Exception):
+    """All rewards of a pool are one and the same: nothing to score, no gradient to measure.
+
+    Attributes:
+        prompts: of the pool.
+        stored: the parts of each.
+    """
+
+    def __init__(self, prompts: list[Prompt], stored: list[list[Completions]]):
+        super().__init__(f"all completions of {len(prompts)} questions got the same reward")
+        self.prompts, self.stored = prompts, stored
+
+
 def build_pool(
     config: MseConfig, prompts: list[Prompt], folder: Path, completions: int | None = None
 ) -> tuple[ScorePool, WorkCost]:
@@ -51,7 +72,8 @@ def build_pool(
     Questions are sampled in chunks that depend on the configuration alone and scored one by one, so
     the pool depends neither on the number of processes nor on where it was interrupted. Several
     studies may fill one pool at once; what is missing where one kept a shorter part of a question
-    is made in another round.
+    is made in another round. Nothing is scored as long as all rewards are equal, see
+    `_score_chunks`.
 
     Args:
         config: the study's configuration.
@@ -64,6 +86,7 @@ def build_pool(
 
     Raises:
         ConfigError: the folder holds other draws, or the model does not fit.
+        EqualRewards: the completions are drawn, and all have one and the same reward.
     """
     size = completions or config.budget.pool_completions
     return read_pool(_fill(config, prompts, folder, size), prompts, size, config.weights)
@@ -81,29 +104,49 @@ def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
 
 
 def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> PoolStore:
-    """Add the missing completions of this job's part of the pool, and return the pool's folder."""
+    """Add the missing completions of this job's part of the pool, and return the pool's folder.
+
+    Where one worker has seen equal rewards alone and another has not, the former's completions are
+    drawn again, the same ones, and scored.
+    """
     store = PoolStore(folder, draws_of(config))
     main_only(store.open)
     workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
-    while chunks := main_only(_chunks_to_sample, config, prompts, store, size):
+    while True:
+        seen = main_only(_rewards_so_far, store)
+        kind = UNSCORED if seen is not None else SCORED
+        chunks = main_only(_chunks_to_sample, config, prompts, store, size, kind)
+        if not chunks:
+            return store
         total = sum((size - first) * len(chunk) for first, chunk in chunks)
         work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]
         try:
             share(
                 _score_chunks, chunks, workers, "score pool", total, config, prompts, store, size,
-                weights=work,
+                seen, weights=work,
             )  # fmt: skip
         except Stopped as stopped:
             complete = _complete_questions(store, prompts, size)
             raise Stopped(
                 f"{stopped}; {complete} of {len(prompts)} questions are in the pool"
             ) from None
-    return store
+
+
+def _rewards_so_far(store: PoolStore) -> set[tuple[float, ...]] | None:
+    """The reward of the unscored completions, none or one; None where rewards differ, so that all
+    are to be scored.
+    """
+    if store.kind == SCORED:
+        store.delete_unscored()
+        return None
+    seen = store.unscored_rewards()
+    return seen if len(seen) < 2 else None
 
 
 def _complete_questions(store: PoolStore, prompts: list[Prompt], size: int) -> int:
     """How many of the prompts have `size` completions in the pool."""
-    return sum(_stored_completions(store, prompt, size) == size for prompt in prompts)
+    kind = store.kind
+    return sum(_stored_completions(store, prompt, size, kind) == size for prompt in prompts)
 
 
 @dataclass(frozen=True)
@@ -178,9 +221,9 @@ def reward_completions(task: Task, rollouts: Rollouts) -> tuple[Array, WorkCost]
 
 
 def _chunks_to_sample(
-    config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int
+    config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int, kind: str = SCORED
 ) -> list[tuple[int, list[int]]]:
-    """(first missing completion, questions) of every chunk that has any to make.
+    """(first missing completion, questions) of every chunk that has any to make of this kind.
 
     Parts of a pool share out whole chunks, the same whatever the pool holds already: what others
     have added in the meantime moves no chunk from one part to another. A chunk is what fits side by
@@ -191,7 +234,7 @@ def _chunks_to_sample(
     most = math.ceil(len(prompts) / (CHUNKS * parts))
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
     missing: list[tuple[int, list[int]]] = []
-    firsts = [_stored_completions(store, prompts[p], size) for p in range(len(prompts))]
+    firsts = [_stored_completions(store, prompt, size, kind) for prompt in prompts]
     for first in sorted(set(firsts) - {size}):
         per_chunk = max(1, config.rollout_batch_size // (size - first))
         if config.launch.device != "cpu":
@@ -202,14 +245,14 @@ def _chunks_to_sample(
     return missing
 
 
-def _stored_completions(store: PoolStore, prompt: Prompt, size: int) -> int:
+def _stored_completions(store: PoolStore, prompt: Prompt, size: int, kind: str = SCORED) -> int:
     """How many of a question's first `size` completions are in the pool.
 
     Raises:
         ConfigError: a part ends beyond them.
     """
     stored = 0
-    for first, count in store.parts(prompt):
+    for first, count in store.parts(prompt, kind):
         if first >= size:
             break
         stored = first + count
@@ -227,35 +270,60 @@ def _score_chunks(
     prompts: list[Prompt],
     store: PoolStore,
     size: int,
+    seen: set[tuple[float, ...]] | None,
 ) -> Iterator[WorkCost | Notice]:
     """Sample, score and store the missing completions of every chunk, see `_chunks_to_sample`; say
     after the first one where many were cut.
+
+    Args:
+        items, config, prompts, store, size: what is missing, and where to.
+        seen: the rewards so far, at most one, see `_rewards_so_far`. As long as there is no other,
+            here and in the folder, chunks are stored unscored and kept in memory; with the first
+            other one they are scored, in order. None: all are scored at once.
     """
     (policy, engine), task = start_sampler(config), configured_task(config)
     sampling, sketches = Sampling.of(config, "pool"), score_sketches(config, policy)
-    checked = False
-    for first, chunk in items:
+    checked, unscored = False, []
+    for place, (first, chunk) in enumerate(items):
         chunk_prompts = [prompts[p] for p in chunk]
         rollouts, chunk_cost = sample_with_cost(
             engine, chunk_prompts, size - first, sampling, first=first
         )
         yield chunk_cost
         share_cut = float((~rollouts.ended_PG).mean())
-        if not checked and first == 0 and often_cut(share_cut):
+        if place == first == 0 and often_cut(share_cut):
             of = f"the first {rollouts.ended_PG.size}"
             yield Notice(f"WARNING: {cut_text(share_cut, of, config.max_completion_length)}")
         rewards_PNF, judge_cost = reward_completions(task, rollouts)
-        if not checked:
-            check_batch(policy, rollouts, size - first)
-            checked = True
-        for row, prompt in enumerate(chunk_prompts):
-            if _stored_completions(store, prompt, size) == first:
-                seconds = chunk_cost.seconds_generate / len(chunk_prompts)
-                cost = question_cost(rollouts, row, seconds)
-                cost += judge_cost if row == 0 else WorkCost()  # once for the chunk
-                part = score_part(policy, rollouts, row, rewards_PNF[row], config, sketches, cost)
+        seconds = chunk_cost.seconds_generate / len(chunk_prompts)
+        costs_P = [question_cost(rollouts, row, seconds) for row in range(len(chunk_prompts))]
+        costs_P[0] += judge_cost  # once for the chunk
+        sampled = (first, rollouts, rewards_PNF, costs_P)
+        if seen is not None:
+            seen = seen | distinct_rewards(np.concatenate(rewards_PNF))
+            for row, prompt in enumerate(chunk_prompts):
+                part = completions_of(rollouts, row, rewards_PNF[row], costs_P[row])
                 store.write(prompt, first, part)
-            yield WorkCost(rollouts=size - first)
+            if len(seen) < 2 and store.kind == UNSCORED:
+                unscored.append(sampled)
+                yield WorkCost(rollouts=rewards_PNF[..., 0].size)
+                continue
+            if first:  # those before it are unscored: all are drawn again
+                return
+            seen = None
+        for before in [*unscored, sampled]:
+            first, rollouts, rewards_PNF, costs_P = before
+            if not checked:
+                check_batch(policy, rollouts, size - first)
+                checked = True
+            for row, prompt in enumerate(rollouts.prompts):
+                if _stored_completions(store, prompt, size) == first:
+                    part = score_part(
+                        policy, rollouts, row, rewards_PNF[row], config, sketches, costs_P[row]
+                    )
+                    store.write(prompt, first, part)
+                yield WorkCost(rollouts=(size - first) * (before is sampled))
+        unscored = []
 
 
 def score_sketches(config: MseConfig, policy: Policy) -> tuple[Sketch, Sketch]:
@@ -272,6 +340,18 @@ def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -
         tokens=int(rollouts.lengths_PG[row].sum()),
         clipped=int((~rollouts.ended_PG[row]).sum()),
         seconds_generate=seconds_generate,
+    )
+
+
+def completions_of(rollouts: Rollouts, row: int, rewards_NF: Array, cost: WorkCost) -> Completions:
+    """One question's completions as a pool keeps them, see `score_part`."""
+    return Completions(
+        rewards_N=rewards_NF[:, 0],
+        lengths_N=rollouts.lengths_PG[row],
+        ended_N=rollouts.ended_PG[row],
+        tokens_NT=rollouts.tokens_PGT[row].astype(np.int32),
+        cost=np.array(astuple(cost), dtype=np.float64),
+        further_rewards_NF=rewards_NF[:, 1:] if rewards_NF.shape[1] > 1 else None,
     )
 
 
@@ -328,20 +408,14 @@ def score_part(
         tokens = int(rollouts.lengths_PG.ravel()[read].sum())
         gap = np.array([sampler_gap(policy, rollouts, read, config.temperature), tokens])
     seconds = WorkCost(seconds_score=time.perf_counter() - start)
-    several = rewards_NF.shape[1] > 1
     return Part(
-        rewards_N=rewards_NF[:, 0],
-        lengths_N=rollouts.lengths_PG[row],
-        ended_N=rollouts.ended_PG[row],
-        tokens_NT=rollouts.tokens_PGT[row].astype(np.int32),
+        **vars(completions_of(rollouts, row, rewards_NF, cost + seconds)),
         gram_NN=gram_NN,
         features_NR=scores.features_BR.float().cpu().numpy(),
         reward_sum_R=sums_KR[0],
         score_sum_R=sums_KR[-1],
-        cost=np.array(astuple(cost + seconds), dtype=np.float64),
         sampler_gap=gap,
-        further_rewards_NF=rewards_NF[:, 1:] if several else None,
-        further_reward_sums_FR=sums_KR[1:-1] if several else None,
+        further_reward_sums_FR=sums_KR[1:-1] if rewards_NF.shape[1] > 1 else None,
     )
 
 
@@ -357,11 +431,16 @@ def read_pool(
         prompts: its questions.
         size: N.
         weights: of the reward functions in their sum.
+
+    Raises:
+        ConfigError: parts are missing or damaged.
+        EqualRewards: all rewards are one and the same, by every reward function.
     """
-    stored = [
-        [store.read(p, first, count) for first, count in store.parts(p) if first < size]
-        for p in prompts
-    ]
+    every = [list(store.completions(prompt, size)) for prompt in prompts]
+    seen = set().union(*(distinct_rewards(x.rewards_NF) for parts in every for x in parts))
+    if all(every) and len(seen) == 1:
+        raise EqualRewards(prompts, every)
+    stored = [[part for part in parts if isinstance(part, Part)] for parts in every]
     if not all(stored):
         raise ConfigError(
             f"{store.folder} or parts of it were moved or removed while this study worked there: "

@@ -4,19 +4,24 @@ A pool folder holds `pool.json`, which says what its completions are draws of, a
 question one safetensors file per part: completions `first ... first + count` of that question with
 rewards, squared norms and inner products among the part's completions, and sketches. Adding
 completions adds parts; no stored completion is sampled or scored again.
+
+As long as all rewards are one and the same there is no gradient, and nothing to score: parts are
+unscored, in files of another name. Once a part is scored, unscored ones count as missing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -44,40 +49,29 @@ from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.log import attempt, write_rows
 
 MOST = 2000
+SCORED, UNSCORED = ".safetensors", ".unscored"  # kinds of parts, by the ends of their names
 SCORED_WITH = ("torch", "transformers")  # packages that a completion and its score depend on
 
 
-@dataclass(frozen=True)
-class Part:
-    """N scored completions of one question.
+@dataclass(frozen=True, kw_only=True)
+class Completions:
+    """N completions of one question with their rewards, not scored.
 
     Attributes:
         rewards_N, lengths_N, ended_N, tokens_NT: the completions; tokens are padded with 0.
-        gram_NN: <s_i, s_j>.
-        features_NR: sketches of the scores.
-        reward_sum_R, score_sum_R: wider sketches of `sum_i z_i s_i` and `sum_i s_i`.
         cost: what it took, as the fields of `WorkCost`.
-        sampler_gap: of some of them, the mean absolute difference of the sampler's and the model's
-            own log-probabilities, nats a token, and the number of those tokens; None where the
-            model itself sampled.
         packages: versions of the packages that made it, as `scored_with`; None in pools of before.
-        further_rewards_NF, further_reward_sums_FR: rewards and `reward_sum_R` of the reward
-            functions after the task's own; None where there is none.
+        further_rewards_NF: rewards by the reward functions after the task's own; None where there
+            is none.
     """
 
     rewards_N: np.ndarray
     lengths_N: np.ndarray
     ended_N: np.ndarray
     tokens_NT: np.ndarray
-    gram_NN: np.ndarray
-    features_NR: np.ndarray
-    reward_sum_R: np.ndarray
-    score_sum_R: np.ndarray
     cost: np.ndarray
-    sampler_gap: np.ndarray | None = None
     packages: str | None = None
     further_rewards_NF: np.ndarray | None = None
-    further_reward_sums_FR: np.ndarray | None = None
 
     @property
     def rewards_NF(self) -> np.ndarray:
@@ -87,17 +81,43 @@ class Part:
         return own_N1 if further_NF is None else np.concatenate([own_N1, further_NF], axis=1)
 
     @property
+    def work_cost(self) -> WorkCost:
+        """The cost as a record."""
+        counts, seconds = self.cost[:5].astype(int), self.cost[5:]
+        return WorkCost(*counts.tolist(), *seconds.tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(Completions):
+    """N scored completions of one question.
+
+    Attributes:
+        gram_NN: <s_i, s_j>.
+        features_NR: sketches of the scores.
+        reward_sum_R, score_sum_R: wider sketches of `sum_i z_i s_i` and `sum_i s_i`.
+        sampler_gap: of some of them, the mean absolute difference of the sampler's and the model's
+            own log-probabilities, nats a token, and the number of those tokens; None where the
+            model itself sampled.
+        further_reward_sums_FR: `reward_sum_R` of the reward functions after the task's own; None
+            where there is none.
+    """
+
+    gram_NN: np.ndarray
+    features_NR: np.ndarray
+    reward_sum_R: np.ndarray
+    score_sum_R: np.ndarray
+    sampler_gap: np.ndarray | None = None
+    further_reward_sums_FR: np.ndarray | None = None
+
+    @property
     def reward_sums_FR(self) -> np.ndarray:
         """`reward_sum_R` of every reward function."""
         own_1R = self.reward_sum_R[None]
         further_FR = self.further_reward_sums_FR
         return own_1R if further_FR is None else np.concatenate([own_1R, further_FR])
 
-    @property
-    def work_cost(self) -> WorkCost:
-        """The cost as a record."""
-        counts, seconds = self.cost[:5].astype(int), self.cost[5:]
-        return WorkCost(*counts.tolist(), *seconds.tolist())
+
+Stored = TypeVar("Stored", bound=Completions)
 
 
 def draws_of(config: MseConfig) -> dict[str, Any]:
@@ -198,17 +218,40 @@ class PoolStore:
     def _marks(self) -> set[str | None]:
         """What the readable parts say of their settings; None is a part that says nothing."""
         marks: set[str | None] = set()
-        for path in self.folder.glob("*-*-*.safetensors"):
+        for path in [*self._files(SCORED), *self._files(UNSCORED)]:
             with suppress(OSError, SafetensorError), safe_open(path, framework="numpy") as file:
                 marks.add((file.metadata() or {}).get("draws"))
         return marks
 
-    def parts(self, prompt: Prompt) -> list[tuple[int, int]]:
+    def _files(self, kind: str) -> Iterator[Path]:
+        return self.folder.glob(f"*-*-*{kind}")
+
+    @property
+    def kind(self) -> str:
+        """The kind of parts that count: scored ones as soon as there is one."""
+        return SCORED if any(self._files(SCORED)) else UNSCORED
+
+    def unscored_rewards(self) -> set[tuple[float, ...]]:
+        """The rewards that occur in unscored parts, each by every reward function; what is damaged
+        has none, and is named by `read`.
+        """
+        seen: set[tuple[float, ...]] = set()
+        for path in self._files(UNSCORED):
+            with suppress(OSError, SafetensorError, TypeError):
+                seen |= distinct_rewards(_load(path, Completions)[0].rewards_NF)
+        return seen
+
+    def delete_unscored(self) -> None:
+        """Delete the unscored parts: they are made again as scored ones."""
+        for path in self._files(UNSCORED):
+            path.unlink(missing_ok=True)
+
+    def parts(self, prompt: Prompt, kind: str = SCORED) -> list[tuple[int, int]]:
         """(first, count) of each stored part of the question, in order; they have no gaps, from 0
         on.
         """
         stem = _stem(prompt)
-        names = [path.stem.split("-")[1:] for path in self.folder.glob(f"{stem}-*.safetensors")]
+        names = [path.stem.split("-")[1:] for path in self.folder.glob(f"{stem}-*{kind}")]
         spans = sorted((int(first), int(count)) for first, count in names)
         gapless, end = [], 0
         for first, count in spans:
@@ -219,16 +262,18 @@ class PoolStore:
 
     def usable_parts(self, prompts: list[Prompt], size: int) -> list[tuple[Path, int]]:
         """Files, and completions in each, of the questions' first `size` completions."""
+        kind = self.kind
         return [
-            (self._path(prompt, first, count), count)
+            (self._path(prompt, first, count, kind), count)
             for prompt in prompts
-            for first, count in self.parts(prompt)
+            for first, count in self.parts(prompt, kind)
             if first + count <= size
         ]
 
-    def write(self, prompt: Prompt, first: int, part: Part) -> None:
-        """Write one part whole or not at all."""
-        path = self._path(prompt, first, len(part.rewards_N))
+    def write(self, prompt: Prompt, first: int, part: Completions) -> None:
+        """Write one part, scored or not, whole or not at all."""
+        kind = SCORED if isinstance(part, Part) else UNSCORED
+        path = self._path(prompt, first, len(part.rewards_N), kind)
         known = {key: value for key, value in vars(part).items() if value is not None}
         packages = known.pop("packages", None) or scored_with()
         arrays = {key: np.ascontiguousarray(value) for key, value in known.items()}
@@ -238,22 +283,34 @@ class PoolStore:
             save_file(arrays, staged, facts)
 
     def read(self, prompt: Prompt, first: int, count: int) -> Part:
-        """One part.
+        """One scored part.
 
         Raises:
             ConfigError: the file is damaged: no part, of another length, or with content that is
                 not what was written (parts of before have no checksum); or it holds other draws, as
                 after the loss of pool.json.
         """
-        path = self._path(prompt, first, count)
+        return self._read(self._path(prompt, first, count), count, Part)
+
+    def completions(self, prompt: Prompt, size: float = math.inf) -> Iterator[Completions]:
+        """The stored parts of the question that begin below `size`, in order: scored, or all
+        unscored.
+
+        Raises:
+            ConfigError: see `read`.
+        """
+        kind = self.kind
+        for first, count in self.parts(prompt, kind):
+            if first < size:
+                path = self._path(prompt, first, count, kind)
+                yield self._read(path, count, Part if kind == SCORED else Completions)
+
+    def _read(self, path: Path, count: int, record: type[Stored]) -> Stored:
         try:
-            with safe_open(path, framework="numpy") as file:
-                facts = file.metadata() or {}
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            part = Part(**arrays, packages=facts.get("packages"))
+            part, facts, digest = _load(path, record)
         except (OSError, SafetensorError, TypeError) as error:
             raise ConfigError(f"{path} is damaged: delete it, it will be made again") from error
-        if facts.get("digest", _digest(arrays)) != _digest(arrays) or len(part.rewards_N) != count:
+        if facts.get("digest", digest) != digest or len(part.rewards_N) != count:
             raise ConfigError(f"{path} is damaged: delete it, it will be made again")
         own = fingerprint(self.draws)
         if self.draws and facts.get("draws", own) != own:
@@ -263,8 +320,25 @@ class PoolStore:
             )
         return part
 
-    def _path(self, prompt: Prompt, first: int, count: int) -> Path:
-        return self.folder / f"{_stem(prompt)}-{first}-{count}.safetensors"
+    def _path(self, prompt: Prompt, first: int, count: int, kind: str = SCORED) -> Path:
+        return self.folder / f"{_stem(prompt)}-{first}-{count}{kind}"
+
+
+def distinct_rewards(rewards_NF: np.ndarray) -> set[tuple[float, ...]]:
+    """The rewards that occur, each by every reward function.
+
+    >>> distinct_rewards(np.array([[0.0, 1.0], [0.0, 1.0]]))
+    {(0.0, 1.0)}
+    """
+    return set(map(tuple, rewards_NF.tolist()))
+
+
+def _load(path: Path, record: type[Stored]) -> tuple[Stored, dict[str, str], str]:
+    """A file's part, the facts beside it, and the digest of its arrays."""
+    with safe_open(path, framework="numpy") as file:
+        facts = file.metadata() or {}
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return record(**arrays, packages=facts.get("packages")), facts, _digest(arrays)
 
 
 def reuse_pool(config: MseConfig, folder: Path, prompts: list[Prompt], size: int) -> str:
@@ -358,7 +432,7 @@ def leave_sample(config: MseConfig, prompts: list[Prompt], pool: Path, folder: P
     extract = None if config.imports_pool else configured_task(config, tokenizer).extract
     rows: list[dict[str, Any]] = []
     for prompt in prompts:
-        part = store.read(prompt, *store.parts(prompt)[0])
+        part = next(store.completions(prompt))
         rewards_N = weighted_sum(part.rewards_NF, np.array(config.weights))
         pairs = zip(part.tokens_NT[:count], part.lengths_N, strict=False)
         texts = tokenizer.batch_decode([row[:n] for row, n in pairs], skip_special_tokens=True)

@@ -40,7 +40,7 @@ from grpo_ustat.mse.verdict import (
     verdict,
     zero_scores_sentence,
 )
-from grpo_ustat.records import ScorePool
+from grpo_ustat.records import Array, Integers, ScorePool
 from grpo_ustat.report.tables import clipped_warning, unjudged_warning
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.runs.folder import RunFolder, versions
@@ -151,7 +151,12 @@ def study_result(
         "grad_sq": _gradient(statistics),
         "metric": metric,
         "precision": precision(config),
-        "policy": _policy(config, pool, pool_cost),
+        "policy": policy_facts(
+            config,
+            pool.rewards_PN if pool.rewards_PNF is None else pool.rewards_PNF[..., 0],
+            pool.lengths_PN,
+            pool_cost,
+        ),
         "questions": len(pool.rewards_PN),
         "pool_completions": pool.rewards_PN.shape[1],
         "summary": verdict(statistics, population, pool.rewards_PN)
@@ -166,16 +171,21 @@ def study_result(
         + unjudged_warning(total_cost.timeouts, total_cost.failures, total_cost.rollouts)
         + zero_scores_sentence(pool)
         + packages_sentence(pool.packages, scored_with()),
-        "cost": {
-            "rollouts": total_cost.rollouts,
-            "tokens": total_cost.tokens,
-            "judge_timeouts": total_cost.timeouts,
-            "judge_failures": total_cost.failures,
-            "seconds_generate": total_cost.seconds_generate,
-            "seconds_score": total_cost.seconds_score,
-        },
+        "cost": work_facts(total_cost),
         "versions": versions(),
         "pool_versions": pool.packages,
+    }
+
+
+def work_facts(cost: WorkCost) -> dict[str, Any]:
+    """The cost, under the names of `result.json`."""
+    return {
+        "rollouts": cost.rollouts,
+        "tokens": cost.tokens,
+        "judge_timeouts": cost.timeouts,
+        "judge_failures": cost.failures,
+        "seconds_generate": cost.seconds_generate,
+        "seconds_score": cost.seconds_score,
     }
 
 
@@ -532,13 +542,17 @@ def _tails(statistics: ClosedForm) -> dict[str, Any]:
     }
 
 
-def _policy(config: MseConfig, pool: ScorePool, pool_cost: WorkCost) -> dict[str, Any]:
-    own_PN = pool.rewards_PN if pool.rewards_PNF is None else pool.rewards_PNF[..., 0]
+def policy_facts(
+    config: MseConfig, own_PN: Array, lengths_PN: Integers, pool_cost: WorkCost
+) -> dict[str, Any]:
+    """Accuracy, length and cut share of the policy; `own_PN` are rewards by the data set's own
+    function.
+    """
     return {
         "name": config.model.name,
         "quantity": quantity(own_PN),
         **_triple("mean_reward", mean_reward(own_PN)),
-        "mean_length": float(pool.lengths_PN.mean()),
+        "mean_length": float(lengths_PN.mean()),
         "clipped_ratio": pool_cost.clipped / pool_cost.rollouts,
     }
 

@@ -17,9 +17,17 @@ from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.closed_form import ClosedForm, closed_form
+from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
-from grpo_ustat.mse.pool import ModelFacts, build_part, build_pool, greedy_rewards, model_facts
+from grpo_ustat.mse.pool import (
+    EqualRewards,
+    ModelFacts,
+    build_part,
+    build_pool,
+    greedy_rewards,
+    model_facts,
+)
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, reuse_pool
 from grpo_ustat.mse.replay import (
     TARGET_WORDS,
@@ -63,8 +71,9 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     """Run the study, or show the one that the folder already holds.
 
     Returns:
-        The first curve's mean squared error at the first group size; None where `study.part` asked
-        for a part of the pool alone, which leaves no run folder.
+        The first curve's mean squared error at the first group size; None where all rewards are
+        equal, and where `study.part` asked for a part of the pool alone, which leaves no run
+        folder.
     """
     console = Console(quiet=not is_main())
     if config.study.part is not None:
@@ -93,7 +102,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(wrapped(sentence), soft_wrap=True)
     console.print(f"next: {next_step(result, asdict(config), folder.path)}", soft_wrap=True)
     console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)
-    return result["curves"][0]["mse"]
+    return result["curves"][0]["mse"] if result["curves"] else None
 
 
 def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
@@ -109,12 +118,14 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
         if is_main():
             leave_page(folder)
         raise
-    write_csv(folder, "curves.csv", result["curves"])
-    write_curves(folder, result["curves"])
+    if result["curves"]:
+        write_csv(folder, "curves.csv", result["curves"])
+        write_curves(folder, result["curves"])
     if is_main():
-        mse_figure(folder.path, result)
-        scaling_figure(folder.path, result)
-        recipes_figure(folder.path, result)
+        if result["curves"]:
+            mse_figure(folder.path, result)
+            scaling_figure(folder.path, result)
+            recipes_figure(folder.path, result)
         leave_page(folder, result)
     folder.finish(result)
     return result
@@ -135,24 +146,31 @@ def fill_part(config: MseConfig) -> str:
 
 
 def study(config: MseConfig, folder: Path) -> dict[str, Any]:
-    """Build the pool, run the methods, and return the content of `result.json`."""
+    """Build the pool, run the methods, and return the content of `result.json`; where all rewards
+    are equal, no method has anything to measure.
+    """
     left_out = {}
-    if config.imports_pool:
-        pool_folder = folder / "pool"
-        pool, pool_cost, prompts = import_pool(config, pool_folder)
-        facts = _facts(config, prompts)
-        request = closed_form_request(config, pool, facts, pool_cost)
-        statistics = closed_form(pool, request, config.study.interval)
-    else:
-        with waiting(f"loading {config.dataset.name}", visible=is_main()):
-            prompts, left_out = _prompts(config)
-        facts = _facts(config, prompts)
-        pool_folder = Path(config.pool) if config.pool else folder / "pool"
-        if not config.pool:
-            size = config.budget.pool_completions
-            if line := main_only(reuse_pool, config, pool_folder, prompts, size):
-                Console(quiet=not is_main()).print(line, soft_wrap=True)
-        pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
+    pool_folder = folder / "pool"
+    if config.pool and not config.imports_pool:
+        pool_folder = Path(config.pool)
+    try:
+        if config.imports_pool:
+            pool, pool_cost, prompts = import_pool(config, pool_folder)
+            facts = _facts(config, prompts)
+            request = closed_form_request(config, pool, facts, pool_cost)
+            statistics = closed_form(pool, request, config.study.interval)
+        else:
+            with waiting(f"loading {config.dataset.name}", visible=is_main()):
+                prompts, left_out = _prompts(config)
+            facts = _facts(config, prompts)
+            if not config.pool:
+                size = config.budget.pool_completions
+                if line := main_only(reuse_pool, config, pool_folder, prompts, size):
+                    Console(quiet=not is_main()).print(line, soft_wrap=True)
+            pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
+    except EqualRewards as equal:
+        main_only(leave_sample, config, equal.prompts, pool_folder, folder)
+        return equal_rewards_result(config, equal) | {"left_out": left_out}
     if config.study.metric == "adam":
         pool, extra_cost, moved = adam_pool(
             config, prompts, pool, pool_folder, folder / "pool_adam"

@@ -63,11 +63,6 @@ def packages_sentence(packages: dict[str, int], installed: str) -> str:
 
 def verdict(statistics: ClosedForm, population: ClosedForm, rewards_PN: np.ndarray) -> str:
     """In words: whether Assumption 2 holds, which ordering follows, why G* has no interval."""
-    if not rewards_PN.any():
-        return (
-            "Every completion got reward 0, so there is no gradient to estimate: check the prompt, "
-            "max_completion_length and the answer format."
-        )
     if (rewards_PN == rewards_PN[:, :1]).all():
         return (
             "All completions of a question got the same reward: any baseline that learns it has no "

@@ -104,6 +104,11 @@ def write_report(report: Report) -> None:
         report.answers.append(verdict_sentence(report.theorems))
     if report.studies:
         _add_studies(report)
+    report.answers += [
+        f"{run.policy} on {run.dataset}, in no table and no figure: "
+        f"{decision_sentence(run.final_result)}"
+        for run in report.equal_rewards
+    ]
     if report.training:
         _add_training(report)
     report.tables.append(runs_table(report))

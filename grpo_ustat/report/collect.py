@@ -60,6 +60,9 @@ RESULT_KEYS = {  # that a result of a command has
     ),
     "gap": ("statement", "claims[].what", "answer", "verdict", "cost.rollouts"),
 }
+EQUAL_REWARDS_KEYS = (
+    "equal_rewards.completions", "assumption2.corr", "policy.accuracy", "summary",
+)  # fmt: skip
 CLAIM_TYPES = {
     "what": str, "predicted": (int, float, str), "measured": (int, float),
     "low": (int, float, type(None)), "high": (int, float, type(None)), "how": str,
@@ -171,7 +174,8 @@ def _check(run: RunRecord) -> None:
     if run.state.name not in (DONE, PAST_MAX_STEPS):
         run.result = None
     if run.result is not None:
-        missing = [key for key in RESULT_KEYS[run.command] if contents.is_absent(run.result, key)]
+        keys = EQUAL_REWARDS_KEYS if "equal_rewards" in run.result else RESULT_KEYS[run.command]
+        missing = [key for key in keys if contents.is_absent(run.result, key)]
         if missing:
             raise ValueError(
                 f"result.json has no {', '.join(missing)}: of another version, run it again"

@@ -405,6 +405,8 @@ def next_step(
         folder: of the study, whose pool the next one goes on with; None: it draws its own.
         rollouts: n of a training step, halved where there are too few training questions.
     """
+    if equal := result.get("equal_rewards"):
+        return _equal_rewards_step(equal, config)
     best = (
         group_size_costs(result["scaling"], rollouts).best
         if is_decided(result["scaling"])
@@ -437,6 +439,36 @@ def next_step(
     if pool := config.get("pool") or (folder and str(folder / "pool")):
         sizes.append(f"pool={pool}")
     return command_line("mse", *shared, *sizes)
+
+
+def _equal_rewards_step(equal: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What to do where all rewards are equal, by what became of most completions."""
+    names = ("right", "cut", "no_answer", "wrong")
+    fate = max(names, key=lambda name: equal.get(name, 0))
+    if (config.get("pool") or "").endswith(".parquet"):
+        which = "longer completions" if fate == "cut" and equal["cut"] else "other questions"
+        return f"log {which}, some of them right and some wrong, and import these"
+    shared = policy_overrides(config)
+    usual = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())["pool_completions"]
+    if config["study"]["questions"] is not None:
+        shared.append(f"study.questions={config['study']['questions']}")
+    if config["budget"]["pool_completions"] != usual:
+        shared.append(f"budget.pool_completions={config['budget']['pool_completions']}")
+
+    def without(*groups: str) -> list[str]:
+        return [one for one in shared if not one.startswith(groups)]
+
+    if not equal.get(fate) or fate == "no_answer":
+        return command_line("mse", *policy_overrides(config), "debug=prompts")
+    if fate == "right":
+        return "harder questions: " + command_line("mse", *without("dataset"), "dataset=NAME")
+    if fate == "cut":
+        longer = f"max_completion_length={2 * config['max_completion_length']}"
+        return command_line("mse", *without("max_completion_length"), longer)
+    shots = "examples in the prompt (prompt.shots=4), " * (not config["prompt"]["shots"])
+    return f"easier questions (dataset=NAME), {shots}or another model: " + command_line(
+        "mse", *without("model"), "model=MODEL"
+    )
 
 
 def prompts_needed(result: Mapping[str, Any]) -> tuple[int, float]:

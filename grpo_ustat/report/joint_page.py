@@ -67,7 +67,16 @@ class Report:
 
     @property
     def studies(self) -> list[RunRecord]:
-        """Finished studies of the gradient's error."""
+        """Finished studies of the gradient's error, without those of equal rewards."""
+        return [run for run in self._finished_studies if "equal_rewards" not in run.final_result]
+
+    @property
+    def equal_rewards(self) -> list[RunRecord]:
+        """Finished studies whose rewards are all equal, so that they measured no error."""
+        return [run for run in self._finished_studies if "equal_rewards" in run.final_result]
+
+    @property
+    def _finished_studies(self) -> list[RunRecord]:
         return [run for run in self.runs if run.command == "mse" and run.result is not None]
 
     @property
@@ -79,7 +88,7 @@ class Report:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to show."""
-        return not (self.theorems or self.studies or self.training)
+        return not (self.theorems or self.studies or self.equal_rewards or self.training)
 
     @property
     def missing_notes(self) -> list[str]:

@@ -183,8 +183,9 @@ def mse_facts(run: RunRecord) -> list[tuple[str, Cell]]:
         ("Questions", as_cell(result.get("questions"))),
         ("Completions a question", as_cell(result.get("pool_completions"))),
         ("Methods", ", ".join(map(str, value("study.methods") or ()))),
-        ("Parameters measured", f"{metric.get('parameters')}; {metric.get('norm')}"),
-        ("Products between questions", as_cell(metric.get("between_questions"))),
+        *([("Parameters measured", f"{metric['parameters']}; {metric['norm']}"),
+           ("Products between questions", as_cell(metric.get("between_questions")))]
+          if metric else []),
         ("Sampling", f"temperature {value('temperature')}, at most "
                      f"{value('max_completion_length')} tokens"),
         ("Rollouts in all", as_cell(cost.get("rollouts"))),
@@ -194,8 +195,10 @@ def mse_facts(run: RunRecord) -> list[tuple[str, Cell]]:
 
 
 def mse_tables(run: RunRecord) -> list[Table]:
-    """Curves, the scaling law with Assumption 2, and what was not measured."""
-    if run.result is None:
+    """Curves, the scaling law with Assumption 2, and what was not measured; none of equal
+    rewards.
+    """
+    if run.result is None or "equal_rewards" in run.result:
         return []
     estimates = run.result["scaling"] | run.result["assumption2"]
     rows = [

@@ -352,6 +352,8 @@ RESULTS: Mapping[str, Shape] = {
             "group_size": size, "num_prompts": size, "unbiased": boolean, "mse": number_or_null,
             "low": number_or_null, "high": number_or_null, "replicates": count_or_null,
         }],
+        "equal_rewards": {"reward": number, "completions": size}
+        | dict.fromkeys(("cut", "no_answer", "wrong", "right"), count),
         "ratio_to_oracle": [
             {"baseline": text, "setting": SETTINGS, "group_size": size, "num_prompts": size}
             | _with_ends("ratio")

@@ -116,6 +116,14 @@ def test_a_study_on_several_gpus_is_timed_as_several(tmp_path):
     assert of(planned("mse", launch__device="cuda:1")).gpus == 1
 
 
+def test_a_study_of_equal_rewards_says_nothing_of_what_scoring_takes(tmp_path):
+    study = planned("mse")
+    path = left(tmp_path / "outputs/mse/x/seed=0", study)
+    spent = {"rollouts": 200, "seconds_generate": 60.0, "seconds_score": 0.0}
+    (path / "result.json").write_text(json.dumps({"cost": spent}))
+    assert of(study).seconds is None
+
+
 def test_runs_of_the_same_shape_are_preferred(tmp_path):
     stepped(left(tmp_path / "outputs/train/x/seed=0", planned()), [2.0] * 4)
     other = planned(group_size=8)

@@ -18,8 +18,8 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.mse import pool as pool_module
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.pool import build_pool
-from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.pool import EqualRewards, build_pool
+from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
 from grpo_ustat.mse.verdict import zero_scores_sentence
 from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.folder import RunFolder
@@ -80,7 +80,7 @@ def test_an_interrupted_study_goes_on_and_ends_byte_identical(tmp_path, monkeypa
     def interrupted(self, prompt, first, part):
         if len(writes) == 3:
             raise KeyboardInterrupt
-        writes.append(prompt.id)
+        writes.extend([prompt.id] * isinstance(part, Part))
         original(self, prompt, first, part)
 
     monkeypatch.setattr(PoolStore, "write", interrupted)
@@ -219,21 +219,23 @@ def test_a_target_halfwidth_extends_the_pool_until_it_is_met(tmp_path):
 
 @pytest.mark.slow
 def test_cut_completions_are_named_once_and_at_once(tmp_path, capsys, monkeypatch):
-    """After the first chunk of four, before it is scored, and not where a pool is extended."""
+    """After the first chunk of four, before it is judged, and not where a pool is extended."""
     heard = []
-    original = pool_module.score_part
+    original = pool_module.reward_completions
     monkeypatch.setattr(
         pool_module,
-        "score_part",
+        "reward_completions",
         lambda *a: (heard.append(capsys.readouterr().err), original(*a))[1],
     )
     few = ("max_completion_length=8", "rollout_batch_size=16")
-    build(tmp_path, *few)
+    with pytest.raises(EqualRewards):
+        build(tmp_path, *few)
     line = (
         "of the first 16 completions were cut at max_completion_length=8 and rarely hold an answer"
     )
     assert line in heard[0] and "try max_completion_length=16" in heard[0]
-    build(tmp_path, *few, size=12)
+    with pytest.raises(EqualRewards):
+        build(tmp_path, *few, size=12)
     assert "WARNING" not in "".join(heard[1:]) + capsys.readouterr().err
     build(tmp_path / "whole", "max_completion_length=200")
     assert "WARNING" not in capsys.readouterr().err

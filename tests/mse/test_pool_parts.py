@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = (  # 4 completions each: chunks of 2, 2 and 1 questions
     "debug=mse", "model=tiny_direct", "study.questions=5", "rollout_batch_size=8",
     "budget.pool_completions=4", "budget.feature_sketch=64", "budget.gradient_sketch=64",
+    "temperature=3.0",  # rewards differ within each chunk
 )  # fmt: skip
 SECONDS = [field.name.startswith("seconds") for field in fields(WorkCost)]
 
@@ -75,7 +76,7 @@ class Shelf:
     def __init__(self, reached):
         self.reached = reached
 
-    def parts(self, prompt):
+    def parts(self, prompt, kind):
         return [(0, self.reached[prompt.id])] if self.reached[prompt.id] else []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import subprocess
 import sys
@@ -134,6 +135,37 @@ def test_a_report_of_everything(tmp_path):
     page = re.sub("</?abbr[^>]*>", "", (home / "report.html").read_text())
     assert "Missing in studies/a: optimal at G = 2." in page and "runs/G=8/n=64/seed=1" in page
     assert "learning_rate" in page and "G* = 4.0 [4.0, 4.0]" in page
+
+
+def equally_rewarded(folder, model):
+    """A finished study without a curve."""
+    studied(folder, model, {})
+    result = json.loads((folder / "result.json").read_text())
+    result |= {"equal_rewards": {"reward": 0.0, "completions": 128, "cut": 128, "no_answer": 0},
+               "scaling": dict.fromkeys(("gstar", "gstar_low", "gstar_high")),
+               "assumption2": {"corr": None}, "summary": "All were cut. WARNING: x"}  # fmt: skip
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def test_studies_of_equal_rewards_are_a_line_of_a_report(tmp_path, capsys):
+    equally_rewarded(tmp_path / "a", "tiny")
+    report_runs([str(tmp_path / "a")], tmp_path / "report", None)
+    said = capsys.readouterr().out
+    line = "tiny, bare on arithmetic, in no table and no figure: All were cut.\n"
+    assert line in said and "damaged" not in said and "MSE" not in said
+    assert {file.stem for file in (tmp_path / "report").iterdir()} == {"report", "runs"}
+    assert line.strip() in (tmp_path / "report/report.html").read_text()
+
+
+@pytest.mark.slow
+def test_studies_of_equal_rewards_are_left_out_of_tables_and_figures(tmp_path, capsys):
+    equally_rewarded(tmp_path / "a", "tiny")
+    studied(tmp_path / "b", "tiny_direct", {("none", 2): 1.0, ("none", 4): 0.5})
+    report_runs([str(tmp_path / "?")], tmp_path / "report", None)
+    assert "in no table and no figure: All were cut.\n" in capsys.readouterr().out
+    for name in ("mse", "fixed_n"):
+        rows = csv_rows(tmp_path / f"report/{name}.csv")
+        assert {row["policy"] for row in rows} == {"tiny_direct, bare"}
 
 
 @pytest.mark.slow

@@ -202,6 +202,21 @@ def test_a_study_without_signal_answers_in_its_own_words_once(tmp_path):
     assert page.answer == "corr(q, Z) = -0.5." and page.answer not in page.notes
 
 
+def test_a_study_of_equal_rewards_has_an_answer_and_no_table(tmp_path):
+    result = {
+        "curves": [], "equal_rewards": {"reward": 0.0, "completions": 80, "right": 80},
+        "scaling": dict.fromkeys(("gstar", "gstar_low", "gstar_high")),
+        "assumption2": {"corr": None}, "summary": "All are right. WARNING: 2 were not judged.",
+    }  # fmt: skip
+    result |= {key: STUDIED[key] for key in ("policy", "cost", "questions", "pool_completions")}
+    page = run_page(folder_of(tmp_path, MSE | {"budget": {"pool_completions": 8}}, result))
+    assert page.answer == "All are right." and page.notes == ["WARNING: 2 were not judged."]
+    assert page.next_step.startswith("harder questions: grpo-ustat mse ")
+    assert [table.title for table in page.tables] == ["Starts and ends"] and page.figures == []
+    assert dict(page.facts)["Questions"] == 10 and "Parameters measured" not in dict(page.facts)
+    assert "All are right." in render(page)
+
+
 def test_an_unfinished_study_counts_its_questions(tmp_path):
     folder = folder_of(tmp_path, MSE)
     (folder / "pool").mkdir()
