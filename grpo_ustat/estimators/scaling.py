@@ -138,9 +138,9 @@ def widening(prompts: int, completions: int) -> float:
     A best G is named only where C1 is significantly above 0. In a small study that happens mostly
     where C1 came out too large, so of the plain 95 % intervals that are given up to half are wrong
     (of the 4 % of studies with 8 prompts of 8 completions that would name one, where G* is 5.5).
-    With the critical value `t + 16/m^1.5 + 3500/(m N^2)` in place of Student's t 5.7 % or
-    less of those given are wrong, for populations with G* of 3.1, 5.5, also with heavy tails, and
-    8.8 and 8 to 100 prompts of 8 to 64 completions, wherever one study in 500 or more gives one. Its two
+    With the critical value `t + 16/m^1.5 + 3500/(m N^2)` in place of Student's t 5.7 % or less of
+    those given are wrong, for populations with G* of 3.1, 5.5, also with heavy tails, and 8.8 and 8
+    to 100 prompts of 8 to 64 completions, wherever one study in 500 or more gives one. Its two
     terms were fitted to these, by `scripts/benchmarks/decisions.py`, whose table is in
     docs/benchmarks.md; 500 prompts of 32 completions have 1.004.
 

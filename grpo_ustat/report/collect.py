@@ -61,7 +61,7 @@ RESULT_KEYS = {  # that a result of a command has
     "gap": ("statement", "claims[].what", "answer", "verdict", "cost.rollouts"),
 }
 EQUAL_REWARDS_KEYS = (
-    "equal_rewards.completions", "assumption2.corr", "policy.accuracy", "summary",
+    "equal_rewards.completions", "assumption2.corr", "policy.mean_reward", "summary",
 )  # fmt: skip
 CLAIM_TYPES = {
     "what": str, "predicted": (int, float, str), "measured": (int, float),

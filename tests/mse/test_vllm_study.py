@@ -109,10 +109,17 @@ def test_gaps_of_parts_count_by_their_tokens(tmp_path):
     def part(count, gap):
         ones = np.ones(count)
         return Part(
-            ones, ones.astype(int), ones > 0, np.ones((count, 1), dtype=np.int32),
-            np.eye(count), np.ones((count, 2), dtype=np.float32), np.ones(2, dtype=np.float32),
-            np.ones(2, dtype=np.float32), np.ones(7), gap,
-        )  # fmt: skip
+            rewards_N=np.arange(count) % 2.0,
+            lengths_N=ones.astype(int),
+            ended_N=ones > 0,
+            tokens_NT=np.ones((count, 1), dtype=np.int32),
+            cost=np.ones(7),
+            gram_NN=np.eye(count),
+            features_NR=np.ones((count, 2), dtype=np.float32),
+            reward_sum_R=np.ones(2, dtype=np.float32),
+            score_sum_R=np.ones(2, dtype=np.float32),
+            sampler_gap=gap,
+        )
 
     one, two = letter_prompts("a", "b")
     for folder, known in (("vllm", True), ("local", False)):
