@@ -209,7 +209,7 @@ def test_two_processes_give_the_figures_of_one(tmp_path):
     for name, way in {"one": ["-m"], "two": TORCHRUN}.items():
         done = run_python(*way, "grpo_ustat.mse", *wanted, f"hydra.run.dir={tmp_path / name}")
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("Wrote") == 1
+        assert done.stdout.count("\npage: ") == 1
     one, two = (json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "two"))
     assert len(one["curves"]) == len(two["curves"]) > 0
     for a, b in zip(one["curves"], two["curves"], strict=True):
