@@ -11,8 +11,9 @@ from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.mse.pool import EqualRewards
-from grpo_ustat.mse.pool_store import scored_with
+from grpo_ustat.mse.pool_store import mean_sampler_gap, scored_with
 from grpo_ustat.mse.result import policy_facts, work_facts
+from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.mse.verdict import packages_sentence
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.report.tables import unjudged_warning
@@ -37,6 +38,9 @@ def equal_rewards_result(config: MseConfig, equal: EqualRewards) -> dict[str, An
         packages[part.packages or scored_with()] += len(part.rewards_N)
     counts = completion_counts(config, equal)
     cut_at = None if config.imports_pool else config.max_completion_length
+    gap, sampler = mean_sampler_gap(parts), {}
+    if gap is not None:
+        sampler = {"sampler": {"name": config.rollout.name, "gap": gap}}
     return {
         "curves": [],
         "equal_rewards": counts,
@@ -47,12 +51,13 @@ def equal_rewards_result(config: MseConfig, equal: EqualRewards) -> dict[str, An
         "pool_completions": rewards_PN.shape[1],
         "summary": equal_rewards_sentence(counts, cut_at)
         + unjudged_warning(cost.timeouts, cost.failures, cost.rollouts)
-        + packages_sentence(packages, scored_with()),
+        + packages_sentence(packages, scored_with())
+        + ("" if gap is None else sampler_text(config.rollout.name, gap)),
         "cost": work_facts(cost),
         "versions": versions(),
         "pool_versions": dict(packages),
         "not_measured": [],
-    }
+    } | sampler
 
 
 def completion_counts(config: MseConfig, equal: EqualRewards) -> dict[str, Any]:

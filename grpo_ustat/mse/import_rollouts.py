@@ -88,7 +88,8 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     if (rewards_PN == rewards_PN[0, 0]).all():
         for row, prompt in enumerate(prompts):
             cost = question_cost(rollouts, row)
-            store.write(prompt, 0, completions_of(rollouts, row, rewards_PN[row, :, None], cost))
+            rewards_N1 = rewards_PN[row, :, None]
+            store.write(prompt, 0, completions_of(policy, rollouts, row, rewards_N1, config, cost))
         raise EqualRewards(prompts, [list(store.completions(prompt)) for prompt in prompts])
     check_batch(policy, rollouts, rewards_PN.shape[1])
     for row, prompt in enumerate(prompts):

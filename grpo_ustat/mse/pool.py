@@ -27,6 +27,7 @@ from grpo_ustat.mse.pool_store import (
     PoolStore,
     distinct_rewards,
     draws_of,
+    mean_sampler_gap,
 )
 from grpo_ustat.mse.sampler import sampler_gap, start_sampler
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
@@ -302,7 +303,7 @@ def _score_chunks(
         if seen is not None:
             seen = seen | distinct_rewards(np.concatenate(rewards_PNF))
             for row, prompt in enumerate(chunk_prompts):
-                part = completions_of(rollouts, row, rewards_PNF[row], costs_P[row])
+                part = completions_of(policy, rollouts, row, rewards_PNF[row], config, costs_P[row])
                 store.write(prompt, first, part)
             if len(seen) < 2 and store.kind == UNSCORED:
                 unscored.append(sampled)
@@ -343,14 +344,27 @@ def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -
     )
 
 
-def completions_of(rollouts: Rollouts, row: int, rewards_NF: Array, cost: WorkCost) -> Completions:
-    """One question's completions as a pool keeps them, see `score_part`."""
+def completions_of(
+    policy: Policy,
+    rollouts: Rollouts,
+    row: int,
+    rewards_NF: Array,
+    config: MseConfig,
+    cost: WorkCost,
+) -> Completions:
+    """One question's completions as a pool keeps them unscored, see `score_part`."""
+    gap, count = None, len(rewards_NF)
+    if config.rollout.name != "local" and rollouts.logprobs_PGT is not None:
+        read = row * count + np.unique(np.linspace(0, count - 1, READ).astype(int))
+        tokens = int(rollouts.lengths_PG.ravel()[read].sum())
+        gap = np.array([sampler_gap(policy, rollouts, read, config.temperature), tokens])
     return Completions(
         rewards_N=rewards_NF[:, 0],
         lengths_N=rollouts.lengths_PG[row],
         ended_N=rollouts.ended_PG[row],
         tokens_NT=rollouts.tokens_PGT[row].astype(np.int32),
         cost=np.array(astuple(cost), dtype=np.float64),
+        sampler_gap=gap,
         further_rewards_NF=rewards_NF[:, 1:] if rewards_NF.shape[1] > 1 else None,
     )
 
@@ -402,19 +416,13 @@ def score_part(
             f"{gram_NN[i, i]} in {config.model.dtype}: use model.dtype=float64, and look whether "
             "the model's weights are finite"
         )
-    gap = None
-    if config.rollout.name != "local" and rollouts.logprobs_PGT is not None:
-        read = row * count + np.unique(np.linspace(0, count - 1, READ).astype(int))
-        tokens = int(rollouts.lengths_PG.ravel()[read].sum())
-        gap = np.array([sampler_gap(policy, rollouts, read, config.temperature), tokens])
-    seconds = WorkCost(seconds_score=time.perf_counter() - start)
+    cost += WorkCost(seconds_score=time.perf_counter() - start)
     return Part(
-        **vars(completions_of(rollouts, row, rewards_NF, cost + seconds)),
+        **vars(completions_of(policy, rollouts, row, rewards_NF, config, cost)),
         gram_NN=gram_NN,
         features_NR=scores.features_BR.float().cpu().numpy(),
         reward_sum_R=sums_KR[0],
         score_sum_R=sums_KR[-1],
-        sampler_gap=gap,
         further_reward_sums_FR=sums_KR[1:-1] if rewards_NF.shape[1] > 1 else None,
     )
 
@@ -470,10 +478,6 @@ def read_pool(
     for part in (part for parts in stored for part in parts):
         if part.packages is not None:
             packages[part.packages] += len(part.rewards_N)
-    mean_gap = None
-    if stored[0][0].sampler_gap is not None:
-        gap_K, tokens_K = np.array([x.sampler_gap for parts in stored for x in parts]).T
-        mean_gap = float(np.average(gap_K, weights=tokens_K))
     rewards_PNF, sums_PFR = concatenate("rewards_NF"), total("reward_sums_FR")
     weights_F, several = np.array(weights), list(weights) != [1.0]
     pool = ScorePool(
@@ -483,7 +487,7 @@ def read_pool(
         features_PNR=concatenate("features_NR", np.float32),
         reward_sums_PR=weighted_sum(np.moveaxis(sums_PFR, 1, -1), weights_F),
         score_sums_PR=total("score_sum_R"),
-        sampler_gap=mean_gap,
+        sampler_gap=mean_sampler_gap([part for parts in every for part in parts]),
         packages=dict(packages),
         rewards_PNF=rewards_PNF if several else None,
         reward_sums_PFR=sums_PFR if several else None,

@@ -61,6 +61,9 @@ class Completions:
         rewards_N, lengths_N, ended_N, tokens_NT: the completions; tokens are padded with 0.
         cost: what it took, as the fields of `WorkCost`.
         packages: versions of the packages that made it, as `scored_with`; None in pools of before.
+        sampler_gap: of some of them, the mean absolute difference of the sampler's and the model's
+            own log-probabilities, nats a token, and the number of those tokens; None where the
+            model itself sampled.
         further_rewards_NF: rewards by the reward functions after the task's own; None where there
             is none.
     """
@@ -71,6 +74,7 @@ class Completions:
     tokens_NT: np.ndarray
     cost: np.ndarray
     packages: str | None = None
+    sampler_gap: np.ndarray | None = None
     further_rewards_NF: np.ndarray | None = None
 
     @property
@@ -95,9 +99,6 @@ class Part(Completions):
         gram_NN: <s_i, s_j>.
         features_NR: sketches of the scores.
         reward_sum_R, score_sum_R: wider sketches of `sum_i z_i s_i` and `sum_i s_i`.
-        sampler_gap: of some of them, the mean absolute difference of the sampler's and the model's
-            own log-probabilities, nats a token, and the number of those tokens; None where the
-            model itself sampled.
         further_reward_sums_FR: `reward_sum_R` of the reward functions after the task's own; None
             where there is none.
     """
@@ -106,7 +107,6 @@ class Part(Completions):
     features_NR: np.ndarray
     reward_sum_R: np.ndarray
     score_sum_R: np.ndarray
-    sampler_gap: np.ndarray | None = None
     further_reward_sums_FR: np.ndarray | None = None
 
     @property
@@ -322,6 +322,14 @@ class PoolStore:
 
     def _path(self, prompt: Prompt, first: int, count: int, kind: str = SCORED) -> Path:
         return self.folder / f"{_stem(prompt)}-{first}-{count}{kind}"
+
+
+def mean_sampler_gap(parts: list[Completions]) -> float | None:
+    """The gap of all parts, by their tokens; None where the model itself sampled."""
+    if parts[0].sampler_gap is None:
+        return None
+    gap_K, tokens_K = np.array([part.sampler_gap for part in parts]).T
+    return float(np.average(gap_K, weights=tokens_K))
 
 
 def distinct_rewards(rewards_NF: np.ndarray) -> set[tuple[float, ...]]:

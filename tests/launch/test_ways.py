@@ -270,7 +270,7 @@ def test_two_ranks_of_a_parent_end_as_one_process_does(one, through, tmp_path):
 def test_a_study_on_two_ranks_of_a_parent_finds_what_one_finds(one, tmp_path):
     small = (
         "debug=mse", "model=tiny_base", "model.dtype=float64", "study.questions=4",
-        "max_completion_length=16",
+        "max_completion_length=64",
     )  # fmt: skip
 
     def before():

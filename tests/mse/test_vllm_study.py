@@ -27,7 +27,7 @@ from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.record import identity_keys
 
-SMALL = ("debug=mse", "model=tiny_base", "study.questions=3", "max_completion_length=12")
+SMALL = ("debug=mse", "model=tiny_base", "study.questions=3", "max_completion_length=64")
 VLLM = ("rollout=vllm", "rollout.max_model_len=128")
 
 
@@ -109,17 +109,12 @@ def test_gaps_of_parts_count_by_their_tokens(tmp_path):
     def part(count, gap):
         ones = np.ones(count)
         return Part(
-            rewards_N=np.arange(count) % 2.0,
-            lengths_N=ones.astype(int),
-            ended_N=ones > 0,
-            tokens_NT=np.ones((count, 1), dtype=np.int32),
-            cost=np.ones(7),
-            gram_NN=np.eye(count),
+            rewards_N=np.arange(count) % 2.0, lengths_N=ones.astype(int), ended_N=ones > 0,
+            tokens_NT=np.ones((count, 1), dtype=np.int32), gram_NN=np.eye(count),
             features_NR=np.ones((count, 2), dtype=np.float32),
-            reward_sum_R=np.ones(2, dtype=np.float32),
-            score_sum_R=np.ones(2, dtype=np.float32),
-            sampler_gap=gap,
-        )
+            reward_sum_R=np.ones(2, dtype=np.float32), score_sum_R=np.ones(2, dtype=np.float32),
+            cost=np.ones(7), sampler_gap=gap,
+        )  # fmt: skip
 
     one, two = letter_prompts("a", "b")
     for folder, known in (("vllm", True), ("local", False)):
