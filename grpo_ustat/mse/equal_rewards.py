@@ -14,7 +14,6 @@ from grpo_ustat.mse.pool import EqualRewards
 from grpo_ustat.mse.pool_store import mean_sampler_gap, scored_with
 from grpo_ustat.mse.result import policy_facts, work_facts
 from grpo_ustat.mse.sampler import sampler_text
-from grpo_ustat.mse.verdict import packages_sentence
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.report.tables import unjudged_warning
 from grpo_ustat.runs.folder import versions
@@ -51,7 +50,6 @@ def equal_rewards_result(config: MseConfig, equal: EqualRewards) -> dict[str, An
         "pool_completions": rewards_PN.shape[1],
         "summary": equal_rewards_sentence(counts, cut_at)
         + unjudged_warning(cost.timeouts, cost.failures, cost.rollouts)
-        + packages_sentence(packages, scored_with())
         + ("" if gap is None else sampler_text(config.rollout.name, gap)),
         "cost": work_facts(cost),
         "versions": versions(),
@@ -81,8 +79,9 @@ def completion_counts(config: MseConfig, equal: EqualRewards) -> dict[str, Any]:
         pairs = zip(part.tokens_NT, part.lengths_N, strict=True)
         texts = tokenizer.batch_decode([row[:n] for row, n in pairs], skip_special_tokens=True)
         no_answer += sum(
-            bool(ended) and task.extract(text) is None
-            for text, ended in zip(texts, part.ended_N, strict=True)
+            task.extract(text) is None
+            for text, is_whole in zip(texts, part.ended_N, strict=True)
+            if is_whole
         )
     counts["no_answer"] = no_answer
     if first.rewards_N[0] == 0:
