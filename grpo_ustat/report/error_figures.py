@@ -367,7 +367,8 @@ def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
         axes.set_xlabel(f"{dots}\ndotted: G* is {size_text}")
     else:
         axes.axvspan(low, high, color="#999999", alpha=0.3, linewidth=0)
-        axes.axvline(best, ymin=0.12, color="black", linestyle="--", linewidth=1)
+        if best is not None:
+            axes.axvline(best, ymin=0.12, color="black", linestyle="--", linewidth=1)
         axes.set_xlabel(f"{dots}\ndashed: G* = {size_text}")
     grid = np.geomspace(2, max(costs.extra), 200)
     curve = [estimate.extra_error(size, costs.best) for size in grid]

@@ -377,7 +377,10 @@ def best_size(best: float | None, low: float | None, high: float | None) -> str 
     bounded = high is not None and math.isfinite(high)
     if low is None or not math.isfinite(low) or (low <= 2 and not bounded):
         return None
-    return f"{best:.1f} [{low:.1f}, {high:.1f}]" if bounded else f"at least {low:.1f}"
+    if not bounded:
+        return f"at least {low:.1f}"
+    estimate = f"{best:.1f}" if best is not None and math.isfinite(best) else MISSING
+    return f"{estimate} [{low:.1f}, {high:.1f}]"
 
 
 def often_cut(clipped_ratio: float) -> bool:
