@@ -41,11 +41,10 @@ from grpo_ustat.report.decision import (
     best_size_sentence,
     group_size_costs,
     interval_note,
-    next_step,
     noise_sentence,
-    policy_overrides,
     training_noise_sentence,
 )
+from grpo_ustat.report.next_step import next_step, policy_overrides
 from grpo_ustat.rollout.logged import EXACT
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord
@@ -292,6 +291,7 @@ def _from_pool(request: Request) -> Advice:
     sizes = [
         f"pool={folder}", f"study.questions={len(ends)}", f"seed={draws['seed']}",
         f"budget.pool_completions={min(ends.values())}",
+        *(f"budget.{key}={draws[key]}" for key in ("feature_sketch", "gradient_sketch")),
     ]  # fmt: skip
     advice = _study_now([*overrides, *sizes], request)
     if functions != [TASK]:

@@ -59,7 +59,7 @@ class GroupGradients:
             _add(self.squared_means, name, u.square())
 
     def parts(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of a parameter's entries unbiased estimates of (grad J)_j^2, of C1_j, and of the variance
+        """Unbiased estimates, of a parameter's entries, of (grad J)_j^2, C1_j and the variance
         of u_j given the prompt, C2_j/G + C3_j/(G (G-1)).
 
         The groups of a question share its gradient g and no completion, those of different

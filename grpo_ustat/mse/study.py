@@ -53,9 +53,10 @@ from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
 from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
 from grpo_ustat.progress import waiting
 from grpo_ustat.records import Prompt, ScorePool
-from grpo_ustat.report.decision import decision_sentence, next_step, noise_sentence, verdicts
+from grpo_ustat.report.decision import decision_sentence, noise_sentence, verdicts
 from grpo_ustat.report.error_figures import mse_figure, scaling_figure
 from grpo_ustat.report.gradient_error import study_tables
+from grpo_ustat.report.next_step import next_step
 from grpo_ustat.report.recipes import recipes_figure
 from grpo_ustat.report.reward_functions import reward_tables
 from grpo_ustat.report.run_page import leave_page

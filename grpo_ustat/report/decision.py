@@ -1,4 +1,4 @@
-"""The answer of a study of the gradient's error: which G, at what cost, and what to type next.
+"""The answer of a study of the gradient's error: which G, and at what cost.
 
 It is made from `result.json` alone, for any number of rollouts: at a fixed number the error of
 every G relative to another is the same, only the admissible sizes differ, those that divide it.
@@ -7,17 +7,12 @@ every G relative to another is the same, only the admissible sizes differ, those
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from grpo_ustat.config.command_line import command_line
-from grpo_ustat.config.folders import CONF
 from grpo_ustat.estimators.intervals import ACCURACY, Interval
 from grpo_ustat.estimators.noise import (
     CONSTANTS_AND_GRADIENT,
@@ -36,7 +31,6 @@ WHY_FIXED_ROLLOUTS = (
 )
 PAYS = 0.05  # share of the error, below which no saving pays for drawing groups anew
 NO_HELP = 0.05  # a saving of less is no help
-FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
 USUAL_SIZE = 8  # TRL's G where none is chosen
 NEIGHBOURS = (-1, 1)  # of the best admissible G, whose costs the sentence names
 
@@ -49,7 +43,7 @@ class GroupSizeCosts:
         rollouts: n of a step.
         best: the admissible G, one that divides n, of the smallest estimated error.
         extra: MSE at G over MSE at `best`, less 1, by G; intervals of 95 % that hold together, see
-            `ScalingEstimate.extra_error`, NaN where a result of an earlier version has none.
+            `ScalingEstimate.extra_error`, NaN where C1 to C3 have none.
     """
 
     rollouts: int
@@ -236,18 +230,20 @@ def assumption2_sentence(result: Mapping[str, Any]) -> str:
     right_or_wrong = result["policy"]["quantity"] == ACCURACY
     worse = "wrong" if right_or_wrong else "low-reward"
     better = "right" if right_or_wrong else "high-reward"
+    ordering, follows = "which of vanilla and GRPO is better is not known", False
     if difference.low > 0:
-        ordering = "vanilla beats GRPO here"
+        ordering, follows = "vanilla beats GRPO here", corr.high < 0
     elif difference.high < 0 and math.isfinite(passes.high):
         ordering = f"GRPO beats vanilla from G = {math.floor(passes.high) + 1} on here"
-    else:
-        ordering = "which of vanilla and GRPO is better is not known"
+        follows = corr.low > 0
+    elif not assumption.get("refuted"):
+        return ""
     if not assumption.get("refuted"):
         return f"Assumption 2 is not refuted; {ordering}."
     if corr.low <= 0 <= corr.high:
         return f"Assumption 2 fails, in different directions at different prompts; {ordering}."
     loud = worse if corr.estimate < 0 else better
-    so = ", so " if (difference.low > 0) == (corr.estimate < 0) else "; "
+    so = ", so " if follows else "; "
     return f"Assumption 2 fails: {loud} answers have the longer gradients{so}{ordering}."
 
 
@@ -391,86 +387,6 @@ def interval_note(result: Mapping[str, Any]) -> str:
     )
 
 
-def next_step(
-    result: Mapping[str, Any],
-    config: Mapping[str, Any],
-    folder: Path | None = None,
-    rollouts: int = ROLLOUTS,
-) -> str:
-    """What to do next, a command where there is one: train with the best G, or study more.
-
-    Args:
-        result: content of the study's `result.json`.
-        config: the study's configuration.
-        folder: of the study, whose pool the next one goes on with; None: it draws its own.
-        rollouts: n of a training step, halved where there are too few training questions.
-    """
-    if equal := result.get("equal_rewards"):
-        return _equal_rewards_step(equal, config)
-    best = (
-        group_size_costs(result["scaling"], rollouts).best
-        if is_decided(result["scaling"])
-        else None
-    )
-    if (config.get("pool") or "").endswith(".parquet"):  # of another framework, which trains
-        if best is None:
-            return (
-                "import more prompts of this same policy, or let mse sample them: "
-                + command_line("mse", "model=CHECKPOINT", "dataset=jsonl", "dataset.path=PROMPTS")
-            )
-        return f"train with num_generations={best} where these rollouts were logged"
-    shared = policy_overrides(config)
-    if result["assumption2"].get("corr") is None:
-        return command_line("mse", *shared, "debug=prompts")
-    if best is not None:
-        most = config["dataset"].get("train_size") or math.inf
-        while rollouts // best > most and rollouts // 2 % best == 0:  # too few training questions
-            rollouts //= 2
-        return command_line("train", *shared, f"budget.rollouts={rollouts}", f"group_size={best}")
-    questions, (low, high) = result["questions"], prompts_needed(result)
-    more = int(min(high, max(low, FOLLOW_UP * questions)))
-    sizes = [f"study.questions={questions + more}"]
-    if questions + more > (config["dataset"].get("study_size") or math.inf):
-        shared = [one for one in shared if not one.startswith("dataset.study_size=")]
-        sizes.insert(0, f"dataset.study_size={questions + more}")
-    usual = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())["pool_completions"]
-    if result["pool_completions"] != usual:
-        sizes.append(f"budget.pool_completions={result['pool_completions']}")
-    if pool := config.get("pool") or (folder and str(folder / "pool")):
-        sizes.append(f"pool={pool}")
-    return command_line("mse", *shared, *sizes)
-
-
-def _equal_rewards_step(equal: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """What to do where all rewards are equal, by what became of most completions."""
-    names = ("right", "cut", "no_answer", "wrong")
-    fate = max(names, key=lambda name: equal.get(name, 0))
-    if (config.get("pool") or "").endswith(".parquet"):
-        which = "longer completions" if fate == "cut" and equal["cut"] else "other questions"
-        return f"log {which}, some of them right and some wrong, and import these"
-    shared = policy_overrides(config)
-    usual = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())["pool_completions"]
-    if config["study"]["questions"] is not None:
-        shared.append(f"study.questions={config['study']['questions']}")
-    if config["budget"]["pool_completions"] != usual:
-        shared.append(f"budget.pool_completions={config['budget']['pool_completions']}")
-
-    def without(*groups: str) -> list[str]:
-        return [one for one in shared if not one.startswith(groups)]
-
-    if not equal.get(fate) or fate == "no_answer":
-        return command_line("mse", *policy_overrides(config), "debug=prompts")
-    if fate == "right":
-        return "harder questions: " + command_line("mse", *without("dataset"), "dataset=NAME")
-    if fate == "cut":
-        longer = f"max_completion_length={2 * config['max_completion_length']}"
-        return command_line("mse", *without("max_completion_length"), longer)
-    shots = "examples in the prompt (prompt.shots=4), " * (not config["prompt"]["shots"])
-    return f"easier questions (dataset=NAME), {shots}or another model: " + command_line(
-        "mse", *without("model"), "model=MODEL"
-    )
-
-
 def prompts_needed(result: Mapping[str, Any]) -> tuple[int, float]:
     """How many more prompts are needed, from and to, to two digits; see
     `ScalingEstimate.prompts_for_best_size`.
@@ -483,44 +399,3 @@ def prompts_needed(result: Mapping[str, Any]) -> tuple[int, float]:
     ends = (low - questions, max(1.0, high - questions))
     low, high = (float(f"{x:.2g}") if math.isfinite(x) else x for x in ends)
     return int(low), high
-
-
-def policy_overrides(config: Mapping[str, Any]) -> list[str]:
-    """Overrides that choose the model, the questions, the sampling and the rewards of a
-    configuration.
-    """
-    overrides = []
-    for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):
-        node = config[group]
-        shipped = f"{node['name']}.yaml" in {file.name for file in (CONF / group).iterdir()}
-        of_kind = "jsonl" if node.get("kind") == "jsonl" else other
-        name = node["name"] if shipped else of_kind
-        values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-        changes = list(_changes(node, values, f"{group}."))
-        if name == "hub" and "/" in node["model_name_or_path"]:
-            place = next(x for x in changes if x.startswith("model.model_name_or_path="))
-            changes.remove(place)
-            overrides += [place.replace(".model_name_or_path", "", 1), *changes]
-        else:
-            overrides += [f"{group}={name}", *changes]
-    values = yaml.safe_load((CONF / "common.yaml").read_text())
-    values["max_completion_length"] = config["dataset"].get("max_completion_length")
-    sampling = {key: config[key] for key in ("temperature", "max_completion_length")}
-    # configurations of before had no reward functions
-    rewards = {key: config[key] for key in ("reward_funcs", "reward_weights") if key in config}
-    return [*overrides, *_changes(sampling | rewards, values)]
-
-
-def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Overrides of the fields of a node that are not as in its file."""
-    for key, value in node.items():
-        default = values.get(key)
-        if value == default or isinstance(value, dict) or str(default).startswith("${"):
-            continue
-        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
-        if isinstance(value, str) and not re.fullmatch(r"[\w./:@+-]+", value):
-            text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-            text = text.replace("${", "\\${")  # which OmegaConf would look up
-        if isinstance(value, list) and not {"'", '"'} & set(text):
-            text = text.replace(", ", ",")  # as one types it
-        yield f"{prefix}{key}={text}"

@@ -9,12 +9,12 @@ from typing import Any
 from grpo_ustat.config.gap import STUDIES
 from grpo_ustat.report.decision import (
     decision_sentence,
-    next_step,
     noise_sentence,
     open_interval,
     percent,
     row_interval,
 )
+from grpo_ustat.report.next_step import next_step
 from grpo_ustat.report.recipes import recipe_table
 from grpo_ustat.report.reward_functions import reward_tables
 from grpo_ustat.report.symbols import baseline_word

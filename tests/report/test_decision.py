@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +15,20 @@ from commands import compose
 
 from grpo_ustat.estimators.noise import noise_scale, prompt_share
 from grpo_ustat.estimators.scaling import group_size_interval, scaling_estimate, widening
+from grpo_ustat.mse.pool_store import draws_of
 from grpo_ustat.report.decision import (
     allocation_sentence,
     decision_sentence,
     dynamic_sampling_sentence,
     group_size_costs,
     interval_note,
-    next_step,
     noise_sentence,
     noise_text,
     rule_sizes_sentence,
     training_noise_sentence,
     verdicts,
 )
+from grpo_ustat.report.next_step import next_step
 
 # n MSE = G + 2 + 9/(G-1): G* = 4, and 13, 9, 11.286, 18.6 at G = 2, 4, 8, 16
 RESULT = {
@@ -147,6 +148,27 @@ def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrid
     assert composed.temperature == config["temperature"]
     assert composed.max_completion_length == config["max_completion_length"]
     assert asdict(composed.prompt) == config["prompt"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("seed=3", "budget.feature_sketch=61", "study.parameters=mlp"),
+        ("baselines=[leave_one_out,group_std]", "group_sizes=[2,4]", "study.methods=[replay]"),
+        ("study.metric=adam", "study.interval=questions", "study.adam_group_size=4"),
+        ("reward_funcs=[task,brevity]", "temperature=0.7"),
+    ],
+)
+def test_more_questions_are_of_the_same_study_and_go_on_with_its_pool(overrides):
+    """Another seed or sketch would be refused by the pool, other rules answer another question."""
+    config = compose("mse", *overrides)
+    _, verb, *words = shlex.split(next_step(UNDECIDED, asdict(config), Path("runs/a")))
+    following = compose(verb, *words)
+    assert draws_of(following) == draws_of(config)
+    budget = replace(config.budget, pool_completions=8)
+    study = replace(config.study, questions=following.study.questions)
+    assert (following.study, following.budget) == (study, budget)
+    assert following.baselines == config.baselines and following.group_sizes == config.group_sizes
 
 
 def test_the_next_command_has_the_same_reward_functions():
@@ -293,6 +315,9 @@ def test_dynamic_sampling_is_said_not_to_pay_where_it_saves_next_to_nothing():
          "GRPO is better is not known."),
         ({"refuted": False},
          "Assumption 2 is not refuted; GRPO beats vanilla from G = 6 on here."),
+        ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6, "av_minus_a0_high": 1.0},
+         "Assumption 2 fails: right answers have the longer gradients; which of vanilla and GRPO "
+         "is better is not known."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6},
          "Assumption 2 fails: right answers have the longer gradients, so GRPO beats vanilla from "
          "G = 6 on here."),
@@ -306,6 +331,8 @@ def test_assumption_2_is_said_with_what_follows(changes, sentence):
     graded = sentence.replace("wrong", "low-reward").replace("right", "high-reward")
     assert verdicts(result) == [graded]
     assert verdicts(result | {"assumption2": {"corr": None}}) == []
+    result["assumption2"] |= {"refuted": False, "av_minus_a0_low": -1.0, "av_minus_a0_high": 1.0}
+    assert verdicts(result) == []  # neither is known
 
 
 def plan(name, change, low, high, in_sample=None, group_size=8):
