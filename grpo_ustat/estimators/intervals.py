@@ -48,14 +48,17 @@ def positive_interval(
     """The t interval on the log scale, `estimate * exp(+- t_dof sqrt(variance) / estimate)`.
 
     For quantities that cannot be negative, of whose estimates the low ones come with short standard
-    errors, as with heavy tails. Where the plain interval reaches 0 it is returned instead.
+    errors, as with heavy tails. Where the plain interval reaches 0 it is returned instead, from 0
+    on unless the estimate itself is below.
 
     >>> [round(x, 3) for x in positive_interval(2.0, 0.25, 1e9)]
     [2.0, 1.225, 3.265]
+    >>> [round(x, 3) for x in positive_interval(2.0, 4.0, 1e9)]
+    [2.0, 0.0, 5.92]
     """
     plain = t_interval(estimate, variance, dof, level)
     if not plain.low > 0:
-        return plain
+        return plain._replace(low=max(0.0, plain.low)) if estimate >= 0 else plain
     factor = math.exp((plain.high - plain.estimate) / plain.estimate)
     return Interval(plain.estimate, plain.estimate / factor, plain.estimate * factor)
 

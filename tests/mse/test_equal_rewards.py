@@ -328,7 +328,7 @@ COMMAND = "grpo-ustat mse model=tiny_base dataset=arithmetic prompt=bare"
          f"{COMMAND} max_completion_length=320"),
         ({"cut": 40, "no_answer": 20, "wrong": 4},
          ("max_completion_length=160", "study.questions=8", "budget.pool_completions=16"),
-         f"{COMMAND} study.questions=8 budget.pool_completions=16 max_completion_length=320"),
+         f"{COMMAND} budget.pool_completions=16 study.questions=8 max_completion_length=320"),
         ({"cut": 20, "no_answer": 40, "wrong": 4}, (), f"{COMMAND} debug=prompts"),
         ({"cut": 0, "no_answer": 0}, (), f"{COMMAND} debug=prompts"),
         ({"cut": 4, "no_answer": 20, "wrong": 40}, (),
