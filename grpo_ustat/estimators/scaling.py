@@ -426,13 +426,21 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
     Args:
         sample_tails: see `intervals.tails`.
         units: what the sample is made of, in the plural.
+
+    >>> heavy_text(Tails(16.0, 5.0), "questions").split(": ")[1]
+    'their mean squared score norm is known to +- 25 % (11 % is needed)'
     """
-    return (
-        f"heavy tails: the {units} say as much as {sample_tails.effective_size:.0f} evenly loud "
-        f"ones (at least {LEAST_EFFECTIVE} are needed), and {sample_tails.carriers:.1f} of them "
-        f"carry a "
-        f"standard error (at least {LEAST_CARRIERS}): 95 % intervals may cover less than 90 %"
-    )
+    size, carriers = sample_tails
+    reasons: list[str] = []
+    if size < LEAST_EFFECTIVE:
+        known, needed = 1 / math.sqrt(size), 1 / math.sqrt(LEAST_EFFECTIVE)
+        reasons.append(
+            f"their mean squared score norm is known to +- {known:.0%} ({needed:.0%} is needed)"
+        )
+    if carriers < LEAST_CARRIERS:
+        reasons.append(f"{carriers:.1f} of them decide a standard error ({LEAST_CARRIERS} needed)")
+    reason = ", and ".join(reasons).replace("%", " %")
+    return f"95 % intervals may cover less than 90 % with so few {units}: {reason}"
 
 
 def prompt_scaling(rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array) -> PromptScaling:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,8 @@ def with_adapters(config: TrainConfig, model: PreTrainedModel) -> torch.nn.Modul
     """The model frozen, with the configured adapters to be trained; they name it as their base.
 
     Raises:
-        ConfigError: peft is missing, or the model has no such modules.
+        ConfigError: peft is missing, the model has no such modules, or vLLM would sample from
+            another model.
     """
     lora, names = config.lora, config.lora.target_modules
     assert names is not None
@@ -38,16 +40,26 @@ def with_adapters(config: TrainConfig, model: PreTrainedModel) -> torch.nn.Modul
     )
     try:
         with _quiet():
-            return peft.get_peft_model(model, options).eval()
+            adapted = peft.get_peft_model(model, options).eval()
     except ValueError as error:
         reason = single_line(error, 300)
         raise ConfigError(f"lora.target_modules={names}: {reason}") from error
+    shared = adapted_shared_layers(adapted)
+    if shared and config.rollout.name != "local":
+        layer = next(iter(shared)).rpartition(".")[2]
+        raise ConfigError(
+            f"lora.target_modules={names} with rollout={config.rollout.name}: {layer} shares its "
+            "weight with another layer, which vLLM would change too: leave it out, or use "
+            "rollout=local"
+        )
+    return adapted
 
 
 def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     """The model with a folder's adapters added to its weights, all of them trainable again.
 
-    In a model of 16 bits the sums are rounded.
+    In a model of 16 bits the sums are rounded. Where adapters are on an embedding that is the
+    output layer's too, the two are two weights from then on, as they are two layers to PEFT.
 
     Raises:
         ConfigError: peft is missing, or the adapters are of another model.
@@ -57,6 +69,9 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         with _quiet():
             adapted = peft.PeftModel(model, peft.PeftConfig.from_pretrained(folder))
             report = adapted.load_adapter(folder, "default", torch_device="cpu")
+            for layer in adapted_shared_layers(adapted).values():
+                layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+                model.config.get_text_config().tie_word_embeddings = False
             result = adapted.merge_and_unload()
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = single_line(f"{type(error).__name__}: {error}", 300)
@@ -71,6 +86,21 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     return result
 
 
+def adapted_shared_layers(model: Any) -> dict[str, Any]:
+    """Layers of a PEFT model, by name, that have adapters on a weight which other layers share, as
+    a tied embedding is the output layer's: added to that weight they would move both.
+    """
+    owners = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
+    layers = {
+        name: layer.get_base_layer()
+        for name, layer in model.named_modules()
+        if hasattr(layer, "lora_A")
+    }
+    return {
+        name: layer for name, layer in layers.items() if owners[getattr(layer, "weight", None)] > 1
+    }
+
+
 def _peft(what: str) -> Any:
     try:
         return importlib.import_module("peft")
@@ -80,9 +110,12 @@ def _peft(what: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within, PEFT's use of a deprecated attribute of transformers gives no warning."""
+    """Within, PEFT gives no warning of a deprecated attribute of transformers, nor of tied weights,
+    see `adapted_shared_layers`.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        warnings.filterwarnings("ignore", ".*(tie_word_embeddings|save_embedding_layers)")
         yield
 
 

@@ -5,6 +5,7 @@ A folder may hold LoRA adapters, which are merged into the model that they name.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, cast
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from huggingface_hub import constants as hub_settings
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -40,11 +42,16 @@ from grpo_ustat.policy.chat import ChatFormat, writes_turns
 from grpo_ustat.policy.precision import set_tf32
 from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt
+from grpo_ustat.runs.log import warn
 from grpo_ustat.streams import single_line
 from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
 from grpo_ustat.tasks.registry import make_task
 
+LOADING_ERRORS = (
+    OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError
+)  # fmt: skip
+OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 CLASSES_OF_NO_MODEL = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one, renamed in 5.0
 
 
@@ -126,6 +133,16 @@ def load_policy(
             "the model names no end token: set eos_token_id in generation_config.json"
         )
     pad = cast("int | None", tokenizer.pad_token_id)
+    rows = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    rowless = [x for x, token in tokenizer.get_vocab().items() if token >= rows and token != pad]
+    if rowless:
+        raise ConfigError(
+            f"no model could be loaded from model_name_or_path={model_name_or_path}: its tokenizer "
+            f"has {len(tokenizer)} tokens and its embedding {rows} rows, none for {rowless[0]!r}"
+            f"{_more(rowless)}: use the tokenizer that was saved with these weights"
+        )
+    if pad is not None and pad >= rows:  # often added by the trainer of a base model; masked here
+        pad = None
     # transformers decorates `to` in a way that loses its `self`
     model.to(device).eval()  # pyright: ignore[reportArgumentType]
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
@@ -141,12 +158,74 @@ def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedMo
         return merged(_model(resolve(base), revision=revision, **options), source)
     stored, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     check_stored_config(stored, source, trusted=options.get("trust_remote_code", False))
-    model = AutoModelForCausalLM.from_pretrained(
-        source, revision=revision, use_safetensors=True, **options
-    )
+    if (file := Path(source) / "generation_config.json").is_file():
+        json.loads(file.read_text(encoding="utf-8"))  # transformers passes over a damaged one
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # `weights` holds what its report says
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True, **options,
+        )  # fmt: skip
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    model, weights = loaded
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError("the hub has adapters under this name: download them to a folder")
+    _check_weights(model, weights)
+    for part in (model.config, model.config.get_text_config()):
+        for name in OUTPUTS:  # fields that change what a forward pass returns, not its logits
+            if getattr(part, name, False):
+                setattr(part, name, False)
+        part.return_dict = True
     return model
+
+
+def _check_weights(model: PreTrainedModel, weights: dict[str, Any]) -> None:
+    """Refuse a model whose checkpoint lacks some of its weights, which transformers draws at
+    random, or holds others.
+
+    Raises:
+        ConfigError: naming the first, how many there are, and its two shapes.
+    """
+    shapes = {name: list(x.shape) for name, x in model.state_dict().items()}
+    lacking = sorted(weights["missing_keys"], key=[*shapes, *weights["missing_keys"]].index)
+    others = sorted(weights["mismatched_keys"])
+    if others:
+        name, in_file, in_model = others[0]
+        raise ConfigError(
+            f"{name} is {list(in_file)} in the checkpoint, {list(in_model)} by config.json"
+            f" ({len(others)} weights differ): use the config.json that was saved with these"
+        )
+    if lacking:
+        tied = " (with tie_word_embeddings=true it would be the embedding's)"
+        raise ConfigError(
+            f"the checkpoint lacks {lacking[0]}{_more(lacking)}, which config.json asks for"
+            f"{tied if lacking[0] == 'lm_head.weight' else ''}: download the model again, or use "
+            "the config.json that was saved with these weights"
+        )
+    modules = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    unexpected = sorted(weights["unexpected_keys"])
+    placeless = [
+        name for name in unexpected if name not in shapes and name.rpartition(".")[0] in modules
+    ]
+    if placeless:
+        raise ConfigError(
+            f"the checkpoint holds {placeless[0]}{_more(placeless)}, for which the model of "
+            "config.json has no place: use the config.json that was saved with these weights"
+        )
+    if unexpected:
+        warn(
+            f"left out of the checkpoint: {unexpected[0]}{_more(unexpected)}, for which the model "
+            "of config.json has no place"
+        )
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ConfigError(f"{name} of the checkpoint is not finite: download the model again")
+
+
+def _more(names: list[Any]) -> str:
+    return f" and {len(names) - 1} more" * (len(names) > 1)
 
 
 def load_tokenizer(
@@ -191,8 +270,12 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
     unreachable = of_hub and go_offline_if_unreachable()
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except LOADING_ERRORS as error:
         reason = single_line(error, 300)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"one of its JSON files is cut or damaged ({reason}): download it again"
+        if isinstance(error, SafetensorError):
+            reason = f"a file of its weights is cut or damaged ({reason}): download it again"
         if unreachable:
             reason = (
                 "it is not in the hub's local cache, and the hub does not answer: download it "

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from grpo_ustat.config.model import model_folder
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.adapters import merged
 
@@ -69,6 +70,35 @@ def test_every_variant_is_what_peft_reads(variant, base, tmp_path):
     torch.testing.assert_close(logits(ours), logits(read), rtol=0, atol=1e-5)
     assert (logits(ours) - logits(loaded(base))).abs().max() > 1e-4
     assert all(parameter.requires_grad for parameter in ours.parameters())
+
+
+TIED = {
+    "the embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "the output layer": {"target_modules": ["lm_head"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "both by one adapter": {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    "DoRA": {"target_modules": ["embed_tokens"], "use_dora": True},
+    "a whole embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "a whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "new tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+    "other layers": {"target_modules": ["q_proj", "down_proj"]},
+}
+
+
+@pytest.mark.parametrize("variant", TIED)
+def test_adapters_on_a_tied_embedding_move_what_peft_moves(variant, tmp_path):
+    torch.manual_seed(0)
+    base, folder = model_folder("embedded:tiny"), str(tmp_path / "adapters")
+    assert loaded(base).config.tie_word_embeddings
+    trained = peft.get_peft_model(loaded(base), peft.LoraConfig(r=4, **TIED[variant]))
+    for parameter in trained.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter.data, std=0.3)
+    trained.eval().save_pretrained(folder)
+    ours = merged(loaded(base), folder)
+    torch.testing.assert_close(logits(ours), logits(trained), rtol=1e-5, atol=1e-4)
+    ours.save_pretrained(tmp_path / "whole")  # which ties weights anew by its config.json
+    torch.testing.assert_close(logits(loaded(tmp_path / "whole")), logits(ours))
 
 
 @pytest.mark.slow

@@ -15,7 +15,15 @@ import yaml
 from commands import CONF, compose, run
 from fakes import random_policy
 from launching import finished
-from transformers import AutoModelForCausalLM, Qwen2Config
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grpo_ustat.config.identity import folder_name, weights_fingerprint
 from grpo_ustat.config.model import cache_folder, model_folder
@@ -241,6 +249,122 @@ def test_a_size_that_only_costs_are_estimated_from_is_the_same_run_and_pool(tmp_
     given = ("model=tiny_base", "model.size.parameters=7")
     assert folder_name(compose("train", *given)) == folder_name(compose("train", given[0]))
     assert draws_of(compose("mse", *given)) == draws_of(compose("mse", given[0]))
+
+
+def altered(folder, change_weights=None, **config):
+    """A copy of the embedded `tiny`, its weights or config.json changed."""
+    shutil.copytree(model_folder("embedded:tiny"), folder)
+    if change_weights:
+        weights = load_file(folder / "model.safetensors")
+        change_weights(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    stored = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stored | config))
+    return str(folder)
+
+
+def spoil(weights):
+    weights["model.norm.weight"][3] = torch.nan
+
+
+def shorten(weights):
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-2].clone()
+
+
+NORM, UP = "model.layers.2.input_layernorm.weight", "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    "change_weights, config, message",
+    [
+        (lambda w: w.pop(NORM), {}, f"the checkpoint lacks {NORM}, which config.json asks for"),
+        (lambda w: w.pop("model.embed_tokens.weight"), {},
+         "lacks model.embed_tokens.weight and 1 more"),
+        (None, {"tie_word_embeddings": False}, "lacks lm_head.weight, .*tie_word_embeddings=true"),
+        (None, {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5},
+         r"lacks model\.layers\.4\..* and 11 more"),
+        (lambda w: w.update({f"{UP}.bias": torch.ones(192)}), {},
+         f"the checkpoint holds {UP}.bias, for which the model of config.json has no place"),
+        (None, {"intermediate_size": 96},
+         r"down_proj.weight is \[64, 192\] in the checkpoint, \[64, 96\] by config.json"),
+        (None, {"num_hidden_layers": 5}, "`num_hidden_layers` .5. must be equal"),
+        (spoil, {}, "model.norm.weight of the checkpoint is not finite"),
+        (shorten, {"vocab_size": 97}, "its tokenizer has 99 tokens and its embedding 97 rows"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_the_models_are_refused(change_weights, config, message, tmp_path):
+    """transformers draws a missing one at random, in each process anew, and leaves others out."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_policy(altered(tmp_path / "model", change_weights, **config))
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_beside_the_model_are_named(tmp_path, capsys):
+    """As value heads are, and layers that config.json does not count."""
+    beside = {"v_head.summary.weight": torch.ones(1, 64), "model.layers.4.a.weight": torch.ones(2)}
+    policy = load_policy(altered(tmp_path / "model", lambda w: w.update(beside)))
+    assert (
+        "left out of the checkpoint: model.layers.4.a.weight and 1 more" in capsys.readouterr().err
+    )
+    weights, others = (x.model.state_dict() for x in (policy, load_policy("embedded:tiny")))
+    assert all(torch.equal(weights[name], others[name]) for name in others)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("kept", [0, 4, 0.5])
+def test_a_cut_file_is_one_line(name, kept, tmp_path):
+    folder = altered(tmp_path / "model")
+    whole = Path(folder, name).read_bytes()
+    Path(folder, name).write_bytes(whole[: int(kept * len(whole)) if kept < 1 else kept])
+    with pytest.raises(ConfigError, match="is cut or damaged") as caught:
+        load_policy(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_padding_token_without_a_row_is_never_read(tmp_path):
+    """Trainers of base models add one to the tokenizer alone."""
+    folder = altered(tmp_path / "model")
+    tokenizer = load_policy(folder).tokenizer
+    tokenizer.add_special_tokens({"pad_token": "<added>"})
+    tokenizer.save_pretrained(folder)
+    policy = load_policy(folder)
+    assert policy.tokenizer.pad_token_id == 99 and policy.pad_token in policy.end_tokens
+
+
+def test_outputs_that_config_json_asks_for_do_not_reach_a_forward_pass(tmp_path):
+    flags = {"output_hidden_states": True, "output_attentions": True, "return_dict": False}
+    policy = load_policy(altered(tmp_path / "model", **flags))
+    output = policy.model(torch.tensor([[5, 6]]), attention_mask=torch.ones(1, 2))
+    assert output.hidden_states is None and output.attentions is None
+    assert torch.equal(
+        output.logits, load_policy("embedded:tiny").model(torch.tensor([[5, 6]])).logits
+    )
+
+
+@pytest.mark.parametrize(
+    "config_class, model_class, sizes",
+    [
+        (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4}),
+        (Qwen3MoeConfig, Qwen3MoeForCausalLM,
+         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}),
+    ],
+)  # fmt: skip
+def test_experts_read_a_token_after_cached_ones_where_a_trainer_left_the_routers_loss_on(
+    config_class, model_class, sizes, tmp_path
+):
+    """transformers computes that loss from the mask of all tokens, cached ones too."""
+    folder = altered(tmp_path / "model")
+    config = config_class(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=1, pad_token_id=0,
+        output_router_logits=True, **sizes,
+    )  # fmt: skip
+    model_class(config).save_pretrained(folder)
+    policy = load_policy(folder)
+    tokens, mask = torch.tensor([[5, 6, 7]]), torch.ones(1, 3)
+    cache = policy.model(tokens[:, :2], attention_mask=mask[:, :2]).past_key_values
+    last = policy.model(tokens[:, 2:], attention_mask=mask, past_key_values=cache).logits[0, -1]
+    torch.testing.assert_close(last, policy.model(tokens, attention_mask=mask).logits[0, -1])
 
 
 def local(folder):

@@ -15,6 +15,7 @@ from training_runs import config_of
 
 from grpo_ustat.config.identity import weights_fingerprint
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.policy.adapters import with_adapters
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.runs.folder import RunFolder
@@ -81,6 +82,13 @@ def test_adapters_on_merged_adapters_name_them_as_their_base(tmp_path):
         torch.testing.assert_close(logprobs(again), logprobs(trained), rtol=0, atol=2e-5)
     assert (logprobs(again) - logprobs(trained)).abs().max() > 0.01
     assert_same_policy(load_policy(str(above)), again)
+
+
+def test_adapters_on_a_tied_embedding_are_not_sampled_by_vllm(tmp_path):
+    """vLLM ties the weights anew, and would sample from another policy."""
+    config = config_of("lora=r16", "lora.target_modules=embed_tokens", "rollout=vllm")
+    with pytest.raises(ConfigError, match="embed_tokens shares its weight .* rollout=local"):
+        with_adapters(config, load_policy("embedded:tiny").model)
 
 
 def test_a_checkpoint_names_the_revision_of_its_base(tmp_path):
