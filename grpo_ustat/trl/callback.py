@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -292,22 +293,30 @@ class GradientNoiseCallback(TrainerCallback):
 
 def _numbers(intervals: Mapping[str, Interval]) -> str:
     """G*, the noise scale at both group sizes and zero-variance groups, in words."""
-    share = Interval(*(100 * x for x in intervals["zero_variance"]))
-    best, own, at_best = (
-        _text(intervals[name], digits)
-        for name, digits in (("gstar", 1), ("noise_scale", 0), ("noise_scale_best", 0))
-    )
+    share = intervals["zero_variance"]
+    if share.estimate == 1:
+        return "all groups have equal rewards, so there is no gradient to measure"
+    best = _text(intervals["gstar"], least=1, digits=1)
+    own, at_best = (_text(intervals[name]) for name in ("noise_scale", "noise_scale_best"))
+    silent, low, high = (100 * x for x in share)
     return (
         f"G* {best}, noise scale {own} rollouts (at G* {at_best}), zero-variance groups "
-        f"{_text(share)} %"
+        f"{silent:.0f} [{low:.0f}, {high:.0f}] %"
     )
 
 
-def _text(interval: Interval, digits: int = 0) -> str:
-    """An estimate with its interval, as far as they are known."""
-    ends = [f"{x:.{digits}f}" if np.isfinite(x) else "no end" for x in interval[1:]]
-    estimate = f"{interval[0]:.{digits}f}" if np.isfinite(interval[0]) else "unknown"
-    return estimate if np.isnan(interval[1]) else f"{estimate} [{', '.join(ends)}]"
+def _text(interval: Interval, least: float = 0, digits: int = 0) -> str:
+    """An estimate with its interval, or what is known of it: nothing, or that it is not less.
+
+    >>> _text(Interval(5.25, 4.31, 9.8), 1, 1), _text(Interval(math.nan, 32, math.inf))
+    ('5.2 [4.3, 9.8]', 'at least 32')
+    >>> _text(Interval(8.7, 1.0, math.inf), 1, 1)
+    'unknown'
+    """
+    estimate, low, high = interval
+    if math.isfinite(high) and math.isfinite(estimate):
+        return f"{estimate:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"at least {low:.{digits}f}" if low > least else "unknown"
 
 
 @contextmanager
