@@ -1,0 +1,180 @@
+"""Which rows of a framework are one sample each of one policy, and in which groups they stand.
+
+In this order: copies are counted once, what was written again replaces what it was written over,
+one run is chosen, then one policy, and only then groups are formed. What counts as a copy: **two
+rows are one sample where the framework names both alike and they agree to the bit, or where it
+names no rows and a whole group stands, so equal, in another file too; equal completions of a group
+in one file are samples of their own, and all count.** (Two samples of a short answer have the same
+tokens, and may well have the same log-probabilities.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median_high
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.convert.rows import Rollout
+from grpo_ustat.rollout.logged import LEAST_COMPLETIONS
+
+COPY = "a copy of a row that is counted"
+LeaveOut = Callable[[Rollout, str], None]
+
+
+def content(row: Rollout) -> str:
+    """All that two copies share."""
+    return repr((
+        row.run, row.policy_version, row.group, row.prompt_ids or row.prompt,
+        row.completion_ids or row.completion, row.logprobs, row.reward,
+    ))  # fmt: skip
+
+
+def once(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
+    """Rows without copies, see above; of a run that tells what it trained on, those rows alone."""
+    shipped: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        if not row.arrived:
+            shipped[row.run] |= {content(row), f"name {row.sample}"}
+    names: set[tuple[str, str, str]] = set()
+    nameless: dict[tuple[str, str | None, str], dict[Path, list[Rollout]]] = {}
+    copies: set[int] = set()
+    for row in rows:
+        if row.arrived and row.run in shipped:
+            continue
+        if row.sample is None:
+            files = nameless.setdefault((row.run, row.policy_version, row.group), {})
+            files.setdefault(row.path, []).append(row)
+            continue
+        key = row.run, row.sample, content(row)
+        if key in names:
+            copies.add(id(row))
+        names.add(key)
+    for files in nameless.values():
+        groups: list[Counter[str]] = []
+        for group in sorted(files.values(), key=len, reverse=True):
+            contents = Counter(map(content, group))
+            if any(contents <= other for other in groups):
+                copies.update(map(id, group))
+            else:
+                groups.append(contents)
+    kept = []
+    for row in rows:
+        if row.arrived and row.run in shipped:
+            name = content(row) if row.sample is None else f"name {row.sample}"
+            is_copy = name in shipped[row.run]
+            leave_out(row, COPY if is_copy else "in all, not in effective: it was not trained on")
+        elif id(row) in copies:
+            leave_out(row, COPY)
+        else:
+            kept.append(row)
+    return kept
+
+
+def last_written(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
+    """Rows without those of a batch that a resumed run wrote again."""
+    times: Counter[tuple[str, str | None, str]] = Counter()
+    written = []
+    last: dict[tuple[str, str | None], int] = {}
+    for row in rows:
+        batch = row.run, row.batch or row.step
+        time = 0
+        if row.sample is not None:
+            time = times[*batch, row.sample]
+            times[*batch, row.sample] += 1
+        written.append(time)
+        last[batch] = max(last.get(batch, 0), time)
+    kept = []
+    for row, time in zip(rows, written, strict=True):
+        if row.sample is not None and time < last[row.run, row.batch or row.step]:
+            leave_out(row, "written again later: the run was resumed before it")
+        else:
+            kept.append(row)
+    return kept
+
+
+def of_one_run(rows: Sequence[Rollout], version: str | None, leave_out: LeaveOut) -> list[Rollout]:
+    """Rows of the run that was read last of those with rows that can be used."""
+    usable = [row for row in rows if not row.fault and version in (None, row.policy_version)]
+    if not usable:
+        return list(rows)
+    run = usable[-1].run
+    for row in rows:
+        if row.run != run:
+            leave_out(row, f"of another run than {run}, which is kept (name the other's folder)")
+    return [row for row in rows if row.run == run]
+
+
+def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
+    """How many rollouts a training step has: the median over steps, as whole groups of the
+    commonest size, for a few rows may be missing. None: no step is logged.
+    """
+    steps = Counter(row.step for row in rows if row.step is not None)
+    if not steps:
+        return None
+    groups = Counter((row.step, row.group) for row in rows)
+    size = max(Counter(groups.values()).items(), key=lambda one: (one[0] * one[1], one[0]))[0]
+    return max(1, round(median_high(steps.values()) / size)) * size
+
+
+def of_one_policy(
+    rows: Sequence[Rollout], version: str | None, leave_out: LeaveOut
+) -> list[Rollout]:
+    """Rows of `version`, else of the last policy that has at least half as many rows in groups of
+    several as the one with most: a step that has just begun is no batch yet.
+
+    Raises:
+        ConfigError: no row is of `version`.
+    """
+    groups = Counter((row.policy_version, row.group) for row in rows)
+    sizes: Counter[str | None] = Counter()
+    for (policy, _), size in groups.items():
+        sizes[policy] += size if size > 1 else 0
+    if version is not None and version not in sizes:
+        known = sorted(sizes, key=_age)
+        raise ConfigError(
+            f"--version {version}: no row that can be used is of it; there are "
+            + (f"{known[0]} to {known[-1]}" if len(known) > 1 else ", ".join(map(str, known)))
+        )
+    most = max(sizes.values(), default=0)
+    chosen = version or max((one for one in sizes if 2 * sizes[one] >= most), key=_age)
+    for row in rows:
+        if row.policy_version != chosen:
+            leave_out(
+                row, f"of another policy than {chosen}, which is kept (--version takes another)"
+            )
+    return [row for row in rows if row.policy_version == chosen]
+
+
+def _age(version: str | None) -> tuple[list[int], str]:
+    """The numbers of a policy's version, by which the last one is found."""
+    return [int(one) for one in re.findall(r"\d+", version or "")], version or ""
+
+
+def in_groups(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[list[Rollout]]:
+    """Completions of each prompt: a group has one prompt, groups of one prompt are joined, and
+    prompts have the completions that `mse` needs, or where none has as many, two.
+    """
+    groups: dict[str, list[Rollout]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    prompts: dict[str, list[Rollout]] = {}
+    for group in groups.values():
+        own = {repr(row.prompt_ids or row.prompt) for row in group}
+        if len(own) == 1:
+            prompts.setdefault(own.pop(), []).extend(group)
+        else:
+            for row in group:
+                leave_out(row, "its group has several prompts (--group-size may be wrong)")
+    largest = max(map(len, prompts.values()), default=0)
+    least = LEAST_COMPLETIONS if largest >= LEAST_COMPLETIONS else 2
+    for group in prompts.values():
+        for row in group if len(group) < least else ():
+            leave_out(
+                row,
+                "a group of one completion" if len(group) == 1
+                else f"its prompt has fewer than {least} completions",
+            )  # fmt: skip
+    return [group for group in prompts.values() if len(group) >= least]
