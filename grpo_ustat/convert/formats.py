@@ -138,7 +138,12 @@ def read_prime_rl(path: Path, options: Options) -> Iterator[Rollout]:
         if not episode["traces"]:
             return [replace(common, untrained=common.untrained or "it failed before any trace")]
         return [
-            _prime_trace(replace(common, place=f"{place} trace {k}"), trace, episode, options)
+            _prime_trace(
+                replace(common, place=f"{place} trace {k}", sample=f"{episode.get('id')} {k}"),
+                trace,
+                episode,
+                options,
+            )
             for k, trace in enumerate(episode["traces"])
         ]
 
@@ -188,7 +193,7 @@ def _prime_trace(
     found = {"fault": fault} | reward_of(rewards, options, usual)
     return replace(
         common, group=f"{group}/{agent['name']}" if "name" in agent else group,
-        sample=trace.get("id"),
+        sample=trace.get("id") or (common.sample if episode.get("id") else None),
         untrained=untrained, prompt_ids=tokens[:start], completion_ids=tokens[start:],
         loss_mask=mask[start:], logprobs=logprobs[start:] if are_logged else None,
         ended=None if not reasons else reasons[-1] != "length",
@@ -320,7 +325,7 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
     """ms-swift's completions.jsonl, appended to: a line a log, columns as lists. A line at the step
     of the line before it is the log of an evaluation, one at an earlier step of a resumed run.
     """
-    before: dict[str, Any] = {}
+    before: dict[str, Any] = {"columns": {}, "is evaluation": False}
 
     def build(place: str, columns: dict[str, Any]) -> list[Rollout]:
         known = {"step", "prompt", "completion", "advantages", "entropy"}
@@ -330,14 +335,16 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
         steps = columns.get("step")
         count = len(columns["prompt"])
         steps = steps if isinstance(steps, list) else [steps] * count
-        again = bool(before) and before["step"] == columns.get("step") and before != columns
-        before.clear()
-        before.update({"step": None} | columns)
+        is_evaluation = before["columns"].get("step", ()) == columns.get("step") and (
+            before["is evaluation"] or before["columns"] != columns
+        )
+        before.update({"columns": columns, "is evaluation": is_evaluation})
+        untrained = f"{EVALUATION}: logged at the step of the line before" if is_evaluation else ""
         return [
             Rollout(
                 path, f"{place} entry {i}", json.dumps(prompt, sort_keys=True),
                 run=str(path.parent), step=str(step), sample=str(i),
-                untrained=f"{EVALUATION}: logged at the step of the line before" if again else "",
+                untrained=untrained,
                 policy_version=f"step {step}", prompt=prompt, completion=completion,
                 **reward_of(dict(zip(names, values, strict=True)), options, usual, skips_null=True),
             )

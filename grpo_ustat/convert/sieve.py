@@ -64,8 +64,8 @@ def once(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
     for row in rows:
         if row.arrived and row.run in shipped:
             name = content(row) if row.sample is None else f"name {row.sample}"
-            is_copy = name in shipped[row.run]
-            leave_out(row, COPY if is_copy else "in all, not in effective: it was not trained on")
+            why = COPY if name in shipped[row.run] else row.untrained
+            leave_out(row, why or "in all, not in effective: it was not trained on")
         elif id(row) in copies:
             leave_out(row, COPY)
         else:
@@ -97,13 +97,17 @@ def last_written(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
 
 def of_one_run(rows: Sequence[Rollout], version: str | None, leave_out: LeaveOut) -> list[Rollout]:
     """Rows of the run that was read last of those with rows that can be used."""
-    usable = [row for row in rows if not row.fault and version in (None, row.policy_version)]
+    usable = [
+        row for row in rows
+        if not row.untrained and not row.fault and version in (None, row.policy_version)
+    ]  # fmt: skip
     if not usable:
         return list(rows)
     run = usable[-1].run
     for row in rows:
         if row.run != run:
-            leave_out(row, f"of another run than {run}, which is kept (name the other's folder)")
+            other = f"of another run than {run}, which is kept (name the other's folder)"
+            leave_out(row, row.untrained or other)
     return [row for row in rows if row.run == run]
 
 

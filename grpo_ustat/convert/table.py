@@ -11,7 +11,7 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.convert import sieve
 from grpo_ustat.convert.formats import Format
-from grpo_ustat.convert.rows import UNLIKE, Options, Rollout
+from grpo_ustat.convert.rows import EVALUATION, UNLIKE, Options, Rollout
 from grpo_ustat.rollout.dumps import files_of
 from grpo_ustat.rollout.logged import (
     LEAST_COMPLETIONS,
@@ -131,21 +131,21 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
             f"{rollouts[0].path} is not as {one.name} writes it ({reason:.120}): choose another "
             "--from"
         )
-    trained = []
+    rows = []
     for row in rollouts:
         row.fault = row.fault or _fault(row)
-        if row.untrained or row.fault.startswith(UNLIKE):
+        if row.untrained.startswith(EVALUATION) or row.fault.startswith(UNLIKE):
             leave_out(row, row.untrained or row.fault)
         else:
-            trained.append(row)
-    rows = sieve.once(trained, leave_out)
+            rows.append(row)
+    rows = sieve.once(rows, leave_out)
     rows = sieve.last_written(rows, leave_out)
     rows = sieve.of_one_run(rows, options.version, leave_out)
     step_rollouts = sieve.rollouts_of_step(rows)
     for row in rows:
-        if row.fault:
-            leave_out(row, row.fault)
-    rows = [row for row in rows if not row.fault]
+        if row.untrained or row.fault:
+            leave_out(row, row.untrained or row.fault)
+    rows = [row for row in rows if not row.untrained and not row.fault]
     notes: list[str] = []
     if rows:
         rows = sieve.of_one_policy(rows, options.version, leave_out)
