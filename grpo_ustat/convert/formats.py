@@ -170,7 +170,8 @@ def _prime_trace(
         else:
             logprobs += [float(next(values, math.nan)) if one else 0.0 for one in own]
         are_logged &= not any(own) or bool(node.get("logprobs"))
-        tokens, mask = tokens + [int(x) for x in ids], mask + own
+        tokens += [int(x) for x in ids]
+        mask += own
     start = mask.index(1) if 1 in mask else len(tokens)
     policy = ((episode.get("run") or {}).get("work") or {}).get("policy") or {}
     first, last = policy.get("start"), policy.get("end")

@@ -10,8 +10,9 @@ tokens, and may well have the same log-probabilities.)
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median_high
@@ -24,53 +25,49 @@ COPY = "a copy of a row that is counted"
 LeaveOut = Callable[[Rollout, str], None]
 
 
-def content(row: Rollout) -> str:
-    """All that two copies share."""
-    return repr((
+def content(row: Rollout) -> bytes:
+    """A digest of all that two copies share."""
+    shared = (
         row.run, row.policy_version, row.group, row.prompt_ids or row.prompt,
         row.completion_ids or row.completion, row.logprobs, row.reward,
-    ))  # fmt: skip
+    )  # fmt: skip
+    return hashlib.blake2b(repr(shared).encode(), digest_size=16).digest()
 
 
 def once(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
     """Rows without copies, see above; of a run that tells what it trained on, those rows alone."""
-    shipped: dict[str, set[str]] = defaultdict(set)
-    for row in rows:
+    contents = [content(row) for row in rows]
+    shipped: dict[str, set[str | bytes]] = {}
+    for row, own in zip(rows, contents, strict=True):
         if not row.arrived:
-            shipped[row.run] |= {content(row), f"name {row.sample}"}
-    names: set[tuple[str, str, str]] = set()
-    nameless: dict[tuple[str, str | None, str], dict[Path, list[Rollout]]] = {}
-    copies: set[int] = set()
-    for row in rows:
+            shipped.setdefault(row.run, set()).add(row.sample or own)
+    reasons = [""] * len(rows)
+    named: set[tuple[str, str, bytes]] = set()
+    nameless: dict[tuple[str, str | None, str], dict[Path, list[int]]] = {}
+    for k, (row, own) in enumerate(zip(rows, contents, strict=True)):
         if row.arrived and row.run in shipped:
-            continue
-        if row.sample is None:
+            why = COPY if (row.sample or own) in shipped[row.run] else row.untrained
+            reasons[k] = why or "in all, not in effective: it was not trained on"
+        elif row.sample is None:
             files = nameless.setdefault((row.run, row.policy_version, row.group), {})
-            files.setdefault(row.path, []).append(row)
-            continue
-        key = row.run, row.sample, content(row)
-        if key in names:
-            copies.add(id(row))
-        names.add(key)
-    for files in nameless.values():
-        groups: list[Counter[str]] = []
-        for group in sorted(files.values(), key=len, reverse=True):
-            contents = Counter(map(content, group))
-            if any(contents <= other for other in groups):
-                copies.update(map(id, group))
-            else:
-                groups.append(contents)
-    kept = []
-    for row in rows:
-        if row.arrived and row.run in shipped:
-            name = content(row) if row.sample is None else f"name {row.sample}"
-            why = COPY if name in shipped[row.run] else row.untrained
-            leave_out(row, why or "in all, not in effective: it was not trained on")
-        elif id(row) in copies:
-            leave_out(row, COPY)
+            files.setdefault(row.path, []).append(k)
+        elif (row.run, row.sample, own) in named:
+            reasons[k] = COPY
         else:
-            kept.append(row)
-    return kept
+            named.add((row.run, row.sample, own))
+    for files in nameless.values():
+        groups: list[Counter[bytes]] = []
+        for places in sorted(files.values(), key=len, reverse=True):
+            group = Counter(contents[k] for k in places)
+            if any(group <= other for other in groups):
+                for k in places:
+                    reasons[k] = COPY
+            else:
+                groups.append(group)
+    for row, reason in zip(rows, reasons, strict=True):
+        if reason:
+            leave_out(row, reason)
+    return [row for row, reason in zip(rows, reasons, strict=True) if not reason]
 
 
 def last_written(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:

@@ -62,10 +62,10 @@ def files_of(source: Path, dump: Dump) -> Sequence[Path]:
     if source.is_file():
         return [source] if source.match(dump.pattern.rpartition("/")[2]) else []
     named = sorted((path for path in source.glob(dump.pattern) if path.is_file()), key=natural)
-    known = [
-        path for path in named if (fields := first_fields(path)) is None or dump.fields <= fields
-    ]
-    return known if any(first_fields(path) for path in known) else named
+    fields = {path: first_fields(path) for path in named}
+    if not any(own is not None and dump.fields <= own for own in fields.values()):
+        return named
+    return [path for path, own in fields.items() if own is None or dump.fields <= own]
 
 
 def dump_of(source: Path) -> Dump | None:
