@@ -347,6 +347,9 @@ def _from_log(path: Path, request: Request) -> Advice:
     rewards = read_rewards(path, request.reward)
     group_size = request.num_generations
     details = reward_lines(rewards, group_size)
+    theirs = step_rollouts(path) if path.suffix == ".parquet" else None
+    if theirs is not None:
+        details.append(f"A training step of those who wrote it has n = {theirs} rollouts.")
     details.append(
         "What rewards cannot tell: how far gradients of different prompts differ (C1) and how "
         "noisy the gradient of one prompt is (C3); G* = 1 + sqrt(C3/C1)."
@@ -371,7 +374,8 @@ def _from_log(path: Path, request: Request) -> Advice:
     )
     if path.suffix != ".parquet":
         following = "log completions too, as TRL does with log_completions=True, and name that file"
-    return Advice(UNKNOWN, sentence, details, following, {"num_generations": group_size})
+    numbers = {"num_generations": group_size, "rollouts": request.rollouts or theirs}
+    return Advice(UNKNOWN, sentence, details, following, numbers)
 
 
 def _wrong_checkpoint(path: Path, model: str) -> str | None:

@@ -212,7 +212,8 @@ def read_open_instruct(path: Path, options: Options) -> Iterator[Rollout]:
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
         step, sample = row.get("step"), row.get("sample_idx")
         return [Rollout(
-            path, place, str(row["prompt_idx"]), run=run, step=str(step),
+            path, place, str(row["prompt_idx"]), run=run, step=str(step), batch=str(step),
+            untrained="it was aborted" if str(row.get("finish_reason")).startswith("abort") else "",
             sample=None if sample is None else f"{row['prompt_idx']}/{sample}",
             prompt_ids=list(row["prompt_tokens"]), completion_ids=list(row["response_tokens"]),
             logprobs=row.get("logprobs"), ended=row.get("finish_reason") != "length",
@@ -248,11 +249,7 @@ def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
         reason = EVALUATION if before.endswith("eval_") else untrained.get(status, "")
         if not reason and sample.get("remove_sample"):
             reason = "remove_sample is set: it was left out"
-        reward = sample["reward"]
-        rewards = reward if isinstance(reward, dict) else {"reward": reward}
-        found = reward_of(rewards, options, dict.fromkeys(rewards, 1.0))
-        if len(rewards) > 1 and options.reward is None:
-            found["fault"] = f"its reward is of {', '.join(rewards)}: name one with --reward"
+        found = reward_of({"reward": sample["reward"]}, options, {"reward": 1.0})
         if len(versions) > 1:
             found["fault"] = f"written by policies {' and '.join(versions)}"
         return [Rollout(
@@ -344,7 +341,7 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
         return [
             Rollout(
                 path, f"{place} entry {i}", json.dumps(prompt, sort_keys=True),
-                run=str(path.parent), step=str(step), sample=str(i),
+                run=str(path.parent), step=str(step), batch=str(step), sample=str(i),
                 untrained=untrained,
                 policy_version=f"step {step}", prompt=prompt, completion=completion,
                 **reward_of(dict(zip(names, values, strict=True)), options, usual, skips_null=True),

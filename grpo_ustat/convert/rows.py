@@ -29,9 +29,9 @@ class Rollout:
         reward: nan where there is none.
         run: of training that it belongs to: a folder, and what else tells runs in it apart.
         step: of training that it was written for; None: not logged.
-        sample: the framework's own name of the row in its run and `batch`; None: it has none.
-        batch: what the framework writes together, by default a step: where a name comes twice in
-            one, it was written again.
+        sample: the framework's own name of the row in its run; None: it has none.
+        batch: what is appended to a file at once, such as a step: where a name comes twice in one,
+            a resumed run has written it again. None: files are written anew, or names differ.
         arrived: whether its file holds all that arrived, beside one of what was trained on.
         untrained: why the framework did not train on it; empty: it did.
         fault: why it cannot be used; empty: it can.
@@ -122,17 +122,23 @@ def reward_of(
     Returns:
         `reward`, and where it has none or not all `fault` or `note`, as in `Rollout`.
     """
-    weights = {name: x for name, x in (options.weights(values) or usual).items() if x}
-    if absent := [name for name in weights if name not in values]:
-        names = ", ".join(name for name, x in values.items() if isinstance(x, int | float))
-        return {"fault": f"it has no reward {absent[0]} (numbers are {names or 'nowhere'})"}
-    null = [name for name in weights if values[name] is None]
+    found = dict(values)
+    if options.reward:  # a key of a dictionary too, but for one that is a column itself
+        for keys in [one for one in values.values() if isinstance(one, dict)]:
+            found |= {key: x for key, x in keys.items() if isinstance(found.get(key, {}), dict)}
+    weights = options.weights(found) or usual
+    if absent := [name for name in weights if name not in found]:
+        names = ", ".join(name for name, x in found.items() if isinstance(x, int | float))
+        asked = f"--reward {absent[0]}: " if options.reward else f"{absent[0]}: "
+        return {"fault": f"{asked}its row has no such reward (numbers are {names or 'nowhere'})"}
+    if parts := [one for name in weights if isinstance(one := found[name], dict)]:
+        return {"fault": f"its reward is of {', '.join(parts[0])}: name one with --reward"}
+    null = [name for name in weights if found[name] is None]
+    note = ""
     if skips_null and 0 < len(null) < len(weights):
         weights = {name: weight for name, weight in weights.items() if name not in null}
         note = f"reward {', '.join(null)} is null and counts nothing, as the framework adds them up"
-    else:
-        note = ""
-    total = sum(weight * number(values[name]) for name, weight in weights.items())
+    total = sum(weight * number(found[name]) for name, weight in weights.items() if weight)
     return {"reward": total if weights else math.nan, "note": note}
 
 

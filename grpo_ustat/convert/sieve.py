@@ -72,20 +72,17 @@ def once(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
 
 def last_written(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
     """Rows without those of a batch that a resumed run wrote again."""
-    times: Counter[tuple[str, str | None, str]] = Counter()
-    written = []
-    last: dict[tuple[str, str | None], int] = {}
+    names: Counter[tuple[str, str | None, str | None]] = Counter()
+    last: Counter[tuple[str, str | None]] = Counter()
+    times = []
     for row in rows:
-        batch = row.run, row.batch or row.step
-        time = 0
-        if row.sample is not None:
-            time = times[*batch, row.sample]
-            times[*batch, row.sample] += 1
-        written.append(time)
-        last[batch] = max(last.get(batch, 0), time)
+        name = row.run, row.batch, row.sample
+        times.append(names[name] if None not in name else 0)
+        names[name] += 1
+        last[row.run, row.batch] = max(last[row.run, row.batch], times[-1])
     kept = []
-    for row, time in zip(rows, written, strict=True):
-        if row.sample is not None and time < last[row.run, row.batch or row.step]:
+    for row, time in zip(rows, times, strict=True):
+        if row.sample is not None and time < last[row.run, row.batch]:
             leave_out(row, "written again later: the run was resumed before it")
         else:
             kept.append(row)

@@ -153,6 +153,8 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     groups = sieve.in_groups(rows, leave_out)
     usable = [rollout for group in groups for rollout in group]
     if not usable:
+        if options.reward and all(reason.startswith("--reward") for reason in reasons):
+            raise ConfigError(f"{next(iter(reasons))}, in {source}")
         why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
         raise ConfigError(f"{source}: none of {len(rollouts)} rows can be used: {why or 'no rows'}")
     noted = Counter(row.note for row in usable if row.note)

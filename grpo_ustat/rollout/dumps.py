@@ -56,11 +56,15 @@ def natural(text: object) -> list[str | int]:
 
 
 def files_of(source: Path, dump: Dump) -> Sequence[Path]:
-    """The source itself, or a folder's files of a framework, in natural order: those whose first
-    row has its fields or cannot be read, and all that have its names where no first row has.
+    """The source itself where it has a framework's name or fields; or a folder's files of its name,
+    in natural order: those whose first row has the fields or cannot be read, and all of them where
+    no first row has.
     """
     if source.is_file():
-        return [source] if source.match(dump.pattern.rpartition("/")[2]) else []
+        is_named = source.match(dump.pattern.rpartition("/")[2])
+        is_renamed = source.suffix == Path(dump.pattern).suffix and bool(dump.fields)
+        fits = is_renamed and dump.fields <= (first_fields(source) or set())
+        return [source] if is_named or fits else []
     named = sorted((path for path in source.glob(dump.pattern) if path.is_file()), key=natural)
     fields = {path: first_fields(path) for path in named}
     if not any(own is not None and dump.fields <= own for own in fields.values()):

@@ -248,6 +248,16 @@ def test_a_step_that_was_written_twice_alike_counts_once(tmp_path):
     assert conversion.step_rollouts == 15
 
 
+def test_what_was_aborted_is_left_out_and_stays_a_part_of_the_step(tmp_path):
+    shard = tmp_path / "run/one_rollouts_000000.jsonl"
+    open_instruct(shard, 0, 5)
+    written = shard.read_text().splitlines()
+    shard.write_text("\n".join([written[0].replace('"stop"', '"abort"'), *written[1:]]))
+    conversion, _ = converted(tmp_path / "run")
+    assert (conversion.kept, left_out(conversion, "it was aborted")) == (14, 1)
+    assert conversion.step_rollouts == 15
+
+
 def test_two_names_of_runs_in_one_folder_are_two_runs(tmp_path):
     for k, run in enumerate(("warm", "zero")):
         open_instruct(tmp_path / f"run/{run}_rollouts_000000.jsonl", k, 5)
@@ -309,7 +319,7 @@ def test_a_reward_of_several_is_taken_by_key_or_added_by_weight(tmp_path):
     for asked, value in (("right", 1.0), ("right=2,form=-1", 1.5)):
         _, table = converted(tmp_path / "run", options=Options(reward=asked))
         assert table[1]["reward"] == value
-    with pytest.raises(ConfigError, match=r"15 it has no reward rihgt \(numbers are right, form\)"):
+    with pytest.raises(ConfigError, match=r"^--reward rihgt: its row has no .*are right, form\)"):
         converted(tmp_path / "run", options=Options(reward="rihgt"))
     with pytest.raises(ConfigError, match="^--reward right=x: 'x' is no number"):
         converted(tmp_path / "run", options=Options(reward="right=x"))
@@ -344,6 +354,26 @@ def test_a_name_of_a_prompt_is_not_taken_apart(tmp_path):
     assert converted(tmp_path / "a")[0].groups == PROMPTS
     verl(tmp_path / "b/7.jsonl", 0, 7, uid=[f"aime_{p}" for p in range(PROMPTS) for _ in range(5)])
     assert (converted(tmp_path / "b")[0].kept, converted(tmp_path / "b")[0].groups) == (15, 3)
+
+
+def test_a_file_that_is_written_anew_has_no_attempts(tmp_path):
+    """A prompt that stands twice in a batch: its names come twice, with other completions."""
+    names = [f"{p}_{i}_0" for p in (0, 1, 0) for i in range(SIZE)]
+    verl(tmp_path / "a/7.jsonl", 0, 7, uid=names, input=[texts([p]) for p in (0, 1, 0)
+                                                        for _ in range(SIZE)])  # fmt: skip
+    conversion, _ = converted(tmp_path / "a")
+    assert (conversion.kept, conversion.groups, conversion.largest) == (15, 2, 10)
+
+
+@pytest.mark.parametrize("asked, value", [("acc", 1.0), ("acc=2,score=-1", 1.5)])
+def test_columns_and_keys_of_verl_are_rewards_by_name(tmp_path, asked, value):
+    verl(tmp_path / "a/7.jsonl", 0, 7, score=[0.5] * 15, acc=[True] * 15)
+    verl(tmp_path / "b/7.jsonl", 0, 7, score=[{"score": 0.5, "acc": True}] * 15)
+    for folder in "ab":
+        _, table = converted(tmp_path / folder, options=Options(reward=asked))
+        assert {row["reward"] for row in table} == {value}
+    with pytest.raises(ConfigError, match="15 its reward is of score, acc: name one with --rew"):
+        converted(tmp_path / "b")
 
 
 def test_a_row_without_its_fields_is_counted_and_the_others_are_read(tmp_path):

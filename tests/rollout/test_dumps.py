@@ -39,3 +39,22 @@ def test_a_table_of_rewards_is_no_dump(tmp_path, rows):
     """Its name is that of ms-swift's file, whose columns are lists."""
     assert dump_of(write(tmp_path / "completions.jsonl", *rows)) is None
     assert dump_of(tmp_path) is None
+
+
+def test_a_renamed_file_is_known_by_its_fields(tmp_path):
+    path = write(tmp_path / "step_5.jsonl", {"traces": [], "ok": False})
+    assert dump_of(path).name == "prime_rl" and files_of(path, DUMPS["prime_rl"]) == [path]
+    assert files_of(path, DUMPS["nemo_rl"]) == []
+
+
+def test_pickles_are_searched_and_not_loaded(tmp_path):
+    """Of two that hold tensors the one with samples of slime is known; neither is run."""
+    torch = pytest.importorskip("torch")
+    sample = {"tokens": [1], "response_length": 1}
+    for name, content in (("3.pt", {"rollout_id": 3, "samples": [sample]}), ("optim.pt", {"a": 1})):
+        torch.save(content | {"tensor": torch.ones(2)}, tmp_path / name)
+    (tmp_path / "old.pt").write_bytes(b"no archive")
+    assert dump_of(tmp_path).name == "slime"
+    assert [path.name for path in files_of(tmp_path, DUMPS["slime"])] == ["3.pt", "old.pt"]
+    (tmp_path / "3.pt").unlink()
+    assert dump_of(tmp_path) is None
