@@ -5,7 +5,7 @@ copies, rows that were written again, failed ones and evaluations. Each has 15 r
 from __future__ import annotations
 
 import pytest
-from test_sieve import (
+from frameworks import (
     append,
     areal,
     cohort,
