@@ -335,3 +335,20 @@ def test_the_command_says_what_it_took_and_what_next(tmp_path, monkeypatch, caps
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "open_instruct: 10 of 10 rows of 1 files taken, 2 prompts; token-exact."
     assert out[-1] == "next: grpo-ustat mse pool=o.parquet model=CHECKPOINT"
+
+
+def test_groups_that_are_too_small_for_a_study_are_for_advise(tmp_path, monkeypatch, capsys):
+    """Where no prompt has the four completions that `mse` needs, as with `num_generations=2`."""
+    lines(tmp_path / "a_rollouts_000000.jsonl", [
+        row for k, row in enumerate(open_instruct_rows({})) if k % 5 < 2
+    ])  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["convert", ".", "o.parquet", "--from", "open_instruct"])
+    main()
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("open_instruct: 4 of 4 rows")
+    assert out[-2].endswith("completions, which mse needs: rewards alone can be judged")
+    assert out[-1] == "next: grpo-ustat advise o.parquet"
+    assert [group.tolist() for group in read_rewards(tmp_path / "o.parquet").groups] == [
+        [1.0, 0.0], [0.0, 0.0],
+    ]  # fmt: skip
