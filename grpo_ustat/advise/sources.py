@@ -45,7 +45,8 @@ from grpo_ustat.report.decision import (
     training_noise_sentence,
 )
 from grpo_ustat.report.next_step import next_step, policy_overrides
-from grpo_ustat.rollout.logged import EXACT
+from grpo_ustat.rollout.dumps import dump_of
+from grpo_ustat.rollout.logged import EXACT, step_rollouts
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord
 
@@ -60,7 +61,7 @@ class Request:
     Attributes:
         source: a run folder, a pool folder, a log of rollouts, or a folder of logs.
         num_generations: the group size to judge; None: that of the run.
-        rollouts: n of a step; None: that of the run, or about 256.
+        rollouts: n of a step; None: that of the run, of the run that wrote the log, or about 256.
         reward: the column of rewards of a log.
         model: a checkpoint or a model's name, with which a log's rollouts are scored.
         overrides: further ones, for `mse`.
@@ -97,6 +98,7 @@ def advice_of(request: Request) -> Advice:
     if source.is_file() and source.name == RESULT:
         return advice_of(replace(request, source=source.parent))
     if source.is_file():
+        _refuse_dump(request)
         if source.suffix not in SUFFIXES:
             raise ConfigError(f"{source} is not {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
         return _from_log(source, request)
@@ -106,6 +108,8 @@ def advice_of(request: Request) -> Advice:
         run = RunRecord(source)
         if not run.config:
             raise ConfigError(f"{source}: {'; '.join(run.notes) or f'{CONFIG} is empty'}")
+        if "launch" not in run.config:  # another program that uses Hydra, such as verl
+            _refuse_dump(request)
         if run.command == "train":
             return _from_training(run, request)
         if run.command == "mse":
@@ -119,11 +123,30 @@ def advice_of(request: Request) -> Advice:
     logs = sorted(source.glob("completions*.parquet"))
     if logs := logs or sorted(source.glob("completions/completions*.parquet")):
         newest = logs[-1]
-        advice = _from_log(newest, request)
+        advice = _from_log(newest, replace(request, source=newest))
         advice.details.insert(0, f"From {newest.name}, the last of {len(logs)} logs in {source}.")
         return advice
+    _refuse_dump(request)
     raise ConfigError(
         f"{source} is no run folder of mse or train, no pool, and holds no completions*.parquet"
+    )
+
+
+def _refuse_dump(request: Request) -> None:
+    """Refuse what another framework wrote, but for a single log of TRL.
+
+    Raises:
+        ConfigError: naming the framework and the command that makes it a log.
+    """
+    source = request.source
+    dump = dump_of(source)
+    if dump is None or (dump.name == "trl" and source.is_file()):
+        return
+    size = [f"num_generations={request.num_generations}"] * (request.num_generations is not None)
+    raise ConfigError(
+        f"{source} is what {dump.name} writes: type "
+        f"{command_line('convert', str(source), 'rollouts.parquet')}, and then "
+        f"{command_line('advise', 'rollouts.parquet', *size)}"
     )
 
 
@@ -136,7 +159,11 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
         )
     result = run.result
     group_size = request.num_generations
-    rollouts = request.rollouts or usual_rollouts(group_size)
+    pool = request.source if request.source.is_file() else run.config.get("pool")
+    theirs = step_rollouts(Path(pool)) if pool and Path(pool).is_file() else None
+    if theirs is not None and group_size is not None:
+        theirs = theirs // group_size * group_size or None  # whole groups
+    rollouts = request.rollouts or theirs or usual_rollouts(group_size)
     _check_sizes(group_size, rollouts)
     if result["assumption2"].get("corr") is None:  # every group has zero variance
         following = next_step(result, run.config, run.folder, rollouts)
@@ -146,6 +173,8 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     if verdict != UNKNOWN:
         details.append(other_sizes(group_size_costs(result["scaling"], rollouts)))
     details += filter(None, [noise_sentence(result, rollouts, group_size)])
+    if request.rollouts is None and theirs is not None:
+        details.append(f"n = {theirs} is a training step of those who wrote {pool}.")
     details.append(interval_note(result))
     following = next_step(result, run.config, run.folder, rollouts)
     if verdict == "keep" and group_size is not None:
@@ -318,6 +347,9 @@ def _from_log(path: Path, request: Request) -> Advice:
     rewards = read_rewards(path, request.reward)
     group_size = request.num_generations
     details = reward_lines(rewards, group_size)
+    theirs = step_rollouts(path) if path.suffix == ".parquet" else None
+    if theirs is not None:
+        details.append(f"A training step of those who wrote it has n = {theirs} rollouts.")
     details.append(
         "What rewards cannot tell: how far gradients of different prompts differ (C1) and how "
         "noisy the gradient of one prompt is (C3); G* = 1 + sqrt(C3/C1)."
@@ -342,7 +374,8 @@ def _from_log(path: Path, request: Request) -> Advice:
     )
     if path.suffix != ".parquet":
         following = "log completions too, as TRL does with log_completions=True, and name that file"
-    return Advice(UNKNOWN, sentence, details, following, {"num_generations": group_size})
+    numbers = {"num_generations": group_size, "rollouts": request.rollouts or theirs}
+    return Advice(UNKNOWN, sentence, details, following, numbers)
 
 
 def _wrong_checkpoint(path: Path, model: str) -> str | None:

@@ -480,7 +480,10 @@ def check_pool_folder(pool: str) -> None:
     """
     folder = Path(pool)
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"pool={pool} is no folder: give a new folder, or a file named *.parquet")
+        raise ConfigError(
+            f"pool={pool} is no folder: give a new folder, or a file named *.parquet, such as "
+            "grpo-ustat convert makes of the rollouts of another framework"
+        )
     if not folder.is_dir() or (folder / "pool.json").is_file():
         return
     names = sorted(path.name for path in folder.iterdir())

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.convert.formats import FORMATS, Options, detect
+from grpo_ustat.convert.formats import FORMATS, detect
+from grpo_ustat.convert.rows import Options
 from grpo_ustat.convert.table import convert
 from grpo_ustat.terminal import tell
 
@@ -27,7 +28,10 @@ def main() -> None:
     parser.add_argument(
         "--group-size", type=int, help="completions of a prompt, where rows name no group"
     )
-    parser.add_argument("--reward", metavar="COLUMN", help="which column holds the rewards")
+    parser.add_argument(
+        "--reward", metavar="NAME[=WEIGHT][,...]",
+        help="which column or key holds the rewards, or several with weights: right=1,form=0.5",
+    )  # fmt: skip
     parser.add_argument("--version", help="of the policy whose rollouts are kept; else the last")
     arguments = parser.parse_args()
     try:
@@ -43,7 +47,10 @@ def main() -> None:
     if one.note:
         tell(f"  note: {one.note}")
     cut = [] if conversion.exact else ["study.cut_at=LENGTH"]
-    tell("next: " + command_line("mse", f"pool={arguments.target}", "model=CHECKPOINT", *cut))
+    following = command_line("mse", f"pool={arguments.target}", "model=CHECKPOINT", *cut)
+    if not conversion.is_for_mse:
+        following = command_line("advise", str(arguments.target))
+    tell(f"next: {following}")
 
 
 if __name__ == "__main__":

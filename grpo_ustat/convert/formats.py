@@ -7,60 +7,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.runs.files import json_lines
+from grpo_ustat.convert.rows import (
+    EVALUATION,
+    Options,
+    Rollout,
+    lines_of,
+    numeric_names,
+    reward_of,
+    rows_of,
+    usual_reward,
+)
+from grpo_ustat.rollout.dumps import DUMPS, Dump, dump_of
 from grpo_ustat.streams import single_line
 
-
-@dataclass
-class Rollout:
-    """One completion as a framework logged it.
-
-    Attributes:
-        place: file and row, for messages.
-        prompt_id: equal for completions of one prompt.
-        reward: as logged; perhaps not finite.
-        prompt_ids, completion_ids: token ids, end token included; None: only texts were logged.
-        loss_mask: 1 on tokens of the completion that the policy wrote; None: all.
-        logprobs: of the completion's tokens, by the sampler; None: not logged.
-        ended: whether the policy wrote its end token; None: not logged.
-        policy_version: of the weights that wrote it; None: not logged.
-        prompt, completion: texts, or lists of messages; None: not logged.
-        fault: why the row cannot be used; empty: it can.
-    """
-
-    place: str
-    prompt_id: str
-    reward: float
-    prompt_ids: list[int] | None = None
-    completion_ids: list[int] | None = None
-    loss_mask: list[int] | None = None
-    logprobs: list[float] | None = None
-    ended: bool | None = None
-    policy_version: str | None = None
-    prompt: Any = None
-    completion: Any = None
-    fault: str = ""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a framework's files do not say.
-
-    Attributes:
-        group_size: completions of a prompt, where rows have no group.
-        reward: the column of rewards, where there are several.
-        version: of the policy whose rollouts are kept; None: the last one.
-    """
-
-    group_size: int | None = None
-    reward: str | None = None
-    version: str | None = None
+EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
 
 
 @dataclass(frozen=True)
@@ -68,20 +35,21 @@ class Format:
     """A framework's way to write rollouts.
 
     Attributes:
-        name: of the framework.
-        pattern: of its files below the source folder.
+        dump: how its files are known.
         exact: whether token ids are written.
-        fields: some that every one of its rows has, by which `auto` knows it.
         read: the rows of one file.
         note: what the user must know of it.
     """
 
-    name: str
-    pattern: str
+    dump: Dump
     exact: bool
-    fields: frozenset[str]
     read: Callable[[Path, Options], Iterator[Rollout]] = field(repr=False)
     note: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the framework."""
+        return self.dump.name
 
 
 def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
@@ -91,117 +59,174 @@ def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
     """
     from pyarrow import parquet
 
-    rows = parquet.read_table(path).to_pylist()
     known = {
         "step", "prompt", "completion", "advantage", "prompt_ids", "completion_ids", "policy_step",
     }  # fmt: skip
-    names = [name for name in rows[0] if name not in known] if rows else []
-    numeric = [
-        name for name in names
-        if all(isinstance(row[name], int | float | None) for row in rows)
-        and any(row[name] is not None for row in rows)
-    ]  # fmt: skip
-    rewards = [options.reward] if options.reward in names else numeric
-    if len(rewards) != 1:
-        raise ConfigError(
-            f"{path} has columns of numbers {', '.join(numeric) or 'none'}: say which one holds "
-            "the rewards with --reward COLUMN (TRL does not log the weights by which it adds them)"
-        )
-    for number, row in enumerate(rows):
-        value, written_by = row[rewards[0]], row.get("policy_step")
-        version = f"step {row.get('step')}" if written_by is None else f"checkpoint-{written_by}"
-        yield Rollout(
-            f"{path} row {number}", json.dumps([row.get("step"), row["prompt"]], sort_keys=True),
-            math.nan if value is None else float(value), row.get("prompt_ids"),
-            row.get("completion_ids"), policy_version=version,
+    table = parquet.read_table(path)
+    names = numeric_names(table.to_pydict(), known) if len(table) else []
+    usual = usual_reward(path, names, options) if len(table) else {}
+    run = path.parent.parent if path.parent.name == "completions" else path.parent
+
+    def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        written_by, step = row.get("policy_step"), row.get("step")
+        return [Rollout(
+            path, place, json.dumps(row["prompt"], sort_keys=True), run=str(run), step=str(step),
+            prompt_ids=row.get("prompt_ids"), completion_ids=row.get("completion_ids"),
+            policy_version=f"step {step}" if written_by is None else f"checkpoint-{written_by}",
             prompt=row["prompt"], completion=row["completion"],
-        )  # fmt: skip
+            **reward_of({name: row[name] for name in names}, options, usual, skips_null=True),
+        )]  # fmt: skip
+
+    rows = ((f"row {place}", row) for place, row in enumerate(table.to_pylist()))
+    return rows_of(path, rows, build)
 
 
 def read_nemo_rl(path: Path, options: Options) -> Iterator[Rollout]:
     """NeMo-RL's train_data_step{N}.jsonl, from `log_batched_dict_as_jsonl`: a line a completion,
     values perhaps in a list of one; whole sequences, padded, with the mask of generated tokens. It
-    has no group: completions of a prompt stand one after another.
+    has no group: completions of a prompt stand one after another, `idx` counts them in the file.
+    Under dynamic sampling a row's own reward is in `filtered_rewards`.
     """
-    rows: list[tuple[int, dict[str, Any]]] = [
-        (number, {
+
+    def build(place: str, packed: dict[str, Any]) -> list[Rollout]:
+        row: dict[str, Any] = {
             key: value[0] if isinstance(value, list) and len(value) == 1 else value
-            for key, value in row.items()
-        })
-        for number, row in json_lines(path)
-    ]  # fmt: skip
-    size = options.group_size
-    for place, (number, row) in enumerate(rows):
-        length = int(row["input_lengths"])
+            for key, value in packed.items()
+        }
+        length, idx = int(row["input_lengths"]), int(row.get("idx", place.rpartition(" ")[2]))
         tokens = [int(one) for one in row["token_ids"][:length]]
         mask = [int(one) for one in row["token_loss_mask"][:length]]
         start = mask.index(1) if 1 in mask else length
-        prompt_ids = tokens[:start]
-        logprobs = row.get("generation_logprobs")
-        fault = "" if row.get("sample_loss_mask", 1) else "sample_loss_mask is 0: it was left out"
-        yield Rollout(
-            f"{path} line {number}", str(place // size) if size else json.dumps(prompt_ids),
-            float(row["rewards"]), prompt_ids, tokens[start:], mask[start:],
-            None if logprobs is None else [float(one) for one in logprobs[start:length]],
-            policy_version=path.stem, fault=fault,
-        )  # fmt: skip
+        logprobs, size = row.get("generation_logprobs"), options.group_size
+        out = row.get("sample_loss_mask", 1) == 0
+        own = "filtered_rewards" if "filtered_rewards" in row else "rewards"
+        return [Rollout(
+            path, place, str(idx // size) if size else json.dumps(tokens[:start]),
+            run=str(path.parent), step=path.stem.rpartition("step")[2], sample=str(idx),
+            untrained="sample_loss_mask is 0: it was left out" if out else "",
+            prompt_ids=tokens[:start], completion_ids=tokens[start:], loss_mask=mask[start:],
+            logprobs=None if logprobs is None else [float(x) for x in logprobs[start:length]],
+            policy_version=path.stem, **reward_of(row, options, {own: 1.0}),
+        )]  # fmt: skip
+
+    return rows_of(path, lines_of(path), build)
 
 
 def read_prime_rl(path: Path, options: Options) -> Iterator[Rollout]:
     """prime-rl's traces.jsonl: an episode a line, each of its traces a chain of nodes, of which the
-    sampled ones are the policy's; rewards are added by their weights.
+    sampled ones are the policy's; rewards are added by their weights. `all` holds what arrived,
+    `effective` what was trained on, from `FileMonitor.log_episodes`; a launch has a run id.
     """
-    for number, episode in json_lines(path):
-        work = (episode.get("run") or {}).get("work") or {}
-        policy = work.get("policy") or {}
-        start, end = policy.get("start"), policy.get("end")
-        group = (episode.get("group") or {}).get("id")
-        for k, trace in enumerate(episode["traces"]):
-            nodes = trace["nodes"]
-            first = next((i for i, node in enumerate(nodes) if node.get("sampled")), len(nodes))
-            prompt_ids = [token for node in nodes[:first] for token in node["token_ids"]]
-            own = nodes[first:]
-            completion_ids = [token for node in own for token in node["token_ids"]]
-            mask = [
-                int(bool(node.get("sampled")) and bool(one))
-                for node in own
-                for one in (node.get("mask") or [node.get("sampled")] * len(node["token_ids"]))
-            ]
-            logprobs = [
-                float(one)
-                for node in own
-                for one in (node.get("logprobs") or [0.0] * len(node["token_ids"]))
-            ]
-            reward = sum(one["score"] * one.get("weight", 1.0) for one in trace["rewards"].values())
-            reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
-            branches = any(
-                node.get("parent") not in (None, i - 1) for i, node in enumerate(nodes) if i
+    parts = path.parts
+    above = parts.index("rollouts") if "rollouts" in parts else len(parts) - 1
+    folder = str(Path(*parts[:above])) if above else "."
+    step = next((part[5:] for part in reversed(parts) if part.startswith("step_")), None)
+
+    def build(place: str, episode: dict[str, Any]) -> list[Rollout]:
+        run = episode.get("run") or {}
+        work = run.get("work") or {}
+        launch = f", run {run['id']}" if run.get("id") else ""
+        is_evaluation = "eval" in (path.parent.parent.name, work.get("type"), run.get("type"))
+        common = Rollout(
+            path,
+            place,
+            run=f"{folder}{launch}",
+            step=step,
+            arrived=path.parent.name == "all",
+            untrained=EVALUATION if is_evaluation else "",
+        )
+        if not episode["traces"]:
+            return [replace(common, untrained=common.untrained or "it failed before any trace")]
+        return [
+            _prime_trace(
+                replace(common, place=f"{place} trace {k}", sample=f"{episode.get('id')} {k}"),
+                trace,
+                episode,
+                options,
             )
-            fault = ""
-            if branches:
-                fault = "its nodes branch: no single sequence"
-            elif start != end:
-                fault = f"written by policies {start} to {end}"
-            yield Rollout(
-                f"{path} line {number} trace {k}", str(group), float(reward), prompt_ids,
-                completion_ids, mask, logprobs if any(n.get("logprobs") for n in own) else None,
-                None if not reasons else reasons[-1] != "length", None if end is None else str(end),
-                fault=fault,
-            )  # fmt: skip
+            for k, trace in enumerate(episode["traces"])
+        ]
+
+    return rows_of(path, lines_of(path), build)
+
+
+def _prime_trace(
+    common: Rollout, trace: dict[str, Any], episode: dict[str, Any], options: Options
+) -> Rollout:
+    """One agent's trace. The prompt ends where the policy's first token begins; log-probabilities
+    are those of sampled tokens alone.
+    """
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    are_logged = True
+    for node in trace["nodes"]:
+        ids = node.get("token_ids") or []
+        sampled = bool(node.get("sampled"))
+        own = [int(sampled and bool(x)) for x in node.get("mask") or [sampled] * len(ids)]
+        values = iter(node.get("logprobs") or ())
+        if node.get("logprobs") and len(node["logprobs"]) == len(own) != sum(own):
+            logprobs += [float(x) for x in values]  # of every token of the node
+        else:
+            logprobs += [float(next(values, math.nan)) if one else 0.0 for one in own]
+        are_logged &= not any(own) or bool(node.get("logprobs"))
+        tokens += [int(x) for x in ids]
+        mask += own
+    start = mask.index(1) if 1 in mask else len(tokens)
+    policy = ((episode.get("run") or {}).get("work") or {}).get("policy") or {}
+    first, last = policy.get("start"), policy.get("end")
+    parents = [node.get("parent") for node in trace["nodes"]]
+    fault = ""
+    if any(parent not in (None, i - 1) for i, parent in enumerate(parents) if i):
+        fault = "its nodes branch: no single sequence"
+    elif first != last:
+        fault = f"written by policies {first} to {last}"
+    untrained = common.untrained
+    agent = trace.get("agent") or {}
+    if not untrained and trace.get("ok", episode.get("ok")) is False:
+        untrained = "it failed (ok is false)"
+    elif not untrained and agent.get("trainable") is False:
+        untrained = "of an agent that is not trained"
+    rewards = {name: (one or {}).get("score") for name, one in trace["rewards"].items()}
+    usual = {name: (one or {}).get("weight", 1.0) for name, one in trace["rewards"].items()}
+    reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
+    group = (episode.get("group") or {}).get("id", json.dumps(tokens[:start]))
+    found = {"fault": fault} | reward_of(rewards, options, usual)
+    return replace(
+        common, group=f"{group}/{agent['name']}" if "name" in agent else group,
+        sample=trace.get("id") or (common.sample if episode.get("id") else None),
+        untrained=untrained, prompt_ids=tokens[:start], completion_ids=tokens[start:],
+        loss_mask=mask[start:], logprobs=logprobs[start:] if are_logged else None,
+        ended=None if not reasons else reasons[-1] != "length",
+        policy_version=None if last is None else str(last),
+        **found | {"fault": fault or found["fault"]},
+    )  # fmt: skip
 
 
 def read_open_instruct(path: Path, options: Options) -> Iterator[Rollout]:
-    """open-instruct's {run}_rollouts_{shard:06d}.jsonl of `save_traces`: a line a completion."""
-    for number, row in json_lines(path):
-        yield Rollout(
-            f"{path} line {number}", f"{row.get('step')}/{row['prompt_idx']}",
-            float(row["reward"]), list(row["prompt_tokens"]), list(row["response_tokens"]), None,
-            row.get("logprobs"), row.get("finish_reason") != "length", f"step {row.get('step')}",
-        )  # fmt: skip
+    """open-instruct's {run}_rollouts_{shard:06d}.jsonl of `save_traces`, appended to: a line a
+    completion.
+    """
+    run = str(path.parent / path.stem.rpartition("_rollouts_")[0])
+
+    def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        step, sample = row.get("step"), row.get("sample_idx")
+        return [Rollout(
+            path, place, str(row["prompt_idx"]), run=run, step=str(step), batch=str(step),
+            untrained="it was aborted" if str(row.get("finish_reason")).startswith("abort") else "",
+            sample=None if sample is None else f"{row['prompt_idx']}/{sample}",
+            prompt_ids=list(row["prompt_tokens"]), completion_ids=list(row["response_tokens"]),
+            logprobs=row.get("logprobs"), ended=row.get("finish_reason") != "length",
+            policy_version=f"step {step}", **reward_of(row, options, {"reward": 1.0}),
+        )]  # fmt: skip
+
+    return rows_of(path, lines_of(path), build)
 
 
 def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
-    """slime's `--save-debug-rollout-data` files, a pickle that is read with `weights_only=True`."""
+    """slime's `--save-debug-rollout-data` files, a pickle that is read with `weights_only=True`;
+    those of evaluations have `eval_` before their number, from `save_debug_rollout_data`.
+    """
     import torch
 
     try:
@@ -212,25 +237,33 @@ def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
             f"{path} needs more than plain data to be read ({reason}): a pickle may run code, so "
             "it is refused; save dictionaries of lists"
         ) from error
-    for number, sample in enumerate(content["samples"]):
-        length = int(sample["response_length"])
+    before = path.stem.rstrip("0123456789")
+    untrained = {"failed": "it failed", "aborted": "it was aborted"}
+
+    def build(place: str, sample: dict[str, Any]) -> list[Rollout]:
+        length, group = int(sample["response_length"]), sample["group_index"]
         tokens = [int(one) for one in sample["tokens"]]
+        prompt_ids = tokens[: len(tokens) - length]
         versions = sorted({str(one) for one in sample.get("weight_versions") or ()})
-        status = str(sample.get("status", "completed")).lower()
-        fault, reward = "", cast(Any, sample["reward"])
-        if not isinstance(reward, int | float):
-            fault = "its reward is no number"
-        elif len(versions) > 1:
-            fault = f"written by policies {' and '.join(versions)}"
-        elif status.endswith("aborted"):
-            fault = "aborted"
-        yield Rollout(
-            f"{path} sample {number}", str(sample["group_index"]),
-            math.nan if fault else float(reward), tokens[: len(tokens) - length],
-            tokens[len(tokens) - length :], sample.get("loss_mask"),
-            sample.get("rollout_log_probs"), not status.endswith("truncated"),
-            versions[0] if versions else f"rollout {content.get('rollout_id')}", fault=fault,
-        )  # fmt: skip
+        status = str(sample.get("status", "completed")).lower().rpartition(".")[2]
+        reason = EVALUATION if before.endswith("eval_") else untrained.get(status, "")
+        if not reason and sample.get("remove_sample"):
+            reason = "remove_sample is set: it was left out"
+        found = reward_of({"reward": sample["reward"]}, options, {"reward": 1.0})
+        if len(versions) > 1:
+            found["fault"] = f"written by policies {' and '.join(versions)}"
+        return [Rollout(
+            path, place, json.dumps(prompt_ids) if group is None else str(group),
+            run=str(path.parent / before), step=str(content.get("rollout_id")), untrained=reason,
+            prompt_ids=prompt_ids, completion_ids=tokens[len(tokens) - length :],
+            loss_mask=sample.get("loss_mask"), logprobs=sample.get("rollout_log_probs"),
+            ended=status != "truncated",
+            policy_version=versions[0] if versions else f"rollout {content.get('rollout_id')}",
+            **found,
+        )]  # fmt: skip
+
+    rows = ((f"sample {place}", sample) for place, sample in enumerate(content["samples"]))
+    return rows_of(path, rows, build)
 
 
 def read_skyrl(path: Path, options: Options) -> Iterator[Rollout]:
@@ -245,71 +278,97 @@ def read_skyrl(path: Path, options: Options) -> Iterator[Rollout]:
 
 def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
     """verl's {global_steps}.jsonl of `trainer.rollout_data_dir`: texts without special tokens, so
-    never token-exact.
+    never token-exact. Files of `trainer.validation_data_dir` are the same, but for their folder.
     """
-    for number, row in json_lines(path):
-        group = str(row["uid"]).rsplit("_", 2)[0] if row.get("uid") else row["input"]
-        yield Rollout(
-            f"{path} line {number}", f"{row.get('step')}/{group}", float(row["score"]),
-            policy_version=f"step {row.get('step')}", prompt=row["input"],
-            completion=row["output"],
-        )  # fmt: skip
+    is_evaluation = EVALUATION_FOLDER.search(path.parent.name.lower())
+
+    def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        step, uid = str(row.get("step", path.stem)), str(row.get("uid") or "")
+        one_of_many = re.fullmatch(r"(.*)_\d+_\d+", uid)  # {sample}_{rollout}_{output}
+        return [Rollout(
+            path, place, one_of_many[1] if one_of_many else uid or row["input"],
+            run=str(path.parent), step=step, sample=uid if one_of_many else None,
+            untrained=f"{EVALUATION}, by the name of its folder" if is_evaluation else "",
+            policy_version=f"step {step}", prompt=row["input"], completion=row["output"],
+            **reward_of(row, options, {"score": 1.0}),
+        )]  # fmt: skip
+
+    return rows_of(path, lines_of(path), build)
 
 
 def read_areal(path: Path, options: Options) -> Iterator[Rollout]:
-    """AReaL's rollout/{version}/{task_id}.jsonl: texts with special tokens, and their lengths."""
-    for number, row in json_lines(path):
+    """AReaL's rollout/{version}/{task_id}.jsonl, appended to: texts with special tokens, and their
+    lengths; evaluations are in eval-rollout/. Tasks are numbered anew by a resumed run.
+    """
+    run = path.parent.parent
+    is_evaluation = run.name.startswith("eval")
+
+    def build(place: str, row: dict[str, Any]) -> list[Rollout]:
         head, tail = row.get("head_version"), row.get("tail_version")
-        fault = "" if head == tail else f"written by policies {head} to {tail}"
-        yield Rollout(
-            f"{path} line {number}", str(row["task_id"]), float(row["reward"]),
-            policy_version=None if tail is None else str(tail), prompt=row["prompt"],
-            completion=row["completion"], fault=fault,
-        )  # fmt: skip
+        found = reward_of(row, options, {"reward": 1.0})
+        if head != tail:
+            found["fault"] = f"written by policies {head} to {tail}"
+        version, sample = None if tail is None else str(tail), row.get("sample_idx")
+        return [Rollout(
+            path, place, str(row["task_id"]), run=str(run), step=version, batch=str(path),
+            sample=None if sample is None else str(sample), policy_version=version,
+            untrained=EVALUATION if is_evaluation else "",
+            prompt=row["prompt"], completion=row["completion"], **found,
+        )]  # fmt: skip
+
+    return rows_of(path, lines_of(path), build)
 
 
 def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
-    """ms-swift's completions.jsonl: a line a log, columns as lists."""
-    known = {"step", "prompt", "completion", "advantages", "entropy"}
-    for number, columns in json_lines(path):
-        names = [name for name in columns if name not in known]
-        rewards = [options.reward] if options.reward in names else names
-        if len(rewards) != 1:
-            raise ConfigError(
-                f"{path} line {number} (from 0) has reward columns {', '.join(names) or 'none'}: "
-                "say which with --reward COLUMN"
-            )
+    """ms-swift's completions.jsonl, appended to: a line a log, columns as lists. A line at the step
+    of the line before it is the log of an evaluation, one at an earlier step of a resumed run.
+    """
+    before: dict[str, Any] = {"columns": {}, "is evaluation": False}
+
+    def build(place: str, columns: dict[str, Any]) -> list[Rollout]:
+        known = {"step", "prompt", "completion", "advantages", "entropy"}
+        lists = {name: x for name, x in columns.items() if isinstance(x, list)}
+        names = numeric_names(lists, known)
+        usual = usual_reward(place, names, options)
         steps = columns.get("step")
-        for i, (prompt, completion, reward) in enumerate(
-            zip(columns["prompt"], columns["completion"], columns[rewards[0]], strict=True)
-        ):
-            step = steps[i] if isinstance(steps, list) else steps
-            yield Rollout(
-                f"{path} line {number} entry {i}", json.dumps([step, prompt], sort_keys=True),
-                math.nan if reward is None else float(reward), policy_version=f"step {step}",
-                prompt=prompt, completion=completion,
-            )  # fmt: skip
+        count = len(columns["prompt"])
+        steps = steps if isinstance(steps, list) else [steps] * count
+        is_evaluation = before["columns"].get("step", ()) == columns.get("step") and (
+            before["is evaluation"] or before["columns"] != columns
+        )
+        before.update({"columns": columns, "is evaluation": is_evaluation})
+        untrained = f"{EVALUATION}: logged at the step of the line before" if is_evaluation else ""
+        return [
+            Rollout(
+                path, f"{place} entry {i}", json.dumps(prompt, sort_keys=True),
+                run=str(path.parent), step=str(step), batch=str(step), sample=str(i),
+                untrained=untrained,
+                policy_version=f"step {step}", prompt=prompt, completion=completion,
+                **reward_of(dict(zip(names, values, strict=True)), options, usual, skips_null=True),
+            )
+            for i, (step, prompt, completion, *values) in enumerate(
+                zip(steps, columns["prompt"], columns["completion"], *(lists[x] for x in names),
+                    strict=True)
+            )
+        ]  # fmt: skip
+
+    return rows_of(path, lines_of(path), build)
 
 
 FORMATS = {
     one.name: one
     for one in (
-        Format("trl", "**/completions*.parquet", False, frozenset({"prompt", "completion", "step"}),
-               read_trl, "file K was written by checkpoint K - 1, or that of its policy_step"),
-        Format("nemo_rl", "train_data_step*.jsonl", True,
-               frozenset({"token_ids", "token_loss_mask", "input_lengths", "rewards"}),
-               read_nemo_rl, "no end reason is logged: what ended follows from the end token"),
-        Format("prime_rl", "**/traces.jsonl", True, frozenset({"traces", "group"}), read_prime_rl),
-        Format("open_instruct", "*_rollouts_*.jsonl", True,
-               frozenset({"prompt_tokens", "response_tokens", "prompt_idx"}), read_open_instruct),
-        Format("slime", "*.pt", True, frozenset({"rollout_id", "samples"}), read_slime),
-        Format("skyrl", "*_training_input.pkl", True, frozenset(), read_skyrl),
-        Format("verl", "*.jsonl", False, frozenset({"input", "output", "score"}), read_verl,
-               "texts without special tokens"),
-        Format("areal", "**/*.jsonl", False, frozenset({"task_id", "seqlen", "completion"}),
-               read_areal),
-        Format("ms_swift", "completions.jsonl", False, frozenset({"prompt", "completion"}),
-               read_ms_swift),
+        Format(DUMPS["trl"], False, read_trl,
+               "file K was written by checkpoint K - 1, or that of its policy_step"),
+        Format(DUMPS["nemo_rl"], True, read_nemo_rl,
+               "no end reason is logged: what ended follows from the end token"),
+        Format(DUMPS["prime_rl"], True, read_prime_rl),
+        Format(DUMPS["open_instruct"], True, read_open_instruct),
+        Format(DUMPS["slime"], True, read_slime),
+        Format(DUMPS["skyrl"], True, read_skyrl),
+        Format(DUMPS["verl"], False, read_verl, "texts without special tokens"),
+        Format(DUMPS["areal"], False, read_areal),
+        Format(DUMPS["ms_swift"], False, read_ms_swift),
     )
 }  # fmt: skip
 
@@ -324,30 +383,10 @@ def detect(source: Path) -> Format:
         raise ConfigError(f"{source} is empty: name a file with rollouts")
     if source.is_dir() and not any(path.is_file() for path in source.rglob("*")):
         raise ConfigError(f"{source} holds no file: name a folder with rollouts")
-    for one in FORMATS.values():
-        for path in files_of(source, one):
-            if one.fields <= set(_first_fields(path)):
-                return one
-            break
-    raise ConfigError(
-        f"{source} is in no format that is known by its names and fields: say --from "
-        f"{'|'.join(FORMATS)}"
-    )
-
-
-def files_of(source: Path, one: Format) -> Sequence[Path]:
-    """The source itself, or all of a folder's files of a format, in order."""
-    if source.is_file():
-        return [source] if source.match(one.pattern.rpartition("/")[2]) else []
-    return sorted(source.glob(one.pattern))
-
-
-def _first_fields(path: Path) -> Iterable[str]:
-    """Names of the fields of a file's first row."""
-    if path.suffix == ".parquet":
-        from pyarrow import parquet
-
-        return parquet.read_schema(path).names
-    if path.suffix == ".jsonl":
-        return next((row for _, row in json_lines(path)), {})
-    return FORMATS["slime"].fields if path.suffix == ".pt" else ()
+    dump = dump_of(source)
+    if dump is None:
+        raise ConfigError(
+            f"{source} is in no format that is known by its names and fields: say --from "
+            f"{'|'.join(FORMATS)}"
+        )
+    return FORMATS[dump.name]

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.convert.formats import Format, Options, Rollout, files_of
+from grpo_ustat.convert import sieve
+from grpo_ustat.convert.formats import Format
+from grpo_ustat.convert.rows import EVALUATION, UNLIKE, Options, Rollout
+from grpo_ustat.rollout.dumps import files_of
+from grpo_ustat.rollout.logged import (
+    LEAST_COMPLETIONS,
+    STEP_ROLLOUTS,
+    completion_fault,
+    ids_fault,
+    per_token_fault,
+    prompt_fault,
+)
 from grpo_ustat.runs.files import atomic_write
 
 COLUMNS = (
@@ -32,6 +42,9 @@ class Conversion:
         exact: whether their tokens are known.
         reasons: how many rows were left out, by reason.
         example: place of the first such row, by reason.
+        notes: what else is to be said of the rows that were kept.
+        step_rollouts: how many rollouts a training step of the framework had; None: not logged.
+        largest: completions of the prompt that has most.
     """
 
     name: str
@@ -42,6 +55,14 @@ class Conversion:
     exact: bool
     reasons: Counter[str]
     example: dict[str, str]
+    notes: tuple[str, ...] = ()
+    step_rollouts: int | None = None
+    largest: int = 0
+
+    @property
+    def is_for_mse(self) -> bool:
+        """Whether prompts have as many completions as `mse` needs."""
+        return self.largest >= LEAST_COMPLETIONS
 
     def lines(self) -> list[str]:
         """What a person reads: what was taken, then each reason for leaving rows out."""
@@ -52,15 +73,23 @@ class Conversion:
         ]
         for reason, count in self.reasons.most_common():
             lines.append(f"  {count} left out: {reason} (first: {self.example[reason]})")
+        lines += [f"  {note}" for note in self.notes]
+        if self.step_rollouts is not None:
+            lines.append(f"  a training step of theirs has {self.step_rollouts} rollouts")
+        if not self.is_for_mse:
+            lines.append(
+                f"  no prompt has {LEAST_COMPLETIONS} completions, which mse needs: rewards alone "
+                "can be judged"
+            )
         return lines
 
 
 def convert(source: Path, one: Format, target: Path, options: Options) -> Conversion:
     """Read a framework's files and write the rows that a study can use.
 
-    Left out, and counted by reason: rewards that are not finite, completions or prompts without a
-    token, per-token columns of another length, groups of several policies or prompts, groups of
-    one, and groups of another policy than the one that is kept.
+    Left out, and counted by reason: what the framework did not train on; copies, batches that were
+    written again, other runs and other policies (see `sieve`); rows that cannot be used, such as
+    rewards that are not finite; groups of several prompts, and prompts with few completions.
 
     Args:
         source: a file or a folder.
@@ -75,16 +104,17 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         raise ConfigError(f"{target}: the converted file ends in .parquet")
     if target.exists():
         raise ConfigError(f"{target} is there already: name another file, or remove it")
-    paths = files_of(source, one)
+    paths = files_of(source, one.dump)
     if not paths:
-        raise ConfigError(f"{source} holds no {one.pattern}, as {one.name} writes them")
-    rollouts, reasons, example = [], Counter[str](), dict[str, str]()
-    groups: dict[str, list[Rollout]] = {}
+        pattern = one.dump.pattern.rpartition("/")[2]
+        raise ConfigError(f"{source} holds no {pattern}, as {one.name} writes them")
+    reasons, example = Counter[str](), dict[str, str]()
 
     def leave_out(rollout: Rollout, reason: str) -> None:
         reasons[reason] += 1
         example.setdefault(reason, rollout.place)
 
+    rollouts: list[Rollout] = []
     for path in paths:
         try:
             rollouts += one.read(path, options)
@@ -95,43 +125,46 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
             raise ConfigError(
                 f"{path} is not as {one.name} writes it ({reason:.120}): choose another --from"
             ) from error
-    for rollout in rollouts:
-        reason = rollout.fault or _fault(rollout)
-        if reason:
-            leave_out(rollout, reason)
+    if rollouts and all(row.fault.startswith(UNLIKE) for row in rollouts):
+        reason = rollouts[0].fault.removeprefix(UNLIKE).strip(" ()")
+        raise ConfigError(
+            f"{rollouts[0].path} is not as {one.name} writes it ({reason:.120}): choose another "
+            "--from"
+        )
+    rows = []
+    for row in rollouts:
+        row.fault = row.fault or _fault(row)
+        if row.untrained.startswith(EVALUATION) or row.fault.startswith(UNLIKE):
+            leave_out(row, row.untrained or row.fault)
         else:
-            groups.setdefault(rollout.prompt_id, []).append(rollout)
-    versions = {one.policy_version for group in groups.values() for one in group}
-    version = options.version or max(versions, key=_age, default=None)
-    for name, group in list(groups.items()):
-        own = {rollout.policy_version for rollout in group}
-        prompts = {str(rollout.prompt_ids or rollout.prompt) for rollout in group}
-        reason = ""
-        if len(own) > 1:
-            reason = "its group was written by several policies"
-        elif version not in own:
-            reason = f"of another policy than {version}, which is kept (--version takes another)"
-        elif len(prompts) > 1:
-            reason = "its group has several prompts (group_size= may be wrong)"
-        elif len(group) == 1:
-            reason = "a group of one completion"
-        if reason:
-            for rollout in groups.pop(name):
-                leave_out(rollout, reason)
-    usable = [rollout for group in groups.values() for rollout in group]
+            rows.append(row)
+    rows = sieve.once(rows, leave_out)
+    rows = sieve.last_written(rows, leave_out)
+    rows = sieve.of_one_run(rows, options.version, leave_out)
+    step_rollouts = sieve.rollouts_of_step(rows)
+    for row in rows:
+        if row.untrained or row.fault:
+            leave_out(row, row.untrained or row.fault)
+    rows = [row for row in rows if not row.untrained and not row.fault]
+    notes: list[str] = []
+    if rows:
+        rows = sieve.of_one_policy(rows, options.version, leave_out)
+        rows = _equally_logged(rows, leave_out, notes)
+    groups = sieve.in_groups(rows, leave_out)
+    usable = [rollout for group in groups for rollout in group]
     if not usable:
+        if options.reward and all(reason.startswith("--reward") for reason in reasons):
+            raise ConfigError(f"{next(iter(reasons))}, in {source}")
         why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
         raise ConfigError(f"{source}: none of {len(rollouts)} rows can be used: {why or 'no rows'}")
+    noted = Counter(row.note for row in usable if row.note)
+    notes += [f"{count} taken: {note}" for note, count in noted.items()]
     exact = all(rollout.completion_ids is not None for rollout in usable)
-    _write(target, usable, exact)
+    _write(target, groups, exact, step_rollouts)
     return Conversion(
-        one.name, len(paths), len(rollouts), len(usable), len(groups), exact, reasons, example
-    )
-
-
-def _age(version: str | None) -> tuple[list[int], str]:
-    """The numbers of a policy's version, by which the last one is found."""
-    return [int(one) for one in re.findall(r"\d+", version or "")], version or ""
+        one.name, len(paths), len(rollouts), len(usable), len(groups), exact, reasons, example,
+        tuple(notes), step_rollouts, max(map(len, groups)),
+    )  # fmt: skip
 
 
 def _fault(rollout: Rollout) -> str:
@@ -139,33 +172,68 @@ def _fault(rollout: Rollout) -> str:
     if not math.isfinite(rollout.reward):
         return "its reward is not a finite number"
     if rollout.completion_ids is None:
-        return "" if rollout.completion else "its completion is empty"
+        if not rollout.completion:
+            return "its completion is empty"
+        for name, fault in (("prompt", prompt_fault), ("completion", completion_fault)):
+            if found := fault(getattr(rollout, name)):
+                return f"its {name} {found}"
+        return ""
     if not rollout.completion_ids or not rollout.prompt_ids:
         return "it has no prompt or no completion tokens"
+    if found := ids_fault(rollout.prompt_ids) or ids_fault(rollout.completion_ids):
+        return f"it {found}"
     length = len(rollout.completion_ids)
     for name in ("loss_mask", "logprobs"):
         values = getattr(rollout, name)
         if values is not None and len(values) != length:
             return f"{name} is not as long as the completion"
+        if per_token_fault(values, length):
+            return f"{name} holds what is not a finite number"
     if rollout.loss_mask is not None and not any(rollout.loss_mask):
         return "loss_mask is 0 on every token"
-    if rollout.logprobs is not None and not all(map(math.isfinite, rollout.logprobs)):
-        return "a log-probability is not a finite number"
     return ""
 
 
-def _write(target: Path, rollouts: list[Rollout], exact: bool) -> None:
-    """The rows as Parquet; columns that no row has are left out."""
+def _equally_logged(
+    rows: list[Rollout], leave_out: sieve.LeaveOut, notes: list[str]
+) -> list[Rollout]:
+    """Rows that all have tokens or all have none, and so with log-probabilities: `mse` takes no
+    mixture. What most rows have the others are left out for; what few have is not written.
+    """
+    for name in ("completion_ids", "logprobs"):
+        lacking = [row for row in rows if getattr(row, name) is None]
+        if 0 < len(lacking) <= len(rows) / 2:
+            for row in lacking:
+                leave_out(row, f"it has no {name}, which others have")
+            rows = [row for row in rows if getattr(row, name) is not None]
+        elif 0 < len(lacking) < len(rows):
+            notes.append(f"{name} not written: {len(lacking)} of {len(rows)} rows have none")
+            for row in rows:
+                setattr(row, name, None)
+    return rows
+
+
+def _write(
+    target: Path, groups: list[list[Rollout]], exact: bool, step_rollouts: int | None
+) -> None:
+    """The rows as Parquet; columns that no row has are left out. How many rollouts a step has is
+    in the metadata, for `advise`.
+    """
     import pyarrow
     from pyarrow import parquet
 
+    rollouts = [rollout for group in groups for rollout in group]
     names = [name for name in COLUMNS if exact or name not in ("prompt_ids", "completion_ids")]
     columns: dict[str, list[Any]] = {
-        name: [getattr(rollout, name) for rollout in rollouts] for name in names
+        name: [getattr(rollout, name, None) for rollout in rollouts] for name in names
     }
+    columns["prompt_id"] = [group[0].group for group in groups for _ in group]
     columns = {name: x for name, x in columns.items() if any(one is not None for one in x)}
     if any(one is None for one in columns.get("ended", ())):
         del columns["ended"]  # then the end token says it
+    table = pyarrow.table(columns)
+    if step_rollouts is not None:
+        table = table.replace_schema_metadata({STEP_ROLLOUTS: str(step_rollouts)})
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(target) as staged:
-        parquet.write_table(pyarrow.table(columns), staged)
+        parquet.write_table(table, staged)

@@ -34,14 +34,13 @@ from grpo_ustat.mse.sampler import MOST_GAP, sampler_gap
 from grpo_ustat.policy.chat import in_chat_format
 from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
-from grpo_ustat.rollout.logged import LoggedRollout, read_rollouts
+from grpo_ustat.rollout.logged import LEAST_COMPLETIONS, LoggedRollout, read_rollouts
 from grpo_ustat.streams import single_line
 from grpo_ustat.terminal import tell
 
 LEAST_GAP = 0.002  # below which no other temperature is nearer than rounding
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 CHECKED = 64  # completions
-LEAST_COMPLETIONS = 4  # the jackknife leaves three, which the unbiased estimators need
 
 
 def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, list[Prompt]]:
@@ -194,31 +193,45 @@ def _trim_groups(
     groups: dict[str, list[LoggedRollout]], config: MseConfig
 ) -> dict[str, list[LoggedRollout]]:
     """The first `study.questions` prompts with equally many completions each; prints how many were
-    left out.
+    left out. Of the sizes that at least half of the prompts have, it is the one that keeps most
+    completions, so that a few small groups are dropped, and do not trim all others.
     """
-    chosen = dict(list(groups.items())[: config.study.questions])
-    if len(chosen) < len(groups):
-        _print_on_main(
-            f"{config.pool}: {len(chosen)} of {len(groups)} prompts kept, see study.questions"
-        )
-    check_questions(config, len(chosen))
-    shortest = min(chosen.values(), key=len)
-    size, row, needed = len(shortest), shortest[0].row, LEAST_COMPLETIONS
+    questions, needed = config.study.questions, LEAST_COMPLETIONS
     if "replay" in config.study.methods:
         needed = max(needed, max(config.group_sizes) + LEAST_REST)
-    if size < needed:
-        few = sum(len(group) < needed for group in chosen.values())
+    enough = [group for group in groups.values() if len(group) >= needed]
+    if not enough:
+        shortest = min(groups.values(), key=len)
         smaller = ", or use smaller group_sizes" if needed > LEAST_COMPLETIONS else ""
         raise ConfigError(
-            f"{config.pool}: the prompt of row {row} (from 0) has {size} completions, {needed} "
-            f"are needed of each, and {few} of {len(chosen)} prompts have fewer: drop "
-            f"these{smaller}"
+            f"{config.pool}: the prompt of row {shortest[0].row} (from 0) has {len(shortest)} "
+            f"completions, {needed} are needed of each, and {len(groups)} of {len(groups)} prompts "
+            f"have fewer: drop these{smaller}"
         )
+
+    def kept(size: int) -> int:
+        """How many completions are left where each prompt has so many."""
+        return size * len([group for group in enough if len(group) >= size][:questions])
+
+    median = sorted(map(len, enough), reverse=True)[(len(enough) - 1) // 2]
+    size = max(sorted({len(group) for group in enough if len(group) <= median}), key=kept)
+    large = {text: group for text, group in groups.items() if len(group) >= size}
+    chosen = dict(list(large.items())[:questions])
+    if small := [group for group in groups.values() if len(group) < size]:
+        _print_on_main(
+            f"{config.pool}: {len(small)} prompts dropped, with {sum(map(len, small))} completions:"
+            f" fewer than {size} each, such as that of row {small[0][0].row} (from 0)"
+        )
+    if len(chosen) < len(large):
+        _print_on_main(
+            f"{config.pool}: {len(chosen)} of {len(large)} prompts kept, see study.questions"
+        )
+    check_questions(config, len(chosen))
     surplus = sum(map(len, chosen.values())) - size * len(chosen)
     if surplus:
         _print_on_main(
-            f"{config.pool}: {surplus} completions dropped, {size} kept of each prompt, as many as "
-            f"that of row {row} (from 0) has"
+            f"{config.pool}: {surplus} completions dropped, {size} kept of each prompt, as most "
+            "prompts have"
         )
     return {text: group[:size] for text, group in chosen.items()}
 

@@ -30,6 +30,8 @@ KNOWN = (  # TRL's, then ours
 )  # fmt: skip
 EXACT = ("prompt_ids", "completion_ids")  # what makes rows token-exact
 PER_TOKEN = ("loss_mask", "logprobs")  # a number for each token of the completion
+LEAST_COMPLETIONS = 4  # of a prompt: the jackknife leaves three, which unbiased estimators need
+STEP_ROLLOUTS = "grpo_ustat.step_rollouts"  # in the metadata that `convert` writes
 
 Message = dict[str, str]
 
@@ -100,8 +102,8 @@ def read_rollouts(path: Path) -> list[LoggedRollout]:
     if set(EXACT) <= set(columns):
         return _exact_rollouts(path, columns, rewards)
     faults = {
-        "prompt": _prompt_fault,
-        "completion": _completion_fault,
+        "prompt": prompt_fault,
+        "completion": completion_fault,
         rewards: _reward_fault,
         "ended": lambda value: "is null, not true or false" if value is None else None,
     }
@@ -122,11 +124,29 @@ def read_rollouts(path: Path) -> list[LoggedRollout]:
     ]
 
 
+def step_rollouts(path: Path) -> int | None:
+    """How many rollouts the training step had that wrote a file: what `convert` noted, or the rows
+    of the last step in TRL's log, which holds a whole batch. None: nothing says it.
+    """
+    try:
+        schema = parquet.read_schema(path)
+        noted = (schema.metadata or {}).get(STEP_ROLLOUTS.encode())
+        if noted is not None:
+            return int(noted)
+        if not {"step", "advantage"} <= set(schema.names) or "completion_index" in schema.names:
+            return None  # completion_index is of our own training, which logs some groups of a step
+        steps = parquet.read_table(path, columns=["step"])["step"].to_pylist()
+    except (OSError, ValueError):
+        return None
+    known = [step for step in steps if step is not None]
+    return known.count(max(known)) if known else None
+
+
 def _exact_rollouts(path: Path, columns: dict[str, list[Any]], rewards: str) -> list[LoggedRollout]:
     """Rows whose tokens are known."""
     faults: dict[str, Callable[[Any], str | None]] = {
-        "prompt_ids": _ids_fault,
-        "completion_ids": _ids_fault,
+        "prompt_ids": ids_fault,
+        "completion_ids": ids_fault,
         rewards: _reward_fault,
     }
     for name, fault in faults.items():
@@ -135,7 +155,7 @@ def _exact_rollouts(path: Path, columns: dict[str, list[Any]], rewards: str) -> 
     for name in PER_TOKEN:
         values = columns.get(name, [None] * len(lengths))
         pairs = zip(values, lengths, strict=True)
-        _refuse(path, name, [_per_token_fault(value, length) for value, length in pairs])
+        _refuse(path, name, [per_token_fault(value, length) for value, length in pairs])
         columns[name] = values
     if any(columns["logprobs"]):  # of some rows alone they cannot show which policy wrote the rest
         nulls = [value is None for value in columns["logprobs"]]
@@ -159,7 +179,7 @@ def _exact_rollouts(path: Path, columns: dict[str, list[Any]], rewards: str) -> 
     ]  # fmt: skip
 
 
-def _ids_fault(value: Any) -> str | None:
+def ids_fault(value: Any) -> str | None:
     """Why a value is no list of token ids; None where it is one."""
     if value is None:
         return "is null"
@@ -169,7 +189,7 @@ def _ids_fault(value: Any) -> str | None:
     return f"holds {wrong[0]!r:.20}, which is no token id" if wrong else None
 
 
-def _per_token_fault(value: Any, length: int) -> str | None:
+def per_token_fault(value: Any, length: int) -> str | None:
     """Why a value is not null and not a list of one finite number a token; None where it is."""
     if value is None:
         return None
@@ -209,7 +229,7 @@ def _reward_column(table: pyarrow.Table, path: Path) -> str:
         raise ConfigError(
             f"{path} has columns {', '.join(table.column_names)}: prompt, completion and exactly "
             f"one column of rewards are needed, found {', '.join(numeric) or 'none'}; leave the "
-            "others out, or add them up with their weights"
+            "others out, or add them up with their weights: grpo-ustat convert --reward A=1,B=0.5"
         )
     return numeric[0]
 
@@ -228,7 +248,8 @@ def _refuse(path: Path, field: str, faults: list[str | None]) -> None:
         )
 
 
-def _prompt_fault(value: Any) -> str | None:
+def prompt_fault(value: Any) -> str | None:
+    """Why a value is no prompt of a study; None where it is one."""
     if isinstance(value, str):
         return None if value else "is empty"
     fault = _conversation_fault(value)
@@ -237,7 +258,8 @@ def _prompt_fault(value: Any) -> str | None:
     return fault
 
 
-def _completion_fault(value: Any) -> str | None:
+def completion_fault(value: Any) -> str | None:
+    """Why a value is no completion that the policy alone wrote; None where it is one."""
     if isinstance(value, str):
         return None
     fault = _conversation_fault(value)

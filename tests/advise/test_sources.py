@@ -16,6 +16,7 @@ from pyarrow import parquet
 from grpo_ustat.advise.__main__ import main
 from grpo_ustat.advise.sources import Request, advice_of, parse_request
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.rollout.logged import STEP_ROLLOUTS
 
 RESULT = {
     "scaling": {"c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5,
@@ -137,6 +138,91 @@ def test_a_log_is_scored_by_the_model_that_wrote_it(tmp_path, monkeypatch):
     assert advice.verdict == "lower"
     assert {"model=out/checkpoint-3", "study.cut_at=96"} <= set(words)
     assert "was written by checkpoint-2, the model named is checkpoint-3" in advice.details[0]
+
+
+@pytest.mark.parametrize(
+    "size, model_size, n",
+    [(None, None, 24), (8, None, 24), (16, None, 16), (None, 128, 128), (4, 128, 128)],
+)
+def test_the_step_of_a_log_is_that_of_those_who_wrote_it(
+    tmp_path, monkeypatch, size, model_size, n
+):
+    """24 rollouts, in whole groups, and not 256; what is typed is taken first."""
+
+    def mse(command, **_):
+        target = dict(word.partition("=")[::2] for word in command)["hydra.run.dir"]
+        folder(tmp_path / target, "mse", RESULT)
+        return type("Ended", (), {"returncode": 0})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.run", mse)
+    path = log(tmp_path / "completions_00003.parquet")
+    advice = advice_of(Request(path, size, model_size, model="checkpoint-2"))
+    assert advice.numbers["rollouts"] == n
+    told = f"n = {n} is a training step of those who wrote {path}." in advice.details
+    assert told == (model_size is None)
+
+
+def test_the_study_of_a_converted_file_has_the_step_that_stands_in_it(tmp_path):
+    path = tmp_path / "rollouts.parquet"
+    table = pyarrow.table({"prompt_id": ["a"], "reward": [1.0]})
+    parquet.write_table(table.replace_schema_metadata({STEP_ROLLOUTS: "512"}), path)
+    run_folder = folder(tmp_path / "run", "mse", RESULT, (), f"pool={path}")
+    assert advice_of(Request(run_folder)).numbers["rollouts"] == 512
+    assert advice_of(Request(run_folder, 3)).numbers["rollouts"] == 510
+    path.unlink()
+    assert advice_of(Request(run_folder)).numbers["rollouts"] == 256
+
+
+VERL = {"input": "q", "output": "a", "score": 1.0, "step": 3}
+DUMPS = {
+    "rollout_data/3.jsonl": (VERL, "verl"),
+    "rollouts/step_3/train/all/traces.jsonl": ({"traces": [], "group": {"id": "g"}}, "prime_rl"),
+    "exp_001/train_data_step3.jsonl": (
+        {"token_ids": [1], "token_loss_mask": [1], "input_lengths": 1, "rewards": 1.0}, "nemo_rl",
+    ),
+    "a_rollouts_000000.jsonl": (
+        {"prompt_tokens": [1], "response_tokens": [1], "prompt_idx": 0}, "open_instruct",
+    ),
+    "rollout/3/7.jsonl": ({"task_id": 7, "seqlen": 2, "completion": "a"}, "areal"),
+    "completions.jsonl": ({"prompt": ["q"], "completion": ["a"], "advantages": [0]}, "ms_swift"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
+@pytest.mark.parametrize("name", DUMPS)
+def test_convert_is_named_where_advise_meets_a_dump(tmp_path, name, is_file):
+    row, framework = DUMPS[name]
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(row) + "\n")
+    source = path if is_file else tmp_path / "run"
+    with pytest.raises(ConfigError) as refused:
+        advice_of(Request(source, num_generations=8))
+    assert str(refused.value) == (
+        f"{source} is what {framework} writes: type grpo-ustat convert {source} rollouts.parquet, "
+        "and then grpo-ustat advise rollouts.parquet num_generations=8"
+    )
+
+
+def test_convert_is_named_for_pickles_and_in_folders_of_hydra(tmp_path):
+    torch = pytest.importorskip("torch")
+    sample = {"group_index": 0, "tokens": [1], "response_length": 1, "reward": 1.0}
+    torch.save({"rollout_id": 3, "samples": [sample]}, tmp_path / "p_3.pt")
+    with pytest.raises(ConfigError, match="p_3.pt is what slime writes: type grpo-ustat convert"):
+        advice_of(Request(tmp_path / "p_3.pt"))
+    (tmp_path / "verl/.hydra").mkdir(parents=True)
+    (tmp_path / "verl/.hydra/config.yaml").write_text("trainer: {project_name: x}\n")
+    (tmp_path / "verl/3.jsonl").write_text(json.dumps(VERL) + "\n")
+    with pytest.raises(ConfigError, match="is what verl writes: type grpo-ustat convert"):
+        advice_of(Request(tmp_path / "verl"))
+
+
+def test_logs_of_several_runs_of_trl_are_for_convert(tmp_path):
+    (tmp_path / "runs/a/completions").mkdir(parents=True)
+    log(tmp_path / "runs/a/completions/completions_00003.parquet")
+    with pytest.raises(ConfigError, match="runs is what trl writes: type grpo-ustat convert"):
+        advice_of(Request(tmp_path / "runs"))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,11 @@ from grpo_ustat.convert.formats import FORMATS, Options, detect
 from grpo_ustat.convert.table import convert
 from grpo_ustat.rollout.logged import read_rollouts
 
-GROUPS = {"a": ([1, 2, 3], [[7, 8, 9], [7, 9], [8, 9]]), "b": ([4, 5], [[6, 9], [6, 6, 9], [9]])}
-REWARDS = {"a": [1.0, 0.0, 0.5], "b": [0.0, 0.0, 1.0]}
+GROUPS = {
+    "a": ([1, 2, 3], [[7, 8, 9], [7, 9], [8, 9], [8, 8, 9], [7, 7, 9]]),
+    "b": ([4, 5], [[6, 9], [6, 6, 9], [9], [7, 6, 9], [8, 6, 9]]),
+}
+REWARDS = {"a": [1.0, 0.0, 0.5, 0.0, 1.0], "b": [0.0, 0.0, 1.0, 0.0, 0.0]}
 
 
 def rows():
@@ -101,9 +104,9 @@ def text(ids):
 def trl(folder):
     folder.mkdir(parents=True, exist_ok=True)
     table = {
-        "step": [3] * 6, "prompt": [text(one[2]) for one in rows()],
+        "step": [3] * 10, "prompt": [text(one[2]) for one in rows()],
         "completion": [text(one[3]) for one in rows()], "reward_func": [one[4] for one in rows()],
-        "advantage": [0.0] * 6,
+        "advantage": [0.0] * 10,
     }  # fmt: skip
     parquet.write_table(pyarrow.table(table), folder / "completions_00003.parquet")
 
@@ -112,11 +115,11 @@ def recorded_trl(folder, reused=0):
     """With `grpo_ustat.trl.record` among the reward functions; written `reused` steps before."""
     (folder / "completions").mkdir(parents=True, exist_ok=True)
     table = {
-        "step": [3] * 6, "prompt": [text(one[2]) for one in rows()],
+        "step": [3] * 10, "prompt": [text(one[2]) for one in rows()],
         "completion": [text(one[3]) for one in rows()], "right": [one[4] for one in rows()],
-        "record": pyarrow.array([None] * 6, pyarrow.float64()),
+        "record": pyarrow.array([None] * 10, pyarrow.float64()),
         "prompt_ids": [one[2] for one in rows()], "completion_ids": [one[3] for one in rows()],
-        "policy_step": [2 - reused] * 6, "advantage": [0.0] * 6,
+        "policy_step": [2 - reused] * 10, "advantage": [0.0] * 10,
     }  # fmt: skip
     parquet.write_table(pyarrow.table(table), folder / "completions/completions_00003.parquet")
 
@@ -127,7 +130,7 @@ def test_what_record_logged_in_trl_is_token_exact(tmp_path):
     assert detect(tmp_path).name == "trl"
     target = tmp_path / "out.parquet"
     conversion = convert(tmp_path, FORMATS["trl"], target, Options())
-    assert conversion.exact and (conversion.kept, conversion.groups) == (6, 2)
+    assert conversion.exact and (conversion.kept, conversion.groups) == (10, 2)
     for path in (target, tmp_path / "completions/completions_00003.parquet"):
         read = read_rollouts(path)
         assert [one.prompt_ids for one in read] == [one[2] for one in rows()]
@@ -159,9 +162,9 @@ def areal(folder):
 def ms_swift(folder):
     one = list(rows())
     lines(folder / "completions.jsonl", [{
-        "step": [3] * 6, "prompt": [text(x[2]) for x in one],
+        "step": [3] * 10, "prompt": [text(x[2]) for x in one],
         "completion": [text(x[3]) for x in one], "accuracy": [x[4] for x in one],
-        "advantages": [0.0] * 6,
+        "advantages": [0.0] * 10,
     }])  # fmt: skip
 
 
@@ -180,7 +183,7 @@ def converted(name, tmp_path, options=Options()):  # noqa: B008  # frozen
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_row_is_taken_and_belongs_to_its_prompt(name, tmp_path):
     conversion, target = converted(name, tmp_path)
-    assert (conversion.kept, conversion.rows, conversion.groups) == (6, 6, 2)
+    assert (conversion.kept, conversion.rows, conversion.groups) == (10, 10, 2)
     assert not conversion.reasons and conversion.exact == FORMATS[name].exact
     table = parquet.read_table(target).to_pylist()
     assert [row["reward"] for row in table] == [one[4] for one in rows()]
@@ -222,23 +225,31 @@ def open_instruct_rows(changes):
 @pytest.mark.parametrize(
     "changes, kept, reason",
     [
-        ({1: {"reward": math.nan}}, 5, "its reward is not a finite number"),
-        ({1: {"response_tokens": []}}, 5, "it has no prompt or no completion tokens"),
-        ({1: {"logprobs": [-0.5]}}, 5, "logprobs is not as long as the completion"),
-        ({k: {"reward": math.inf} for k in (3, 4)}, 3, "a group of one completion"),
-        ({k: {"step": 2} for k in (0, 1, 2)}, 3, "of another policy than step 3, which is kept"),
-        ({1: {"prompt_tokens": [1]}}, 3, "its group has several prompts"),
+        ({1: {"reward": math.nan}}, 9, "its reward is not a finite number"),
+        ({1: {"response_tokens": []}}, 9, "it has no prompt or no completion tokens"),
+        ({1: {"logprobs": [-0.5]}}, 9, "logprobs is not as long as the completion"),
+        ({k: {"reward": math.inf} for k in (5, 6, 7, 8)}, 5, "a group of one completion"),
+        ({k: {"reward": math.inf} for k in (5, 6)}, 5, "its prompt has fewer than 4 completions"),
+        ({k: {"step": 2} for k in range(5)}, 5, "of another policy than step 3, which is kept"),
+        ({1: {"prompt_tokens": [1]}}, 5, "its group has several prompts"),
+        ({1: {"reward": None}}, 9, "its reward is not a finite number"),
+        ({1: {"reward": "failed"}}, 9, "its reward is not a finite number"),
+        ({1: {"response_tokens": [7, -1]}}, 9, "it holds -1, which is no token id"),
+        ({1: {"response_tokens": None}}, 9, "its row is not as the framework writes it (TypeError"),
+        ({1: {"logprobs": None}}, 9, "it has no logprobs, which others have"),
+        ({1: {"logprobs": [-0.5, math.nan]}}, 9, "logprobs holds what is not a finite number"),
     ],
 )
 def test_what_is_left_out_is_counted_with_its_reason(changes, kept, reason, tmp_path):
     lines(tmp_path / "run_rollouts_000000.jsonl", open_instruct_rows(changes))
     target = tmp_path / "out.parquet"
     conversion = convert(tmp_path, FORMATS["open_instruct"], target, Options())
-    assert conversion.kept == kept and sum(conversion.reasons.values()) == 6 - kept
+    assert conversion.kept == kept and sum(conversion.reasons.values()) == 10 - kept
     assert any(line.split("left out: ")[-1].startswith(reason) for line in conversion.lines())
 
 
-def test_a_group_of_several_policies_is_left_out(tmp_path):
+def test_the_policy_is_chosen_before_groups_are_formed(tmp_path):
+    """Of group a one row spans two policies and one is of the policy before: three are left."""
     prime_rl(tmp_path)
     path = tmp_path / "rollouts/step_3/train/all/traces.jsonl"
     episodes = [json.loads(line) for line in path.read_text().splitlines()]
@@ -246,8 +257,10 @@ def test_a_group_of_several_policies_is_left_out(tmp_path):
     episodes[1]["run"]["work"]["policy"] = {"start": 1, "end": 1}
     lines(path, episodes)
     conversion = convert(tmp_path, FORMATS["prime_rl"], tmp_path / "o.parquet", Options())
-    assert conversion.kept == 3 and dict(conversion.reasons) == {
-        "written by policies 1 to 2": 1, "its group was written by several policies": 2,
+    assert conversion.kept == 5 and dict(conversion.reasons) == {
+        "written by policies 1 to 2": 1,
+        "of another policy than 2, which is kept (--version takes another)": 1,
+        "its prompt has fewer than 4 completions": 3,
     }  # fmt: skip
 
 
@@ -281,11 +294,11 @@ def test_several_reward_columns_are_asked_for(tmp_path):
     trl(tmp_path)
     path = tmp_path / "completions_00003.parquet"
     table = parquet.read_table(path)
-    parquet.write_table(table.append_column("form", pyarrow.array([1.0] * 6)), path)
+    parquet.write_table(table.append_column("form", pyarrow.array([1.0] * 10)), path)
     with pytest.raises(ConfigError, match="numbers reward_func, form: say .* with --reward"):
         convert(tmp_path, FORMATS["trl"], tmp_path / "o.parquet", Options())
     conversion = convert(tmp_path, FORMATS["trl"], tmp_path / "o.parquet", Options(reward="form"))
-    assert conversion.kept == 6
+    assert conversion.kept == 10
 
 
 @pytest.mark.parametrize(
@@ -320,5 +333,22 @@ def test_the_command_says_what_it_took_and_what_next(tmp_path, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["convert", "source", "o.parquet"])
     main()
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "open_instruct: 6 of 6 rows of 1 files taken, 2 prompts; token-exact."
+    assert out[0] == "open_instruct: 10 of 10 rows of 1 files taken, 2 prompts; token-exact."
     assert out[-1] == "next: grpo-ustat mse pool=o.parquet model=CHECKPOINT"
+
+
+def test_groups_that_are_too_small_for_a_study_are_for_advise(tmp_path, monkeypatch, capsys):
+    """Where no prompt has the four completions that `mse` needs, as with `num_generations=2`."""
+    lines(tmp_path / "a_rollouts_000000.jsonl", [
+        row for k, row in enumerate(open_instruct_rows({})) if k % 5 < 2
+    ])  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["convert", ".", "o.parquet", "--from", "open_instruct"])
+    main()
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("open_instruct: 4 of 4 rows")
+    assert out[-2].endswith("completions, which mse needs: rewards alone can be judged")
+    assert out[-1] == "next: grpo-ustat advise o.parquet"
+    assert [group.tolist() for group in read_rewards(tmp_path / "o.parquet").groups] == [
+        [1.0, 0.0], [0.0, 0.0],
+    ]  # fmt: skip

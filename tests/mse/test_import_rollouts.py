@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -123,10 +124,10 @@ def test_unequal_groups_are_cut_and_counted(tmp_path, capsys):
     pyarrow.parquet.write_table(table, path)
     config = compose("mse", *SMALL, CUT, f"pool={path}")
     pool, _, _ = import_pool(config, tmp_path / "pool")
-    assert pool.rewards_PN.shape == (6, 5)
+    assert pool.rewards_PN.shape == (5, 8)
     out = capsys.readouterr().out
-    assert "15 completions dropped, 5 kept of each prompt, as many as that of row 40" in out
-    assert "0 of 30 completions have study.cut_at=96 tokens or more" in out
+    assert "1 prompts dropped, with 5 completions: fewer than 8 each, such as that of row 40" in out
+    assert "0 of 40 completions have study.cut_at=96 tokens or more" in out
 
 
 @pytest.mark.slow
@@ -332,6 +333,32 @@ def test_questions_of_a_file_are_counted_where_some_are_left_out(tmp_path, capsy
     out = capsys.readouterr().out
     assert "3 of 4 prompts kept, see study.questions" in out
     assert "24 of 24 completions have another number of tokens than their column length" in out
+
+
+@pytest.mark.parametrize(
+    "sizes, questions, kept",
+    [
+        ([8, 8, 8, 4], "null", (3, 8)),  # a small group trims no other
+        ([8, 8, 8, 1], "null", (3, 8)),  # nor has the file refused
+        ([8, 8, 6, 6], "null", (4, 6)),  # 24 completions rather than 16
+        ([40, 8, 8, 8], "null", (4, 8)),  # of half of the prompts at least
+        ([4, 8, 8, 8], "3", (3, 8)),
+        ([5, 5, 5, 5], "null", (4, 5)),
+    ],
+)
+def test_groups_have_the_size_that_keeps_most_completions(tmp_path, capsys, sizes, questions, kept):
+    prompts = [f"{k} + 1 = " for k, size in enumerate(sizes) for _ in range(size)]
+    count = len(prompts)
+    table = rows(count=count, prompt=prompts, reward=[float(i % 2) for i in range(count)])
+    path = saved(tmp_path / "c.parquet", table)
+    config = compose("mse", "debug=mse", "model=tiny_base", f"study.questions={questions}",
+                     f"pool={path}")  # fmt: skip
+    pool, _, _ = import_pool(config, tmp_path / "pool")
+    assert pool.rewards_PN.shape == kept
+    told = re.findall(
+        r"(?<=with )\d+(?= comp)|\d+(?= completions dropped)", capsys.readouterr().out
+    )
+    assert sum(map(int, told)) == count - kept[0] * kept[1]
 
 
 def test_a_length_to_cut_at_is_of_a_file():

@@ -1,0 +1,104 @@
+"""Which framework wrote a file or folder of rollouts: by its file names, and by the fields of the
+first row of a file. `convert` reads them; `advise` and `mse` name it where they meet one.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs.files import json_lines
+
+
+@dataclass(frozen=True)
+class Dump:
+    """How a framework's files of rollouts are known.
+
+    Attributes:
+        name: of the framework.
+        pattern: of its files below a source folder.
+        fields: some that every one of its rows has; none: the file name alone says it.
+    """
+
+    name: str
+    pattern: str
+    fields: frozenset[str]
+
+
+DUMPS = {
+    name: Dump(name, pattern, frozenset(fields.split()))
+    for name, pattern, fields in (
+        ("trl", "**/completions*.parquet", "prompt completion step"),
+        ("nemo_rl", "**/train_data_step*.jsonl", "token_ids token_loss_mask input_lengths rewards"),
+        ("prime_rl", "**/traces.jsonl", "traces"),
+        ("open_instruct", "**/*_rollouts_*.jsonl", "prompt_tokens response_tokens prompt_idx"),
+        ("verl", "**/*.jsonl", "input output score"),
+        ("areal", "**/*.jsonl", "task_id seqlen completion"),
+        ("ms_swift", "**/completions.jsonl", "prompt completion advantages"),
+        ("slime", "**/*.pt", "rollout_id samples response_length"),
+        ("skyrl", "**/*_training_input.pkl", ""),
+    )
+}
+
+
+def natural(text: object) -> list[str | int]:
+    """A key by which step_9 comes before step_10.
+
+    >>> sorted(["step_10", "step_9"], key=natural)
+    ['step_9', 'step_10']
+    """
+    parts = re.split(r"([0-9]+)", str(text))  # texts and numbers in turn
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+
+
+def files_of(source: Path, dump: Dump) -> Sequence[Path]:
+    """The source itself where it has a framework's name or fields; or a folder's files of its name,
+    in natural order: those whose first row has the fields or cannot be read, and all of them where
+    no first row has.
+    """
+    if source.is_file():
+        is_named = source.match(dump.pattern.rpartition("/")[2])
+        is_renamed = source.suffix == Path(dump.pattern).suffix and bool(dump.fields)
+        fits = is_renamed and dump.fields <= (first_fields(source) or set())
+        return [source] if is_named or fits else []
+    named = sorted((path for path in source.glob(dump.pattern) if path.is_file()), key=natural)
+    fields = {path: first_fields(path) for path in named}
+    if not any(own is not None and dump.fields <= own for own in fields.values()):
+        return named
+    return [path for path, own in fields.items() if own is None or dump.fields <= own]
+
+
+def dump_of(source: Path) -> Dump | None:
+    """The framework whose names and fields a file, or a file below a folder, has; None: of none."""
+    for dump in DUMPS.values():
+        for path in files_of(source, dump):
+            fields = first_fields(path)
+            if fields is not None and dump.fields <= fields:
+                return dump
+    return None
+
+
+def first_fields(path: Path) -> set[str] | None:
+    """Names of the fields of a file's first row; of a pickle, those of `Dump.fields` that stand in
+    it, which is searched and not loaded. None: it cannot be read.
+    """
+    fields: Iterable[str] = ()
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            fields = parquet.read_schema(path).names
+        elif path.suffix == ".jsonl":
+            fields = next((row for _, row in json_lines(path)), {})
+        elif path.suffix == ".pt":
+            with zipfile.ZipFile(path) as archive:
+                (inside,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
+                content = archive.read(inside)
+            fields = [one for one in DUMPS["slime"].fields if one.encode() in content]
+    except (ConfigError, OSError, ValueError, zipfile.BadZipFile):
+        return None
+    return set(fields)

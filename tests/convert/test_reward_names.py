@@ -1,0 +1,104 @@
+"""A row's reward, by column, key and weight, and rows that are not as they should be."""
+
+from __future__ import annotations
+
+import pyarrow
+import pytest
+from frameworks import (
+    append,
+    cohort,
+    converted,
+    episode,
+    left_out,
+    nemo,
+    samples,
+    slime,
+    texts,
+    trl,
+    verl,
+)
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.convert.rows import Options
+from grpo_ustat.rollout.logged import read_rollouts
+
+
+def test_a_reward_that_was_not_scored_drops_its_row(tmp_path):
+    rows = [episode(*row) for row in samples(0)]
+    rows[3]["traces"][0]["rewards"]["right"] = None
+    append(cohort(tmp_path / "run", 5), rows)
+    conversion, _ = converted(tmp_path / "run")
+    assert (conversion.kept, left_out(conversion, "not a finite number")) == (14, 1)
+
+
+def test_rewards_of_filtered_rows_are_their_own(tmp_path):
+    """Under dynamic sampling `rewards` are those of the batch before it was filtered."""
+    own = [row[4] for row in samples(0)]
+    nemo(tmp_path / "a/train_data_step1.jsonl", 0, rewards=[0.25] * 15, filtered_rewards=own)
+    assert [row["reward"] for row in converted(tmp_path / "a")[1]] == own
+
+
+def test_a_reward_of_several_is_taken_by_key_or_added_by_weight(tmp_path):
+    reward = [{"right": float(k % 2), "form": 0.5, "note": "x"} for k in range(15)]
+    slime(tmp_path / "run/3.pt", 0, reward=reward)
+    with pytest.raises(ConfigError, match="15 its reward is of right, form, note: name one with"):
+        converted(tmp_path / "run")
+    for asked, value in (("right", 1.0), ("right=2,form=-1", 1.5)):
+        _, table = converted(tmp_path / "run", options=Options(reward=asked))
+        assert table[1]["reward"] == value
+    with pytest.raises(ConfigError, match=r"^--reward rihgt: its row has no .*are right, form\)"):
+        converted(tmp_path / "run", options=Options(reward="rihgt"))
+    with pytest.raises(ConfigError, match="^--reward right=x: 'x' is no number"):
+        converted(tmp_path / "run", options=Options(reward="right=x"))
+
+
+@pytest.mark.parametrize("asked, value", [("acc", 1.0), ("acc=2,score=-1", 1.5)])
+def test_columns_and_keys_of_verl_are_rewards_by_name(tmp_path, asked, value):
+    verl(tmp_path / "a/7.jsonl", 0, 7, score=[0.5] * 15, acc=[True] * 15)
+    verl(tmp_path / "b/7.jsonl", 0, 7, score=[{"score": 0.5, "acc": True}] * 15)
+    for folder in "ab":
+        _, table = converted(tmp_path / folder, options=Options(reward=asked))
+        assert {row["reward"] for row in table} == {value}
+    with pytest.raises(ConfigError, match="15 its reward is of score, acc: name one with --rew"):
+        converted(tmp_path / "b")
+
+
+def test_a_row_without_its_fields_is_counted_and_the_others_are_read(tmp_path):
+    verl(tmp_path / "a/7.jsonl", 0, 7, score=[None, "nan"] + [1.0] * 13)
+    append(tmp_path / "a/7.jsonl", [{"input": "1 2", "score": 1.0, "step": 7}])
+    with (tmp_path / "a/7.jsonl").open("a") as file:
+        file.write('{"input": "1 2", "outp')
+    conversion, _ = converted(tmp_path / "a")
+    assert (conversion.rows, conversion.kept) == (17, 10)  # the first prompt has three left
+    assert left_out(conversion, "KeyError: 'output'") == left_out(conversion, "cut off") == 1
+    assert left_out(conversion, "not a finite number") == 2
+
+
+def test_what_a_study_would_refuse_is_left_out_row_by_row(tmp_path):
+    """A tool's answer, a call of one, a picture, and a prompt that ends with the assistant."""
+    said = [[{"role": "assistant", "content": texts(row[3])}] for row in samples(0)]
+    asked = [[{"role": "user", "content": texts(row[2])}] for row in samples(0)]
+    said[0] = [*said[0], {"role": "tool", "content": "4"}]
+    said[5] = [{"role": "assistant", "content": None}]
+    asked[10] = [*asked[10], {"role": "assistant", "content": "So"}]
+    trl(tmp_path / "run/completions_00003.parquet", 0, 3, prompt=asked, completion=said)
+    conversion, table = converted(tmp_path / "run")
+    assert left_out(conversion, "not one of the assistant", "content is not text") == 2
+    assert left_out(conversion, "its group", "ends with an assistant message") == 1
+    assert len(table) == conversion.kept == 12
+    assert len(read_rollouts(max(tmp_path.glob("*.parquet")))) == 12
+
+
+def test_reward_functions_are_added_by_weight_and_a_null_counts_nothing(tmp_path):
+    """As TRL adds them; where all are null there is no reward."""
+    form = pyarrow.array([None, None] + [0.5] * 13, pyarrow.float64())
+    right = pyarrow.array([None] + [1.0] * 14, pyarrow.float64())
+    trl(tmp_path / "run/completions_00003.parquet", 0, 3, right=right, form=form)
+    with pytest.raises(ConfigError, match="numbers right, form: say which .*right=1,form=1"):
+        converted(tmp_path / "run")
+    with pytest.raises(ConfigError, match="^--reward fom: .* has columns of numbers right, form"):
+        converted(tmp_path / "run", options=Options(reward="right,fom=2"))
+    conversion, table = converted(tmp_path / "run", options=Options(reward="right,form=2"))
+    assert [row["reward"] for row in table][:2] == [1.0, 2.0]
+    assert left_out(conversion, "not a finite number") == 1
+    assert any("1 taken: reward form is null" in line for line in conversion.lines())
