@@ -7,7 +7,7 @@ T completion tokens, B rows of a batch, F reward functions. Names carry their ax
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,16 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+ACCURACY, MEAN_REWARD = "accuracy", "mean reward"  # what a mean of rewards is called
+
+
+def joint_quantity(quantities: Iterable[str]) -> str:
+    """The name that several means of rewards have in common: an accuracy is a mean reward too.
+
+    >>> joint_quantity(["accuracy"]), joint_quantity(["accuracy", "mean reward"])
+    ('accuracy', 'mean reward')
+    """
+    return ACCURACY if set(quantities) <= {ACCURACY} else MEAN_REWARD
 
 
 @dataclass(frozen=True)

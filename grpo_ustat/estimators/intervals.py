@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit  # pyright: ignore[reportUnknownVariableType]
 
-from grpo_ustat.records import Array
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, Array
 
 LEVEL = 0.95
-ACCURACY, MEAN_REWARD = "accuracy", "mean reward"  # what a mean of rewards is, see `quantity`
 LEAST_EFFECTIVE, LEAST_CARRIERS = 80, 3  # below either, see `Tails.heavy`
 
 
@@ -102,7 +101,8 @@ def ratio_interval(
         level: coverage.
 
     Returns:
-        The estimate is NaN where the denominator's is not positive, and never below 0.
+        The estimate is NaN where the denominator's is not positive or where every ratio is
+        possible, and never below 0.
 
     >>> deviates = np.array([[-0.5, 0.0, 0.5]])
     >>> [round(x, 2) for x in ratio_interval(4.0, 1.0, 4 + deviates, 1 + 0 * deviates)]
@@ -231,15 +231,6 @@ def is_binary(rewards: Array) -> bool:
 def quantity(rewards: Array) -> str:
     """The name of the mean of rewards: of 0/1 rewards the accuracy, else the mean reward."""
     return ACCURACY if is_binary(rewards) else MEAN_REWARD
-
-
-def joint_quantity(quantities: Iterable[str]) -> str:
-    """The name that several means of rewards have in common: an accuracy is a mean reward too.
-
-    >>> joint_quantity(["accuracy"]), joint_quantity(["accuracy", "mean reward"])
-    ('accuracy', 'mean reward')
-    """
-    return ACCURACY if set(quantities) <= {ACCURACY} else MEAN_REWARD
 
 
 def mean_reward(rewards_PN: Array, level: float = LEVEL) -> Interval:

@@ -24,7 +24,7 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.config.gap import BestGroupSizeConfig, GapConfig
-from grpo_ustat.estimators.intervals import LEVEL, Interval, joint_quantity
+from grpo_ustat.estimators.intervals import LEVEL, Interval
 from grpo_ustat.gap.claims import AGREES, DISAGREES, OPEN, Claim, comma_list, verdict_of
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, draws_nothing
 from grpo_ustat.gap.trained_runs import (
@@ -35,6 +35,7 @@ from grpo_ustat.gap.trained_runs import (
     start_law,
     trained_runs,
 )
+from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.accuracy import AccuracyCell, accuracy_cells
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.runs.record import RunRecord

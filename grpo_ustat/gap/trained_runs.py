@@ -11,8 +11,9 @@ import numpy as np
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.intervals import Interval, joint_quantity
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, read_runs
 from grpo_ustat.runs.record import RunRecord
 

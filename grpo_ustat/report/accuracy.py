@@ -13,14 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import (
-    ACCURACY,
-    LEVEL,
-    MEAN_REWARD,
-    Interval,
-    joint_quantity,
-    t_interval,
-)
+from grpo_ustat.estimators.intervals import LEVEL, Interval, t_interval
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.report.settings import Axis, setting_labels
 from grpo_ustat.report.tables import Table
 from grpo_ustat.runs.record import RunRecord

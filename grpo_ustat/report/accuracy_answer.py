@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from grpo_ustat.estimators.intervals import joint_quantity
+from grpo_ustat.records import joint_quantity
 from grpo_ustat.report import accuracy
 from grpo_ustat.report.accuracy import AccuracyCell, budget_name
 from grpo_ustat.report.collect import key_label

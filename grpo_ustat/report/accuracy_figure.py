@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from grpo_ustat.estimators.intervals import joint_quantity
+from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.figures import (
     FONTS,

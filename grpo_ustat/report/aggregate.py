@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.intervals import ACCURACY, joint_quantity
+from grpo_ustat.records import ACCURACY, joint_quantity
 from grpo_ustat.report import accuracy, error_figures, gradient_error
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.accuracy_answer import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import ACCURACY, Interval
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.noise import (
     CONSTANTS_AND_GRADIENT,
     LEAST_UNITS,
@@ -21,6 +21,7 @@ from grpo_ustat.estimators.noise import (
     noise_share,
 )
 from grpo_ustat.estimators.scaling import ScalingEstimate
+from grpo_ustat.records import ACCURACY
 from grpo_ustat.report.tables import three_digits
 
 ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml

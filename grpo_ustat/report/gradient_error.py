@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ustat.estimators.intervals import joint_quantity
+from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.collect import key_label
 from grpo_ustat.report.symbols import baseline_word
 from grpo_ustat.report.tables import Table, three_digits

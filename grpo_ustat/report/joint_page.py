@@ -14,7 +14,7 @@ from pyarrow import compute, parquet
 
 from grpo_ustat.config.command_line import typed_command
 from grpo_ustat.config.schema import flatten
-from grpo_ustat.estimators.intervals import joint_quantity
+from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.collect import RunSet
 from grpo_ustat.report.page import (
     Completions,

@@ -15,13 +15,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ustat.estimators.intervals import (
-    ACCURACY,
-    MEAN_REWARD,
-    clustered_mean,
-    joint_quantity,
-)
+from grpo_ustat.estimators.intervals import clustered_mean
 from grpo_ustat.estimators.scaling import group_size_interval
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.report.figures import FONTS, legend_label, note, plt, save, series_style
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.record import RunRecord

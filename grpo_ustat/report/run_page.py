@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.reward_funcs import reward_text
-from grpo_ustat.estimators.intervals import ACCURACY, MEAN_REWARD, joint_quantity
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.report.decision import (
     WHY_FIXED_ROLLOUTS,
     interval_note,

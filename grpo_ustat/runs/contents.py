@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from grpo_ustat.config.run import LARGEST_COUNT
-from grpo_ustat.estimators.intervals import ACCURACY, MEAN_REWARD
+from grpo_ustat.records import ACCURACY, MEAN_REWARD
 from grpo_ustat.streams import single_line
 
 MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}

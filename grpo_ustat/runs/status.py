@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.intervals import joint_quantity
+from grpo_ustat.records import joint_quantity
 from grpo_ustat.runs import history
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import write_whole

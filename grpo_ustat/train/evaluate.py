@@ -7,17 +7,15 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.estimators.intervals import (
-    ACCURACY,
-    MEAN_REWARD,
     Interval,
     clustered_wilson,
-    joint_quantity,
     matched_difference,
     mean_reward,
     paired_difference,
     quantity,
 )
 from grpo_ustat.estimators.ustatistic import pass_at_k
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.train.batch import sample_batch
 from grpo_ustat.train.context import Batch, TrainContext, TrainProgress

@@ -22,7 +22,7 @@ import yaml
 from grpo_ustat.config.identity import data_fingerprint
 from grpo_ustat.config.model import EMBEDDED, model_folder
 from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.estimators.intervals import joint_quantity
+from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.tables import Table, fenced, plain
 from grpo_ustat.runs import history
 from grpo_ustat.runs.files import read_rows

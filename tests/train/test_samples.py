@@ -125,7 +125,9 @@ def test_a_damaged_file_is_named(tmp_path):
 
 def test_a_steps_completions_are_a_pool(tmp_path):
     """Scored by the policy that wrote them: rewards and inner products are those of the step."""
-    run, batch = first_batch(tmp_path / "run", "log_completions=16", "max_completion_length=45")
+    run, batch = first_batch(
+        tmp_path / "run", "log_completions=16", "max_completion_length=45", "seed=1"
+    )
     assert 0 < (~batch.ended_PG).sum() < 16  # cut ones are no longer than they were
     path = tmp_path / "step.parquet"
     log = CompletionLog(tmp_path, 0)
