@@ -29,6 +29,7 @@ from grpo_ustat import __version__
 from grpo_ustat.cli.arguments import check_flags
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.streams import HALF
 from grpo_ustat.terminal import tell
 
 MULTIRUN = RunMode.MULTIRUN
@@ -41,10 +42,13 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     its place, see `model_place`; `typed` are they as they were typed.
 
     Raises:
-        ConfigError: a word with dashes is no flag, a flag's value is none of its, or two flags
-            exclude each other.
+        ConfigError: a word is no UTF-8, one with dashes is no flag, a flag's value is none of its,
+            or two flags exclude each other.
         SystemExit: the version was asked for, and is printed.
     """
+    for word in arguments:
+        if HALF.search(word):
+            raise ConfigError(f"{word!r} is no UTF-8: type it in letters of that encoding")
     if "--version" in arguments:
         tell(f"grpo-ustat {__version__}, Hydra {hydra.__version__}")
         raise SystemExit(0)

@@ -25,6 +25,7 @@ from typing import Any, cast
 from grpo_ustat.config.data import TASKS, reward_file
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
+from grpo_ustat.streams import HALF
 
 APART = {  # what a split must not share questions with
     "train": ("test", "examples"),
@@ -82,6 +83,12 @@ class OwnSource:
                     f"{self._name}: questions({split!r}) holds {question!r:.60}, it must hold "
                     "grpo_ustat.records.Question"
                 )
+            for name in ("id", "text", "answer", "kind", "solution"):
+                if HALF.search(text := str(getattr(question, name))):
+                    raise ConfigError(
+                        f"{self._name}: questions({split!r}) holds {text!r:.60} as {name}, it must "
+                        "be a text of whole characters"
+                    )
         count = self._sizes[split]
         if count is not None and count > len(questions):
             key = "prompt.shots" if split == "examples" else f"dataset.{split}_size"
