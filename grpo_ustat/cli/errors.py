@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -56,6 +57,11 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
         return type_error(cause, schema, {}, typed[1] if typed else None)
     if several := re.match(r"Ambiguous value for argument '([^=]+)=(.*)' 1\. To use it", text):
         return several_values(several[1], several[2], schema)
+    if needs_sweep := re.match(r"Sweep parameters '(.*)' requires --multirun", text):
+        command = next(name for name, other in SCHEMAS.items() if other is schema)
+        swept = shlex.split(re.sub("[()*]", r"\\\g<0>", needs_sweep[1]))
+        runs = command_line(command, "-m", *swept)
+        return f"{needs_sweep[1]} is for a sweep: add -m, as in {runs}"
     if isinstance(error, OverrideParseException) and error.override:
         key, _, value = error.override.partition("=")
         field = field_at(key.lstrip("+~"), all_fields(schema))
@@ -101,13 +107,17 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
 
 def several_values(key: str, value: str, schema: type) -> str:
     """The line that refuses `key=a,b` where no sweep is typed."""
-    field = field_at(key.lstrip("+"), all_fields(schema))
+    field, node = field_at(key.lstrip("+"), all_fields(schema)), key.lstrip("+").partition(".")[0]
+    if field is None and "/" not in key and node not in {"hydra", *top_names(schema)}:
+        return unknown_key(key, schema)
     as_list = f"write {key}=[{value}]" if field and field.kind.startswith("list") else ""
     command = next(name for name, other in SCHEMAS.items() if other is schema)
     runs = command_line(command, "-m", f"{key}={value}")
     sweep = f"add -m for a run of each, as in {runs}" if schema in RUN_SCHEMAS.values() else ""
-    fixes = ", or ".join(filter(None, [as_list, sweep]))
-    fixes = fixes or f"quote it, {quote_for_shell(key, value)}"
+    text = key == "model" or (field is not None and field.kind.startswith("str"))
+    quoted = quote_for_shell(key, value) if text or not sweep else ""
+    quoted = quoted and f"{'if it is one, quote it:' if sweep else 'quote it,'} {quoted}"
+    fixes = ", or ".join(filter(None, [as_list, quoted, sweep]))
     return f"{key}={value} names several values: {fixes}"
 
 

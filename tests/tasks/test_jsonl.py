@@ -20,6 +20,7 @@ from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.jsonl import ExactJudge
+from grpo_ustat.tasks.plugins import file_function
 from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.tasks.rows import Row
 
@@ -157,11 +158,50 @@ def test_a_reward_may_be_any_finite_number(tmp_path):
     assert made.rewards([prompt] * 3, [prompt.answer, "", "longer"]) == [1, -1, -1.5]
 
 
+@pytest.mark.parametrize("value, number", [
+    ("numpy.bool_(True)", 1), ("numpy.bool_(False)", 0), ("True", 1), ("numpy.float32(0.25)", 0.25),
+    ("numpy.int64(-2)", -2), ("numpy.array(0.5)", 0.5), ("numpy.array([0.5])", 0.5),
+    ("Decimal('0.5')", 0.5), ("Fraction(1, 4)", 0.25), ("torch.tensor(0.5)", 0.5),
+    ("torch.tensor(True)", 1),
+])  # fmt: skip
+def test_every_kind_of_number_is_a_reward_also_of_a_coroutine(value, number, tmp_path):
+    imports = "import numpy, torch\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+    for word in ("def", "async def"):
+        made = task(*reward_in(tmp_path, f"{imports}{word} score(p, t):\n return {value}"))
+        file_function.cache_clear()
+        assert made.rewards(made.prompts("train")[:1], [""]) == [number]
+
+
+def test_rewards_of_coroutines_are_awaited_together_and_keep_their_order(tmp_path):
+    """Each waits until all have come: one after the other they would wait for ever."""
+    source = """
+import asyncio
+came, all_here = [], asyncio.Event()
+async def score(prompt, text):
+    came.append(text)
+    if len(came) % 4 == 0:
+        all_here.set()
+    await asyncio.wait_for(all_here.wait(), 20)
+    return float(text)
+"""
+    made = task(*reward_in(tmp_path, source))
+    prompts = made.prompts("train")[:4]
+    for _ in range(2):  # in one event loop, which sessions of a client outlive
+        assert made.rewards(prompts, ["3", "1", "2", "0"]) == [3, 1, 2, 0]
+
+
 @pytest.mark.parametrize("source, message", [
     ("def score(p, t):\n return 1 / 0", r"ZeroDivisionError: division by zero \(.*my.py, line 2\)"),
     ("def score(p, t):\n return float('nan')", "the reward is nan, it must be a finite num"),
     ("def score(p, t):\n return 'good'", "the reward is 'good', it must be a finite number"),
     ("def score(p, t):\n return -float('inf')", "the reward is -inf, it must be a finite number"),
+    ("import numpy\ndef score(p, t):\n return numpy.ones(2)", r"the reward is array\(\[1., 1.\]\)"),
+    ("def score(p, t):\n return None", "the reward is None, it must be a finite number"),
+    ("import sys\ndef score(p, t):\n sys.exit(0)", r"SystemExit: 0 \(.*my.py, line 3\)"),
+    ("def score(p, t):\n raise SystemExit('enough')", r"SystemExit: enough \(.*my.py, line 2\)"),
+    ("async def score(p, t):\n return 1 / 0", r"ZeroDivisionError: .* \(.*my.py, line 2\)"),
+    ("async def score(p, t):\n exit()", r"SystemExit: None \(.*, line \d+\)"),
+    ("async def score(p, t):\n return 'x'", "the reward is 'x', it must be a finite number"),
 ])  # fmt: skip
 def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
     made = task(*reward_in(tmp_path, source))
@@ -174,6 +214,7 @@ def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
 @pytest.mark.parametrize("source, message", [
     ("def scores(p, t):\n return 1", "has no function 'score': did you mean scores. it has scores"),
     ("x = 1", "has no function 'score': it has none"),
+    ("async def scores(p, t):\n return 1", "no function .score.: did you mean scores. it has"),
     ("def score(:", "my.py line 1 is no Python"),
 ])  # fmt: skip
 def test_a_wrong_reward_file_is_refused_before_it_runs(source, message, tmp_path):
@@ -189,6 +230,7 @@ def test_a_reward_file_that_is_not_there_is_named():
 @pytest.mark.parametrize("source, message", [
     ("import nowhere_to_be\ndef score(p, t): 0", "ModuleNotFoundError: .*my.py, line 1"),
     ("score = 3", "score is no function in"),
+    ("import sys\nsys.exit()\ndef score(p, t): 0", "SystemExit: .*my.py, line 2"),
 ])  # fmt: skip
 def test_a_reward_file_that_fails_is_one_line(source, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
