@@ -8,6 +8,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Sequence
+from itertools import takewhile
 
 from grpo_ustat.cli.errors import fits, unknown_key
 from grpo_ustat.config.folders import CONF
@@ -116,7 +117,9 @@ def _check_closed(word: str, rest: Sequence[str], schema: type) -> None:
         if "=" in rest[count - 1]:
             break
     key, _, value = word.partition("=")
-    if fault in ("'", '"'):
+    if fault in ("'", '"') and not value.startswith(fault) and _is_text(key, schema):
+        fixed, reason = quote_for_shell(key, value), f"the quote {fault} is not closed"
+    elif fault in ("'", '"'):
         fixed, reason = word.replace(fault, ""), f"the quote {fault} is not closed"
     elif fault in CLOSING.values():
         fixed, reason = word[: word.rindex(fault)], f"there is a {fault} too many"
@@ -159,13 +162,21 @@ def _without_equals(word: str, words: Sequence[str], schema: type) -> str:
     """The line that refuses a word without `=`."""
     folders = [folder for folder in sorted(CONF.iterdir()) if folder.is_dir()]
     files = [folder / f"{word}.yaml" for folder in folders if "/" not in word]
-    groups = [file.parent.name for file in files if file.is_file() and fits(file, schema)]
+    entry = next(name for name, other in SCHEMAS.items() if other is schema)
+    chosen = re.findall(r"(?m)^  - (\w+):", (CONF / f"{entry}.yaml").read_text())
+    groups = [
+        file.parent.name
+        for file in files
+        if file.is_file() and fits(file, schema) and file.parent.name in chosen
+    ]
     field = field_at(word, all_fields(schema))
     before = words[words.index(word) - 1] if words.index(word) else ""
     key, equals, value = before.partition("=")
     if equals and not (groups or field) and _is_text(key, schema):
-        whole = to_type(key, f"{value} {word}", "str")
-        return f"{before} {word}: the shell splits this at the blank, write {whole}"
+        rest = takewhile(lambda one: "=" not in one, words[words.index(word) :])
+        whole = " ".join([value, *rest])
+        written = to_type(key, whole, "str")
+        return f"{key}={whole}: the shell splits this at the blank, write {written}"
     if groups:
         return f"{word}: write {' or '.join(f'{group}={word}' for group in groups)}"
     if schema is SCHEMAS["report"] and not field:

@@ -17,9 +17,10 @@ from omegaconf.errors import ValidationError
 
 from grpo_ustat.config.command_line import command_line, install_line, program
 from grpo_ustat.config.gap import OTHER_COMMANDS
+from grpo_ustat.config.identity import OPERATIONAL
 from grpo_ustat.config.load import SCHEMAS, WORDS, all_fields, kinds_of, type_error
-from grpo_ustat.config.run import Shared
-from grpo_ustat.config.schema import did_you_mean
+from grpo_ustat.config.run import Shared, check_report_name
+from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import field_at, quote_for_shell, wrong_value
 
 NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
@@ -37,6 +38,8 @@ NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
 }
 CUTS = ("top_p", "top_k", "min_p")  # of the sampled distribution, which other trainers have
 RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
+NAMES = ("name", "report.name")  # of a report's folder
+OF_NO_SWEEP = ("hydra", "reward_funcs", "reward_weights")  # nor what makes no run another one
 EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}  # that are no fields of the schema
 
 
@@ -67,6 +70,8 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
         field = field_at(key.lstrip("+~"), all_fields(schema))
         if field and not field.kind.startswith("str"):
             return wrong_value(field, value, conf)
+        if key in NAMES:
+            return _refused_name(key, value)
         return f"{error.override}: this cannot be read, quote it: {quote_for_shell(key, value)}"
 
     # A group has no such choice: list those that the command can take.
@@ -110,15 +115,30 @@ def several_values(key: str, value: str, schema: type) -> str:
     field, node = field_at(key.lstrip("+"), all_fields(schema)), key.lstrip("+").partition(".")[0]
     if field is None and "/" not in key and node not in {"hydra", *top_names(schema)}:
         return unknown_key(key, schema)
-    as_list = f"write {key}=[{value}]" if field and field.kind.startswith("list") else ""
-    command = next(name for name, other in SCHEMAS.items() if other is schema)
-    runs = command_line(command, "-m", f"{key}={value}")
+    if key in NAMES:
+        return _refused_name(key, value)
+    is_list, is_text = (bool(field) and field.kind.startswith(kind) for kind in ("list", "str"))
+    entry = next(name for name, other in SCHEMAS.items() if other is schema)
+    as_list = f"write {key}=[{value}]" if is_list else ""
+    values = re.sub(r"([^,]+)", r"[\1]", value) if is_list else value
+    runs = command_line(entry, "-m", f"{key}={values}")
     sweep = f"add -m for a run of each, as in {runs}" if schema in RUN_SCHEMAS.values() else ""
-    text = key == "model" or (field is not None and field.kind.startswith("str"))
-    quoted = quote_for_shell(key, value) if text or not sweep else ""
+    if node in {*OF_NO_SWEEP, *OPERATIONAL} - {"output_root"}:
+        sweep = ""
+    quoted = quote_for_shell(key, value) if is_text or key == "model" or node == "hydra" else ""
     quoted = quoted and f"{'if it is one, quote it:' if sweep else 'quote it,'} {quoted}"
-    fixes = ", or ".join(filter(None, [as_list, quoted, sweep]))
+    one = f"it has one, such as {key}={value.partition(',')[0]}"
+    fixes = ", or ".join(filter(None, [as_list, quoted, sweep])) or one
     return f"{key}={value} names several values: {fixes}"
+
+
+def _refused_name(key: str, name: str) -> str:
+    """The line that refuses a name with a comma or other letters that are none of a folder's."""
+    try:
+        check_report_name(key, name)
+    except ConfigError as error:
+        return str(error)
+    return f"{key}={name}: this cannot be read, quote it: {quote_for_shell(key, name)}"
 
 
 def unknown_key(key: str, schema: type) -> str:

@@ -318,8 +318,9 @@ def check_reward_file(reward: str, field_name: str) -> None:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise ConfigError(f"{key}: {file} line {line} is no Python: {error}") from error
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    functions = [node.name for node in tree.body if isinstance(node, kinds)]
+    functions = [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     imported = [one for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
                 for one in node.names]  # fmt: skip
