@@ -42,7 +42,7 @@ _SPACED = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))"
 _APART = re.compile(  # a unit behind a value that ends, outside of braces
     rf"(?P<value>.*?[^\s~\\=+*/^_<>(,;:&|-]){_SPACED}*"
     r"(?:\\(?P<kind>math(?:rm|bf|it)|text(?:normal|bf|it|rm)?|mbox) ?"
-    r"\{(?P<text>[a-zA-Z.,/ ~°-]*)(?:\^[23])?\}"
+    r"\{(?P<text>[^{}\\]*)(?:\^[23])?\}"
     r"|(?<=[\s~,;: ])(?P<plain>[a-zA-Z][a-zA-Z./ ]+))"
     r"(?: ?\^ ?(?:\d|\{ ?\d ?\}))?[\s.]*",
     re.DOTALL,

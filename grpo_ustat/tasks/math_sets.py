@@ -75,7 +75,11 @@ def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
     links = {piece for i, piece in enumerate(pieces) if i % 4 and piece}
     listed = [one.strip() for piece in pieces[::4] for one in parts(_BOTH.sub("", piece))]
     listed = [one for one in listed if one]
-    if not links or len(listed) < 2 or re.search("[a-zA-Z]{2}", _COMMAND.sub(" ", "".join(listed))):
+    if (
+        not links
+        or len(listed) < 2
+        or re.search("[a-zA-Z]{2}", _COMMAND.sub(" ", " ".join(listed)))
+    ):
         return text
     names, sets = zip(*map(_interval, listed), strict=True)
     compared = any(map(_compares, listed))

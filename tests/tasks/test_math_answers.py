@@ -225,7 +225,7 @@ def test_every_minus_is_one(minus):
         (r"(-\infty,4) or (7,9]", r"(-\infty,4)\cup(7,9]"), (r"[4,5] U [7,9]", r"[4,5]\cup [7,9]"),
         (r"4\le p\le 5\text{ or }p=7", r"[4,5]\cup\{7\}"), (r"p>4\text{ and }p<7", "4<p<7"),
         (r"7 > p \text{ and } 4 \le p", r"4\le p<7"), ("p<4 or q>7", "p<4,q>7"),
-        (r"p\ne 4\text{ and }p\ne 7",
+        ("p or q", "p,q"), (r"\text{A and C}", "A,C"), (r"p\ne 4\text{ and }p\ne 7",
          r"((-\infty,4)\cup(4,\infty))\cap((-\infty,7)\cup(7,\infty))"),
         (r"\text{red or blue}", r"\text{red or blue}"), ("4,7", "4,7"), (r"\sqrt{5}", r"\sqrt{5}"),
         (r"\text{Kim and Lee}", r"\text{Kim and Lee}"), (r"\frac{4}{7}", r"\frac{4}{7}"),
@@ -243,7 +243,8 @@ def test_ranges_that_the_other_joins_by_commas_stay_a_list():
 def test_only_what_stands_apart_is_a_unit():
     value = r"7\sqrt{3}"
     for unit in (r"\text{ mm}", r"\,\mathrm{~mm}", r"\mbox{ inches}^2", " mm", r"\ feet",
-                 r"\text{ m/s}", r"\text{ apples}", " square yards"):  # fmt: skip
+                 r"\text{ m/s}", r"\text{ apples}", " square yards",
+                 r"\text{ (mm)}"):  # fmt: skip
         assert without_unit(value + unit) == value, unit
     for letter in ("t", "c", "m", "h", " d", "st", "ab", r"\mathrm{i}", r"\text{ million}",
                    r"\text{ or }", r"+\text{m}", "^m", r"\mathbf{j}"):  # fmt: skip
