@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.convert.formats import Format, Options, Rollout, files_of
 from grpo_ustat.runs.files import atomic_write
+from grpo_ustat.streams import HALF
 
 COLUMNS = (
     "prompt_id", "prompt_ids", "completion_ids", "reward", "ended", "loss_mask", "logprobs",
@@ -58,9 +60,9 @@ class Conversion:
 def convert(source: Path, one: Format, target: Path, options: Options) -> Conversion:
     """Read a framework's files and write the rows that a study can use.
 
-    Left out, and counted by reason: rewards that are not finite, completions or prompts without a
-    token, per-token columns of another length, groups of several policies or prompts, groups of
-    one, and groups of another policy than the one that is kept.
+    Left out, and counted by reason: rewards that are not finite, half characters, completions or
+    prompts without a token, per-token columns of another length, groups of several policies or
+    prompts, groups of one, and groups of another policy than the one that is kept.
 
     Args:
         source: a file or a folder.
@@ -138,6 +140,9 @@ def _fault(rollout: Rollout) -> str:
     """Why a row cannot be used by itself; empty where it can."""
     if not math.isfinite(rollout.reward):
         return "its reward is not a finite number"
+    texts = (rollout.prompt_id, rollout.policy_version, rollout.prompt, rollout.completion)
+    if HALF.search(json.dumps(texts, ensure_ascii=False, default=str)):
+        return "a text has half of a character, which no file can hold"
     if rollout.completion_ids is None:
         return "" if rollout.completion else "its completion is empty"
     if not rollout.completion_ids or not rollout.prompt_ids:

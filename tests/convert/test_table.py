@@ -322,3 +322,16 @@ def test_the_command_says_what_it_took_and_what_next(tmp_path, monkeypatch, caps
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "open_instruct: 6 of 6 rows of 1 files taken, 2 prompts; token-exact."
     assert out[-1] == "next: grpo-ustat mse pool=o.parquet model=CHECKPOINT"
+
+
+def test_half_a_character_leaves_a_row_out(tmp_path):
+    """As json may spell it; no Parquet file holds one."""
+    rows = [
+        {"input": "How many?", "output": text, "score": float(n), "step": 1}
+        for n, text in enumerate(("one", "tw\\ud83d", "three", "\\udc00"))
+    ]
+    file = tmp_path / "1.jsonl"
+    file.write_text("".join(json.dumps(row).replace("\\\\u", "\\u") + "\n" for row in rows))
+    conversion = convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
+    assert conversion.kept == 2
+    assert dict(conversion.reasons) == {"a text has half of a character, which no file can hold": 2}
