@@ -18,7 +18,7 @@ from grpo_ustat.config.command_line import note_typed
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.secrets import redact_code
-from grpo_ustat.distributed.ranks import RefusedByRank, barrier, is_main
+from grpo_ustat.distributed.ranks import RefusedByRank, barrier, check_environment, is_main
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.distributed.slurm import join_tasks
 from grpo_ustat.launch.command import Command
@@ -41,6 +41,7 @@ def main(command: Command) -> None:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     try:
         join_tasks()
+        check_environment()
         if print_help(command.name):
             return
         note_typed(command.name, sys.argv[1:])
@@ -202,7 +203,7 @@ def _exit_by_fault(error: Exception) -> NoReturn:
 def _exit(error: Exception, code: int = 2) -> NoReturn:
     """Print the error, once where all ranks have it, and end with the exit code."""
     on_all_ranks = isinstance(error, RefusedByRank)
-    if is_main() or not on_all_ranks:
+    if not on_all_ranks or is_main():
         tell(f"error: {redact_code(str(error))}", file=sys.stderr)
     if on_all_ranks:
         barrier()  # a rank that ends earlier makes the launcher end rank 0 before it has printed

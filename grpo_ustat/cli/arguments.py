@@ -8,12 +8,13 @@ import difflib
 import re
 import shlex
 from collections.abc import Sequence
+from itertools import takewhile
 
 from grpo_ustat.cli.errors import fits, unknown_key
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.load import SCHEMAS, all_fields
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.config.values import example_value, field_at, quote_for_shell
+from grpo_ustat.config.values import example_value, field_at, quote_for_shell, to_type
 
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 
@@ -44,19 +45,20 @@ def check_flags(unknown: Sequence[str], arguments: Sequence[str], flags: Sequenc
         typed.append(word)
         key = name.lstrip("-").replace("-", "_")
         infos = [field_at(key, all_fields(schema)) for schema in SCHEMAS.values()]
-        is_bool = any(info and info.kind == "bool" for info in infos)
-        written = shlex.quote(value) if value else "true" if is_bool else "VALUE"
-        fields.append(f"{key}={written}")
+        kinds = [info.kind for info in infos if info]
+        example = "true" if "bool" in kinds else "VALUE"
+        fields.append(to_type(key, value or example, next(iter(kinds), None)))
     if typed:
         raise ConfigError(f"{' '.join(typed)}: fields have no dashes, write {' '.join(fields)}")
 
 
-def check_words(words: Sequence[str], schema: type) -> None:
+def check_words(words: Sequence[str], schema: type, sweep: bool = False) -> None:
     """Refuse words that are no overrides.
 
     Args:
         words: of the command line, without flags.
         schema: of the command.
+        sweep: whether commas are between the values of a sweep.
 
     Raises:
         ConfigError: with what to write instead.
@@ -70,8 +72,14 @@ def check_words(words: Sequence[str], schema: type) -> None:
             typed, value = f"{word} {rest[0]}", rest[0][1:]
         elif equals and not value and rest and "=" not in rest[0] and not rest[0].startswith("~"):
             typed, value = f"{word} {rest[0]}", rest[0]
+        elif equals and key != key.strip():
+            typed, key, value = word, key.strip(), value.strip()
         else:
-            _check_closed(word, rest)
+            _check_closed(word, rest, schema)
+            if "\n" in word:
+                raise ConfigError(
+                    f"{' '.join(word.split())}: a value is one line, leave out its end"
+                )
             if equals and not key:
                 raise ConfigError(f"{word}: no field stands before the =, write FIELD{word}")
             if value.startswith("="):
@@ -84,10 +92,17 @@ def check_words(words: Sequence[str], schema: type) -> None:
                 example = f"{key}={example_value(key, 'bool', CONF)}"
                 raise ConfigError(f"{word}: true or false is needed, such as {example}")
             continue
-        raise ConfigError(f"{typed}: leave out the blanks, write {shlex.quote(f'{key}={value}')}")
+        written = to_type(key, value, _kind(key, schema), sweep)
+        raise ConfigError(f"{' '.join(typed.split())}: leave out the blanks, write {written}")
 
 
-def _check_closed(word: str, rest: Sequence[str]) -> None:
+def _kind(key: str, schema: type) -> str | None:
+    """The kind of a field; None of what is none."""
+    field = field_at(key.lstrip("+"), all_fields(schema))
+    return field.kind if field and field.schema is None else None
+
+
+def _check_closed(word: str, rest: Sequence[str], schema: type) -> None:
     """Refuse a word whose brackets or quotes do not close, with those behind it that close them."""
     fault = unclosed(word)
     if fault is None:
@@ -102,7 +117,9 @@ def _check_closed(word: str, rest: Sequence[str]) -> None:
         if "=" in rest[count - 1]:
             break
     key, _, value = word.partition("=")
-    if fault in ("'", '"'):
+    if fault in ("'", '"') and not value.startswith(fault) and _is_text(key, schema):
+        fixed, reason = quote_for_shell(key, value), f"the quote {fault} is not closed"
+    elif fault in ("'", '"'):
         fixed, reason = word.replace(fault, ""), f"the quote {fault} is not closed"
     elif fault in CLOSING.values():
         fixed, reason = word[: word.rindex(fault)], f"there is a {fault} too many"
@@ -136,12 +153,30 @@ def unclosed(word: str) -> str | None:
     return quote or opened or None
 
 
+def _is_text(key: str, schema: type) -> bool:
+    """Whether a field, or the model that a place names, is any text."""
+    return key == "model" or (_kind(key, schema) or "").startswith("str")
+
+
 def _without_equals(word: str, words: Sequence[str], schema: type) -> str:
     """The line that refuses a word without `=`."""
     folders = [folder for folder in sorted(CONF.iterdir()) if folder.is_dir()]
     files = [folder / f"{word}.yaml" for folder in folders if "/" not in word]
-    groups = [file.parent.name for file in files if file.is_file() and fits(file, schema)]
+    entry = next(name for name, other in SCHEMAS.items() if other is schema)
+    chosen = re.findall(r"(?m)^  - (\w+):", (CONF / f"{entry}.yaml").read_text())
+    groups = [
+        file.parent.name
+        for file in files
+        if file.is_file() and fits(file, schema) and file.parent.name in chosen
+    ]
     field = field_at(word, all_fields(schema))
+    before = words[words.index(word) - 1] if words.index(word) else ""
+    key, equals, value = before.partition("=")
+    if equals and not (groups or field) and _is_text(key, schema):
+        rest = takewhile(lambda one: "=" not in one, words[words.index(word) :])
+        whole = " ".join([value, *rest])
+        written = to_type(key, whole, "str")
+        return f"{key}={whole}: the shell splits this at the blank, write {written}"
     if groups:
         return f"{word}: write {' or '.join(f'{group}={word}' for group in groups)}"
     if schema is SCHEMAS["report"] and not field:

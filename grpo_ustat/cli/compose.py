@@ -82,7 +82,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
     name, overrides = words.config_name or entry, _overrides(words)
     if words.hydra_help or words.info:
         return Invocation(name, overrides, False, [])
-    check_words(words.typed, schema)
+    check_words(words.typed, schema, words.multirun)
 
     with hydra_session(entry, words.config_dir):
         single = None if words.multirun else _single(name, schema, overrides)
@@ -128,7 +128,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
         raise ConfigError("\n  ".join([refused, *lines]))
     if sweep:
         _check_folders(planned_runs)
-    whole = single[1] if single and words.config_path is None else None
+    whole = single[1] if single else None
     return Invocation(name, overrides, sweep, planned_runs, words.config_dir, whole)
 
 
@@ -163,8 +163,8 @@ def compose_single(entry: str, arguments: list[str]) -> DictConfig | None:
     if words.multirun:
         raise ConfigError(f"-m: {entry} is no sweep, leave it out")
     check_words(words.typed, SCHEMAS[entry])
-    with hydra_session(entry):
-        _, node = _compose(words.config_name or entry, SCHEMAS[entry], list(words.overrides))
+    with hydra_session(entry, words.config_dir):
+        _, node = _compose(words.config_name or entry, SCHEMAS[entry], _overrides(words))
     return node
 
 
@@ -225,9 +225,15 @@ def check_trust(config: Any, overrides: list[str]) -> None:
 
 
 def _overrides(words: Namespace) -> list[str]:
-    """Those of a command line, with the search path of `--config-dir`."""
+    """Those of a command line, with the search path of `--config-dir`.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     if not words.config_dir:
         return list(words.overrides)
+    if not Path(words.config_dir).is_dir():
+        raise ConfigError(f"--config-dir={words.config_dir}: there is no such folder")
     return [*words.overrides, f"hydra.searchpath=[file://{Path(words.config_dir).resolve()}]"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -16,9 +17,10 @@ from omegaconf.errors import ValidationError
 
 from grpo_ustat.config.command_line import command_line, install_line, program
 from grpo_ustat.config.gap import OTHER_COMMANDS
+from grpo_ustat.config.identity import OPERATIONAL
 from grpo_ustat.config.load import SCHEMAS, WORDS, all_fields, kinds_of, type_error
-from grpo_ustat.config.run import Shared
-from grpo_ustat.config.schema import did_you_mean
+from grpo_ustat.config.run import Shared, check_report_name
+from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import field_at, quote_for_shell, wrong_value
 
 NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
@@ -36,6 +38,8 @@ NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
 }
 CUTS = ("top_p", "top_k", "min_p")  # of the sampled distribution, which other trainers have
 RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
+NAMES = ("name", "report.name")  # of a report's folder
+OF_NO_SWEEP = ("hydra", "reward_funcs", "reward_weights")  # nor what makes no run another one
 EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}  # that are no fields of the schema
 
 
@@ -56,11 +60,18 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
         return type_error(cause, schema, {}, typed[1] if typed else None)
     if several := re.match(r"Ambiguous value for argument '([^=]+)=(.*)' 1\. To use it", text):
         return several_values(several[1], several[2], schema)
+    if needs_sweep := re.match(r"Sweep parameters '(.*)' requires --multirun", text):
+        command = next(name for name, other in SCHEMAS.items() if other is schema)
+        swept = shlex.split(re.sub("[()*]", r"\\\g<0>", needs_sweep[1]))
+        runs = command_line(command, "-m", *swept)
+        return f"{needs_sweep[1]} is for a sweep: add -m, as in {runs}"
     if isinstance(error, OverrideParseException) and error.override:
         key, _, value = error.override.partition("=")
         field = field_at(key.lstrip("+~"), all_fields(schema))
         if field and not field.kind.startswith("str"):
             return wrong_value(field, value, conf)
+        if key in NAMES:
+            return _refused_name(key, value)
         return f"{error.override}: this cannot be read, quote it: {quote_for_shell(key, value)}"
 
     # A group has no such choice: list those that the command can take.
@@ -101,14 +112,33 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
 
 def several_values(key: str, value: str, schema: type) -> str:
     """The line that refuses `key=a,b` where no sweep is typed."""
-    field = field_at(key.lstrip("+"), all_fields(schema))
-    as_list = f"write {key}=[{value}]" if field and field.kind.startswith("list") else ""
-    command = next(name for name, other in SCHEMAS.items() if other is schema)
-    runs = command_line(command, "-m", f"{key}={value}")
+    field, node = field_at(key.lstrip("+"), all_fields(schema)), key.lstrip("+").partition(".")[0]
+    if field is None and "/" not in key and node not in {"hydra", *top_names(schema)}:
+        return unknown_key(key, schema)
+    if key in NAMES:
+        return _refused_name(key, value)
+    is_list, is_text = (bool(field) and field.kind.startswith(kind) for kind in ("list", "str"))
+    entry = next(name for name, other in SCHEMAS.items() if other is schema)
+    as_list = f"write {key}=[{value}]" if is_list else ""
+    values = re.sub(r"([^,]+)", r"[\1]", value) if is_list else value
+    runs = command_line(entry, "-m", f"{key}={values}")
     sweep = f"add -m for a run of each, as in {runs}" if schema in RUN_SCHEMAS.values() else ""
-    fixes = ", or ".join(filter(None, [as_list, sweep]))
-    fixes = fixes or f"quote it, {quote_for_shell(key, value)}"
+    if node in {*OF_NO_SWEEP, *OPERATIONAL} - {"output_root"}:
+        sweep = ""
+    quoted = quote_for_shell(key, value) if is_text or key == "model" or node == "hydra" else ""
+    quoted = quoted and f"{'if it is one, quote it:' if sweep else 'quote it,'} {quoted}"
+    one = f"it has one, such as {key}={value.partition(',')[0]}"
+    fixes = ", or ".join(filter(None, [as_list, quoted, sweep])) or one
     return f"{key}={value} names several values: {fixes}"
+
+
+def _refused_name(key: str, name: str) -> str:
+    """The line that refuses a name with a comma or other letters that are none of a folder's."""
+    try:
+        check_report_name(key, name)
+    except ConfigError as error:
+        return str(error)
+    return f"{key}={name}: this cannot be read, quote it: {quote_for_shell(key, name)}"
 
 
 def unknown_key(key: str, schema: type) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,9 +17,11 @@ from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser, run_and_report
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, run_job
 from hydra.plugins.launcher import Launcher
@@ -29,6 +32,7 @@ from grpo_ustat import __version__
 from grpo_ustat.cli.arguments import check_flags
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.streams import HALF
 from grpo_ustat.terminal import tell
 
 MULTIRUN = RunMode.MULTIRUN
@@ -41,17 +45,22 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     its place, see `model_place`; `typed` are they as they were typed.
 
     Raises:
-        ConfigError: a word with dashes is no flag, a flag's value is none of its, or two flags
-            exclude each other.
+        ConfigError: a word is no UTF-8, one with dashes is no flag, a flag's value is none of its,
+            or two flags exclude each other.
         SystemExit: the version was asked for, and is printed.
     """
+    for word in arguments:
+        if HALF.search(word):
+            raise ConfigError(f"{word!r} is no UTF-8: type it in letters of that encoding")
     if "--version" in arguments:
         tell(f"grpo-ustat {__version__}, Hydra {hydra.__version__}")
         raise SystemExit(0)
     parser = get_args_parser()
     parser.error = _refuse_arguments
     words, unknown = parser.parse_known_args(list(arguments))
-    check_flags(unknown, arguments, flags())
+    blank = [word for word in words.overrides if word.startswith("-")]  # taken for a value
+    check_flags([*unknown, *blank], arguments, flags())
+    _refuse_ignored(words)
     alone = {"--run": words.run, "--multirun": words.multirun, "--cfg": words.cfg}
     used = [flag for flag, value in (alone | {"--info": words.info}).items() if value]
     if len(used) > 1:
@@ -59,6 +68,27 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     words.typed = words.overrides
     words.overrides = hydra_overrides(words.overrides, words.config_dir)
     return words
+
+
+def _refuse_ignored(words: Namespace) -> None:
+    """Refuse flags of Hydra's that would change nothing here, or not what is checked.
+
+    Raises:
+        ConfigError: with what to type.
+    """
+    if words.config_path is not None:
+        raise ConfigError(
+            f"--config-path={words.config_path} would hide all that is configured here: write "
+            f"{shlex.quote(f'--config-dir={words.config_path}')}, where files are looked for first"
+        )
+    if words.experimental_rerun is not None:
+        raise ConfigError(
+            f"--experimental-rerun={words.experimental_rerun} is not taken: type the run's own "
+            "command again, it goes on from there; with on_existing=overwrite it begins anew"
+        )
+    package = f"--package={words.package}" if words.package else ""
+    if (alone := package or ("--resolve" if words.resolve else "")) and not words.cfg:
+        raise ConfigError(f"{alone} is of what --cfg shows: write --cfg job {alone}")
 
 
 def _refuse_arguments(message: str) -> NoReturn:
@@ -182,11 +212,27 @@ def split_sweep(overrides: list[str]) -> list[list[str]]:
     """The overrides of each run of a sweep: the product of `key=a,b` values, in Hydra's order.
 
     Raises:
+        ConfigError: a `glob(...)` names no choice.
         HydraException: an override cannot be parsed.
     """
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    session = GlobalHydra.instance().hydra
+    loader = session.config_loader if session else None  # knows the choices that glob(...) is of
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(overrides)
+    for override in parsed:
+        globbed = override.value_type is ValueType.GLOB_CHOICE_SWEEP
+        if globbed and loader and not list(override.sweep_string_iterator()):
+            raise ConfigError(_nothing_globbed(override, loader))
     batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     return [list(run) for batch in batches for run in batch]
+
+
+def _nothing_globbed(override: Override, loader: ConfigLoader) -> str:
+    """The line that refuses a `glob(...)` that no choice of its group meets."""
+    key = override.get_key_element()
+    choices = loader.get_group_options(key)
+    if not choices:
+        return f"{override.input_line}: glob(...) is of choices, and {key} is no group"
+    return f"{override.input_line} names none of {', '.join(choices)}"
 
 
 @contextmanager

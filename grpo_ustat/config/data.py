@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_ustat.config.row_files import count_rows, split_files
 from grpo_ustat.config.schema import ConfigError, did_you_mean, field
 
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
@@ -193,10 +194,12 @@ class MathConfig(Gsm8kConfig):
 
 @dataclass
 class JsonlConfig(DatasetConfig):
-    """Rows of a file of the user's own, a json object on each line."""
+    """Rows of the user's own, with any columns."""
 
-    path: str = field("a file with a json object on each line")
-    test_path: str | None = field("as path, of the test rows; null: some are split off from path")
+    path: str = field("a file or folder (jsonl, json, Parquet, perhaps compressed) of your own")
+    test_path: str | None = field(
+        "as path, of the test rows; null: those of the folder, else some are split off from path"
+    )
     question: str = field("the column that holds the question")
     answer: str = field("the column that holds the expected answer, a text or a number")
     study_size: int | None = field(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -210,23 +213,55 @@ class JsonlConfig(DatasetConfig):
         super().check()
         for name in ("path", "test_path"):
             place = getattr(self, name)
-            if place is not None and not Path(place).expanduser().is_file():
-                raise ConfigError(f"dataset.{name}={place}: there is no such file")
-        with Path(self.path).expanduser().open("rb") as file:
-            rows = sum(bool(line.strip()) for line in file)
+            if place is not None and not Path(place).expanduser().exists():
+                raise ConfigError(f"dataset.{name}={place}: there is no such file or folder")
+        rows = sum(count_rows("dataset.path", file) for file in self.train_files)
         if not rows:
             raise ConfigError(f"dataset.path={self.path} holds no row")
         quarter = min(MOST_HELD_OUT, max(1, rows // 4))
         if self.study_size is None:
             self.study_size = quarter  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self.test_path is None and self.test_size is None:
+        held_out = not self.test_files
+        if held_out and self.test_size is None:
             self.test_size = min(quarter, (rows - self.study_size) // 2) or None
-        tests = 0 if self.test_path else self.test_size or 0
+        tests = self.test_size or 0 if held_out else 0
         if self.study_size + tests > rows:
             raise ConfigError(
                 f"dataset.study_size={self.study_size} and dataset.test_size={tests} of {rows} "
                 f"rows in {self.path}: use fewer"
             )
+
+    @property
+    def train_files(self) -> list[Path]:
+        """The files of all rows that are not in `test_files`.
+
+        Raises:
+            ConfigError: a folder has none.
+        """
+        return self._files("path", self.path, "train")
+
+    @property
+    def test_files(self) -> list[Path]:
+        """The files of the test rows; none where these are split off.
+
+        Raises:
+            ConfigError: a folder that is named has none.
+        """
+        if self.test_path is not None:
+            return self._files("test_path", self.test_path, "test")
+        folder = Path(self.path).expanduser().is_dir()
+        return split_files("dataset.path", self.path).get("test", []) if folder else []
+
+    def _files(self, name: str, place: str, split: str) -> list[Path]:
+        if not Path(place).expanduser().is_dir():
+            return [Path(place).expanduser()]
+        splits = split_files(f"dataset.{name}", place)
+        if split not in splits:
+            raise ConfigError(
+                f"dataset.{name}={place} has no split {split!r}, only {', '.join(splits)}: put "
+                f"{split} in the names of its files, or use dataset.{name}=FILE"
+            )
+        return splits[split]
 
     @property
     def sources(self) -> list[str]:
@@ -283,7 +318,9 @@ def check_reward_file(reward: str, field_name: str) -> None:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise ConfigError(f"{key}: {file} line {line} is no Python: {error}") from error
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    functions = [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     imported = [one for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
                 for one in node.names]  # fmt: skip

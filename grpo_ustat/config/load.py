@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, cast, get_type_hints
 
 from omegaconf import OmegaConf
@@ -32,11 +32,12 @@ from grpo_ustat.config.schema import (
     check_choice,
     did_you_mean,
     fields_of,
+    flatten,
 )
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.config.values import field_at, typed_value, wrong_value
 from grpo_ustat.estimators.baselines import own_rules
-from grpo_ustat.streams import single_line
+from grpo_ustat.streams import HALF, single_line
 
 OF_KIND: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
@@ -76,6 +77,10 @@ def build_config(config: Any, schema: type) -> Any:
     except OmegaConfBaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError("; ".join(lines[:2])) from error
+    for path, value in flatten(asdict(result)).items():
+        for text in cast(list[Any], value) if isinstance(value, list) else [value]:
+            if isinstance(text, str) and HALF.search(text):
+                raise ConfigError(f"{path}={text!r:.60}: a text of whole characters is needed")
     if isinstance(result, MseConfig):  # an own rule needs no entry in conf/, unless it has options
         for name in own_rules(result.baselines):
             result.rules.setdefault(name, BaselineConfig(name=name, options={}))

@@ -82,13 +82,34 @@ def example_value(path: str, kind: str, conf: Path) -> str | None:
 
 
 def quote_for_shell(key: str, value: str) -> str:
-    """`key=value` with quotes for Hydra, and around them those for a shell.
+    r"""`key=value` with quotes for Hydra, and around them those for a shell.
 
-    >>> print(quote_for_shell("name", "a(b"))
-    "name='a(b'"
+    >>> print(quote_for_shell("name", "a(b"), quote_for_shell("name", "${x"))
+    "name='a(b'" 'name='"'"'\${x'"'"''
     """
-    text = f"{key}='{value}'"
+    value = value.replace("'", "\\'").replace("${", "\\${")
+    slashes = value[len(value.rstrip("\\")) :]
+    text = f"{key}='{value}{slashes}'"  # doubled at the end, where one would escape the quote
     return shlex.quote(text) if re.search(r'["$`\\!]', value) else f'"{text}"'
+
+
+def to_type(key: str, value: str, kind: str | None, sweep: bool = False) -> str:
+    """`key=value` as one types it in a shell, so that it is one value, but for those of a sweep.
+
+    Args:
+        key: of a field or a group.
+        value: as it is meant.
+        kind: of the field; None where there is none.
+        sweep: whether commas are between values.
+
+    >>> print(to_type("seed", "3", "int"), to_type("pool", "a b,c", "str or null"))
+    seed=3 "pool='a b,c'"
+    >>> print(to_type("seed", "3, 4", "int", sweep=True), to_type("name", "a b", "str"))
+    'seed=3, 4' 'name=a b'
+    """
+    one = not sweep and (kind is None or kind.startswith("str")) and value[:1] not in "'\"["
+    special = re.search(r"[,{}()\[\];#&!\n]|\$\{", value)
+    return quote_for_shell(key, value) if one and special else shlex.quote(f"{key}={value}")
 
 
 def _is_of_kind(value: str, kind: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from grpo_ustat.rollout.logged import (
     prompt_fault,
 )
 from grpo_ustat.runs.files import atomic_write
+from grpo_ustat.streams import HALF
 
 COLUMNS = (
     "prompt_id", "prompt_ids", "completion_ids", "reward", "ended", "loss_mask", "logprobs",
@@ -89,7 +91,7 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
 
     Left out, and counted by reason: what the framework did not train on; copies, batches that were
     written again, other runs and other policies (see `sieve`); rows that cannot be used, such as
-    rewards that are not finite; groups of several prompts, and prompts with few completions.
+    rewards that are not finite and half characters; groups of several prompts, and prompts with few completions.
 
     Args:
         source: a file or a folder.
@@ -171,6 +173,9 @@ def _fault(rollout: Rollout) -> str:
     """Why a row cannot be used by itself; empty where it can."""
     if not math.isfinite(rollout.reward):
         return "its reward is not a finite number"
+    texts = (rollout.group, rollout.policy_version, rollout.prompt, rollout.completion)
+    if HALF.search(json.dumps(texts, ensure_ascii=False, default=str)):
+        return "a text has half of a character, which no file can hold"
     if rollout.completion_ids is None:
         if not rollout.completion:
             return "its completion is empty"

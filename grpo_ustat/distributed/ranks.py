@@ -26,6 +26,30 @@ class _PeerFailed(Exception):
     """Another rank failed, so this rank's work is of no use."""
 
 
+def check_environment() -> None:
+    """Refuse an environment that says only in part which rank this process is: it would wait for
+    ever, or take itself for the first of several.
+
+    Raises:
+        ConfigError: naming what is missing or wrong, and the fix.
+    """
+    if "RANK" not in os.environ:
+        return
+    fix = "start ranks by torchrun or launch.num_processes=N, or for one process unset RANK"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise ConfigError(f"{name}={os.environ[name]!r} is no whole number: {fix}")
+    if int(os.environ["RANK"]) >= int(os.environ.get("WORLD_SIZE", 1)):
+        size = os.environ.get("WORLD_SIZE")
+        but = "WORLD_SIZE is not set" if size is None else f"WORLD_SIZE={size}"
+        raise ConfigError(f"RANK={os.environ['RANK']}, but {but}: {fix}")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing and world() > 1:
+        raise ConfigError(
+            f"RANK={rank()} of WORLD_SIZE={world()} without {' and '.join(missing)}: {fix}"
+        )
+
+
 def world() -> int:
     """How many ranks the run has; 1 where this process is alone."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1

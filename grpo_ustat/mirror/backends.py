@@ -67,11 +67,15 @@ class Tracker(Protocol):
 
 
 def offline_runs(folder: Path) -> list[Path]:
-    """Where the offline runs of a run folder are that wandb has not sent yet."""
+    """Where the offline runs of a run folder are that wandb has not sent yet: one for each time
+    that the run was started, also where the folder was moved since.
+    """
     file = folder / TRACKER / OFFLINE
     lines = file.read_text().splitlines() if file.is_file() else []
-    places = [Path(line) for line in dict.fromkeys(lines)]
-    return [place for place in places if place.is_dir() and not [*place.glob("*.synced")]]
+    inside = sorted((folder / TRACKER / "wandb").glob("offline-run-*"))
+    places = {place.resolve(): place for place in [*map(Path, lines), *inside][::-1]}
+    unsent = [place for place in places.values() if not [*place.glob("*.synced")]]
+    return [place for place in unsent[::-1] if place.is_dir()]
 
 
 def sync_command(places: Sequence[Path], sweep: Path | None = None) -> str:
@@ -102,7 +106,7 @@ class Wandb:
     def __init__(self, about: About):
         import wandb
 
-        self._wandb = wandb
+        self._wandb, self._folder = wandb, about.folder
         os.environ.setdefault("WANDB_DIR", str(about.folder))
         # nothing but what is sent: no source code, console, machine or environment
         settings: dict[str, Any] = dict(
@@ -148,9 +152,13 @@ class Wandb:
     def close(self, outcome: str) -> str | None:
         """See `Tracker`."""
         where = self._run.url
-        if self._run.offline:
-            command = sync_command([Path(self._run.settings.sync_dir)])
+        own = [Path(self._run.settings.sync_dir)] if self._run.offline else []
+        unsent = offline_runs(self._folder.parent)  # also of earlier starts of this run
+        command = sync_command([*[x for x in unsent if x not in own], *own])
+        if own:
             where = None if IN_SWEEP in os.environ else command  # the sweep ends with one for all
+        elif unsent:
+            where = f"{where}; {command}"
         if outcome == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=OUTCOMES[outcome])

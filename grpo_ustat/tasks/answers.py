@@ -11,6 +11,7 @@ A completion counts only if it states one final answer, in the first of these pl
 - as the whole completion.
 
 An echoed question, an equation, several numbers, several boxes or two marks in a line state none.
+Behind a number on a marked line or in a box may stand its unit (`#### 18 dollars`), one of `UNITS`.
 """
 
 from __future__ import annotations
@@ -22,19 +23,49 @@ MARK = "####"
 BOXES = ("\\boxed{", "\\fbox{")
 MAX_DIGITS = 30
 MAX_NUMBER = 60  # characters of a number with its sign, commas and spaces
+MAX_WORDS = 5  # behind a number
 MAX_MARKED = 120  # of a marked line behind the mark
-WRAPS = (("**", "**"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), *((box, "}") for box in BOXES))
+TEXTS = ("text", "textbf", "textit", "textrm", "mbox", "mathrm", "mathbf", "mathit")
+WRAPS = (
+    ("**", "**"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), *((box, "}") for box in BOXES),
+    *((rf"\{name}{{", "}") for name in TEXTS),
+)  # fmt: skip
+UNITS = {
+    "mm", "cm", "m", "km", "inch", "foot", "feet", "ft", "yard", "mile", "in", "degree",
+    "radian", "square", "cubic", "sq", "cu", "unit", "second", "minute", "hour", "day",
+    "week", "month", "year", "dollar", "cent", "gram", "g", "kg", "pound", "ounce", "liter",
+    "ml", "mph", "per", "point",
+}  # fmt: skip
+NO_UNITS = {  # they change the value, or hedge
+    "or", "and", "not", "times", "minus", "plus", "over", "squared", "cubed", "factorial",
+    "half", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth",
+    "hundredth", "thousandth", "dozen", "hundred", "thousand", "million", "billion", "trillion",
+}  # fmt: skip
+MINUS = str.maketrans(dict.fromkeys("\u2212\ufe63\uff0d\u2010\u2011\u2012\u2013", "-"))
 _MARK = re.compile(rf"(?<!#){MARK}(?!#)")
 _MARKED = re.compile(rf"{_MARK.pattern}\s*+(?P<line>[^\n#]*+)(?:\n|\Z)")  # possessive: linear
-_DOLLAR = r"(?:\\?\$)?"
+_THOUSANDS = re.compile(  # how LaTeX and printers set them apart
+    r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
+)
+_DOLLAR = r"(?:\\?[$€£¥])?"
 _NUMBER = re.compile(
     rf"(?P<before>[+-]?){_DOLLAR}(?P<after>[+-]?)"
     rf"(?P<digits>(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+){_DOLLAR}"
 )
+_WORDS = r"[a-zA-Z][a-zA-Z ./-]*"
+_MEASURED = re.compile(  # a number, then a unit apart from it
+    rf"(?P<number>[^a-zA-Z]*[\d$])(?: |\\[,;: ]|~)*"
+    rf"(?:(?<=[ ,;:~])(?P<word>{_WORDS})|\\(?:{'|'.join(TEXTS)})\{{[ ~]*(?P<unit>{_WORDS})\}})\.?"
+)
 
 
-def final_number(text: str) -> Decimal | None:
+def final_number(text: str, any_unit: bool = False) -> Decimal | None:
     r"""The number that `text` states as its final answer, or None; linear in the text's length.
+
+    Args:
+        text: a completion.
+        any_unit: where no number stands alone or with one of `UNITS`, one counts that has other
+            words behind it (`#### 12 apples`), but those that change its value.
 
     On a marked line `**`, `$...$`, `\(...\)`, `\[...\]`, a box around the number and spaces are
     read over. A box on that line or before it must state the same number.
@@ -45,53 +76,89 @@ def final_number(text: str) -> Decimal | None:
     True
     >>> final_number("#### Step 1\n9+9\n#### 18\n\nQuestion: 3+4?\n#### 7") == 18
     True
+    >>> str(final_number(r"#### 18 dollars")), str(final_number(r"\boxed{9{,}500}"))
+    ('18', '9500')
     >>> echoes = ("37+45-12", "1 2 3", "x=3", "6/2", r"3\%", r"\boxed{4=3}", "#### 12 apples")
     >>> [final_number(t) for t in (*echoes, "#### 3 #### 3", r"\boxed{3} or \boxed{3}", "####")]
     [None, None, None, None, None, None, None, None, None, None]
     """
-    marked, end = _marked(text)
+    value = _final_number(text, False)
+    return _final_number(text, True) if value is None and any_unit else value
+
+
+def _final_number(text: str, any_unit: bool) -> Decimal | None:
+    marked, end = _marked(text, any_unit)
     read = text[:end]
     boxes = sum(map(read.count, BOXES))
     if boxes > 1:
         return None
-    boxed = number(last_boxed(read, MAX_NUMBER) or "") if boxes else None
+    boxed = measured(last_boxed(read, MAX_MARKED) or "", any_unit) if boxes else None
     if marked is not None:
         return marked if not boxes or marked == boxed else None
-    return boxed if boxes else _wrapped_number(text)
+    return boxed if boxes else number(_unwrapped(text))
 
 
-def _marked(text: str) -> tuple[Decimal | None, int]:
+def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
     """The number on the first line marked by #### that states one, else None; and the position in
     the text where that line ends.
     """
     for match in _MARKED.finditer(text):  # one in a line, by its last mark
         before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
         line = ("**" if before.count("**") % 2 else "") + match["line"]  # **#### 12** is one bold
-        value = None if _MARK.search(before) else _wrapped_number(line)
+        value = None if _MARK.search(before) else measured(line, any_unit)
         if value is not None:
             return value, match.end()
     return None, len(text)
 
 
-def _wrapped_number(text: str) -> Decimal | None:
-    """The number that a short text consists of, apart from formatting around all of it, or None."""
-    text = text.strip()
-    if len(text) > MAX_MARKED:
-        return None
+def measured(text: str, any_unit: bool = False) -> Decimal | None:
+    r"""The number that a short text consists of, apart from its unit and formatting, or None.
+
+    Args:
+        text: a line behind a mark, or what a box holds.
+        any_unit: see `final_number`.
+
+    >>> [str(measured(t)) for t in ("18 dollars", r"$18\text{ miles per hour}$.", "18 thousand")]
+    ['18', '18', 'None']
+    """
+    text = _unwrapped(text)
+    match = _MEASURED.fullmatch(text)
+    if match is None:
+        return number(text)
+    unit = words(match["unit"] or match["word"])
+    other = any_unit and len(unit) <= MAX_WORDS and len(unit[0]) > 1  # one letter is a variable
+    known = other or all(UNITS & forms(word) for word in unit)
+    changed = any(NO_UNITS & forms(word) for word in unit)
+    return number(match["number"]) if known and not changed else None
+
+
+def _unwrapped(text: str) -> str:
+    """A short text without spaces and formatting around all of it; a long one is empty."""
+    text = text.strip() if len(text) <= MAX_MARKED else ""
     inner = text.removesuffix(".").rstrip()
     for left, right in WRAPS:
         if inner.startswith(left) and inner.endswith(right) and len(inner) > len(left):
-            return _wrapped_number(inner[len(left) : -len(right)])
-    return number(text)
+            return _unwrapped(inner[len(left) : -len(right)])
+    return text
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, in small letters."""
+    return re.findall("[a-z]+", text.lower())
+
+
+def forms(word: str) -> set[str]:
+    """A word as it is, and without the endings s and es of a plural."""
+    return {word, word.removesuffix("s"), word.removesuffix("es")}
 
 
 def number(text: str) -> Decimal | None:
     """The number that a text consists of and nothing else, or None.
 
-    A sign (also the minus U+2212), a dollar sign, commas between thousands, spaces around and one
-    full stop behind are read over; at most 30 ASCII digits.
+    A sign (also the minus U+2212), a sign of a currency, commas between thousands (also `{,}` and
+    thin spaces), spaces around and one full stop behind are read over; at most 30 ASCII digits.
     """
-    text = text.strip().replace("\u2212", "-")
+    text = _THOUSANDS.sub(",", text.strip().translate(MINUS))
     match = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_NUMBER else None
     if match is None or (match["before"] and match["after"]):
         return None
@@ -112,11 +179,11 @@ def plain(value: Decimal) -> str:
     return "0" if text == "-0" else text
 
 
-def stated(text: str) -> str | None:
-    """The number that a text states as its final answer, written as `plain` does, for logs; or
-    None.
+def stated(text: str, any_unit: bool = False) -> str | None:
+    """The number that a text states as its final answer, see `final_number`, written as `plain`
+    does, for logs; or None.
     """
-    value = final_number(text)
+    value = final_number(text, any_unit)
     return None if value is None else plain(value)
 
 

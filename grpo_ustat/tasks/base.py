@@ -61,12 +61,12 @@ class NumberJudge:
 
     def extract(self, completion: str) -> str | None:
         """The number in its plainest writing."""
-        return stated(completion)
+        return stated(completion, any_unit=True)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
         """See `Judge.rewards`."""
         return [
-            float(final_number(text) == Decimal(prompt.answer))
+            float(final_number(text, any_unit=True) == Decimal(prompt.answer))
             for prompt, text in zip(prompts, completions, strict=True)
         ]
 

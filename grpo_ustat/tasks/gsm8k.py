@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from grpo_ustat.config.data import Gsm8kConfig
 from grpo_ustat.records import Question
-from grpo_ustat.tasks.answers import MARK, number, plain
+from grpo_ustat.tasks.answers import MARK, measured, plain
 from grpo_ustat.tasks.rows import Row, train_and_test
 from grpo_ustat.tasks.splits import Splits, question_id
 
@@ -32,7 +32,7 @@ def question_of(row: Row) -> Question:
     """
     text, worked = row.text("question"), row.text("answer")
     _, mark, end = worked.rpartition(MARK)
-    gold = number(end) if mark else None
+    gold = measured(end, any_unit=True) if mark else None
     if gold is None:
         raise row.refused("answer", worked[-40:], f"a solution that ends in {MARK} and a number")
     solution = _ANNOTATION.sub("", worked)

@@ -1,18 +1,26 @@
-"""Rows of a user's own file: a json object on each line, with a question and an answer."""
+"""Rows of a user's own file or folder, each with a question and an answer: json lines, json or
+Parquet, plain or compressed.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from grpo_ustat.config.data import JsonlConfig
+from grpo_ustat.config.row_files import json_rows, kind_of, text_of, unreadable
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
+from grpo_ustat.streams import HALF
 from grpo_ustat.tasks.answers import MARK
-from grpo_ustat.tasks.rows import Row
+from grpo_ustat.tasks.rows import Row, rows_of_file
 from grpo_ustat.tasks.splits import Splits, hold_out, question_id
+
+WHOLE = 2**53  # below which a float that is whole is one integer; pandas writes 3 as 3.0
 
 
 class JsonlSource:
@@ -33,12 +41,12 @@ class JsonlSource:
 
     def __init__(self, dataset: JsonlConfig, sizes: Mapping[str, int | None], examples_seed: int):
         self._dataset = dataset
-        rows = questions_of(dataset.path, dataset)
-        if dataset.test_path is None:
+        rows = questions_of("dataset.path", dataset.train_files, dataset)
+        if dataset.test_files:
+            tests = questions_of("dataset.test_path", dataset.test_files, dataset)
+        else:
             rows, tests = hold_out(rows, dataset.test_size or 0, dataset.seed)
             sizes = {**sizes, "test": None}
-        else:
-            tests = questions_of(dataset.test_path, dataset)
         self._splits = Splits(rows, tests, sizes, dataset.seed, examples_seed)
         self.counts: Counter[str] = self._splits.counts
         study, test, train = (len(self._splits.questions(s)) for s in ("study", "test", "train"))
@@ -62,38 +70,63 @@ class JsonlSource:
         return questions
 
 
-def questions_of(path: str, dataset: JsonlConfig) -> list[Question]:
-    """The questions of a file, one a row.
+def questions_of(key: str, files: list[Path], dataset: JsonlConfig) -> list[Question]:
+    """The questions of files, one a row.
 
     Raises:
-        ConfigError: a row is no object, or has no question or no answer; names file and row.
+        ConfigError: a file cannot be read, or a row has no question or no answer; names file and
+            row.
     """
-    return [_question(row, dataset) for row in rows_of(path)]
+    return [_question(row, dataset) for file in files for row in rows_of(key, file)]
 
 
-def rows_of(path: str) -> list[Row]:
-    """The rows of a file of json lines; blank lines count, but hold none.
+def rows_of(key: str, file: Path) -> list[Row]:
+    """The rows of a file; blank lines count, but hold none.
+
+    Json is read by Python's reader, for which 3 and 3.0 are two things in every row.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no object.
+        ConfigError: the file cannot be read, or a row is no object, or has what json and text files
+            cannot hold.
     """
+    if kind_of(file) == "parquet":
+        return rows_of_file(file)
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"dataset.path={path} cannot be read: {error}") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path} row {number}"
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where} is no json: {error}") from error
-        if not isinstance(fields, dict):
-            raise ConfigError(f"{where} is {fields!r:.60}, it must be an object with named fields")
-        rows.append(Row(fields, where))
-    return rows
+        numbered = json_rows(text_of(file))
+    except Exception as error:
+        raise unreadable(key, file, error) from error
+    return [_row(content, f"{file} row {number}") for number, content in numbered]
+
+
+def _row(content: Any, where: str) -> Row:
+    """A row from its line, or from what a json file has for it."""
+    try:
+        fields = json.loads(content) if isinstance(content, str) else content
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no json: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where} is {fields!r:.60}, it must be an object with named fields")
+    row = Row(fields, where)
+    for name, value in fields.items():
+        for part in (name, *_parts(value)):
+            if isinstance(part, float) and not math.isfinite(part):
+                raise row.refused(name, part, "a finite number, or null")
+            if isinstance(part, str) and HALF.search(part):
+                raise row.refused(name, part, "a text of whole characters")
+    return row
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """A value, or all that it holds."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += [*part, *part.values()]
+        elif isinstance(part, list):
+            waiting += part
+        else:
+            yield part
 
 
 def _question(row: Row, dataset: JsonlConfig) -> Question:
@@ -101,6 +134,10 @@ def _question(row: Row, dataset: JsonlConfig) -> Question:
     text, answer = row.text(dataset.question), row.value(dataset.answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise row.refused(dataset.answer, answer, "a text or a number")
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise row.refused(dataset.answer, answer, "a finite number")
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) < WHOLE:
+        answer = int(answer)
     solution = str(answer).strip()
     expected = solution.rpartition(MARK)[2].strip()
     if not expected:

@@ -89,7 +89,10 @@ def _filtered(rows: list[Row], dataset: MathConfig, name: str, counts: Counter[s
 
 def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
     """The rows whose `unique_id` stands on a line of the file."""
-    ids = set(Path(file).expanduser().read_text().split("\n")) - {""}
+    try:
+        ids = set(Path(file).expanduser().read_text("utf-8-sig").split("\n")) - {""}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"dataset.test_ids={file} cannot be read: {error}") from error
     named_rows = [row for row in rows if row.text("unique_id") in ids]
     missing = ids - {row.text("unique_id") for row in named_rows}
     if missing or not ids:

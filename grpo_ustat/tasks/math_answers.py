@@ -13,7 +13,12 @@ copied into the box, `37 + 45 - 12`. It is therefore asked last. In this order, 
    names its base (`204_5`) needs its digits, and its base unless the question names that;
 4. wrong, if its form cannot answer for the gold's, see `misshapen`, or if it is copied out of the
    question;
-5. otherwise what math-verify says of gold and answer, both in `\boxed{}`.
+5. otherwise what math-verify says of gold and answer, both in `\boxed{}`, but for what it reads
+   wrongly: values joined by words are written as a list or a union of intervals, a unit is taken
+   off where it stands apart from the expression (the c of `3+2c` is none), and values that differ
+   only below 2^-54 differ.
+
+U+2212 and its like are a minus everywhere.
 
 The price: right answers refused are numbers not worked out (`2^3` for 8, `6/2` or `x=3` for 3) or
 rounded (`0.333333` for a third), with a unit outside `\text{}`, an unknown one or a scale
@@ -30,27 +35,19 @@ from collections.abc import Sequence
 from typing import cast
 
 from grpo_ustat.records import Prompt
-from grpo_ustat.tasks.answers import last_boxed
+from grpo_ustat.tasks.answers import UNITS, forms, last_boxed, words
 from grpo_ustat.tasks.math_latex import (
     BASES,
     Number,
-    as_box,
     bare,
-    forms,
+    boxes,
     misshapen,
     read_based,
     read_number,
-    words,
 )
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
 LONGEST = 300  # characters of a box
-UNITS = {
-    "mm", "cm", "m", "km", "inch", "foot", "feet", "ft", "yard", "mile", "in", "degree",
-    "radian", "square", "cubic", "sq", "cu", "unit", "second", "minute", "hour", "day",
-    "week", "month", "year", "dollar", "cent", "gram", "g", "kg", "pound", "ounce", "liter",
-    "ml", "mph", "per", "point",
-}  # fmt: skip
 CANARIES = (  # question, gold, completion, for the steps before math-verify
     ("", "1101_2", r"\boxed{1101_{2}}", Verdict.RIGHT),
     ("", "1101_2", r"\boxed{1101_3}", Verdict.WRONG),
@@ -103,7 +100,7 @@ class MathJudge:
             for (question, gold, _), answer in zip(triples, answers, strict=True)
         ]
         undecided = [i for i, verdict in enumerate(early) if verdict is None]
-        pairs = [(as_box(triples[i][1]), as_box(cast(str, answers[i]))) for i in undecided]
+        pairs = [boxes(triples[i][1], cast(str, answers[i])) for i in undecided]
         late = dict(zip(undecided, self._verifier.judge(pairs), strict=True))
         return [late[i] if verdict is None else verdict for i, verdict in enumerate(early)]
 

@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
-from grpo_ustat.tasks.answers import number
+from grpo_ustat.tasks.answers import MINUS, NO_UNITS, UNITS, forms, number, words
+from grpo_ustat.tasks.math_sets import both_joined, parts
 
-NO_UNITS = {  # they change the value, or hedge
-    "or", "and", "not", "times", "minus", "plus", "over", "squared", "cubed", "factorial",
-    "half", "third", "fifth", "tenth", "hundredth", "thousandth", "dozen", "hundred", "thousand",
-    "million", "billion", "trillion",
-}  # fmt: skip
 BASES = (  # from 2 on
     "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen",
@@ -28,6 +24,7 @@ _REPLACED = (
     *_FRACTIONS,
     (r"\\sqrt ?(\d)", r"\\sqrt{\1}"),
     (r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\!", ""),
+    (r"\\q?quad(?![a-zA-Z])", " "),
     (r"\{,\}", ","),
     (r"(?<=\d)\\[,;:](?=\d)", ","),  # a thin space between thousands
     (r"\\[,;: ]|~", " "),
@@ -41,6 +38,15 @@ _PEELED = (  # of a whole answer
     (r"([+-]) ?\(([^()]*)\)", r"\1\2"),
 )
 _UNIT = rf"{_TEXT}\{{(?P<unit>[a-zA-Z.,/ -]*)(?:\^[23])?\}}(?:\^ ?\{{?[23]\}}?)?"
+_SPACED = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))"
+_APART = re.compile(  # a unit behind a value that ends, outside of braces
+    rf"(?P<value>.*?[^\s~\\=+*/^_<>(,;:&|-]){_SPACED}*"
+    r"(?:\\(?P<kind>math(?:rm|bf|it)|text(?:normal|bf|it|rm)?|mbox) ?"
+    r"\{(?P<text>[^{}\\]*)(?:\^[23])?\}"
+    r"|(?<=[\s~,;: ])(?P<plain>[a-zA-Z][a-zA-Z./ ]+))"
+    r"(?: ?\^ ?(?:\d|\{ ?\d ?\}))?[\s.]*",
+    re.DOTALL,
+)
 _NUMBER = re.compile(
     r"(?:\\?\$)?(?P<sign>[+-]?)(?:\\?\$)? ?"
     r"(?:(?P<whole>\d{1,30})? ?\\frac ?\{(?P<p>-?\d{1,30})\} ?\{(?P<q>-?\d{1,30})\}"
@@ -115,7 +121,7 @@ def read_number(latex: str) -> Number | None:
     if match is None or (value := _value(match)) is None:
         return None
     unit = words(match["unit"] or "")
-    if any(NO_UNITS & forms(word) for word in unit):
+    if any(NO_UNITS & forms(word) for word in unit) or _letter(match[0], unit):
         return None
     sign = -1 if match["sign"] == "-" else 1
     return Number(sign * value, _form(match), bool(match["percent"]) or "percent" in unit, unit)
@@ -149,7 +155,7 @@ def _fraction(match: re.Match[str]) -> tuple[int, int]:
 
 def _cleaned(latex: str) -> str:
     """LaTeX with one spelling of spaces, fractions and degrees; at most one space in a row."""
-    latex = " ".join(latex.split())
+    latex = " ".join(latex.translate(MINUS).split())
     for pattern, by in _CLEANED:
         latex = pattern.sub(by, latex)
     return " ".join(latex.split()).rstrip("\\ ")
@@ -164,23 +170,43 @@ def _peeled(latex: str) -> str:
     return text
 
 
-def words(text: str) -> list[str]:
-    """The words of a text, in small letters."""
-    return re.findall("[a-z]+", text.lower())
-
-
-def forms(word: str) -> set[str]:
-    """A word as it is, and without the endings s and es of a plural."""
-    return {word, word.removesuffix("s"), word.removesuffix("es")}
-
-
-def as_box(latex: str) -> str:
-    r"""The LaTeX in a box, with fractions written as math-verify needs them (it cannot read a
-    fraction without braces).
+def boxes(gold: str, answer: str) -> tuple[str, str]:
+    r"""Gold and answer in boxes, as math-verify needs them: fractions with braces, a minus as `-`,
+    values and intervals joined by words as a list and a union, no unit that stands apart.
     """
+    gold, answer = without_words(gold, answer)
     for pattern, by in _FRACTIONS:
-        latex = re.sub(pattern, by, latex)
-    return rf"\boxed{{{latex}}}"
+        gold, answer = re.sub(pattern, by, gold), re.sub(pattern, by, answer)
+    return rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}"
+
+
+def without_words(gold: str, answer: str) -> tuple[str, str]:
+    """Gold and answer without units and without words between several values."""
+    first, second = (without_unit(latex.translate(MINUS)) for latex in (gold, answer))
+    return both_joined(first, second)
+
+
+def without_unit(latex: str) -> str:
+    r"""LaTeX without the unit behind it: a text that changes no value, or several letters that are
+    one of `UNITS`, apart from the expression. A last letter of the expression is none.
+
+    >>> [without_unit(x) for x in (r"2\pi\text{ cm}^2", r"\sqrt{2}\,cm", "3t", r"\pi h")]
+    ['2\\pi', '\\sqrt{2}', '3t', '\\pi h']
+    """
+    match = _APART.fullmatch(latex)
+    unit = words(match["text"] or match["plain"]) if match else []
+    if match is None or not unit or any(NO_UNITS & forms(word) for word in unit):
+        return latex
+    known = all(UNITS & forms(word) for word in unit)
+    if (match["plain"] and not known) or _letter(latex, unit):
+        return latex
+    return without_unit(match["value"])
+
+
+def _letter(latex: str, unit: list[str]) -> bool:
+    r"""Whether what looks like a unit is a letter of mathematics, as the e of `2\mathrm{e}` is."""
+    one = len(unit) == 1 == len(unit[0])
+    return one and (unit[0] in "ei" or ("\\math" in latex and unit[0] not in UNITS))
 
 
 def misshapen(question: str, gold: str, answer: str) -> bool:
@@ -194,13 +220,14 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
     >>> [misshapen("", *pair) for pair in pairs], misshapen("", "[0,1)", r"0\le x<1")
     ([True, True, True, True], False)
     """
+    gold, answer = without_words(gold, answer)
     gold, answer = (bare(_UNEQUAL.sub("<", _IN.sub("", latex))) for latex in (gold, answer))
     if re.search(r"\d:\d|\d_", gold) or (re.search(r"[\d})]_", answer) and "_" not in gold):
         return True
     gold, answer = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))  # of sums: k=1
     gold_shape, answer_shape = _shape(gold), _shape(answer)
     if _RELATION.search(answer) and not _RELATION.search(gold):
-        if not all(map(_says_of_one_name, _parts(answer))):
+        if not all(map(_says_of_one_name, parts(answer))):
             return True
         if answer_shape == "range" and gold_shape == "tuple":
             return not _is_interval(gold, question)
@@ -209,28 +236,16 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
 
 def _shape(text: str) -> str:
     """One of `FITTING`: "named" is a list such as x=1,y=2, "range" what an inequality says."""
-    parts = _parts(text)
-    if len(parts) > 1:
-        names = [part[0] for part in parts if re.match("[a-zA-Z]=", part)]
-        return "named" if len(set(names)) == len(parts) and names == sorted(names) else "list"
+    listed = parts(text)
+    if len(listed) > 1:
+        names = [part[0] for part in listed if re.match("[a-zA-Z]=", part)]
+        return "named" if len(set(names)) == len(listed) and names == sorted(names) else "list"
     if "=" not in text and _RELATION.search(text):
         return "range"
     text = text.rpartition("=")[2]
-    if len(_parts(text[1:-1])) > 1 and text[0] in "([" and text[-1] in ")]":
+    if len(parts(text[1:-1])) > 1 and text[0] in "([" and text[-1] in ")]":
         return "tuple"
     return "set" if text.startswith("\\{") and text.endswith("\\}") else "one"
-
-
-def _parts(text: str) -> list[str]:
-    """Split at the commas outside brackets; at none where a bracket closes that was not open."""
-    depth, cuts = 0, [-1]
-    for i, sign in enumerate(text):
-        depth += (sign in "([{") - (sign in ")]}")
-        if depth < 0:
-            return [text]
-        if sign == "," and not depth:
-            cuts.append(i)
-    return [text[a + 1 : b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
 
 
 def _says_of_one_name(part: str) -> bool:

@@ -9,12 +9,15 @@ set's judge, or beside it.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import math
+import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from decimal import Decimal
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -25,6 +28,7 @@ from typing import Any, cast
 from grpo_ustat.config.data import TASKS, reward_file
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
+from grpo_ustat.streams import HALF
 
 APART = {  # what a split must not share questions with
     "train": ("test", "examples"),
@@ -82,6 +86,12 @@ class OwnSource:
                     f"{self._name}: questions({split!r}) holds {question!r:.60}, it must hold "
                     "grpo_ustat.records.Question"
                 )
+            for name in ("id", "text", "answer", "kind", "solution"):
+                if HALF.search(text := str(getattr(question, name))):
+                    raise ConfigError(
+                        f"{self._name}: questions({split!r}) holds {text!r:.60} as {name}, it must "
+                        "be a text of whole characters"
+                    )
         count = self._sizes[split]
         if count is not None and count > len(questions):
             key = "prompt.shots" if split == "examples" else f"dataset.{split}_size"
@@ -96,19 +106,21 @@ class OwnJudge:
     """A user's own function of prompt and completion, one completion at a time.
 
     Args:
-        reward: takes a `Prompt` and a completion, returns a finite number.
+        reward: takes a `Prompt` and a completion, returns a finite number; may be an `async def`.
         extract: takes a completion; None: a completion is its own answer.
         name: what to call them in errors.
     """
 
     def __init__(
         self,
-        reward: Callable[[Prompt, str], float],
+        reward: Callable[[Prompt, str], float | Awaitable[float]],
         extract: Callable[[str], str | None] | None = None,
         name: str = "the reward",
     ):
         self.counts: Counter[str] = Counter()
         self._reward, self._extract, self._name = reward, extract, name
+        self._loop: Any = None  # in which coroutines run, and of which process it is
+        self._loop_of = 0
 
     def extract(self, completion: str) -> str | None:
         """See `Judge.extract`."""
@@ -118,22 +130,54 @@ class OwnJudge:
             return self._extract(completion)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """See `Judge.rewards`.
+        """See `Judge.rewards`. Rewards of an `async def` are awaited together.
 
         Raises:
             ConfigError: the function failed or returned no finite number; names its prompt.
         """
-        return [self._one(p, text) for p, text in zip(prompts, completions, strict=True)]
+        names = [f"{self._name}, {prompt.where or f'prompt {prompt.id}'}" for prompt in prompts]
+        rewards = []
+        for name, prompt, text in zip(names, prompts, completions, strict=True):
+            with user_errors(name):
+                rewards.append(self._reward(prompt, text))
+        if any(map(inspect.isawaitable, rewards)):
+            rewards = self._awaited(rewards, names)
+        return [_finite(reward, name) for reward, name in zip(rewards, names, strict=True)]
 
-    def _one(self, prompt: Prompt, completion: str) -> float:
-        where = prompt.where or f"prompt {prompt.id}"
-        with user_errors(f"{self._name}, {where}"):
-            reward = self._reward(prompt, completion)
-        if not isinstance(reward, Real) or not math.isfinite(reward):
-            raise ConfigError(
-                f"{self._name}, {where}: the reward is {reward!r:.60}, it must be a finite number"
-            )
-        return float(reward)
+    def _awaited(self, rewards: list[Any], names: list[str]) -> list[Any]:
+        """The rewards with those that a coroutine has still to give; of errors the first."""
+        import asyncio
+
+        async def one(reward: Any, name: str) -> Any:
+            with user_errors(name):
+                return await reward if inspect.isawaitable(reward) else reward
+
+        async def every() -> list[Any]:
+            tasks = map(one, rewards, names)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        if self._loop is None or self._loop_of != os.getpid():  # it is no fork's
+            self._loop, self._loop_of = asyncio.new_event_loop(), os.getpid()
+        outcomes = self._loop.run_until_complete(every())
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+
+def _finite(reward: Any, name: str) -> float:
+    """A reward as a float: any real number, also one of NumPy's or a tensor's.
+
+    Raises:
+        ConfigError: it is none, or not finite.
+    """
+    number = reward
+    if callable(getattr(reward, "item", None)):
+        with suppress(TypeError, ValueError, RuntimeError):  # of several values
+            number = reward.item()
+    if not isinstance(number, Real | Decimal) or not math.isfinite(number):
+        raise ConfigError(f"{name}: the reward is {reward!r:.60}, it must be a finite number")
+    return float(number)
 
 
 def describe(group: str, name: str) -> str:
@@ -187,7 +231,7 @@ def user_errors(source: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit would end a run as if it were done
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{source}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"

@@ -7,20 +7,16 @@ row (from 1) and field.
 from __future__ import annotations
 
 import json
-import logging
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from grpo_ustat.config.data import Gsm8kConfig
+from grpo_ustat.config.row_files import KINDS, kind_of, quiet_datasets, reason_of, split_files
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.streams import single_line
+from grpo_ustat.streams import HALF
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
-
-KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datasets` calls them
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,14 @@ class Row:
         """The field of the first of these names that it has.
 
         Raises:
-            ConfigError: it has none; names the fields it has.
+            ConfigError: it has none, and the fields it has are named; or half of a character.
         """
         for name in names:
             if self.has(name):
-                return self.fields[name]
+                value = self.fields[name]
+                if isinstance(value, str) and HALF.search(value):
+                    raise self.refused(name, value, "a text of whole characters")
+                return value
         present = ", ".join(name for name in self.fields if self.has(name)) or "none"
         raise ConfigError(
             f"{self.where}: field {' or '.join(names)} is missing, the fields there are: {present}"
@@ -96,54 +95,36 @@ class Origin:
         """
         place = Path(self.path).expanduser()
         if place.is_file():
-            return _of_file(place)
+            return rows_of_file(place)
         if place.is_dir():
-            return [row for file in self._files(place, split) for row in _of_file(file)]
+            return [row for file in self._files(split) for row in rows_of_file(file)]
         return self._of_hub(split)
 
-    def _files(self, folder: Path, split: str) -> list[Path]:
+    def _files(self, split: str) -> list[Path]:
         """The files of a split, known by their names or by the folder's card."""
-        from datasets import get_dataset_config_names, load_dataset_builder
-
-        try:
-            with _quiet() as cache:
-                subsets = get_dataset_config_names(str(folder))
-                subset = self.subset if self.subset in subsets else None
-                builder = load_dataset_builder(str(folder), subset, cache_dir=cache)
-        except Exception as error:
-            raise ConfigError(
-                f"{self.key}={self.path} holds no rows that can be read ({_reason(error)}): use "
-                "jsonl, json or Parquet files with train and test in their names"
-            ) from error
-        if builder.name not in KINDS.values():
-            raise ConfigError(
-                f"{self.key}={self.path} holds no jsonl, json or Parquet file: put train.jsonl and "
-                "test.jsonl there, or use another folder"
-            )
-        data_files = cast(dict[Any, list[Any]], builder.config.data_files)
-        files = {str(name): paths for name, paths in data_files.items()}
-        return [Path(file) for file in self._chosen(split, files)]
+        files = split_files(self.key, self.path, self.subset)
+        return list(self._chosen(split, files))
 
     def _of_hub(self, split: str) -> list[Row]:
         from datasets import load_dataset
 
         unreachable = go_offline_if_unreachable()
         try:
-            with _quiet():
+            with quiet_datasets():
                 splits = load_dataset(self.path, self.subset, revision=self.revision)
         except Exception as error:
             hint = ", or download it elsewhere and set HF_HUB_OFFLINE=1" if unreachable else ""
             raise ConfigError(
                 f"{self.key}={self.path} is no file or folder here, and as a hub id it could not "
-                f"be loaded ({_reason(error)}): use {self.key}=FILE_OR_FOLDER{hint}"
+                f"be loaded ({reason_of(error)}): use {self.key}=FILE_OR_FOLDER{hint}"
             ) from error
         return _numbered(self._chosen(split, splits), f"{self.path} split {split}")
 
     def _chosen(self, split: str, splits: Mapping[Any, Iterable]) -> Iterable:
         if split not in splits:
             raise ConfigError(
-                f"{self.key}={self.path} has no split {split!r}, only {', '.join(splits)}: set "
-                "dataset.train_split and dataset.test_split, or dataset.test_path"
+                f"{self.key}={self.path} has no split {split!r}, only {', '.join(splits)}: "
+                "set dataset.train_split and dataset.test_split, or dataset.test_path"
             )
         return splits[split]
 
@@ -166,12 +147,12 @@ def train_and_test(dataset: Gsm8kConfig) -> tuple[list[Row], list[Row]]:
     return train.rows(dataset.train_split), test.rows(dataset.test_split)
 
 
-def kind_of(file: Path) -> str | None:
-    """What `datasets` calls a file of this name, perhaps compressed; None where it knows none."""
-    return next((KINDS[suffix] for suffix in reversed(file.suffixes) if suffix in KINDS), None)
+def rows_of_file(file: Path) -> list[Row]:
+    """All rows of a file, as the `datasets` library reads them.
 
-
-def _of_file(file: Path) -> list[Row]:
+    Raises:
+        ConfigError: it cannot be read; names its first invalid row.
+    """
     from datasets import load_dataset
 
     kind = kind_of(file)
@@ -179,11 +160,13 @@ def _of_file(file: Path) -> list[Row]:
         endings = ", ".join(KINDS)
         raise ConfigError(f"{file} cannot be read: its name must end in one of {endings}")
     try:
-        with _quiet() as cache:  # streamed: nothing is left in a cache that could grow stale
+        with (
+            quiet_datasets() as cache
+        ):  # streamed: nothing is left in a cache that could grow stale
             options = {"split": "train", "streaming": True, "cache_dir": cache}
             rows = list(load_dataset(kind, data_files=str(file), **options))
     except Exception as error:
-        reason = _reason(error)
+        reason = reason_of(error)
         if "zstd" in reason:
             reason += ": pip install zstandard, or use .gz"
         elif kind == "json":
@@ -204,7 +187,7 @@ def _broken(file: Path) -> str | None:
         with fsspec.open(str(file), "rt", encoding="utf-8", compression="infer") as opened:
             text = cast(TextIO, opened).read()
     except (OSError, ValueError, EOFError) as error:
-        return _reason(error)
+        return reason_of(error)
     if not text.strip():
         return "it is empty"
     rows = [text] if text.lstrip().startswith("[") else filter(str.strip, text.splitlines())
@@ -216,25 +199,6 @@ def _broken(file: Path) -> str | None:
         if row is not text and not isinstance(value, dict):
             return f"row {number} is {_short(value)}, it must be an object with named fields"
     return None
-
-
-@contextmanager
-def _quiet() -> Iterator[str]:
-    """Within, the library prints no bars and logs; yields a temporary folder for its cache."""
-    import datasets
-    import huggingface_hub
-
-    datasets.disable_progress_bars()
-    huggingface_hub.utils.disable_progress_bars()
-    for library in (datasets, huggingface_hub):
-        library.utils.logging.set_verbosity(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder
-
-
-def _reason(error: Exception) -> str:
-    root = error.__cause__ or error
-    return single_line(root, 200) or "no row was found"
 
 
 def _short(value: Any) -> str:

@@ -30,6 +30,9 @@ SYSTEM = ("os.", "socket.", "subprocess.", "shutil.")  # audit events of what is
 PERMITTED = ("os.kill", "os.listdir", "os.scandir")  # to see the run alive, and to import
 LOOK = 2.0  # seconds between two looks whether the run that asks still lives
 NEARLY = 0.9  # of the memory limit: what is found this close to it is not trusted
+DIGITS = 1000  # to which a difference is worked out before it counts as none
+NEAR, NEAR_DECIMAL = 1e-9, 1e-5  # differences that math-verify may take for none
+ROUNDED = 1e-3  # relative difference that a rounded decimal may have
 DONE, CRASHED, AGAIN = 0, 1, 3  # exit codes of a fork; after the last the next one takes over
 WARM_UP = (
     (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("x^2-1", "(x-1)(x+1)"),
@@ -183,12 +186,15 @@ def _peak_bytes() -> int:
 def _judge() -> Judge:
     """`judge(gold, answer)` by math-verify, whose own time limits are off.
 
-    Only LaTeX is read: plain expressions would go through sympy's `parse_expr`.
+    Only LaTeX is read: plain expressions would go through sympy's `parse_expr`. No unit is taken
+    off: math-verify would take the last letter of `3t` for one.
     """
     logging.disable(logging.CRITICAL)
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    reading = NormalizationConfig(malformed_operators=True, nits=True, units=False, boxed="all")
+    config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=reading)]
     settings = {"allow_set_relation_comp": True, "timeout_seconds": None, "raise_on_error": True}
 
     def read(text: str) -> list:
@@ -202,7 +208,7 @@ def _judge() -> Judge:
         failure = None
         for pair in product(read(gold), read(answer)):
             try:
-                if verify(*pair, **settings):
+                if verify(*pair, **settings) and not _differ(*pair):
                     return True
             except Exception as error:
                 failure = error
@@ -211,6 +217,66 @@ def _judge() -> Judge:
         return False
 
     return judge
+
+
+def _differ(gold: Any, answer: Any) -> bool:
+    """Whether values that math-verify takes for equal certainly differ: it cuts off what is below
+    2^-54, and rounds a decimal to six digits behind the point.
+    """
+    import sympy
+
+    for kind in (sympy.Tuple, sympy.MatrixBase, sympy.FiniteSet, sympy.Interval):
+        if isinstance(gold, kind) and isinstance(answer, kind):
+            golds, answers = _entries(gold), _entries(answer)
+            if kind is not sympy.FiniteSet:
+                return any(map(_differ, golds, answers))
+            pairs = [[(one, other) for other in answers] for one in golds]
+            return any(
+                any(_differ(*pair) for pair in of_one) and all(_distance(*pair) for pair in of_one)
+                for of_one in pairs
+            )
+    distance = _distance(gold, answer)
+    if distance is None:
+        return False
+    if gold.has(sympy.Float) or answer.has(sympy.Float):
+        size = abs(_at_a_point(gold, answer)[0].evalf(5))
+        return bool(ROUNDED * size < distance < NEAR_DECIMAL)
+    return bool(0 < distance < NEAR)
+
+
+def _distance(gold: Any, answer: Any) -> Any:
+    """How far apart two values are, at one point of their letters: 0 where no difference is seen;
+    None of what has no distance.
+    """
+    import sympy
+
+    try:
+        first, second = _at_a_point(gold, answer)
+        distance = abs((first - second).evalf(5, maxn=DIGITS, strict=True))
+    except sympy.PrecisionExhausted:
+        return 0
+    except (TypeError, AttributeError, ValueError):
+        return None
+    return distance if distance.is_number and distance.is_finite else None
+
+
+def _at_a_point(*values: Any) -> list[Any]:
+    """Values, of equations their right sides, with numbers in the place of letters."""
+    import sympy
+
+    values = tuple(x.rhs if isinstance(x, sympy.Eq) else x for x in values)
+    letters = sorted(set().union(*(x.free_symbols for x in values)), key=str)
+    point = {letter: sympy.Rational(13 + 4 * i, 11) for i, letter in enumerate(letters)}
+    return [x.doit().subs(point) for x in values]
+
+
+def _entries(value: Any) -> list[Any]:
+    """The entries of a tuple or a set, a matrix, row by row, or the ends of an interval."""
+    import sympy
+
+    if isinstance(value, sympy.Interval):
+        return [value.start, value.end]
+    return list(value.flat()) if isinstance(value, sympy.MatrixBase) else list(value.args)
 
 
 if __name__ == "__main__":

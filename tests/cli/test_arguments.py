@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+
 import pytest
 
 from grpo_ustat.cli.arguments import unclosed
@@ -70,7 +73,7 @@ TRAIN = {
         f"unknown model 'qwen2_5_1_5': did you mean qwen2_5_1_5b_instruct? {MODEL}"
     ),
     ("model=",): f"model= has no value: {MODELS}",
-    ("tiny",): "tiny: write model=tiny or policy=tiny",
+    ("tiny",): "tiny: write model=tiny",
     ("model",): "model has no value: write model=NAME, a name that --help model lists",
     ("objective.loss_type=dappo",): (
         "unknown objective.loss_type 'dappo': did you mean dapo? "
@@ -104,7 +107,7 @@ MSE = {
     ("group_sizes=[4,8]]",): "group_sizes=[4,8]]: there is a ] too many, write group_sizes=[4,8]",
     ("group_sizes=4,8",): (
         "group_sizes=4,8 names several values: write group_sizes=[4,8], or add -m for a run of "
-        "each, as in grpo-ustat mse -m group_sizes=4,8"
+        "each, as in grpo-ustat mse -m 'group_sizes=[4],[8]'"
     ),
     ("baselines=oracle",): "baselines=oracle: a list is needed: baselines=[oracle]",
     ("study.methods=[replya]",): (
@@ -145,7 +148,7 @@ REPORT = {
         "steps=[20, 40]: the shell splits this at the blank, write steps=[20,40] or "
         "'steps=[20, 40]'"
     ),
-    ("name=a,b",): "name=a,b names several values: quote it, \"name='a,b'\"",
+    ("name=a,b",): "name='a,b': use letters, digits, . _ -",
 }
 CASES = [
     pytest.param(entry, words, line, id=f"{entry} {' '.join(words)}")
@@ -225,3 +228,93 @@ def test_a_value_with_a_dollar_is_quoted_so_that_no_shell_reads_it():
 
 def test_short_words_are_near_to_nothing():
     assert did_you_mean("", ("a", "b")) == "" and did_you_mean("gpu", ("cpu", "cuda")) == ""
+
+
+SPACED = "runs of may,june"  # a path with blanks and a comma
+HINTED = [  # a wrong command line
+    ("train", "seed = 4"), ("train", "seed =4"), ("train", " seed=4"), ("train", "seed", "=", "4"),
+    ("train", "-m", "seed = 4,5"), ("train", "-m", "seed", "=", "4,5"), ("train", "seed=4,5"),
+    ("train", f"output_root={SPACED}"), ("train", *f"output_root={SPACED}".split(" ")),
+    ("train", "output_root", "=", SPACED), ("train", f"output_root = {SPACED}"),
+    ("train", "--output-root", SPACED), ("train", f"--output-root={SPACED}"),
+    ("mse", f"pool={SPACED}"), ("mse", *f"pool={SPACED}".split(" ")), ("mse", "pool=it's,mine"),
+    ("train", f"hydra.run.dir={SPACED}"), ("train", "output_root=a(b c,d"),
+    ("train", "output_root=a;b"), ("train", "output_root=it's"), ("train", "output_root='a"),
+    ("train", "output_root=${x"), ("train", "output_root=$(x"), ("train", "output_root=a!b"),
+    ("train", "reward_funcs=[task,", "brevity]"), ("train", "reward_funcs=task,brevity"),
+    ("train", "group_size=[4,8]"), ("train", "group_size=4.0"), ("train", "--group-size=4"),
+    ("train", "--dry-run"), ("train", "dry_run=2"), ("train", "seed==4"), ("train", "tiny_base"),
+    ("mse", "group_sizes=4"), ("mse", "model=glob(tiny*)"), ("train", "seed=range(4,6)"),
+    ("report", "runs = outputs"), ("mse", "launch.workers=1,2"), ("mse", "group_sizes=2,4"),
+    ("report", "runs=x", "steps=[20,", "40]"),
+    ("train", "-p", "model"), ("train", "--config-path", str(CONF)),
+]  # fmt: skip
+
+
+def typed(line):
+    """The command lines that a message says to type, as a shell splits them."""
+    line = line.partition(", where ")[0]
+    hint = re.split(r"(?:write|quote it[:,]|such as|as in|is needed:|each:) ", line, maxsplit=1)[1]
+    hint = re.sub(
+        r"(, or )(?:add -m for a run of each, as in|if it is one, quote it:) ", r"\1", hint
+    )
+    for words in re.split(",? or ", hint):
+        yield [x for x in shlex.split(words) if x not in ("grpo-ustat", "train", "mse", "report")]
+
+
+@pytest.mark.parametrize(
+    "entry, words",
+    [
+        pytest.param(entry, words, id=f"{entry} {' '.join(words)}",
+                     marks=() if place % 3 == 0 else pytest.mark.slow(minutes=0.02))
+        for place, (entry, *words) in enumerate(HINTED)
+    ],
+)  # fmt: skip
+def test_what_is_said_to_be_typed_can_be_typed(entry, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = refusal(entry, *words)
+    assert len(line.splitlines()) == 1
+    for hint in typed(line):
+        runs = [] if entry != "report" or any("runs" in x for x in hint) else ["runs=x"]
+        sweep = ["-m"] if "-m" in words else []
+        (compose_single if entry == "report" else parse)(entry, [*sweep, *hint, *runs])
+
+
+def test_a_path_with_blanks_and_a_comma_is_one_value_as_it_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        [f"output_root={SPACED}"],
+        f"output_root={SPACED}".split(" "),
+        ["--output-root", SPACED],
+    ):
+        first = next(typed(refusal("train", *words)))
+        assert parse("train", first).planned_runs[0].config.output_root == SPACED
+    model = tmp_path / SPACED
+    model.mkdir()
+    said = refusal("train", f"model={model}")
+    assert f"{model} holds no model: no config.json" in refusal("train", *next(typed(said)))
+
+
+@pytest.mark.parametrize("words, line", [
+    (["--config-path", "/a b"], "--config-path=/a b would hide all that is configured here: write "
+     "'--config-dir=/a b', where files are looked for first"),
+    (["-cp", "conf", "-m", "seed=1,2"], "--config-path=conf would hide all that is configured"),
+    (["--experimental-rerun", "x.pickle"], "--experimental-rerun=x.pickle is not taken: type the"),
+    (["--resolve"], "--resolve is of what --cfg shows: write --cfg job --resolve"),
+    (["--package", "model"], "--package=model is of what --cfg shows: write --cfg job --packag"),
+    (["--config-dir", "/nowhere"], "--config-dir=/nowhere: there is no such folder"),
+    (["seed=1\n2"], "seed=1 2: a value is one line"),
+    (["name=a\udcff"], r"'name=a\udcff' is no UTF-8"),
+])  # fmt: skip
+def test_a_flag_that_would_change_nothing_is_refused(words, line):
+    for entry in ("train", "report"):
+        said = refusal(entry, *words)
+        assert said.startswith(line) or entry == "report"
+        assert len(said.splitlines()) == 1
+
+
+def test_report_reads_the_folder_of_config_dir(tmp_path):
+    (tmp_path / "report.yaml").write_text("defaults: [report_schema, /report, _self_]\nname: own\n")
+    (tmp_path / "own.yaml").write_text("defaults: [report, _self_]\nname: mine\n")
+    node = compose_single("report", ["--config-dir", str(tmp_path), "--config-name=own", "runs=x"])
+    assert node.name == "mine"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
+
 import pytest
 
 from grpo_ustat.cli import compose
 from grpo_ustat.cli.compose import parse
+from grpo_ustat.cli.hydra_api import hydra_session, split_sweep
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
 
 
@@ -23,3 +27,33 @@ def test_a_package_that_a_run_needs_is_missed_before_anything_is_imported(monkey
     parse("train", [*words, "dry_run=true"])
     monkeypatch.setattr(compose, "_is_installed", lambda _: True)
     parse("train", words)
+
+
+@pytest.mark.parametrize("include, exclude", [
+    (["*"], []), (["tiny*"], []), (["tiny*", "hub"], ["*base"]), (["*m", "t*"], ["q*", "*n*"]),
+])  # fmt: skip
+def test_glob_in_a_sweep_is_the_choices_whose_names_match(include, exclude, tmp_path):
+    """As Hydra takes it: the group's files in their order, with `fnmatch` as the reference."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tiny_own.yaml").write_text("defaults: [tiny, _self_]\n")
+    names = {file.stem for file in [*(CONF / "model").glob("*.yaml"), *tmp_path.glob("model/*")]}
+    expected = [
+        name for name in sorted(names)
+        if any(fnmatch(name, one) for one in include) and not any(fnmatch(name, o) for o in exclude)
+    ]  # fmt: skip
+    given = f"[{','.join(include)}]" + (f",exclude=[{','.join(exclude)}]" if exclude else "")
+    with hydra_session("mse", str(tmp_path)):
+        runs = split_sweep([f"model=glob({given})", "seed=1,2"])
+    assert runs == [[f"model={name}", f"seed={n}"] for name in expected for n in (1, 2)]
+
+
+def test_a_sweep_over_glob_is_planned_and_one_over_nothing_refused():
+    planned = parse("mse", ["-m", "model=glob(tiny*,exclude=*direct)"]).planned_runs
+    assert [one.name for one in planned] == ["model=tiny", "model=tiny_base"]
+    assert [one.config.model.name for one in planned] == ["tiny", "tiny_base"]
+    for word, line in (
+        ("model=glob(nope*)", r"model=glob\(nope\*\) names none of hub, .*tiny, tiny_base"),
+        ("seed=glob(*)", r"seed=glob\(\*\): glob\(...\) is of choices, and seed is no group"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            parse("mse", ["-m", word])

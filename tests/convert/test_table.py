@@ -352,3 +352,16 @@ def test_groups_that_are_too_small_for_a_study_are_for_advise(tmp_path, monkeypa
     assert [group.tolist() for group in read_rewards(tmp_path / "o.parquet").groups] == [
         [1.0, 0.0], [0.0, 0.0],
     ]  # fmt: skip
+
+
+def test_half_a_character_leaves_a_row_out(tmp_path):
+    """As json may spell it; no Parquet file holds one."""
+    rows = [
+        {"input": "How many?", "output": text, "score": float(n), "step": 1}
+        for n, text in enumerate(("one", "tw\\ud83d", "three", "\\udc00"))
+    ]
+    file = tmp_path / "1.jsonl"
+    file.write_text("".join(json.dumps(row).replace("\\\\u", "\\u") + "\n" for row in rows))
+    conversion = convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
+    assert conversion.kept == 2
+    assert dict(conversion.reasons) == {"a text has half of a character, which no file can hold": 2}

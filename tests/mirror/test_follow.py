@@ -246,6 +246,22 @@ def test_one_command_sends_all_offline_runs_of_a_sweep(tmp_path, monkeypatch):
     assert sync_command(places, sweep) == f"wandb sync {places[0]} {places[1]}"
 
 
+def test_a_run_names_all_its_offline_folders_also_after_it_was_moved(tmp_path, stub, capfd):
+    """A run that was started several times has one for each; what is sent is not named again."""
+    folder = Folder(tmp_path / "was")
+    first, second = (offline_run(folder.path, name) for name in ("1", "2 b"))
+    offline_run(folder.path, "0", sent=True)
+    one = Mirroring(folder.path, WANDB)
+    folder.rows(1)
+    folder.finish(steps=1)
+    one.finish("done", grace_seconds=60)
+    assert f"wandb sync {first} '{second}' nowhere\n" in capfd.readouterr().err
+    moved = folder.path.rename(tmp_path / "is")
+    inside = [moved / "tracker/wandb" / f"offline-run-{name}" for name in ("1", "2 b")]
+    assert offline_runs(moved) == inside
+    assert sync_command(inside) == f"wandb sync {inside[0]} '{inside[1]}'"
+
+
 def test_a_run_of_a_sweep_leaves_the_command_to_the_sweep(tmp_path, stub, capfd, monkeypatch):
     monkeypatch.setenv(IN_SWEEP, "1")
     folder = Folder(tmp_path / "run")

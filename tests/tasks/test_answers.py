@@ -93,3 +93,42 @@ def test_the_last_box(text, content):
 )  # fmt: skip
 def test_long_texts_are_read_at_once(text):
     assert final_number(text) is None and last_boxed(text, 300) is None
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        (r"\boxed{8{,}250}", "8250"), ("#### 8{,}250{,}000", "8250000"), (r"#### 8\,250", "8250"),
+        (r"\boxed{\$8{,}250.50}", "8250.50"), (r"\boxed{8,\!250}", "8250"), 
+        ("#### 8\u202f250", "8250"),
+        ("#### 45 dollars", "45"), ("#### $45 dollars.", "45"), ("#### 45 miles per hour", "45"),
+        (r"\boxed{45\text{ dollars}}", "45"), (r"\boxed{\text{45 cents}}", "45"), 
+        ("#### €45", "45"),
+        ("#### **45 hours**", "45"), (r"#### $45$ days", "45"), (r"#### \boxed{45} weeks", "45"),
+        ("#### 45 hours\n\nQuestion: 3+4?\n#### 7", "45"), ("#### \u22123 degrees", "-3"),
+        ("#### 1 First add\n#### 45", "45"), ("#### 45 square feet", "45"),
+    ],
+)  # fmt: skip
+def test_thousands_and_units_as_people_write_them(text, number):
+    assert final_number(text) == Decimal(number)
+
+
+def test_what_changes_the_number_or_is_none_is_no_unit():
+    for text in ("#### 45 thousand", "#### 45 or", "#### 45 hundred dollars", "#### 45 and a half",
+                 "#### 45 dollars or 46", "#### 45dollars", "#### 45x", "#### 45 x", "8{,}25",
+                 r"\boxed{8{,}25}", "#### 8{,}2500", "45 dollars", "#### 3 dozen eggs",
+                 "#### 45 dollars and 50 cents", r"\boxed{3\,4}"):  # fmt: skip
+        assert final_number(text) is None and final_number(text, any_unit=True) is None, text
+
+
+def test_other_words_behind_a_number_count_where_none_stands_alone():
+    for text in (
+        "#### 45 eggs",
+        r"\boxed{45 \text{ eggs}}",
+        "#### 45 red books.",
+        "so #### $45 left",
+    ):
+        assert final_number(text) is None and final_number(text, any_unit=True) == 45, text
+        assert stated(text, any_unit=True) == "45"
+    assert final_number("#### 1 First add\n#### 45", any_unit=True) == 45
+    assert final_number("#### 45 eggs as far as one can see now", any_unit=True) is None

@@ -83,3 +83,12 @@ def test_an_id_is_the_question_alone(rows):
     other = Row({"question": row.fields["question"].upper(), "answer": "#### 3"}, "elsewhere row 9")
     assert question_of(row).id == question_of(other).id
     assert re.fullmatch(r"gsm8k-[0-9a-f]{12}", question_of(row).id)
+
+
+def test_a_unit_behind_the_answer_is_read_over_in_golds_and_completions():
+    for end in ("45 dollars", "45 eggs", r"$45", "45.00"):
+        assert question(f"So it is.\n#### {end}").answer == "45"
+    prompt = Prompt("1", "How many?", "How many?", "9500", "gsm8k")
+    texts = [r"so \boxed{9{,}500}", "#### 9,500 eggs", "#### 9500 dollars", "#### 9 thousand"]
+    assert NumberJudge().rewards([prompt] * 4, texts) == [1, 1, 1, 0]
+    assert [NumberJudge().extract(text) for text in texts] == ["9500", "9500", "9500", None]

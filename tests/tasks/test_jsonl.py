@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import readme
 from commands import compose
@@ -15,7 +20,9 @@ from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks.jsonl import ExactJudge
+from grpo_ustat.tasks.plugins import file_function
 from grpo_ustat.tasks.registry import make_task
+from grpo_ustat.tasks.rows import Row
 
 DATA = Path(__file__).parents[1] / "data" / "jsonl"
 ROWS = [{"question": f"q{n}?", "answer": f"a {n}", "level": n} for n in range(40)]
@@ -93,6 +100,13 @@ def test_columns_have_names_of_ones_own(tmp_path):
     ({"question": "x", "answer": "so ####"}, "row 3: field answer is 'so ####', it must be"),
     ("{", "row 3 is no json: "),
     ("[1]", r"row 3 is \[1\], it must be an object with named fields"),
+    ('{"question": "x", "answer": NaN}', "row 3: field answer is nan, it must be a finite number"),
+    ('{"question": "x", "answer": -Infinity}', "row 3: field answer is -inf, it must be a finite"),
+    ('{"question": "x", "answer": 1e999}', "row 3: field answer is inf, it must be a finite num"),
+    ('{"question": "x", "answer": 1, "w": [{"v": NaN}]}', "row 3: field w is nan, it must be a f"),
+    (r'{"question": "x\ud800", "answer": 1}', r"row 3: field question is 'x\\ud800', it must be"),
+    (r'{"question": "x", "answer": "\udfff"}', r"row 3: field answer is '\\udfff', it must be"),
+    (r'{"question": "x", "answer": 1, "w": {"\udc00": 2}}', r"row 3: field w is '\\udc00', it mu"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_used_is_named(row, message, tmp_path):
     path = written(tmp_path / "my.jsonl", [*ROWS[:2], row, *ROWS[3:]])
@@ -102,7 +116,7 @@ def test_a_row_that_cannot_be_used_is_named(row, message, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     ((), "dataset.path has no value: set dataset.path="),
-    (("dataset.path=nowhere.jsonl",), "dataset.path=nowhere.jsonl: there is no such file"),
+    (("dataset.path=nowhere.jsonl",), "dataset.path=nowhere.jsonl: there is no such file or fold"),
 ])  # fmt: skip
 def test_a_file_that_is_not_there_is_refused(words, message):
     with pytest.raises(ConfigError, match=message):
@@ -144,11 +158,50 @@ def test_a_reward_may_be_any_finite_number(tmp_path):
     assert made.rewards([prompt] * 3, [prompt.answer, "", "longer"]) == [1, -1, -1.5]
 
 
+@pytest.mark.parametrize("value, number", [
+    ("numpy.bool_(True)", 1), ("numpy.bool_(False)", 0), ("True", 1), ("numpy.float32(0.25)", 0.25),
+    ("numpy.int64(-2)", -2), ("numpy.array(0.5)", 0.5), ("numpy.array([0.5])", 0.5),
+    ("Decimal('0.5')", 0.5), ("Fraction(1, 4)", 0.25), ("torch.tensor(0.5)", 0.5),
+    ("torch.tensor(True)", 1),
+])  # fmt: skip
+def test_every_kind_of_number_is_a_reward_also_of_a_coroutine(value, number, tmp_path):
+    imports = "import numpy, torch\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+    for word in ("def", "async def"):
+        made = task(*reward_in(tmp_path, f"{imports}{word} score(p, t):\n return {value}"))
+        file_function.cache_clear()
+        assert made.rewards(made.prompts("train")[:1], [""]) == [number]
+
+
+def test_rewards_of_coroutines_are_awaited_together_and_keep_their_order(tmp_path):
+    """Each waits until all have come: one after the other they would wait for ever."""
+    source = """
+import asyncio
+came, all_here = [], asyncio.Event()
+async def score(prompt, text):
+    came.append(text)
+    if len(came) % 4 == 0:
+        all_here.set()
+    await asyncio.wait_for(all_here.wait(), 20)
+    return float(text)
+"""
+    made = task(*reward_in(tmp_path, source))
+    prompts = made.prompts("train")[:4]
+    for _ in range(2):  # in one event loop, which sessions of a client outlive
+        assert made.rewards(prompts, ["3", "1", "2", "0"]) == [3, 1, 2, 0]
+
+
 @pytest.mark.parametrize("source, message", [
     ("def score(p, t):\n return 1 / 0", r"ZeroDivisionError: division by zero \(.*my.py, line 2\)"),
     ("def score(p, t):\n return float('nan')", "the reward is nan, it must be a finite num"),
     ("def score(p, t):\n return 'good'", "the reward is 'good', it must be a finite number"),
     ("def score(p, t):\n return -float('inf')", "the reward is -inf, it must be a finite number"),
+    ("import numpy\ndef score(p, t):\n return numpy.ones(2)", r"the reward is array\(\[1., 1.\]\)"),
+    ("def score(p, t):\n return None", "the reward is None, it must be a finite number"),
+    ("import sys\ndef score(p, t):\n sys.exit(0)", r"SystemExit: 0 \(.*my.py, line 3\)"),
+    ("def score(p, t):\n raise SystemExit('enough')", r"SystemExit: enough \(.*my.py, line 2\)"),
+    ("async def score(p, t):\n return 1 / 0", r"ZeroDivisionError: .* \(.*my.py, line 2\)"),
+    ("async def score(p, t):\n exit()", r"SystemExit: None \(.*, line \d+\)"),
+    ("async def score(p, t):\n return 'x'", "the reward is 'x', it must be a finite number"),
 ])  # fmt: skip
 def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
     made = task(*reward_in(tmp_path, source))
@@ -161,6 +214,7 @@ def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
 @pytest.mark.parametrize("source, message", [
     ("def scores(p, t):\n return 1", "has no function 'score': did you mean scores. it has scores"),
     ("x = 1", "has no function 'score': it has none"),
+    ("async def scores(p, t):\n return 1", "no function .score.: did you mean scores. it has"),
     ("def score(:", "my.py line 1 is no Python"),
 ])  # fmt: skip
 def test_a_wrong_reward_file_is_refused_before_it_runs(source, message, tmp_path):
@@ -176,6 +230,7 @@ def test_a_reward_file_that_is_not_there_is_named():
 @pytest.mark.parametrize("source, message", [
     ("import nowhere_to_be\ndef score(p, t): 0", "ModuleNotFoundError: .*my.py, line 1"),
     ("score = 3", "score is no function in"),
+    ("import sys\nsys.exit()\ndef score(p, t): 0", "SystemExit: .*my.py, line 2"),
 ])  # fmt: skip
 def test_a_reward_file_that_fails_is_one_line(source, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
@@ -223,3 +278,100 @@ def test_both_commands_run_with_files_alone(entry, tmp_path):
     assert "my.jsonl: 10 questions for studies (dataset.study_size), " in told
     result = json.loads(readme.only(tmp_path, "result.json").read_text())
     assert result["left_out"] == {}
+
+
+def every_place(folder):
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    files = {
+        "rows.jsonl": lines, "marked.jsonl": b"\xef\xbb\xbf" + lines,
+        "windows.jsonl": b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n"), "rows.txt": lines,
+        "rows.jsonl.gz": gzip.compress(lines), "marked.gz": gzip.compress(b"\xef\xbb\xbf" + lines),
+        "rows.json.xz": lzma.compress(lines), "rows.jsonl.bz2": bz2.compress(lines),
+        "array.json": json.dumps(ROWS, indent=1).encode(),
+        "array.json.gz": gzip.compress(json.dumps(ROWS).encode()),
+        "one/data.jsonl": lines, "two/train-0.jsonl.gz": gzip.compress(lines),
+    }  # fmt: skip
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+        yield file if "/" not in name else file.parent
+    table = pa.Table.from_pylist(ROWS)
+    pq.write_table(table, folder / "rows.parquet")
+    yield folder / "rows.parquet"
+    (folder / "parts").mkdir()
+    pq.write_table(table.slice(0, 10), folder / "parts" / "train-00000-of-00002.parquet")
+    pq.write_table(table.slice(10), folder / "parts" / "train-00001-of-00002.parquet")
+    yield folder / "parts"
+
+
+def test_every_way_of_keeping_rows_gives_the_same(tmp_path):
+    expected = {(row["question"], row["answer"], row["level"]) for row in ROWS}
+    for place in every_place(tmp_path):
+        made = task(place)
+        splits = [made.questions(split) for split in ("study", "test", "train")]
+        assert [len(split) for split in splits] == [10, 10, 20], place
+        found = {(q.text, q.answer, q.columns["level"]) for split in splits for q in split}
+        assert found == expected, place
+
+
+def test_a_folder_with_test_rows_is_tested_on_them(tmp_path):
+    written(tmp_path / "train.jsonl", ROWS)
+    written(tmp_path / "test.jsonl", ROWS[:4])
+    made = task(tmp_path)
+    assert texts(made, "test") == {row["question"] for row in ROWS[:4]}
+    assert len(made.questions("train")) == 40 - 4 - 10
+    other = written(tmp_path / "other.jsonl", ROWS[:2])
+    assert len(task(tmp_path, f"dataset.test_path={other}").questions("test")) == 2
+
+
+def test_a_folder_or_file_without_rows_is_named(tmp_path):
+    (tmp_path / "none").mkdir()
+    only = tmp_path / "only"
+    only.mkdir()
+    written(only / "test.jsonl", ROWS)
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 99)[:-12])
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "\xe9"}'.encode("latin-1"))
+    (tmp_path / "no.parquet").write_bytes(b"no")
+    for name, match in (
+        ("none", "none holds no rows that can be read"),
+        ("only", "only has no split 'train', only test: put train in the names of its files"),
+        ("cut.jsonl.gz", "cut.jsonl.gz cannot be read: "),
+        ("latin.jsonl", "latin.jsonl cannot be read: .*utf-8"),
+        ("no.parquet", "no.parquet cannot be read: .*[Pp]arquet"),
+    ):
+        with pytest.raises(ConfigError, match=match) as caught:
+            configured(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_whole_float_is_an_integer_and_no_other(tmp_path):
+    answers = [
+        (3.0, "3"), (-2.0, "-2"), (-0.0, "0"), (2.5, "2.5"), (1e3, "1000"), (1e22, "1e+22"),
+        (7, "7"), ("3.0", "3.0"), (10**22, "1" + 22 * "0"),
+    ]  # fmt: skip
+    for kept in (answers, answers[:6]):
+        rows = [{"question": f"{n}?", "answer": answer} for n, (answer, _) in enumerate(kept)]
+        path = written(tmp_path / "my.jsonl", rows)
+        if kept is not answers:  # a column of a table has one type
+            path = tmp_path / "my.parquet"
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        made = task(path, f"dataset.study_size={len(rows)}")
+        found = {question.text: question.answer for question in made.questions("study")}
+        assert found == {f"{n}?": text for n, (_, text) in enumerate(kept)}
+
+
+def test_what_is_no_number_in_parquet_is_refused_by_row(tmp_path):
+    path = tmp_path / "my.parquet"
+    for value, shown in ((float("nan"), "nan"), (float("inf"), "inf")):
+        rows = [{"question": f"{n}?", "answer": value if n == 2 else 1.0} for n in range(8)]
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        with pytest.raises(ConfigError, match=f"my.parquet row 3: field answer is {shown}, it mus"):
+            task(path)
+
+
+def test_half_a_character_is_refused_wherever_it_comes_from(tmp_path):
+    with pytest.raises(ConfigError, match=r"prompt.template='.question.\\ud83d': a text of whole"):
+        compose("train", "prompt.template='{question}\ud83d'")
+    with pytest.raises(ConfigError, match=r"row 1: field solution is 'x\\ud800', it must be"):
+        Row({"solution": "x\ud800"}, "row 1").text("solution")

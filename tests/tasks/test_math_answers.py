@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from grpo_ustat.records import Prompt
 from grpo_ustat.tasks import math_answers
 from grpo_ustat.tasks.math_answers import MathJudge, without_sympy
-from grpo_ustat.tasks.math_latex import bare, read_number
+from grpo_ustat.tasks.math_latex import bare, boxes, read_number, without_unit
+from grpo_ustat.tasks.math_sets import joined
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
 RIGHT, WRONG, _, _ = Verdict
+GOLDS = Path(__file__).parents[1] / "data" / "math_golds.jsonl"
 QUESTION = r"Simplify $\frac{6}{8} + \frac15$ of 12 marbles, or what $37 + 45 - 12$ is."
 
 
@@ -193,3 +198,105 @@ def test_reading_a_hostile_box_takes_no_time():
         text = (piece * 300)[:300]
         read_number(text), bare(text), without_sympy(text * 10, "7", text)
         without_sympy(text * 10, "x", text), without_sympy(text * 10, "12_5", text)
+
+
+@pytest.mark.parametrize("minus", ["\u2212", "\uff0d", "\ufe63", "\u2010", "\u2013"])
+def test_every_minus_is_one(minus):
+    pairs = [
+        ("-9", "-9"), ("-9", "-9.0"), (r"-\frac{3}{7}", r"-\frac37"), ("-9", r"\text{-9}"),
+        (r"-\frac{3}{7}", r"\frac{-3}{7}"), (r"2.5\times 10^{-4}", r"2.5\times 10^{-4}"),
+        ("-212_3", "-212_3"), ("y-6", "y-6"), ("(-2,8)", "(-2,8)"), (r"-8^\circ", "-8"),
+    ]  # fmt: skip
+    for gold, answer in pairs:
+        assert without_sympy("", gold, answer.replace("-", minus)) is RIGHT, answer
+        assert without_sympy("", gold.replace("-", minus), answer) is RIGHT, gold
+    assert without_sympy("", "9", f"{minus}9") is WRONG
+    assert without_sympy("", "9", f"{minus}{minus}9") is WRONG
+    assert boxes("z-1", f"1{minus}z") == (r"\boxed{z-1}", r"\boxed{1-z}")
+
+
+@pytest.mark.parametrize(
+    "latex, expected",
+    [
+        (r"x=4 \text{ or } x=7", "x=4,x=7"), ("4, 7, or 9", "4,7,9"), (r"4\lor 7", "4,7"),
+        (r"4\mbox{ and }7", "4,7"), (r"4 \quad\text{or}\quad 7", "4,7"), (r"\text{4 or 7}", "4,7"),
+        (r"\text{both } 4 \text{ and } 7", "4,7"), (r"(4,7)\text{ and }(7,4)", "(4,7),(7,4)"),
+        (r"p<4 \text{ or } p\ge 7", r"(-\infty,4)\cup[7,\infty)"),
+        (r"(-\infty,4) or (7,9]", r"(-\infty,4)\cup(7,9]"), (r"[4,5] U [7,9]", r"[4,5]\cup [7,9]"),
+        (r"4\le p\le 5\text{ or }p=7", r"[4,5]\cup\{7\}"), (r"p>4\text{ and }p<7", "4<p<7"),
+        (r"7 > p \text{ and } 4 \le p", r"4\le p<7"), ("p<4 or q>7", "p<4,q>7"),
+        ("p or q", "p,q"), (r"\text{A and C}", "A,C"), (r"p\ne 4\text{ and }p\ne 7",
+         r"((-\infty,4)\cup(4,\infty))\cap((-\infty,7)\cup(7,\infty))"),
+        (r"\text{red or blue}", r"\text{red or blue}"), ("4,7", "4,7"), (r"\sqrt{5}", r"\sqrt{5}"),
+        (r"\text{Kim and Lee}", r"\text{Kim and Lee}"), (r"\frac{4}{7}", r"\frac{4}{7}"),
+    ],
+)  # fmt: skip
+def test_values_joined_by_words(latex, expected):
+    assert joined(latex) == expected
+
+
+def test_ranges_that_the_other_joins_by_commas_stay_a_list():
+    words, commas = r"z<1\text{ or }z>2", "z<1, z>2"
+    assert boxes(words, commas) == (r"\boxed{z<1,z>2}", r"\boxed{z<1, z>2}")
+
+
+def test_only_what_stands_apart_is_a_unit():
+    value = r"7\sqrt{3}"
+    for unit in (r"\text{ mm}", r"\,\mathrm{~mm}", r"\mbox{ inches}^2", " mm", r"\ feet",
+                 r"\text{ m/s}", r"\text{ apples}", " square yards",
+                 r"\text{ (mm)}"):  # fmt: skip
+        assert without_unit(value + unit) == value, unit
+    for letter in ("t", "c", "m", "h", " d", "st", "ab", r"\mathrm{i}", r"\text{ million}",
+                   r"\text{ or }", r"+\text{m}", "^m", r"\mathbf{j}"):  # fmt: skip
+        assert without_unit(value + letter) == value + letter, letter
+    for whole in (r"\text{m}", r"\text{odd}", "mm", r"\pi h", r"2\cos t"):
+        assert without_unit(whole) == whole
+    assert read_number(r"6\mathrm{e}") is None and read_number(r"6\text{ m}").value == 6
+
+
+@pytest.mark.timeout(60)  # it takes 0.1 s, and ages where a pattern tries every way back
+def test_reading_hostile_words_takes_no_time():
+    pieces = (" or ", r"\text{ or }", "x<1 or ", r"\text{m}", " cm", r"\text{ cm}", "~", "( or ",
+              "U(", ")U(", r"\quad", "x<", r"\lor", "or", "a.", r"\,", "both ")  # fmt: skip
+    for piece in pieces:
+        text = ("1" + piece * 300)[:300]
+        boxes(text, text), without_sympy(text * 10, "x", text)
+
+
+def test_with_math_verify_what_it_alone_gets_wrong():
+    judge = MathJudge(Verifier(1, 20.0, 2.0))
+    cases = [
+        ("7+4s", "4s+7", RIGHT), ("7+4s", "7+4", WRONG), ("7+4s", "11", WRONG), ("9d", "9", WRONG),
+        (r"\sqrt{7}h", r"\sqrt{7}", WRONG), (r"7\sqrt{3}", r"7\sqrt3\text{ cm}", RIGHT),
+        (r"9d\text{ m}", r"9\text{ m}", WRONG), ("6bc", "6cb", RIGHT), ("6bc", "6", WRONG),
+        ("7^{-30}", "7^{-31}", WRONG), ("7^{-30}", r"\frac{1}{7^{30}}", RIGHT),
+        (r"\sqrt{7}", r"\sqrt{7}+3^{-50}", WRONG), (r"\{7^{-30},1\}", r"\{1,7^{-31}\}", WRONG),
+        (r"\{7^{-30},1\}", r"\{1,\frac{1}{7^{30}}\}", RIGHT), ("(7^{-30},1)", "(7^{-31},1)", WRONG),
+        (r"\sqrt{7}\sqrt{11}", r"\sqrt{77}", RIGHT), (r"\frac{\pi}{10^8}", "0.0", WRONG),
+        (r"\frac{\pi}{7}", "0.448799", RIGHT), (r"7^{-30}x+\pi", r"7^{-31}x+\pi", WRONG),
+        (r"(-\infty,4)\cup(7,\infty)", r"p<4\text{ or }p>7", RIGHT),
+        (r"(-\infty,4)\cup(7,\infty)", r"p<4\text{ and }p>7", WRONG), ("4,7", "p=7 or p=4", RIGHT),
+        ("(4,7]", r"p>4\text{ and }p\le 7", RIGHT), ("4,7", r"4\text{ or }8", WRONG),
+        (r"p<4\text{ or }p>7", r"(7,\infty)\cup(-\infty,4)", RIGHT), ("\u2212p", "0-p", RIGHT),
+    ]  # fmt: skip
+    asked = [("What?", gold, rf"It is \boxed{{{answer}}}.") for gold, answer, _ in cases]
+    verdicts = judge.verdicts(asked)
+    assert [
+        case for case, judged in zip(cases, verdicts, strict=True) if judged is not case[2]
+    ] == []
+
+
+@pytest.mark.slow
+def test_golds_of_every_kind_against_themselves_and_their_neighbours():
+    rows = [json.loads(line) for line in GOLDS.read_text().splitlines()]
+    cases = [
+        (row["problem"], row["answer"], answer, expected)
+        for row in rows
+        for expected, answers in ((RIGHT, [row["answer"], *row["right"]]), (WRONG, row["wrong"]))
+        for answer in answers
+    ]
+    assert len(rows) == 151 and len(cases) == 773 and len({row["type"] for row in rows}) == 40
+    judged = MathJudge(Verifier(1, 20.0, 2.0)).verdicts(
+        [(problem, gold, rf"\boxed{{{answer}}}") for problem, gold, answer, _ in cases]
+    )
+    assert [case for case, one in zip(cases, judged, strict=True) if one is not case[3]] == []

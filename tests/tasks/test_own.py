@@ -118,3 +118,18 @@ def test_a_reward_that_fails_is_named_with_its_prompt_and_place():
     judge = OwnJudge(lambda prompt, text: 1 / len(text), name="grpo_ustat.rewards entry point 'x'")
     with pytest.raises(ConfigError, match="'x', prompt p7: ZeroDivisionError: .*test_own.py, line"):
         judge.rewards([PROMPT], [""])
+
+
+def test_half_a_character_and_an_exit_of_a_task_are_one_line(monkeypatch):
+    broken = [question("train0"), Question("train1", "x\ud800", "1", "letters", "1")]
+    asked = source(monkeypatch, options={"train": broken})
+    with pytest.raises(
+        ConfigError, match=r"questions\('train'\) holds 'x\\ud800' as text, it must"
+    ):
+        asked.questions("train")
+
+    def leave(**options):
+        raise SystemExit(0)
+
+    with pytest.raises(ConfigError, match="'letters': SystemExit: 0 "):
+        source(monkeypatch, task=leave)

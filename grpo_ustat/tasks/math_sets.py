@@ -1,0 +1,146 @@
+r"""Several values in one LaTeX answer: lists, and ranges or intervals joined by words.
+
+`x=1 \text{ or } x=2` is the list `x=1,x=2`; `x<1 \text{ or } x>2` and `(-\infty,1)` and
+`(2,\infty)` joined by a word are a union; `x>1 \text{ and } x<2` is the range `1<x<2`.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SPACE = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))*+"  # possessive: no way back
+_COMMANDS = r"\\(?:text|textnormal|textit|textrm|textbf|mbox|mathrm|operatorname)"
+_LINK = r"(and|or|union)"
+_JOINT = re.compile(  # three groups, so every fourth piece of a split is a value
+    rf"{_SPACE},?{_SPACE}(?:{_COMMANDS} ?\{{{_SPACE},?{_SPACE}{_LINK}{_SPACE}\}}"
+    rf"|(?<![a-zA-Z\\]){_LINK}(?![a-zA-Z])|\\(lor|vee|land|wedge)(?![a-zA-Z])){_SPACE}"
+)
+_BOTH = re.compile(rf"(?:{_COMMANDS} ?\{{{_SPACE}(?:both|either){_SPACE}\}}|(?:both|either)(?= ))")
+_WHOLE = re.compile(rf"{_COMMANDS} ?\{{([^{{}}]*)\}}")
+_LETTER_U = re.compile(
+    rf"([)\]]){_SPACE}(?:U|{_COMMANDS}\{{ ?U ?\}}){_SPACE}(?=(?:\\left ?)?[(\[])"
+)
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_BRACKETS = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\!")
+_SIGNS = (
+    (r"\\geq?(?![a-zA-Z])|\\geqslant(?![a-zA-Z])|>=|≥", "≥"), (r"\\gt(?![a-zA-Z])", ">"),
+    (r"\\leq?(?![a-zA-Z])|\\leqslant(?![a-zA-Z])|<=|≤", "≤"), (r"\\lt(?![a-zA-Z])", "<"),
+    (r"\\neq?(?![a-zA-Z])|≠", "≠"),
+)  # fmt: skip
+_SIGN = re.compile("([<>≤≥≠=])")
+_IN = re.compile(r"([a-zA-Z]) ?\\in(?![a-zA-Z])(.*)")
+_LETTER = re.compile(r"[a-zA-Z]|\\(?:theta|alpha|beta|lambda|mu|phi)")
+_TURNED = {"≥": "≤", ">": "<", "=": "=", "≠": "≠"}
+
+
+def parts(text: str) -> list[str]:
+    """Split at the commas outside brackets; at none where a bracket closes that was not open."""
+    depth, cuts = 0, [-1]
+    for i, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth < 0:
+            return [text]
+        if sign == "," and not depth:
+            cuts.append(i)
+    return [text[a + 1 : b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+
+def both_joined(gold: str, answer: str) -> tuple[str, str]:
+    """Gold and answer as `joined` writes them; what one has joined by commas, the other has too."""
+    intervals = any(re.search(r"\\cup(?![a-zA-Z])", latex) for latex in (gold, answer))
+    listed = any(
+        _JOINT.search(latex) is None and len(parts(latex)) > 1 and _compares(latex)
+        for latex in (gold, answer)
+    )
+    return joined(gold, intervals, not listed), joined(answer, intervals, not listed)
+
+
+def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
+    r"""LaTeX whose values are joined by words, as a list; intervals and ranges of one letter as a
+    union, or as what they have in common. What has other words stays as it is.
+
+    Args:
+        latex: of a gold or an answer.
+        intervals: whether a pair in round brackets is certainly one, and no point.
+        unions: whether ranges may become one, else they become a list.
+
+    >>> joined(r"x=1 \text{ or } x=2"), joined("1, 2, and 3"), joined(r"\text{Ann and Bo}")
+    ('x=1,x=2', '1,2,3', '\\text{Ann and Bo}')
+    >>> joined(r"x<1 \text{ or } 2\le x"), joined(r"x>1\text{ and }x\le 2")
+    ('(-\\infty,1)\\cup[2,\\infty)', '1<x\\le 2')
+    """
+    text = _LETTER_U.sub(r"\1\\cup ", latex.strip())
+    whole = _WHOLE.fullmatch(text)
+    pieces = _JOINT.split(whole[1] if whole else text)
+    links = {piece for i, piece in enumerate(pieces) if i % 4 and piece}
+    listed = [one.strip() for piece in pieces[::4] for one in parts(_BOTH.sub("", piece))]
+    listed = [one for one in listed if one]
+    if (
+        not links
+        or len(listed) < 2
+        or re.search("[a-zA-Z]{2}", _COMMAND.sub(" ", " ".join(listed)))
+    ):
+        return text
+    names, sets = zip(*map(_interval, listed), strict=True)
+    compared = any(map(_compares, listed))
+    certain = intervals or compared or any(re.search(r"\\infty|^\[|\]$", one) for one in listed)
+    if not (certain and unions and all(sets)) or len({*names} - {""}) > 1:
+        return ",".join(listed)
+    if not links & {"and", "land", "wedge"} or not compared:
+        return r"\cup".join(sets)
+    return _common(max(names), list(sets)) if links <= {"and", "land", "wedge"} else text
+
+
+def _compares(latex: str) -> bool:
+    """Whether it says that something is more, less or other than something."""
+    for pattern, sign in _SIGNS:
+        latex = re.sub(pattern, sign, latex)
+    return bool(re.search("[<>≤≥≠]", latex))
+
+
+def _interval(part: str) -> tuple[str, str]:
+    r"""The letter that a range is of, "" of none, and the range as an interval or a set; that is ""
+    where it is none.
+
+    >>> _interval("0<x<2"), _interval(r"x \ne 3"), _interval("[0,1)"), _interval("x<x+1")
+    (('x', '(0,2)'), ('x', '((-\\infty,3)\\cup(3,\\infty))'), ('', '[0,1)'), ('', ''))
+    """
+    name, text = "", _BRACKETS.sub("", part).strip()
+    if match := _IN.fullmatch(text):
+        name, text = match[1], match[2].strip()
+    for pattern, sign in _SIGNS:
+        text = re.sub(pattern, sign, text)
+    pieces = [piece.strip() for piece in _SIGN.split(text)]
+    terms, signs = pieces[::2], pieces[1::2]
+    if not signs:
+        pair = len(parts(text[1:-1])) == 2 and text[0] in "([" and text[-1] in ")]"
+        return name, text if pair or "\\cup" in text or text[:2] == "\\{" else rf"\{{{text}\}}"
+    if all(sign in _TURNED for sign in signs):
+        terms, signs = terms[::-1], [_TURNED[sign] for sign in signs[::-1]]
+    names = [term for term in terms if _LETTER.fullmatch(term)]
+    values = [term for term in terms if term not in names]
+    if len(names) != 1 or not all(values) or any(names[0] in value for value in values):
+        return "", ""
+    at = terms.index(names[0])
+    if len(terms) == 2 and signs[0] in "=≠":
+        value = values[0]
+        out = rf"((-\infty,{value})\cup({value},\infty))"
+        return names[0], out if signs[0] == "≠" else rf"\{{{value}\}}"
+    if any(sign not in "<≤" for sign in signs) or (at, len(terms)) not in ((0, 2), (1, 2), (1, 3)):
+        return "", ""
+    low = {"<": "(", "≤": "["}[signs[0]] + terms[0] if at else r"(-\infty"
+    high = terms[-1] + {"<": ")", "≤": "]"}[signs[-1]] if at < len(terms) - 1 else r"\infty)"
+    return names[0], f"{low},{high}"
+
+
+def _common(name: str, sets: list[str]) -> str:
+    """What ranges of one letter have in common, as a range where that is a lower and an upper end,
+    else as an intersection.
+    """
+    low = [one for one in sets if one.endswith(r",\infty)")]
+    high = [one for one in sets if one.startswith(r"(-\infty,")]
+    if len(sets) != 2 or len(low) != 1 or len(high) != 1 or low == high:
+        return r"\cap".join(sets)
+    less = {"(": "<", "[": r"\le ", ")": "<", "]": r"\le "}
+    left, right = low[0].removesuffix(r",\infty)"), high[0].removeprefix(r"(-\infty,")
+    return f"{left[1:]}{less[left[0]]}{name}{less[right[-1]]}{right[:-1]}"
