@@ -91,7 +91,8 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
 
     Left out, and counted by reason: what the framework did not train on; copies, batches that were
     written again, other runs and other policies (see `sieve`); rows that cannot be used, such as
-    rewards that are not finite and half characters; groups of several prompts, and prompts with few completions.
+    rewards that are not finite and half characters; groups of several prompts, and prompts with
+    few completions.
 
     Args:
         source: a file or a folder.
