@@ -101,11 +101,13 @@ def group_size_advice(
             numbers | {"fewer_rollouts": saved},
         )
     if not is_decided(scaling) or not (group_size == best or high <= TOLERABLE):
-        return (
-            UNKNOWN,
-            f"There is not enough data to keep or to change num_generations = {group_size}.",
-            numbers,
-        )
+        sentence = f"There is not enough data to keep or to change num_generations = {group_size}"
+        if is_decided(scaling) and math.isfinite(low):
+            sentence += (
+                f": at n = {rollouts} it costs {percent(extra)} error [{percent(low)}, "
+                f"{percent(high)}] against the best size, {best}"
+            )
+        return UNKNOWN, f"{sentence}.", numbers
     if group_size == best:
         return (
             KEEP,

@@ -432,7 +432,8 @@ class MseConfig(Common):
         questions, size = self.study.questions, self.dataset.study_size
         if questions is not None and questions > size:
             raise ConfigError(
-                f"study.questions={questions} of dataset.study_size={size}: choose 1 to {size}"
+                f"study.questions={questions} of dataset.study_size={size}: choose 1 to {size}, or "
+                f"dataset.study_size={questions} where there are as many"
             )
         check_questions(self, size if questions is None else questions)
         pool, largest = self.budget.pool_completions, self.budget.max_pool_completions

@@ -109,6 +109,9 @@ class OwnJudge:
         reward: takes a `Prompt` and a completion, returns a finite number; may be an `async def`.
         extract: takes a completion; None: a completion is its own answer.
         name: what to call them in errors.
+
+    Raises:
+        ConfigError: the function does not take a prompt and a completion.
     """
 
     def __init__(
@@ -119,6 +122,14 @@ class OwnJudge:
     ):
         self.counts: Counter[str] = Counter()
         self._reward, self._extract, self._name = reward, extract, name
+        with suppress(ValueError):  # no signature, as some of C have none
+            try:
+                inspect.signature(reward).bind("prompt", "completion")
+            except TypeError as error:
+                raise ConfigError(
+                    f"{name}: {error}: it is called as reward(prompt, completion), for one "
+                    "completion at a time (functions of TRL take lists)"
+                ) from error
         self._loop: Any = None  # in which coroutines run, and of which process it is
         self._loop_of = 0
 
@@ -176,7 +187,10 @@ def _finite(reward: Any, name: str) -> float:
         with suppress(TypeError, ValueError, RuntimeError):  # of several values
             number = reward.item()
     if not isinstance(number, Real | Decimal) or not math.isfinite(number):
-        raise ConfigError(f"{name}: the reward is {reward!r:.60}, it must be a finite number")
+        raise ConfigError(
+            f"{name}: the reward is {reward!r:.60}, it must be a finite number, of the one "
+            "completion that it is called for"
+        )
     return float(number)
 
 

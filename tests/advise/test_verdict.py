@@ -45,7 +45,9 @@ def test_a_size_that_is_not_significantly_different_is_kept():
     assert verdict == KEEP
     assert "not significantly different from that of the best size, 4 (+3 % [" in sentence
     wider = SCALING | {"covariance": np.diag([0.15, 0.01, 0.01]).tolist()}
-    assert group_size_advice(wider, 8, 256)[0] == UNKNOWN
+    verdict, sentence, _ = group_size_advice(wider, 8, 256)
+    assert verdict == UNKNOWN
+    assert sentence.endswith("it costs +25 % error [-30 %, +48 %] against the best size, 4.")
 
 
 def test_without_an_upper_end_only_a_clear_difference_is_a_verdict():
