@@ -313,7 +313,7 @@ def _cache(config: Any, size: ModelSize, side: int, computed: int) -> int | None
     if size.layers is None or size.kv_width is None:
         return None
     row = size.layers * size.kv_width * (ENTRY[config.model.dtype] + computed)
-    graphs = config.launch.device.startswith("cuda") and config.rollout.cuda_graphs is not False
+    graphs = config.launch.device.startswith("cuda") and bool(config.rollout.cuda_graphs)
     columns = config.max_completion_length + GRAPH_ROOM * graphs
     return min(config.rollout_batch_size, side) * row * columns
 

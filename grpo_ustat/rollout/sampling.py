@@ -27,7 +27,7 @@ class Sampling:
     temperature: float = 1.0
     rows: int = 512
     greedy: bool = False
-    cuda_graphs: bool = True
+    cuda_graphs: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig | MseConfig, stream: str, greedy: bool = False) -> Sampling:
@@ -39,5 +39,5 @@ class Sampling:
             temperature=config.temperature,
             rows=config.rollout_batch_size,
             greedy=greedy,
-            cuda_graphs=config.rollout.cuda_graphs is not False,
+            cuda_graphs=bool(config.rollout.cuda_graphs),
         )

@@ -62,8 +62,8 @@ def test_the_first_process_of_a_large_study_holds_its_pool(study):
 
 
 def test_cuda_graphs_have_buffers_of_96_more_columns(study):
-    off = replace(study, rollout=replace(study.rollout, cuda_graphs=False))
-    assert cost(study).cache * 96 == cost(off).cache * (96 + 96)
+    on = replace(study, rollout=replace(study.rollout, cuda_graphs=True))
+    assert cost(on).cache * 96 == cost(study).cache * (96 + 96)
 
 
 def test_adams_metric_keeps_a_second_pool_and_six_numbers_a_parameter(study):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU is seen"
 )
 QUESTIONS, COMPLETIONS = 6, 8
-SAMPLING = Sampling(seed=0, stream="device", max_completion_length=48, rows=16)
+SAMPLING = Sampling(seed=0, stream="device", max_completion_length=48, rows=16, cuda_graphs=True)
 FEATURES = 1021
 
 

@@ -25,7 +25,7 @@ from grpo_ustat.rollout.local import Sampling, sample
 
 UNEQUAL = letter_prompts("ab", "c", "abcde", "jjj", "bcdefgh")
 EQUAL = letter_prompts("abc", "def")
-SAMPLING = Sampling(seed=0, stream="graphs", max_completion_length=20, rows=7)
+SAMPLING = Sampling(seed=0, stream="graphs", max_completion_length=20, rows=7, cuda_graphs=True)
 ENDS = frozenset(range(1, VOCAB, 9))
 NEVER = frozenset({VOCAB})
 BEYOND = {"falcon", "falcon-grouped"}  # index by lists, which the emulated device cannot
@@ -273,7 +273,7 @@ def test_the_emulation_computes_nothing_in_a_recording_and_refuses_the_host():
 
 
 def test_graphs_are_of_rollout_local():
-    assert compose("mse").rollout.cuda_graphs and compose("train").rollout.cuda_graphs
-    assert not Sampling.of(compose("mse", "rollout.cuda_graphs=false"), "pool").cuda_graphs
+    assert not (compose("mse").rollout.cuda_graphs or compose("train").rollout.cuda_graphs)
+    assert Sampling.of(compose("mse", "rollout.cuda_graphs=true"), "pool").cuda_graphs
     with pytest.raises(ConfigError, match=r"cuda_graphs=true is for rollout=local"):
         compose("mse", "rollout=vllm", "rollout.cuda_graphs=true")
