@@ -80,18 +80,3 @@ def kept_groups(silent_P: Array, group_size: int, scale: Interval, most: int = 1
         threshold(generated.high, scale.low),
     )
     return KeptGroups(kept, generated, break_even)
-
-
-def kept_error(second: float, grad_sq: float, kept: float, groups: int) -> float:
-    """MSE of K times the mean of B kept groups, `( K M - ||grad J||^2 ) / B`.
-
-    Args:
-        second: M, of a group of any prompt, silent ones included.
-        grad_sq: ||grad J||^2.
-        kept: K.
-        groups: B.
-
-    >>> kept_error(second=10.0, grad_sq=1.0, kept=0.5, groups=4)
-    1.0
-    """
-    return (kept * second - grad_sq) / groups

@@ -200,31 +200,14 @@ def _moments_of_sums(n: int, sums: dict[str, Array], ghat_sq: Array) -> Moments:
     )
 
 
-def squared_covariance(q: Array, z: Array) -> Array:
-    """Cov(q, z)^2 over the last axis, unbiased; it may be negative.
-
-    `Cov = M_1 - V M_0`, so its square is `M_1^2 - 2 M_1 V M_0 + V^2 M_0^2`; each product of
-    expectations is a mean over distinct completions, four of them in the last (Hoeffding 1948).
-
-    Raises:
-        ValueError: fewer than 4 completions.
-
-    >>> float(squared_covariance(np.array([0.0, 0.0, 6.0, 6.0]), np.array([0.0, 0.0, 1.0, 1.0])))
-    6.0
-    """
-    if q.shape[-1] < 4:
-        raise ValueError(f"the square of a covariance needs 4 completions, got {q.shape[-1]}")
-    sums = {k: x.sum(axis=-1, keepdims=True) for k, x in _centred_powers(q, z).items()}
-    return _squared_covariance(q.shape[-1], sums)[..., 0]
-
-
 def covariance_excess(q: Array, z: Array) -> Array:
     """A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis; it may be negative.
 
-    `squared_covariance / mean q`, its bias of order 1/N removed by the jackknife. With q and z
-    independent its mean is exactly 0 (that of the U-statistic is 0 whatever the q_i are); else it
-    is consistent, not unbiased, as the ratio's denominator is estimated too: a bias of order 1/N^2
-    remains, towards 0 where the largest q decide. NaN below 5 completions.
+    Cov(q, z)^2, unbiased, over the mean of q, its bias of order 1/N removed by the jackknife.
+    With q and z independent its mean is exactly 0 (that of the U-statistic is 0 whatever the
+    q_i are); else it is consistent, not unbiased, as the ratio's denominator is estimated too:
+    a bias of order 1/N^2 remains, towards 0 where the largest q decide. NaN below 5
+    completions.
     """
     count = q.shape[-1]
     if count < 5:
@@ -248,7 +231,11 @@ def _centred_powers(q: Array, z: Array) -> dict[str, Array]:
 
 
 def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
-    """Cov(q, z)^2 as a U-statistic, from power sums about any origin near the means."""
+    """Cov(q, z)^2 as a U-statistic, from power sums about any origin near the means.
+
+    `Cov = M_1 - V M_0`, so its square is `M_1^2 - 2 M_1 V M_0 + V^2 M_0^2`; each product of
+    expectations is a mean over distinct completions, four of them in the last (Hoeffding 1948).
+    """
     a, b = sums["q"] / n, sums["z"] / n
     c = sums["qz"] - n * a * b
     qq, zz = sums["qq"] - n * a * a, sums["zz"] - n * b * b

@@ -23,8 +23,8 @@ rollouts, with tau = E[g/sigma] and C1 the spread of g/sigma over prompts,
     MSE_U =                 ( G C1                       + within + 4 shift ) / n + ...
 
 and `E <g/sigma, b_X> = -shift / 2`, so that to leading order in 1/G the group's own std has the
-smaller error where `n ||b||^2 / G^2 < 4 shift + 2 <tau, b>`, and its best group size grows, see
-`best_group_size_at`.
+smaller error where `n ||b||^2 / G^2 < 4 shift + 2 <tau, b>`, and its best group size grows, as
+`( 2 ||b||^2 n / C1 )^(1/3)`.
 The group's own mean in place of the others' multiplies N by (G-1)/G, which adds -g/sigma to b_x:
 `b_x = -g (1 + 4v) / (8 v^(3/2))`.
 """
@@ -86,54 +86,6 @@ class RightAndWrong:
         """
         sigma = np.sqrt(self.var_z)
         return self.g_sq * (1 / (sigma + epsilon) - 1 / sigma) ** 2
-
-
-def leading_bias(moments: RightAndWrong, g_PK: Array, own_mean: bool = False) -> Array:
-    """b_x, the limits of G times the prompts' biases against g/sigma, [P, K].
-
-    Args:
-        moments: of the prompts.
-        g_PK: their gradients.
-        own_mean: whether the group's own mean is subtracted, as by `group_std`, not the others'.
-    """
-    v = moments.var_z
-    factor = 1 + 4 * v if own_mean else 1 - 4 * v
-    return -g_PK * (factor / (8 * v**1.5))[:, None]
-
-
-def best_group_size_at(
-    moments: RightAndWrong, g_PK: Array, rollouts: float, own_mean: bool = False
-) -> float:
-    """The leading term of the best G at n rollouts, `( 2 ||b||^2 n / C1 )^(1/3)`.
-
-    It is where `||b||^2 / G^2 + G C1 / n` is least.
-
-    Args:
-        moments, g_PK, own_mean: see `leading_bias`.
-        rollouts: n.
-
-    >>> pair = RightAndWrong(*(np.array([x, x]) for x in (0.5, 0.25, 0.0, 0.0)))
-    >>> round(best_group_size_at(pair, np.array([[0.5, 0.0], [0.0, 0.5]]), 500, True), 6)
-    10.0
-    """
-    b_K = leading_bias(moments, g_PK, own_mean).mean(axis=0)
-    tau_PK = g_PK / np.sqrt(moments.var_z)[:, None]
-    spread = np.square(tau_PK - tau_PK.mean(axis=0)).sum(axis=1).mean()
-    return float((2 * b_K @ b_K * rollouts / spread) ** (1 / 3))
-
-
-def break_even_rollouts(moments: RightAndWrong, g_PK: Array, group_size: int) -> float:
-    """The n below which N has a smaller error than U, `G^2 (4 shift + 2 <tau, b>) / ||b||^2`.
-
-    It is of leading order in 1/G: up to G = 16 the exact n may be a quarter of it or less.
-
-    Args:
-        moments, g_PK: see `leading_bias`.
-        group_size: G.
-    """
-    b_K = leading_bias(moments, g_PK).mean(axis=0)
-    tau_K = (g_PK / np.sqrt(moments.var_z)[:, None]).mean(axis=0)
-    return float(group_size**2 * (4 * moments.shift.mean() + 2 * tau_K @ b_K) / (b_K @ b_K))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from prompt_pools import pool_of, prompts
+from ustatistics import pairwise
 
 from grpo_ustat.estimators.allocation import (
     MEAN_SIZES,
@@ -17,7 +18,6 @@ from grpo_ustat.estimators.allocation import (
     shrunken_variance,
 )
 from grpo_ustat.estimators.halves import group_error, halves_of
-from grpo_ustat.estimators.ustatistic import pairwise
 from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import ScorePool
 

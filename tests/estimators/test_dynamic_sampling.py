@@ -8,13 +8,25 @@ import numpy as np
 import pytest
 
 from grpo_ustat.estimators.baselines import advantages
-from grpo_ustat.estimators.dynamic_sampling import kept_error, kept_groups
+from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import BaselineContext
 
 SIZE = 3
+
+
+def kept_error(second, grad_sq, kept, groups):
+    """MSE of K times the mean of B kept groups, `( K M - ||grad J||^2 ) / B`.
+
+    Args:
+        second: M, of a group of any prompt, silent ones included.
+        grad_sq: ||grad J||^2.
+        kept: K.
+        groups: B.
+    """
+    return (kept * second - grad_sq) / groups
 
 
 def policy():

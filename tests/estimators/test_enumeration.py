@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 from reference import bias_and_mse, minibatch_mse, softmax_policy, true_gradient
+from ustatistics import estimate, hoeffding, pairwise
 
-from grpo_ustat.estimators import ustatistic
 from grpo_ustat.estimators.baselines import BASELINES, advantages, group_mean
 from grpo_ustat.estimators.scaling import scaling_law
 from grpo_ustat.policy.tabular import TabularPolicy
@@ -94,9 +94,7 @@ def test_best_group_size_minimises_the_law_at_fixed_rollouts():
 def test_leave_one_out_is_the_pairwise_u_statistic(rng):
     scores, z = rng.normal(size=(7, 5)), rng.normal(size=7)
     advantage = advantages("leave_one_out", z[None], BaselineContext())[0]
-    np.testing.assert_allclose(
-        ustatistic.estimate(scores, advantage), ustatistic.pairwise(scores, z), atol=1e-14
-    )
+    np.testing.assert_allclose(estimate(scores, advantage), pairwise(scores, z), atol=1e-14)
 
 
 def test_hoeffding_components_are_orthogonal_and_add_up():
@@ -111,8 +109,8 @@ def test_hoeffding_components_are_orthogonal_and_add_up():
     for actions in itertools.product(range(3), repeat=3):
         probability = math.prod(p[a] for a in actions)
         group = list(actions)
-        parts = ustatistic.hoeffding(scores[group], z[group], value, gradient)
-        whole = ustatistic.pairwise(scores[group], z[group])
+        parts = hoeffding(scores[group], z[group], value, gradient)
+        whole = pairwise(scores[group], z[group])
         np.testing.assert_allclose(sum(parts), whole, atol=1e-14)
         products += probability * np.array([[a @ b for a in parts] for b in parts])
         squares += probability * float(((whole - gradient) ** 2).sum())
@@ -129,9 +127,7 @@ def test_second_order_component_has_the_stated_size():
     for i in range(3):
         for j in range(3):
             pair = [i, j]
-            second = ustatistic.hoeffding(
-                scores[pair], z[pair], policy.value_P[0], policy.gradient_PD[0]
-            )[2]
+            second = hoeffding(scores[pair], z[pair], policy.value_P[0], policy.gradient_PD[0])[2]
             total += p[i] * p[j] * float(second @ second)
     assert total == pytest.approx((moments.d[0] + moments.g_sq[0]) / 2, rel=1e-12)
 

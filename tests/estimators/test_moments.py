@@ -9,12 +9,28 @@ import numpy as np
 import pytest
 
 from grpo_ustat.estimators.moments import (
+    _centred_powers,
+    _squared_covariance,
     covariance_excess,
     pool_gradient_weights,
     pool_moments,
-    squared_covariance,
 )
 from grpo_ustat.policy.tabular import TabularPolicy
+
+
+def squared_covariance(q, z):
+    """Cov(q, z)^2 over the last axis, unbiased; it may be negative.
+
+    `Cov = M_1 - V M_0`, so its square is `M_1^2 - 2 M_1 V M_0 + V^2 M_0^2`; each product of
+    expectations is a mean over distinct completions, four of them in the last (Hoeffding 1948).
+
+    Raises:
+        ValueError: fewer than 4 completions.
+    """
+    if q.shape[-1] < 4:
+        raise ValueError(f"the square of a covariance needs 4 completions, got {q.shape[-1]}")
+    sums = {k: x.sum(axis=-1, keepdims=True) for k, x in _centred_powers(q, z).items()}
+    return _squared_covariance(q.shape[-1], sums)[..., 0]
 
 
 def policy():

@@ -8,11 +8,26 @@ import numpy as np
 import pytest
 from reference import gdpo_rows, joint_mean, softmax_policy, standardised, true_gradient
 
-from grpo_ustat.estimators.baselines import advantages, weighted_sum
-from grpo_ustat.estimators.baselines.several import normalise_then_sum, sum_then_normalise
+from grpo_ustat.estimators.baselines import advantages, group_std, weighted_sum
+from grpo_ustat.estimators.baselines.several import normalise_then_sum
 from grpo_ustat.records import BaselineContext
 
 EPSILON = 1e-4
+
+
+def sum_then_normalise(rewards_PGF, weights_F, *, epsilon):
+    """`group_std` of the weighted sum of F rewards, [P, G]: TRL's `sum_then_normalize`.
+
+    A function of small spread beside another of large spread hardly counts: completions with the
+    same sum get the same advantage, whatever the sum is made of.
+
+    Args:
+        rewards_PGF: of every reward function, float64.
+        weights_F: of the functions.
+        epsilon: added to the std (TRL: 1e-4).
+    """
+    total_PG = weighted_sum(rewards_PGF, weights_F)
+    return group_std(total_PG, BaselineContext(), epsilon=epsilon)
 
 
 def slow(order, rewards, weights):

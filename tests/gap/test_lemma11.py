@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import pytest
+from ustatistics import estimate, pairwise
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators import ustatistic
 from grpo_ustat.estimators.baselines import group_std
 from grpo_ustat.gap.claims import AGREES, DISAGREES, OPEN
 from grpo_ustat.gap.lemma11 import lemma11
@@ -36,9 +36,9 @@ def test_differences_are_those_of_the_package_rule_over_all_groups(policy):
         outcome = list(group)
         scores, rewards = policy.scores_PYD[prompt, outcome], REWARDS[prompt, outcome]
         rule = group_std(rewards[None], BaselineContext(), epsilon=epsilon)[0]
-        own = ustatistic.estimate(scores, rule) * size / (size - 1)
+        own = estimate(scores, rule) * size / (size - 1)
         value = policy.value_P[prompt]
-        plain = ustatistic.pairwise(scores, rewards) / math.sqrt(value * (1 - value))
+        plain = pairwise(scores, rewards) / math.sqrt(value * (1 - value))
         chance = policy.probabilities_PY[prompt, outcome].prod()
         expected[prompt] += chance * np.square(own - plain).sum()
     rows = study(policy, [size, 4, 5], epsilon).rows

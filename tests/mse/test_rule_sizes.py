@@ -9,8 +9,6 @@ import pytest
 from test_closed_form import pool_of
 
 from grpo_ustat.estimators.normalised import (
-    best_group_size_at,
-    break_even_rollouts,
     normalised_moments,
     right_and_wrong,
 )
@@ -19,6 +17,48 @@ from grpo_ustat.mse.rule_sizes import ROLLOUTS, RuleLaw, best_sizes, growth, rul
 from grpo_ustat.policy.tabular import TabularPolicy
 
 SIZES = (4, 8, 16, 32, 64, 128)
+
+
+def leading_bias(moments, g_PK, own_mean=False):
+    """b_x, the limits of G times the prompts' biases against g/sigma, [P, K].
+
+    Args:
+        moments: of the prompts.
+        g_PK: their gradients.
+        own_mean: whether the group's own mean is subtracted, as by `group_std`, not the others'.
+    """
+    v = moments.var_z
+    factor = 1 + 4 * v if own_mean else 1 - 4 * v
+    return -g_PK * (factor / (8 * v**1.5))[:, None]
+
+
+def best_group_size_at(moments, g_PK, rollouts, own_mean=False):
+    """The leading term of the best G at n rollouts, `( 2 ||b||^2 n / C1 )^(1/3)`.
+
+    It is where `||b||^2 / G^2 + G C1 / n` is least.
+
+    Args:
+        moments, g_PK, own_mean: see `leading_bias`.
+        rollouts: n.
+    """
+    b_K = leading_bias(moments, g_PK, own_mean).mean(axis=0)
+    tau_PK = g_PK / np.sqrt(moments.var_z)[:, None]
+    spread = np.square(tau_PK - tau_PK.mean(axis=0)).sum(axis=1).mean()
+    return float((2 * b_K @ b_K * rollouts / spread) ** (1 / 3))
+
+
+def break_even_rollouts(moments, g_PK, group_size):
+    """The n below which N has a smaller error than U, `G^2 (4 shift + 2 <tau, b>) / ||b||^2`.
+
+    It is of leading order in 1/G: up to G = 16 the exact n may be a quarter of it or less.
+
+    Args:
+        moments, g_PK: see `leading_bias`.
+        group_size: G.
+    """
+    b_K = leading_bias(moments, g_PK).mean(axis=0)
+    tau_K = (g_PK / np.sqrt(moments.var_z)[:, None]).mean(axis=0)
+    return float(group_size**2 * (4 * moments.shift.mean() + 2 * tau_K @ b_K) / (b_K @ b_K))
 
 
 def eight_prompts(theta=0.8):

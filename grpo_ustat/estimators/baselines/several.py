@@ -26,25 +26,6 @@ def weighted_sum(rewards_PGF: Array, weights_F: Array) -> Array:
     return total_PG
 
 
-def sum_then_normalise(rewards_PGF: Array, weights_F: Array, *, epsilon: float) -> Array:
-    """`group_std` of the weighted sum of F rewards, [P, G]: TRL's `sum_then_normalize`.
-
-    A function of small spread beside another of large spread hardly counts: completions with the
-    same sum get the same advantage, whatever the sum is made of.
-
-    Args:
-        rewards_PGF: of every reward function, float64.
-        weights_F: of the functions.
-        epsilon: added to the std (TRL: 1e-4).
-
-    >>> z = np.array([[[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]])
-    >>> sum_then_normalise(z, np.ones(2), epsilon=0.0).round(3).tolist()
-    [[0.577, 0.577, -1.155]]
-    """
-    total_PG = weighted_sum(rewards_PGF, weights_F)
-    return group_std(total_PG, BaselineContext(), epsilon=epsilon)
-
-
 def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) -> Array:
     """GDPO (Shih-Yang Liu et al. 2026, arXiv 2601.05242), as TRL's `normalize_then_sum`, [P, G].
 
