@@ -17,6 +17,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+LARGEST_REWARD = 1e50  # whose fourth power is still a number
 ACCURACY, MEAN_REWARD = "accuracy", "mean reward"  # what a mean of rewards is called
 
 

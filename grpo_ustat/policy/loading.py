@@ -17,7 +17,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from huggingface_hub import constants as hub_settings
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -48,9 +48,7 @@ from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
 from grpo_ustat.tasks.registry import make_task
 
-LOADING_ERRORS = (
-    OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError
-)  # fmt: skip
+KINDS = ("F64", "F32", "BF16", "F16")  # of weights, as safetensors names them
 OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 CLASSES_OF_NO_MODEL = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one, renamed in 5.0
 
@@ -124,6 +122,9 @@ def load_policy(
     with _one_line(model_name_or_path):
         options = dict(attn_implementation=attn_implementation, **common)
         model = _model(resolve(model_name_or_path), dtype=getattr(torch, dtype), **options)
+        for name, parameter in model.named_parameters():
+            if not torch.isfinite(parameter).all():
+                raise ConfigError(f"{name} is not finite: download the model again")
     configured = model.generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     candidates = (*listed, cast("int | None", tokenizer.eos_token_id))
@@ -157,6 +158,13 @@ def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedMo
         base, revision = adapters
         return merged(_model(resolve(base), revision=revision, **options), source)
     stored, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+    for file in sorted(Path(source).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, it is no mapping
+                if (kind := tensors.get_slice(name).get_dtype()) not in KINDS:
+                    raise ConfigError(
+                        f"{name} is of {kind}: weights of {', '.join(KINDS)} are read"
+                    )
     check_stored_config(stored, source, trusted=options.get("trust_remote_code", False))
     if (file := Path(source) / "generation_config.json").is_file():
         json.loads(file.read_text(encoding="utf-8"))  # transformers passes over a damaged one
@@ -204,10 +212,13 @@ def _check_weights(model: PreTrainedModel, weights: dict[str, Any]) -> None:
             f"{tied if lacking[0] == 'lm_head.weight' else ''}: download the model again, or use "
             "the config.json that was saved with these weights"
         )
-    modules = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     unexpected = sorted(weights["unexpected_keys"])
+    modules = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    layers = {re.sub(r"\d+", "0", name) for name in shapes}  # a name of any layer
     placeless = [
-        name for name in unexpected if name not in shapes and name.rpartition(".")[0] in modules
+        name
+        for name in unexpected
+        if name.rpartition(".")[0] in modules or re.sub(r"\d+", "0", name) in layers
     ]
     if placeless:
         raise ConfigError(
@@ -219,9 +230,6 @@ def _check_weights(model: PreTrainedModel, weights: dict[str, Any]) -> None:
             f"left out of the checkpoint: {unexpected[0]}{_more(unexpected)}, for which the model "
             "of config.json has no place"
         )
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise ConfigError(f"{name} of the checkpoint is not finite: download the model again")
 
 
 def _more(names: list[Any]) -> str:
@@ -270,8 +278,11 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
     unreachable = of_hub and go_offline_if_unreachable()
     try:
         yield
-    except LOADING_ERRORS as error:
-        reason = single_line(error, 300)
+    except Exception as error:  # transformers raises whatever a damaged file leads to
+        if isinstance(error, RuntimeError) and out_of_memory(error):
+            raise
+        plain = isinstance(error, OSError | ValueError | ImportError | StrictDataclassError)
+        reason = single_line(error if plain else f"{type(error).__name__}: {error}", 300)
         if isinstance(error, json.JSONDecodeError):
             reason = f"one of its JSON files is cut or damaged ({reason}): download it again"
         if isinstance(error, SafetensorError):

@@ -36,10 +36,19 @@ UNITS = {
     "week", "month", "year", "dollar", "cent", "gram", "g", "kg", "pound", "ounce", "liter",
     "ml", "mph", "per", "point",
 }  # fmt: skip
-NO_UNITS = {  # they change the value, or hedge
-    "or", "and", "not", "times", "minus", "plus", "over", "squared", "cubed", "factorial",
-    "half", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth",
-    "hundredth", "thousandth", "dozen", "hundred", "thousand", "million", "billion", "trillion",
+NO_UNITS = {  # they change the value, also in the plural
+    "half", "halve", "quarter", "third", "dozen", "doz", "hundred", "thousand", "million",
+    "billion", "trillion", "quadrillion", "quintillion", "zillion", "lakh", "crore", "ten",
+    "twentie", "factorial",
+}  # fmt: skip
+NO_UNIT = {  # they change the value, or hedge; a plural is another word, as logs are
+    "or", "and", "not", "no", "but", "out", "times", "minus", "plus", "over", "squared", "cubed",
+    "added", "subtracted", "multiplied", "divided", "power", "raised", "mod", "modulo", "choose",
+    "log", "ln", "sqrt", "root", "pi", "doubled", "halved", "tripled", "twice", "thrice", "double",
+    "triple", "dz", "gross", "score", "mil", "bn", "grand", "kilo", "below", "negative", "wrong",
+    "incorrect", "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
+    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+    "nineteen", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
 }  # fmt: skip
 MINUS = str.maketrans(dict.fromkeys("\u2212\ufe63\uff0d\u2010\u2011\u2012\u2013", "-"))
 _MARK = re.compile(rf"(?<!#){MARK}(?!#)")
@@ -125,11 +134,15 @@ def measured(text: str, any_unit: bool = False) -> Decimal | None:
     match = _MEASURED.fullmatch(text)
     if match is None:
         return number(text)
-    unit = words(match["unit"] or match["word"])
+    text = match["unit"] or match["word"]
+    unit = words(text)
     other = any_unit and len(unit) <= MAX_WORDS and len(unit[0]) > 1  # one letter is a variable
     known = other or all(UNITS & forms(word) for word in unit)
-    changed = any(NO_UNITS & forms(word) for word in unit)
-    return number(match["number"]) if known and not changed else None
+    millions = re.search(r"\b[KMBT]{1,2}\b", text) or (
+        len(unit[0]) == 1 and unit[1:] and unit[1] != "per"
+    )
+    changed = "percent" in "".join(unit) or any(map(changes_value, unit))
+    return number(match["number"]) if known and not (changed or millions) else None
 
 
 def _unwrapped(text: str) -> str:
@@ -145,6 +158,17 @@ def _unwrapped(text: str) -> str:
 def words(text: str) -> list[str]:
     """The words of a text, in small letters."""
     return re.findall("[a-z]+", text.lower())
+
+
+def changes_value(word: str) -> bool:
+    """Whether a word behind a number is no unit: one of those above, or a part as tenths are.
+
+    >>> [changes_value(word) for word in ("dozens", "fifteenths", "months", "pies", "logs")]
+    [True, True, False, False, False]
+    """
+    one = word.removesuffix("s")
+    part = one.endswith("th") and one not in UNITS
+    return part or word in NO_UNIT or bool(NO_UNITS & {word, one})
 
 
 def forms(word: str) -> set[str]:

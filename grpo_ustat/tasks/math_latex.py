@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
-from grpo_ustat.tasks.answers import MINUS, NO_UNITS, UNITS, forms, number, words
+from grpo_ustat.tasks.answers import MINUS, UNITS, changes_value, forms, number, words
 from grpo_ustat.tasks.math_sets import both_joined, parts
 
 BASES = (  # from 2 on
@@ -39,6 +39,7 @@ _PEELED = (  # of a whole answer
 )
 _UNIT = rf"{_TEXT}\{{(?P<unit>[a-zA-Z.,/ -]*)(?:\^[23])?\}}(?:\^ ?\{{?[23]\}}?)?"
 _SPACED = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))"
+_TEXT_LETTER = (rf"{_TEXT}\{{ ?([a-zA-Z]) ?\}}", r" \1")  # math-verify drops texts
 _APART = re.compile(  # a unit behind a value that ends, outside of braces
     rf"(?P<value>.*?[^\s~\\=+*/^_<>(,;:&|-]){_SPACED}*"
     r"(?:\\(?P<kind>math(?:rm|bf|it)|text(?:normal|bf|it|rm)?|mbox) ?"
@@ -121,7 +122,7 @@ def read_number(latex: str) -> Number | None:
     if match is None or (value := _value(match)) is None:
         return None
     unit = words(match["unit"] or "")
-    if any(NO_UNITS & forms(word) for word in unit) or _letter(match[0], unit):
+    if any(map(changes_value, unit)) or _letter(match[0], unit):
         return None
     sign = -1 if match["sign"] == "-" else 1
     return Number(sign * value, _form(match), bool(match["percent"]) or "percent" in unit, unit)
@@ -175,7 +176,7 @@ def boxes(gold: str, answer: str) -> tuple[str, str]:
     values and intervals joined by words as a list and a union, no unit that stands apart.
     """
     gold, answer = without_words(gold, answer)
-    for pattern, by in _FRACTIONS:
+    for pattern, by in (*_FRACTIONS, _TEXT_LETTER):
         gold, answer = re.sub(pattern, by, gold), re.sub(pattern, by, answer)
     return rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}"
 
@@ -195,7 +196,7 @@ def without_unit(latex: str) -> str:
     """
     match = _APART.fullmatch(latex)
     unit = words(match["text"] or match["plain"]) if match else []
-    if match is None or not unit or any(NO_UNITS & forms(word) for word in unit):
+    if match is None or not unit or any(map(changes_value, unit)):
         return latex
     known = all(UNITS & forms(word) for word in unit)
     if (match["plain"] and not known) or _letter(latex, unit):
@@ -204,9 +205,13 @@ def without_unit(latex: str) -> str:
 
 
 def _letter(latex: str, unit: list[str]) -> bool:
-    r"""Whether what looks like a unit is a letter of mathematics, as the e of `2\mathrm{e}` is."""
-    one = len(unit) == 1 == len(unit[0])
-    return one and (unit[0] in "ei" or ("\\math" in latex and unit[0] not in UNITS))
+    r"""Whether what looks like a unit is a letter of mathematics, as the e of `2\mathrm{e}` is, and
+    the t of `3\text{t}`, which stands at its number.
+    """
+    if len(unit) != 1 or len(unit[0]) > 1 or unit[0] in UNITS:
+        return False
+    apart = re.search(rf"{_SPACED}\\[a-z]+ ?\{{|\{{{_SPACED}", latex)
+    return unit[0] in "ei" or "\\math" in latex or not apart
 
 
 def misshapen(question: str, gold: str, answer: str) -> bool:

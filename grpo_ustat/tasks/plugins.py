@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import math
 import os
 import sys
 import traceback
@@ -27,7 +26,7 @@ from typing import Any, cast
 
 from grpo_ustat.config.data import TASKS, reward_file
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.records import Prompt, Question
+from grpo_ustat.records import LARGEST_REWARD, Prompt, Question
 from grpo_ustat.streams import HALF
 
 APART = {  # what a split must not share questions with
@@ -184,14 +183,17 @@ def _finite(reward: Any, name: str) -> float:
     """
     number = reward
     if callable(getattr(reward, "item", None)):
-        with suppress(TypeError, ValueError, RuntimeError):  # of several values
+        with suppress(Exception):  # of several values
             number = reward.item()
-    if not isinstance(number, Real | Decimal) or not math.isfinite(number):
-        raise ConfigError(
-            f"{name}: the reward is {reward!r:.60}, it must be a finite number, of the one "
-            "completion that it is called for"
-        )
-    return float(number)
+    with suppress(ValueError, OverflowError):  # of a signalling Decimal, of a long integer
+        if isinstance(number, Real | Decimal) and abs(float(number)) <= LARGEST_REWARD:
+            return float(number)
+    with user_errors(name):
+        shown = repr(reward)
+    raise ConfigError(
+        f"{name}: the reward is {shown:.60}, it must be a number of at most {LARGEST_REWARD:g}, of "
+        "the one completion that it is called for"
+    )
 
 
 def describe(group: str, name: str) -> str:
@@ -245,8 +247,14 @@ def user_errors(source: str) -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, SystemExit) as error:  # an exit would end a run as if it were done
+    except BaseException as error:  # an exit would end a run as if it were done
+        if isinstance(error, KeyboardInterrupt | GeneratorExit):
+            raise
         last = traceback.extract_tb(error.__traceback__)[-1]
+        try:
+            said = str(error)
+        except Exception:
+            said = "its text cannot be read"
         raise ConfigError(
-            f"{source}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+            f"{source}: {type(error).__name__}: {said} ({last.filename}, line {last.lineno})"
         ) from error

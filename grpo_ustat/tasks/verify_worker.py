@@ -21,7 +21,7 @@ from contextlib import suppress
 from importlib.machinery import all_suffixes
 from itertools import product
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 READY = "ready"
 STATUS = "/proc/self/status"
@@ -225,10 +225,11 @@ def _differ(gold: Any, answer: Any) -> bool:
     """
     import sympy
 
-    for kind in (sympy.Tuple, sympy.MatrixBase, sympy.FiniteSet, sympy.Interval):
+    unordered = (sympy.FiniteSet, sympy.And, sympy.Or)
+    for kind in (sympy.Tuple, sympy.MatrixBase, sympy.Interval, *unordered):
         if isinstance(gold, kind) and isinstance(answer, kind):
             golds, answers = _entries(gold), _entries(answer)
-            if kind is not sympy.FiniteSet:
+            if kind not in unordered:
                 return any(map(_differ, golds, answers))
             pairs = [[(one, other) for other in answers] for one in golds]
             return any(
@@ -261,10 +262,20 @@ def _distance(gold: Any, answer: Any) -> Any:
 
 
 def _at_a_point(*values: Any) -> list[Any]:
-    """Values, of equations their right sides, with numbers in the place of letters."""
+    """Values with numbers in the place of letters; of relations the larger side less the other, of
+    equations that name a letter what it is.
+    """
     import sympy
 
-    values = tuple(x.rhs if isinstance(x, sympy.Eq) else x for x in values)
+    def value(x: Any) -> Any:
+        if isinstance(x, sympy.Eq | sympy.Ne):
+            left, right = cast(Any, x.lhs), cast(Any, x.rhs)
+            if left.is_Symbol or right.is_Symbol:
+                return left if right.is_Symbol else right
+            return left - right
+        return x.gts - x.lts if getattr(x, "is_Relational", False) else x
+
+    values = tuple(map(value, values))
     letters = sorted(set().union(*(x.free_symbols for x in values)), key=str)
     point = {letter: sympy.Rational(13 + 4 * i, 11) for i, letter in enumerate(letters)}
     return [x.doit().subs(point) for x in values]

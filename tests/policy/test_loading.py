@@ -287,8 +287,12 @@ NORM, UP = "model.layers.2.input_layernorm.weight", "model.layers.0.mlp.up_proj"
          f"the checkpoint holds {UP}.bias, for which the model of config.json has no place"),
         (None, {"intermediate_size": 96},
          r"down_proj.weight is \[64, 192\] in the checkpoint, \[64, 96\] by config.json"),
+        (None, {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+         r"holds model\.layers\.3\..* and 11 more, for which"),
+        (lambda w: w.update({NORM: torch.ones(64, dtype=torch.int8)}), {}, f"{NORM} is of I8"),
+        (None, {"num_attention_heads": 0}, "no model could be loaded from"),
         (None, {"num_hidden_layers": 5}, "`num_hidden_layers` .5. must be equal"),
-        (spoil, {}, "model.norm.weight of the checkpoint is not finite"),
+        (spoil, {}, "model.norm.weight is not finite"),
         (shorten, {"vocab_size": 97}, "its tokenizer has 99 tokens and its embedding 97 rows"),
     ],
 )  # fmt: skip
@@ -300,7 +304,7 @@ def test_weights_that_are_not_the_models_are_refused(change_weights, config, mes
 
 
 def test_weights_beside_the_model_are_named(tmp_path, capsys):
-    """As value heads are, and layers that config.json does not count."""
+    """As value heads are, and layers of another kind."""
     beside = {"v_head.summary.weight": torch.ones(1, 64), "model.layers.4.a.weight": torch.ones(2)}
     policy = load_policy(altered(tmp_path / "model", lambda w: w.update(beside)))
     assert (

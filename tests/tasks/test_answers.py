@@ -113,6 +113,25 @@ def test_thousands_and_units_as_people_write_them(text, number):
     assert final_number(text) == Decimal(number)
 
 
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "M", "mil", "MM", "m dollars", "doz", "gross", "fifteenths", "quarters", "billionths",
+        "point five", "divided by two", "to the power of two", "choose two", "below", "doubled",
+        "degrees below zero", "percent", "per cent", "out of six", "is wrong", "but no", "lakh",
+    ],
+)  # fmt: skip
+def test_words_that_change_the_number_are_no_other_unit(behind):
+    assert final_number(f"#### 18 {behind}", any_unit=True) is None
+
+
+@pytest.mark.parametrize(
+    "behind", ["pies", "logs", "months", "miles", "people in the room", "days a week", "m", "ones"]
+)
+def test_things_that_look_like_them_are_units(behind):
+    assert final_number(f"#### 18 {behind}", any_unit=True) == 18
+
+
 def test_what_changes_the_number_or_is_none_is_no_unit():
     for text in ("#### 45 thousand", "#### 45 or", "#### 45 hundred dollars", "#### 45 and a half",
                  "#### 45 dollars or 46", "#### 45dollars", "#### 45x", "#### 45 x", "8{,}25",

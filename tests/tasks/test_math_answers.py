@@ -300,3 +300,21 @@ def test_golds_of_every_kind_against_themselves_and_their_neighbours():
         [(problem, gold, rf"\boxed{{{answer}}}") for problem, gold, answer, _ in cases]
     )
     assert [case for case, one in zip(cases, judged, strict=True) if one is not case[3]] == []
+
+
+@pytest.mark.slow
+def test_relations_that_differ_below_what_floats_tell_are_told_apart():
+    """math-verify cuts off what is below 2^-54."""
+    tiny = r"10^{-20}"
+    wrong = [
+        (f"x<{tiny}", "x<0"), (rf"x\le {tiny}", r"x\le 10^{-21}"), (f"{tiny}<x", "0<x"),
+        (f"0<x<{tiny}", "0<x<10^{-21}"), (rf"x\neq {tiny}", r"x\neq 10^{-21}"),
+        ("x<2", f"x<2+{tiny}"), (f"{tiny}=x", "0=x"), (f"(x-{tiny})^2+y^2=1", "x^2+y^2=1"),
+        (f"|x|<{tiny}", "|x|<10^{-21}"), (r"3\text{t}", "3"), (r"4\pi", r"4\pi\text{ billionths}"),
+    ]  # fmt: skip
+    right = [("x<2", "2>x"), ("2x+3y=6", "6=2x+3y"), (r"x\neq 3", r"x \ne 3"),
+             (r"3\text{ h}", "3"), ("x^2+y^2=1", "y^2+x^2=1")]  # fmt: skip
+    judged = MathJudge(Verifier(1, 20.0, 2.0)).verdicts(
+        [("Find it.", gold, rf"\boxed{{{answer}}}") for gold, answer in wrong + right]
+    )
+    assert judged == [WRONG] * len(wrong) + [RIGHT] * len(right)
