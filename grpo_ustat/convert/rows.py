@@ -5,6 +5,8 @@ be: it is counted, and the others are read.
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,34 +77,49 @@ class Options:
         reward: the column or key of rewards where there are several, or several with weights, as in
             `right=1,form=0.5`.
         version: of the policy whose rollouts are kept; None: the last one.
+        source: the file or folder that is read; `convert` sets it.
     """
 
     group_size: int | None = None
     reward: str | None = None
     version: str | None = None
+    source: Path | None = None
 
     def weights(self, names: Iterable[str]) -> dict[str, float]:
         """The weight of each reward that is asked for; a name of `names` is never taken apart.
 
         Raises:
-            ConfigError: a weight is no number.
+            ConfigError: a weight is no finite number, a name is empty or comes twice.
 
         >>> Options(reward="right,form=0.5").weights(["right", "form"])
         {'right': 1.0, 'form': 0.5}
         """
         if self.reward is None or self.reward in names:
             return {} if self.reward is None else {self.reward: 1.0}
-        weights = {}
-        for term in self.reward.split(","):
-            name, equals, weight = term.strip().partition("=")
-            try:
-                weights[name] = float(weight) if equals else 1.0
-            except ValueError:
-                raise ConfigError(
-                    f"--reward {self.reward}: {weight!r} is no number: write --reward NAME, or "
-                    "NAME=WEIGHT,NAME=WEIGHT"
-                ) from None
-        return weights
+        terms = [term.strip().partition("=") for term in self.reward.split(",")]
+        fault = ""
+        for name, equals, weight in terms:
+            if not name.strip():
+                fault = fault or f"{name + equals + weight!r} names no reward"
+            elif equals and not math.isfinite(_weight(weight)):
+                fault = fault or f"{weight!r} is no number that can weigh {name}"
+        counts = Counter(name for name, _, _ in terms)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            fault = fault or f"{twice[0]} is named {counts[twice[0]]} times"
+        if fault:
+            raise ConfigError(
+                f"--reward {self.reward or repr('')}: {fault}: write --reward NAME, or "
+                "NAME=WEIGHT,NAME=WEIGHT"
+            )
+        return {name: _weight(weight) if equals else 1.0 for name, equals, weight in terms}
+
+
+def _weight(text: str) -> float:
+    """A weight as typed; nan where it is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def reward_of(
@@ -123,7 +140,7 @@ def reward_of(
         `reward`, and where it has none or not all `fault` or `note`, as in `Rollout`.
     """
     found = dict(values)
-    if options.reward:  # a key of a dictionary too, but for one that is a column itself
+    if options.reward is not None:  # a key of a dictionary too, but for one that is a column itself
         for keys in [one for one in values.values() if isinstance(one, dict)]:
             found |= {key: x for key, x in keys.items() if isinstance(found.get(key, {}), dict)}
     weights = options.weights(found) or usual
@@ -167,6 +184,11 @@ def rows_of(
             reason = f"{type(error).__name__}: {single_line(error, 80)}"
             made = [Rollout(path, place, run=str(path.parent), fault=f"{UNLIKE} ({reason})")]
         yield from made
+
+
+def absolute(path: Path) -> Path:
+    """The whole path, so that names of folders above the working one count; links keep theirs."""
+    return Path(os.path.abspath(path))
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:

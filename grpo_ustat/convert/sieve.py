@@ -107,14 +107,19 @@ def of_one_run(rows: Sequence[Rollout], version: str | None, leave_out: LeaveOut
 
 def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
     """How many rollouts a training step has: the median over steps, as whole groups of the
-    commonest size, for a few rows may be missing. None: no step is logged.
+    commonest size where most groups have it, for a few rows may be missing. None: no step is
+    logged.
     """
     steps = Counter(row.step for row in rows if row.step is not None)
     if not steps:
         return None
     groups = Counter((row.step, row.group) for row in rows)
-    size = max(Counter(groups.values()).items(), key=lambda one: (one[0] * one[1], one[0]))[0]
-    return max(1, round(median_high(steps.values()) / size)) * size
+    sizes = Counter(groups.values())
+    size = max(sizes, key=lambda one: (one * sizes[one], one))
+    rows_of_step = median_high(steps.values())
+    if 2 * sizes[size] <= len(groups):
+        return rows_of_step
+    return max(1, round(rows_of_step / size)) * size
 
 
 def of_one_policy(

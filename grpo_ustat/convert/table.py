@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.convert import sieve
 from grpo_ustat.convert.formats import Format
 from grpo_ustat.convert.rows import EVALUATION, UNLIKE, Options, Rollout
-from grpo_ustat.rollout.dumps import files_of
+from grpo_ustat.rollout.dumps import files_of, split_by_name
 from grpo_ustat.rollout.logged import (
     LEAST_COMPLETIONS,
     STEP_ROLLOUTS,
@@ -107,10 +107,18 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         raise ConfigError(f"{target}: the converted file ends in .parquet")
     if target.exists():
         raise ConfigError(f"{target} is there already: name another file, or remove it")
+    if options.group_size is not None and options.group_size < 1:
+        raise ConfigError(
+            f"--group-size {options.group_size}: a group has at least one completion: say how many "
+            "a prompt has"
+        )
     paths = files_of(source, one.dump)
     if not paths:
         pattern = one.dump.pattern.rpartition("/")[2]
         raise ConfigError(f"{source} holds no {pattern}, as {one.name} writes them")
+    paths, strange = split_by_name(source, one.dump, paths)
+    notes = [f"not read: {path}, whose name is not as {one.name} writes it" for path in strange]
+    options = replace(options, source=source)
     reasons, example = Counter[str](), dict[str, str]()
 
     def leave_out(rollout: Rollout, reason: str) -> None:
@@ -149,7 +157,6 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         if row.untrained or row.fault:
             leave_out(row, row.untrained or row.fault)
     rows = [row for row in rows if not row.untrained and not row.fault]
-    notes: list[str] = []
     if rows:
         rows = sieve.of_one_policy(rows, options.version, leave_out)
         rows = _equally_logged(rows, leave_out, notes)

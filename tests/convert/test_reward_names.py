@@ -102,3 +102,35 @@ def test_reward_functions_are_added_by_weight_and_a_null_counts_nothing(tmp_path
     assert [row["reward"] for row in table][:2] == [1.0, 2.0]
     assert left_out(conversion, "not a finite number") == 1
     assert any("1 taken: reward form is null" in line for line in conversion.lines())
+
+
+@pytest.mark.parametrize("weight", [None, "absent"])
+def test_a_reward_of_prime_rl_without_a_weight_counts_once(tmp_path, weight):
+    rows = [episode(*row) for row in samples(0)]
+    for row in rows:
+        rewards = row["traces"][0]["rewards"]["right"]
+        rewards["weight"] = weight
+        if weight == "absent":
+            del rewards["weight"]
+    append(cohort(tmp_path / "run", 5), rows)
+    assert [row["reward"] for row in converted(tmp_path / "run")[1]] == [x[4] for x in samples(0)]
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ("acc=1,acc=2", "acc is named 2 times"),
+        ("score, score", "score is named 2 times"),
+        ("", "^--reward '': '' names no reward"),
+        ("acc,", "^--reward acc,: '' names no reward"),
+        ("=1", "'=1' names no reward"),
+        ("acc=nan", "'nan' is no number that can weigh acc"),
+        ("acc=inf", "'inf' is no number that can weigh acc"),
+    ],
+)
+@pytest.mark.parametrize("write", [verl, trl])
+def test_rewards_that_are_named_wrongly_are_refused(tmp_path, asked, message, write):
+    name = "7.jsonl" if write is verl else "completions_00007.parquet"
+    write(tmp_path / "a" / name, 0, 7, acc=[1.0] * 15)
+    with pytest.raises(ConfigError, match=message):
+        converted(tmp_path / "a", options=Options(reward=asked))

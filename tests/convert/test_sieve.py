@@ -325,6 +325,27 @@ def test_a_step_has_whole_groups_though_some_rows_are_missing(rng):
     assert rollouts_of_step([]) is None
 
 
+@pytest.mark.parametrize("sizes, n", [((6, 5, 4), 15), ((5, 5, 4), 15), ((4, 4, 8), 16)])
+def test_a_step_of_uneven_groups_has_its_own_rows(sizes, n):
+    """Whole groups of the commonest size where most have it: 14 rows of 5, 5 and 4 are 15."""
+    rows = [
+        Rollout(Path("f"), "f", f"g{g}", 1.0, "run", str(step))
+        for step in range(3) for g, size in enumerate(sizes) for _ in range(size)
+    ]  # fmt: skip
+    assert rollouts_of_step(rows) == n
+
+
+@pytest.mark.parametrize("name", ["open_instruct", "slime"])
+def test_no_end_is_invented_where_none_is_logged(tmp_path, name):
+    if name == "slime":
+        slime(tmp_path / "run/3.pt", 0, status=[None] * 15)
+    else:
+        path = tmp_path / "run/one_rollouts_000000.jsonl"
+        open_instruct(path, 0, 5)
+        path.write_text(path.read_text().replace('"finish_reason": "stop", ', ""))
+    assert "ended" not in converted(tmp_path / "run")[1][0]
+
+
 def test_the_step_stands_in_the_file(tmp_path):
     nemo(tmp_path / "a/train_data_step1.jsonl", 0)
     target = tmp_path / "o.parquet"

@@ -151,7 +151,7 @@ def verl(folder):
 
 def areal(folder):
     for name in GROUPS:
-        lines(folder / f"rollout/2/{name}.jsonl", [
+        lines(folder / f"rollout/2/{ord(name)}.jsonl", [
             {"task_id": name, "sample_idx": i, "seqlen": len(prompt) + len(ids),
              "prompt_len": len(prompt), "head_version": 2, "tail_version": 2, "reward": reward,
              "prompt": text(prompt), "completion": text(ids)}
@@ -311,6 +311,8 @@ def test_several_reward_columns_are_asked_for(tmp_path):
         (["source", "there.parquet"], "there.parquet is there already"),
         (["source", "o.parquet", "--from", "verl"], "is not as verl writes it (KeyError: 'input')"),
         (["source", "o.parquet", "--from", "slime"], "source holds no *.pt, as slime writes them"),
+        (["source", "o.parquet", "--group-size", "0"], "--group-size 0: a group has at least one"),
+        (["source", "o.parquet", "--group-size", "-4"], "--group-size -4: a group has at least"),
         (["source", "o.parquet", "--from", "skyrl"], "source holds no *_training_input.pkl"),
     ],
 )
