@@ -14,7 +14,7 @@ import numpy as np
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.records import Array
+from grpo_ustat.records import LARGEST_REWARD, Array, is_number
 from grpo_ustat.rollout.logged import KNOWN
 from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.streams import single_line
@@ -77,10 +77,10 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
     groups: dict[str, list[float]] = {}
     for number, row in enumerate(rows):
         value = row.get(column)
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number(value, LARGEST_REWARD):
             raise ConfigError(
-                f"{path} row {number} (from 0): {column} is {value!r:.40}, not a finite number: "
-                "mend or drop it"
+                f"{path} row {number} (from 0): {column} is {value!r:.40}, not a finite number "
+                f"of at most {LARGEST_REWARD:g}: mend or drop it"
             )
         if row.get(prompt) is None:
             raise ConfigError(f"{path} row {number} (from 0): {prompt} is null: mend or drop it")

@@ -24,6 +24,7 @@ from grpo_ustat.convert.rows import (
     reward_of,
     rows_of,
     usual_reward,
+    whole,
 )
 from grpo_ustat.rollout.dumps import DUMPS, Dump, dump_of
 from grpo_ustat.streams import single_line
@@ -96,9 +97,9 @@ def read_nemo_rl(path: Path, options: Options) -> Iterator[Rollout]:
             key: value[0] if isinstance(value, list) and len(value) == 1 else value
             for key, value in packed.items()
         }
-        length, idx = int(row["input_lengths"]), int(row.get("idx", place.rpartition(" ")[2]))
-        tokens = [int(one) for one in row["token_ids"][:length]]
-        mask = [int(one) for one in row["token_loss_mask"][:length]]
+        idx = int(row.get("idx", place.rpartition(" ")[2]))
+        length = whole(row["input_lengths"], "input_lengths", len(row["token_ids"]))
+        tokens, mask = row["token_ids"][:length], row["token_loss_mask"][:length]
         start = mask.index(1) if 1 in mask else length
         logprobs, size = row.get("generation_logprobs"), options.group_size
         out = row.get("sample_loss_mask", 1) == 0
@@ -108,7 +109,7 @@ def read_nemo_rl(path: Path, options: Options) -> Iterator[Rollout]:
             run=str(absolute(path).parent), step=path.stem.rpartition("step")[2], sample=str(idx),
             untrained="sample_loss_mask is 0: it was left out" if out else "",
             prompt_ids=tokens[:start], completion_ids=tokens[start:], loss_mask=mask[start:],
-            logprobs=None if logprobs is None else [float(x) for x in logprobs[start:length]],
+            logprobs=None if logprobs is None else logprobs[start:length],
             policy_version=path.stem, **reward_of(row, options, {own: 1.0}),
         )]  # fmt: skip
 
@@ -143,7 +144,11 @@ def read_prime_rl(path: Path, options: Options) -> Iterator[Rollout]:
             return [replace(common, untrained=common.untrained or "it failed before any trace")]
         return [
             _prime_trace(
-                replace(common, place=f"{place} trace {k}", sample=f"{episode.get('id')} {k}"),
+                replace(
+                    common,
+                    place=f"{place} trace {k}",
+                    sample=f"{episode['id']} {k}" if episode.get("id") else None,
+                ),
                 trace,
                 episode,
                 options,
@@ -174,7 +179,7 @@ def _prime_trace(
         else:
             logprobs += [float(next(values, math.nan)) if one else 0.0 for one in own]
         are_logged &= not any(own) or bool(node.get("logprobs"))
-        tokens += [int(x) for x in ids]
+        tokens += ids
         mask += own
     start = mask.index(1) if 1 in mask else len(tokens)
     policy = ((episode.get("run") or {}).get("work") or {}).get("policy") or {}
@@ -195,11 +200,15 @@ def _prime_trace(
     weights = {name: (one or {}).get("weight") for name, one in trace["rewards"].items()}
     usual = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
     reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
-    group = (episode.get("group") or {}).get("id", json.dumps(tokens[:start]))
+    group = (episode.get("group") or {}).get("id")
+    if group is None:
+        group = json.dumps(tokens[:start])
+    elif isinstance(group, list | dict):
+        raise TypeError("group.id is no name")
     found = {"fault": fault} | reward_of(rewards, options, usual)
     return replace(
-        common, group=f"{group}/{agent['name']}" if "name" in agent else group,
-        sample=trace.get("id") or (common.sample if episode.get("id") else None),
+        common, group=f"{group}/{agent['name']}" if "name" in agent else str(group),
+        sample=str(trace["id"]) if trace.get("id") else common.sample,
         untrained=untrained, prompt_ids=tokens[:start], completion_ids=tokens[start:],
         loss_mask=mask[start:], logprobs=logprobs[start:] if are_logged else None,
         ended=None if not reasons else reasons[-1] != "length",
@@ -246,8 +255,8 @@ def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
     untrained = {"failed": "it failed", "aborted": "it was aborted"}
 
     def build(place: str, sample: dict[str, Any]) -> list[Rollout]:
-        length, group = int(sample["response_length"]), sample["group_index"]
-        tokens = [int(one) for one in sample["tokens"]]
+        tokens, group = list(sample["tokens"]), sample["group_index"]
+        length = whole(sample["response_length"], "response_length", len(tokens))
         prompt_ids = tokens[: len(tokens) - length]
         versions = sorted({str(one) for one in sample.get("weight_versions") or ()})
         logged = sample.get("status")

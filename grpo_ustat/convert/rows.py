@@ -160,8 +160,11 @@ def reward_of(
 
 
 def number(value: Any) -> float:
-    """A reward as logged; nan where it is none."""
-    return float(value) if isinstance(value, int | float) else math.nan
+    """A reward as logged; nan where it is none, infinite where no float holds it."""
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.inf
 
 
 def rows_of(
@@ -178,12 +181,42 @@ def rows_of(
             if row is None:
                 raise ValueError("no JSON object, cut off perhaps")
             made = list(build(place, row))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, ConfigError):
                 raise
             reason = f"{type(error).__name__}: {single_line(error, 80)}"
             made = [Rollout(path, place, run=str(path.parent), fault=f"{UNLIKE} ({reason})")]
-        yield from made
+        for one in made:
+            if found := _unlike(one):
+                one.fault = f"{UNLIKE} ({found})"
+            yield one
+
+
+TYPES = {
+    "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
+    "policy_version": str | None, "reward": float, "prompt_ids": list | None,
+    "completion_ids": list | None, "loss_mask": list | None, "logprobs": list | None,
+    "prompt": str | list | None, "completion": str | list | None,
+}  # fmt: skip
+
+
+def _unlike(rollout: Rollout) -> str:
+    """The first field that is of another type than it must be; empty: none is."""
+    for name, kind in TYPES.items():
+        if not isinstance(value := getattr(rollout, name), kind):
+            return f"{name} is {type(value).__name__} {single_line(value, 40)}"
+    return ""
+
+
+def whole(value: Any, name: str, largest: int) -> int:
+    """A length as logged.
+
+    Raises:
+        ValueError: it is no whole number from 0 to `largest`.
+    """
+    if not isinstance(value, int | float) or value not in range(largest + 1):
+        raise ValueError(f"{name} is no whole number from 0 to {largest}")
+    return int(value)
 
 
 def absolute(path: Path) -> Path:

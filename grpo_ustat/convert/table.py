@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.convert import sieve
 from grpo_ustat.convert.formats import Format
 from grpo_ustat.convert.rows import EVALUATION, UNLIKE, Options, Rollout
+from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.rollout.dumps import files_of, split_by_name
 from grpo_ustat.rollout.logged import (
     LEAST_COMPLETIONS,
@@ -23,12 +23,14 @@ from grpo_ustat.rollout.logged import (
     prompt_fault,
 )
 from grpo_ustat.runs.files import atomic_write
-from grpo_ustat.streams import HALF
+from grpo_ustat.streams import HALF, single_line
 
 COLUMNS = (
     "prompt_id", "prompt_ids", "completion_ids", "reward", "ended", "loss_mask", "logprobs",
     "policy_version", "prompt", "completion",
 )  # fmt: skip
+
+KINDS = {str: "text", list: "messages", type(None): "null"}
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,12 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     if not paths:
         pattern = one.dump.pattern.rpartition("/")[2]
         raise ConfigError(f"{source} holds no {pattern}, as {one.name} writes them")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written, for its folder cannot be made: {single_line(error, 120)}"
+        ) from error
     paths, strange = split_by_name(source, one.dump, paths)
     notes = [f"not read: {path}, whose name is not as {one.name} writes it" for path in strange]
     options = replace(options, source=source)
@@ -179,8 +187,10 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
 
 def _fault(rollout: Rollout) -> str:
     """Why a row cannot be used by itself; empty where it can."""
-    if not math.isfinite(rollout.reward):
+    if not is_number(rollout.reward):
         return "its reward is not a finite number"
+    if not is_number(rollout.reward, LARGEST_REWARD):
+        return f"its reward is larger than {LARGEST_REWARD:g}, so that its square overflows"
     texts = (rollout.group, rollout.policy_version, rollout.prompt, rollout.completion)
     if HALF.search(json.dumps(texts, ensure_ascii=False, default=str)):
         return "a text has half of a character, which no file can hold"
@@ -198,7 +208,7 @@ def _fault(rollout: Rollout) -> str:
     length = len(rollout.completion_ids)
     for name in ("loss_mask", "logprobs"):
         values = getattr(rollout, name)
-        if values is not None and len(values) != length:
+        if isinstance(values, list) and len(values) != length:
             return f"{name} is not as long as the completion"
         if per_token_fault(values, length):
             return f"{name} holds what is not a finite number"
@@ -210,9 +220,18 @@ def _fault(rollout: Rollout) -> str:
 def _equally_logged(
     rows: list[Rollout], leave_out: sieve.LeaveOut, notes: list[str]
 ) -> list[Rollout]:
-    """Rows that all have tokens or all have none, and so with log-probabilities: `mse` takes no
-    mixture. What most rows have the others are left out for; what few have is not written.
+    """Rows that all have tokens or all have none, and so with log-probabilities, and whose prompts
+    and completions are texts or messages: `mse` takes no mixture. What most rows have the others
+    are left out for; what few have is not written.
     """
+    for name in ("prompt", "completion"):
+        kinds = Counter(KINDS[type(getattr(row, name))] for row in rows)
+        if len(kinds) > 1:
+            kind = kinds.most_common(1)[0][0]
+            for row in rows:
+                if (own := KINDS[type(getattr(row, name))]) != kind:
+                    leave_out(row, f"its {name} is {own}, most others have {kind}")
+            rows = [row for row in rows if KINDS[type(getattr(row, name))] == kind]
     for name in ("completion_ids", "logprobs"):
         lacking = [row for row in rows if getattr(row, name) is None]
         if 0 < len(lacking) <= len(rows) / 2:
@@ -240,6 +259,8 @@ def _write(
     columns: dict[str, list[Any]] = {
         name: [getattr(rollout, name, None) for rollout in rollouts] for name in names
     }
+    for name, kind in (("loss_mask", int), ("logprobs", float)):
+        columns[name] = [x if x is None else [kind(one) for one in x] for x in columns[name]]
     columns["prompt_id"] = [group[0].group for group in groups for _ in group]
     columns = {name: x for name, x in columns.items() if any(one is not None for one in x)}
     if any(one is None for one in columns.get("ended", ())):
@@ -247,6 +268,5 @@ def _write(
     table = pyarrow.table(columns)
     if step_rollouts is not None:
         table = table.replace_schema_metadata({STEP_ROLLOUTS: str(step_rollouts)})
-    target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(target) as staged:
         parquet.write_table(table, staged)

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import math
 import os
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from decimal import Decimal
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
-from numbers import Real
 from types import CodeType
 from typing import Any, cast
 
 from grpo_ustat.config.data import TASKS, reward_file
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.records import Prompt, Question
+from grpo_ustat.records import LARGEST_REWARD, Prompt, Question, is_number
 from grpo_ustat.streams import HALF
 
 APART = {  # what a split must not share questions with
@@ -186,10 +183,11 @@ def _finite(reward: Any, name: str) -> float:
     if callable(getattr(reward, "item", None)):
         with suppress(TypeError, ValueError, RuntimeError):  # of several values
             number = reward.item()
-    if not isinstance(number, Real | Decimal) or not math.isfinite(number):
+    if not is_number(number, LARGEST_REWARD):
+        shown = "a number of many digits" if isinstance(number, int) else f"{reward!r:.60}"
         raise ConfigError(
-            f"{name}: the reward is {reward!r:.60}, it must be a finite number, of the one "
-            "completion that it is called for"
+            f"{name}: the reward is {shown}, it must be a finite number, of at most "
+            f"{LARGEST_REWARD:g}, of the one completion that it is called for"
         )
     return float(number)
 

@@ -84,6 +84,12 @@ def test_steps_and_prompts_apart(tmp_path):
         ([{"prompt": "q", "a": 1.0}], "b", "has no column b: choose from prompt, a"),
         ([*ROWS, {"prompt": "q2", "reward": float("nan")}], None, "row 12 (from 0): reward is nan"),
         ([*ROWS, {"prompt": "q2", "reward": None}], None, "row 12 (from 0): reward is None"),
+        (
+            [*ROWS, {"prompt": "q2", "reward": 1e300}],
+            None,
+            "1e+300, not a finite number of at most",
+        ),
+        ([*ROWS, {"prompt": "q2", "reward": 10**400}], None, "row 12 (from 0): reward is 1000"),
         ([{"prompt": "q", "reward": 1.0}], None, "no prompt has two completions among 1 rows"),
         ([{"prompt": None, "reward": 1.0}] * 2, None, "row 0 (from 0): prompt is null"),
     ],

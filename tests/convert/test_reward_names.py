@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pyarrow
 import pytest
 from frameworks import (
@@ -17,6 +20,7 @@ from frameworks import (
     trl,
     verl,
 )
+from pyarrow import parquet
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.convert.rows import Options
@@ -134,3 +138,69 @@ def test_rewards_that_are_named_wrongly_are_refused(tmp_path, asked, message, wr
     write(tmp_path / "a" / name, 0, 7, acc=[1.0] * 15)
     with pytest.raises(ConfigError, match=message):
         converted(tmp_path / "a", options=Options(reward=asked))
+
+
+def bad_rows(folder, name):
+    """A step, and rows of two prompts of whose fields one has another type than the framework's."""
+    wrong = [{"a": 1}, [1], "x", None, 10**400, -1, 2.5, [10**400], [math.inf]]
+    if name == "verl":
+        verl(folder / "7.jsonl", 0, 7)
+        talk = [{"role": "user", "content": "1 2"}]
+        fields = [{"input": talk}, {"input": 7}, {"output": {"a": 1}}, {"output": 1.5}]
+        bad = [{"input": "1 2", "output": "3", "score": 1.0, "step": 7} | one for one in fields]
+        append(folder / "7.jsonl", bad)
+    elif name == "slime":
+        fields = ["tokens", "response_length", "loss_mask", "rollout_log_probs"]
+        import torch
+
+        slime(folder / "3.pt", 0)
+        content = torch.load(folder / "3.pt", weights_only=True)
+        bad = [
+            content["samples"][0] | {field: x} for field in fields for x in wrong
+            if not (x is None and field in fields[2:])
+        ]  # fmt: skip
+        torch.save(content | {"samples": content["samples"] + bad}, folder / "3.pt")
+    elif name == "nemo_rl":
+        nemo(folder / "train_data_step3.jsonl", 0)
+        lines = (folder / "train_data_step3.jsonl").read_text().splitlines()
+        first = json.loads(lines[0]) | {"idx": 20}
+        fields = ["token_ids", "input_lengths", "token_loss_mask", "generation_logprobs"]
+        bad = [
+            first | {field: x} for field in fields for x in wrong
+            if not (x is None and field == "generation_logprobs")
+        ]  # fmt: skip
+        append(folder / "train_data_step3.jsonl", bad)
+    else:
+        append(cohort(folder, 5), [episode(*row) for row in samples(0)])
+        bad = []
+        for field in ("id", "nodes", "rewards", "calls"):
+            for x in wrong[:1] + wrong[4:] if field != "id" else ():
+                bad.append(episode(*next(samples(1))) | {"id": f"{field}{x}"[:40]})
+                bad[-1]["traces"][0][field] = x if field != "calls" else 1.5
+        for x in ([1], {"a": 1}):
+            bad.append(episode(*next(samples(1))) | {"group": {"id": x}})
+        append(cohort(folder, 5), bad)
+    return len(bad)
+
+
+@pytest.mark.parametrize("name", ["verl", "slime", "nemo_rl", "prime_rl"])
+def test_a_field_of_another_type_drops_its_row_by_count(tmp_path, name):
+    bad = bad_rows(tmp_path / "run", name)
+    conversion, _ = converted(tmp_path / "run", name)
+    assert (conversion.rows, conversion.kept) == (15 + bad, 15)
+    assert left_out(conversion, "") == bad
+
+
+@pytest.mark.parametrize("texts_first", [True, False])
+def test_texts_and_messages_in_one_dump_are_not_mixed(tmp_path, texts_first):
+    """What most rows have is taken; the others are counted."""
+    said = [[{"role": "assistant", "content": texts(row[3])}] for row in samples(0)]
+    asked = [[{"role": "user", "content": texts(row[2])}] for row in samples(0)]
+    name = "run/completions/completions_0000"
+    trl(tmp_path / f"{name}3.parquet", 0, 3)
+    few = {"prompt": asked[:5], "completion": said[:5], "right": [1.0] * 5, "step": [3] * 5,
+           "advantage": [0.0] * 5}  # fmt: skip
+    parquet.write_table(pyarrow.table(few), tmp_path / f"{name}{2 if texts_first else 4}.parquet")
+    conversion, table = converted(tmp_path / "run")
+    assert conversion.kept == len(table) == 15
+    assert left_out(conversion, "its prompt is messages, most others have text") == 5
