@@ -16,11 +16,12 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.convert.rows import (
     EVALUATION,
+    DamagedFile,
     Options,
     Rollout,
     absolute,
     lines_of,
-    numeric_names,
+    reward_columns,
     reward_of,
     rows_of,
     usual_reward,
@@ -66,8 +67,8 @@ def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
         "step", "prompt", "completion", "advantage", "prompt_ids", "completion_ids", "policy_step",
     }  # fmt: skip
     table = parquet.read_table(path)
-    names = numeric_names(table.to_pydict(), known) if len(table) else []
-    usual = usual_reward(path, names, options) if len(table) else {}
+    names, nulls = reward_columns(table.to_pydict(), known)
+    usual = usual_reward(path, names, nulls, options) if len(table) else {}
     folder = absolute(path).parent
     run = folder.parent if folder.name == "completions" else folder
 
@@ -78,7 +79,9 @@ def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
             prompt_ids=row.get("prompt_ids"), completion_ids=row.get("completion_ids"),
             policy_version=f"step {step}" if written_by is None else f"checkpoint-{written_by}",
             prompt=row["prompt"], completion=row["completion"],
-            **reward_of({name: row[name] for name in names}, options, usual, skips_null=True),
+            **reward_of(
+                {name: row[name] for name in names + nulls}, options, usual, skips_null=True
+            ),
         )]  # fmt: skip
 
     rows = ((f"row {place}", row) for place, row in enumerate(table.to_pylist()))
@@ -247,7 +250,7 @@ def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # of any kind: damaged, or not of plain data
         reason = single_line(error, 120)
-        raise ConfigError(
+        raise DamagedFile(
             f"{path} needs more than plain data to be read ({reason}): a pickle may run code, so "
             "it is refused; save dictionaries of lists"
         ) from error
@@ -357,8 +360,9 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
     def build(place: str, columns: dict[str, Any]) -> list[Rollout]:
         known = {"step", "prompt", "completion", "advantages", "entropy"}
         lists = {name: x for name, x in columns.items() if isinstance(x, list)}
-        names = numeric_names(lists, known)
-        usual = usual_reward(place, names, options)
+        names, nulls = reward_columns(lists, known)
+        usual = usual_reward(place, names, nulls, options)
+        names += nulls
         steps = columns.get("step")
         count = len(columns["prompt"])
         steps = steps if isinstance(steps, list) else [steps] * count

@@ -20,6 +20,10 @@ EVALUATION = "of an evaluation"
 UNLIKE = "its row is not as the framework writes it"  # and the error, in parentheses
 
 
+class DamagedFile(ConfigError):
+    """A file that cannot be read at all, where others may."""
+
+
 @dataclass
 class Rollout:
     """One completion as a framework logged it.
@@ -145,7 +149,7 @@ def reward_of(
             found |= {key: x for key, x in keys.items() if isinstance(found.get(key, {}), dict)}
     weights = options.weights(found) or usual
     if absent := [name for name in weights if name not in found]:
-        names = ", ".join(name for name, x in found.items() if isinstance(x, int | float))
+        names = ", ".join(name for name, x in found.items() if isinstance(x, int | float | None))
         asked = f"--reward {absent[0]}: " if options.reward else f"{absent[0]}: "
         return {"fault": f"{asked}its row has no such reward (numbers are {names or 'nowhere'})"}
     if parts := [one for name in weights if isinstance(one := found[name], dict)]:
@@ -232,28 +236,38 @@ def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
                 yield f"line {place}", parsed_row(line)
 
 
-def numeric_names(columns: Mapping[str, list[Any]], known: set[str]) -> list[str]:
-    """Columns of numbers and nulls, not of nulls alone, beside those that are known."""
-    return [
-        name for name, values in columns.items()
-        if name not in known and all(isinstance(one, int | float | None) for one in values)
-        and any(one is not None for one in values)
-    ]  # fmt: skip
+def reward_columns(
+    columns: Mapping[str, list[Any]], known: set[str]
+) -> tuple[list[str], list[str]]:
+    """Columns most of whose values are numbers, nulls aside, and those of nulls alone or without a
+    value; beside those that are known.
+    """
+    own = {
+        name: [one for one in values if one is not None]
+        for name, values in columns.items() if name not in known
+    }  # fmt: skip
+    numbers = {name: sum(isinstance(one, int | float) for one in x) for name, x in own.items()}
+    names = [name for name, values in own.items() if 2 * numbers[name] > len(values)]
+    return names, [name for name, values in own.items() if not values]
 
 
-def usual_reward(place: object, names: list[str], options: Options) -> dict[str, float]:
-    """The only column of rewards.
+def usual_reward(
+    place: object, names: list[str], nulls: list[str], options: Options
+) -> dict[str, float]:
+    """The only column of rewards; none where `--reward` is typed, or all rewards are null.
 
     Raises:
-        ConfigError: there are several or none, and `--reward` names none of them.
+        ConfigError: there are several, and `--reward` is not typed.
+        ValueError: no column is of rewards.
     """
-    absent = [name for name in options.weights(names) if name not in names]
-    if absent or (options.reward is None and len(names) != 1):
-        asked = f"--reward {absent[0]}: " if absent else ""
+    if options.reward is not None or (nulls and not names):
+        return {}
+    if not names:
+        raise ValueError("no column of numbers, as rewards are")
+    if len(names) > 1:
         raise ConfigError(
-            f"{asked}{place} has columns of numbers {', '.join(names) or 'none'}: say which one "
-            "holds the rewards with --reward COLUMN, or add them up with --reward "
-            f"{','.join(f'{name}=1' for name in names) or 'A=1,B=0.5'} (their weights are not "
-            "logged)"
+            f"{place} has columns of numbers {', '.join(names)}: say which one holds the rewards "
+            "with --reward COLUMN, or add them up with --reward "
+            f"{','.join(f'{name}=1' for name in names)} (their weights are not logged)"
         )
     return {names[0]: 1.0}

@@ -11,7 +11,7 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.convert import sieve
 from grpo_ustat.convert.formats import Format
-from grpo_ustat.convert.rows import EVALUATION, UNLIKE, Options, Rollout
+from grpo_ustat.convert.rows import EVALUATION, UNLIKE, DamagedFile, Options, Rollout
 from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.rollout.dumps import files_of, split_by_name
 from grpo_ustat.rollout.logged import (
@@ -134,16 +134,25 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         example.setdefault(reason, rollout.place)
 
     rollouts: list[Rollout] = []
+    damaged: dict[Path, DamagedFile] = {}
     for path in paths:
         try:
-            rollouts += one.read(path, options)
+            rollouts += list(one.read(path, options))
+        except DamagedFile as error:
+            damaged[path] = error
         except (KeyError, TypeError, ValueError, OSError) as error:
             if isinstance(error, ConfigError):
                 raise
-            reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(
-                f"{path} is not as {one.name} writes it ({reason:.120}): choose another --from"
-            ) from error
+            reason = single_line(f"{type(error).__name__}: {error}", 120)
+            damaged[path] = DamagedFile(
+                f"{path} is not as {one.name} writes it ({reason}): choose another --from"
+            )
+    if damaged and not rollouts:
+        raise next(iter(damaged.values()))
+    notes += [
+        f"not read: {str(error).removesuffix(': choose another --from')}"
+        for error in damaged.values()
+    ]
     if rollouts and all(row.fault.startswith(UNLIKE) for row in rollouts):
         reason = rollouts[0].fault.removeprefix(UNLIKE).strip(" ()")
         raise ConfigError(
@@ -180,8 +189,8 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     exact = all(rollout.completion_ids is not None for rollout in usable)
     _write(target, groups, exact, step_rollouts)
     return Conversion(
-        one.name, len(paths), len(rollouts), len(usable), len(groups), exact, reasons, example,
-        tuple(notes), step_rollouts, max(map(len, groups)),
+        one.name, len(paths) - len(damaged), len(rollouts), len(usable), len(groups), exact,
+        reasons, example, tuple(notes), step_rollouts, max(map(len, groups)),
     )  # fmt: skip
 
 

@@ -208,3 +208,27 @@ def test_renamed_files_are_read_one_by_one(tmp_path):
     with pytest.raises(ConfigError, match="holds 2 files, such as 5_old.jsonl, whose names are"):
         converted(tmp_path / "a")
     assert converted(tmp_path / "a/5_older.jsonl")[0].kept == 15
+
+
+@pytest.mark.parametrize("name", ["trl", "slime", "verl"])
+@pytest.mark.parametrize("size", [0, 60])
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_file_is_named_and_the_others_are_read(tmp_path, name, size, damaged):
+    names, write = {
+        "trl": (["completions_00003.parquet", "completions_00004.parquet"], trl),
+        "slime": (["3.pt", "4.pt"], slime),
+        "verl": (["3.jsonl", "4.jsonl"], verl),
+    }[name]
+    paths = [tmp_path / "run" / one for one in names]
+    for step, path in enumerate(paths, start=3):
+        write(path, step, step)
+    paths[damaged].write_bytes(paths[damaged].read_bytes()[:size])
+    conversion, _ = converted(tmp_path / "run", name)
+    assert conversion.kept == 15
+    if name != "verl":  # whose lines are counted one by one
+        (line,) = [line for line in conversion.lines() if "not read: " in line]
+        assert str(paths[damaged]) in line and "--from" not in line and conversion.files == 1
+    paths[1 - damaged].write_bytes(b"")
+    if name != "verl":
+        with pytest.raises(ConfigError, match=f"{paths[0]} (is not as|needs more than plain)"):
+            converted(tmp_path / "run", name)

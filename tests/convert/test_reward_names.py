@@ -100,7 +100,7 @@ def test_reward_functions_are_added_by_weight_and_a_null_counts_nothing(tmp_path
     trl(tmp_path / "run/completions_00003.parquet", 0, 3, right=right, form=form)
     with pytest.raises(ConfigError, match="numbers right, form: say which .*right=1,form=1"):
         converted(tmp_path / "run")
-    with pytest.raises(ConfigError, match="^--reward fom: .* has columns of numbers right, form"):
+    with pytest.raises(ConfigError, match=r"^--reward fom: its row has no .*are right, form\)"):
         converted(tmp_path / "run", options=Options(reward="right,fom=2"))
     conversion, table = converted(tmp_path / "run", options=Options(reward="right,form=2"))
     assert [row["reward"] for row in table][:2] == [1.0, 2.0]
@@ -204,3 +204,48 @@ def test_texts_and_messages_in_one_dump_are_not_mixed(tmp_path, texts_first):
     conversion, table = converted(tmp_path / "run")
     assert conversion.kept == len(table) == 15
     assert left_out(conversion, "its prompt is messages, most others have text") == 5
+
+
+def swift_line(**changes):
+    rows = list(samples(1))
+    return {"step": ["3"] * 15, "prompt": [texts(row[2]) for row in rows],
+            "completion": [texts(row[3]) for row in rows], "right": [1.0] * 15,
+            "solution": ["x"] * 15, "advantages": [0.0] * 15} | changes  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes, kept, dropped",
+    [
+        ({"right": ["failed", None] + [1.0] * 13}, 15, 15),  # the line before is of another policy
+        ({"right": [None] * 15}, 15, 15),
+        ({"prompt": None}, 15, 1),
+        ({"right": ["x"] * 15}, 15, 1),
+        ({"right": [1.0] * 3}, 15, 1),
+        ({"step": [], "prompt": [], "completion": [], "right": [], "advantages": []}, 15, 0),
+    ],
+)
+@pytest.mark.parametrize("bad_first", [True, False])
+def test_a_bad_line_of_ms_swift_costs_its_own_rows(tmp_path, changes, kept, dropped, bad_first):
+    bad = swift_line(**changes)
+    if changes.get("prompt", 0) is None:
+        del bad["prompt"]
+    good = swift_line(step=["4"] * 15)
+    append(tmp_path / "run/completions.jsonl", [bad, good] if bad_first else [good, bad])
+    conversion, _ = converted(tmp_path / "run", "ms_swift")
+    assert (conversion.kept, left_out(conversion, "")) == (kept, dropped)
+
+
+def test_a_word_among_rewards_costs_one_row(tmp_path):
+    line = swift_line(right=["failed", None] + [1.0] * 13)
+    append(tmp_path / "run/completions.jsonl", [line])
+    conversion, _ = converted(tmp_path / "run")
+    assert conversion.rows == 15 and left_out(conversion, "not a finite number") == 2
+
+
+@pytest.mark.parametrize("asked", [None, "right"])
+def test_a_file_of_trl_without_any_reward_costs_its_own_rows(tmp_path, asked):
+    null = pyarrow.array([None] * 15, pyarrow.float64())
+    trl(tmp_path / "run/completions_00002.parquet", 1, 2, right=null)
+    trl(tmp_path / "run/completions_00003.parquet", 0, 3)
+    conversion, _ = converted(tmp_path / "run", options=Options(reward=asked))
+    assert (conversion.kept, left_out(conversion, "not a finite number")) == (15, 15)

@@ -145,6 +145,38 @@ def test_a_step_that_was_written_again_replaces_the_first_attempt(tmp_path):
     assert {row["completion_ids"][0] for row in table} == {21}
 
 
+@pytest.mark.parametrize(
+    "rows, kept, first",
+    [([15, 1], 15, 20), ([15, 5, 15], 15, 22), ([15, 10], 10, 21), ([1, 15], 15, 21)],
+)
+def test_an_attempt_that_has_just_begun_replaces_none(tmp_path, rows, kept, first):
+    """The last attempt that has at least half as many rows as the largest."""
+    shard = tmp_path / "run/one_rollouts_000000.jsonl"
+    for seed, count in enumerate(rows):
+        open_instruct(shard, seed, 5, rows=count)
+    conversion, table = converted(tmp_path / "run")
+    assert {row["completion_ids"][0] for row in table} == {first}
+    assert left_out(conversion, "written again") == sum(rows) - kept
+    assert conversion.step_rollouts == conversion.kept == kept
+
+
+def test_groups_that_are_numbered_anew_in_each_step_are_kept_apart(tmp_path):
+    """Two steps of one policy in slime, whose prompts are others."""
+    names = [["7"]] * 15
+    slime(tmp_path / "run/3.pt", 0, 3, weight_versions=names)
+    other = [[5, 2 + p, *ids] for p, _, _, ids, *_ in samples(1)]
+    slime(tmp_path / "run/4.pt", 1, 4, weight_versions=names, tokens=other)
+    conversion, _ = converted(tmp_path / "run")
+    assert (conversion.kept, conversion.groups, conversion.step_rollouts) == (30, 6, 15)
+
+
+@pytest.mark.parametrize("group", [{"id": None}, {}, None])
+def test_a_group_of_prime_rl_without_a_name_is_that_of_its_prompt(tmp_path, group):
+    rows = [episode(*row) | {"group": group} for row in samples(0)]
+    append(cohort(tmp_path / "run", 5), rows)
+    assert (converted(tmp_path / "run")[0].kept, converted(tmp_path / "run")[0].groups) == (15, 3)
+
+
 def test_a_step_that_was_written_twice_alike_counts_once(tmp_path):
     shard = tmp_path / "run/one_rollouts_000000.jsonl"
     for _ in range(2):
