@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,10 +149,12 @@ def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
     means_P = np.array([group.mean() for group in groups])
     within_P = np.array([group.var(ddof=1) for group in groups])
     noise = float(np.mean([v / n for v, n in zip(within_P, lengths, strict=True)]))
-    between = max(float(means_P.var(ddof=1)) - noise, 0.0) if len(groups) > 1 else math.nan
+    between = "not known from one prompt"
+    if len(groups) > 1:
+        between = f"{max(float(means_P.var(ddof=1)) - noise, 0.0):.3g}"
     lines.append(
         f"Mean reward {means_P.mean():.3g}; variance within prompts {within_P.mean():.3g}, "
-        f"of the prompts' expected rewards {between:.3g}."
+        f"of the prompts' expected rewards {between}."
     )
     return lines
 

@@ -27,10 +27,11 @@ from grpo_ustat.convert.rows import (
     usual_reward,
     whole,
 )
-from grpo_ustat.rollout.dumps import DUMPS, Dump, dump_of
+from grpo_ustat.rollout.dumps import DUMPS, Dump, dump_of, first_fields, packed_files
 from grpo_ustat.streams import single_line
 
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
+OUTPUT = {"prompt_id", "reward"}  # columns of every file that `convert` writes
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
 
 
@@ -416,7 +417,15 @@ def detect(source: Path) -> Format:
         raise ConfigError(f"{source} is empty: name a file with rollouts")
     if source.is_dir() and not any(path.is_file() for path in source.rglob("*")):
         raise ConfigError(f"{source} holds no file: name a folder with rollouts")
+    if source.is_file() and (first_fields(source) or set()) >= OUTPUT:
+        raise ConfigError(
+            f"{source} is converted already (it has prompt_id): name it in grpo-ustat mse "
+            f"pool={source} model=CHECKPOINT, or in grpo-ustat advise {source}"
+        )
     dump = dump_of(source)
+    packed = packed_files(source, [one.pattern for one in DUMPS.values()])
+    if dump is None and packed:
+        raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
     if dump is None:
         raise ConfigError(
             f"{source} is in no format that is known by its names and fields: say --from "

@@ -153,6 +153,9 @@ def of_one_policy(
         raise ConfigError(
             f"--version {version}: no row that can be used is of it; there are "
             + (f"{known[0]} to {known[-1]}" if len(known) > 1 else ", ".join(map(str, known)))
+            + "".join(
+                f": say --version '{one}'" for one in known if one and one.split()[-1] == version
+            )
         )
     most = max(sizes.values(), default=0)
     chosen = version or max((one for one in sizes if 2 * sizes[one] >= most), key=_age)
@@ -170,7 +173,7 @@ def _age(version: str | None) -> tuple[list[int], str]:
 
 
 def in_groups(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[list[Rollout]]:
-    """Completions of each prompt: a group of a step has one prompt, groups of one prompt are joined,
+    """Completions of each prompt: groups of a step have one prompt, those of one prompt are joined,
     and prompts have the completions that `mse` needs, or where none has as many, two.
     """
     groups: dict[tuple[str | None, str], list[Rollout]] = {}

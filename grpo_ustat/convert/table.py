@@ -13,7 +13,7 @@ from grpo_ustat.convert import sieve
 from grpo_ustat.convert.formats import Format
 from grpo_ustat.convert.rows import EVALUATION, UNLIKE, DamagedFile, Options, Rollout
 from grpo_ustat.records import LARGEST_REWARD, is_number
-from grpo_ustat.rollout.dumps import files_of, split_by_name
+from grpo_ustat.rollout.dumps import files_of, packed_files, split_by_name
 from grpo_ustat.rollout.logged import (
     LEAST_COMPLETIONS,
     STEP_ROLLOUTS,
@@ -115,6 +115,9 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
             "a prompt has"
         )
     paths = files_of(source, one.dump)
+    packed = packed_files(source, [one.dump.pattern])
+    if packed and not paths:
+        raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
     if not paths:
         pattern = one.dump.pattern.rpartition("/")[2]
         raise ConfigError(f"{source} holds no {pattern}, as {one.name} writes them")
@@ -126,6 +129,7 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         ) from error
     paths, strange = split_by_name(source, one.dump, paths)
     notes = [f"not read: {path}, whose name is not as {one.name} writes it" for path in strange]
+    notes += [f"not read: {path}, which is packed: unpack it" for path in packed]
     options = replace(options, source=source)
     reasons, example = Counter[str](), dict[str, str]()
 

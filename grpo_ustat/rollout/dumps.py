@@ -69,6 +69,19 @@ DUMPS = {
 }
 
 
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+
+
+def packed_files(source: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files that would have a framework's name if they were unpacked: the source, or below it."""
+    paths = [source] if source.is_file() else sorted(source.rglob("*"), key=natural)
+    names = [pattern.rpartition("/")[2] for pattern in patterns]
+    return [
+        path for path in paths
+        if path.suffix in PACKED and any(Path(path.stem).match(name) for name in names)
+    ]  # fmt: skip
+
+
 def natural(text: object) -> list[str | int]:
     """A key by which step_9 comes before step_10.
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_ustat.advise.rewards import (
+    RewardGroups,
     expected_zero_variance,
     read_rewards,
     reward_lines,
@@ -69,6 +70,12 @@ def test_every_kind_of_file_has_the_same_groups(tmp_path, suffix):
     lines = reward_lines(rewards, 3)
     assert lines[0] == "3 prompts with 4 completions each, rewards of reward."
     assert "G = 3: 25 % [" in lines[1]  # one of the four subsets has no 1
+
+
+def test_one_prompt_has_no_variance_between_prompts():
+    lines = reward_lines(RewardGroups("reward", [np.array([0.0, 1.0])], 0), 2)
+    assert lines[-1].endswith("of the prompts' expected rewards not known from one prompt.")
+    assert not any("nan" in line for line in lines)
 
 
 def test_steps_and_prompts_apart(tmp_path):

@@ -205,6 +205,27 @@ def test_each_layout_is_recognised(name, tmp_path):
     assert detect(tmp_path).name == name
 
 
+@pytest.mark.parametrize("name", ["open_instruct", "verl"])
+def test_what_was_converted_is_not_converted_again(name, tmp_path):
+    _, target = converted(name, tmp_path)
+    with pytest.raises(ConfigError, match="is converted already .* pool=.* grpo-ustat advise "):
+        detect(target)
+
+
+def test_packed_files_are_to_be_unpacked(tmp_path):
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a/3.jsonl.gz"
+    path.write_bytes(b"packed")
+    for source in (path, tmp_path):
+        with pytest.raises(ConfigError, match="3.jsonl.gz is packed: unpack it first"):
+            detect(source)
+    with pytest.raises(ConfigError, match="3.jsonl.gz is packed: unpack it first"):
+        convert(tmp_path, FORMATS["verl"], tmp_path / "o.parquet", Options())
+    verl(tmp_path)
+    conversion = convert(tmp_path, FORMATS["verl"], tmp_path / "o.parquet", Options())
+    assert any(f"not read: {path}, which is packed" in line for line in conversion.lines())
+
+
 def test_what_is_no_format_is_refused(tmp_path):
     lines(tmp_path / "x.jsonl", [{"a": 1}])
     with pytest.raises(ConfigError, match="is in no format that is known by its names and fields"):
