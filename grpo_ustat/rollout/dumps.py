@@ -63,7 +63,7 @@ DUMPS = {
         ("verl", "**/*.jsonl", "input output score", r"/\d+\.jsonl"),
         ("areal", "**/*.jsonl", "task_id seqlen completion", r"/\d+/(\d+|[0-9a-f-]{32,36})\.jsonl"),
         ("ms_swift", "**/completions.jsonl", "prompt completion advantages"),
-        ("slime", "**/*.pt", "rollout_id samples response_length"),
+        ("slime", "**/*.pt", "rollout_id samples response_length", r"\d\.pt"),
         ("skyrl", "**/*_training_input.pkl", ""),
     )
 }

@@ -181,6 +181,9 @@ def put_aside(folder, name):
     elif name == "verl":
         verl(folder / "5_old.jsonl", 0, 5)
         verl(folder / "5.jsonl", 1, 5)
+    elif name == "slime":
+        slime(folder / "5_old.pt", 0, 5)
+        slime(folder / "5.pt", 1, 5)
     elif name == "areal":
         areal(folder, 0)
         for path in (folder / "2").iterdir():
@@ -191,7 +194,9 @@ def put_aside(folder, name):
             append(cohort(folder, step, subset="effective"), [episode(*x) for x in samples(seed)])
 
 
-@pytest.mark.parametrize("name, aside", [("trl", 1), ("verl", 1), ("areal", 3), ("prime_rl", 1)])
+@pytest.mark.parametrize(
+    "name, aside", [("trl", 1), ("verl", 1), ("areal", 3), ("prime_rl", 1), ("slime", 1)]
+)
 def test_an_attempt_that_was_put_aside_is_not_merged(tmp_path, name, aside):
     put_aside(tmp_path / "run", name)
     conversion, table = converted(tmp_path / "run")
