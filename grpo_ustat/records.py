@@ -7,9 +7,12 @@ T completion tokens, B rows of a batch, F reward functions. Names carry their ax
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from decimal import Decimal
+from numbers import Real
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +20,24 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-LARGEST_REWARD = 1e50  # whose fourth power is still a number
+LARGEST_REWARD = 1e50  # in absolute value: squares of larger ones, and their products, overflow
 ACCURACY, MEAN_REWARD = "accuracy", "mean reward"  # what a mean of rewards is called
+
+
+def is_number(value: Any, largest: float = math.inf) -> TypeGuard[float]:
+    """Whether a value is a finite real number of at most `largest` in absolute value, and a float
+    can hold it.
+
+    >>> is_number(1), is_number(10**400), is_number("1"), is_number(1e60, LARGEST_REWARD)
+    (True, False, False, False)
+    """
+    if not isinstance(value, Real | Decimal):
+        return False
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):
+        return False
+    return math.isfinite(number) and abs(number) <= largest
 
 
 def joint_quantity(quantities: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.records import Array
+from grpo_ustat.records import LARGEST_REWARD, Array, is_number
 from grpo_ustat.rollout.logged import KNOWN
 from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.streams import single_line
@@ -77,10 +76,10 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
     groups: dict[str, list[float]] = {}
     for number, row in enumerate(rows):
         value = row.get(column)
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number(value, LARGEST_REWARD):
             raise ConfigError(
-                f"{path} row {number} (from 0): {column} is {value!r:.40}, not a finite number: "
-                "mend or drop it"
+                f"{path} row {number} (from 0): {column} is {value!r:.40}, not a finite number "
+                f"of at most {LARGEST_REWARD:g}: mend or drop it"
             )
         if row.get(prompt) is None:
             raise ConfigError(f"{path} row {number} (from 0): {prompt} is null: mend or drop it")
@@ -150,10 +149,12 @@ def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
     means_P = np.array([group.mean() for group in groups])
     within_P = np.array([group.var(ddof=1) for group in groups])
     noise = float(np.mean([v / n for v, n in zip(within_P, lengths, strict=True)]))
-    between = max(float(means_P.var(ddof=1)) - noise, 0.0) if len(groups) > 1 else math.nan
+    between = "not known from one prompt"
+    if len(groups) > 1:
+        between = f"{max(float(means_P.var(ddof=1)) - noise, 0.0):.3g}"
     lines.append(
         f"Mean reward {means_P.mean():.3g}; variance within prompts {within_P.mean():.3g}, "
-        f"of the prompts' expected rewards {between:.3g}."
+        f"of the prompts' expected rewards {between}."
     )
     return lines
 

@@ -45,7 +45,7 @@ from grpo_ustat.report.decision import (
     training_noise_sentence,
 )
 from grpo_ustat.report.next_step import next_step, policy_overrides
-from grpo_ustat.rollout.dumps import dump_of
+from grpo_ustat.rollout.dumps import PACKED, dump_of
 from grpo_ustat.rollout.logged import EXACT, step_rollouts
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord
@@ -99,6 +99,8 @@ def advice_of(request: Request) -> Advice:
         return advice_of(replace(request, source=source.parent))
     if source.is_file():
         _refuse_dump(request)
+        if source.suffix in PACKED:
+            raise ConfigError(f"{source} is packed: unpack it first, as with gunzip")
         if source.suffix not in SUFFIXES:
             raise ConfigError(f"{source} is not {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
         return _from_log(source, request)

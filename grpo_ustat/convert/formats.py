@@ -16,18 +16,23 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.convert.rows import (
     EVALUATION,
+    DamagedFile,
     Options,
     Rollout,
+    absolute,
     lines_of,
-    numeric_names,
+    reward_columns,
     reward_of,
     rows_of,
     usual_reward,
+    whole,
 )
-from grpo_ustat.rollout.dumps import DUMPS, Dump, dump_of
+from grpo_ustat.rollout.dumps import DUMPS, Dump, dump_of, first_fields, packed_files
 from grpo_ustat.streams import single_line
 
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
+OUTPUT = {"prompt_id", "reward"}  # columns of every file that `convert` writes
+TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,10 @@ def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
         "step", "prompt", "completion", "advantage", "prompt_ids", "completion_ids", "policy_step",
     }  # fmt: skip
     table = parquet.read_table(path)
-    names = numeric_names(table.to_pydict(), known) if len(table) else []
-    usual = usual_reward(path, names, options) if len(table) else {}
-    run = path.parent.parent if path.parent.name == "completions" else path.parent
+    names, nulls = reward_columns(table.to_pydict(), known)
+    usual = usual_reward(path, names, nulls, options) if len(table) else {}
+    folder = absolute(path).parent
+    run = folder.parent if folder.name == "completions" else folder
 
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
         written_by, step = row.get("policy_step"), row.get("step")
@@ -74,7 +80,9 @@ def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
             prompt_ids=row.get("prompt_ids"), completion_ids=row.get("completion_ids"),
             policy_version=f"step {step}" if written_by is None else f"checkpoint-{written_by}",
             prompt=row["prompt"], completion=row["completion"],
-            **reward_of({name: row[name] for name in names}, options, usual, skips_null=True),
+            **reward_of(
+                {name: row[name] for name in names + nulls}, options, usual, skips_null=True
+            ),
         )]  # fmt: skip
 
     rows = ((f"row {place}", row) for place, row in enumerate(table.to_pylist()))
@@ -93,19 +101,19 @@ def read_nemo_rl(path: Path, options: Options) -> Iterator[Rollout]:
             key: value[0] if isinstance(value, list) and len(value) == 1 else value
             for key, value in packed.items()
         }
-        length, idx = int(row["input_lengths"]), int(row.get("idx", place.rpartition(" ")[2]))
-        tokens = [int(one) for one in row["token_ids"][:length]]
-        mask = [int(one) for one in row["token_loss_mask"][:length]]
+        idx = int(row.get("idx", place.rpartition(" ")[2]))
+        length = whole(row["input_lengths"], "input_lengths", len(row["token_ids"]))
+        tokens, mask = row["token_ids"][:length], row["token_loss_mask"][:length]
         start = mask.index(1) if 1 in mask else length
         logprobs, size = row.get("generation_logprobs"), options.group_size
         out = row.get("sample_loss_mask", 1) == 0
         own = "filtered_rewards" if "filtered_rewards" in row else "rewards"
         return [Rollout(
             path, place, str(idx // size) if size else json.dumps(tokens[:start]),
-            run=str(path.parent), step=path.stem.rpartition("step")[2], sample=str(idx),
+            run=str(absolute(path).parent), step=path.stem.rpartition("step")[2], sample=str(idx),
             untrained="sample_loss_mask is 0: it was left out" if out else "",
             prompt_ids=tokens[:start], completion_ids=tokens[start:], loss_mask=mask[start:],
-            logprobs=None if logprobs is None else [float(x) for x in logprobs[start:length]],
+            logprobs=None if logprobs is None else logprobs[start:length],
             policy_version=path.stem, **reward_of(row, options, {own: 1.0}),
         )]  # fmt: skip
 
@@ -117,29 +125,34 @@ def read_prime_rl(path: Path, options: Options) -> Iterator[Rollout]:
     sampled ones are the policy's; rewards are added by their weights. `all` holds what arrived,
     `effective` what was trained on, from `FileMonitor.log_episodes`; a launch has a run id.
     """
-    parts = path.parts
-    above = parts.index("rollouts") if "rollouts" in parts else len(parts) - 1
-    folder = str(Path(*parts[:above])) if above else "."
+    parts = absolute(path).parts
+    rollouts = [k for k, part in enumerate(parts) if part == "rollouts"]
+    folder = str(Path(*parts[: rollouts[-1] if rollouts else -1]))
+    kind, subset = parts[-3:-1]
     step = next((part[5:] for part in reversed(parts) if part.startswith("step_")), None)
 
     def build(place: str, episode: dict[str, Any]) -> list[Rollout]:
         run = episode.get("run") or {}
         work = run.get("work") or {}
         launch = f", run {run['id']}" if run.get("id") else ""
-        is_evaluation = "eval" in (path.parent.parent.name, work.get("type"), run.get("type"))
+        is_evaluation = "eval" in (kind, work.get("type"), run.get("type"))
         common = Rollout(
             path,
             place,
             run=f"{folder}{launch}",
             step=step,
-            arrived=path.parent.name == "all",
+            arrived=subset == "all",
             untrained=EVALUATION if is_evaluation else "",
         )
         if not episode["traces"]:
             return [replace(common, untrained=common.untrained or "it failed before any trace")]
         return [
             _prime_trace(
-                replace(common, place=f"{place} trace {k}", sample=f"{episode.get('id')} {k}"),
+                replace(
+                    common,
+                    place=f"{place} trace {k}",
+                    sample=f"{episode['id']} {k}" if episode.get("id") else None,
+                ),
                 trace,
                 episode,
                 options,
@@ -170,7 +183,7 @@ def _prime_trace(
         else:
             logprobs += [float(next(values, math.nan)) if one else 0.0 for one in own]
         are_logged &= not any(own) or bool(node.get("logprobs"))
-        tokens += [int(x) for x in ids]
+        tokens += ids
         mask += own
     start = mask.index(1) if 1 in mask else len(tokens)
     policy = ((episode.get("run") or {}).get("work") or {}).get("policy") or {}
@@ -188,13 +201,18 @@ def _prime_trace(
     elif not untrained and agent.get("trainable") is False:
         untrained = "of an agent that is not trained"
     rewards = {name: (one or {}).get("score") for name, one in trace["rewards"].items()}
-    usual = {name: (one or {}).get("weight", 1.0) for name, one in trace["rewards"].items()}
+    weights = {name: (one or {}).get("weight") for name, one in trace["rewards"].items()}
+    usual = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
     reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
-    group = (episode.get("group") or {}).get("id", json.dumps(tokens[:start]))
+    group = (episode.get("group") or {}).get("id")
+    if group is None:
+        group = json.dumps(tokens[:start])
+    elif isinstance(group, list | dict):
+        raise TypeError("group.id is no name")
     found = {"fault": fault} | reward_of(rewards, options, usual)
     return replace(
-        common, group=f"{group}/{agent['name']}" if "name" in agent else group,
-        sample=trace.get("id") or (common.sample if episode.get("id") else None),
+        common, group=f"{group}/{agent['name']}" if "name" in agent else str(group),
+        sample=str(trace["id"]) if trace.get("id") else common.sample,
         untrained=untrained, prompt_ids=tokens[:start], completion_ids=tokens[start:],
         loss_mask=mask[start:], logprobs=logprobs[start:] if are_logged else None,
         ended=None if not reasons else reasons[-1] != "length",
@@ -207,16 +225,16 @@ def read_open_instruct(path: Path, options: Options) -> Iterator[Rollout]:
     """open-instruct's {run}_rollouts_{shard:06d}.jsonl of `save_traces`, appended to: a line a
     completion.
     """
-    run = str(path.parent / path.stem.rpartition("_rollouts_")[0])
+    run = str(absolute(path).parent / path.stem.rpartition("_rollouts_")[0])
 
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
-        step, sample = row.get("step"), row.get("sample_idx")
+        step, sample, reason = row.get("step"), row.get("sample_idx"), row.get("finish_reason")
         return [Rollout(
             path, place, str(row["prompt_idx"]), run=run, step=str(step), batch=str(step),
-            untrained="it was aborted" if str(row.get("finish_reason")).startswith("abort") else "",
+            untrained="it was aborted" if str(reason).startswith("abort") else "",
             sample=None if sample is None else f"{row['prompt_idx']}/{sample}",
             prompt_ids=list(row["prompt_tokens"]), completion_ids=list(row["response_tokens"]),
-            logprobs=row.get("logprobs"), ended=row.get("finish_reason") != "length",
+            logprobs=row.get("logprobs"), ended=None if reason is None else reason != "length",
             policy_version=f"step {step}", **reward_of(row, options, {"reward": 1.0}),
         )]  # fmt: skip
 
@@ -233,7 +251,7 @@ def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # of any kind: damaged, or not of plain data
         reason = single_line(error, 120)
-        raise ConfigError(
+        raise DamagedFile(
             f"{path} needs more than plain data to be read ({reason}): a pickle may run code, so "
             "it is refused; save dictionaries of lists"
         ) from error
@@ -241,12 +259,13 @@ def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
     untrained = {"failed": "it failed", "aborted": "it was aborted"}
 
     def build(place: str, sample: dict[str, Any]) -> list[Rollout]:
-        length, group = int(sample["response_length"]), sample["group_index"]
-        tokens = [int(one) for one in sample["tokens"]]
+        tokens, group = list(sample["tokens"]), sample["group_index"]
+        length = whole(sample["response_length"], "response_length", len(tokens))
         prompt_ids = tokens[: len(tokens) - length]
         versions = sorted({str(one) for one in sample.get("weight_versions") or ()})
-        status = str(sample.get("status", "completed")).lower().rpartition(".")[2]
-        reason = EVALUATION if before.endswith("eval_") else untrained.get(status, "")
+        logged = sample.get("status")
+        status = None if logged is None else str(logged).lower().rpartition(".")[2]
+        reason = EVALUATION if before.endswith("eval_") else untrained.get(status or "", "")
         if not reason and sample.get("remove_sample"):
             reason = "remove_sample is set: it was left out"
         found = reward_of({"reward": sample["reward"]}, options, {"reward": 1.0})
@@ -254,10 +273,10 @@ def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
             found["fault"] = f"written by policies {' and '.join(versions)}"
         return [Rollout(
             path, place, json.dumps(prompt_ids) if group is None else str(group),
-            run=str(path.parent / before), step=str(content.get("rollout_id")), untrained=reason,
-            prompt_ids=prompt_ids, completion_ids=tokens[len(tokens) - length :],
+            run=str(absolute(path).parent / before), step=str(content.get("rollout_id")),
+            untrained=reason, prompt_ids=prompt_ids, completion_ids=tokens[len(tokens) - length :],
             loss_mask=sample.get("loss_mask"), logprobs=sample.get("rollout_log_probs"),
-            ended=status != "truncated",
+            ended=None if status is None else status != "truncated",
             policy_version=versions[0] if versions else f"rollout {content.get('rollout_id')}",
             **found,
         )]  # fmt: skip
@@ -280,14 +299,14 @@ def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
     """verl's {global_steps}.jsonl of `trainer.rollout_data_dir`: texts without special tokens, so
     never token-exact. Files of `trainer.validation_data_dir` are the same, but for their folder.
     """
-    is_evaluation = EVALUATION_FOLDER.search(path.parent.name.lower())
+    is_evaluation = _is_below_evaluations(path, options.source)
 
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
         step, uid = str(row.get("step", path.stem)), str(row.get("uid") or "")
         one_of_many = re.fullmatch(r"(.*)_\d+_\d+", uid)  # {sample}_{rollout}_{output}
         return [Rollout(
             path, place, one_of_many[1] if one_of_many else uid or row["input"],
-            run=str(path.parent), step=step, sample=uid if one_of_many else None,
+            run=str(absolute(path).parent), step=step, sample=uid if one_of_many else None,
             untrained=f"{EVALUATION}, by the name of its folder" if is_evaluation else "",
             policy_version=f"step {step}", prompt=row["input"], completion=row["output"],
             **reward_of(row, options, {"score": 1.0}),
@@ -296,11 +315,25 @@ def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
     return rows_of(path, lines_of(path), build)
 
 
+def _is_below_evaluations(path: Path, source: Path | None) -> bool:
+    """Whether the nearest folder whose name says what it holds has evaluations, of those from the
+    file up to the source, and the source's own and its parent.
+    """
+    folder = absolute(path).parent
+    given = folder if source is None or source.is_file() else absolute(source)
+    above = len(folder.parts) - len(given.parts)
+    names = [one.name.lower() for one in (folder, *folder.parents)][: above + 2]
+    for name in names:
+        if EVALUATION_FOLDER.search(name) or TRAINING_FOLDER.search(name):
+            return bool(EVALUATION_FOLDER.search(name))
+    return False
+
+
 def read_areal(path: Path, options: Options) -> Iterator[Rollout]:
     """AReaL's rollout/{version}/{task_id}.jsonl, appended to: texts with special tokens, and their
     lengths; evaluations are in eval-rollout/. Tasks are numbered anew by a resumed run.
     """
-    run = path.parent.parent
+    run = absolute(path).parent.parent
     is_evaluation = run.name.startswith("eval")
 
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
@@ -328,8 +361,9 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
     def build(place: str, columns: dict[str, Any]) -> list[Rollout]:
         known = {"step", "prompt", "completion", "advantages", "entropy"}
         lists = {name: x for name, x in columns.items() if isinstance(x, list)}
-        names = numeric_names(lists, known)
-        usual = usual_reward(place, names, options)
+        names, nulls = reward_columns(lists, known)
+        usual = usual_reward(place, names, nulls, options)
+        names += nulls
         steps = columns.get("step")
         count = len(columns["prompt"])
         steps = steps if isinstance(steps, list) else [steps] * count
@@ -341,7 +375,7 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
         return [
             Rollout(
                 path, f"{place} entry {i}", json.dumps(prompt, sort_keys=True),
-                run=str(path.parent), step=str(step), batch=str(step), sample=str(i),
+                run=str(absolute(path).parent), step=str(step), batch=str(step), sample=str(i),
                 untrained=untrained,
                 policy_version=f"step {step}", prompt=prompt, completion=completion,
                 **reward_of(dict(zip(names, values, strict=True)), options, usual, skips_null=True),
@@ -383,7 +417,15 @@ def detect(source: Path) -> Format:
         raise ConfigError(f"{source} is empty: name a file with rollouts")
     if source.is_dir() and not any(path.is_file() for path in source.rglob("*")):
         raise ConfigError(f"{source} holds no file: name a folder with rollouts")
+    if source.is_file() and (first_fields(source) or set()) >= OUTPUT:
+        raise ConfigError(
+            f"{source} is converted already (it has prompt_id): name it in grpo-ustat mse "
+            f"pool={source} model=CHECKPOINT, or in grpo-ustat advise {source}"
+        )
     dump = dump_of(source)
+    packed = packed_files(source, [one.pattern for one in DUMPS.values()])
+    if dump is None and packed:
+        raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
     if dump is None:
         raise ConfigError(
             f"{source} is in no format that is known by its names and fields: say --from "

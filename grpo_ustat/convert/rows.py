@@ -5,6 +5,8 @@ be: it is counted, and the others are read.
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,10 @@ from grpo_ustat.streams import single_line
 
 EVALUATION = "of an evaluation"
 UNLIKE = "its row is not as the framework writes it"  # and the error, in parentheses
+
+
+class DamagedFile(ConfigError):
+    """A file that cannot be read at all, where others may."""
 
 
 @dataclass
@@ -75,34 +81,49 @@ class Options:
         reward: the column or key of rewards where there are several, or several with weights, as in
             `right=1,form=0.5`.
         version: of the policy whose rollouts are kept; None: the last one.
+        source: the file or folder that is read; `convert` sets it.
     """
 
     group_size: int | None = None
     reward: str | None = None
     version: str | None = None
+    source: Path | None = None
 
     def weights(self, names: Iterable[str]) -> dict[str, float]:
         """The weight of each reward that is asked for; a name of `names` is never taken apart.
 
         Raises:
-            ConfigError: a weight is no number.
+            ConfigError: a weight is no finite number, a name is empty or comes twice.
 
         >>> Options(reward="right,form=0.5").weights(["right", "form"])
         {'right': 1.0, 'form': 0.5}
         """
         if self.reward is None or self.reward in names:
             return {} if self.reward is None else {self.reward: 1.0}
-        weights = {}
-        for term in self.reward.split(","):
-            name, equals, weight = term.strip().partition("=")
-            try:
-                weights[name] = float(weight) if equals else 1.0
-            except ValueError:
-                raise ConfigError(
-                    f"--reward {self.reward}: {weight!r} is no number: write --reward NAME, or "
-                    "NAME=WEIGHT,NAME=WEIGHT"
-                ) from None
-        return weights
+        terms = [term.strip().partition("=") for term in self.reward.split(",")]
+        fault = ""
+        for name, equals, weight in terms:
+            if not name.strip():
+                fault = fault or f"{name + equals + weight!r} names no reward"
+            elif equals and not math.isfinite(_weight(weight)):
+                fault = fault or f"{weight!r} is no number that can weigh {name}"
+        counts = Counter(name for name, _, _ in terms)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            fault = fault or f"{twice[0]} is named {counts[twice[0]]} times"
+        if fault:
+            raise ConfigError(
+                f"--reward {self.reward or repr('')}: {fault}: write --reward NAME, or "
+                "NAME=WEIGHT,NAME=WEIGHT"
+            )
+        return {name: _weight(weight) if equals else 1.0 for name, equals, weight in terms}
+
+
+def _weight(text: str) -> float:
+    """A weight as typed; nan where it is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def reward_of(
@@ -123,12 +144,12 @@ def reward_of(
         `reward`, and where it has none or not all `fault` or `note`, as in `Rollout`.
     """
     found = dict(values)
-    if options.reward:  # a key of a dictionary too, but for one that is a column itself
+    if options.reward is not None:  # a key of a dictionary too, but for one that is a column itself
         for keys in [one for one in values.values() if isinstance(one, dict)]:
             found |= {key: x for key, x in keys.items() if isinstance(found.get(key, {}), dict)}
     weights = options.weights(found) or usual
     if absent := [name for name in weights if name not in found]:
-        names = ", ".join(name for name, x in found.items() if isinstance(x, int | float))
+        names = ", ".join(name for name, x in found.items() if isinstance(x, int | float | None))
         asked = f"--reward {absent[0]}: " if options.reward else f"{absent[0]}: "
         return {"fault": f"{asked}its row has no such reward (numbers are {names or 'nowhere'})"}
     if parts := [one for name in weights if isinstance(one := found[name], dict)]:
@@ -143,8 +164,11 @@ def reward_of(
 
 
 def number(value: Any) -> float:
-    """A reward as logged; nan where it is none."""
-    return float(value) if isinstance(value, int | float) else math.nan
+    """A reward as logged; nan where it is none, infinite where no float holds it."""
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.inf
 
 
 def rows_of(
@@ -161,12 +185,47 @@ def rows_of(
             if row is None:
                 raise ValueError("no JSON object, cut off perhaps")
             made = list(build(place, row))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, ConfigError):
                 raise
             reason = f"{type(error).__name__}: {single_line(error, 80)}"
             made = [Rollout(path, place, run=str(path.parent), fault=f"{UNLIKE} ({reason})")]
-        yield from made
+        for one in made:
+            if found := _unlike(one):
+                one.fault = f"{UNLIKE} ({found})"
+            yield one
+
+
+TYPES = {
+    "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
+    "policy_version": str | None, "reward": float, "prompt_ids": list | None,
+    "completion_ids": list | None, "loss_mask": list | None, "logprobs": list | None,
+    "prompt": str | list | None, "completion": str | list | None,
+}  # fmt: skip
+
+
+def _unlike(rollout: Rollout) -> str:
+    """The first field that is of another type than it must be; empty: none is."""
+    for name, kind in TYPES.items():
+        if not isinstance(value := getattr(rollout, name), kind):
+            return f"{name} is {type(value).__name__} {single_line(value, 40)}"
+    return ""
+
+
+def whole(value: Any, name: str, largest: int) -> int:
+    """A length as logged.
+
+    Raises:
+        ValueError: it is no whole number from 0 to `largest`.
+    """
+    if not isinstance(value, int | float) or value not in range(largest + 1):
+        raise ValueError(f"{name} is no whole number from 0 to {largest}")
+    return int(value)
+
+
+def absolute(path: Path) -> Path:
+    """The whole path, so that names of folders above the working one count; links keep theirs."""
+    return Path(os.path.abspath(path))
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
@@ -177,28 +236,38 @@ def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
                 yield f"line {place}", parsed_row(line)
 
 
-def numeric_names(columns: Mapping[str, list[Any]], known: set[str]) -> list[str]:
-    """Columns of numbers and nulls, not of nulls alone, beside those that are known."""
-    return [
-        name for name, values in columns.items()
-        if name not in known and all(isinstance(one, int | float | None) for one in values)
-        and any(one is not None for one in values)
-    ]  # fmt: skip
+def reward_columns(
+    columns: Mapping[str, list[Any]], known: set[str]
+) -> tuple[list[str], list[str]]:
+    """Columns most of whose values are numbers, nulls aside, and those of nulls alone or without a
+    value; beside those that are known.
+    """
+    own = {
+        name: [one for one in values if one is not None]
+        for name, values in columns.items() if name not in known
+    }  # fmt: skip
+    numbers = {name: sum(isinstance(one, int | float) for one in x) for name, x in own.items()}
+    names = [name for name, values in own.items() if 2 * numbers[name] > len(values)]
+    return names, [name for name, values in own.items() if not values]
 
 
-def usual_reward(place: object, names: list[str], options: Options) -> dict[str, float]:
-    """The only column of rewards.
+def usual_reward(
+    place: object, names: list[str], nulls: list[str], options: Options
+) -> dict[str, float]:
+    """The only column of rewards; none where `--reward` is typed, or all rewards are null.
 
     Raises:
-        ConfigError: there are several or none, and `--reward` names none of them.
+        ConfigError: there are several, and `--reward` is not typed.
+        ValueError: no column is of rewards.
     """
-    absent = [name for name in options.weights(names) if name not in names]
-    if absent or (options.reward is None and len(names) != 1):
-        asked = f"--reward {absent[0]}: " if absent else ""
+    if options.reward is not None or (nulls and not names):
+        return {}
+    if not names:
+        raise ValueError("no column of numbers, as rewards are")
+    if len(names) > 1:
         raise ConfigError(
-            f"{asked}{place} has columns of numbers {', '.join(names) or 'none'}: say which one "
-            "holds the rewards with --reward COLUMN, or add them up with --reward "
-            f"{','.join(f'{name}=1' for name in names) or 'A=1,B=0.5'} (their weights are not "
-            "logged)"
+            f"{place} has columns of numbers {', '.join(names)}: say which one holds the rewards "
+            "with --reward COLUMN, or add them up with --reward "
+            f"{','.join(f'{name}=1' for name in names)} (their weights are not logged)"
         )
     return {names[0]: 1.0}

@@ -71,19 +71,32 @@ def once(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
 
 
 def last_written(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
-    """Rows without those of a batch that a resumed run wrote again."""
-    names: Counter[tuple[str, str | None, str | None]] = Counter()
-    last: Counter[tuple[str, str | None]] = Counter()
-    times = []
+    """Rows without those of a batch that a resumed run wrote again. An attempt begins where a name
+    comes again; of a batch's attempts the last one is kept that has at least half as many rows as
+    the largest, for one that has just begun is no batch yet.
+    """
+    attempts: dict[tuple[str, str], list[set[str]]] = {}
+    numbers: list[int] = []
     for row in rows:
-        name = row.run, row.batch, row.sample
-        times.append(names[name] if None not in name else 0)
-        names[name] += 1
-        last[row.run, row.batch] = max(last[row.run, row.batch], times[-1])
-    kept = []
-    for row, time in zip(rows, times, strict=True):
-        if row.sample is not None and time < last[row.run, row.batch]:
+        if row.batch is None or row.sample is None:
+            numbers.append(0)
+            continue
+        own = attempts.setdefault((row.run, row.batch), [set()])
+        if row.sample in own[-1]:
+            own.append(set())
+        own[-1].add(row.sample)
+        numbers.append(len(own) - 1)
+    chosen: dict[tuple[str, str], int] = {}
+    for batch, own in attempts.items():
+        most = max(map(len, own))
+        chosen[batch] = max(k for k, names in enumerate(own) if 2 * len(names) >= most)
+    kept: list[Rollout] = []
+    for row, attempt in zip(rows, numbers, strict=True):
+        last = attempt if row.sample is None else chosen.get((row.run, row.batch or ""), attempt)
+        if attempt < last:
             leave_out(row, "written again later: the run was resumed before it")
+        elif attempt > last:
+            leave_out(row, "written again, less than half of what it would replace")
         else:
             kept.append(row)
     return kept
@@ -107,14 +120,19 @@ def of_one_run(rows: Sequence[Rollout], version: str | None, leave_out: LeaveOut
 
 def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
     """How many rollouts a training step has: the median over steps, as whole groups of the
-    commonest size, for a few rows may be missing. None: no step is logged.
+    commonest size where most groups have it, for a few rows may be missing. None: no step is
+    logged.
     """
     steps = Counter(row.step for row in rows if row.step is not None)
     if not steps:
         return None
     groups = Counter((row.step, row.group) for row in rows)
-    size = max(Counter(groups.values()).items(), key=lambda one: (one[0] * one[1], one[0]))[0]
-    return max(1, round(median_high(steps.values()) / size)) * size
+    sizes = Counter(groups.values())
+    size = max(sizes, key=lambda one: (one * sizes[one], one))
+    rows_of_step = median_high(steps.values())
+    if 2 * sizes[size] <= len(groups):
+        return rows_of_step
+    return max(1, round(rows_of_step / size)) * size
 
 
 def of_one_policy(
@@ -135,6 +153,9 @@ def of_one_policy(
         raise ConfigError(
             f"--version {version}: no row that can be used is of it; there are "
             + (f"{known[0]} to {known[-1]}" if len(known) > 1 else ", ".join(map(str, known)))
+            + "".join(
+                f": say --version '{one}'" for one in known if one and one.split()[-1] == version
+            )
         )
     most = max(sizes.values(), default=0)
     chosen = version or max((one for one in sizes if 2 * sizes[one] >= most), key=_age)
@@ -152,12 +173,12 @@ def _age(version: str | None) -> tuple[list[int], str]:
 
 
 def in_groups(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[list[Rollout]]:
-    """Completions of each prompt: a group has one prompt, groups of one prompt are joined, and
-    prompts have the completions that `mse` needs, or where none has as many, two.
+    """Completions of each prompt: groups of a step have one prompt, those of one prompt are joined,
+    and prompts have the completions that `mse` needs, or where none has as many, two.
     """
-    groups: dict[str, list[Rollout]] = {}
+    groups: dict[tuple[str | None, str], list[Rollout]] = {}
     for row in rows:
-        groups.setdefault(row.group, []).append(row)
+        groups.setdefault((row.step, row.group), []).append(row)
     prompts: dict[str, list[Rollout]] = {}
     for group in groups.values():
         own = {repr(row.prompt_ids or row.prompt) for row in group}

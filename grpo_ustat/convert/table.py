@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.convert import sieve
 from grpo_ustat.convert.formats import Format
-from grpo_ustat.convert.rows import EVALUATION, UNLIKE, Options, Rollout
-from grpo_ustat.rollout.dumps import files_of
+from grpo_ustat.convert.rows import EVALUATION, UNLIKE, DamagedFile, Options, Rollout
+from grpo_ustat.records import LARGEST_REWARD, is_number
+from grpo_ustat.rollout.dumps import files_of, packed_files, split_by_name
 from grpo_ustat.rollout.logged import (
     LEAST_COMPLETIONS,
     STEP_ROLLOUTS,
@@ -23,12 +23,14 @@ from grpo_ustat.rollout.logged import (
     prompt_fault,
 )
 from grpo_ustat.runs.files import atomic_write
-from grpo_ustat.streams import HALF
+from grpo_ustat.streams import HALF, single_line
 
 COLUMNS = (
     "prompt_id", "prompt_ids", "completion_ids", "reward", "ended", "loss_mask", "logprobs",
     "policy_version", "prompt", "completion",
 )  # fmt: skip
+
+KINDS = {str: "text", list: "messages", type(None): "null"}
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,28 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         raise ConfigError(f"{target}: the converted file ends in .parquet")
     if target.exists():
         raise ConfigError(f"{target} is there already: name another file, or remove it")
+    if options.group_size is not None and options.group_size < 1:
+        raise ConfigError(
+            f"--group-size {options.group_size}: a group has at least one completion: say how many "
+            "a prompt has"
+        )
     paths = files_of(source, one.dump)
+    packed = packed_files(source, [one.dump.pattern])
+    if packed and not paths:
+        raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
     if not paths:
         pattern = one.dump.pattern.rpartition("/")[2]
         raise ConfigError(f"{source} holds no {pattern}, as {one.name} writes them")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written, for its folder cannot be made: {single_line(error, 120)}"
+        ) from error
+    paths, strange = split_by_name(source, one.dump, paths)
+    notes = [f"not read: {path}, whose name is not as {one.name} writes it" for path in strange]
+    notes += [f"not read: {path}, which is packed: unpack it" for path in packed]
+    options = replace(options, source=source)
     reasons, example = Counter[str](), dict[str, str]()
 
     def leave_out(rollout: Rollout, reason: str) -> None:
@@ -118,16 +138,25 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         example.setdefault(reason, rollout.place)
 
     rollouts: list[Rollout] = []
+    damaged: dict[Path, DamagedFile] = {}
     for path in paths:
         try:
-            rollouts += one.read(path, options)
+            rollouts += list(one.read(path, options))
+        except DamagedFile as error:
+            damaged[path] = error
         except (KeyError, TypeError, ValueError, OSError) as error:
             if isinstance(error, ConfigError):
                 raise
-            reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(
-                f"{path} is not as {one.name} writes it ({reason:.120}): choose another --from"
-            ) from error
+            reason = single_line(f"{type(error).__name__}: {error}", 120)
+            damaged[path] = DamagedFile(
+                f"{path} is not as {one.name} writes it ({reason}): choose another --from"
+            )
+    if damaged and not rollouts:
+        raise next(iter(damaged.values()))
+    notes += [
+        f"not read: {str(error).removesuffix(': choose another --from')}"
+        for error in damaged.values()
+    ]
     if rollouts and all(row.fault.startswith(UNLIKE) for row in rollouts):
         reason = rollouts[0].fault.removeprefix(UNLIKE).strip(" ()")
         raise ConfigError(
@@ -149,7 +178,6 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         if row.untrained or row.fault:
             leave_out(row, row.untrained or row.fault)
     rows = [row for row in rows if not row.untrained and not row.fault]
-    notes: list[str] = []
     if rows:
         rows = sieve.of_one_policy(rows, options.version, leave_out)
         rows = _equally_logged(rows, leave_out, notes)
@@ -165,15 +193,17 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     exact = all(rollout.completion_ids is not None for rollout in usable)
     _write(target, groups, exact, step_rollouts)
     return Conversion(
-        one.name, len(paths), len(rollouts), len(usable), len(groups), exact, reasons, example,
-        tuple(notes), step_rollouts, max(map(len, groups)),
+        one.name, len(paths) - len(damaged), len(rollouts), len(usable), len(groups), exact,
+        reasons, example, tuple(notes), step_rollouts, max(map(len, groups)),
     )  # fmt: skip
 
 
 def _fault(rollout: Rollout) -> str:
     """Why a row cannot be used by itself; empty where it can."""
-    if not math.isfinite(rollout.reward):
+    if not is_number(rollout.reward):
         return "its reward is not a finite number"
+    if not is_number(rollout.reward, LARGEST_REWARD):
+        return f"its reward is larger than {LARGEST_REWARD:g}, so that its square overflows"
     texts = (rollout.group, rollout.policy_version, rollout.prompt, rollout.completion)
     if HALF.search(json.dumps(texts, ensure_ascii=False, default=str)):
         return "a text has half of a character, which no file can hold"
@@ -191,7 +221,7 @@ def _fault(rollout: Rollout) -> str:
     length = len(rollout.completion_ids)
     for name in ("loss_mask", "logprobs"):
         values = getattr(rollout, name)
-        if values is not None and len(values) != length:
+        if isinstance(values, list) and len(values) != length:
             return f"{name} is not as long as the completion"
         if per_token_fault(values, length):
             return f"{name} holds what is not a finite number"
@@ -203,9 +233,18 @@ def _fault(rollout: Rollout) -> str:
 def _equally_logged(
     rows: list[Rollout], leave_out: sieve.LeaveOut, notes: list[str]
 ) -> list[Rollout]:
-    """Rows that all have tokens or all have none, and so with log-probabilities: `mse` takes no
-    mixture. What most rows have the others are left out for; what few have is not written.
+    """Rows that all have tokens or all have none, and so with log-probabilities, and whose prompts
+    and completions are texts or messages: `mse` takes no mixture. What most rows have the others
+    are left out for; what few have is not written.
     """
+    for name in ("prompt", "completion"):
+        kinds = Counter(KINDS[type(getattr(row, name))] for row in rows)
+        if len(kinds) > 1:
+            kind = kinds.most_common(1)[0][0]
+            for row in rows:
+                if (own := KINDS[type(getattr(row, name))]) != kind:
+                    leave_out(row, f"its {name} is {own}, most others have {kind}")
+            rows = [row for row in rows if KINDS[type(getattr(row, name))] == kind]
     for name in ("completion_ids", "logprobs"):
         lacking = [row for row in rows if getattr(row, name) is None]
         if 0 < len(lacking) <= len(rows) / 2:
@@ -233,6 +272,8 @@ def _write(
     columns: dict[str, list[Any]] = {
         name: [getattr(rollout, name, None) for rollout in rollouts] for name in names
     }
+    for name, kind in (("loss_mask", int), ("logprobs", float)):
+        columns[name] = [x if x is None else [kind(one) for one in x] for x in columns[name]]
     columns["prompt_id"] = [group[0].group for group in groups for _ in group]
     columns = {name: x for name, x in columns.items() if any(one is not None for one in x)}
     if any(one is None for one in columns.get("ended", ())):
@@ -240,6 +281,5 @@ def _write(
     table = pyarrow.table(columns)
     if step_rollouts is not None:
         table = table.replace_schema_metadata({STEP_ROLLOUTS: str(step_rollouts)})
-    target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(target) as staged:
         parquet.write_table(table, staged)

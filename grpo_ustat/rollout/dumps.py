@@ -4,6 +4,7 @@ first row of a file. `convert` reads them; `advise` and `mse` name it where they
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -22,27 +23,63 @@ class Dump:
         name: of the framework.
         pattern: of its files below a source folder.
         fields: some that every one of its rows has; none: the file name alone says it.
+        exact: how the path of such a file ends; empty: as the pattern says. Copies and attempts
+            that were put aside, such as 5_old.jsonl, have other names.
     """
 
     name: str
     pattern: str
     fields: frozenset[str]
+    exact: str = ""
 
 
 DUMPS = {
-    name: Dump(name, pattern, frozenset(fields.split()))
-    for name, pattern, fields in (
-        ("trl", "**/completions*.parquet", "prompt completion step"),
-        ("nemo_rl", "**/train_data_step*.jsonl", "token_ids token_loss_mask input_lengths rewards"),
-        ("prime_rl", "**/traces.jsonl", "traces"),
-        ("open_instruct", "**/*_rollouts_*.jsonl", "prompt_tokens response_tokens prompt_idx"),
-        ("verl", "**/*.jsonl", "input output score"),
-        ("areal", "**/*.jsonl", "task_id seqlen completion"),
+    name: Dump(name, pattern, frozenset(fields.split()), *exact)
+    for name, pattern, fields, *exact in (
+        (
+            "trl",
+            "**/completions*.parquet",
+            "prompt completion step",
+            r"/completions_\d{5,}\.parquet",
+        ),
+        (
+            "nemo_rl",
+            "**/train_data_step*.jsonl",
+            "token_ids token_loss_mask input_lengths rewards",
+            r"/train_data_step\d+\.jsonl",
+        ),
+        (
+            "prime_rl",
+            "**/traces.jsonl",
+            "traces",
+            r"(/rollouts/step_\d+/|^(?!.*/rollouts/step_)).*",
+        ),
+        (
+            "open_instruct",
+            "**/*_rollouts_*.jsonl",
+            "prompt_tokens response_tokens prompt_idx",
+            r"_rollouts_\d{6,}\.jsonl",
+        ),
+        ("verl", "**/*.jsonl", "input output score", r"/\d+\.jsonl"),
+        ("areal", "**/*.jsonl", "task_id seqlen completion", r"/\d+/(\d+|[0-9a-f-]{32,36})\.jsonl"),
         ("ms_swift", "**/completions.jsonl", "prompt completion advantages"),
-        ("slime", "**/*.pt", "rollout_id samples response_length"),
+        ("slime", "**/*.pt", "rollout_id samples response_length", r"\d\.pt"),
         ("skyrl", "**/*_training_input.pkl", ""),
     )
 }
+
+
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+
+
+def packed_files(source: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files that would have a framework's name if they were unpacked: the source, or below it."""
+    paths = [source] if source.is_file() else sorted(source.rglob("*"), key=natural)
+    names = [pattern.rpartition("/")[2] for pattern in patterns]
+    return [
+        path for path in paths
+        if path.suffix in PACKED and any(Path(path.stem).match(name) for name in names)
+    ]  # fmt: skip
 
 
 def natural(text: object) -> list[str | int]:
@@ -70,6 +107,27 @@ def files_of(source: Path, dump: Dump) -> Sequence[Path]:
     if not any(own is not None and dump.fields <= own for own in fields.values()):
         return named
     return [path for path, own in fields.items() if own is None or dump.fields <= own]
+
+
+def split_by_name(
+    source: Path, dump: Dump, paths: Sequence[Path]
+) -> tuple[Sequence[Path], Sequence[Path]]:
+    """Files of a folder whose names are exactly what the framework writes, and the others. A file
+    that stands alone may have any name.
+
+    Raises:
+        ConfigError: there are several files, and none has such a name.
+    """
+    if not dump.exact or len(paths) < 2:
+        return paths, []
+    is_exact = re.compile(f"{dump.exact}$")
+    exact = [path for path in paths if is_exact.search(Path(os.path.abspath(path)).as_posix())]
+    if not exact:
+        raise ConfigError(
+            f"{source} holds {len(paths)} files, such as {paths[0].name}, whose names are not as "
+            f"{dump.name} writes them, so they may be attempts of one step: name one file"
+        )
+    return exact, [path for path in paths if path not in exact]
 
 
 def dump_of(source: Path) -> Dump | None:

@@ -11,7 +11,6 @@ the rows become is said in `import_rollouts`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import pyarrow
 from pyarrow import parquet, types
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.streams import single_line
 
 KNOWN = (  # TRL's, then ours
@@ -185,7 +185,7 @@ def ids_fault(value: Any) -> str | None:
         return "is null"
     if not isinstance(value, list) or not value:
         return f"is {value!r:.40}, not a list of token ids"
-    wrong = [one for one in value if not isinstance(one, int) or one < 0]
+    wrong = [one for one in value if type(one) is not int or not 0 <= one < 2**63]
     return f"holds {wrong[0]!r:.20}, which is no token id" if wrong else None
 
 
@@ -196,8 +196,8 @@ def per_token_fault(value: Any, length: int) -> str | None:
     if not isinstance(value, list) or len(value) != length:
         count = len(value) if isinstance(value, list) else "no list"
         return f"has {count} numbers, the completion {length} tokens"
-    wrong = [one for one in value if one is None or not math.isfinite(one)]
-    return f"holds {wrong[0]}, not a finite number" if wrong else None
+    wrong = [one for one in value if not is_number(one)]
+    return f"holds {wrong[0]!r:.20}, not a finite number" if wrong else None
 
 
 def _table(path: Path) -> pyarrow.Table:
@@ -291,7 +291,10 @@ def _conversation_fault(value: Any) -> str | None:
 def _reward_fault(value: Any) -> str | None:
     if value is None:
         return "is null: no reward"
-    return None if math.isfinite(value) else f"is {value}: not a finite reward"
+    if not is_number(value):
+        return f"is {value}: not a finite reward"
+    is_large = not is_number(value, LARGEST_REWARD)
+    return f"is {value}: larger than {LARGEST_REWARD:g}, its square overflows" if is_large else None
 
 
 def _text(completion: str | list[Message]) -> str:

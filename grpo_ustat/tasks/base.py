@@ -14,7 +14,7 @@ from grpo_ustat.config.reward_funcs import TASK
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.estimators.baselines import weighted_sum
-from grpo_ustat.records import Array, Prompt, Question, Rollouts
+from grpo_ustat.records import LARGEST_REWARD, Array, Prompt, Question, Rollouts
 from grpo_ustat.tasks.answers import final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
 from grpo_ustat.terminal import tell
@@ -149,18 +149,20 @@ def rewards(task: Task, rollouts: Rollouts) -> Array:
     the first.
 
     Raises:
-        FloatingPointError: one is not finite; names its prompt and its function.
+        FloatingPointError: one is not finite or above `LARGEST_REWARD`; names its prompt and its
+            function.
     """
     texts = [text for texts in rollouts.texts_PG for text in texts]
     prompts = [p for p, of_p in zip(rollouts.prompts, rollouts.texts_PG, strict=True) for _ in of_p]
     own_PG = np.array(task.rewards(prompts, texts)).reshape(len(rollouts.prompts), -1)
     further = [function(rollouts) for function in task.reward_funcs.values()]
     rewards_PGF = np.stack([own_PG, *further], axis=-1).astype(np.float64)
-    for p, i, f in np.argwhere(~np.isfinite(rewards_PGF)):
+    for p, i, f in np.argwhere(~(np.abs(rewards_PGF) <= LARGEST_REWARD)):
         by = f" by {[TASK, *task.reward_funcs][f]}" if further else ""
         raise FloatingPointError(
             f"the reward of completion {i} of prompt {rollouts.prompts[p].id}{by} is "
-            f"{rewards_PGF[p, i, f]}: a reward must be a finite number"
+            f"{rewards_PGF[p, i, f]}: a reward must be a finite number of at most "
+            f"{LARGEST_REWARD:g}"
         )
     return rewards_PGF
 

@@ -16,17 +16,15 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from decimal import Decimal
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
-from numbers import Real
 from types import CodeType
 from typing import Any, cast
 
 from grpo_ustat.config.data import TASKS, reward_file
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.records import LARGEST_REWARD, Prompt, Question
+from grpo_ustat.records import LARGEST_REWARD, Prompt, Question, is_number
 from grpo_ustat.streams import HALF
 
 APART = {  # what a split must not share questions with
@@ -185,15 +183,14 @@ def _finite(reward: Any, name: str) -> float:
     if callable(getattr(reward, "item", None)):
         with suppress(Exception):  # of several values
             number = reward.item()
-    with suppress(ValueError, OverflowError):  # of a signalling Decimal, of a long integer
-        if isinstance(number, Real | Decimal) and abs(float(number)) <= LARGEST_REWARD:
-            return float(number)
-    with user_errors(name):
-        shown = repr(reward)
-    raise ConfigError(
-        f"{name}: the reward is {shown:.60}, it must be a number of at most {LARGEST_REWARD:g}, of "
-        "the one completion that it is called for"
-    )
+    if not is_number(number, LARGEST_REWARD):
+        with user_errors(name):
+            shown = "a number of many digits" if isinstance(number, int) else repr(reward)
+        raise ConfigError(
+            f"{name}: the reward is {shown:.60}, it must be a finite number, of at most "
+            f"{LARGEST_REWARD:g}, of the one completion that it is called for"
+        )
+    return float(number)
 
 
 def describe(group: str, name: str) -> str:

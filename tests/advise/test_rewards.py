@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_ustat.advise.rewards import (
+    RewardGroups,
     expected_zero_variance,
     read_rewards,
     reward_lines,
@@ -71,6 +72,12 @@ def test_every_kind_of_file_has_the_same_groups(tmp_path, suffix):
     assert "G = 3: 25 % [" in lines[1]  # one of the four subsets has no 1
 
 
+def test_one_prompt_has_no_variance_between_prompts():
+    lines = reward_lines(RewardGroups("reward", [np.array([0.0, 1.0])], 0), 2)
+    assert lines[-1].endswith("of the prompts' expected rewards not known from one prompt.")
+    assert not any("nan" in line for line in lines)
+
+
 def test_steps_and_prompts_apart(tmp_path):
     rows = [row | {"step": step} for step in (1, 2) for row in ROWS]
     assert len(read_rewards(write(tmp_path / "log.parquet", rows)).groups) == 6
@@ -84,6 +91,12 @@ def test_steps_and_prompts_apart(tmp_path):
         ([{"prompt": "q", "a": 1.0}], "b", "has no column b: choose from prompt, a"),
         ([*ROWS, {"prompt": "q2", "reward": float("nan")}], None, "row 12 (from 0): reward is nan"),
         ([*ROWS, {"prompt": "q2", "reward": None}], None, "row 12 (from 0): reward is None"),
+        (
+            [*ROWS, {"prompt": "q2", "reward": 1e300}],
+            None,
+            "1e+300, not a finite number of at most",
+        ),
+        ([*ROWS, {"prompt": "q2", "reward": 10**400}], None, "row 12 (from 0): reward is 1000"),
         ([{"prompt": "q", "reward": 1.0}], None, "no prompt has two completions among 1 rows"),
         ([{"prompt": None, "reward": 1.0}] * 2, None, "row 0 (from 0): prompt is null"),
     ],

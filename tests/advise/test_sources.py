@@ -254,6 +254,9 @@ def test_places_without_advice_are_named(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(ConfigError, match=r"notes.txt is not .parquet, .csv or .jsonl"):
         advice_of(Request(tmp_path / "notes.txt"))
+    (tmp_path / "3.jsonl.gz").write_bytes(b"packed")
+    with pytest.raises(ConfigError, match="3.jsonl.gz is packed: unpack it first"):
+        advice_of(Request(tmp_path / "3.jsonl.gz"))
     with pytest.raises(ConfigError, match="is no run folder of mse or train"):
         advice_of(Request(tmp_path))
     (tmp_path / "copied").mkdir()

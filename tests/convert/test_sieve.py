@@ -145,6 +145,38 @@ def test_a_step_that_was_written_again_replaces_the_first_attempt(tmp_path):
     assert {row["completion_ids"][0] for row in table} == {21}
 
 
+@pytest.mark.parametrize(
+    "rows, kept, first",
+    [([15, 1], 15, 20), ([15, 5, 15], 15, 22), ([15, 10], 10, 21), ([1, 15], 15, 21)],
+)
+def test_an_attempt_that_has_just_begun_replaces_none(tmp_path, rows, kept, first):
+    """The last attempt that has at least half as many rows as the largest."""
+    shard = tmp_path / "run/one_rollouts_000000.jsonl"
+    for seed, count in enumerate(rows):
+        open_instruct(shard, seed, 5, rows=count)
+    conversion, table = converted(tmp_path / "run")
+    assert {row["completion_ids"][0] for row in table} == {first}
+    assert left_out(conversion, "written again") == sum(rows) - kept
+    assert conversion.step_rollouts == conversion.kept == kept
+
+
+def test_groups_that_are_numbered_anew_in_each_step_are_kept_apart(tmp_path):
+    """Two steps of one policy in slime, whose prompts are others."""
+    names = [["7"]] * 15
+    slime(tmp_path / "run/3.pt", 0, 3, weight_versions=names)
+    other = [[5, 2 + p, *ids] for p, _, _, ids, *_ in samples(1)]
+    slime(tmp_path / "run/4.pt", 1, 4, weight_versions=names, tokens=other)
+    conversion, _ = converted(tmp_path / "run")
+    assert (conversion.kept, conversion.groups, conversion.step_rollouts) == (30, 6, 15)
+
+
+@pytest.mark.parametrize("group", [{"id": None}, {}, None])
+def test_a_group_of_prime_rl_without_a_name_is_that_of_its_prompt(tmp_path, group):
+    rows = [episode(*row) | {"group": group} for row in samples(0)]
+    append(cohort(tmp_path / "run", 5), rows)
+    assert (converted(tmp_path / "run")[0].kept, converted(tmp_path / "run")[0].groups) == (15, 3)
+
+
 def test_a_step_that_was_written_twice_alike_counts_once(tmp_path):
     shard = tmp_path / "run/one_rollouts_000000.jsonl"
     for _ in range(2):
@@ -180,6 +212,8 @@ def test_a_step_that_has_just_begun_is_not_chosen(tmp_path):
     assert conversion.kept == 15 and {row["policy_version"] for row in table} == {"step 5"}
     conversion, _ = converted(tmp_path / "run", options=Options(version="step 6"))
     assert conversion.kept == SIZE
+    with pytest.raises(ConfigError, match="there are step 5 to step 6: say --version 'step 6'$"):
+        converted(tmp_path / "run", options=Options(version="6"))
     with pytest.raises(ConfigError, match="--version step 7: no row .*; there are step 5 to step"):
         converted(tmp_path / "run", options=Options(version="step 7"))
 
@@ -323,6 +357,27 @@ def test_a_step_has_whole_groups_though_some_rows_are_missing(rng):
     ]  # fmt: skip
     assert rollouts_of_step(rows) == 512
     assert rollouts_of_step([]) is None
+
+
+@pytest.mark.parametrize("sizes, n", [((6, 5, 4), 15), ((5, 5, 4), 15), ((4, 4, 8), 16)])
+def test_a_step_of_uneven_groups_has_its_own_rows(sizes, n):
+    """Whole groups of the commonest size where most have it: 14 rows of 5, 5 and 4 are 15."""
+    rows = [
+        Rollout(Path("f"), "f", f"g{g}", 1.0, "run", str(step))
+        for step in range(3) for g, size in enumerate(sizes) for _ in range(size)
+    ]  # fmt: skip
+    assert rollouts_of_step(rows) == n
+
+
+@pytest.mark.parametrize("name", ["open_instruct", "slime"])
+def test_no_end_is_invented_where_none_is_logged(tmp_path, name):
+    if name == "slime":
+        slime(tmp_path / "run/3.pt", 0, status=[None] * 15)
+    else:
+        path = tmp_path / "run/one_rollouts_000000.jsonl"
+        open_instruct(path, 0, 5)
+        path.write_text(path.read_text().replace('"finish_reason": "stop", ', ""))
+    assert "ended" not in converted(tmp_path / "run")[1][0]
 
 
 def test_the_step_stands_in_the_file(tmp_path):

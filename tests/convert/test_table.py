@@ -151,7 +151,7 @@ def verl(folder):
 
 def areal(folder):
     for name in GROUPS:
-        lines(folder / f"rollout/2/{name}.jsonl", [
+        lines(folder / f"rollout/2/{ord(name)}.jsonl", [
             {"task_id": name, "sample_idx": i, "seqlen": len(prompt) + len(ids),
              "prompt_len": len(prompt), "head_version": 2, "tail_version": 2, "reward": reward,
              "prompt": text(prompt), "completion": text(ids)}
@@ -205,6 +205,27 @@ def test_each_layout_is_recognised(name, tmp_path):
     assert detect(tmp_path).name == name
 
 
+@pytest.mark.parametrize("name", ["open_instruct", "verl"])
+def test_what_was_converted_is_not_converted_again(name, tmp_path):
+    _, target = converted(name, tmp_path)
+    with pytest.raises(ConfigError, match="is converted already .* pool=.* grpo-ustat advise "):
+        detect(target)
+
+
+def test_packed_files_are_to_be_unpacked(tmp_path):
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a/3.jsonl.gz"
+    path.write_bytes(b"packed")
+    for source in (path, tmp_path):
+        with pytest.raises(ConfigError, match="3.jsonl.gz is packed: unpack it first"):
+            detect(source)
+    with pytest.raises(ConfigError, match="3.jsonl.gz is packed: unpack it first"):
+        convert(tmp_path, FORMATS["verl"], tmp_path / "o.parquet", Options())
+    verl(tmp_path)
+    conversion = convert(tmp_path, FORMATS["verl"], tmp_path / "o.parquet", Options())
+    assert any(f"not read: {path}, which is packed" in line for line in conversion.lines())
+
+
 def test_what_is_no_format_is_refused(tmp_path):
     lines(tmp_path / "x.jsonl", [{"a": 1}])
     with pytest.raises(ConfigError, match="is in no format that is known by its names and fields"):
@@ -238,6 +259,19 @@ def open_instruct_rows(changes):
         ({1: {"response_tokens": None}}, 9, "its row is not as the framework writes it (TypeError"),
         ({1: {"logprobs": None}}, 9, "it has no logprobs, which others have"),
         ({1: {"logprobs": [-0.5, math.nan]}}, 9, "logprobs holds what is not a finite number"),
+        ({1: {"logprobs": ["x", None]}}, 9, "logprobs holds what is not a finite number"),
+        ({1: {"logprobs": [[-0.5], {}]}}, 9, "logprobs holds what is not a finite number"),
+        ({1: {"logprobs": [-0.5, -(10**400)]}}, 9, "logprobs holds what is not a finite number"),
+        ({1: {"logprobs": -0.5}}, 9, "its row is not as the framework writes it (logprobs is floa"),
+        ({1: {"logprobs": "ab"}}, 9, "its row is not as the framework writes it (logprobs is str"),
+        ({1: {"reward": 1e300}}, 9, "its reward is larger than 1e+50, so that its square over"),
+        ({1: {"reward": -(10**60)}}, 9, "its reward is larger than 1e+50, so that its square ov"),
+        ({1: {"reward": 10**400}}, 9, "its reward is not a finite number"),
+        ({1: {"response_tokens": [7, 2**63]}}, 9, "it holds 9223372036854775808, which is no tok"),
+        ({1: {"response_tokens": [7, True]}}, 9, "it holds True, which is no token id"),
+        ({1: {"response_tokens": [7, 9.5]}}, 9, "it holds 9.5, which is no token id"),
+        ({1: {"response_tokens": "ab"}}, 9, "it holds 'a', which is no token id"),
+        ({1: {"response_tokens": 7}}, 9, "its row is not as the framework writes it (TypeError"),
     ],
 )
 def test_what_is_left_out_is_counted_with_its_reason(changes, kept, reason, tmp_path):
@@ -311,6 +345,10 @@ def test_several_reward_columns_are_asked_for(tmp_path):
         (["source", "there.parquet"], "there.parquet is there already"),
         (["source", "o.parquet", "--from", "verl"], "is not as verl writes it (KeyError: 'input')"),
         (["source", "o.parquet", "--from", "slime"], "source holds no *.pt, as slime writes them"),
+        (["source", "empty.jsonl/o.parquet"], "cannot be written, for its folder cannot be made"),
+        (["source", "there.parquet/a/o.parquet"], "there.parquet/a/o.parquet cannot be written"),
+        (["source", "o.parquet", "--group-size", "0"], "--group-size 0: a group has at least one"),
+        (["source", "o.parquet", "--group-size", "-4"], "--group-size -4: a group has at least"),
         (["source", "o.parquet", "--from", "skyrl"], "source holds no *_training_input.pkl"),
     ],
 )

@@ -100,9 +100,9 @@ def test_columns_have_names_of_ones_own(tmp_path):
     ({"question": "x", "answer": "so ####"}, "row 3: field answer is 'so ####', it must be"),
     ("{", "row 3 is no json: "),
     ("[1]", r"row 3 is \[1\], it must be an object with named fields"),
-    ('{"question": "x", "answer": NaN}', "row 3: field answer is nan, it must be a number of at mostber"),
+    ('{"question": "x", "answer": NaN}', "row 3: field answer is nan, it must be a finite number"),
     ('{"question": "x", "answer": -Infinity}', "row 3: field answer is -inf, it must be a finite"),
-    ('{"question": "x", "answer": 1e999}', "row 3: field answer is inf, it must be a number of at most"),
+    ('{"question": "x", "answer": 1e999}', "row 3: field answer is inf, it must be a finite num"),
     ('{"question": "x", "answer": 1, "w": [{"v": NaN}]}', "row 3: field w is nan, it must be a f"),
     (r'{"question": "x\ud800", "answer": 1}', r"row 3: field question is 'x\\ud800', it must be"),
     (r'{"question": "x", "answer": "\udfff"}', r"row 3: field answer is '\\udfff', it must be"),
@@ -192,16 +192,18 @@ async def score(prompt, text):
 
 @pytest.mark.parametrize("source, message", [
     ("def score(p, t):\n return 1 / 0", r"ZeroDivisionError: division by zero \(.*my.py, line 2\)"),
-    ("def score(p, t):\n return float('nan')", "the reward is nan, it must be a number of at most"),
-    ("def score(p, t):\n return 'good'", "the reward is 'good', it must be a number of at mostber"),
-    ("def score(p, t):\n return -float('inf')", "the reward is -inf, it must be a number of at mostber"),
+    ("def score(p, t):\n return float('nan')", "the reward is nan, it must be a finite num"),
+    ("def score(p, t):\n return 'good'", "the reward is 'good', it must be a finite number"),
+    ("def score(p, t):\n return -float('inf')", "the reward is -inf, it must be a finite number"),
+    ("def score(p, t):\n return -1e300", "the reward is -1e.300, .* of at most 1e.50, of the one"),
+    ("def score(p, t):\n return 10**5000", "the reward is a number of many digits, it must be"),
     ("import numpy\ndef score(p, t):\n return numpy.ones(2)", r"the reward is array\(\[1., 1.\]\)"),
-    ("def score(p, t):\n return None", "the reward is None, it must be a number of at mostber"),
+    ("def score(p, t):\n return None", "the reward is None, it must be a finite number"),
     ("import sys\ndef score(p, t):\n sys.exit(0)", r"SystemExit: 0 \(.*my.py, line 3\)"),
     ("def score(p, t):\n raise SystemExit('enough')", r"SystemExit: enough \(.*my.py, line 2\)"),
     ("async def score(p, t):\n return 1 / 0", r"ZeroDivisionError: .* \(.*my.py, line 2\)"),
     ("async def score(p, t):\n exit()", r"SystemExit: None \(.*, line \d+\)"),
-    ("async def score(p, t):\n return 'x'", "the reward is 'x', it must be a number of at mostber"),
+    ("async def score(p, t):\n return 'x'", "the reward is 'x', it must be a finite number"),
 ])  # fmt: skip
 def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
     made = task(*reward_in(tmp_path, source))
