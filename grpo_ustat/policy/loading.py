@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,7 +43,6 @@ from grpo_ustat.policy.chat import ChatFormat, writes_turns
 from grpo_ustat.policy.precision import set_tf32
 from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt
-from grpo_ustat.runs.log import warn
 from grpo_ustat.streams import single_line
 from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
@@ -226,9 +226,10 @@ def _check_weights(model: PreTrainedModel, weights: dict[str, Any]) -> None:
             "config.json has no place: use the config.json that was saved with these weights"
         )
     if unexpected:
-        warn(
+        warnings.warn(
             f"left out of the checkpoint: {unexpected[0]}{_more(unexpected)}, for which the model "
-            "of config.json has no place"
+            "of config.json has no place",
+            stacklevel=2,
         )
 
 
