@@ -15,11 +15,11 @@ call that hands one to a function of a lower floor, from which a reader has to c
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import re
 import statistics
-import sys
 import tokenize
 import tomllib
 from collections import Counter
@@ -84,7 +84,9 @@ def takes_whole(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 def main() -> None:
     """Print one line for each number."""
-    root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT, help="of a checkout")
+    root = parser.parse_args().folder.resolve()
     package = root / "grpo_ustat"
     modules: dict[str, ast.Module] = {}
     lines: Counter[str] = Counter()
