@@ -53,3 +53,18 @@ def test_every_room_has_tests():
 
 def test_helpers_hold_no_tests():
     assert not list((TESTS / "helpers").rglob("test_*.py"))
+
+
+@pytest.mark.parametrize("room", ["", *ROOMS])
+def test_docstrings_start_with_a_noun_or_a_verb(room):
+    """What a thing is or does, and neither a relation nor a condition."""
+    files = (PACKAGE / room).rglob("*.py") if room else PACKAGE.glob("*.py")
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        f"{file.name}: {text[:60]}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
+        and text.split()[0].strip("`,.:") in ("Of", "As", "That", "None", "Where")
+    ]  # fmt: skip
+    assert found == []

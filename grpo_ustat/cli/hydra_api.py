@@ -289,7 +289,7 @@ def run_composed(
 
 
 def output_folder() -> Path:
-    """Where the run at hand writes, once Hydra has started it."""
+    """Folder that the run at hand writes to, once Hydra has started it."""
     return Path(HydraConfig.get().runtime.output_dir)
 
 

@@ -1,4 +1,4 @@
-"""Where `conf/` is, in a checkout and in a wheel."""
+"""Place of `conf/`, in a checkout and in a wheel."""
 
 from pathlib import Path
 

@@ -191,7 +191,7 @@ class CorollariesConfig(SimulatedConfig):
 
 @dataclass
 class Proposition13Config(SimulatedConfig):
-    """Where normalised advantages lead."""
+    """Options of the study of where normalised advantages lead."""
 
     title = "Proposition 13, what normalised advantages maximise"
     beds = ("coins",)
@@ -334,7 +334,7 @@ STUDIES = {
 
 @dataclass
 class GapLaunch(ProcessConfig):
-    """As `ProcessConfig`, of studies of theorems."""
+    """`ProcessConfig` of studies of theorems."""
 
     workers: int = field(
         "that share the replicates, with the same results; under torchrun its ranks do", "processes"

@@ -155,7 +155,9 @@ FETCHED = {
 
 
 def cache_folder() -> Path:
-    """Where scripts put models: GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache."""
+    """Folder that scripts put models in: GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or
+    ~/.cache.
+    """
     own, common = os.environ.get("GRPO_USTAT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(own or Path(common or "~/.cache") / "grpo_ustat").expanduser()
 

@@ -152,7 +152,7 @@ class StudyConfig:
 
 @dataclass
 class StudyLaunch(LaunchConfig):
-    """As `LaunchConfig`, of studies."""
+    """`LaunchConfig` of studies."""
 
     workers: int = field(
         "that share the questions, with the same results; under torchrun its ranks do",

@@ -51,7 +51,7 @@ class RolloutConfig:
 
 @dataclass
 class TrainRollout(RolloutConfig):
-    """As `RolloutConfig`, of training, whose weights a server can take."""
+    """`RolloutConfig` of training, whose weights a server can take."""
 
     name: str = field(
         "local: in this process; vllm: by vLLM in this process; vllm_server: by a vllm serve",

@@ -320,7 +320,7 @@ class TrainBudget:
 
 @dataclass
 class TrainLaunch(LaunchConfig):
-    """As `LaunchConfig`, of training."""
+    """`LaunchConfig` of training."""
 
     device: str = field("which processor; ranks on cuda take a GPU each", choices=DEVICES)
     accelerate: str | None = field(

@@ -53,7 +53,7 @@ class Format:
 
     @property
     def name(self) -> str:
-        """Of the framework."""
+        """Name of the framework."""
         return self.dump.name
 
 
@@ -74,6 +74,7 @@ def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
     run = folder.parent if folder.name == "completions" else folder
 
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a row."""
         written_by, step = row.get("policy_step"), row.get("step")
         return [Rollout(
             path, place, json.dumps(row["prompt"], sort_keys=True), run=str(run), step=str(step),
@@ -97,6 +98,7 @@ def read_nemo_rl(path: Path, options: Options) -> Iterator[Rollout]:
     """
 
     def build(place: str, packed: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a line."""
         row: dict[str, Any] = {
             key: value[0] if isinstance(value, list) and len(value) == 1 else value
             for key, value in packed.items()
@@ -132,6 +134,7 @@ def read_prime_rl(path: Path, options: Options) -> Iterator[Rollout]:
     step = next((part[5:] for part in reversed(parts) if part.startswith("step_")), None)
 
     def build(place: str, episode: dict[str, Any]) -> list[Rollout]:
+        """The rollouts of an episode."""
         run = episode.get("run") or {}
         work = run.get("work") or {}
         launch = f", run {run['id']}" if run.get("id") else ""
@@ -228,6 +231,7 @@ def read_open_instruct(path: Path, options: Options) -> Iterator[Rollout]:
     run = str(absolute(path).parent / path.stem.rpartition("_rollouts_")[0])
 
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a row."""
         step, sample, reason = row.get("step"), row.get("sample_idx"), row.get("finish_reason")
         return [Rollout(
             path, place, str(row["prompt_idx"]), run=run, step=str(step), batch=str(step),
@@ -259,6 +263,7 @@ def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
     untrained = {"failed": "it failed", "aborted": "it was aborted"}
 
     def build(place: str, sample: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a sample."""
         tokens, group = list(sample["tokens"]), sample["group_index"]
         length = whole(sample["response_length"], "response_length", len(tokens))
         prompt_ids = tokens[: len(tokens) - length]
@@ -302,6 +307,7 @@ def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
     is_evaluation = _is_below_evaluations(path, options.source)
 
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a row."""
         step, uid = str(row.get("step", path.stem)), str(row.get("uid") or "")
         one_of_many = re.fullmatch(r"(.*)_\d+_\d+", uid)  # {sample}_{rollout}_{output}
         return [Rollout(
@@ -337,6 +343,7 @@ def read_areal(path: Path, options: Options) -> Iterator[Rollout]:
     is_evaluation = run.name.startswith("eval")
 
     def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a row."""
         head, tail = row.get("head_version"), row.get("tail_version")
         found = reward_of(row, options, {"reward": 1.0})
         if head != tail:
@@ -359,6 +366,7 @@ def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
     before: dict[str, Any] = {"columns": {}, "is evaluation": False}
 
     def build(place: str, columns: dict[str, Any]) -> list[Rollout]:
+        """The rollouts of a log."""
         known = {"step", "prompt", "completion", "advantages", "entropy"}
         lists = {name: x for name, x in columns.items() if isinstance(x, list)}
         names, nulls = reward_columns(lists, known)

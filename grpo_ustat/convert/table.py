@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,15 +106,7 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     Raises:
         ConfigError: no file fits, a file cannot be read, the target is there, or no row is left.
     """
-    if target.suffix != ".parquet":
-        raise ConfigError(f"{target}: the converted file ends in .parquet")
-    if target.exists():
-        raise ConfigError(f"{target} is there already: name another file, or remove it")
-    if options.group_size is not None and options.group_size < 1:
-        raise ConfigError(
-            f"--group-size {options.group_size}: a group has at least one completion: say how many "
-            "a prompt has"
-        )
+    _check(target, options)
     paths = files_of(source, one.dump)
     packed = packed_files(source, [one.dump.pattern])
     if packed and not paths:
@@ -121,48 +114,21 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     if not paths:
         pattern = one.dump.pattern.rpartition("/")[2]
         raise ConfigError(f"{source} holds no {pattern}, as {one.name} writes them")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written, for its folder cannot be made: {single_line(error, 120)}"
-        ) from error
     paths, strange = split_by_name(source, one.dump, paths)
     notes = [f"not read: {path}, whose name is not as {one.name} writes it" for path in strange]
     notes += [f"not read: {path}, which is packed: unpack it" for path in packed]
-    options = replace(options, source=source)
-    reasons, example = Counter[str](), dict[str, str]()
-
-    def leave_out(rollout: Rollout, reason: str) -> None:
-        reasons[reason] += 1
-        example.setdefault(reason, rollout.place)
-
-    rollouts: list[Rollout] = []
-    damaged: dict[Path, DamagedFile] = {}
-    for path in paths:
-        try:
-            rollouts += list(one.read(path, options))
-        except DamagedFile as error:
-            damaged[path] = error
-        except (KeyError, TypeError, ValueError, OSError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            reason = single_line(f"{type(error).__name__}: {error}", 120)
-            damaged[path] = DamagedFile(
-                f"{path} is not as {one.name} writes it ({reason}): choose another --from"
-            )
-    if damaged and not rollouts:
-        raise next(iter(damaged.values()))
+    rollouts, damaged = _rollouts_of(paths, one, replace(options, source=source))
     notes += [
         f"not read: {str(error).removesuffix(': choose another --from')}"
         for error in damaged.values()
     ]
-    if rollouts and all(row.fault.startswith(UNLIKE) for row in rollouts):
-        reason = rollouts[0].fault.removeprefix(UNLIKE).strip(" ()")
-        raise ConfigError(
-            f"{rollouts[0].path} is not as {one.name} writes it ({reason:.120}): choose another "
-            "--from"
-        )
+    reasons, example = Counter[str](), dict[str, str]()
+
+    def leave_out(rollout: Rollout, reason: str) -> None:
+        """Count a row that is left out."""
+        reasons[reason] += 1
+        example.setdefault(reason, rollout.place)
+
     rows = []
     for row in rollouts:
         row.fault = row.fault or _fault(row)
@@ -196,6 +162,63 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         one.name, len(paths) - len(damaged), len(rollouts), len(usable), len(groups), exact,
         reasons, example, tuple(notes), step_rollouts, max(map(len, groups)),
     )  # fmt: skip
+
+
+def _check(target: Path, options: Options) -> None:
+    """Refuse what cannot be written or grouped before anything is read, and make the target's
+    folder.
+
+    Raises:
+        ConfigError: naming it and the fix.
+    """
+    if target.suffix != ".parquet":
+        raise ConfigError(f"{target}: the converted file ends in .parquet")
+    if target.exists():
+        raise ConfigError(f"{target} is there already: name another file, or remove it")
+    if options.group_size is not None and options.group_size < 1:
+        raise ConfigError(
+            f"--group-size {options.group_size}: a group has at least one completion: say how many "
+            "a prompt has"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written, for its folder cannot be made: {single_line(error, 120)}"
+        ) from error
+
+
+def _rollouts_of(
+    paths: Sequence[Path], one: Format, options: Options
+) -> tuple[list[Rollout], dict[Path, DamagedFile]]:
+    """Rows of all files, and the files that cannot be read.
+
+    Raises:
+        ConfigError: no file can be read, or no row is as the framework writes it.
+    """
+    rollouts: list[Rollout] = []
+    damaged: dict[Path, DamagedFile] = {}
+    for path in paths:
+        try:
+            rollouts += list(one.read(path, options))
+        except DamagedFile as error:
+            damaged[path] = error
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            reason = single_line(f"{type(error).__name__}: {error}", 120)
+            damaged[path] = DamagedFile(
+                f"{path} is not as {one.name} writes it ({reason}): choose another --from"
+            )
+    if damaged and not rollouts:
+        raise next(iter(damaged.values()))
+    if rollouts and all(row.fault.startswith(UNLIKE) for row in rollouts):
+        reason = rollouts[0].fault.removeprefix(UNLIKE).strip(" ()")
+        raise ConfigError(
+            f"{rollouts[0].path} is not as {one.name} writes it ({reason:.120}): choose another "
+            "--from"
+        )
+    return rollouts, damaged
 
 
 def _fault(rollout: Rollout) -> str:

@@ -152,7 +152,9 @@ def count_test_questions(config: TrainConfig) -> int | None:
 
 
 def published_size(config: TrainConfig) -> int | None:
-    """Of all test questions, where `dataset` names a hub id of PUBLISHED and filters nothing."""
+    """Number of all test questions, where `dataset` names a hub id of PUBLISHED and filters
+    nothing.
+    """
     dataset = config.dataset
     if dataset.kind not in ("gsm8k", "math") or dataset.test_split != "test":
         return None
@@ -251,8 +253,8 @@ def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
 
 
 def total(costs: list[Cost]) -> Cost:
-    """Of runs that take turns: sums; of memory the largest; of the disk what stays of all and what
-    one needs beside that while it runs.
+    """Total of runs executed one after another: tokens add up, memory is the maximum, disk is what
+    all keep and the largest temporary need beside it.
     """
     names = ("rollouts", "values", "evaluation", "tokens", "disk_after")
     sums = {name: _sum([getattr(one, name) for one in costs]) for name in names}

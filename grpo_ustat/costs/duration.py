@@ -124,7 +124,7 @@ def duration(planned: PlannedRun, cost: Cost) -> Duration:
 
 
 def step_seconds(config: TrainConfig, cost: Cost, runs: list[EarlierRun]) -> Span:
-    """Of all steps and evaluations of a training run, from the steps of earlier ones.
+    """Seconds of all steps and evaluations of a training run, from the steps of earlier ones.
 
     Of the same shape: steps between the 10th and the 90th percentile of those before; evaluations
     by the seconds of sampling one token, at most what earlier runs took beside their steps. Of
@@ -150,7 +150,8 @@ def step_seconds(config: TrainConfig, cost: Cost, runs: list[EarlierRun]) -> Spa
 
 
 def study_seconds(config: MseConfig, cost: Cost, runs: list[EarlierRun]) -> Span:
-    """Of a study, by what workers took for a completion in earlier ones, the least and the most.
+    """Seconds of a study, by what workers took for a completion in earlier ones, the least and the
+    most.
 
     What these took beside, of which one launch tells, does not grow with completions: start,
     formulas, figures.
@@ -202,7 +203,9 @@ def started_here(launches: Sequence[dict[str, Any]]) -> bool:
 
 
 def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
-    """None where it is of another model, device or machine, damaged, or has measured nothing."""
+    """What an earlier run has measured; None where it is of another model, device or machine,
+    damaged, or has measured nothing.
+    """
 
     def value(config: Any, key: str) -> Any:
         for part in key.split("."):  # None where one of the commands does not know the key

@@ -269,7 +269,7 @@ def _count(number: int | None) -> str:
 
 
 def _sum(spans: Sequence[Span | None]) -> Span | None:
-    """None where one of them is not known."""
+    """Sum of numbers; None where one of them is not known."""
     total_span = Span(0.0, 0.0)
     for span in spans:
         if span is None:

@@ -219,7 +219,8 @@ def _connected() -> Iterator[None]:
 
 @contextmanager
 def name_lost_ranks() -> Iterator[None]:
-    """As `_connected`, around work in which only some errors are those of a connection.
+    """Name lost ranks as `_connected` does, around work in which only some errors are those of a
+    connection.
 
     Raises:
         SystemExit: a rank is gone.

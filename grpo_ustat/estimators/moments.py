@@ -122,7 +122,8 @@ def pool_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 
 
 def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
-    """As `pool_moments`, from squared score norms and the squared norm of the pool's gradient.
+    """Moments as of `pool_moments`, from squared score norms and the squared norm of the pool's
+    gradient.
 
     Products of expectations are estimated by sums over distinct completions, written through power
     sums (`(N)_k = N (N-1) .. (N-k+1)`):
@@ -148,7 +149,7 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
 
 
 def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
-    """As `pool_moments` with each completion left out in turn, arrays of shape [P, N].
+    """Moments as of `pool_moments` with each completion left out in turn, arrays of shape [P, N].
 
     With a = sum_j s_j z_j and b = sum_j s_j, leaving out i changes ||a||^2, <a, b> and ||b||^2 by
     what <s_i, a>, <s_i, b> and q_i say.

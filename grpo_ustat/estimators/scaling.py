@@ -444,7 +444,7 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
 
 
 def prompt_scaling(rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array) -> PromptScaling:
-    """As `scaling_from_arrays`, with the tails returned and not warned of."""
+    """Constants as of `scaling_from_arrays`, with the tails returned and not warned of."""
     count = len(rewards_PN)
     if rewards_PN.shape != sq_norm_PN.shape or gradient_gram_PP.shape != (count, count):
         raise ValueError(

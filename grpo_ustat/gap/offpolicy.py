@@ -81,7 +81,7 @@ class Setting:
 
     @cached_property
     def advantages(self) -> list[AdvantageMoments]:
-        """Of each prompt's groups, which pi_old writes.
+        """Advantages of each prompt's groups, which pi_old writes.
 
         Raises:
             ValueError: rewards of a prompt are all equal or on no grid, or no group is kept.

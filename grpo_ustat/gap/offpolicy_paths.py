@@ -1,4 +1,4 @@
-"""Where Algorithm 2's updates lead, and what its gradient estimate is worth there."""
+"""Paths on which Algorithm 2's updates lead, and what its gradient estimate is worth there."""
 
 from __future__ import annotations
 
@@ -138,7 +138,9 @@ class PathErrors:
         return [positive_interval(float(mean), float(var), count - 1) for mean, var in pairs]
 
     def slope(self, name: str, at: int = 0) -> Interval:
-        """Of log mean bias^2 on log eta from rate `at` to the next, delete-one-path jackknife."""
+        """Slope of log mean bias^2 on log eta from rate `at` to the next, delete-one-path
+        jackknife.
+        """
         low, high = self.random[name][at : at + 2]
         step, count = np.log(self.rates[at + 1] / self.rates[at]), len(low)
         without_R = np.log((high.sum() - high) / (low.sum() - low)) / step

@@ -58,7 +58,7 @@ STATEMENT = (
 
 @dataclass(frozen=True)
 class EndPoint:
-    """Where runs of one estimator end.
+    """The point where runs of one estimator end.
 
     Attributes:
         estimator: of their gradients.
@@ -231,7 +231,7 @@ def field(bed: Testbed, pull: Callable, u: float, estimator: Estimator | None = 
 
 
 def root(bed: Testbed, pull: Callable, estimator: Estimator | None = None) -> float:
-    """Where the field vanishes, within the bed's box about the maximiser of J."""
+    """The point where the field vanishes, within the bed's box about the maximiser of J."""
     centre, half = float(bed.best_K[0]), half_width(bed)
     low, high = centre - half, centre + half
     zero = brentq(lambda u: field(bed, pull, u, estimator), low, high, xtol=1e-13)
@@ -256,7 +256,8 @@ def maximiser(bed: Testbed, estimator: Estimator) -> float:
 
 
 def extrapolate(run: Trajectories, rate: Rate) -> np.ndarray:
-    """Where each replicate would end but for the part of order 1/T, from T and a quarter of it.
+    """Points where each replicate would end but for the part of order 1/T, from T and a quarter of
+    it.
 
     Richardson's: with `e(T) = e + b/T`, `e = e(T) + (e(T) - e(T')) / (T/T' - 1)`, T with offset.
     """

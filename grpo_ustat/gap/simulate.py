@@ -62,7 +62,7 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Where replicates R were at the recorded steps S.
+    """Positions of replicates R at the recorded steps S.
 
     Attributes:
         steps_S: after how many updates; 0 is the start.

@@ -142,7 +142,7 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
 
 
 def claims(start: OnPolicy, group_size: int) -> list[Claim]:
-    """Of the theorem with normalisation, then of what would make it hold.
+    """Claims of the theorem with normalisation, then of what would make it hold.
 
     Args:
         start: exact values.

@@ -205,7 +205,9 @@ def _prompt_list(at: np.ndarray, prompts: np.ndarray) -> str:
 
 
 def _crossing(paths: PathErrors, leading: LeadingTerms) -> str:
-    """Where the mean squared bias meets the mean variance, interpolated on the log scale."""
+    """Sentence on the rate at which the mean squared bias meets the mean variance, interpolated on
+    the log scale.
+    """
     ratio_E = paths.random["token_bias2"].mean(axis=1) / paths.random["token_variance"].mean(axis=1)
     above = np.flatnonzero(ratio_E >= 1)
     if not len(above) or above[0] == 0:

@@ -116,7 +116,8 @@ def theorem7(
 
 
 def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
-    """That no other key has a smaller mean gap: one-sided paired t tests, Bonferroni over others.
+    """p-value of "`choice` has the smallest mean gap": one-sided paired t tests, Bonferroni over
+    others.
 
     Keys are G, or pairs (T, G). Replicates of the same number start from the same random numbers.
     """
@@ -131,7 +132,9 @@ def may_be_best(gaps: Gaps) -> set[int]:
 
 
 def p_value_of_all(cells: dict[GridPoint, Gaps], sizes: dict[GridPoint, int]) -> float:
-    """That a G of each cell is best there: Bonferroni over the cells, which share replicates."""
+    """p-value of "a G of each cell is best there": Bonferroni over the cells, which share
+    replicates.
+    """
     p_values = [p_value_of_best(cells[key], size) for key, size in sizes.items()]
     return min(1.0, len(p_values) * min(p_values))
 
@@ -277,7 +280,8 @@ def total_claim(
     theories: dict[GridPoint, dict[str, int]],
     steps: Sequence[int],
 ) -> Claim:
-    """Of all (T, G) at n T = total, whether the pair of smallest mean gap has G nearest to G*.
+    """Claim on all (T, G) at n T = total: whether the pair of smallest mean gap has G nearest to
+    G*.
 
     Args:
         total: n T.
@@ -414,7 +418,7 @@ def study(config: GapConfig) -> Evidence:
 
 
 def completions(config: GapConfig) -> int:
-    """Of all replicates, every G that divides n at every learning rate."""
+    """Completions of all replicates, every G that divides n at every learning rate."""
     design: Theorem7Config = config.study
     pairs = [(n, max(design.steps)) for n in design.rollouts]
     pairs += [(total // step, step) for total in design.totals for step in design.steps]

@@ -321,7 +321,7 @@ def _panel(estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.n
 
 
 def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
-    """Of the law of all replicates, the mean of their own, at QUANTILES; below `top`."""
+    """Quantiles of the law of all replicates, the mean of their own, at QUANTILES; below `top`."""
     if weights_KR.shape[1] == 1:
         return mixture_quantiles(weights_KR[:, 0], QUANTILES)
     grid = top * np.linspace(0, 1, GRID) ** 3

@@ -67,7 +67,7 @@ class Tracker(Protocol):
 
 
 def offline_runs(folder: Path) -> list[Path]:
-    """Where the offline runs of a run folder are that wandb has not sent yet: one for each time
+    """Folders of the offline runs of a run folder that wandb has not sent yet: one for each time
     that the run was started, also where the folder was moved since.
     """
     file = folder / TRACKER / OFFLINE
@@ -291,7 +291,7 @@ def flat_values(event: Event) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    """As TensorBoard shows it: Markdown, in which a code block is taken as it is."""
+    """Text as TensorBoard shows it: Markdown, in which a code block is taken as it is."""
     import json
 
     lines = json.dumps(content, indent=1, ensure_ascii=False, default=str).splitlines()

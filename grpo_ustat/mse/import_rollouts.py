@@ -205,16 +205,16 @@ def _trim_groups(
         smaller = ", or use smaller group_sizes" if needed > LEAST_COMPLETIONS else ""
         raise ConfigError(
             f"{config.pool}: the prompt of row {shortest[0].row} (from 0) has {len(shortest)} "
-            f"completions, {needed} are needed of each, and {len(groups)} of {len(groups)} prompts "
-            f"have fewer: drop these{smaller}"
+            f"completions, {needed} are needed of each, and none of {len(groups)} prompts has as "
+            f"many: log more of each{smaller}"
         )
 
-    def kept(size: int) -> int:
-        """How many completions are left where each prompt has so many."""
+    def completions(size: int) -> int:
+        """Number of completions where each prompt has `size`."""
         return size * len([group for group in enough if len(group) >= size][:questions])
 
     median = sorted(map(len, enough), reverse=True)[(len(enough) - 1) // 2]
-    size = max(sorted({len(group) for group in enough if len(group) <= median}), key=kept)
+    size = max(sorted({len(group) for group in enough if len(group) <= median}), key=completions)
     large = {text: group for text, group in groups.items() if len(group) >= size}
     chosen = dict(list(large.items())[:questions])
     if small := [group for group in groups.values() if len(group) < size]:
@@ -230,8 +230,8 @@ def _trim_groups(
     surplus = sum(map(len, chosen.values())) - size * len(chosen)
     if surplus:
         _print_on_main(
-            f"{config.pool}: {surplus} completions dropped, {size} kept of each prompt, as most "
-            "prompts have"
+            f"{config.pool}: {surplus} completions dropped, {size} kept of each prompt, which "
+            "at least half of the prompts have"
         )
     return {text: group[:size] for text, group in chosen.items()}
 

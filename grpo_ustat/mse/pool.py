@@ -94,7 +94,8 @@ def build_pool(
 
 
 def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
-    """As `build_pool`, of this job's part of the chunks alone; jobs may share a folder at once.
+    """Fill a pool as `build_pool` does, by this job's part of the chunks alone; jobs may share a
+    folder at once.
 
     Returns:
         How many of the prompts have all their completions now, in this part and the others.

@@ -399,7 +399,7 @@ def scored_with() -> str:
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:
-    """Of names, types, shapes and bytes."""
+    """Checksum of arrays: names, dtypes, shapes and bytes."""
     total = hashlib.blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
         total.update(f"{name} {array.dtype} {array.shape}".encode())

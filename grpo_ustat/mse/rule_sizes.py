@@ -76,8 +76,8 @@ def growth(law: RuleLaw) -> Interval:
 
 
 def best_sizes(laws: Sequence[RuleLaw], measure: str) -> list[dict[str, Any]]:
-    """Of one rule against one target, at each n: the best of the measured G, and which others are
-    not significantly worse.
+    """Best sizes of one rule against one target, at each n: the best of the measured G, and which
+    others are not significantly worse.
 
     A G is worse where the paired interval of its error less that of the best one is above 0, the
     level shared among the sizes (Bonferroni). The best one is chosen by the same data.

@@ -17,7 +17,7 @@ from grpo_ustat.runs.record import RunRecord
 def at_last(
     rows: Sequence[dict[str, Any]], steps: Sequence[int], within: str = "series"
 ) -> list[dict[str, Any]]:
-    """Of each series the rows at the last of the steps that the most (n, G) have reached.
+    """For each series, its rows at the last of the steps that the most (n, G) have reached.
 
     Args:
         rows: see `accuracy.accuracy_rows`.

@@ -186,8 +186,8 @@ def noise_sentence(
 
 
 def rule_sizes_sentence(result: Mapping[str, Any]) -> str:
-    """Of which rules the best group size grows with the rollouts, and of which this is not shown;
-    "" where no rule was replayed.
+    """The rules whose best group size grows with the rollouts, and those of which this is not
+    shown; "" where no rule was replayed.
     """
     rules = [row for row in result["scaling"].get("rules", []) if row["measure"] == "mse"]
     if not rules:

@@ -161,7 +161,7 @@ def missing_in(studies: Sequence[RunRecord]) -> list[str]:
 
 
 def smallest(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """Of the unbiased baselines of one group size, the one of least error, True, and those whose
+    """The unbiased baselines of one group size: the one of least error, True, and those whose
     interval reaches that of the least, False. Biased rules, whose error is their length, and rules
     that need the values of the questions do not take part.
 

@@ -50,7 +50,7 @@ class Axis:
         return positive and max(self.values) >= 4 * min(self.values)
 
     def position(self, value: Any) -> float:
-        """Where a value is on the axis."""
+        """Place of a value on the axis."""
         if self.key == SIZE or self.is_numeric:
             return float(value)
         return float(self.values.index(value))

@@ -72,8 +72,9 @@ def draw_token(
 def draw_by_blocks(
     weights_RV: torch.Tensor, uniform_R1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `draw_token`, reading the vocabulary once less: the block in which u Z is passed, then the
-    token in that block. Blocks are summed in the precision of the weights, all else in float64.
+    """Draw a token as `draw_token` does, reading the vocabulary once less: the block in which u Z
+    is passed, then the token in that block. Blocks are summed in the precision of the weights, all
+    else in float64.
     """
     vocabulary = weights_RV.shape[1]
     whole = vocabulary // BLOCK * BLOCK

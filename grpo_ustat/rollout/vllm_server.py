@@ -51,7 +51,7 @@ AT_ONCE = 256  # requests on their way; the server puts them into batches of its
 
 
 class VllmServerEngine:
-    """As `grpo_ustat.rollout.vllm.VllmEngine`, with the engine on a server.
+    """`grpo_ustat.rollout.vllm.VllmEngine` with the engine on a server.
 
     The server must hold a model of this policy's shape. `refresh` sends all weights, adapters
     merged, and forgets what the server computed with the old ones.

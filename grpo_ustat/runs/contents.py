@@ -92,7 +92,7 @@ def parsed_code(text: str) -> Any:
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """Of a mapping's values, whatever the spaces and the order of its keys in a file."""
+    """Digest of a mapping's values, whatever the spaces and the order of its keys in a file."""
     values = {name: value for name, value in content.items() if name != "digest"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -50,7 +50,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def hidden_path(path: Path, mark: str = "") -> Path:
-    """Where something is kept that is about to take the path's place, or to be removed."""
+    """Path at which something is kept that is about to take the path's place, or to be removed."""
     return path.with_name(f".{path.name}{mark}.tmp")
 
 

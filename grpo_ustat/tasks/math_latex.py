@@ -163,7 +163,9 @@ def _cleaned(latex: str) -> str:
 
 
 def _peeled(latex: str) -> str:
-    """As `_cleaned`, without the text commands and brackets around the whole answer."""
+    """LaTeX as `_cleaned` writes it, without the text commands and brackets around the whole
+    answer.
+    """
     text = _cleaned(latex).removesuffix(".")
     for pattern, by in _PEELED:
         match = re.fullmatch(pattern, text)

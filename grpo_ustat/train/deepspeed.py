@@ -100,7 +100,7 @@ class ZeroOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of the wrapped optimizer: one, with its learning rate."""
+        """Groups of the wrapped optimizer: one, with its learning rate."""
         return self._optimizer.param_groups
 
     def zero_grad(self) -> None:

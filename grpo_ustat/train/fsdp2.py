@@ -211,7 +211,9 @@ class Fsdp2Reader:
         self.policy = replace(sharded_policy, model=model)
 
     def window(self, index: np.ndarray) -> Window:
-        """Where these completions are predicted; with none of them, where one of this rank's is."""
+        """Window of the positions at which these completions are predicted; with none of them,
+        where one of this rank's is.
+        """
         if not len(index):
             index = np.zeros(1, dtype=np.int64)
         options = (self.rollouts, index, self.policy.pad_token, self.model.device)

@@ -102,7 +102,7 @@ def own_group_scores(run: TrainContext, batch: Batch) -> Sequence[GroupScores | 
     weights_PG = run.own_rows(pool_gradient_weights(batch.rewards_PG))
 
     def scores_of(p: int) -> GroupScores:
-        """Of prompt `p`, as many completions at once as the token budget of now allows."""
+        """Scores of prompt `p`, as many completions at once as the token budget of now allows."""
         longest = len(rollouts.prompt_tokens[p]) + int(rollouts.lengths_PG[p].max())
         at_once = max(1, budget.tokens // longest)
         return group_scores(

@@ -54,7 +54,9 @@ def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict
 
 
 def _std(rewards_PG: np.ndarray) -> float:
-    """Of all rewards; 0 where they are equal, whose mean may differ from them in its last digit."""
+    """Standard deviation of all rewards; 0 where they are equal, whose mean may differ from them in
+    its last digit.
+    """
     equal = (rewards_PG == rewards_PG[0, 0]).all()
     return 0.0 if equal else float(rewards_PG.std(ddof=1))
 

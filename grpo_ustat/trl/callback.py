@@ -171,7 +171,7 @@ class GradientNoiseCallback(TrainerCallback):
         return Measurement(step, group_terms(rewards_PG, sq_norm_PG, gram_PP), unknown)
 
     def _scores(self, group: Group) -> GroupScores:
-        """Of one group; where memory runs out again, with half as many completions at once.
+        """Scores of one group; where memory runs out again, with half as many completions at once.
 
         Raises:
             ConfigError: not even one completion fits, or a layer's score rule is wrong.

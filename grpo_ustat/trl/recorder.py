@@ -15,7 +15,8 @@ def record(
     log_extra: Any,
     **_: Any,
 ) -> list[None]:
-    """None for every row, which changes no reward; logs what makes a completion token-exact.
+    """A TRL reward function that returns None (no effect on training) and logs what makes a
+    completion token-exact.
 
     Put it beside the reward functions of a `GRPOTrainer` with `log_completions=True`. TRL's
     `completions/completions_00010.parquet` then has the columns `prompt_ids`, `completion_ids` and

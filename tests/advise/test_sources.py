@@ -120,18 +120,24 @@ def test_rewards_alone_say_what_they_cannot_tell(tmp_path):
     assert newest.details[0].startswith("From completions_00003.parquet, the last of 1 logs")
 
 
-def test_a_log_is_scored_by_the_model_that_wrote_it(tmp_path, monkeypatch):
-    """The study runs as a command of its own, and a checkpoint of another step is warned of."""
-    words = []
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """What is typed of a study, which is done at once, in a folder of its own."""
+    typed = []
 
     def mse(command, **_):
-        words.extend(command)
+        typed.extend(command)
         target = dict(word.partition("=")[::2] for word in command)["hydra.run.dir"]
         folder(tmp_path / target, "mse", RESULT)
         return type("Ended", (), {"returncode": 0})
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("subprocess.run", mse)
+    return typed
+
+
+def test_a_log_is_scored_by_the_model_that_wrote_it(tmp_path, words):
+    """The study runs as a command of its own, and a checkpoint of another step is warned of."""
     path = log(tmp_path / "completions_00003.parquet")
     request = Request(path, 16, model="out/checkpoint-3", overrides=("study.cut_at=96",))
     advice = advice_of(request)
@@ -144,18 +150,9 @@ def test_a_log_is_scored_by_the_model_that_wrote_it(tmp_path, monkeypatch):
     "size, model_size, n",
     [(None, None, 24), (8, None, 24), (16, None, 16), (None, 128, 128), (4, 128, 128)],
 )
-def test_the_step_of_a_log_is_that_of_those_who_wrote_it(
-    tmp_path, monkeypatch, size, model_size, n
-):
+@pytest.mark.usefixtures("words")
+def test_the_step_of_a_log_is_that_of_those_who_wrote_it(tmp_path, size, model_size, n):
     """24 rollouts, in whole groups, and not 256; what is typed is taken first."""
-
-    def mse(command, **_):
-        target = dict(word.partition("=")[::2] for word in command)["hydra.run.dir"]
-        folder(tmp_path / target, "mse", RESULT)
-        return type("Ended", (), {"returncode": 0})
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("subprocess.run", mse)
     path = log(tmp_path / "completions_00003.parquet")
     advice = advice_of(Request(path, size, model_size, model="checkpoint-2"))
     assert advice.numbers["rollouts"] == n

@@ -259,7 +259,7 @@ def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:
 
 
 def sliced_products(flat_NC: torch.Tensor, slices: int = SLICES) -> torch.Tensor:
-    """As `inner_products`, a sum over slices of the vectors: a GPU would compute one product of few
+    """Inner products, a sum over slices of the vectors: a GPU would compute one product of few
     entries and long sums on few of its cores.
     """
     whole = flat_NC.shape[1] // slices * slices

@@ -195,7 +195,7 @@ def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> tor
 def row_sums_of_products(
     place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """As `row_sums`, in an order that is the same each time: on a GPU `scatter_add_` adds in any
+    """Row sums in an order that is the same each time: on a GPU `scatter_add_` adds in any
     order, so that the same call would give other bits.
     """
     places_U = torch.arange(count, device=place_BT.device)
