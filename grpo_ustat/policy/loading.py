@@ -158,18 +158,11 @@ def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedMo
         base, revision = adapters
         return merged(_model(resolve(base), revision=revision, **options), source)
     stored, _ = PretrainedConfig.get_config_dict(source, revision=revision)
-    for file in sorted(Path(source).glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is no mapping
-                if (kind := tensors.get_slice(name).get_dtype()) not in KINDS:
-                    raise ConfigError(
-                        f"{name} is of {kind}: weights of {', '.join(KINDS)} are read"
-                    )
     check_stored_config(stored, source, trusted=options.get("trust_remote_code", False))
     if (file := Path(source) / "generation_config.json").is_file():
         json.loads(file.read_text(encoding="utf-8"))  # transformers passes over a damaged one
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # `weights` holds what its report says
+    transformers_logging.set_verbosity_error()  # `report` holds what it would print
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, revision=revision, use_safetensors=True, output_loading_info=True,
@@ -177,10 +170,10 @@ def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedMo
         )  # fmt: skip
     finally:
         transformers_logging.set_verbosity(verbosity)
-    model, weights = loaded
+    model, report = loaded
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError("the hub has adapters under this name: download them to a folder")
-    _check_weights(model, weights)
+    _check_weights(model, report, Path(source))
     for part in (model.config, model.config.get_text_config()):
         for name in OUTPUTS:  # fields that change what a forward pass returns, not its logits
             if getattr(part, name, False):
@@ -189,32 +182,44 @@ def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedMo
     return model
 
 
-def _check_weights(model: PreTrainedModel, weights: dict[str, Any]) -> None:
+def _check_weights(model: PreTrainedModel, report: dict[str, Any], folder: Path) -> None:
     """Refuse a model whose checkpoint lacks some of its weights, which transformers draws at
-    random, or holds others.
+    random, or holds others. Buffers, such as masks, are no weights: the model makes its own.
+
+    Args:
+        model: as loaded.
+        report: transformers', of names that are in one of the two only, or in two shapes.
+        folder: of the checkpoint, whose types of weights are looked at; one of the hub has none.
 
     Raises:
-        ConfigError: naming the first, how many there are, and its two shapes.
+        ConfigError: naming the first, how many there are, and its two shapes or its type.
     """
-    shapes = {name: list(x.shape) for name, x in model.state_dict().items()}
-    lacking = sorted(weights["missing_keys"], key=[*shapes, *weights["missing_keys"]].index)
-    others = sorted(weights["mismatched_keys"])
-    if others:
-        name, in_file, in_model = others[0]
+    names = [name for name, _ in model.named_parameters()]
+    if differing := sorted(report["mismatched_keys"]):
+        name, in_file, in_model = differing[0]
         raise ConfigError(
             f"{name} is {list(in_file)} in the checkpoint, {list(in_model)} by config.json"
-            f" ({len(others)} weights differ): use the config.json that was saved with these"
+            f" ({len(differing)} weights differ): use the config.json that was saved with these"
         )
-    if lacking:
+    if lacking := sorted(report["missing_keys"], key=[*names, *report["missing_keys"]].index):
         tied = " (with tie_word_embeddings=true it would be the embedding's)"
         raise ConfigError(
             f"the checkpoint lacks {lacking[0]}{_more(lacking)}, which config.json asks for"
             f"{tied if lacking[0] == 'lm_head.weight' else ''}: download the model again, or use "
             "the config.json that was saved with these weights"
         )
-    unexpected = sorted(weights["unexpected_keys"])
-    modules = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    layers = {re.sub(r"\d+", "0", name) for name in shapes}  # a name of any layer
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118, it is no mapping
+                kind = tensors.get_slice(key).get_dtype()
+                if kind not in KINDS and any(name.endswith(key) for name in names):
+                    raise ConfigError(f"{key} is of {kind}: weights of {', '.join(KINDS)} are read")
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    unexpected = [
+        x for x in sorted(report["unexpected_keys"]) if x.rpartition(".")[2] not in buffers
+    ]
+    modules = {name.rpartition(".")[0] for name in names}
+    layers = {re.sub(r"\d+", "0", name) for name in names}  # a name of any layer
     placeless = [
         name
         for name in unexpected

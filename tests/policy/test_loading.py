@@ -18,6 +18,8 @@ from launching import finished
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2Config,
@@ -310,6 +312,26 @@ def test_weights_beside_the_model_are_named(tmp_path):
         policy = load_policy(altered(tmp_path / "model", lambda w: w.update(beside)))
     weights, others = (x.model.state_dict() for x in (policy, load_policy("embedded:tiny")))
     assert all(torch.equal(weights[name], others[name]) for name in others)
+
+
+def test_buffers_that_a_checkpoint_keeps_are_no_weights(tmp_path, recwarn):
+    """Masks of bytes in checkpoints of GPT-NeoX, and frequencies of positions in old ones."""
+    kept = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+            "model.rotary_emb.inv_freq": torch.ones(8)}  # fmt: skip
+    load_policy(altered(tmp_path / "model", lambda w: w.update(kept)))
+    assert not [one for one in recwarn if "checkpoint" in str(one.message)]
+    mask = {"model.layers.0.self_attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)}
+    with pytest.warns(UserWarning, match="left out of the checkpoint: model.layers.0.self_attn"):
+        load_policy(altered(tmp_path / "masks", lambda w: w.update(mask)))
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(vocab_size=99, hidden_size=16, intermediate_size=32,
+                           num_hidden_layers=2, num_attention_heads=2, eos_token_id=1)  # fmt: skip
+    folder = Path(altered(tmp_path / "neox"))
+    GPTNeoXForCausalLM(config).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    load_policy(str(folder))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json", "tokenizer.json"])
