@@ -19,7 +19,6 @@ from grpo_ustat.convert.rows import (
     DamagedFile,
     Options,
     Rollout,
-    absolute,
     lines_of,
     reward_columns,
     reward_of,
@@ -27,7 +26,7 @@ from grpo_ustat.convert.rows import (
     usual_reward,
     whole,
 )
-from grpo_ustat.rollout.dumps import DUMPS, Dump, dump_of, first_fields, packed_files
+from grpo_ustat.rollout.dumps import DUMPS, Dump, absolute, dump_of, first_fields, packed_files
 from grpo_ustat.streams import single_line
 
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")

@@ -5,7 +5,6 @@ be: it is counted, and the others are read.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -159,11 +158,11 @@ def reward_of(
     if skips_null and 0 < len(null) < len(weights):
         weights = {name: weight for name, weight in weights.items() if name not in null}
         note = f"reward {', '.join(null)} is null and counts nothing, as the framework adds them up"
-    total = sum(weight * number(found[name]) for name, weight in weights.items() if weight)
+    total = sum(weight * as_float(found[name]) for name, weight in weights.items() if weight)
     return {"reward": total if weights else math.nan, "note": note}
 
 
-def number(value: Any) -> float:
+def as_float(value: Any) -> float:
     """A reward as logged; nan where it is none, infinite where no float holds it."""
     try:
         return float(value) if isinstance(value, int | float) else math.nan
@@ -221,11 +220,6 @@ def whole(value: Any, name: str, largest: int) -> int:
     if not isinstance(value, int | float) or value not in range(largest + 1):
         raise ValueError(f"{name} is no whole number from 0 to {largest}")
     return int(value)
-
-
-def absolute(path: Path) -> Path:
-    """The whole path, so that names of folders above the working one count; links keep theirs."""
-    return Path(os.path.abspath(path))
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs import contents, history
+from grpo_ustat.runs.files import natural_order
 from grpo_ustat.runs.record import CONFIG, DONE, PAST_MAX_STEPS, RunRecord
 from grpo_ustat.runs.status import Entry
 from grpo_ustat.streams import single_line
@@ -115,7 +115,7 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
         if not own:
             raise ConfigError(f"runs={pattern} holds no run: name folders such as outputs/train")
         folders |= {folder.resolve(): folder for folder in dict.fromkeys(own)}
-    ordered = [folders[place] for place in sorted(folders, key=_natural_order)]
+    ordered = [folders[place] for place in sorted(folders, key=natural_order)]
     shared = os.path.commonpath([folder.absolute().parent for folder in ordered])
     return [
         Entry(
@@ -126,12 +126,6 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
         )
         for folder in ordered
     ]
-
-
-def _natural_order(place: Path) -> list[tuple[int, str]]:
-    """A sort key that compares numbers within names as numbers."""
-    parts = re.split(r"(\d+)", str(place))
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def read_runs(entries: Sequence[Entry]) -> RunSet:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.runs.files import json_lines
+from grpo_ustat.runs.files import json_lines, natural_order
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
 def packed_files(source: Path, patterns: Sequence[str]) -> list[Path]:
     """Files that would have a framework's name if they were unpacked: the source, or below it."""
-    paths = [source] if source.is_file() else sorted(source.rglob("*"), key=natural)
+    paths = [source] if source.is_file() else sorted(source.rglob("*"), key=natural_order)
     names = [pattern.rpartition("/")[2] for pattern in patterns]
     return [
         path for path in paths
@@ -82,14 +82,9 @@ def packed_files(source: Path, patterns: Sequence[str]) -> list[Path]:
     ]  # fmt: skip
 
 
-def natural(text: object) -> list[str | int]:
-    """A key by which step_9 comes before step_10.
-
-    >>> sorted(["step_10", "step_9"], key=natural)
-    ['step_9', 'step_10']
-    """
-    parts = re.split(r"([0-9]+)", str(text))  # texts and numbers in turn
-    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+def absolute(path: Path) -> Path:
+    """The whole path, so that names of folders above the working one count; links keep theirs."""
+    return Path(os.path.abspath(path))
 
 
 def files_of(source: Path, dump: Dump) -> Sequence[Path]:
@@ -102,7 +97,9 @@ def files_of(source: Path, dump: Dump) -> Sequence[Path]:
         is_renamed = source.suffix == Path(dump.pattern).suffix and bool(dump.fields)
         fits = is_renamed and dump.fields <= (first_fields(source) or set())
         return [source] if is_named or fits else []
-    named = sorted((path for path in source.glob(dump.pattern) if path.is_file()), key=natural)
+    named = sorted(
+        (path for path in source.glob(dump.pattern) if path.is_file()), key=natural_order
+    )
     fields = {path: first_fields(path) for path in named}
     if not any(own is not None and dump.fields <= own for own in fields.values()):
         return named
@@ -121,7 +118,7 @@ def split_by_name(
     if not dump.exact or len(paths) < 2:
         return paths, []
     is_exact = re.compile(f"{dump.exact}$")
-    exact = [path for path in paths if is_exact.search(Path(os.path.abspath(path)).as_posix())]
+    exact = [path for path in paths if is_exact.search(absolute(path).as_posix())]
     if not exact:
         raise ConfigError(
             f"{source} holds {len(paths)} files, such as {paths[0].name}, whose names are not as "

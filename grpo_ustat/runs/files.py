@@ -19,6 +19,16 @@ from grpo_ustat.config.schema import ConfigError
 FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet runs, and what is quoted against it
 
 
+def natural_order(place: object) -> list[str | int]:
+    """A sort key that compares numbers within names as numbers.
+
+    >>> sorted(["step_10", "step_9"], key=natural_order)
+    ['step_9', 'step_10']
+    """
+    parts = re.split(r"([0-9]+)", str(place))  # texts and numbers in turn
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+
+
 @contextmanager
 def atomic_write(file: Path, shared: bool = False) -> Iterator[Path]:
     """A path beside the file to write to. When the block ends it takes the file's place, so that

@@ -12,6 +12,7 @@ import pytest
 import torch
 import toys
 import yaml
+from architectures import ARCHITECTURES, build
 from commands import CONF, compose, run
 from fakes import random_policy
 from launching import finished
@@ -31,7 +32,7 @@ from grpo_ustat.config.identity import folder_name, weights_fingerprint
 from grpo_ustat.config.model import cache_folder, model_folder
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse.pool_store import draws_of
-from grpo_ustat.policy.loading import load_policy, resolve, train_only
+from grpo_ustat.policy.loading import _model, load_policy, resolve, train_only
 
 TOOLS = Path(__file__).parents[2] / "scripts/tools"
 
@@ -389,6 +390,17 @@ def test_experts_read_a_token_after_cached_ones_where_a_trainer_left_the_routers
     cache = policy.model(tokens[:, :2], attention_mask=mask[:, :2]).past_key_values
     last = policy.model(tokens[:, 2:], attention_mask=mask, past_key_values=cache).logits[0, -1]
     torch.testing.assert_close(last, policy.model(tokens, attention_mask=mask).logits[0, -1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_architecture_as_it_is_saved_is_refused(tied, tmp_path, recwarn):
+    for kind in ARCHITECTURES:
+        build(kind, tied=tied).save_pretrained(tmp_path / kind)
+        checkpoint = _model(str(tmp_path / kind), revision=None)
+        shutil.rmtree(tmp_path / kind)
+        assert list(checkpoint.parameters()), kind
+    assert not [one for one in recwarn if "left out of the checkpoint" in str(one.message)]
 
 
 def local(folder):
