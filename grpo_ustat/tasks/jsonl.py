@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,37 @@ def questions_of(key: str, files: list[Path], dataset: JsonlConfig) -> list[Ques
 def rows_of(key: str, file: Path) -> list[Row]:
     """The rows of a file; blank lines count, but hold none.
 
-    Json is read by Python's reader, for which 3 and 3.0 are two things in every row.
+    Json is read by Python's reader, for which 3 and 3.0 are two things in every row. A number of
+    single precision in a Parquet file is the shortest that rounds to it: 0.1, not 0.10000000149.
 
     Raises:
         ConfigError: the file cannot be read, or a row is no object, or has what json and text files
             cannot hold.
     """
     if kind_of(file) == "parquet":
-        return rows_of_file(file)
+        rows = rows_of_file(file)
+        for name, single in _single_precision(file).items():
+            for row in rows:
+                if row.fields[name] is not None:
+                    row.fields[name] = float(str(single(row.fields[name])))
+        return [_checked(row) for row in rows]
     try:
         numbered = json_rows(text_of(file))
     except Exception as error:
         raise unreadable(key, file, error) from error
     return [_row(content, f"{file} row {number}") for number, content in numbered]
+
+
+def _single_precision(file: Path) -> dict[str, Any]:
+    """NumPy's type of each column of a Parquet file that is of single or half precision."""
+    if file.suffix != ".parquet":  # a compressed one, whose columns are read as they are
+        return {}
+    parquet: Any = import_module("pyarrow.parquet")
+    types = {one.name: one.type for one in parquet.read_schema(file)}
+    return {
+        name: kind.to_pandas_dtype() for name, kind in types.items()
+        if str(kind) in ("float", "halffloat")
+    }  # fmt: skip
 
 
 def _row(content: Any, where: str) -> Row:
@@ -106,8 +125,16 @@ def _row(content: Any, where: str) -> Row:
         raise ConfigError(f"{where} is no json: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} is {fields!r:.60}, it must be an object with named fields")
-    row = Row(fields, where)
-    for name, value in fields.items():
+    return _checked(Row(fields, where))
+
+
+def _checked(row: Row) -> Row:
+    """The row.
+
+    Raises:
+        ConfigError: it holds what is no number, or half of a character.
+    """
+    for name, value in row.fields.items():
         for part in (name, *_parts(value)):
             if isinstance(part, float) and not math.isfinite(part):
                 raise row.refused(name, part, "a finite number, or null")
@@ -134,8 +161,6 @@ def _question(row: Row, dataset: JsonlConfig) -> Question:
     text, answer = row.text(dataset.question), row.value(dataset.answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise row.refused(dataset.answer, answer, "a text or a number")
-    if isinstance(answer, float) and not math.isfinite(answer):
-        raise row.refused(dataset.answer, answer, "a finite number")
     if isinstance(answer, float) and answer.is_integer() and abs(answer) < WHOLE:
         answer = int(answer)
     solution = str(answer).strip()

@@ -8,6 +8,7 @@ import json
 import lzma
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -363,12 +364,27 @@ def test_a_whole_float_is_an_integer_and_no_other(tmp_path):
         assert found == {f"{n}?": text for n, (_, text) in enumerate(kept)}
 
 
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float16(), pa.float64()], ids=str)
+def test_a_number_of_a_table_is_the_shortest_that_its_precision_tells_apart(kind, tmp_path):
+    path, values = tmp_path / "my.parquet", [0.1, 0.7, 2.5, 3.0, 0.9, -0.3]
+    names = [f"{n}?" for n in range(6)]
+    answers = pa.array(np.array(values, dtype=kind.to_pandas_dtype()), type=kind)
+    pq.write_table(pa.table({"question": names, "answer": answers}), path)
+    found = {q.text: q.answer for q in task(path, "dataset.study_size=6").questions("study")}
+    assert [found[name] for name in names] == ["0.1", "0.7", "2.5", "3", "0.9", "-0.3"]
+
+
 def test_what_is_no_number_in_parquet_is_refused_by_row(tmp_path):
     path = tmp_path / "my.parquet"
     for value, shown in ((float("nan"), "nan"), (float("inf"), "inf")):
         rows = [{"question": f"{n}?", "answer": value if n == 2 else 1.0} for n in range(8)]
         pq.write_table(pa.Table.from_pylist(rows), path)
         with pytest.raises(ConfigError, match=f"my.parquet row 3: field answer is {shown}, it mus"):
+            task(path)
+        beside = [{"question": f"{n}?", "answer": 1, "x": row["answer"]}
+                  for n, row in enumerate(rows)]  # fmt: skip
+        pq.write_table(pa.Table.from_pylist(beside), path)
+        with pytest.raises(ConfigError, match=f"my.parquet row 3: field x is {shown}, it must be"):
             task(path)
 
 
