@@ -80,6 +80,12 @@ def check_words(words: Sequence[str], schema: type, sweep: bool = False) -> None
                 raise ConfigError(
                     f"{' '.join(word.split())}: a value is one line, leave out its end"
                 )
+            if re.search(r"(^|,)glob\(", value) and not re.fullmatch(r"glob\([^()]+\)", value):
+                names = re.sub(r"glob\(\[?|\]?\)", "", value).strip(",")
+                if not names:
+                    raise ConfigError(f"{word}: glob(...) needs a pattern of names")
+                written = shlex.quote(f"{key}=glob([{names}])")
+                raise ConfigError(f"{word}: glob(...) is the whole value, write {written}")
             if equals and not key:
                 raise ConfigError(f"{word}: no field stands before the =, write FIELD{word}")
             if value.startswith("="):
@@ -123,11 +129,13 @@ def _check_closed(word: str, rest: Sequence[str], schema: type) -> None:
         fixed, reason = word.replace(fault, ""), f"the quote {fault} is not closed"
     elif fault in CLOSING.values():
         fixed, reason = word[: word.rindex(fault)], f"there is a {fault} too many"
-    elif value.startswith(fault[0]):
+    elif value.startswith(fault[0]) or re.match(r"(glob|range|choice)\(", value):
         fixed = word + "".join(CLOSING[letter] for letter in reversed(fault))
         reason = f"the bracket {fault[-1]} is not closed"
     else:
         fixed, reason = quote_for_shell(key, value), f"{fault[-1]} needs quotes"
+    if re.fullmatch(r"[^'\"]*[()][^'\"]*", fixed):  # which a shell would take for its own
+        fixed = shlex.quote(fixed)
     raise ConfigError(f"{word}: {reason}, write {fixed}")
 
 

@@ -31,7 +31,7 @@ from grpo_ustat.cli.hydra_api import (
     split_sweep,
     sweep_node,
 )
-from grpo_ustat.config.command_line import install_line
+from grpo_ustat.config.command_line import command_line, install_line
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
@@ -80,6 +80,8 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
     register(entry)
     schema, words = SCHEMAS[entry], parse_arguments(arguments)
     name, overrides = words.config_name or entry, _overrides(words)
+    if name in SCHEMAS and name != entry:
+        raise ConfigError(f"--config-name={name} is a command of its own: {command_line(name)}")
     if words.hydra_help or words.info:
         return Invocation(name, overrides, False, [])
     check_words(words.typed, schema, words.multirun)
@@ -100,6 +102,9 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
                 runs = split_sweep([*swept, *overrides])
             except HydraException as error:
                 raise ConfigError(one_line(error, schema, CONF)) from error
+        if not runs:
+            swept = " ".join(word for word in overrides if re.search(r"=\w+\(", word))
+            raise ConfigError(f"{swept}: this sweep has no run, give it a value")
         shared = set(runs[0]).intersection(*runs)
         tasks = (node.launcher.get("nodes") or 1) * (node.launcher.get("tasks_per_node") or 1)
         planned_runs, errors = [], []

@@ -60,6 +60,10 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
         return type_error(cause, schema, {}, typed[1] if typed else None)
     if several := re.match(r"Ambiguous value for argument '([^=]+)=(.*)' 1\. To use it", text):
         return several_values(several[1], several[2], schema)
+    if "does not support sweep type" in text:
+        return (
+            "interval(...) has no values to go through: write them, as in seed=0,1, or a range(...)"
+        )
     if needs_sweep := re.match(r"Sweep parameters '(.*)' requires --multirun", text):
         command = next(name for name, other in SCHEMAS.items() if other is schema)
         swept = shlex.split(re.sub("[()*]", r"\\\g<0>", needs_sweep[1]))

@@ -248,6 +248,8 @@ HINTED = [  # a wrong command line
     ("report", "runs = outputs"), ("mse", "launch.workers=1,2"), ("mse", "group_sizes=2,4"),
     ("report", "runs=x", "steps=[20,", "40]"),
     ("train", "-p", "model"), ("train", "--config-path", str(CONF)),
+    ("mse", "-m", "model=glob(tiny"), ("mse", "-m", "model=glob(tiny*),tiny"),
+    ("mse", "-m", "policy=tiny,glob(tiny_b*)"), ("train", "-m", "seed=range(0,3"),
 ]  # fmt: skip
 
 

@@ -53,7 +53,15 @@ def test_a_sweep_over_glob_is_planned_and_one_over_nothing_refused():
     assert [one.config.model.name for one in planned] == ["tiny", "tiny_base"]
     for word, line in (
         ("model=glob(nope*)", r"model=glob\(nope\*\) names none of hub, .*tiny, tiny_base"),
+        ("model=glob()", r"model=glob\(\): glob\(...\) needs a pattern of names"),
+        ("seed=range(0,0)", r"seed=range\(0,0\): this sweep has no run, give it a value"),
+        ("seed=interval(0,1)", r"interval\(...\) has no values to go through"),
         ("seed=glob(*)", r"seed=glob\(\*\): glob\(...\) is of choices, and seed is no group"),
     ):
         with pytest.raises(ConfigError, match=line):
             parse("mse", ["-m", word])
+
+
+def test_another_command_is_no_configuration_of_this_one():
+    with pytest.raises(ConfigError, match="--config-name=train is a command of its own: .*train"):
+        parse("mse", ["--config-name=train"])

@@ -125,10 +125,10 @@ def test_what_cannot_fit_is_refused_before_weights_are_loaded(entry, tmp_path, m
     with pytest.raises(ConfigError, match=f"exceed the model's 58 tokens: use {fixes}"):
         start(entry, config, tmp_path)
     config.max_completion_length = 7
-    with pytest.raises(AssertionError, match="weights were loaded"):
+    with pytest.raises(ConfigError, match="AssertionError: weights were loaded"):
         start(entry, config, tmp_path)
     config.max_completion_length, config.prompt.max_length = 8, 50
-    with pytest.raises(AssertionError, match="weights were loaded"):
+    with pytest.raises(ConfigError, match="AssertionError: weights were loaded"):
         start(entry, config, tmp_path)
 
 
