@@ -7,6 +7,7 @@ The names below are loaded when they are first used, so that `import grpo_ustat`
 - `Baseline`: what a baseline of one's own is.
 - `load_run`: a run folder, finished or not.
 - `read_curves`: the curves of a study as a table.
+- `GradientNoiseCallback`: the gradient's error in TRL's GRPOTrainer.
 """
 
 from __future__ import annotations
@@ -17,14 +18,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_ustat.estimators.baselines import Baseline
     from grpo_ustat.estimators.scaling import scaling_from_arrays
+    from grpo_ustat.integrations.trl import GradientNoiseCallback
     from grpo_ustat.policy.scores import completion_scores
     from grpo_ustat.runs.library import load_run, read_curves
 
 __version__ = "0.1.0"
-__all__ = ["Baseline", "completion_scores", "load_run", "read_curves", "scaling_from_arrays"]
+__all__ = [
+    "Baseline",
+    "GradientNoiseCallback",
+    "completion_scores",
+    "load_run",
+    "read_curves",
+    "scaling_from_arrays",
+]
 
 _HOMES = {  # the module of a name, and the extra that it needs
     "Baseline": ("grpo_ustat.estimators.baselines", ""),
+    "GradientNoiseCallback": ("grpo_ustat.integrations.trl", "trl"),
     "completion_scores": ("grpo_ustat.policy.scores", "torch"),
     "load_run": ("grpo_ustat.runs.library", "cli"),
     "read_curves": ("grpo_ustat.runs.library", "cli"),

@@ -66,14 +66,15 @@ def main() -> None:
 
 def _call(verb: str) -> None:
     """Call the verb's own entry; what the system refuses it is one line."""
-    from grpo_ustat.imports import without_garbage_collection
+    from grpo_ustat.launch.command import without_garbage_collection
     from grpo_ustat.runs.faults import fault_line
     from grpo_ustat.terminal.streams import lasting_output
 
     try:
         with lasting_output():
             with without_garbage_collection():
-                command = importlib.import_module(f"grpo_ustat.{verb}.__main__")
+                home = VERBS[verb].module or f"grpo_ustat.{verb}.__main__"
+                command = importlib.import_module(home)
             command.main()
     except Exception as error:
         line = fault_line(error)

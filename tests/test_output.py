@@ -113,6 +113,6 @@ def test_a_report_that_the_system_refuses_is_one_line(error, monkeypatch, capsys
     monkeypatch.setattr(app, "build_config", refuse)
     monkeypatch.setattr(app, "output_folder", lambda: tmp_path)
     with pytest.raises(SystemExit):
-        app.write_report(None)
+        app.ReportTask(refuse)(None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "then type the same command again" in line

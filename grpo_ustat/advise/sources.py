@@ -13,13 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.advise.verdict import (
-    UNKNOWN,
-    Advice,
-    group_size_advice,
-    other_sizes,
-    usual_rollouts,
-)
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.reward_funcs import TASK, as_typed
 from grpo_ustat.config.schema import ConfigError, did_you_mean
@@ -37,6 +30,13 @@ from grpo_ustat.logs.rewards import (
     read_rewards,
     reward_lines,
     share_text,
+)
+from grpo_ustat.pages.advice import (
+    UNKNOWN,
+    Advice,
+    group_size_advice,
+    other_sizes,
+    usual_rollouts,
 )
 from grpo_ustat.pages.decision import (
     best_size_sentence,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig
 
@@ -67,8 +67,12 @@ def main(command: Command) -> None:
         raise SystemExit(130) from None
 
 
-def report() -> None:
-    """Compose `conf/report.yaml`, check it, and report the runs that it names."""
+def report(write: Callable[[Any, Path], None]) -> None:
+    """Compose `conf/report.yaml`, check it, and report the runs that it names.
+
+    Args:
+        write: writes what a `ReportEntry` asks for into a folder.
+    """
     note_typed("report", sys.argv[1:])
     sys.argv[1:] = map(quote_folders, sys.argv[1:])
     try:
@@ -77,7 +81,7 @@ def report() -> None:
         node = compose_single("report", sys.argv[1:])
         if node is not None:
             create_folder(Path(node.hydra.run.dir), "hydra.run.dir")
-        _start("report", node, write_report)
+        _start("report", node, ReportTask(write))
     except ConfigError as error:
         _exit(error)
     except Exception as error:
@@ -97,19 +101,22 @@ def _start(
         run_composed(entry, node, task, config_dir)
 
 
-def write_report(node: DictConfig) -> None:
+@dataclass(frozen=True)
+class ReportTask:
     """Hydra's task of `report`; a folder that stays empty is removed again."""
-    folder = output_folder()
-    try:
-        config = build_config(node, SCHEMAS["report"])
-        from grpo_ustat.report.aggregate import report_runs
 
-        report_runs(config.patterns, folder, config.steps)
-    except ConfigError as error:
-        remove_empty(folder)  # Hydra has created it
-        _exit(error)
-    except Exception as error:
-        _exit_by_fault(error)
+    write: Callable[[Any, Path], None]
+
+    def __call__(self, node: DictConfig) -> None:
+        """Report into Hydra's folder."""
+        folder = output_folder()
+        try:
+            self.write(build_config(node, SCHEMAS["report"]), folder)
+        except ConfigError as error:
+            remove_empty(folder)  # Hydra has created it
+            _exit(error)
+        except Exception as error:
+            _exit_by_fault(error)
 
 
 def quote_folders(word: str) -> str:

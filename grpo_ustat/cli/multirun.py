@@ -18,7 +18,7 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.lock import peek
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main
 from grpo_ustat.distributed.signals import Stopped, StopRequest
-from grpo_ustat.launch.command import load_command
+from grpo_ustat.launch.command import load_command, load_sweep_report
 from grpo_ustat.launch.run import REFUSALS, run
 from grpo_ustat.launch.submitit import leave
 from grpo_ustat.mirror.backends import IN_SWEEP, offline_runs, sync_command
@@ -62,10 +62,8 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
     if todo:
         _launch(entry, invocation, todo)
     if config.report.name:
-        from grpo_ustat.report.aggregate import report_sweep
-
         folder = planned_runs[0].sweep / config.report.name
-        report_sweep(sweep.entries, folder, config.report.steps)
+        load_sweep_report()(sweep.entries, folder, config.report.steps)
     offline = [place for one in sweep.entries for place in offline_runs(one.folder)]
     if offline:
         tell(f"logger=wandb: {sync_command(offline, sweep.file.parent)}", file=sys.stderr)

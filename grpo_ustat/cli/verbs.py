@@ -18,11 +18,13 @@ class Verb:
         purpose: in a line.
         example: arguments that do something useful.
         arguments: of a verb whose command line is not Hydra's: all that it takes by name.
+        module: has the `main` of a verb without a room of its own.
     """
 
     purpose: str
     example: tuple[str, ...]
     arguments: tuple[str, ...] = ()
+    module: str = ""
 
 
 VERBS = {
@@ -44,11 +46,17 @@ VERBS = {
         "rollouts of TRL, verl, NeMo-RL, prime-rl ... as one file for mse",
         ("rollouts/", "rollouts.parquet"),
         ("--from", "--group-size", "--reward", "--version"),
+        "grpo_ustat.cli.convert",
     ),
     "report": Verb(
         "figures, tables and a page of any runs, finished or not", ("runs=outputs/train",)
     ),
-    "sweep": Verb("how far the runs of a sweep are", ("status", "outputs/train"), ("status",)),
+    "sweep": Verb(
+        "how far the runs of a sweep are",
+        ("status", "outputs/train"),
+        ("status",),
+        "grpo_ustat.cli.sweep",
+    ),
     "mirror": Verb(
         "send run folders to wandb, TensorBoard or trackio",
         ("outputs/train/NAME/seed=0", "logger=wandb"),

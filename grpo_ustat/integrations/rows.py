@@ -1,8 +1,8 @@
 """Baselines for other trainers, whose batches are rows: a reward and the group of each completion.
 
 Offered are the rules that read rewards alone (`REWARDS_ALONE`), with the options of
-`conf/baseline/`. `grpo_ustat.integrations.verl`, `grpo_ustat.integrations.skyrl` and `grpo_ustat.integrations.slime` give them to these
-trainers by name. Nothing here needs transformers: other versions of it do no harm.
+`conf/baseline/`. `verl`, `skyrl` and `slime` beside this module give them to these trainers by
+name. Nothing here needs transformers: other versions of it do no harm.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SkyRL with our baselines as advantage estimators `grpo_ustat_NAME`: see docs/skyrl.md.
 
-`python -m grpo_ustat.integrations.skyrl` takes what `python -m skyrl.train.entrypoints.main_base` takes. An
-entry point of one's own imports this module first. Names that SkyRL has already, from another
-process of the same run, stay as they are.
+`python -m grpo_ustat.integrations.skyrl` takes what
+`python -m skyrl.train.entrypoints.main_base` takes. An entry point of one's own imports this module
+first. Names that SkyRL has already, from another process of the same run, stay as they are.
 """
 
 from __future__ import annotations

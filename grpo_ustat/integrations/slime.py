@@ -1,7 +1,7 @@
 """Our baselines as advantage functions of slime: see docs/slime.md.
 
-`--custom-advantage-function-path grpo_ustat.integrations.slime.NAME`, NAME one of `REWARDS_ALONE`, and
-`--custom-pg-loss-reducer-function-path grpo_ustat.integrations.slime.token_sum`.
+`--custom-advantage-function-path grpo_ustat.integrations.slime.NAME`, NAME one of `REWARDS_ALONE`,
+and `--custom-pg-loss-reducer-function-path grpo_ustat.integrations.slime.token_sum`.
 """
 
 from __future__ import annotations

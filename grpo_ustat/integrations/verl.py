@@ -1,7 +1,8 @@
 """Our baselines as advantage estimators of verl, `grpo_ustat_NAME`: see docs/verl.md.
 
-Imported by verl itself, under `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl`. Rules that read more
-than rewards have a name as well, which says so: verl's own message names no other estimator.
+Imported by verl itself, under `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl`. Rules that
+read more than rewards have a name as well, which says so: verl's own message names no other
+estimator.
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Run = Callable[[Any, Any], float | None]
@@ -33,3 +36,22 @@ class Command:
 def load_command(name: str) -> Command:
     """The command of this name; ranks and jobs, which are started with the name alone, call it."""
     return importlib.import_module(f"grpo_ustat.{name}.__main__").COMMAND
+
+
+def load_sweep_report() -> Callable[[Sequence[Any], Path, Sequence[int] | None], None]:
+    """The function that reports a sweep: from its entries into a folder, at steps of training."""
+    return importlib.import_module("grpo_ustat.report.__main__").report_sweep
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """For imports: what they make stays, and to look through it again and again takes a sixth of
+    their time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -19,8 +19,7 @@ from grpo_ustat.distributed.ranks import RefusedByRank, is_main, world
 from grpo_ustat.distributed.signals import StopRequest, stop_if_requested
 from grpo_ustat.distributed.slurm import join_tasks
 from grpo_ustat.estimators.baselines import UnfitRewards
-from grpo_ustat.imports import without_garbage_collection
-from grpo_ustat.launch.command import Command
+from grpo_ustat.launch.command import Command, without_garbage_collection
 from grpo_ustat.launch.sharding import check_sharing, export_sharing
 from grpo_ustat.launch.torchrun import RanksFailed, run_ranks
 from grpo_ustat.mirror.follow import Mirroring

@@ -58,8 +58,8 @@ class Format:
 
 def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
     """TRL's completions_{step:05d}.parquet, from GRPOTrainer's log: a row a completion, a column of
-    each reward function; token ids and the policy's step only where `grpo_ustat.integrations.trl.record` was
-    among the reward functions.
+    each reward function; token ids and the policy's step only where
+    `grpo_ustat.integrations.trl.record` was among the reward functions.
     """
     from pyarrow import parquet
 

@@ -8,8 +8,7 @@ from typing import Any
 from grpo_ustat.pages.symbols import baseline_word
 from grpo_ustat.pages.tables import Table, three_digits
 from grpo_ustat.records import joint_quantity
-from grpo_ustat.report.collect import key_label
-from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.record import RunRecord, key_label
 
 CURVE_KEYS = ("method", "target", "setting", "num_prompts")  # of a curve, beside its baseline
 ENDS = ("", "_low", "_high")

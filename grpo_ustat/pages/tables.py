@@ -15,6 +15,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as TerminalTable
 
+from grpo_ustat.records import ACCURACY
 from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.terminal.console import excerpt, visible
@@ -424,4 +425,35 @@ def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
     return (
         f" WARNING: {timeouts + failures} of {rollouts} answers could not be judged ({timeouts} "
         f"timed out, {failures} failed) and count as wrong."
+    )
+
+
+def evaluation_table(result: dict[str, Any]) -> Table:
+    """One run's held-out accuracy by step and decoding, with pass@k of the largest k where there
+    is one; or its mean reward.
+    """
+    first = result["evals"][0]
+    name, pass_at = first["quantity"], []
+    if name == ACCURACY:
+        pass_at = [key for key in first if key.startswith("pass@") and key[5:].isdigit()][-1:]
+    rows = [
+        [
+            str(row["step"]),
+            row["decoding"],
+            f"{row['mean_reward']:.3f}",
+            f"[{row['low']:.3f}, {row['high']:.3f}]",
+            *("-" if row[key] is None else f"{row[key]:.3f}" for key in pass_at),
+            percentage(row["clipped_ratio"], 1),
+            percentage(row["extraction_failure_ratio"], 1),
+        ]
+        for row in result["evals"]
+    ]
+    return Table(
+        title=f"Held-out {name} of {result['run']}",
+        columns=("step", "decoding", name, "95 % interval", *pass_at, "cut", "no answer"),
+        rows=rows,
+        notes=[
+            f"{first['n']} questions; 95 % intervals generalising to new questions; cut: at "
+            "max_completion_length; no answer: no answer could be read"
+        ],
     )

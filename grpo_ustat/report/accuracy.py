@@ -15,10 +15,9 @@ import numpy as np
 
 from grpo_ustat.estimators.intervals import LEVEL, Interval, t_interval
 from grpo_ustat.pages.tables import Table
-from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
+from grpo_ustat.records import MEAN_REWARD, joint_quantity
 from grpo_ustat.report.settings import Axis, setting_labels
 from grpo_ustat.runs.record import RunRecord
-from grpo_ustat.terminal.streams import percentage
 
 Keys = tuple[str, ...]
 BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)  # of family, of cell
@@ -472,34 +471,3 @@ def _interval_source(cells: Sequence[AccuracyCell]) -> str:
         return seeds
     sizes = sorted({cell["group_size"] for cell in single})
     return f"{seeds}; {over_questions}: G = {', '.join(map(str, sizes))})"
-
-
-def evaluation_table(result: dict[str, Any]) -> Table:
-    """One run's held-out accuracy by step and decoding, with pass@k of the largest k where there
-    is one; or its mean reward.
-    """
-    first = result["evals"][0]
-    name, pass_at = first["quantity"], []
-    if name == ACCURACY:
-        pass_at = [key for key in first if key.startswith("pass@") and key[5:].isdigit()][-1:]
-    rows = [
-        [
-            str(row["step"]),
-            row["decoding"],
-            f"{row['mean_reward']:.3f}",
-            f"[{row['low']:.3f}, {row['high']:.3f}]",
-            *("-" if row[key] is None else f"{row[key]:.3f}" for key in pass_at),
-            percentage(row["clipped_ratio"], 1),
-            percentage(row["extraction_failure_ratio"], 1),
-        ]
-        for row in result["evals"]
-    ]
-    return Table(
-        title=f"Held-out {name} of {result['run']}",
-        columns=("step", "decoding", name, "95 % interval", *pass_at, "cut", "no answer"),
-        rows=rows,
-        notes=[
-            f"{first['n']} questions; 95 % intervals generalising to new questions; cut: at "
-            "max_completion_length; no answer: no answer could be read"
-        ],
-    )

@@ -10,8 +10,7 @@ from typing import Any
 from grpo_ustat.records import joint_quantity
 from grpo_ustat.report import accuracy
 from grpo_ustat.report.accuracy import AccuracyCell, budget_name
-from grpo_ustat.report.collect import key_label
-from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.record import RunRecord, key_label
 
 
 def at_last(

@@ -32,7 +32,7 @@ from grpo_ustat.report.accuracy_answer import (
     setting_sentence,
 )
 from grpo_ustat.report.accuracy_figure import accuracy_figure
-from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, key_label, read_runs
+from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, read_runs
 from grpo_ustat.report.joint_page import Report, page, runs_table
 from grpo_ustat.report.published import published_table
 from grpo_ustat.report.settings import ROLLOUTS, SIZE, Axis, setting_labels, swept_axis
@@ -44,7 +44,7 @@ from grpo_ustat.report.verdicts import (
     verdict_sentence,
 )
 from grpo_ustat.runs.files import write_whole
-from grpo_ustat.runs.record import CODE, CONFIG, RunRecord
+from grpo_ustat.runs.record import CODE, CONFIG, RunRecord, key_label
 from grpo_ustat.runs.status import Entry
 from grpo_ustat.terminal.console import Console, tell
 from grpo_ustat.terminal.streams import single_line

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ustat.report.collect import key_label
-from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.record import RunRecord, key_label
 
 SIZE, ROLLOUTS = "group_size", "budget.rollouts"
 OF_TEST = ("dataset.", "eval.", "data")  # runs that differ in these answered other questions

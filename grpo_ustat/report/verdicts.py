@@ -10,8 +10,16 @@ from grpo_ustat.pages.run_page import PREDICTED
 from grpo_ustat.pages.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
 from grpo_ustat.pages.svg import inlined
 from grpo_ustat.pages.tables import Table
-from grpo_ustat.report.collect import distinguishing_keys, key_label
-from grpo_ustat.runs.record import AGREES, COUNTED, DISAGREES, OPEN, RunRecord, verdict_counts
+from grpo_ustat.report.collect import distinguishing_keys
+from grpo_ustat.runs.record import (
+    AGREES,
+    COUNTED,
+    DISAGREES,
+    OPEN,
+    RunRecord,
+    key_label,
+    verdict_counts,
+)
 from grpo_ustat.terminal.streams import single_line
 
 UNFINISHED = "unfinished"

@@ -427,3 +427,19 @@ def verdict_counts(claims: Sequence[dict[str, Any]]) -> dict[str, int]:
     for claim in claims:
         counts[claim["verdict"]] += 1
     return counts
+
+
+def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:
+    """A run's values of some keys, as on a command line.
+
+    >>> keys = {"baseline.name": "opo", "learning_rate": 0.1}
+    >>> key_label(keys, ["baseline.name", "learning_rate"])
+    'baseline=opo learning_rate=0.1'
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, list):
+            return f"[{','.join(map(text, value))}]"
+        return "null" if value is None else str(value)
+
+    return " ".join(f"{name.removesuffix('.name')}={text(keys.get(name))}" for name in names)

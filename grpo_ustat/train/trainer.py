@@ -19,9 +19,8 @@ from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.symbols import ALARM_WORDS
-from grpo_ustat.pages.tables import clipped_warning, write_csv
+from grpo_ustat.pages.tables import clipped_warning, evaluation_table, write_csv
 from grpo_ustat.records import Prompt
-from grpo_ustat.report.accuracy import evaluation_table
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.runs.faults import NotSaved

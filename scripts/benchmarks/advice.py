@@ -20,9 +20,9 @@ import numpy as np
 from scipy.optimize import brentq
 
 from grpo_ustat.advise.sources import scaling_of_steps
-from grpo_ustat.advise.verdict import group_size_advice
 from grpo_ustat.estimators.moments import exact_moments, pool_gradient_weights
 from grpo_ustat.estimators.scaling import prompt_scaling
+from grpo_ustat.pages.advice import group_size_advice
 
 POPULATION, OUTCOMES, WIDTH = 400, 8, 24
 

@@ -42,7 +42,7 @@ def test_a_wheel_finds_its_configurations(tmp_path):
     assets = clean.glob("lib/*/site-packages/grpo_ustat/assets/*/model.safetensors")
     assert {p.parent.name for p in assets} == {"tiny", "tiny_base", "tiny_direct"}
     assert [*clean.glob("lib/*/site-packages/grpo_ustat/py.typed")]  # type checkers read our types
-    templates = clean.glob("lib/*/site-packages/grpo_ustat/report/templates/*")
+    templates = clean.glob("lib/*/site-packages/grpo_ustat/pages/templates/*")
     assert {p.name for p in templates} == {"page.html.j2", "page.css", "page.js"}
 
 

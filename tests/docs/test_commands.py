@@ -35,7 +35,9 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "python scripts/tools/try_vllm.py": "tests/rollout/test_vllm.py",
     ".venv/bin/python scripts/tools/fetch_smollm2.py": "tests/policy/test_loading.py",
     "eval": "tests/cli/test_completion.py",
-    "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl python": "tests/integrations/test_verl.py",
+    "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl python": (
+        "tests/integrations/test_verl.py"
+    ),
     "python -m grpo_ustat.integrations.skyrl": "tests/integrations/test_skyrl.py",
     "python train.py": "tests/integrations/test_slime.py",
     "VLLM_SERVER_DEV_MODE=1": "tests/rollout/test_vllm_server.py",

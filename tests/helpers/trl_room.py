@@ -1,4 +1,4 @@
-"""grpo_ustat.integrations.trl also where TRL is not installed, and a trainer with what it uses of TRL's."""
+"""The TRL hooks also where TRL is not installed, and a trainer with what they use of TRL's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """When it measures, what it logs and says, on how many ranks, and that training does not notice.
 
-Scores are made up here; tests/integrations/test_real_trl.py has those of a policy in the real trainer.
+Scores are made up here; tests/integrations/test_real_trl.py has those of a policy in the real
+trainer.
 """
 
 from __future__ import annotations

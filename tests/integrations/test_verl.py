@@ -1,7 +1,7 @@
 """verl's registry: a stand-in of its decorator and its call; where verl is installed, verl itself.
 
-`VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl python -m verl.trainer.main_ppo` begins as the slow test
-does: verl imports the module while it is imported itself.
+`VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl python -m verl.trainer.main_ppo` begins as
+the slow test does: verl imports the module while it is imported itself.
 """
 
 from __future__ import annotations

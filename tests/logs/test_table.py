@@ -112,7 +112,7 @@ def trl(folder):
 
 
 def recorded_trl(folder, reused=0):
-    """With `grpo_ustat.integrations.trl.record` among the reward functions; written `reused` steps before."""
+    """With the recorder among the reward functions; written `reused` steps before."""
     (folder / "completions").mkdir(parents=True, exist_ok=True)
     table = {
         "step": [3] * 10, "prompt": [text(one[2]) for one in rows()],

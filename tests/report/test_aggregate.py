@@ -13,8 +13,8 @@ import pytest
 from folders import begin, configured, studied, trained
 from slow_cases import slow_but
 
-from grpo_ustat.cli import app
 from grpo_ustat.pages.learning import learning_rows
+from grpo_ustat.report import __main__ as command
 from grpo_ustat.report import aggregate
 from grpo_ustat.report.accuracy_answer import at_last, best_sentence
 from grpo_ustat.report.aggregate import report_runs, report_sweep
@@ -45,7 +45,7 @@ def test_what_cannot_be_reported_is_one_line(arguments, message, tmp_path, monke
     if "hydra.run.dir" in str(arguments):
         monkeypatch.setattr(sys, "argv", ["report", arguments[0], "hydra.run.dir='a/seed=0'"])
     with pytest.raises(SystemExit) as refused:
-        app.report()
+        command.main()
     said = capsys.readouterr().err
     assert refused.value.code == 2 and message in said and len(said.splitlines()) == 1
     assert not (tmp_path / "outputs/report").exists()

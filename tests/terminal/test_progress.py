@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from grpo_ustat.runs.log import warn
-from grpo_ustat.terminal.console import progress
+from grpo_ustat.terminal import progress
 from grpo_ustat.terminal.progress import Activity, Meter, Progress, TrainingBar, listening
 
 

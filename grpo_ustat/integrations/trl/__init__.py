@@ -24,7 +24,8 @@ except metadata.PackageNotFoundError:
     ) from None
 if Version(_installed).release < Version(LEAST_TRL).release:
     raise ImportError(
-        f"grpo_ustat.integrations.trl needs TRL {LEAST_TRL} or newer, {_installed} is installed: {INSTALL}"
+        f"grpo_ustat.integrations.trl needs TRL {LEAST_TRL} or newer, {_installed} is installed: "
+        f"{INSTALL}"
     )
 
 from grpo_ustat.integrations.trl.callback import GradientNoiseCallback  # noqa: E402

@@ -14,7 +14,6 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from grpo_ustat.advise.verdict import group_size_advice, other_sizes
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
@@ -32,6 +31,7 @@ from grpo_ustat.integrations.trl.generation import (
     whole_groups,
 )
 from grpo_ustat.integrations.trl.support import check_trainer
+from grpo_ustat.pages.advice import group_size_advice, other_sizes
 from grpo_ustat.pages.decision import group_size_costs
 from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.policy.logprobs import pack

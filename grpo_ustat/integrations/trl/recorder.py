@@ -29,9 +29,9 @@ def record(
     trainer = log_extra.__self__  # a method of the trainer
     if any(getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")):
         raise ConfigError(
-            "grpo_ustat.integrations.trl.record cannot log this run: it has tools, environments or a "
-            "rollout_func, whose tokens a reward function cannot tell from the policy's own; leave "
-            "record out of reward_funcs"
+            "grpo_ustat.integrations.trl.record cannot log this run: it has tools, environments "
+            "or a rollout_func, whose tokens a reward function cannot tell from the policy's own; "
+            "leave record out of reward_funcs"
         )
     prompt_ids, *_rest = trainer._tokenize_prompts(list(prompts))
     log_extra("prompt_ids", [list(ids) for ids in prompt_ids])

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_ustat.advise.verdict import CHOOSE, KEEP, LOWER, RAISE, UNKNOWN, group_size_advice
+from grpo_ustat.pages.advice import CHOOSE, KEEP, LOWER, RAISE, UNKNOWN, group_size_advice
 
 # n MSE = G + 2 + 9/(G-1): G* = 4, and 13, 9, 11.286, 18.6 at G = 2, 4, 8, 16
 SCALING = {
