@@ -17,16 +17,8 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import ENDING
 from grpo_ustat.estimators.baselines import PLUGIN_GROUP, own_rules
 
-NO_CUT = {"top_p": 1.0, "top_k": 0}  # were fields of one value each, and keep their place in hashes
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 OF_THE_MODEL = ("size", "learning_rate", "lora_learning_rate")  # change no result by themselves
-REWRITTEN = {  # hash of an embedded policy: its hash before its tokenizer was written otherwise
-    "d3e245593976": "41c7b89189fa",
-    "141bb549a609": "a5b20b037c83",
-    "ecec94fe94a9": "2f18b1ecb1c2",
-}
-NEUTRAL_STUDY = {"metric": "euclidean", "parameters": None}
-REWARDED = ("reward_funcs", "reward_weights")
 LONGEST_WORDS = 200  # bytes; file systems end names at 255
 OPERATIONAL = (
     "output_root",
@@ -67,8 +59,6 @@ def identity(config: Any) -> dict[str, Any]:
         ConfigError: the model's folder holds adapters that cannot be loaded.
     """
     keys = drop_unused_rules(drop_neutral_keys(asdict(config)))
-    if config.model is not None:
-        keys |= NO_CUT
     keys = {key: value for key, value in keys.items() if key not in operational_keys(keys)}
     if getattr(config, "imports_pool", False):
         keys["pool"] = file_digest(config.pool)  # data, where a folder of ours is only a cache
@@ -87,65 +77,49 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     """A configuration's keys without those that change no result.
 
     These are the model's size, from which costs are estimated; what a model or a data set has for
-    fields that are not set, since the fields count; where local data are, which count by their
-    content; which part of a pool is filled; and `NO_CUT`, of configurations of older runs.
+    fields that are not set, since the fields count; where local data and a server are, of which
+    the content counts; which part of a pool is filled; a number of minibatches beside their size,
+    which counts then; settings of AdamW's metric where it is not used; weights of reward functions
+    that are all 1; and `tf32` where no product is TF32.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
     {'model': {'name': 'x'}, 'dataset': {'path': 'local'}}
-
-    A number of minibatches that leaves the batch whole, or does not count, is left out too: older
-    configurations have no such key. So are a study's `rollout=local` and Euclidean metric, which
-    has no steps of AdamW, `tf32` where no product is TF32, and reward functions where there is the
-    task's own alone, of weight 1.
-
-    >>> "rollout" in drop_neutral_keys({"study": {}, "rollout": {"name": "local"}})
-    False
-    >>> drop_neutral_keys({"reward_funcs": ["task"], "reward_weights": [1.0]})
-    {'model': {}, 'dataset': {}}
+    >>> drop_neutral_keys({"objective": {"minibatch_size": 8, "num_minibatches": 4}})
+    {'objective': {'minibatch_size': 8}}
     """
-    model = {key: value for key, value in keys.get("model", {}).items() if key not in OF_THE_MODEL}
     if "bed" in keys:
         return keys
-    keys = {key: value for key, value in keys.items() if key not in NO_CUT}
-    dataset = dict(keys.get("dataset", {}))
-    dataset.pop("max_completion_length", None)
-    for name in ("path", "test_path", "test_ids"):
-        place = dataset.get(name)
-        if place is not None and Path(place).expanduser().exists():
-            dataset[name] = "local"
-    own = reward_file(dataset.get("reward") or "")
-    if own and own[0].exists():
-        dataset["reward"] = f"local:{own[1]}"
+    keys = dict(keys)
+    if "model" in keys:
+        keys["model"] = {k: v for k, v in keys["model"].items() if k not in OF_THE_MODEL}
+    if "dataset" in keys:
+        dataset = keys["dataset"] = dict(keys["dataset"])
+        dataset.pop("max_completion_length", None)
+        for name in ("path", "test_path", "test_ids"):
+            place = dataset.get(name)
+            if place is not None and Path(place).expanduser().exists():
+                dataset[name] = "local"
+        own = reward_file(dataset.get("reward") or "")
+        if own and own[0].exists():
+            dataset["reward"] = f"local:{own[1]}"
     if "reward_funcs" in keys:
-        functions = {"reward_funcs": local_reward_funcs(keys["reward_funcs"])}
-        weights = keys.get("reward_weights")
-        if weights not in (None, [1.0] * len(keys["reward_funcs"])):
-            functions["reward_weights"] = weights
-        keys = {key: value for key, value in keys.items() if key not in REWARDED}
-        keys |= {} if functions == {"reward_funcs": [TASK]} else functions
-    study = {key: value for key, value in keys.get("study", {}).items() if key != "part"}
-    for key, neutral in NEUTRAL_STUDY.items():
-        if study.get(key) == neutral:
-            study.pop(key, None)
-    if "metric" not in study:  # of AdamW's metric alone
-        study = {key: value for key, value in study.items() if not key.startswith("adam_")}
-    objective = dict(keys.get("objective", {}))
-    if objective.get("num_minibatches") == 1 or objective.get("minibatch_size") is not None:
-        objective.pop("num_minibatches", None)
-    if "rollout" in keys:  # where a server is, changes nothing
-        rollout = {k: v for k, v in keys["rollout"].items() if k not in NEUTRAL}
-        if rollout["name"] == "vllm" and rollout["max_model_len"] is None:
-            rollout["max_model_len"] = 2048  # what null was written as
-        keys["rollout"] = rollout
-    if "study" in keys and keys.get("rollout", {}).get("name") == "local":
-        keys.pop("rollout")
+        if keys.get("reward_weights") == [1.0] * len(keys["reward_funcs"]):
+            keys["reward_weights"] = None
+        keys["reward_funcs"] = local_reward_funcs(keys["reward_funcs"])
+    if "study" in keys:
+        study = keys["study"] = {k: v for k, v in keys["study"].items() if k != "part"}
+        if study.get("metric") != "adam":
+            keys["study"] = {k: v for k, v in study.items() if not k.startswith("adam_")}
+    if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
+        keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
+    if "rollout" in keys:
+        keys["rollout"] = {k: v for k, v in keys["rollout"].items() if k not in NEUTRAL}
     if "tf32" in keys:
-        device, dtype = str(keys.get("launch", {}).get("device")), model.get("dtype")
-        in_use = tf32_in_use(keys["tf32"], device, str(dtype))  # of a file, which may lack them
-        keys = {k: v for k, v in keys.items() if k != "tf32"} | ({"tf32": True} if in_use else {})
-    groups = {"study": study, "objective": objective}
-    return keys | {"model": model, "dataset": dataset} | {k: v for k, v in groups.items() if v}
+        device = str(keys.get("launch", {}).get("device"))
+        dtype = str(keys.get("model", {}).get("dtype"))  # of a file, which may lack them
+        keys["tf32"] = tf32_in_use(keys["tf32"], device, dtype)
+    return keys
 
 
 def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
@@ -172,8 +146,7 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
 
     Adapters count with how they are added and with the model that they are added to.
 
-    Files count by their content, see `_hash_of`. Where other files give the same tokens as before
-    (`REWRITTEN`), the hash stays, and with it runs and pools.
+    Files count by their content, see `_hash_of`.
     """
     folder = model_folder(model_name_or_path)
     files = sorted(file for kind in MODEL_FILES for file in folder.glob(kind))
@@ -183,8 +156,7 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
     adapters = adapter_base(folder)
     if adapters is not None:
         total.update(str(weights_fingerprint(adapters[0])).encode())
-    digest = total.hexdigest()[:12]
-    return REWRITTEN.get(digest, digest)
+    return total.hexdigest()[:12]
 
 
 def data_fingerprint(dataset: Any) -> str | None:

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.minibatch import decompose
 from grpo_ustat.mse import replay as study_replay
-from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import BaselineContext, ScorePool
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/helpers"))
+from tabular import TabularPolicy  # noqa: E402
 
 RULES = {
     "maxrl": {"epsilon": 1e-6},

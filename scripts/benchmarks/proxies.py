@@ -11,6 +11,8 @@ correction on ranks, which `grpo_ustat.estimators.proxies` leaves out since it i
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 import numpy as np
 from scipy import stats
@@ -22,8 +24,10 @@ from grpo_ustat.estimators.proxies import (
     grade_covariance,
     proxy_correlations,
 )
-from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import Array, ScorePool
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/helpers"))
+from tabular import TabularPolicy  # noqa: E402
 
 LAWS = {  # a, b, spread, slope
     "harder, larger scores": (1.5, 3.5, 0.25, 1.0),

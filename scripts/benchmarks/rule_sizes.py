@@ -17,14 +17,18 @@ right answers. Pools are drawn again and again; of each, `group_std` against g /
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 import numpy as np
 
 from grpo_ustat.estimators.normalised import normalised_moments, right_and_wrong
 from grpo_ustat.mse.replay import replay
 from grpo_ustat.mse.rule_sizes import ROLLOUTS, RuleLaw, growth, rule_sizes
-from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import ScorePool
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/helpers"))
+from tabular import TabularPolicy  # noqa: E402
 
 EPSILON = 1e-9  # what group_std adds to a standard deviation
 

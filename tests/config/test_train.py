@@ -129,12 +129,9 @@ def test_algorithm_2_in_full():
     assert config.objective.num_iterations == 1 and config.objective.num_minibatches > 1
 
 
-def test_a_batch_that_is_left_whole_keeps_its_folder():
-    """Minibatches by number came later: what runs had before is the same run still."""
-    keys = drop_neutral_keys({"objective": {"minibatch_size": None, "num_minibatches": 1}})
-    assert (
-        keys["objective"] == drop_neutral_keys({"objective": {"minibatch_size": None}})["objective"]
-    )
+def test_a_number_of_minibatches_counts_where_their_size_is_not_set():
+    sized = {"minibatch_size": 8, "num_minibatches": 4}
+    assert drop_neutral_keys({"objective": sized}) == {"objective": {"minibatch_size": 8}}
     assert folder_name(compose("train", "objective=grpo")) != folder_name(
         compose("train", "objective=grpo", "objective.num_minibatches=1")
     )

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from prompt_pools import pool_of, prompts
+from tabular import TabularPolicy
 from ustatistics import pairwise
 
 from grpo_ustat.estimators.allocation import (
@@ -18,7 +19,6 @@ from grpo_ustat.estimators.allocation import (
     shrunken_variance,
 )
 from grpo_ustat.estimators.halves import group_error, halves_of
-from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import ScorePool
 
 

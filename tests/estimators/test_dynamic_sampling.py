@@ -6,12 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
+from tabular import TabularPolicy
 
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import BaselineContext
 
 SIZE = 3

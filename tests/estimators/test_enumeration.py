@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 from reference import bias_and_mse, minibatch_mse, softmax_policy, true_gradient
+from tabular import TabularPolicy
 from ustatistics import estimate, hoeffding, pairwise
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages, group_mean
 from grpo_ustat.estimators.scaling import scaling_law
-from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import BaselineContext
 
 LOGITS = [[0.3, -0.8, 0.5], [-0.2, 1.1, 0.4]]

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from tabular import TabularPolicy
 
 from grpo_ustat.estimators.moments import (
     _centred_powers,
@@ -15,7 +16,6 @@ from grpo_ustat.estimators.moments import (
     pool_gradient_weights,
     pool_moments,
 )
-from grpo_ustat.policy.tabular import TabularPolicy
 
 
 def squared_covariance(q, z):

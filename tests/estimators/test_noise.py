@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from reference import minibatch_mse
+from tabular import TabularPolicy
 
 from grpo_ustat.estimators.intervals import Interval, ratio_interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
@@ -17,7 +18,6 @@ from grpo_ustat.estimators.noise import (
     prompt_share,
 )
 from grpo_ustat.estimators.scaling import prompt_scaling, scaling_estimate, scaling_law, widening
-from grpo_ustat.policy.tabular import TabularPolicy
 
 DIMENSIONS = 3
 

@@ -7,13 +7,13 @@ import math
 
 import numpy as np
 import pytest
+from tabular import TabularPolicy
 from ustatistics import estimate, pairwise
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import group_std
 from grpo_ustat.gap.claims import AGREES, DISAGREES, OPEN
 from grpo_ustat.gap.lemma11 import lemma11
-from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import BaselineContext
 
 SIZES = [4, 16, 64, 256]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from tabular import TabularPolicy
 
-from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import ScorePool
 
 

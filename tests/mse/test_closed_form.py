@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tabular import TabularPolicy
 
 from grpo_ustat.estimators.intervals import Tails, jackknife_interval
 from grpo_ustat.estimators.moments import delete_one_moments, pool_moments
 from grpo_ustat.estimators.scaling import HeavyTails, best_group_size, scaling_from_arrays
 from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, _change_between, closed_form
 from grpo_ustat.mse.verdict import heavy_warning, refutes_assumption2
-from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import ScorePool
 
 BASELINES = ["none", "leave_one_out", "group_mean", "oracle"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from reference import BASELINE_OPTIONS
 from scipy import stats
+from tabular import TabularPolicy
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.minibatch import decompose
@@ -16,7 +17,6 @@ from grpo_ustat.mse import replay as study_replay
 from grpo_ustat.mse import replay_independent
 from grpo_ustat.mse.replay import LIMITS, limit_refusal, own_mean_refusal, replay, replay_refusal
 from grpo_ustat.mse.replay_draws import rest_gradient
-from grpo_ustat.policy.tabular import TabularPolicy
 from grpo_ustat.records import BaselineContext, ScorePool
 
 RULES = [name for name, rule in BASELINES.items() if not rule.only_trains]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tabular import TabularPolicy
 from test_closed_form import pool_of
 
 from grpo_ustat.estimators.normalised import (
@@ -14,7 +15,6 @@ from grpo_ustat.estimators.normalised import (
 )
 from grpo_ustat.mse.replay import replay
 from grpo_ustat.mse.rule_sizes import ROLLOUTS, RuleLaw, best_sizes, growth, rule_sizes
-from grpo_ustat.policy.tabular import TabularPolicy
 
 SIZES = (4, 8, 16, 32, 64, 128)
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from commands import compose
 from fake_vllm import FakeLLM, install
 from fakes import letter_prompts
 
 from grpo_ustat.cli import compose as composing
-from grpo_ustat.config.identity import folder_name, identity
+from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed import ranks
 from grpo_ustat.distributed.ranks import RefusedByRank
@@ -25,25 +24,9 @@ from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
 from grpo_ustat.mse.sampler import MOST_GAP, sampler_text, start_sampler
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.record import identity_keys
 
 SMALL = ("debug=mse", "model=tiny_base", "study.questions=3", "max_completion_length=64")
 VLLM = ("rollout=vllm", "rollout.max_model_len=128")
-
-
-def test_a_study_without_the_group_is_the_same_run_and_pool(tmp_path):
-    """Folders, hashes and pools of before `rollout` was a group of studies."""
-    config = compose("mse", "model=tiny_base")
-    assert folder_name(config).endswith("closed_form-3e80539c")
-    assert "rollout" not in identity(config) and "rollout" not in draws_of(config)
-    folder = RunFolder(tmp_path, config)
-    folder.open()
-    file = tmp_path / ".hydra" / "config.yaml"
-    stored = yaml.safe_load(file.read_text())
-    old = {key: value for key, value in stored.items() if key != "rollout"}
-    file.write_text(yaml.safe_dump(old))
-    folder.check()
-    assert identity_keys(old) == identity_keys(asdict(config))
 
 
 def test_a_study_with_vllm_is_another_run_and_another_pool(tmp_path):
