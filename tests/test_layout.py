@@ -12,6 +12,36 @@ PACKAGE = TESTS.parent / "grpo_ustat"
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
 BESIDE = {"commands", "scripts", "docs", "gpu"}  # whole commands, scripts/, pages, one device
 FILES = sorted(TESTS.rglob("test_*.py"))
+GROUND = ("config", "estimators", "terminal")
+MAY_IMPORT = {  # each room, from the top, and the rooms below it that it may import
+    # commands
+    "train": ("cli", "launch", "costs", "pages", "rollout", "policy", "tasks", "runs",
+              "distributed", *GROUND),
+    "mse": ("cli", "launch", "costs", "pages", "logs", "rollout", "policy", "tasks", "runs",
+            "distributed", *GROUND),
+    "gap": ("report", "cli", "launch", "costs", "pages", "rollout", "runs", "distributed", *GROUND),
+    "report": ("cli", "pages", "runs", *GROUND),
+    "advise": ("pages", "logs", "runs", *GROUND),
+    "doctor": ("tasks", "runs", "distributed", "config", "terminal"),
+    "integrations": ("pages", "policy", *GROUND),
+    # machinery
+    "cli": ("launch", "mirror", "logs", "policy", "tasks", "runs", "distributed", *GROUND),
+    "launch": ("mirror", "runs", "distributed", *GROUND),
+    "mirror": ("runs", "distributed", "config", "terminal"),
+    "costs": ("policy", "runs", *GROUND),
+    "pages": ("runs", *GROUND),
+    "logs": ("runs", *GROUND),
+    # parts
+    "rollout": ("policy", "distributed", "config", "terminal"),
+    "policy": ("tasks", "distributed", "config", "terminal"),
+    "tasks": ("distributed", *GROUND),
+    "runs": ("distributed", "config", "terminal"),
+    "distributed": GROUND,
+    # ground
+    "config": ("estimators", "terminal"),
+    "estimators": (),
+    "terminal": (),
+}  # fmt: skip
 
 
 def modules(room: str) -> set[str]:
@@ -67,3 +97,25 @@ def test_docstrings_start_with_a_noun_or_a_verb(room):
         and text.split()[0].strip("`,.:") in ("Of", "As", "That", "None", "Where")
     ]  # fmt: skip
     assert found == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_from_the_rooms_of_the_table(room):
+    """Imports within functions and those for types count; `records` is everybody's."""
+    files = (PACKAGE / room).rglob("*.py")
+    found = {name.split(".")[1] for file in files for name in imports_of(file)} & set(ROOMS)
+    found, allowed = found - {room}, set(MAY_IMPORT[room])
+    assert found <= allowed, f"{room} imports {sorted(found - allowed)}: see MAY_IMPORT"
+    assert allowed <= found, f"{room} no longer imports {sorted(allowed - found)}: take it out"
+
+
+def test_no_room_imports_a_room_above_it():
+    rooms = list(MAY_IMPORT)
+    assert sorted(rooms) == ROOMS
+    climbs = [
+        (room, below)
+        for place, room in enumerate(rooms)
+        for below in MAY_IMPORT[room]
+        if rooms.index(below) <= place
+    ]
+    assert not climbs, f"(a room, what it imports from above itself): {climbs}"
