@@ -109,6 +109,12 @@ def worst_verdict(claims: Sequence[Claim]) -> str:
     return next((verdict for verdict in (DISAGREES, OPEN) if verdict in verdicts), AGREES)
 
 
+def agreement(claims: Sequence[Claim]) -> str:
+    """How many claims agree, corrected as a family, of how many: `21 of 21`."""
+    verdicts = [claim.verdict for claim in correct_family(claims)]
+    return f"{verdicts.count(AGREES)} of {len(verdicts)}"
+
+
 def comma_list(values: Iterable[int]) -> str:
     """Numbers in a sentence.
 
@@ -143,6 +149,51 @@ def enumeration_converges(
     if last <= tolerance:
         return True
     return None if last <= closer * before else False
+
+
+def enumerated_claim(
+    what: str, predicted: float | str, measured: float, agrees: bool | None, how: str
+) -> Claim:
+    """Claim on what is enumerated: it has no interval, and its verdict is certain."""
+    return Claim(what, predicted, float(measured), None, None, verdict_of(agrees), how)
+
+
+def nearing_claim(
+    what: str, predicted: float, values: np.ndarray, tolerance: float, how: str
+) -> Claim:
+    """Claim on an enumerated quantity that tends to the prediction, see `enumeration_converges`.
+
+    Args:
+        what, predicted, how: see `Claim`.
+        values: at the point nearest to the limit, and at the one before.
+        tolerance: distance at which the prediction is reached.
+    """
+    last, before = np.abs(values - predicted).tolist()
+    agrees = enumeration_converges(last, before, tolerance)
+    return enumerated_claim(what, predicted, values[0], agrees, how)
+
+
+def limit_claim(
+    what: str, predicted: float, values: np.ndarray, tolerance: float, how: str
+) -> Claim:
+    """Claim on the limit in G of what is enumerated at G, 2G and 4G, see `at_infinity`; not
+    decided where it is further off than the tolerance but the values come closer.
+    """
+    limit, (_, before, last) = float(at_infinity(values)), np.abs(values - predicted).tolist()
+    near = abs(limit - predicted) <= tolerance
+    agrees = near or enumeration_converges(last, before, 0.0)
+    return enumerated_claim(what, predicted, limit, agrees, how)
+
+
+def at_infinity(values: np.ndarray) -> np.ndarray:
+    """The limit in G of what is known at G, 2G and 4G: its terms of order 1/G and 1/G^2 cancel.
+
+    Richardson's extrapolation; values along the first axis.
+
+    >>> at_infinity(np.array([1 + 1 / g + 3 / g**2 for g in (2, 4, 8)])).item()
+    1.0
+    """
+    return (8 * values[2] - 6 * values[1] + values[0]) / 3
 
 
 def replicates_converge(

@@ -36,6 +36,29 @@ class PlotLine:
     bound: bool = False
 
 
+def line_of(
+    label: str,
+    rows: Sequence[Mapping[str, Any]],
+    x: str,
+    y: str,
+    predicted: bool = False,
+    bound: bool = False,
+) -> PlotLine:
+    """Two columns of rows as a line; a measurement has its interval, columns `low` and `high`.
+
+    Args:
+        label: in the legend.
+        rows: of curves.csv.
+        x, y: the columns.
+        predicted, bound: see `PlotLine`.
+    """
+    column = {name: [row[name] for row in rows] for name in (x, y)}
+    low, high = (
+        None if predicted or bound else [row[name] for row in rows] for name in ("low", "high")
+    )
+    return PlotLine(label, column[x], column[y], low, high, predicted, bound)
+
+
 @dataclass(frozen=True)
 class Panel:
     """One of a figure's axes.

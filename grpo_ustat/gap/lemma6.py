@@ -15,11 +15,11 @@ from grpo_ustat.gap.claims import (
     DISAGREES,
     OPEN,
     Claim,
-    correct_family,
+    agreement,
     mean_interval,
     mean_p_value,
 )
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
+from grpo_ustat.gap.evidence import Evidence, Panel, Theorem, line_of
 from grpo_ustat.gap.exact import bed_facts, largest_error, noise, noise_everywhere
 from grpo_ustat.gap.simulate import (
     Estimator,
@@ -27,6 +27,7 @@ from grpo_ustat.gap.simulate import (
     Simulation,
     Trajectories,
     check_rates,
+    exits_text,
     learning_rates,
     log_spaced_steps,
     run_simulations,
@@ -85,18 +86,14 @@ def lemma6(
             claims.append(_bound_claim(what, run, limit, [steps], holds))
         if isinstance(bed, CoinTestbed):
             claims.append(_next_step_claim(bed, simulation, run, curve))
-    claims = correct_family(claims)
-    exits = sum(int((run.exit_R > 0).sum()) for run in runs)
-    agreeing = sum(claim.verdict == AGREES for claim in claims)
     return Evidence(
         bed=bed_facts(bed),
         claims=claims,
         panels=[_panel(rate, rows) for rate in rates],
         rows=rows,
-        answer=f"{agreeing} of {len(claims)} predictions of the recursion and its bounds agree.",
+        answer=f"{agreement(claims)} predictions of the recursion and its bounds agree.",
         notes=[
-            f"{exits} of {replicates * len(simulations)} replicates left the sublevel set at some "
-            "step; they stay in every mean",
+            f"{exits_text(runs)}; they stay in every mean",
             "s2 is the largest error on the sublevel set, so the bounds are as loose as errors "
             "differ there",
         ],
@@ -209,13 +206,9 @@ def _panel(rate: Rate, rows: list[dict]) -> Panel:
     curves = []
     for name in dict.fromkeys(row["estimator"] for row in rows):
         points = [row for row in rows if (row["estimator"], row["rate"]) == (name, rate.name)]
-        x, gap, low, high, model, bound = (
-            [row[key] for row in points]
-            for key in ("step", "gap", "low", "high", "quadratic_model", "bound")
-        )
-        curves.append(PlotLine(name, x, gap, low, high))
-        curves.append(PlotLine(name, x, model, predicted=True))
-        curves.append(PlotLine(name, x, bound, bound=True))
+        curves.append(line_of(name, points, "step", "gap"))
+        curves.append(line_of(name, points, "step", "quadratic_model", predicted=True))
+        curves.append(line_of(name, points, "step", "bound", bound=True))
     label = "mean gap (line: quadratic recursion, dashes: bound)"
     return Panel(rate.name, "step T", label, curves, "xy")
 

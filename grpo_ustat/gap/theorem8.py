@@ -15,7 +15,7 @@ from grpo_ustat.gap.claims import (
     DISAGREES,
     OPEN,
     Claim,
-    correct_family,
+    agreement,
     mean_interval,
     replicates_converge,
 )
@@ -27,6 +27,7 @@ from grpo_ustat.gap.simulate import (
     Simulation,
     Trajectories,
     check_limit_rates,
+    exits_text,
     learning_rates,
     run_simulations,
 )
@@ -91,18 +92,14 @@ def theorem8(
         if weights_KR.shape[1] > 1:
             claims.append(_trend_claim(bed, estimator, run, rate, weights_KR))
         panels.append(_panel(estimator, run, rate, weights_KR))
-    claims = correct_family(claims)
-    exits = sum(int((run.exit_R > 0).sum()) for run in runs)
-    agreeing = sum(claim.verdict == AGREES for claim in claims)
     return Evidence(
         bed=bed_facts(bed),
         claims=claims,
         panels=panels,
         rows=rows,
-        answer=f"{agreeing} of {len(claims)} comparisons with the limit agree at T = {steps[-1]}.",
+        answer=f"{agreement(claims)} comparisons with the limit agree at T = {steps[-1]}.",
         notes=[
-            f"{exits} of {replicates * len(simulations)} replicates left the sublevel set at some "
-            "step",
+            exits_text(runs),
             f"the gap is scaled by T + {rate.offset}, which has the same limit as T",
             "the distribution function of the mixture is gx2's, Ruben's method",
         ],
