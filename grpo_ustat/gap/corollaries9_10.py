@@ -11,17 +11,7 @@ from grpo_ustat.config.gap import CorollariesConfig, GapConfig
 from grpo_ustat.estimators.convergence import limit_weights
 from grpo_ustat.estimators.covariance import baseline_values
 from grpo_ustat.estimators.intervals import LEVEL
-from grpo_ustat.gap.claims import (
-    AGREES,
-    DISAGREES,
-    OPEN,
-    Claim,
-    agreement,
-    enumerated_claim,
-    mean_interval,
-    mean_p_value,
-    replicates_converge,
-)
+from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value, replicates_converge
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, line_of
 from grpo_ustat.gap.exact import assumption2, bed_facts, limit_weighting, noise
 from grpo_ustat.gap.simulate import (
@@ -35,6 +25,8 @@ from grpo_ustat.gap.simulate import (
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.gap.theorem8 import scaled_gap
 from grpo_ustat.rollout.draws import generator
+from grpo_ustat.runs.claims import Claim, agreement
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.streams import percentage
 
 STATEMENT = (

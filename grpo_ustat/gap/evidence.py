@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.config.gap import GapConfig, TheoryConfig
-from grpo_ustat.gap.claims import Claim, correct_family, worst_verdict
+from grpo_ustat.runs.claims import Claim, correct_family, worst_verdict
 
 Points = Sequence[float] | np.ndarray
 
@@ -135,7 +135,7 @@ class Theorem:
     statement: str
     study: Callable[[GapConfig], Evidence]
     check: Callable[[GapConfig], None]
-    completions: Callable[[GapConfig], int]
+    completions: Callable[[GapConfig], int] = lambda config: 0
 
     @property
     def title(self) -> str:
@@ -146,8 +146,3 @@ class Theorem:
 def theorem(kind: str) -> Theorem:
     """The record `THEOREM` of the module that is named like the study's kind."""
     return importlib.import_module(f"grpo_ustat.gap.{kind}").THEOREM
-
-
-def draws_nothing(config: GapConfig) -> int:
-    """The completions of a study that enumerates all it needs."""
-    return 0

@@ -20,16 +20,10 @@ from grpo_ustat.estimators.normalised import (
     normalised_moments,
     right_and_wrong,
 )
-from grpo_ustat.gap.claims import (
-    Claim,
-    at_infinity,
-    comma_list,
-    enumerated_claim,
-    enumeration_converges,
-    limit_claim,
-)
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, draws_nothing
+from grpo_ustat.gap.claims import at_infinity, enumerated_claim, enumeration_converges, limit_claim
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.testbeds import build_testbed
+from grpo_ustat.runs.claims import Claim, comma_list
 from grpo_ustat.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
@@ -325,4 +319,4 @@ def check(config: GapConfig) -> None:
     build_testbed(config.bed)
 
 
-THEOREM = Theorem(Lemma11Config, STATEMENT, study, check, draws_nothing)
+THEOREM = Theorem(Lemma11Config, STATEMENT, study, check)

@@ -10,15 +10,7 @@ from scipy import stats
 from grpo_ustat.config.gap import GapConfig, Lemma6Config
 from grpo_ustat.estimators.convergence import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.estimators.intervals import LEVEL
-from grpo_ustat.gap.claims import (
-    AGREES,
-    DISAGREES,
-    OPEN,
-    Claim,
-    agreement,
-    mean_interval,
-    mean_p_value,
-)
+from grpo_ustat.gap.claims import mean_interval, mean_p_value
 from grpo_ustat.gap.evidence import Evidence, Panel, Theorem, line_of
 from grpo_ustat.gap.exact import bed_facts, largest_error, noise, noise_everywhere
 from grpo_ustat.gap.simulate import (
@@ -33,6 +25,8 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import CoinTestbed, Testbed, build_testbed
+from grpo_ustat.runs.claims import Claim, agreement
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.streams import percentage
 
 LARGE = 1.1  # the recursion's bound over that of order 1/T, below which T counts as large

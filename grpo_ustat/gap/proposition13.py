@@ -20,15 +20,7 @@ from scipy.optimize import brentq
 from grpo_ustat.config.gap import GapConfig, Proposition13Config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import LEVEL, Interval
-from grpo_ustat.gap.claims import (
-    Claim,
-    comma_list,
-    correct_family,
-    interval_p_value,
-    limit_claim,
-    mean_interval,
-    verdict_of,
-)
+from grpo_ustat.gap.claims import interval_p_value, limit_claim, mean_interval
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.exact import bed_facts
 from grpo_ustat.gap.simulate import (
@@ -42,6 +34,7 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of
 from grpo_ustat.runs.record import AGREES, DISAGREES
 from grpo_ustat.streams import percentage
 

@@ -23,24 +23,19 @@ from grpo_ustat.estimators.advantage_moments import Normalisation
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap import theorem12_on_policy
 from grpo_ustat.gap.claims import (
-    AGREES,
-    DISAGREES,
-    OPEN,
-    Claim,
-    correct_family,
     enumerated_claim,
     enumeration_converges,
     interval_p_value,
     mean_interval,
     nearing_claim,
-    verdict_of,
-    worst_verdict,
 )
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, draws_nothing
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.offpolicy import ZERO, ByLength, Setting, by_length
 from grpo_ustat.gap.offpolicy_paths import PathErrors, path_errors
 from grpo_ustat.gap.sequences import MOST, SequencePolicy, build_sequences
 from grpo_ustat.gap.theorem12_on_policy import OnPolicy, row
+from grpo_ustat.runs.claims import Claim, correct_family, verdict_of, worst_verdict
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
@@ -496,4 +491,4 @@ def check(config: GapConfig) -> None:
             )
 
 
-THEOREM = Theorem(Theorem12Config, STATEMENT, study, check, draws_nothing)
+THEOREM = Theorem(Theorem12Config, STATEMENT, study, check)

@@ -16,19 +16,11 @@ import numpy as np
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.advantage_moments import Normalisation, large_groups
 from grpo_ustat.estimators.weighted import group_moments
-from grpo_ustat.gap.claims import (
-    AGREES,
-    DISAGREES,
-    OPEN,
-    Claim,
-    at_infinity,
-    comma_list,
-    enumerated_claim,
-    limit_claim,
-    nearing_claim,
-)
+from grpo_ustat.gap.claims import at_infinity, enumerated_claim, limit_claim, nearing_claim
 from grpo_ustat.gap.evidence import Panel, PlotLine
 from grpo_ustat.gap.offpolicy import ZERO, Setting
+from grpo_ustat.runs.claims import Claim, comma_list
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01

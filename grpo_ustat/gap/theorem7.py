@@ -13,17 +13,7 @@ from scipy.optimize import minimize_scalar
 from grpo_ustat.config.gap import GapConfig, Theorem7Config
 from grpo_ustat.estimators.convergence import quadratic_recursion, recursion
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.gap.claims import (
-    AGREES,
-    DISAGREES,
-    FAMILY,
-    OPEN,
-    Claim,
-    comma_list,
-    enumerated_claim,
-    mean_interval,
-    mean_p_value,
-)
+from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value
 from grpo_ustat.gap.evidence import Evidence, Panel, Theorem, line_of
 from grpo_ustat.gap.exact import bed_facts, limit_weighting, noise, scaling_at
 from grpo_ustat.gap.simulate import (
@@ -35,6 +25,8 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.runs.claims import FAMILY, Claim, comma_list
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 STATEMENT = (
     "At n = B G rollouts per step, or n = B G T in total, the bounds on the gap depend on B and G "
