@@ -27,7 +27,7 @@ from grpo_ustat.gap.theorem8 import scaled_gap
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
     "As G grows GRPO's limit law becomes the oracle's: at fixed n = B G the difference of their "

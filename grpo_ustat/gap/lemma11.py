@@ -24,7 +24,7 @@ from grpo_ustat.gap.claims import at_infinity, enumerated_claim, enumeration_con
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.testbeds import build_testbed
 from grpo_ustat.runs.claims import Claim, comma_list
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 FAR = (2**14, 2**15, 2**16)  # group sizes from which limits are extrapolated

@@ -36,7 +36,7 @@ from grpo_ustat.gap.sequences import MOST, SequencePolicy, build_sequences
 from grpo_ustat.gap.theorem12_on_policy import OnPolicy, row
 from grpo_ustat.runs.claims import Claim, correct_family, verdict_of, worst_verdict
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
 OF_VERDICT = {AGREES: "holds", DISAGREES: "fails in some claim", OPEN: "is not decided"}

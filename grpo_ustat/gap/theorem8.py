@@ -26,7 +26,7 @@ from grpo_ustat.gap.simulate import (
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
     "With eta_t = c/t and a flat set of maximisers, T (J* - J(theta_T)) converges in law to "

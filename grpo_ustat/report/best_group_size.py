@@ -27,12 +27,12 @@ from scipy import stats
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import LEVEL, Interval
 from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.pages.study_page import CLAIM_COLUMNS, claim_cells
+from grpo_ustat.pages.tables import Table
 from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.accuracy import AccuracyCell, accuracy_cells
 from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.report.rank_correlation import RESAMPLES, rank_correlation, sign_flip_p_value
-from grpo_ustat.report.study_page import CLAIM_COLUMNS, claim_cells
-from grpo_ustat.report.tables import Table
 from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of, worst_verdict
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord
 
