@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_ustat.estimators.baselines import Baseline
     from grpo_ustat.estimators.scaling import scaling_from_arrays
-    from grpo_ustat.integrations.trl import GradientNoiseCallback
     from grpo_ustat.policy.scores import completion_scores
     from grpo_ustat.runs.library import load_run, read_curves
 
 __version__ = "0.1.0"
 __all__ = [
     "Baseline",
-    "GradientNoiseCallback",
     "completion_scores",
     "load_run",
     "read_curves",
@@ -57,4 +55,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *_HOMES])

@@ -18,7 +18,7 @@ class BedConfig:
     name: str = field("of the test problem, in the run folder's name")
     kind: str = field(
         "of policy; choose by bed=NAME",
-        choices=("coins", "ridge_coins", "softmax", "sequences", "none"),
+        choices=("coins", "ridge_coins", "softmax", "sequences"),
     )
 
     def check(self) -> None:
@@ -187,5 +187,4 @@ BEDS = {
     "ridge_coins": RidgeCoinsConfig,
     "softmax": SoftmaxConfig,
     "sequences": SequencesConfig,
-    "none": BedConfig,
 }

@@ -303,23 +303,6 @@ class Theorem12Config(TheoryConfig):
         _check_doubling(self.limit_sizes)
 
 
-@dataclass
-class BestGroupSizeConfig(TheoryConfig):
-    """Whether the measured G* predicts the G that trains best, from finished runs."""
-
-    title = "The scaling law in training"
-    beds = ("none",)
-
-    trained: list[str] = field("folders of runs of train, or patterns of them")
-    measured: list[str] = field("folder of the study of mse, or a pattern of it")
-
-    def check(self) -> None:
-        """See `TheoryConfig.check`."""
-        for name in ("trained", "measured"):
-            if not all(getattr(self, name)) or not getattr(self, name):
-                raise ConfigError(f"study.{name}={getattr(self, name)}: name folders of runs")
-
-
 STUDIES = {
     "lemma6": Lemma6Config,
     "theorem7": Theorem7Config,
@@ -328,7 +311,6 @@ STUDIES = {
     "lemma11": Lemma11Config,
     "theorem12": Theorem12Config,
     "proposition13": Proposition13Config,
-    "best_group_size": BestGroupSizeConfig,
 }
 
 
@@ -356,15 +338,14 @@ class GapConfig(Shared):
     @property
     def run_name(self) -> str:
         """What was studied, in words."""
-        bed = "" if self.bed.kind == "none" else f"-{self.bed.name}"
-        return re.sub(r"[^\w.=-]+", "_", f"{self.study.kind}{bed}")
+        return re.sub(r"[^\w.=-]+", "_", f"{self.study.kind}-{self.bed.name}")
 
     @property
     def plan(self) -> str:
         """Study, test problem and replicates."""
-        bed = "" if self.bed.kind == "none" else f" on {self.bed.name}"
         replicates = getattr(self.study, "replicates", None)
-        return f"gap: {self.study.kind}{bed}" + (f", {replicates} replicates" if replicates else "")
+        words = f"gap: {self.study.kind} on {self.bed.name}"
+        return words + (f", {replicates} replicates" if replicates else "")
 
     def check(self) -> None:
         """See `Shared.check`."""

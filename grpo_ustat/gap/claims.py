@@ -1,121 +1,15 @@
-"""Claims: a prediction beside its measurement, how each is tested, and when a study disagrees."""
+"""How claims are tested: enumerated ones without error, and those of replicates."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy import stats
 
 from grpo_ustat.estimators.intervals import LEVEL, Interval, t_interval
-from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
-
-FAMILY = 0.05  # studies without an error in theory that disagree, at most
+from grpo_ustat.runs.claims import Claim, verdict_of
 
 RATE_EXPONENT = 0.25  # distances that shrink at least like T^-RATE_EXPONENT are on their way to 0
 CLOSER = 0.9
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A prediction beside its measurement.
-
-    Attributes:
-        what: is predicted, and of what, in a few words.
-        predicted: a number, or a relation such as `<= 1` where it is no number.
-        measured: the estimate.
-        low, high: its interval; both None where it was enumerated and has no error.
-        verdict: `agrees`, `disagrees` or `not decided`; with a p-value that where Holm's correction
-            does not reject the prediction, see `correct_family`.
-        how: the criterion, the level and the number of replicates.
-        p_value: of the hypothesis that the prediction holds; None where it was enumerated and the
-            verdict is certain.
-        severity: how many of the alternatives would also have agreed, in words; "" where there is
-            no natural alternative.
-        when_rejected: the verdict where Holm's correction rejects the prediction; None is
-            `disagrees`, but `not decided` where `verdict` is.
-        alternatives: names and p-values of other predictions, of which `severity` is made.
-        holm_p: `p_value` corrected for all claims of the study that have one.
-    """
-
-    what: str
-    predicted: float | str
-    measured: float
-    low: float | None
-    high: float | None
-    verdict: str
-    how: str
-    p_value: float | None = None
-    severity: str = ""
-    when_rejected: str | None = None
-    alternatives: Mapping[str, float] = field(default_factory=dict)
-    holm_p: float | None = None
-
-
-def correct_family(claims: Sequence[Claim]) -> list[Claim]:
-    """Claims with the verdicts that they have as a family (Holm 1979).
-
-    A claim with a p-value disagrees only where Holm's step-down correction over all such claims of
-    the study rejects it at 5 %. So of studies whose predictions all hold at most 5 % disagree,
-    however their claims depend on each other. An alternative disagrees where its p-value is at most
-    5 % of the family's first step. Correcting twice changes nothing.
-    """
-    p_values = [claim.p_value for claim in claims if claim.p_value is not None]
-    holm = iter(holm_adjust(p_values))
-    family = []
-    for claim in claims:
-        if claim.p_value is not None:
-            holm_p, verdict, severity = next(holm), claim.verdict, claim.severity
-            if holm_p <= FAMILY:
-                verdict = claim.when_rejected or (OPEN if verdict == OPEN else DISAGREES)
-            elif verdict == DISAGREES:
-                verdict = AGREES
-            if claim.alternatives:
-                p_of = claim.alternatives.items()
-                agreeing = [name for name, p in p_of if p * len(p_values) > FAMILY]
-                severity = f"{len(agreeing)} of {len(p_of)} alternatives would also have agreed"
-                severity += f": {', '.join(agreeing)}" if agreeing else ""
-            claim = replace(claim, verdict=verdict, holm_p=holm_p, severity=severity)
-        family.append(claim)
-    return family
-
-
-def holm_adjust(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values: reject those at most 5 % for a family-wise error of 5 %.
-
-    >>> holm_adjust([0.04, 0.01, 0.03])
-    [0.06, 0.03, 0.06]
-    """
-    order, count = np.argsort(p_values, kind="stable"), len(p_values)
-    steps = [min(1.0, (count - i) * p_values[j]) for i, j in enumerate(order)]
-    adjusted = np.empty(count)
-    adjusted[order] = np.maximum.accumulate(steps) if count else steps
-    return adjusted.tolist()
-
-
-def verdict_of(agrees: bool | None) -> str:
-    """The verdict's word; None is not decided.
-
-    >>> verdict_of(True), verdict_of(False), verdict_of(None)
-    ('agrees', 'disagrees', 'not decided')
-    """
-    return OPEN if agrees is None else AGREES if agrees else DISAGREES
-
-
-def worst_verdict(claims: Sequence[Claim]) -> str:
-    """`disagrees` where any claim does, else `not decided` where any is not, else `agrees`."""
-    verdicts = {claim.verdict for claim in claims}
-    return next((verdict for verdict in (DISAGREES, OPEN) if verdict in verdicts), AGREES)
-
-
-def comma_list(values: Iterable[int]) -> str:
-    """Numbers in a sentence.
-
-    >>> comma_list([2, 4, 8])
-    '2, 4, 8'
-    """
-    return ", ".join(map(str, values))
 
 
 # Whether something tends to its limit: of numbers without error, and of replicates
@@ -143,6 +37,51 @@ def enumeration_converges(
     if last <= tolerance:
         return True
     return None if last <= closer * before else False
+
+
+def enumerated_claim(
+    what: str, predicted: float | str, measured: float, agrees: bool | None, how: str
+) -> Claim:
+    """Claim on what is enumerated: it has no interval, and its verdict is certain."""
+    return Claim(what, predicted, float(measured), None, None, verdict_of(agrees), how)
+
+
+def nearing_claim(
+    what: str, predicted: float, values: np.ndarray, tolerance: float, how: str
+) -> Claim:
+    """Claim on an enumerated quantity that tends to the prediction, see `enumeration_converges`.
+
+    Args:
+        what, predicted, how: see `Claim`.
+        values: at the point nearest to the limit, and at the one before.
+        tolerance: distance at which the prediction is reached.
+    """
+    last, before = np.abs(values - predicted).tolist()
+    agrees = enumeration_converges(last, before, tolerance)
+    return enumerated_claim(what, predicted, values[0], agrees, how)
+
+
+def limit_claim(
+    what: str, predicted: float, values: np.ndarray, tolerance: float, how: str
+) -> Claim:
+    """Claim on the limit in G of what is enumerated at G, 2G and 4G, see `at_infinity`; not
+    decided where it is further off than the tolerance but the values come closer.
+    """
+    limit, (_, before, last) = float(at_infinity(values)), np.abs(values - predicted).tolist()
+    near = abs(limit - predicted) <= tolerance
+    agrees = near or enumeration_converges(last, before, 0.0)
+    return enumerated_claim(what, predicted, limit, agrees, how)
+
+
+def at_infinity(values: np.ndarray) -> np.ndarray:
+    """The limit in G of what is known at G, 2G and 4G: its terms of order 1/G and 1/G^2 cancel.
+
+    Richardson's extrapolation; values along the first axis.
+
+    >>> at_infinity(np.array([1 + 1 / g + 3 / g**2 for g in (2, 4, 8)])).item()
+    1.0
+    """
+    return (8 * values[2] - 6 * values[1] + values[0]) / 3
 
 
 def replicates_converge(

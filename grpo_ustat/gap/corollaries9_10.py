@@ -11,18 +11,8 @@ from grpo_ustat.config.gap import CorollariesConfig, GapConfig
 from grpo_ustat.estimators.convergence import limit_weights
 from grpo_ustat.estimators.covariance import baseline_values
 from grpo_ustat.estimators.intervals import LEVEL
-from grpo_ustat.gap.claims import (
-    AGREES,
-    DISAGREES,
-    OPEN,
-    Claim,
-    correct_family,
-    mean_interval,
-    mean_p_value,
-    replicates_converge,
-    verdict_of,
-)
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
+from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value, replicates_converge
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, line_of
 from grpo_ustat.gap.exact import assumption2, bed_facts, limit_weighting, noise
 from grpo_ustat.gap.simulate import (
     Estimator,
@@ -35,6 +25,8 @@ from grpo_ustat.gap.simulate import (
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.gap.theorem8 import scaled_gap
 from grpo_ustat.rollout.draws import generator
+from grpo_ustat.runs.claims import Claim, agreement
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
@@ -98,16 +90,15 @@ def corollaries(
                 | {"low": low, "high": high, "replicates": replicates}
             )
         claims.append(_difference_claim(size, predicted, differences, record))
-    claims = correct_family(claims + baseline_claims(bed, rate.value))
+    claims += baseline_claims(bed, rate.value)
     failure = assumption2(bed, bed.best_K)
-    agreeing = sum(claim.verdict == AGREES for claim in claims)
     optimal = failure < ROUNDING
     return Evidence(
         bed=bed_facts(bed),
         claims=claims,
         panels=_panels(bed, rate.value, rows[1::2]),
         rows=rows,
-        answer=f"{agreeing} of {len(claims)} predictions agree"
+        answer=f"{agreement(claims)} predictions agree"
         + ("." if optimal else "; Assumption 2 fails here, so V need not be best."),
         notes=[
             "at fixed B the relative distance falls like 1/G^2, as Cov g(X) is there at every G",
@@ -142,13 +133,13 @@ def _weight_claims(bed: Testbed, c: float) -> list[Claim]:
     slope = float(np.log(share[1] / share[0]) / np.log(sizes[-1] / sizes[-2]))
     how = f"enumerated, G = {LARGE[0]} ... {LARGE[-1]}"
     return [
-        Claim(
+        enumerated_claim(
             "n (sum w_grpo - sum w_oracle) (G - 1) at fixed n, largest over smallest - 1", 0.0,
-            spread, None, None, verdict_of(spread < 1e-6), f"{how}; agrees below 1e-6",
+            spread, spread < 1e-6, f"{how}; agrees below 1e-6",
         ),
-        Claim(
+        enumerated_claim(
             "slope in log G of the relative distance of the weights at fixed B", -2.0, slope,
-            None, None, verdict_of(abs(slope + 2) < 0.01), f"{how}, the last two; within 0.01",
+            abs(slope + 2) < 0.01, f"{how}, the last two; within 0.01",
         ),
     ]  # fmt: skip
 
@@ -232,19 +223,20 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
     )
     how = "enumerated; asked only where Assumption 2 holds given each prompt"
 
+    def claim(what: str, predicted: float | str, value: float, agrees: bool, how: str) -> Claim:
+        return enumerated_claim(what, predicted, value, agrees if holds else None, how)
+
     def below(what: str, value: float, how: str) -> Claim:
-        agrees = verdict_of(value >= -ROUNDING if holds else None)
-        return Claim(what, ">= 0", value, None, None, agrees, how)
+        return claim(what, ">= 0", value, value >= -ROUNDING, how)
 
     return [
-        Claim(
-            "shift from V, the same for all prompts, of the smallest weights", 0.0, float(common),
-            None, None, verdict_of(abs(common) < ROUNDING if holds else None),
-            f"{how}, {len(SHIFTS)} shifts",
+        claim(
+            "shift from V, the same for all prompts, of the smallest weights", 0.0, common,
+            abs(common) < ROUNDING, f"{how}, {len(SHIFTS)} shifts",
         ),
-        Claim(
+        claim(
             "shifts from V, of each prompt its own, of the smallest sum of weights: largest", 0.0,
-            furthest, None, None, verdict_of(furthest < STILL if holds else None),
+            furthest, furthest < STILL,
             f"{how}; BFGS over the shifts from {STARTS} random ones, within {STILL:g}",
         ),
         below(
@@ -265,12 +257,10 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
 
 def _panels(bed: Testbed, c: float, rows: Sequence[dict]) -> list[Panel]:
     """The difference against G, and the weights of baselines shifted from V."""
-    x, y, low, high = (
-        [row[key] for row in rows] for key in ("group_size", "difference", "low", "high")
-    )
-    line = [size * weight_excess(bed, c, size) for size in x]
-    label, weights = "GRPO - oracle", [shifted_sum(bed, c, shift) for shift in SHIFTS]
-    differences = [PlotLine(label, x, y, low, high), PlotLine(label, x, line, predicted=True)]
+    measured = line_of("GRPO - oracle", rows, "group_size", "difference")
+    line = [size * weight_excess(bed, c, size) for size in map(int, measured.x)]
+    weights = [shifted_sum(bed, c, shift) for shift in SHIFTS]
+    differences = [measured, PlotLine(measured.label, measured.x, line, predicted=True)]
     shifted = [PlotLine("V + shift", list(SHIFTS), weights, predicted=True)]
     ylabel = "n T x difference of the mean gaps"
     return [

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.config.gap import GapConfig, TheoryConfig
-from grpo_ustat.gap.claims import Claim, correct_family, worst_verdict
+from grpo_ustat.runs.claims import Claim, correct_family, worst_verdict
 
 Points = Sequence[float] | np.ndarray
 
@@ -34,6 +34,29 @@ class PlotLine:
     high: Points | None = None
     predicted: bool = False
     bound: bool = False
+
+
+def line_of(
+    label: str,
+    rows: Sequence[Mapping[str, Any]],
+    x: str,
+    y: str,
+    predicted: bool = False,
+    bound: bool = False,
+) -> PlotLine:
+    """Two columns of rows as a line; a measurement has its interval, columns `low` and `high`.
+
+    Args:
+        label: in the legend.
+        rows: of curves.csv.
+        x, y: the columns.
+        predicted, bound: see `PlotLine`.
+    """
+    column = {name: [row[name] for row in rows] for name in (x, y)}
+    low, high = (
+        None if predicted or bound else [row[name] for row in rows] for name in ("low", "high")
+    )
+    return PlotLine(label, column[x], column[y], low, high, predicted, bound)
 
 
 @dataclass(frozen=True)
@@ -112,7 +135,7 @@ class Theorem:
     statement: str
     study: Callable[[GapConfig], Evidence]
     check: Callable[[GapConfig], None]
-    completions: Callable[[GapConfig], int]
+    completions: Callable[[GapConfig], int] = lambda config: 0
 
     @property
     def title(self) -> str:
@@ -123,8 +146,3 @@ class Theorem:
 def theorem(kind: str) -> Theorem:
     """The record `THEOREM` of the module that is named like the study's kind."""
     return importlib.import_module(f"grpo_ustat.gap.{kind}").THEOREM
-
-
-def draws_nothing(config: GapConfig) -> int:
-    """The completions of a study that enumerates all it needs."""
-    return 0

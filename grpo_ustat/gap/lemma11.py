@@ -20,9 +20,10 @@ from grpo_ustat.estimators.normalised import (
     normalised_moments,
     right_and_wrong,
 )
-from grpo_ustat.gap.claims import Claim, comma_list, enumeration_converges, verdict_of
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, draws_nothing
+from grpo_ustat.gap.claims import at_infinity, enumerated_claim, enumeration_converges, limit_claim
+from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.testbeds import build_testbed
+from grpo_ustat.runs.claims import Claim, comma_list
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
@@ -70,17 +71,6 @@ class ExactValues:
         """G times a quantity with epsilon = 0 at the sizes of `FAR`, [3, P]."""
         pairs = zip(FAR, self.far_without, strict=True)
         return np.array([size * getattr(values, name) for size, values in pairs])
-
-
-def at_infinity(values: np.ndarray) -> np.ndarray:
-    """The limit in G of what is known at G, 2G and 4G: its terms of order 1/G and 1/G^2 cancel.
-
-    Richardson's extrapolation; values along the first axis.
-
-    >>> at_infinity(np.array([1 + 1 / g + 3 / g**2 for g in (2, 4, 8)])).item()
-    1.0
-    """
-    return (8 * values[2] - 6 * values[1] + values[0]) / 3
 
 
 def mean_by_size(values: Sequence[NormalisedMoments], name: str) -> np.ndarray:
@@ -156,13 +146,11 @@ def _claims(exact: ExactValues) -> list[Claim]:
         _rate_claim(exact),
         _limit_claim("limit of G E||N - U||^2", shift, difference, u_variance),
         _limit_claim("limit of E||N - U||^2 / Var U", shift / u_variance, difference / plain, 1.0),
-        Claim(
+        enumerated_claim(
             "limit of E||N - U||^2 / Var U, of any prompt",
             "<= 0.25",
             largest,
-            None,
-            None,
-            verdict_of(largest <= 0.25 + TOLERANCE**2),
+            largest <= 0.25 + TOLERANCE**2,
             f"exact, extrapolated as above; the largest of {len(share_P)} prompts",
         ),
         _limit_claim("limit of Var N / Var U", ratio, variance / plain, 1.0),
@@ -174,13 +162,11 @@ def _claims(exact: ExactValues) -> list[Claim]:
         floor = float(moments.floor(exact.epsilon).mean())
         limit = float(at_infinity(mean_by_size(exact.far_with_epsilon, "difference")))
         claims.append(
-            Claim(
+            enumerated_claim(
                 "what epsilon leaves of E||N - U||^2 in the limit",
                 floor,
                 limit,
-                None,
-                None,
-                verdict_of(abs(limit - floor) <= TOLERANCE * floor + 1e-12),
+                abs(limit - floor) <= TOLERANCE * floor + 1e-12,
                 f"exact, extrapolated as above with epsilon = {exact.epsilon:g}; within "
                 f"{percentage(TOLERANCE)}",
             )
@@ -201,20 +187,18 @@ def _rate_claim(exact: ExactValues) -> Claim:
         f"{SLOPE_TOLERANCE}, not decided where further off and coming closer"
     )
     what = "slope of log E||N - U||^2 on log G, mean over prompts"
-    return Claim(what, predicted, slope, None, None, verdict_of(agrees), how)
+    return enumerated_claim(what, predicted, slope, agrees, how)
 
 
 def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) -> Claim:
     """Values at the sizes of `FAR` against the delta method's constant."""
-    limit, distances = float(at_infinity(values)), np.abs(values - predicted)
-    agrees = abs(limit - predicted) <= TOLERANCE * abs(predicted) + 1e-6 * scale
-    agrees = agrees or enumeration_converges(distances[2], distances[1], 0.0)
     how = (
         f"exact at G = {comma_list(FAR)}, epsilon = 0, mean over prompts, extrapolated in "
         f"1/G; within {percentage(TOLERANCE)} of the delta method's, not decided where coming "
         "closer"
     )
-    return Claim(what, predicted, limit, None, None, verdict_of(agrees), how)
+    tolerance = TOLERANCE * abs(predicted) + 1e-6 * scale
+    return limit_claim(what, predicted, values, tolerance, how)
 
 
 def _panels(exact: ExactValues) -> list[Panel]:
@@ -335,4 +319,4 @@ def check(config: GapConfig) -> None:
     build_testbed(config.bed)
 
 
-THEOREM = Theorem(Lemma11Config, STATEMENT, study, check, draws_nothing)
+THEOREM = Theorem(Lemma11Config, STATEMENT, study, check)

@@ -10,16 +10,8 @@ from scipy import stats
 from grpo_ustat.config.gap import GapConfig, Lemma6Config
 from grpo_ustat.estimators.convergence import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.estimators.intervals import LEVEL
-from grpo_ustat.gap.claims import (
-    AGREES,
-    DISAGREES,
-    OPEN,
-    Claim,
-    correct_family,
-    mean_interval,
-    mean_p_value,
-)
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
+from grpo_ustat.gap.claims import mean_interval, mean_p_value
+from grpo_ustat.gap.evidence import Evidence, Panel, Theorem, line_of
 from grpo_ustat.gap.exact import bed_facts, largest_error, noise, noise_everywhere
 from grpo_ustat.gap.simulate import (
     Estimator,
@@ -27,11 +19,14 @@ from grpo_ustat.gap.simulate import (
     Simulation,
     Trajectories,
     check_rates,
+    exits_text,
     learning_rates,
     log_spaced_steps,
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import CoinTestbed, Testbed, build_testbed
+from grpo_ustat.runs.claims import Claim, agreement
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 LARGE = 1.1  # the recursion's bound over that of order 1/T, below which T counts as large
@@ -85,18 +80,14 @@ def lemma6(
             claims.append(_bound_claim(what, run, limit, [steps], holds))
         if isinstance(bed, CoinTestbed):
             claims.append(_next_step_claim(bed, simulation, run, curve))
-    claims = correct_family(claims)
-    exits = sum(int((run.exit_R > 0).sum()) for run in runs)
-    agreeing = sum(claim.verdict == AGREES for claim in claims)
     return Evidence(
         bed=bed_facts(bed),
         claims=claims,
         panels=[_panel(rate, rows) for rate in rates],
         rows=rows,
-        answer=f"{agreeing} of {len(claims)} predictions of the recursion and its bounds agree.",
+        answer=f"{agreement(claims)} predictions of the recursion and its bounds agree.",
         notes=[
-            f"{exits} of {replicates * len(simulations)} replicates left the sublevel set at some "
-            "step; they stay in every mean",
+            f"{exits_text(runs)}; they stay in every mean",
             "s2 is the largest error on the sublevel set, so the bounds are as loose as errors "
             "differ there",
         ],
@@ -209,13 +200,9 @@ def _panel(rate: Rate, rows: list[dict]) -> Panel:
     curves = []
     for name in dict.fromkeys(row["estimator"] for row in rows):
         points = [row for row in rows if (row["estimator"], row["rate"]) == (name, rate.name)]
-        x, gap, low, high, model, bound = (
-            [row[key] for row in points]
-            for key in ("step", "gap", "low", "high", "quadratic_model", "bound")
-        )
-        curves.append(PlotLine(name, x, gap, low, high))
-        curves.append(PlotLine(name, x, model, predicted=True))
-        curves.append(PlotLine(name, x, bound, bound=True))
+        curves.append(line_of(name, points, "step", "gap"))
+        curves.append(line_of(name, points, "step", "quadratic_model", predicted=True))
+        curves.append(line_of(name, points, "step", "bound", bound=True))
     label = "mean gap (line: quadratic recursion, dashes: bound)"
     return Panel(rate.name, "step T", label, curves, "xy")
 

@@ -190,6 +190,20 @@ class Setting:
         mean_D = self.moments(*self.tables(current, level)).mean_PD.mean(axis=0)
         return mean_D - self.whole_target(current)
 
+    @property
+    def divergence_cosines(self) -> list[float]:
+        """Cosines at theta_old of what the penalty descends with the gradients of
+        KL(pi_ref || pi) and KL(pi || pi_ref) of whole completions.
+        """
+        old, reference = self.old, self.reference
+        penalty_D = old.token_kl_gradient_PD(reference, old.probabilities_PY).mean(axis=0)
+        cosines = []
+        for other_PD in (old.kl_from_gradient_PD(reference), old.kl_to_gradient_PD(reference)):
+            other_D = other_PD.mean(axis=0)
+            norms = np.linalg.norm(penalty_D) * np.linalg.norm(other_D)
+            cosines.append(float(penalty_D @ other_D / norms) if norms > 0 else 1.0)
+        return cosines
+
     def first_order_bias(self, direction_D: np.ndarray) -> np.ndarray:
         """Derivative at theta_old of the token level's bias along a direction, [D].
 

@@ -147,6 +147,24 @@ class PathErrors:
         whole = float(np.log(high.sum() / low.sum()) / step)
         return t_interval(whole, float(jackknife_variance(without_R)), count - 1)
 
+    @property
+    def bias_share_E(self) -> np.ndarray:
+        """Mean squared bias over mean variance, both with token ratios."""
+        mean = {name: self.random[f"token_{name}"].mean(axis=1) for name in ("bias2", "variance")}
+        return mean["bias2"] / mean["variance"]
+
+    @property
+    def crossing(self) -> float | None:
+        """The learning rate at which `bias_share_E` is 1, interpolated on the log scale; None where
+        no rate is above it, or the first is already.
+        """
+        above = np.flatnonzero(self.bias_share_E >= 1)
+        if not len(above) or above[0] == 0:
+            return None
+        ends = slice(above[0] - 1, above[0] + 1)
+        logs, rates = np.log(self.bias_share_E[ends]), np.log(self.rates[ends])
+        return float(np.exp(np.interp(0.0, logs, rates)))
+
     def tie(self) -> np.ndarray:
         """The B at which both levels have the same error at every rate, theta_k as it is, [E]."""
         mean = {name: values_ER.mean(axis=1) for name, values_ER in self.random.items()}

@@ -20,18 +20,9 @@ from scipy.optimize import brentq
 from grpo_ustat.config.gap import GapConfig, Proposition13Config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import LEVEL, Interval
-from grpo_ustat.gap.claims import (
-    Claim,
-    comma_list,
-    correct_family,
-    enumeration_converges,
-    interval_p_value,
-    mean_interval,
-    verdict_of,
-)
+from grpo_ustat.gap.claims import interval_p_value, limit_claim, mean_interval
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.exact import bed_facts
-from grpo_ustat.gap.lemma11 import at_infinity
 from grpo_ustat.gap.simulate import (
     Estimator,
     Rate,
@@ -43,6 +34,7 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of
 from grpo_ustat.runs.record import AGREES, DISAGREES
 from grpo_ustat.terminal.streams import percentage
 
@@ -283,10 +275,7 @@ def _limit_claim(bed: Testbed, design: Proposition13Config, **changes: Any) -> C
     """The roots at growing G tend to the paper's maximiser, with epsilon = 0 and other changes."""
     exact = [normalised(design, size, epsilon=0.0, **changes) for size in design.limit_sizes]
     roots, limit = np.array([root(bed, pull_of(x), x) for x in exact]), maximiser(bed, exact[0])
-    distances, measured = np.abs(roots - limit), float(at_infinity(roots))
     apart = abs(maximiser(bed, replace(exact[0], beta=0.0)) - float(bed.best_K[0]))
-    agrees = abs(measured - limit) <= TOLERANCE * apart
-    agrees = agrees or enumeration_converges(distances[2], distances[1], 0.0)
     sizes, label = comma_list(design.limit_sizes), " - beta KL" if exact[0].beta else ""
     how = (
         f"roots enumerated at G = {sizes}, epsilon = 0, extrapolated in "
@@ -294,7 +283,7 @@ def _limit_claim(bed: Testbed, design: Proposition13Config, **changes: Any) -> C
         "closer"
     )
     what = f"as G grows: limit of the root, beside the maximiser of E[2 arcsin sqrt V]{label}"
-    return Claim(what, limit, measured, None, None, verdict_of(agrees), how)
+    return limit_claim(what, limit, roots, TOLERANCE * apart, how)
 
 
 def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:

@@ -107,38 +107,25 @@ class SequencePolicy:
         """Gradient of V(x), `E[s z | x]`."""
         return _mean(self.probabilities_PY * reward_PY, self.scores_PYD)
 
-    def kl_from_P(self, reference: SequencePolicy) -> np.ndarray:
-        """KL(reference || policy) of whole completions."""
-        return reference.kl_to_P(self)
-
     def kl_from_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Its gradient in the policy's parameters, `-E_reference[s]`."""
+        """Gradient of KL(reference || policy) of completions in the policy, `-E_reference[s]`."""
         return -_mean(reference.probabilities_PY, self.scores_PYD)
 
-    def kl_to_P(self, reference: SequencePolicy) -> np.ndarray:
-        """KL(policy || reference) of whole completions."""
-        return (self.probabilities_PY * self._log_ratio_PY(reference)).sum(axis=1)
-
     def kl_to_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Its gradient in the policy's parameters, `E[s log(policy / reference)]`."""
-        weighted_PY = self.probabilities_PY * self._log_ratio_PY(reference)
-        return _mean(weighted_PY, self.scores_PYD)
+        """Gradient of KL(policy || reference) of completions, `E[s log(policy / reference)]`."""
+        log_ratio_PY = (self.logprob_PYL - reference.logprob_PYL).sum(axis=-1)
+        return _mean(self.probabilities_PY * log_ratio_PY, self.scores_PYD)
 
-    def token_kl_P(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
-        """`sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )`, token by token.
+    def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
+        """Gradient of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )` in the policy's
+        parameters, the law of prefixes held fixed.
+
+        With the policy's own law of prefixes it is what the K3 penalty's gradient targets; the
+        gradient of KL(reference || policy) of completions has the reference's law instead.
 
         Args:
             reference: the other policy.
             prefix_PY: law of the completions whose prefixes these are.
-        """
-        log_PYLV = reference._next_log_PYLV - self._next_log_PYLV
-        return (prefix_PY * (reference.next_PYLV * log_PYLV).sum(axis=(2, 3))).sum(axis=1)
-
-    def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
-        """The gradient of `token_kl_P` in the policy's parameters, the law of prefixes held fixed.
-
-        With the policy's own law of prefixes it is what the K3 penalty's gradient targets; the
-        gradient of KL(reference || policy) of completions has the reference's law instead.
         """
         return _mean(prefix_PY, self._in_rows(self.next_PYLV - reference.next_PYLV))
 
@@ -157,9 +144,6 @@ class SequencePolicy:
     @cached_property
     def _token_YLV(self) -> np.ndarray:
         return np.eye(self.theta_LVV.shape[1])[self.completions_YL]
-
-    def _log_ratio_PY(self, reference: SequencePolicy) -> np.ndarray:
-        return (self.logprob_PYL - reference.logprob_PYL).sum(axis=-1)
 
     def _in_rows(self, block_PYLV: np.ndarray) -> np.ndarray:
         """A block of token t stands in row (t, previous token) of the parameters, [P, Y, D]."""

@@ -359,6 +359,12 @@ def run_simulations(
     return trajectories, total
 
 
+def exits_text(runs: Sequence[Trajectories]) -> str:
+    """How many replicates of all runs left the sublevel set, in words."""
+    exit_N = np.concatenate([run.exit_R for run in runs])
+    return f"{(exit_N > 0).sum()} of {exit_N.size} replicates left the sublevel set at some step"
+
+
 def _simulate_blocks(
     items: list[tuple[int, range]], simulations: list[Simulation], bed: Testbed, seed: int
 ) -> Iterator:

@@ -15,7 +15,7 @@ from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.gap.evidence import theorem
 from grpo_ustat.pages.run_page import leave_page
-from grpo_ustat.pages.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
+from grpo_ustat.pages.study_page import CLAIM_COLUMNS, TITLES, claim_cells
 from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.runs.contents import is_number
 from grpo_ustat.runs.folder import RunFolder, versions
@@ -94,17 +94,11 @@ def claims_table(result: dict[str, Any], width: int) -> Table:
     room for sentences, at 120 columns and more.
     """
     table = Table(title=TITLES[result["study"]], caption=result["statement"])
-    claims = result["claims"]
-    columns = {
-        "claim": [claim["what"] for claim in claims],
-        "predicted": [number_text(claim["predicted"]) for claim in claims],
-        "measured": [number_text(claim["measured"]) for claim in claims],
-        "95 % interval": [interval_text(claim) for claim in claims],
-        P_VALUE: [p_value_text(claim) for claim in claims],
-        "verdict": [claim["verdict"] for claim in claims],
-        "severity": [claim.get("severity", "") if width >= WIDE else "" for claim in claims],
-    }
+    rows = [claim_cells(claim) for claim in result["claims"]]
+    columns = {name: [row[i] for row in rows] for i, name in enumerate(CLAIM_COLUMNS)}
     columns = {name: cells for name, cells in columns.items() if any(cells)}
+    if width < WIDE:
+        columns.pop("severity", None)
     for name in columns:
         words = name in ("claim", "verdict", "severity")
         table.add_column(name, justify="left" if words else "right", no_wrap=name == "verdict")

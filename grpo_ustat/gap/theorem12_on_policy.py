@@ -16,10 +16,10 @@ import numpy as np
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.advantage_moments import Normalisation, large_groups
 from grpo_ustat.estimators.weighted import group_moments
-from grpo_ustat.gap.claims import Claim, comma_list, enumeration_converges, verdict_of
+from grpo_ustat.gap.claims import at_infinity, enumerated_claim, limit_claim, nearing_claim
 from grpo_ustat.gap.evidence import Panel, PlotLine
-from grpo_ustat.gap.lemma11 import at_infinity
 from grpo_ustat.gap.offpolicy import ZERO, Setting
+from grpo_ustat.runs.claims import Claim, comma_list
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
@@ -163,8 +163,7 @@ def claims(start: OnPolicy, group_size: int) -> list[Claim]:
     for kind, label in (labels | {"group_std": "with normalisation"}).items():
         ratio = start.variance_ratio(kind)
         what = f"as G grows: G (B variance - C1) over the oracle's, {label}"
-        verdict = verdict_of(abs(ratio - 1) <= TOLERANCE)
-        oracles.append(Claim(what, 1.0, ratio, None, None, verdict, how))
+        oracles.append(enumerated_claim(what, 1.0, ratio, abs(ratio - 1) <= TOLERANCE, how))
     return [*by_size, _slope_claim(start), _constant_claim(start), *oracles, *guards]
 
 
@@ -177,35 +176,30 @@ def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
     if np.isfinite(exceeded):
         how += f"; exceeds the variance from B = {np.ceil(exceeded):.0f} prompts"
     what = f"bias^2 / ||target||^2 at learning rate 0, {label}, G = {size}"
-    return Claim(what, 0.0, share, None, None, verdict_of(share <= ZERO), how)
+    return enumerated_claim(what, 0.0, share, share <= ZERO, how)
 
 
 def _slope_claim(start: OnPolicy) -> Claim:
     """The squared bias is of order 1/G^2."""
     sizes, bias = np.log(start.limit_sizes), np.log(start.limits["group_std"]["bias"])
     slopes = 2 * np.diff(bias) / np.diff(sizes)
-    distances = np.abs(slopes + 2)
     how = (
         f"enumerated, epsilon = 0, between G = {start.limit_sizes[1]} and {start.limit_sizes[2]}; "
         f"within {SLOPE_TOLERANCE}, not decided where further off and coming closer"
     )
     what = "as G grows: slope of log bias^2 on log G at learning rate 0, with normalisation"
-    agrees = enumeration_converges(distances[1], distances[0], SLOPE_TOLERANCE)
-    return Claim(what, -2.0, float(slopes[1]), None, None, verdict_of(agrees), how)
+    return nearing_claim(what, -2.0, slopes[::-1], SLOPE_TOLERANCE, how)
 
 
 def _constant_claim(start: OnPolicy) -> Claim:
     """The bias of order 1/G is the delta method's."""
     times_size = np.array(start.limit_sizes) * start.limits["group_std"]["bias"]
-    limit, distances = float(at_infinity(times_size)), np.abs(times_size - start.bias_limit)
-    agrees = abs(limit - start.bias_limit) <= TOLERANCE * start.bias_limit
-    agrees = agrees or enumeration_converges(distances[2], distances[1], 0.0)
     how = (
         f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
         f"within {percentage(TOLERANCE)} of the delta method's, not decided where coming closer"
     )
     what = "as G grows: limit of G ||bias|| at learning rate 0, with normalisation"
-    return Claim(what, start.bias_limit, limit, None, None, verdict_of(agrees), how)
+    return limit_claim(what, start.bias_limit, times_size, TOLERANCE * start.bias_limit, how)
 
 
 def panels(start: OnPolicy) -> list[Panel]:
@@ -224,18 +218,25 @@ def panels(start: OnPolicy) -> list[Panel]:
 
 def rows(start: OnPolicy) -> list[dict[str, Any]]:
     """A quantity a row, at a group size."""
-    no_interval = {"low": None, "high": None}
     return [
-        {"axis": "group_size", "at": float(size), "path": "none", "normalisation": kind}
-        | {"quantity": name, "value": float(value) if np.isfinite(value) else None}
-        | no_interval
+        row("group_size", size, "none", kind, name, value)
         for kind, values in start.values.items()
         for name, column in values.items()
         for size, value in zip(start.sizes, column, strict=True)
     ]
 
 
-def on_policy_answer(start: OnPolicy) -> str:
+def row(
+    axis: str, at: float, path: str, normalisation: str, quantity: str, value: float,
+    low: float | None = None, high: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """A row of the study's curves.csv: a quantity at one place; None where it is not finite."""
+    place = {"axis": axis, "at": float(at), "path": path, "normalisation": normalisation}
+    finite = float(value) if np.isfinite(value) else None
+    return place | {"quantity": quantity, "value": finite, "low": low, "high": high}
+
+
+def answer(start: OnPolicy) -> str:
     """What normalisation does to the theorem, one sentence."""
     values = start.values["group_std"]
     if values["bias2_share"].max() <= ZERO:

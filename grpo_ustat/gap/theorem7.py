@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,8 @@ from scipy.optimize import minimize_scalar
 from grpo_ustat.config.gap import GapConfig, Theorem7Config
 from grpo_ustat.estimators.convergence import quadratic_recursion, recursion
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.gap.claims import (
-    AGREES,
-    DISAGREES,
-    FAMILY,
-    OPEN,
-    Claim,
-    comma_list,
-    correct_family,
-    mean_interval,
-    mean_p_value,
-    verdict_of,
-)
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
+from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value
+from grpo_ustat.gap.evidence import Evidence, Panel, Theorem, line_of
 from grpo_ustat.gap.exact import bed_facts, limit_weighting, noise, scaling_at
 from grpo_ustat.gap.simulate import (
     Estimator,
@@ -35,6 +25,8 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.runs.claims import FAMILY, Claim, comma_list
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 STATEMENT = (
     "At n = B G rollouts per step, or n = B G T in total, the bounds on the gap depend on B and G "
@@ -92,17 +84,9 @@ def theorem7(
             cells.setdefault(point, {})[simulation.estimator.group_size] = run.gap_SR[place]
     best = {point: may_be_best(gaps) for point, gaps in cells.items()}
     theories = {point: predicted_sizes(bed, point, list(gaps)) for point, gaps in cells.items()}
-    claims = correct_family(
-        [
-            *_bound_claims(bed, list(cells)),
-            *_cell_claims(cells, best, theories),
-            *(
-                total_claim(total, rate, cells, theories, steps)
-                for total in totals
-                for rate in rates
-            ),
-        ]
-    )
+    claims = [*_bound_claims(bed, list(cells)), *_cell_claims(cells, best, theories)]
+    for total, rate in product(totals, rates):
+        claims.append(total_claim(total, rate, cells, theories, steps))
     rows = [row for point in cells for row in _rows(bed, point, cells, best, theories)]
     return Evidence(
         bed=bed_facts(bed),
@@ -202,14 +186,12 @@ def _bound_claims(bed: Testbed, points: Sequence[GridPoint]) -> list[Claim]:
         minimisers = [smallest_bound(bed, law, error, point) for point in points]
         furthest = max(minimisers, key=lambda size: abs(size / gstar - 1))
         claims.append(
-            Claim(
+            enumerated_claim(
                 what=f"G of the smallest bound, {words}: of all (n, T, rate) the furthest from G*; "
                 "the bound holds G in s^2 alone, with C1, C2, C3 at the maximum",
                 predicted=gstar,
                 measured=furthest,
-                low=None,
-                high=None,
-                verdict=verdict_of(abs(furthest / gstar - 1) < SAME),
+                agrees=abs(furthest / gstar - 1) < SAME,
                 how=f"Lemma 6's recursion minimised over real G in {len(points)} cells, relative "
                 f"distance below {SAME:g}: algebra, of constants that are not suprema over a path",
             )
@@ -390,12 +372,9 @@ def _panels(
         inside = [row for row in rows if (row["rate"], row[within]) == (rate, value)]
         curves = []
         for number in dict.fromkeys(row[by] for row in inside):
-            x, y, low, high, model = (
-                [row[key] for row in inside if row[by] == number]
-                for key in ("group_size", "gap", "low", "high", "quadratic_model")
-            )
-            curves.append(PlotLine(f"{letter} = {number}", x, y, low, high))
-            curves.append(PlotLine(f"{letter} = {number}", x, model, predicted=True))
+            label, points = f"{letter} = {number}", [row for row in inside if row[by] == number]
+            curves.append(line_of(label, points, "group_size", "gap"))
+            curves.append(line_of(label, points, "group_size", "quadratic_model", predicted=True))
         title = f"{rate}, {'T' if within == 'step' else 'n T'} = {value}"
         panels.append(Panel(title, "group size G", "mean gap (line: recursion)", curves, "xy"))
     return panels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy import stats
@@ -10,15 +10,7 @@ from scipy import stats
 from grpo_ustat.config.gap import GapConfig, Theorem8Config
 from grpo_ustat.estimators.convergence import limit_weights, mixture_cdf, mixture_quantiles
 from grpo_ustat.estimators.intervals import LEVEL
-from grpo_ustat.gap.claims import (
-    AGREES,
-    DISAGREES,
-    OPEN,
-    Claim,
-    correct_family,
-    mean_interval,
-    replicates_converge,
-)
+from grpo_ustat.gap.claims import mean_interval, replicates_converge
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.exact import bed_facts, noise_everywhere
 from grpo_ustat.gap.simulate import (
@@ -27,10 +19,13 @@ from grpo_ustat.gap.simulate import (
     Simulation,
     Trajectories,
     check_limit_rates,
+    exits_text,
     learning_rates,
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
+from grpo_ustat.runs.claims import Claim, agreement
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
@@ -91,18 +86,14 @@ def theorem8(
         if weights_KR.shape[1] > 1:
             claims.append(_trend_claim(bed, estimator, run, rate, weights_KR))
         panels.append(_panel(estimator, run, rate, weights_KR))
-    claims = correct_family(claims)
-    exits = sum(int((run.exit_R > 0).sum()) for run in runs)
-    agreeing = sum(claim.verdict == AGREES for claim in claims)
     return Evidence(
         bed=bed_facts(bed),
         claims=claims,
         panels=panels,
         rows=rows,
-        answer=f"{agreeing} of {len(claims)} comparisons with the limit agree at T = {steps[-1]}.",
+        answer=f"{agreement(claims)} comparisons with the limit agree at T = {steps[-1]}.",
         notes=[
-            f"{exits} of {replicates * len(simulations)} replicates left the sublevel set at some "
-            "step",
+            exits_text(runs),
             f"the gap is scaled by T + {rate.offset}, which has the same limit as T",
             "the distribution function of the mixture is gx2's, Ruben's method",
         ],
@@ -209,11 +200,7 @@ def _law_claim(
     if not one_limit:
         alternatives[ONE_LAW] = ks_p_value(limit_cdf(_mean_weights(weights_KR), last_R))
     distance, level = ks_distance(uniform_R)
-    nearing = False
-    if len(run.steps_S) > 1:
-        before_R = limit_cdf(weights_KR, scaled_gap(run, rate, -2))
-        last, before = ((law_R <= level) - level for law_R in (uniform_R, before_R))
-        nearing = replicates_converge(last, before, *_last_steps(run))
+    nearing = _nearing(run, rate, lambda gap_R: (limit_cdf(weights_KR, gap_R) <= level) - level)
     kind = "from the limit" if one_limit else "of its own limit, from the uniform law"
     return Claim(
         what=f"{label_of(estimator)}: Kolmogorov-Smirnov distance {kind}",
@@ -242,10 +229,7 @@ def _mean_claim(
     if weights_KR.shape[1] > 1:
         mean_K1 = _mean_weights(weights_KR)
         alternatives[ONE_LAW] = mean_law_p_value(last_R / mean_K1.sum(), mean_K1)
-    nearing = False
-    if len(run.steps_S) > 1:
-        before_R = scaled_gap(run, rate, -2) / sums_R
-        nearing = replicates_converge(ratio_R - 1, before_R - 1, *_last_steps(run))
+    nearing = _nearing(run, rate, lambda gap_R: gap_R / sums_R - 1)
     return Claim(
         f"{label_of(estimator)}: mean of the scaled gap over the sum of the weights",
         1.0,
@@ -266,9 +250,12 @@ def _sample(run: Trajectories) -> str:
     )
 
 
-def _last_steps(run: Trajectories) -> tuple[int, int]:
-    """The last recorded step and the one before."""
-    return int(run.steps_S[-1]), int(run.steps_S[-2])
+def _nearing(run: Trajectories, rate: Rate, distance: Callable[[np.ndarray], np.ndarray]) -> bool:
+    """Whether a distance of scaled gaps falls between the last two recorded steps."""
+    if len(run.steps_S) < 2:
+        return False
+    before_R, last_R = (distance(scaled_gap(run, rate, place)) for place in (-2, -1))
+    return replicates_converge(last_R, before_R, int(run.steps_S[-1]), int(run.steps_S[-2]))
 
 
 def _mean_weights(weights_KR: np.ndarray) -> np.ndarray:

@@ -28,7 +28,9 @@ from grpo_ustat.pages.tables import (
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord
 
 MOST_ROWS = 200  # that a page holds
-P_VALUE = "p (Holm)"  # raw, and corrected for the claims of a study
+CLAIM_COLUMNS = (  # p-values raw, and corrected for the claims of a study
+    "claim", "predicted", "measured", "95 % interval", "p (Holm)", "verdict", "severity",
+)  # fmt: skip
 FAMILY_RULE = (
     "p: the p-value of the hypothesis that the prediction holds; in brackets with Holm's "
     "correction "
@@ -63,8 +65,7 @@ QUANTITIES = {  # of the scaling law and of Assumption 2
 def gap_title(run: RunRecord) -> str:
     """Which result, on which test problem."""
     kind, bed = str(run.value("study.kind")), run.value("bed.name")
-    on_bed = "" if run.value("bed.kind") == "none" else f", on {bed}"
-    return f"{TITLES.get(kind, kind)}{on_bed}, seed {run.value('seed')}"
+    return f"{TITLES.get(kind, kind)}, on {bed}, seed {run.value('seed')}"
 
 
 def gap_answer(run: RunRecord) -> str:
@@ -90,21 +91,8 @@ def gap_tables(run: RunRecord) -> list[Table]:
     """Predictions beside measurements."""
     if run.result is None:
         return []
-    rows = [
-        [
-            claim["what"],
-            number_text(claim["predicted"]),
-            number_text(claim["measured"]),
-            interval_text(claim),
-            p_value_text(claim),
-            claim["verdict"],
-            claim.get("severity", ""),
-            claim["how"],
-        ]
-        for claim in run.result["claims"]
-    ]
-    columns = ("claim", "predicted", "measured", "95 % interval", P_VALUE, "verdict", "severity",
-               "how it is decided")  # fmt: skip
+    columns = [*CLAIM_COLUMNS, "how it is decided"]
+    rows = [[*claim_cells(claim), claim["how"]] for claim in run.result["claims"]]
     tables = [Table("Predicted and measured", columns, rows, [FAMILY_RULE])]
     numbers = run.csv_rows("curves.csv")
     if numbers:
@@ -112,6 +100,19 @@ def gap_tables(run: RunRecord) -> list[Table]:
         note = note if len(numbers) > MOST_ROWS else ""
         tables.append(rows_table("Numbers", numbers[:MOST_ROWS], note))
     return tables
+
+
+def claim_cells(claim: dict[str, Any]) -> list[str]:
+    """A claim's cells in `CLAIM_COLUMNS`, on a page, a terminal and in a report; "" is missing."""
+    return [
+        claim["what"],
+        number_text(claim["predicted"]),
+        number_text(claim["measured"]),
+        interval_text(claim),
+        p_value_text(claim),
+        claim["verdict"],
+        claim.get("severity", ""),
+    ]
 
 
 def number_text(value: float | str) -> str:

@@ -32,6 +32,7 @@ from grpo_ustat.report.accuracy_answer import (
     setting_sentence,
 )
 from grpo_ustat.report.accuracy_figure import accuracy_figure
+from grpo_ustat.report.best_group_size import best_group_size
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, read_runs
 from grpo_ustat.report.joint_page import Report, page, runs_table
 from grpo_ustat.report.published import published_table
@@ -50,7 +51,7 @@ from grpo_ustat.terminal.console import Console, tell
 from grpo_ustat.terminal.streams import single_line
 
 FILES = re.compile(
-    r"(accuracy|mean_reward|budget|claims|fixed_n|learning.*|mse|published_table2|runs|settings|theorems)"
+    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|learning.*|mse|published_table2|runs|settings|theorems)"
     r"\.(csv|tex|pdf|svg|png)"
 )
 MOST_STEPS = 8  # with a panel each, where no steps are asked for
@@ -112,6 +113,8 @@ def write_report(report: Report) -> None:
     ]
     if report.training:
         _add_training(report)
+    if report.studies and len({run.config["group_size"] for run in report.training}) > 1:
+        _add_best_group_size(report)
     report.tables.append(runs_table(report))
     for table in report.tables:
         table.write(report.folder)
@@ -121,7 +124,7 @@ def write_report(report: Report) -> None:
     for line in report.answers:
         console.print(line, soft_wrap=True)
     main_tables = {"theorems", "mse", "fixed_n", "accuracy", "mean_reward", "settings"}
-    main_tables.add("published_table2")
+    main_tables |= {"published_table2", "best_group_size", "best_group_size_claims"}
     if len({run.config["budget"]["rollouts"] for run in report.training}) > 1:
         main_tables.add("budget")
     for table in report.tables:
@@ -270,6 +273,18 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
     ]  # fmt: skip
     if math_rows:
         report.tables.append(published_table(compared(math_rows, accuracy.BY_BUDGET)))
+
+
+def _add_best_group_size(report: Report) -> None:
+    """Whether the G of the least error before training trains best, or why that cannot be said."""
+    try:
+        found = best_group_size(report.training, report.studies)
+    except (ConfigError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        report.notes.append(f"whether G* trains best cannot be said: {single_line(error, 200)}")
+        return
+    report.tables += found.tables()
+    report.answers.append(found.answer)
+    report.notes += found.notes
 
 
 def _measured_gstar(

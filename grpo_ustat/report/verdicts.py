@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_ustat.pages.page import Figure
 from grpo_ustat.pages.run_page import PREDICTED
-from grpo_ustat.pages.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
+from grpo_ustat.pages.study_page import CLAIM_COLUMNS, TITLES, claim_cells
 from grpo_ustat.pages.svg import inlined
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.report.collect import distinguishing_keys
@@ -85,24 +85,12 @@ def claims_table(studies: Sequence[RunRecord]) -> Table:
     rows, data = [], []
     for run, identity in zip(studies, _identities(studies), strict=True):
         for claim in run.final_result["claims"]:
-            rows.append([
-                _study_name(identity),
-                claim["what"],
-                number_text(claim["predicted"]),
-                number_text(claim["measured"]),
-                interval_text(claim) or "-",
-                p_value_text(claim) or "-",
-                claim["verdict"],
-                claim.get("severity") or "-",
-            ])  # fmt: skip
+            rows.append([_study_name(identity), *(cell or "-" for cell in claim_cells(claim))])
             data.append(identity | {k: x for k, x in claim.items() if k != "alternatives"})
     return Table(
         name="claims",
         title="Every claim, predicted and measured",
-        columns=[
-            "study", "claim", "predicted", "measured", "95 % interval", P_VALUE, "verdict",
-            "severity",
-        ],
+        columns=["study", *CLAIM_COLUMNS],
         rows=rows,
         notes=["Without an interval: enumerated, or compared as one number. p: raw, in brackets "
                "with Holm's correction over the study's claims; a claim disagrees where that is at "
@@ -179,7 +167,7 @@ def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:
             {
                 "result": TITLES.get(kind, kind),
                 "study": kind,
-                "bed": None if run.config["bed"].get("kind") == "none" else run.policy,
+                "bed": run.policy,
                 "differs_in": key_label(run.keys, [key for key in keys if key != "bed.name"]),
                 "run": run.label,
             }

@@ -9,7 +9,7 @@ from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.load import SCHEMAS
 
 FILES = {  # file: the entries that know all it sets
-    "study/lemma6": {"gap"}, "study/best_group_size": {"gap"}, "study/figure4": {"mse"},
+    "study/lemma6": {"gap"}, "study/figure4": {"mse"},
     "policy/tiny": {"mse", "train"}, "debug/train": {"train"}, "budget/study_smoke": {"mse", "gap"},
     "experiment/theorems": {"gap"}, "experiment/smollm2": {"mse"},
     "experiment/table2_math": {"train"}, "logger/wandb": {"mse", "train", "gap"},

@@ -42,7 +42,7 @@ def test_every_study_and_every_bed_has_a_file_of_its_name():
 
 def _suits(bed):
     suits = {"sequences": "theorem12", "graded_sequences": "theorem12"}
-    suits |= {"none": "best_group_size", "ridge_coins": "theorem8"}
+    suits["ridge_coins"] = "theorem8"
     return [f"study={suits[bed]}"] if bed in suits else []
 
 
@@ -54,8 +54,7 @@ def test_every_study_composes_on_its_bed(name):
     config = compose("gap", f"study={name}")
     assert config.study.kind == name.partition("_")[0] if name not in STUDIES else name
     assert config.bed.kind in config.study.beds
-    if name != "best_group_size":  # which needs runs
-        theorem(config.study.kind).check(config)
+    theorem(config.study.kind).check(config)
 
 
 @pytest.mark.slow
@@ -145,14 +144,6 @@ def test_a_refused_bed_leaves_no_folder(tmp_path):
     refused = gap(tmp_path, "study.decaying_rate=0.5")
     assert refused.returncode == 2 and refused.stderr.startswith("error: study.decaying_rate=0.5")
     assert refused.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_study_of_runs_that_are_not_there_names_the_command_and_leaves_no_folder(tmp_path):
-    (tmp_path / "other").touch()
-    refused = gap(tmp_path, "study=best_group_size")
-    assert refused.returncode == 2 and not (tmp_path / "run").exists()
-    assert "holds no run: grpo-ustat mse study=best_group_size_start" in refused.stderr
 
 
 @pytest.mark.slow

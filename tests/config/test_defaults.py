@@ -144,13 +144,8 @@ def test_outputs_go_below_their_root_and_are_the_same_runs(entry, words, tmp_pat
             assert other.sweep == tmp_path / "a=1" / one.sweep.relative_to("outputs")
 
 
-def test_reports_and_what_they_read_go_below_the_root_too(tmp_path):
+def test_reports_go_below_the_root_too(tmp_path):
     assert (
         compose_single("report", ["runs=x", f"output_root={tmp_path}"]).hydra.run.dir
         == f"{tmp_path}/report/all"
     )
-    study = compose_config("gap", ["study=best_group_size", f"output_root={tmp_path}"]).study
-    assert study.trained == [f"{tmp_path}/best_group_size"]
-    assert compose_config("gap", ["study=best_group_size"]).study.trained == [
-        "outputs/best_group_size"
-    ]

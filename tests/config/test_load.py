@@ -26,7 +26,6 @@ def test_every_shipped_file_composes(entry, group, name):
 
 
 BED_OF = {  # studies of beds of other kinds
-    "none": "best_group_size",
     "sequences": "theorem12",
     "graded_sequences": "theorem12",
     "ridge_coins": "theorem8",
@@ -174,7 +173,7 @@ WRONG = {
         "gap", ["study.shift=3"], "it is of study.kind=theorem12, choose such a study by study="
     ),
     "field of a data set": ("train", ["dataset.levels=[3]"], "it is of dataset.kind=math, choose"),
-    "studies of gap": ("gap", ["study=x"], "choose from best_group_size, corollaries9_10, lemma11"),
+    "studies of gap": ("gap", ["study=x"], "choose from corollaries9_10, lemma11"),
     "misspelt bed": ("gap", ["bed.sed=1"], "unknown key bed.sed: did you mean bed.seed?"),
     "another trainer's": ("mse", ["num_generations=4"], "in train it is group_size"),
     "wrong bed": ("gap", ["bed=sequences"], "study=lemma6 with bed.kind=sequences: choose a"),

@@ -9,19 +9,10 @@ import pytest
 from scipy import stats
 
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.gap.claims import (
-    AGREES,
-    DISAGREES,
-    OPEN,
-    Claim,
-    correct_family,
-    holm_adjust,
-    interval_p_value,
-    mean_interval,
-    mean_p_value,
-    replicates_converge,
-)
+from grpo_ustat.gap.claims import interval_p_value, mean_interval, mean_p_value, replicates_converge
 from grpo_ustat.gap.evidence import Evidence
+from grpo_ustat.runs.claims import Claim, correct_family, holm_adjust
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 
 def claim(p_value, verdict=AGREES, **changes):

@@ -12,9 +12,9 @@ from ustatistics import estimate, pairwise
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import group_std
-from grpo_ustat.gap.claims import AGREES, DISAGREES, OPEN
 from grpo_ustat.gap.lemma11 import lemma11
 from grpo_ustat.records import BaselineContext
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 SIZES = [4, 16, 64, 256]
 REWARDS = np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from offpolicy_bed import BETA, GROUP, LENGTH, small_setting
+from offpolicy_bed import BETA, GROUP, LENGTH, small_setting, token_kl_P
 from reference import plain_advantages
 
 from grpo_ustat.gap.offpolicy import Setting, estimate
@@ -60,7 +60,7 @@ def plain_target(setting, current, beta, prefixes):
 
     def worth(theta_D):
         at = current.at(theta_D)
-        lost_P = at.token_kl_P(setting.reference, prefixes.probabilities_PY)
+        lost_P = token_kl_P(at, setting.reference, prefixes.probabilities_PY)
         return (at.value_P(setting.reward_PY) - beta * lost_P).mean()
 
     units = np.eye(8) * STEP

@@ -13,9 +13,9 @@ from reference import plain_advantages, variance_of
 
 from grpo_ustat.config.gap import Proposition13Config
 from grpo_ustat.gap import proposition13 as thirteen
-from grpo_ustat.gap.claims import AGREES, DISAGREES
 from grpo_ustat.gap.proposition13 import field, maximiser, proposition13, pull_of, root, weight
 from grpo_ustat.gap.simulate import Estimator, gradient, reference_law
+from grpo_ustat.runs.record import AGREES, DISAGREES
 
 KL = {"beta": 1.0, "reference": (0.3,)}
 

@@ -14,7 +14,6 @@ from grpo_ustat.gap import corollaries9_10 as both
 from grpo_ustat.gap import lemma6 as lemma
 from grpo_ustat.gap import theorem7 as seven
 from grpo_ustat.gap import theorem8 as eight
-from grpo_ustat.gap.claims import AGREES, DISAGREES, OPEN
 from grpo_ustat.gap.corollaries9_10 import corollaries
 from grpo_ustat.gap.exact import assumption2, limit_weighting, noise, scaling_at
 from grpo_ustat.gap.lemma6 import lemma6
@@ -22,6 +21,7 @@ from grpo_ustat.gap.simulate import Estimator, Rate, run_simulations
 from grpo_ustat.gap.testbeds import CoinTestbed
 from grpo_ustat.gap.theorem7 import theorem7
 from grpo_ustat.gap.theorem8 import theorem8
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 CONSTANT, FALLING = Rate("constant", 0.2), Rate("decaying", 2.5, 20)
 GRPO = Estimator("leave_one_out", 4, 4)

@@ -14,11 +14,11 @@ from reference import plain_advantages, variance_of
 from grpo_ustat.config.gap import Theorem12Config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.advantage_moments import Normalisation, large_groups
-from grpo_ustat.gap.claims import AGREES, DISAGREES
 from grpo_ustat.gap.offpolicy import Setting, by_length, estimate
 from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.gap.theorem12 import theorem12
 from grpo_ustat.gap.theorem12_on_policy import on_policy
+from grpo_ustat.runs.record import AGREES, DISAGREES
 
 LENGTH, PROMPTS = 3, 2
 PLAIN = {

@@ -6,6 +6,9 @@ import json
 
 from folders import studied, trained
 
+from grpo_ustat.report.best_group_size import best_group_size
+from grpo_ustat.report.collect import entries_in, read_runs
+
 POLICY = {"model.name": "tiny_base", "model.model_name_or_path": "embedded:tiny_base"}
 GAIN = 0.1  # of the last evaluation over the one before
 ALIKE = [0.50, 0.52, 0.54, 0.56]  # accuracies at the end, a seed each
@@ -35,3 +38,10 @@ def study(place, c1=1.0, c2=10.0, c3=49.0, ends=(7.5, 8.5), changes=()):
     result["scaling"] |= {"gstar": gstar, "gstar_low": low, "gstar_high": high}
     (folder / "result.json").write_text(json.dumps(result))
     return [str(place)]
+
+
+def compare(trained, measured):
+    """`best_group_size` of all runs in these folders."""
+    of_training, of_studies = (read_runs(entries_in(places)).runs for places in (trained, measured))
+    training = [run for run in of_training if run.command == "train"]
+    return best_group_size(training, [run for run in of_studies if run.command == "mse"])

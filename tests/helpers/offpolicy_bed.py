@@ -14,3 +14,15 @@ def small_setting(rng: np.random.Generator) -> Setting:
     old = SequencePolicy(rng.normal(size=(LENGTH, SIZE, SIZE)), rng.normal(size=(2, SIZE)) / 2)
     reference = old.at(old.theta_D + rng.normal(size=8) / 2)
     return Setting(old, reference, rng.random((2, 4)), BETA, 1, GROUP)
+
+
+def kl_P(one, other):
+    """KL(one || other) of whole completions, a number for each prompt."""
+    log_ratio_PY = (one.logprob_PYL - other.logprob_PYL).sum(axis=-1)
+    return (one.probabilities_PY * log_ratio_PY).sum(axis=1)
+
+
+def token_kl_P(policy, reference, prefix_PY):
+    """`sum_t E KL(reference(. | x, y_<t) || policy(. | x, y_<t))`, prefixes of a given law."""
+    log_PYLV = np.log(reference.next_PYLV) - np.log(policy.next_PYLV)
+    return (prefix_PY * (reference.next_PYLV * log_PYLV).sum(axis=(2, 3))).sum(axis=1)

@@ -69,14 +69,9 @@ def test_predictions_stand_beside_measurements(folder):
     ]  # fmt: skip
 
 
-def test_a_study_that_enumerates_says_so_and_one_of_runs_has_no_bed(tmp_path):
-    config = CONFIG | {
-        "study": {"kind": "best_group_size"},
-        "bed": {"name": "none", "kind": "none"},
-    }
+def test_a_study_that_enumerates_says_so(tmp_path):
     result = RESULT | {"bed": {}, "cost": {"rollouts": 0, "seconds": 0.5}}
-    page = run_page(folder_of(tmp_path, config, result))
-    assert page.title == "The scaling law in training, seed 2"
+    page = run_page(folder_of(tmp_path, CONFIG, result))
     assert dict(page.facts)["Completions drawn"] == "0: enumerated"
 
 

@@ -20,7 +20,6 @@ from grpo_ustat.report.collect import entries_in, read_runs
 from grpo_ustat.report.verdicts import (
     claims_table,
     in_order,
-    study_figures,
     theorems_table,
     verdict_sentence,
 )
@@ -145,14 +144,6 @@ def test_studies_of_one_result_are_told_apart_by_bed_and_by_what_else_they_diffe
     ]  # fmt: skip
     said = "some claims of Lemma 6 (softmax, seed=0) and Lemma 6 (softmax, seed=1) disagree"
     assert said in verdict_sentence(runs)
-
-
-def test_a_study_of_finished_runs_has_no_bed(tmp_path):
-    proved(tmp_path / "a", "best_group_size", AGREES, bed="none")
-    runs = theorems(tmp_path)
-    (row,) = theorems_table(runs).rows
-    assert row[:3] == ["The scaling law in training", "-", "-"]
-    assert study_figures(runs)[0][0].title == "The scaling law in training"
 
 
 @pytest.mark.slow

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
-from beside import ALIKE, CLOSE, GAIN, POLICY, WORSE, study, sweep
+from beside import ALIKE, CLOSE, GAIN, POLICY, WORSE, compare, study, sweep
 from folders import trained
 from scipy import stats
 from scipy.stats import spearmanr
 
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.gap.best_group_size import (
-    LAST,
-    MEAN,
-    RESAMPLES,
-    best_group_size,
-    nearest,
-    rank_correlation,
-)
+from grpo_ustat.report.best_group_size import LAST, MEAN, nearest
+from grpo_ustat.report.rank_correlation import RESAMPLES, rank_correlation
 from grpo_ustat.rollout.draws import generator
 
 TOLD = {2: WORSE, 8: ALIKE, 32: CLOSE}
@@ -27,7 +19,7 @@ TOLD = {2: WORSE, 8: ALIKE, 32: CLOSE}
 
 @pytest.fixture
 def found(tmp_path):
-    return best_group_size(sweep(tmp_path / "runs", TOLD), study(tmp_path / "study"))
+    return compare(sweep(tmp_path / "runs", TOLD), study(tmp_path / "study"))
 
 
 def test_means_and_differences_are_those_worked_by_hand(found):
@@ -73,15 +65,13 @@ def test_the_answer_names_what_is_told_and_what_is_not(found):
         "best (the best is G = 8; not significantly different from it: 32; significantly "
         "different: 2)."
     )
-    assert json.loads(json.dumps(found.record()))["verdict"] == "agrees"
-    assert found.rollouts == 12 * 8 * 32 + 128
 
 
 def test_a_group_size_is_told_from_the_best_where_its_p_value_is_at_most_5_percent(tmp_path):
     """G = 2 and 8: by hand t_3 of -0.18 with s = 0.023094 over 4 seeds, two-sided."""
-    found = best_group_size(sweep(tmp_path / "a", {2: WORSE, 8: ALIKE}), study(tmp_path / "s"))
+    found = compare(sweep(tmp_path / "a", {2: WORSE, 8: ALIKE}), study(tmp_path / "s"))
     wrong = study(tmp_path / "t", c3=1.0, ends=(1.5, 2.5))  # predicts G = 2
-    other = best_group_size([str(tmp_path / "a")], wrong)
+    other = compare([str(tmp_path / "a")], wrong)
     assert found.claims[0].p_value == 1.0 and found.claims[0].verdict == "agrees"
     expected = 2 * stats.t.sf(0.18 / (0.0230940 / 2), 3)
     assert other.claims[0].p_value == pytest.approx(expected, rel=1e-4)
@@ -101,7 +91,7 @@ VERDICTS = {
 
 @pytest.mark.parametrize("accuracies, verdict", VERDICTS.values(), ids=VERDICTS)
 def test_a_verdict_needs_a_group_size_that_is_told_from_the_best(accuracies, verdict, tmp_path):
-    found = best_group_size(sweep(tmp_path / "runs", accuracies), study(tmp_path / "study"))
+    found = compare(sweep(tmp_path / "runs", accuracies), study(tmp_path / "study"))
     assert found.claims[0].verdict == verdict
 
 
@@ -117,7 +107,7 @@ BEST_AT = {
 def test_whether_one_group_size_is_best_at_every_budget(first, last, verdict, ratio, tmp_path):
     sweep(tmp_path / "runs", first, rollouts=32)
     runs = sweep(tmp_path / "runs", last, rollouts=64)
-    found = best_group_size(runs, study(tmp_path / "study"))
+    found = compare(runs, study(tmp_path / "study"))
     claim = found.claims[2]
     assert claim.what == "G that trains best at n = 64 over that at n = 32"
     assert (claim.measured, claim.low, claim.high) == ratio and claim.verdict == verdict
@@ -130,33 +120,40 @@ def test_the_mean_of_the_evaluations_decides_and_the_last_one_does_not(tmp_path)
             evals = {0: 0.1, 4: before + 0.01 * seed, 8: 0.5 + 0.01 * seed}
             folder = tmp_path / f"runs/G={size}/seed={seed}"
             trained(folder, size, seed, evals, changes=POLICY)
-    found = best_group_size([str(tmp_path / "runs")], study(tmp_path / "study"))
+    found = compare([str(tmp_path / "runs")], study(tmp_path / "study"))
     assert found.rows[0]["difference"] == pytest.approx(-0.1)
     assert found.claims[0].verdict == "agrees"
     assert any("different: no G; the prediction: not decided" in note for note in found.notes)
 
 
-@pytest.mark.slow
-def test_panels_show_both_budgets_and_the_law(tmp_path):
-    sweep(tmp_path / "runs", TOLD, rollouts=32)
-    runs = sweep(tmp_path / "runs", TOLD, rollouts=64)
-    training, law = best_group_size(runs, study(tmp_path / "study")).panels
-    assert [curve.label for curve in training.curves] == ["n = 32", "n = 64"]
-    for curve in training.curves:
-        assert curve.x == [2, 8, 32] and not curve.predicted
-        assert all(a <= b <= c for a, b, c in zip(curve.low, curve.y, curve.high, strict=True))
-    assert law.curves[0].predicted and law.curves[0].x == [2, 4]  # as the folder has them
+def test_tables_hold_every_group_size_and_every_claim(found):
+    sizes, claims = found.tables()
+    assert sizes.title == (
+        "Does G* = 8.0 [7.5, 8.5] train best? Held-out accuracy, mean of the evaluations"
+    )
+    assert [row[:3] for row in sizes.rows] == [["n=32", 2, "2.44"], ["n=32", 8, "1"],
+                                               ["n=32", 32, "1.74"]]  # fmt: skip
+    assert [row[-1] for row in sizes.rows] == [
+        "significantly less", "largest mean", "not significantly different",
+    ]  # fmt: skip
+    assert sizes.rows[1][4] == "-" and sizes.rows[2][4].startswith("-0.020 [")
+    assert len(sizes.data) == 2 * len(TOLD)  # both outcomes
+    assert [row[:3] for row in claims.rows] == [
+        ["the G of 2, 8, 32 that trains best at n = 32", "8", "8"],
+        ["rank correlation over G of less error with more accuracy, n = 32", "> 0", "1"],
+    ]
+    assert [row["verdict"] for row in claims.data] == ["agrees", "agrees"]
 
 
 @pytest.mark.slow
 def test_notes_say_where_the_experiment_is_not_the_theorem(tmp_path):
-    adam = best_group_size(sweep(tmp_path / "runs", TOLD), study(tmp_path / "study")).notes
+    adam = compare(sweep(tmp_path / "runs", TOLD), study(tmp_path / "study")).notes
     assert any("adamw scales each coordinate" in note for note in adam)
     assert any("16 to 1 at n = 32" in note for note in adam)
     assert any("0.100 before training" in note and "with no G" in note for note in adam)
     assert any("the predicted G of 2, 8, 32 is 8." in note for note in adam)
     sgd = sweep(tmp_path / "sgd", TOLD, changes={"optimizer.name": "sgd"})
-    notes = best_group_size(sgd, study(tmp_path / "wide", ends=(3.0, 20.0))).notes
+    notes = compare(sgd, study(tmp_path / "wide", ends=(3.0, 20.0))).notes
     assert not any("scales each coordinate" in note for note in notes)
     assert any("the predicted G of 2, 8, 32 is 2, 8, 32." in note for note in notes)
 

@@ -1,0 +1,486 @@
+r"""Whether the group size that estimates the gradient best also trains best.
+
+At a fixed number n of rollouts a step the error of the gradient is
+
+    n MSE(G) = G C1 + C2 + C3/(G-1) = C1 ( G + (G*-1)^2/(G-1) ) + C2      G* = 1 + sqrt(C3/C1)
+
+smallest at G* for every n, and the paper bounds the sub-optimality gap by it (section 6 of the
+theory, Lemma 6 and Theorem 7). Here C1, C2, C3 of the policy that training starts from are held
+against held-out accuracy, or mean reward, of training runs that differ in G, n and seed alone.
+
+What counts was fixed before any of the compared runs: the mean of a run's evaluations after step 0,
+which carries less noise of evaluation than the last one alone; that is reported beside it. A G is
+significantly different from the best where the simultaneous 95 % interval of their difference,
+paired on seeds, lies below 0 (see `accuracy.accuracy_cells`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import LEVEL, Interval
+from grpo_ustat.estimators.scaling import ScalingLaw
+from grpo_ustat.pages.study_page import CLAIM_COLUMNS, claim_cells
+from grpo_ustat.pages.tables import Table
+from grpo_ustat.records import joint_quantity
+from grpo_ustat.report.accuracy import AccuracyCell, accuracy_cells
+from grpo_ustat.report.collect import distinguishing_keys
+from grpo_ustat.report.rank_correlation import RESAMPLES, rank_correlation, sign_flip_p_value
+from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of, worst_verdict
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord
+
+MEAN, LAST = "mean of the evaluations", "last evaluation"  # the first counts
+FEWEST = 3  # seeds over which differences are compared
+POLICY_KEYS = ("model.", "dataset.", "prompt.", "temperature", "max_completion_length", "weights")
+CELL_KEYS = (
+    "group_size", "seeds", "quantity", "mean_reward", "low", "high", "best", "difference",
+    "difference_low", "difference_high", "distinct",
+)  # fmt: skip
+
+
+def mean_evaluation(run: RunRecord) -> float:
+    """Mean of a run's evaluations after step 0."""
+    return float(np.mean([row["mean_reward"] for row in run.evals if row["step"] > 0]))
+
+
+def last_evaluation(run: RunRecord) -> float:
+    """A run's last evaluation."""
+    return float(run.evals[-1]["mean_reward"])
+
+
+OUTCOMES = {MEAN: mean_evaluation, LAST: last_evaluation}
+
+
+@dataclass(frozen=True)
+class Start:
+    """The scaling law at the policy that training starts from.
+
+    Attributes:
+        run: the study that measured it.
+        law: its C1, C2, C3.
+        gstar: 1 + sqrt(C3/C1), with its interval.
+    """
+
+    run: RunRecord
+    law: ScalingLaw
+    gstar: Interval
+
+    @property
+    def gstar_text(self) -> str:
+        """G* with its interval."""
+        estimate, low, high = self.gstar
+        return f"{estimate:.1f} [{low:.1f}, {high:.1f}]"
+
+    def error_at(self, size: int) -> float:
+        """Predicted n MSE(G)."""
+        return self.law.mse(num_prompts=1, group_size=size) * size
+
+    def nearest(self, sizes: Sequence[int]) -> int:
+        """The G of least predicted error among some."""
+        return nearest(self.gstar.estimate, sizes)
+
+
+@dataclass(frozen=True)
+class BudgetResult:
+    """How every G trained at one n.
+
+    Attributes:
+        rollouts: n.
+        seeds: on which every G was trained.
+        cells: of each outcome, a cell for each G, ascending.
+        mean_SG: what counts, of each seed and G.
+    """
+
+    rollouts: int
+    seeds: list[int]
+    cells: dict[str, list[AccuracyCell]]
+    mean_SG: np.ndarray
+
+    @property
+    def quantity(self) -> str:
+        """What the cells are means of, an accuracy or a mean reward."""
+        return joint_quantity(cell["quantity"] for cell in self.cells[MEAN])
+
+    @property
+    def sizes(self) -> list[int]:
+        """Every G, ascending."""
+        return [cell["group_size"] for cell in self.cells[MEAN]]
+
+    def best(self, outcome: str = MEAN) -> int:
+        """The G of the largest mean."""
+        return next(cell["group_size"] for cell in self.cells[outcome] if cell["best"])
+
+    def indistinct(self, outcome: str = MEAN) -> list[int]:
+        """The best G and those that are not significantly different from it."""
+        return [cell["group_size"] for cell in self.cells[outcome] if not cell["distinct"]]
+
+    def distinct(self, outcome: str = MEAN) -> list[int]:
+        """Those that are significantly different from the best."""
+        return [cell["group_size"] for cell in self.cells[outcome] if cell["distinct"]]
+
+    def p_values(self, outcome: str = MEAN) -> dict[int, float]:
+        """The p-value that each G is the best one: of its difference from the best mean, two-sided
+        paired t, Bonferroni over the differences. At most 5 % where it differs significantly from
+        the best.
+        """
+        cells, dof = self.cells[outcome], len(self.seeds) - 1
+        others = max(len(cells) - 1, 1)
+        critical = stats.t.ppf(1 - (1 - LEVEL) / others / 2, dof)
+        p_values = {}
+        for cell in cells:
+            p_value = 1.0
+            if not cell["best"]:
+                error = (cell["difference"] - cell["difference_low"]) / critical
+                p_value = min(1.0, 2 * others * float(stats.t.sf(-cell["difference"] / error, dof)))
+            p_values[cell["group_size"]] = p_value
+        return p_values
+
+    def verdict(self, predicted: int, outcome: str = MEAN) -> str:
+        """Whether a predicted G trains best: not decided where no G is significantly
+        different from the best.
+        """
+        distinct = self.distinct(outcome)
+        return verdict_of(predicted not in distinct if distinct else None)
+
+
+def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) -> BudgetResult:
+    """Compare every G at one n, by both outcomes, on the seeds that have every G.
+
+    Args:
+        grid: runs by n, G and seed.
+        rollouts: n.
+
+    Raises:
+        ConfigError: fewer than three seeds have every G.
+    """
+    sizes = sorted({size for _, size, _ in grid})
+    seeds = sorted({seed for n, _, seed in grid if n == rollouts})
+    seeds = [seed for seed in seeds if all((rollouts, size, seed) in grid for size in sizes)]
+    if len(seeds) < FEWEST:
+        raise ConfigError(
+            f"n={rollouts} has {len(seeds)} seeds with every G of {sizes}, {FEWEST} are needed"
+        )
+    rows = []
+    for seed, size in product(seeds, sizes):
+        run = grid[rollouts, size, seed]
+        row = {"series": "", "rollouts": rollouts, "group_size": size, "seed": seed}
+        row |= {key: run.evals[-1][key] for key in ("quantity", "low", "high", "n")}
+        for outcome, value_of in OUTCOMES.items():  # in place of the step of accuracy_cells
+            rows.append(row | {"step": outcome, "mean_reward": value_of(run)})
+    cells = accuracy_cells(rows)
+    by_outcome = {name: [cell for cell in cells if cell["step"] == name] for name in OUTCOMES}
+    mean_SG = [[mean_evaluation(grid[rollouts, size, seed]) for size in sizes] for seed in seeds]
+    return BudgetResult(rollouts, seeds, by_outcome, np.array(mean_SG))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted and trained group sizes.
+
+    Attributes:
+        start: the prediction.
+        budgets: how every G trained, at each n.
+        claims: with the verdicts that they have as a family, see `correct_family`.
+        rows: one for every n, outcome and G.
+        answer: one sentence.
+        notes: where training is not the theory's, and what is missing.
+    """
+
+    start: Start
+    budgets: Sequence[BudgetResult]
+    claims: Sequence[Claim]
+    rows: Sequence[dict[str, Any]]
+    answer: str
+    notes: Sequence[str]
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on all claims together."""
+        return worst_verdict(self.claims)
+
+    def tables(self) -> list[Table]:
+        """Each G with its predicted error and what it trained, and the claims on them."""
+        rows, quantity = [], joint_quantity(row["quantity"] for row in self.rows)
+        for row in self.rows:
+            difference, verdict = "-", "largest mean"
+            if not row["best"]:
+                names = ("difference", "difference_low", "difference_high")
+                difference = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*(row[name] for name in names))
+                verdict = "significantly less" if row["distinct"] else "not significantly different"
+            if row["outcome"] == MEAN:
+                mean = "{mean_reward:.3f} [{low:.3f}, {high:.3f}]".format(**row)
+                error = f"{row['predicted_error_ratio']:.3g}"
+                rows.append([f"n={row['n']}", row["group_size"], error, mean, difference, verdict])
+        columns = ["", "G", "predicted error / least", f"held-out {quantity}", "difference"]
+        claims = [asdict(claim) for claim in self.claims]
+        return [
+            Table(
+                name="best_group_size",
+                title=f"Does G* = {self.start.gstar_text} train best? Held-out {quantity}, {MEAN}",
+                columns=[*columns, "verdict"],
+                rows=rows,
+                notes=["Intervals over seeds, given the test questions; differences from the "
+                       "largest mean are paired on seeds, 95 % simultaneous over G (Bonferroni)."],
+                data=self.rows,
+                headings=True,
+            ),
+            Table(
+                name="best_group_size_claims",
+                title="The scaling law in training, predicted and measured",
+                columns=CLAIM_COLUMNS,
+                rows=[[cell or "-" for cell in claim_cells(claim)] for claim in claims],
+                notes=["How each is decided is said in best_group_size_claims.csv."],
+                data=[{k: x for k, x in row.items() if k != "alternatives"} for row in claims],
+                headings=True,
+                sentences=("severity",),
+            ),
+        ]  # fmt: skip
+
+
+def best_group_size(training: Sequence[RunRecord], studies: Sequence[RunRecord]) -> Comparison:
+    """Training at several G, n and seeds beside the G* of the policy that it starts from.
+
+    Args:
+        training: runs of `train`; unfinished ones do not count.
+        studies: finished ones of `mse`, of which one is of the policy before training.
+
+    Raises:
+        ConfigError: why there is no such comparison: no finished run, fewer than three seeds with
+            every G at some n, runs of several series, or no one study of their policy with a G*.
+    """
+    grid: dict[tuple[int, int, int], RunRecord] = {}
+    for run in training:
+        if run.result is not None:
+            config = run.config
+            grid[config["budget"]["rollouts"], config["group_size"], config["seed"]] = run
+    runs = list(grid.values())
+    check_one_series(runs)
+    start = start_of(runs[0], studies)
+    budgets = [budget_result(grid, rollouts) for rollouts in sorted({n for n, _, _ in grid})]
+    claims = [_best_claim(budget, start) for budget in budgets]
+    claims += [_same_claim(budgets)] if len(budgets) > 1 else []
+    claims += [_order_claim(budget, start) for budget in budgets]
+    rows = []
+    for budget in budgets:
+        least = min(start.error_at(size) for size in budget.sizes)
+        for name, cells in budget.cells.items():
+            for cell in cells:
+                error = start.error_at(cell["group_size"])
+                row = {"n": budget.rollouts, "outcome": name}
+                row |= {key: cell[key] for key in CELL_KEYS}
+                row |= {"predicted_n_mse": error, "predicted_error_ratio": error / least}
+                rows.append(row)
+    answer, notes = _answer(budgets, start), _notes(runs, budgets, start)
+    return Comparison(start, budgets, correct_family(claims), rows, answer, notes)
+
+
+def check_one_series(runs: Sequence[RunRecord]) -> None:
+    """Refuse runs that cannot be compared, or whose error is not the one that is predicted.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    if not runs:
+        raise ConfigError("no training run is finished")
+    sizes = sorted({run.config["group_size"] for run in runs})
+    if len(sizes) < 2:
+        raise ConfigError(f"the finished training runs have G={sizes} alone")
+    keys = distinguishing_keys([run.keys for run in runs])
+    if keys:
+        raise ConfigError(
+            f"the training runs differ in {', '.join(keys)} too, not in n, G and seed alone: "
+            "name folders of one series"
+        )
+    steps = sorted({tuple(row["step"] for row in run.evals) for run in runs})
+    if len(steps) > 1:
+        raise ConfigError(
+            f"the training runs were evaluated at steps {list(steps[0])} and {list(steps[1])}: "
+            "name folders of one max_steps and eval_steps"
+        )
+    if not any(steps[0]):
+        raise ConfigError("the training runs were not evaluated after step 0")
+    rule = runs[0].config["baseline"]["name"]
+    if rule != "leave_one_out":
+        raise ConfigError(f"baseline={rule}: G* is that of leave_one_out")
+
+
+def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
+    """The law of the policy that a run starts from, of the one study that measured it.
+
+    Raises:
+        ConfigError: there is none, naming what differs; or several; or it has no G*.
+    """
+    own = {key: value for key, value in trained.keys.items() if key.startswith(POLICY_KEYS)}
+    differing = [[key for key in own if own[key] != run.keys.get(key)] for run in studies]
+    same = [run for run, keys in zip(studies, differing, strict=True) if not keys]
+    if studies and not same:
+        key = differing[0][0]
+        raise ConfigError(
+            f"{key} is {own[key]} in training and {studies[0].keys.get(key)} in the study: measure "
+            "the policy that training starts from"
+        )
+    if len(same) != 1:
+        raise ConfigError(f"{len(same)} finished studies are of the policy before training, one is "
+                          "needed")  # fmt: skip
+    scaling = same[0].final_result["scaling"]
+    gstar = [scaling[f"gstar{end}"] for end in ("", "_low", "_high")]
+    if None in gstar:
+        raise ConfigError(
+            f"{same[0].label} has no G* with an interval (C1 = {scaling['c1']}, C3 = "
+            f"{scaling['c3']}): raise its budget.pool_completions"
+        )
+    law = ScalingLaw(*(scaling[name] for name in ("c1", "c2", "c3")))
+    return Start(same[0], law, Interval(*gstar))
+
+
+def nearest(gstar: float, sizes: Sequence[int]) -> int:
+    """The G of least predicted error among some, which depends on G* alone.
+
+    >>> nearest(8.9, [2, 4, 8, 16]), nearest(2.5, [2, 4, 8]), nearest(11.0, [8, 16])
+    (8, 2, 8)
+    """
+    return min(sizes, key=lambda size: size + (gstar - 1) ** 2 / (size - 1))
+
+
+def _best_claim(budget: BudgetResult, start: Start) -> Claim:
+    """The predicted G is the best one or is not significantly different from it."""
+    predicted, indistinct = start.nearest(budget.sizes), budget.indistinct()
+    return Claim(
+        what=f"the G of {comma_list(budget.sizes)} that trains best at n = {budget.rollouts}",
+        predicted=float(predicted),
+        measured=float(budget.best()),
+        low=float(min(indistinct)),
+        high=float(max(indistinct)),
+        verdict=AGREES if budget.verdict(predicted) == AGREES else OPEN,
+        p_value=budget.p_values()[predicted],
+        when_rejected=DISAGREES,
+        severity=f"{len(indistinct)} of {len(budget.sizes)} group sizes would have agreed: "
+        f"{comma_list(indistinct)}",
+        how=f"held-out {budget.quantity}, {MEAN} after step 0, {len(budget.seeds)} seeds; "
+        f"not significantly different from the best: G = {comma_list(indistinct)}; paired t "
+        f"intervals of the differences, 95 % simultaneous (Bonferroni over "
+        f"{len(budget.sizes) - 1}); the predicted G is the trained one of least predicted error, "
+        f"of G* = {start.gstar_text}",
+    )
+
+
+def _same_claim(budgets: Sequence[BudgetResult]) -> Claim:
+    """Whether one G can be the best at every n."""
+    first, last = budgets[0], budgets[-1]
+    common = set.intersection(*(set(budget.indistinct()) for budget in budgets))
+    decisive = all(budget.distinct() for budget in budgets)
+    sizes = [size for size in first.sizes if all(size in budget.sizes for budget in budgets)]
+    p_values = {size: [budget.p_values()[size] for budget in budgets] for size in sizes}
+    return Claim(
+        what=f"G that trains best at n = {last.rollouts} over that at n = {first.rollouts}",
+        predicted=1.0,
+        measured=last.best() / first.best(),
+        low=min(last.indistinct()) / max(first.indistinct()),
+        high=max(last.indistinct()) / min(first.indistinct()),
+        verdict=AGREES if common and decisive else OPEN,
+        how="agrees where one G is not significantly different from the best at any n, and "
+        "others are at every n; shared: "
+        f"G = {comma_list(sorted(common)) or 'none'}; the p-value is the largest of all G, "
+        "Bonferroni over n",
+        p_value=max(min(1.0, len(budgets) * min(p_of_n)) for p_of_n in p_values.values()),
+        when_rejected=DISAGREES,
+        severity=f"{len(common)} of {len(sizes)} group sizes may be best at every n",
+    )
+
+
+def _order_claim(budget: BudgetResult, start: Start) -> Claim:
+    """A G of less predicted error trains better."""
+    error_G = np.array([start.error_at(size) for size in budget.sizes])
+    correlation = rank_correlation(budget.mean_SG, error_G)
+    correlation_S = [rank_correlation(seed_G[None], error_G).estimate for seed_G in budget.mean_SG]
+    return Claim(
+        what=f"rank correlation over G of less error with more {budget.quantity}, "
+        f"n = {budget.rollouts}",
+        predicted="> 0",
+        measured=correlation.estimate,
+        low=correlation.low,
+        high=correlation.high,
+        verdict=AGREES if correlation.low > 0 else OPEN,
+        p_value=sign_flip_p_value(np.array(correlation_S)),
+        when_rejected=DISAGREES,
+        how=f"Spearman, {len(budget.sizes)} G; 95 % percentile bootstrap over {len(budget.seeds)} "
+        f"seeds, {RESAMPLES} resamples; the p-value is the sign-flip test's of the "
+        "seeds' own correlations, one-sided",
+    )
+
+
+def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
+    """The G that trained best, and which others are significantly different from it."""
+    alike = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
+    return (
+        f"the best is G = {budget.best(outcome)}; not significantly different from it: "
+        f"{comma_list(alike) or 'no other G'}; significantly different: "
+        f"{comma_list(budget.distinct(outcome)) or 'no G'}"
+    )
+
+
+def _answer(budgets: Sequence[BudgetResult], start: Start) -> str:
+    predicted = start.nearest(budgets[0].sizes)
+    words = {
+        AGREES: "is not significantly different from the best",
+        DISAGREES: "is significantly different from the best",
+        OPEN: "cannot be judged, because no G is significantly different from the best",
+    }
+    sentences = [
+        f"at n = {budget.rollouts} it {words[budget.verdict(predicted)]} "
+        f"({_compared_sizes(budget)})"
+        for budget in budgets
+    ]
+    return f"G* = {start.gstar_text} predicts G = {predicted}: {'; '.join(sentences)}."
+
+
+def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: Start) -> list[str]:
+    config, sizes = runs[0].config, budgets[0].sizes
+    before = float(np.mean([run.evals[0]["mean_reward"] for run in runs]))
+    quantity = joint_quantity(row["quantity"] for run in runs for row in run.evals)
+    optimizer, questions = config["optimizer"]["name"], start.run.config["study"]["interval"]
+    ends = sorted({nearest(end, sizes) for end in start.gstar})
+    over = "generalising to new" if questions == "questions" else "conditional on these"
+    prompts = ", ".join(
+        f"{budget.rollouts // budget.sizes[0]} to {budget.rollouts // budget.sizes[-1]} "
+        f"at n = {budget.rollouts}"
+        for budget in budgets
+    )
+    lower = {
+        budget.rollouts: [c["group_size"] for c in budget.cells[MEAN] if c["mean_reward"] < before]
+        for budget in budgets
+    }
+    below = "; ".join(
+        f"at n = {n} with {f'G = {comma_list(g)}' if g else 'no G'}" for n, g in lower.items()
+    )
+    notes = [
+        f"{quantity.capitalize()} is of {config['eval']['decoding'][0]} completions on "
+        f"{runs[0].evals[-1]['n']} test questions, intervals over seeds, "
+        "conditional on these questions; C1, C2, C3 are of the study questions, intervals "
+        f"{over} questions; training draws from the train questions.",
+        f"Over the interval of G* the predicted G of {comma_list(sizes)} is {comma_list(ends)}.",
+        "C1, C2, C3 are those of the policy before training, and change with it. The theorem on "
+        "the gap is about a policy near a maximiser with learning rates c/t; here it is the "
+        "beginning of training at one constant learning rate, the same for all G and n.",
+        f"A step has n / G prompts: {prompts}; they are drawn without replacement, which "
+        "shifts the error of all G alike.",
+        *(
+            f"By the {LAST} alone, n = {budget.rollouts}: {_compared_sizes(budget, LAST)}; the "
+            f"prediction: {budget.verdict(start.nearest(sizes), LAST)}."
+            for budget in budgets
+        ),
+        f"Held-out {quantity} was {before:.3f} before training; the mean after step 0 is "
+        f"below it {below}.",
+    ]
+    if optimizer != "sgd":
+        notes.append(
+            f"The theory is of theta + eta g; {optimizer} scales each coordinate by its noise."
+        )
+    return notes
