@@ -1,1 +1,1 @@
-"""Trackers: a process of its own that follows a run folder and sends its events."""
+"""A command that sends what run folders hold to a tracker, once."""
