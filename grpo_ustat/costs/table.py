@@ -24,7 +24,7 @@ from grpo_ustat.costs.cost import (
 )
 from grpo_ustat.costs.duration import Duration, Span, duration, hours_text, span_text
 from grpo_ustat.runs.status import PlannedRun
-from grpo_ustat.terminal import Console
+from grpo_ustat.terminal.console import Console
 
 BATCHES = 6  # different ones that are printed in words
 PROCESSES = 8  # of the example of FSDP2

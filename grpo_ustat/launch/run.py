@@ -23,12 +23,12 @@ from grpo_ustat.imports import without_garbage_collection
 from grpo_ustat.launch.command import Command
 from grpo_ustat.launch.sharding import check_sharing, export_sharing
 from grpo_ustat.launch.torchrun import RanksFailed, run_ranks
-from grpo_ustat.progress import waiting
 from grpo_ustat.runs import history
 from grpo_ustat.runs.faults import NotSaved, faults_of
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.trackers import Tracking
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.progress import waiting
 
 REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards)  # in one line
 

@@ -21,8 +21,8 @@ from grpo_ustat.distributed.lock import peek
 from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.record import CONFIG, RESULT
 from grpo_ustat.runs.trackers import Sender, describe, give_up, leave_alone, noted_exit_hooks
-from grpo_ustat.streams import single_line
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import single_line
 
 HELP = """Send run folders, finished or not, to a tracker; what it was given already is left out.
 

@@ -9,7 +9,7 @@ import pytest
 from tracked import Folder
 
 from grpo_ustat.runs.events import Damaged, FolderReader
-from grpo_ustat.streams import visible
+from grpo_ustat.terminal.streams import visible
 
 
 def everything(path):
