@@ -19,8 +19,8 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends with &
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Collected for doctests they would be imported: `wandb`, for one, by all tests that come after.
-collect_ignore = ["helpers/stub_trackers", "helpers/stub_math_verify"]
+# Collected for doctests it would be imported, by all tests that come after.
+collect_ignore = ["helpers/stub_math_verify"]
 
 
 def pytest_addoption(parser):

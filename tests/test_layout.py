@@ -25,9 +25,8 @@ MAY_IMPORT = {  # each room, from the top, and the rooms below it that it may im
     "doctor": ("tasks", "runs", "distributed", "config", "terminal"),
     "integrations": ("pages", "policy", *GROUND),
     # machinery
-    "cli": ("launch", "mirror", "logs", "policy", "tasks", "runs", "distributed", *GROUND),
-    "launch": ("mirror", "runs", "distributed", *GROUND),
-    "mirror": ("runs", "distributed", "config", "terminal"),
+    "cli": ("launch", "logs", "policy", "tasks", "runs", "distributed", *GROUND),
+    "launch": ("runs", "distributed", *GROUND),
     "costs": ("policy", "runs", *GROUND),
     "pages": ("runs", *GROUND),
     "logs": ("runs", *GROUND),

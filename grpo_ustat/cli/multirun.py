@@ -21,8 +21,8 @@ from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.launch.command import load_command, load_sweep_report
 from grpo_ustat.launch.run import REFUSALS, run
 from grpo_ustat.launch.submitit import leave
-from grpo_ustat.mirror.backends import IN_SWEEP, offline_runs, sync_command
 from grpo_ustat.runs import history
+from grpo_ustat.runs.backends import IN_SWEEP, sync_command, unsent_runs
 from grpo_ustat.runs.faults import fault_line
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import (
@@ -64,9 +64,9 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
     if config.report.name:
         folder = planned_runs[0].sweep / config.report.name
         load_sweep_report()(sweep.entries, folder, config.report.steps)
-    offline = [place for one in sweep.entries for place in offline_runs(one.folder)]
-    if offline:
-        tell(f"logger=wandb: {sync_command(offline, sweep.file.parent)}", file=sys.stderr)
+    unsent = [place for one in sweep.entries for place in unsent_runs(one.folder)]
+    if unsent:
+        tell(f"logger=wandb: {sync_command(unsent, sweep.file.parent)}", file=sys.stderr)
     return _print_outcome(sweep)
 
 

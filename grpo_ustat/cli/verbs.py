@@ -61,6 +61,7 @@ VERBS = {
         "send run folders to wandb, TensorBoard or trackio",
         ("outputs/train/NAME/seed=0", "logger=wandb"),
         ("logger=wandb", "logger=tensorboard", "logger=trackio", "logger.project="),
+        "grpo_ustat.cli.mirror",
     ),
     "doctor": Verb(
         "is this machine ready for runs, and what to do where it is not",

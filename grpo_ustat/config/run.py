@@ -34,7 +34,7 @@ class ProcessConfig:
 
 @dataclass
 class LoggerConfig:
-    """A tracker that mirrors the run folder, from a process of its own.
+    """A tracker that shows what the run folder holds, fed by a thread beside the run.
 
     Keys and addresses come from the tracker's own environment variables.
     """
@@ -91,7 +91,7 @@ class Shared:
     )
     dry_run: bool = field("print what would run and what it costs, and end")
     report: ReportConfig = node(ReportConfig, "what a sweep leaves beside its runs")
-    logger: LoggerConfig = node(LoggerConfig, "a tracker that mirrors the run folder")
+    logger: LoggerConfig = node(LoggerConfig, "a tracker that shows what the run folder holds")
 
     show_prompts, model = 0, None  # no fields here: of entries that have prompts and a model
 

@@ -22,10 +22,10 @@ from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.launch.command import Command, without_garbage_collection
 from grpo_ustat.launch.sharding import check_sharing, export_sharing
 from grpo_ustat.launch.torchrun import RanksFailed, run_ranks
-from grpo_ustat.mirror.follow import Mirroring
 from grpo_ustat.runs import history
 from grpo_ustat.runs.faults import NotSaved, faults_of
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.trackers import Tracking
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.progress import waiting
 
@@ -63,7 +63,7 @@ def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
     if is_main() and slurm.job_id() is not None:
         where = f"SLURM job {slurm.address()} on {socket.gethostname()}"
         tell(f"{where}, restart {slurm.restart_count()}", file=sys.stderr)
-    folder.start_mirror = Mirroring
+    folder.start_tracking = Tracking
     value = make_run(command, config, folder)
     if is_main():
         history.note_done(folder.path)

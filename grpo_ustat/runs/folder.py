@@ -32,7 +32,7 @@ from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.terminal.console import tell
 
-TRACKER = "tracker"  # what a mirror keeps of a run folder, inside it
+TRACKER = "tracker"  # what a tracker keeps of a run folder, inside it
 ARTEFACTS = (
     ".hydra",
     "code.json",
@@ -67,8 +67,8 @@ class RunFolder:
         config: the run's typed configuration.
 
     Attributes:
-        start_mirror: starts what sends the folder to a tracker, from its path and the
-            configuration's logger; None where nothing is to be sent.
+        start_tracking: opens a tracker, from the folder's path and the configuration's logger;
+            None where nothing is to be sent.
     """
 
     def __init__(self, path: Path, config: Any):
@@ -77,11 +77,11 @@ class RunFolder:
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
         self.data = keys.get("pool") or keys.get("data")
-        self.start_mirror: Callable[[Path, Any], Any] | None = None
+        self.start_tracking: Callable[[Path, Any], Any] | None = None
         self._open = False
         self._earlier: list[dict[str, str]] = []
         self._lock: lock.Lock | None = None
-        self._mirroring: Any = None
+        self._tracking: Any = None
 
     @property
     def mode(self) -> str:
@@ -202,8 +202,13 @@ class RunFolder:
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
         self.note(**history.start_row())
         self._open = True
-        if self.start_mirror and self.config.logger.name != "none":
-            self._mirroring = self.start_mirror(self.path, self.config.logger)
+        if self.start_tracking and self.config.logger.name != "none":
+            self._tracking = self.start_tracking(self.path, self.config.logger)
+
+    def track(self, row: dict[str, Any]) -> None:
+        """Have a row of metrics.jsonl sent to the tracker, if there is one."""
+        if self._tracking:
+            self._tracking.put(row)
 
     def note(self, **row: Any) -> None:
         """Add a row to the folder's history; on rank 0."""
@@ -291,8 +296,8 @@ class RunFolder:
         if own and self._open and own.is_own():
             self.note(**end)
         self._open = False
-        if self._mirroring:
-            self._mirroring.finish(end["outcome"], self.config.launch.grace_seconds)
+        if self._tracking:
+            self._tracking.finish(end["outcome"], self.config.launch.grace_seconds)
         if own:
             own.release()
 

@@ -183,7 +183,9 @@ def loop(
         row, completions = train_step(run, progress)
         if log:
             run.folder.check_lock()
-            log.write(row | {"seconds_save": progress.seconds_save}, completions)
+            row |= {"seconds_save": progress.seconds_save}
+            log.write(row, completions)
+            run.folder.track(row)
         bar.step(row, config.budget.rollouts)
         for line in check_alarms(config, row, progress.streaks, progress.alarms):
             bar.print_alarm(line)

@@ -29,7 +29,7 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "doctor": "tests/doctor/test_runner.py",
     "report": "tests/report/test_aggregate.py",
     "sweep": "tests/runs/test_status.py",
-    "mirror": "tests/mirror/test_follow.py",
+    "mirror": "tests/cli/test_mirror.py",
     "sbatch scripts/slurm": "tests/commands/test_slurm_cluster.py",
     "python scripts/tools/along_training.py": "tests/scripts/test_tools.py",
     "python scripts/tools/try_vllm.py": "tests/rollout/test_vllm.py",

@@ -1,4 +1,4 @@
-"""Send run folders to a tracker: `grpo-ustat mirror FOLDER ... logger=wandb`.
+"""Send run folders to a tracker, once: `grpo-ustat mirror FOLDER ... logger=wandb`.
 
 For runs that a tracker has not got, or not all of them: it goes on from what was sent before.
 """
@@ -6,6 +6,7 @@ For runs that a tracker has not got, or not all of them: it goes on from what wa
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,22 +17,22 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.run import TRACKERS, LoggerConfig
 from grpo_ustat.config.schema import ConfigError, check_choice
-from grpo_ustat.mirror.follow import End, MirrorJob, describe, end_now, follow
-from grpo_ustat.mirror.journal import InUse
-from grpo_ustat.mirror.source import Damaged
-from grpo_ustat.runs import history
+from grpo_ustat.distributed.lock import peek
+from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.record import CONFIG, RESULT
+from grpo_ustat.runs.trackers import Sender, describe, give_up, leave_alone, noted_exit_hooks
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import single_line
 
-HELP = """Send run folders, finished or not, to a tracker; what it has already is not sent again.
+HELP = """Send run folders, finished or not, to a tracker; what it was given already is left out.
 
   {0} outputs/train/*/seed=* logger=wandb
   {0} FOLDER logger=tensorboard
   {0} FOLDER logger=wandb logger.project=NAME
 
 logger: wandb, tensorboard or trackio; logger.project: as in training. WANDB_MODE=offline and the
-tracker's other environment variables count."""
+tracker's other environment variables count. To send all of a run again, as a new run there, remove
+FOLDER/tracker."""
 
 
 def main() -> NoReturn:
@@ -52,7 +53,7 @@ def main() -> NoReturn:
         tell(f"error: {single_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     failures = [folder for folder in folders if not send_folder(folder, logger)]
-    end_now(int(bool(failures)))  # some trackers hang at exit
+    raise SystemExit(int(bool(failures)))
 
 
 def parse_logger(words: list[str]) -> LoggerConfig:
@@ -76,19 +77,35 @@ def parse_logger(words: list[str]) -> LoggerConfig:
 
 
 def send_folder(folder: Path, logger: LoggerConfig) -> bool:
-    """Send all of a folder's events and print where they are; whether the tracker took them all."""
+    """Send what a folder holds and the tracker was not given, and print where it is; whether the
+    tracker took all of it.
+    """
+    config, _ = contents.checked(folder, CONFIG, contents.parsed_yaml, contents.CONFIGURATION)
+    own = (config or {}).get("logger")
+    if peek(folder) and isinstance(own, dict) and own.get("name") == logger.name:
+        line = f"error: {folder}: the run at work there sends to {logger.name} itself: wait for it"
+        tell(line, file=sys.stderr)
+        return False
     outcomes = [row["outcome"] for row in history.launches(folder) if "outcome" in row]
     outcome = "done" if (folder / RESULT).is_file() else (outcomes or ["interrupted"])[-1]
-    names = {"name": logger.name, "project": logger.project}
-    job = MirrorJob(str(folder), names, outcome=outcome)
+    exit_hooks: list[Callable[..., object]] = []
     try:
-        count, refused = follow(job, End(job), print)
-    except (Exception, SystemExit) as error:
-        reason = str(error) if isinstance(error, InUse | Damaged) else describe(error)
-        tell(f"error: {folder}: {' '.join(reason.split())}", file=sys.stderr)
+        with noted_exit_hooks(exit_hooks):
+            sender = Sender(folder, logger.name, logger.project)
+            before = sender.count
+            sender.send_folder()
+            where = sender.close(outcome)
+    except BaseException as error:
+        leave_alone(exit_hooks)
+        give_up(logger.name)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        tell(f"error: {folder}: {describe(error)}", file=sys.stderr)
         return False
-    tell(f"{folder}: {count} items" + (f", {refused} were refused" if refused else ""))
-    return not refused
+    if where is not None:
+        tell(f"logger={logger.name}: {where}")
+    tell(f"{folder}: {sender.count - before} items were sent")
+    return True
 
 
 if __name__ == "__main__":

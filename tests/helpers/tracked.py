@@ -13,7 +13,6 @@ from pyarrow import parquet
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.log import COLUMNS
 
-STUBS = Path(__file__).parent / "stub_trackers"
 PNG = bytes.fromhex(  # a grey pixel
     "89504e470d0a1a0a0000000d4948445200000001000000010800000000"
     "3a7e9b550000000a49444154789c6360000000020001e221bc33"

@@ -1,25 +1,18 @@
-"""What a run folder holds that a tracker shows, as events in the order in which they came to be.
-
-Files are only read, as they grow; a row that is not whole yet waits. A run that went on from a
-checkpoint writes later rows again: as draws are keyed they are the same rows, but for the clock,
-and have the same digest.
-"""
+"""What a run folder holds that a tracker shows, as events in the order in which they came to be."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.config.secrets import redact
 from grpo_ustat.runs import contents
-from grpo_ustat.runs.files import csv_rows, parsed_row
+from grpo_ustat.runs.files import csv_rows, read_rows
 from grpo_ustat.runs.record import CODE, COMPLETIONS, CONFIG, EVALS, METRICS, RESULT
 from grpo_ustat.terminal.streams import single_line, visible
 
@@ -34,26 +27,38 @@ class Event:
 
     Attributes:
         kind: row (of metrics.jsonl), eval, completions, table, figure or result.
-        name: which of its kind; with `kind` it is unique in a folder.
-        digest: of its content without the clock; another one is another content.
+        name: which one of several that exist side by side, such as a figure's; else empty.
         step: of training; None for what a run ends with.
         content: values by key (row, eval, result), a list of rows (completions, table) or a path.
+        mark: the step where events follow each other, else a digest of the content.
     """
 
     kind: str
     name: str
-    digest: str
     step: int | None
     content: Any
+    mark: int | str
 
     @property
     def key(self) -> str:
-        """Its name in the journal."""
-        return f"{self.kind} {self.name}"
+        """Kind and name: what the latest mark that was sent is kept by."""
+        return f"{self.kind} {self.name}".strip()
+
+    def is_new(self, sent: dict[str, int | str]) -> bool:
+        """Whether it comes after the mark that was sent, or is another content than that."""
+        before = sent.get(self.key)
+        if isinstance(before, int) and isinstance(self.mark, int):
+            return self.mark > before
+        return self.mark != before
+
+
+def row_event(row: dict[str, Any]) -> Event:
+    """A row of metrics.jsonl."""
+    return Event("row", "", row["step"], visible_texts(row), row["step"])
 
 
 class FolderReader:
-    """A run folder, read again and again.
+    """A run folder, read again and again; files are only read.
 
     Args:
         folder: with `.hydra/config.yaml`.
@@ -61,7 +66,6 @@ class FolderReader:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._rows = _GrowingFile(folder / METRICS)
         self._versions: dict[str, tuple[int, int]] = {}
 
     def config(self) -> dict[str, Any]:
@@ -75,18 +79,24 @@ class FolderReader:
         about = {name: code.get(name) for name in ("commit", "weights", "versions")}
         return visible_texts(redact({**config, "code": about}))
 
-    def new_events(self) -> list[Event]:
-        """What has come since the last call; at the first one, everything. Rows without a step, and
-        values that are none of a row, are left out.
+    def rows(self) -> list[Event]:
+        """All whole rows of metrics.jsonl; rows without a step, and values that are none of a row,
+        are left out.
+        """
+        return [
+            row_event(row) for row in contents.typed_rows(read_rows(self.folder / METRICS)[0])[0]
+        ]
+
+    def others(self) -> Iterator[Event]:
+        """All evaluations, completions, figures and tables, and the result, of the files that have
+        changed since the last call; at the first one, everything.
 
         Raises:
             Damaged: a file.
         """
-        rows = [Event("row", str(x["step"]), _digest(x), x["step"], x) for x in self._rows.new()]
-        events = [*rows, *self._evals(), *self._completions(), *self._result()]
-        return [
-            replace(x, name=visible_texts(x.name), content=visible_texts(x.content)) for x in events
-        ]
+        yield from self._evals()
+        yield from self._completions()
+        yield from self._result()
 
     def _evals(self) -> Iterator[Event]:
         if not self._changed(EVALS):
@@ -96,8 +106,8 @@ class FolderReader:
                 raise Damaged(f"{EVALS} is damaged: a row has no step, decoding or split")
             if wrong := contents.misfit(row, contents.EVALUATION):
                 raise Damaged(f"{EVALS} is damaged: {wrong}")
-            name = f"{row['step']}/{row['decoding']}/{row['split']}"
-            yield Event("eval", name, _digest(row), row["step"], row)
+            name = visible(f"{row['decoding']}/{row['split']}")
+            yield Event("eval", name, row["step"], visible_texts(row), row["step"])
 
     def _completions(self) -> Iterator[Event]:
         if not self._changed(COMPLETIONS):
@@ -112,8 +122,9 @@ class FolderReader:
             line = single_line(error, 200)
             raise Damaged(f"{COMPLETIONS} is damaged: {line}") from error
         for step in sorted(steps, key=lambda step: (step is not None, step)):  # a study's have none
-            of_step = [row for row in rows if row["step"] == step]
-            yield Event("completions", str(step), _digest(of_step), step, of_step)
+            of_step = visible_texts([row for row in rows if row["step"] == step])
+            mark = _digest(of_step) if step is None else step
+            yield Event("completions", "", step, of_step, mark)
 
     def _result(self) -> Iterator[Event]:
         """Written last of all, after the figures and tables that come first here."""
@@ -123,17 +134,20 @@ class FolderReader:
             self._content(CONFIG, contents.parsed_yaml, contents.CONFIGURATION)
         )
         result = self._content(RESULT, contents.parsed_json, contents.RESULTS[command])
+        step = result.get("steps")
         for file in sorted(self.folder.glob("*.png")):
-            yield Event("figure", file.stem, _digest(file.read_bytes()), result.get("steps"), file)
-        for name, value in result.items():
+            yield Event("figure", visible(file.stem), step, file, _digest(file.read_bytes()))
+        checks = ("digest", "files")  # of the file itself
+        found = {key: x for key, x in visible_texts(result).items() if key not in checks}
+        for name, value in found.items():
             if _is_table(value) and name != "evals":  # which are events already
-                yield Event("table", name, _digest(value), result.get("steps"), value)
+                yield Event("table", name, step, value, _digest(value))
         values = {
             k: "\n".join(map(str, v)) if isinstance(v, list) else v  # of notes, a line each
-            for k, v in flatten(result, "/").items()
+            for k, v in flatten(found, "/").items()
             if v != [] and not _is_table(v)
         }
-        yield Event("result", "result", _digest(values), result.get("steps"), values)
+        yield Event("result", "", step, values, _digest(values))
 
     def _content(self, name: str, parse: Callable[[str], Any], shape: contents.Shape = None) -> Any:
         """See `contents.checked`."""
@@ -156,44 +170,6 @@ class FolderReader:
         return changed
 
 
-class _GrowingFile:
-    """The whole lines of a file that grows, and that a resumed run replaces by a shorter one."""
-
-    def __init__(self, file: Path):
-        self._file, self._offset = file, 0
-        self._inode: int | None = None
-
-    def new(self) -> list[dict[str, Any]]:
-        """Lines that have come since the last call."""
-        try:
-            with self._file.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                if stat.st_ino != self._inode or stat.st_size < self._offset:
-                    self._inode, self._offset = stat.st_ino, 0
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        rows = [parsed_row(line) for line in whole.decode(errors="replace").splitlines()]
-        return contents.typed_rows([row for row in rows if row is not None])[0]
-
-
-def _is_table(value: Any) -> bool:
-    """Whether a value is a list of rows, such as curves or claims."""
-    return isinstance(value, list) and value != [] and all(isinstance(x, dict) for x in value)
-
-
-def _digest(content: Any) -> str:
-    """A short hash of bytes, or of a row or rows; in a row times do not count."""
-    if isinstance(content, dict):
-        content = {k: v for k, v in content.items() if "seconds" not in k and k != "step_time"}
-    if not isinstance(content, bytes):
-        content = json.dumps(content, sort_keys=True, default=str).encode()
-    return hashlib.sha256(content).hexdigest()[:12]
-
-
 def visible_texts(content: Any) -> Any:
     """Texts, also within rows and as keys, with invisible characters spelt out: a tracker gets no
     escape, and takes no half letters; all else as it is.
@@ -205,6 +181,13 @@ def visible_texts(content: Any) -> Any:
     return [visible_texts(value) for value in content] if isinstance(content, list) else content
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is a number, which a tracker can draw."""
-    return isinstance(value, int | float) and math.isfinite(value)
+def _is_table(value: Any) -> bool:
+    """Whether a value is a list of rows, such as curves or claims."""
+    return isinstance(value, list) and value != [] and all(isinstance(x, dict) for x in value)
+
+
+def _digest(content: Any) -> str:
+    """A short hash of bytes, or of rows."""
+    if not isinstance(content, bytes):
+        content = json.dumps(content, sort_keys=True, default=str).encode()
+    return hashlib.sha256(content).hexdigest()[:12]
