@@ -258,8 +258,10 @@ def _text(content: Any) -> str:
 
 
 def unsent_runs(folder: Path) -> list[Path]:
-    """Places where wandb keeps what it has not sent of a run folder: one for each start of the run off
-    line, or whose end on line came too late; also where the folder was moved since.
+    """Places where wandb keeps what it has not sent of a run folder.
+
+    One for each start of the run off line, or whose end on line came too late; also where the
+    folder was moved since.
     """
     file = folder / TRACKER / UNSENT
     lines = file.read_text().splitlines() if file.is_file() else []
