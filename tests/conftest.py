@@ -19,22 +19,25 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends with &
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+KINDS = ("nightly", "slow")  # marks of tests that run only where their option is given
+
 # Collected for doctests they would be imported: `wandb`, for one, by all tests that come after.
 collect_ignore = ["helpers/stub_trackers", "helpers/stub_math_verify"]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the slow tests instead of the fast")
+    for kind in KINDS:
+        parser.addoption(f"--{kind}", action="store_true", help=f"run the {kind} tests alone")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --slow the fast tests run, with it the slow ones, the longest files first.
+    """The fast tests, or those of the kinds that are asked for; the longest files first.
 
     Of workers that take a file each (.ci/run) none is then left alone with a long one.
     """
-    wanted, kept, others = config.getoption("--slow"), [], []
+    wanted, kept, others = [kind for kind in KINDS if config.getoption(kind)] or [""], [], []
     for item in items:
-        (kept if bool(item.get_closest_marker("slow")) == wanted else others).append(item)
+        (kept if _kind(item) in wanted else others).append(item)
     config.hook.pytest_deselected(items=others)
     minutes = Counter()
     for item in kept:
@@ -48,10 +51,15 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def _kind(item):
+    """The kind of a test: nightly wherever it is marked so, by slow too; "" is fast."""
+    return next((kind for kind in KINDS if item.get_closest_marker(kind)), "")
+
+
 def _minutes(item):
-    """As its mark says; most slow tests take a quarter of one."""
-    marker = item.get_closest_marker("slow")
-    return marker.kwargs.get("minutes", 0.25) if marker else 0
+    """Minutes of a test by its mark; 0.1 where that says none, which is what most of them take."""
+    marker = item.get_closest_marker(_kind(item)) if _kind(item) else None
+    return marker.kwargs.get("minutes", 0.1) if marker else 0
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_a_command_without_its_packages_ends_in_a_line(words, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plain_install_brings_numpy_and_scipy_alone(tmp_path):
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
     subprocess.run(pip, check=True)

@@ -15,7 +15,7 @@ from commands import run
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 def test_a_wheel_finds_its_configurations(tmp_path):
     """Built, installed without torch, run from another folder as module and as command."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
@@ -84,7 +84,7 @@ def test_embedded_policies_are_small():
         assert sum(f.stat().st_size for f in folder.iterdir()) <= 1_000_000
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 def test_a_sweep_gives_every_job_its_own_folder(tmp_path):
     sweep = ("-m", "group_size=4,8", "seed=0,1", "debug=train")
     code, _, err = run("train", *sweep, cwd=tmp_path)
@@ -102,7 +102,7 @@ def test_a_sweep_gives_every_job_its_own_folder(tmp_path):
     assert code == 0 and out.count("done already") == 4
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 def test_two_processes_draw_and_learn_as_one(tmp_path):
     """torchrun with two gloo ranks: the same rewards and lengths, weights equal to rounding."""
     import torch

@@ -30,7 +30,7 @@ from grpo_ustat.integrations.trl import GradientNoiseCallback  # noqa: E402
 from grpo_ustat.logs.formats import FORMATS, Options  # noqa: E402
 from grpo_ustat.logs.table import convert  # noqa: E402
 
-pytestmark = pytest.mark.slow(minutes=0.5)
+pytestmark = pytest.mark.nightly(minutes=0.5)
 ROOT = Path(__file__).parents[2]
 
 

@@ -120,7 +120,7 @@ def test_verl_names_the_estimators_where_a_rule_reads_more(registry):
     assert str(refused.value) == message
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.nightly(minutes=0.5)
 def test_verl_itself_calls_them(monkeypatch):
     pytest.importorskip("verl", reason="verl is not installed")
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "grpo_ustat.integrations.verl")

@@ -218,7 +218,7 @@ def test_coupled_rules_meet_enumeration(size):
     assert failures(found) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_gradient_of_the_same_pool_would_be_noticed(monkeypatch):
     """Negative control: the true gradient taken from the whole pool, the group included."""
     monkeypatch.setattr(

@@ -101,7 +101,7 @@ FORGETTING = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("item", FORGETTING)
 def test_forgetting_an_item_of_state_is_noticed(through, tmp_path, monkeypatch, item):
     """Negative controls of the comparison above, one for each item of a checkpoint."""
@@ -126,7 +126,7 @@ def test_every_field_of_progress_has_a_control_or_a_reason():
     assert set(vars(trainer.TrainProgress())) <= covered | rewritten | clock | failures
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
     overrides = ("baseline=oracle", "budget.value_completions=3")
     through = fit(tmp_path / "through", *overrides)
@@ -141,7 +141,7 @@ def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
     assert differences(fit(broken(through, tmp_path), *overrides), through)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("baseline", ["spo", "critic"])
 def test_forgetting_a_memory_is_noticed(tmp_path, monkeypatch, baseline):
     overrides = (f"baseline={baseline}", "budget.value_completions=3")
