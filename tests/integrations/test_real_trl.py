@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-ABSENT = 'TRL is not installed: pip install -e ".[trl]"'
-if not hasattr(pytest.importorskip("trl", reason=ABSENT), "GRPOTrainer"):  # this folder's own name
-    pytest.skip(ABSENT, allow_module_level=True)
+pytest.importorskip("trl", reason='TRL is not installed: pip install -e ".[trl]"')
 
 import trl_run  # noqa: E402
 from forks import free_port  # noqa: E402

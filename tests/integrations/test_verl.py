@@ -1,5 +1,5 @@
-"""verl's registry: a stand-in of its decorator and call, and gradients that verl once made; where it
-is installed, verl itself.
+"""verl's registry: a stand-in of its decorator and call, and gradients that verl once made; where
+verl is installed, verl itself.
 
 `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl python -m verl.trainer.main_ppo` begins as
 the nightly test does: verl imports the module while it is imported itself.
