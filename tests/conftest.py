@@ -13,12 +13,13 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from precision import compute_in_double  # noqa: E402
 
-from grpo_ustat.pages import learning  # noqa: E402
+from grpo_ustat.pages import figures, learning  # noqa: E402
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends with &
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+FORMATS = figures.UNDATED
 KINDS = ("nightly", "slow")  # marks of tests that run only where their option is given
 
 # Collected for doctests they would be imported: `wandb`, for one, by all tests that come after.
@@ -84,8 +85,20 @@ def float64_models_are_float64_throughout(environment_as_before, monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def without_a_figure_of_each_training_run():
-    """It takes longer than most runs here; tests/pages/test_learning.py draws it."""
+def few_figures():
+    """None of each training run, and one format of the others: a run's own work takes less time.
+
+    tests/pages/test_learning.py draws the former, `every_format` writes the latter.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "draw_learning", lambda folder: None)
+        patch.setattr(figures, "UNDATED", {"svg": figures.UNDATED["svg"]})
+        yield
+
+
+@pytest.fixture(scope="module")
+def every_format():
+    """Figures of this file's tests in PDF, SVG and PNG, as a user gets them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "UNDATED", FORMATS)
         yield

@@ -48,7 +48,7 @@ def study(path, *overrides):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, every_format):
     path = tmp_path_factory.mktemp("study")
     return path, study(path, *FINISHED)
 

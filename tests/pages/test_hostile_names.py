@@ -18,7 +18,6 @@ from test_page import Skeleton, page_of
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.identity import folder_name
-from grpo_ustat.pages import figures
 from grpo_ustat.pages.figures import FONTS, legend_label, plt, show_names_as_texts
 from grpo_ustat.pages.next_step import policy_overrides
 from grpo_ustat.pages.page import render
@@ -153,8 +152,7 @@ def test_the_next_command_reads_no_file_for_a_name():
 
 @pytest.mark.slow(minutes=0.1)
 @pytest.mark.parametrize("key", hostile.NAMES)
-def test_a_report_with_the_name_at_every_place(key, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(figures, "UNDATED", {"svg": figures.UNDATED["svg"]})  # the others: above
+def test_a_report_with_the_name_at_every_place(key, tmp_path, capsys):
     name = hostile.NAMES[key]
     keys = {f"{node}.name": name for node in ("model", "dataset", "prompt")}
     place = tmp_path / (re.sub("[/\x00\ud800]", "_", name.encode()[:200].decode(errors="ignore"))

@@ -133,7 +133,7 @@ def test_every_seed_of_several_has_a_line():
 
 
 @pytest.mark.slow
-def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, capsys):
+def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, capsys, every_format):
     """Without evaluations, with them, and where nothing can be written."""
     rows = [json.dumps(metrics_row(step, 0.1 * step)) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n" + '{"step": 4, "rew')

@@ -48,11 +48,6 @@ FILES = (
 )  # and in the last one a card with what it shows  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def through(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("through") / "run")
-
-
 @pytest.fixture
 def stopped(through, tmp_path):
     """The same run without its last step: checkpoint-3 is the newest."""
