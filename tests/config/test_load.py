@@ -229,7 +229,8 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("arguments, message", slow_but(COMMANDS, "misspelt"))
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments, message", COMMANDS.values(), ids=COMMANDS)
 def test_wrong_commands_get_one_line_and_leave_nothing(arguments, message, tmp_path):
     code, out, err = run("train", *arguments, cwd=tmp_path)
     assert code == 2
