@@ -82,7 +82,7 @@ def run(words, cwd, site=None):
     """
     assert words[0] in ("./scripts/run", "grpo-ustat"), words
     paths = [str(path) for path in (site, ROOT, os.environ.get("PYTHONPATH")) if path]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "EVERY_FORMAT": "1"}
     done = run_python("-m", "grpo_ustat", *words[1:], cwd=cwd, env=env)
     return done.returncode, done.stderr
 

@@ -262,6 +262,7 @@ def test_a_run_names_all_its_offline_folders_also_after_it_was_moved(tmp_path, s
     assert sync_command(inside) == f"wandb sync {inside[0]} '{inside[1]}'"
 
 
+@pytest.mark.slow
 def test_a_run_of_a_sweep_leaves_the_command_to_the_sweep(tmp_path, stub, capfd, monkeypatch):
     monkeypatch.setenv(IN_SWEEP, "1")
     folder = Folder(tmp_path / "run")

@@ -27,7 +27,7 @@ from grpo_ustat.runs.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose, run  # noqa: E402
-from warm import run_python  # noqa: E402
+from launching import finished as typed  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base")
 FINISHED = (
@@ -199,19 +199,17 @@ def test_the_command_runs_from_anywhere(tmp_path):
     assert len(list(tmp_path.glob("outputs/mse/tiny_base-*/seed=0/result.json"))) == 1
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
-
-
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.slow(minutes=0.3)
 def test_two_processes_give_the_figures_of_one(tmp_path):
     """All three methods; draws are equal, figures to 1e-6."""
     wanted = [*SMALL, "study.methods=[closed_form,replay,monte_carlo]", "group_sizes=[2,4]",
               "baselines=[none,leave_one_out,oracle,batch_std]", "budget=study_smoke",
               "budget.pool_completions=16", "launch.workers=1"]  # fmt: skip
-    for name, way in {"one": ["-m"], "two": TORCHRUN}.items():
-        done = run_python(*way, "grpo_ustat.mse", *wanted, f"hydra.run.dir={tmp_path / name}")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("page: ") == 1
+    for count, name in enumerate(("one", "two"), start=1):
+        ranks = (f"launch.num_processes={count}", f"hydra.run.dir={tmp_path / name}")
+        code, said = typed("mse", *wanted, *ranks, cwd=tmp_path / f"at-{name}", seconds=300)
+        assert code == 0, said
+        assert said.count("page: ") == 1
     one, two = (json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "two"))
     assert len(one["curves"]) == len(two["curves"]) > 0
     for a, b in zip(one["curves"], two["curves"], strict=True):

@@ -56,6 +56,7 @@ def test_a_terminal_shows_names_as_they_are_written(capsys):
         assert not few, name[:50]
 
 
+@pytest.mark.slow
 def test_every_module_prints_through_the_terminal():
     """So that no print is forgotten."""
     modules = {str(path.relative_to(ROOT)): path for path in ROOT.rglob("*.py")}
@@ -95,6 +96,7 @@ def test_latex_sees_no_command_of_a_name():
         assert "$" not in text
 
 
+@pytest.mark.slow
 def test_a_figure_draws_names_as_texts():
     with plt.rc_context(FONTS):
         figure, axes = plt.subplots(figsize=(3, 2))
@@ -133,6 +135,7 @@ def test_folders_have_names_that_file_systems_take(tmp_path):
         assert (tmp_path / folder).parent == tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["${oc.env:HOME}", "[a,b=c]", "it's"])
 def test_the_next_command_names_the_same_model(name, tmp_path):
     """A command to copy: no part of it is looked up."""
@@ -143,6 +146,7 @@ def test_the_next_command_names_the_same_model(name, tmp_path):
     assert again.model.model_name_or_path == str(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_the_next_command_reads_no_file_for_a_name():
     config = asdict(compose_config("mse", []))
     for name in ("../common", *NAMES):

@@ -99,6 +99,7 @@ slow = pytest.mark.slow(minutes=0.05)
         pytest.param(UNEQUAL, "lora", ENDS, dict(rows=5), marks=slow),
     ],
 )
+@pytest.mark.slow
 def test_graphs_draw_the_same_tokens(prompts, model, ends, changes):
     """Prompts of one length or several, with grouped queries or without, adapters; rows that leave
     and are replaced, texts that fill several buckets."""
@@ -125,6 +126,7 @@ def test_graphs_are_of_the_whole_batch_of_half_of_it_and_so_on(monkeypatch):
     assert len(sizes) == len(set(sizes))
 
 
+@pytest.mark.slow
 def test_a_token_is_two_launches(monkeypatch):
     """16 more tokens of rows that end nowhere, in a bucket that is recorded already: 16 replays, a
     look, and what begins a stretch of tokens."""
@@ -174,6 +176,7 @@ def of_the_host(self, keys, values, *args, **options):
 LENGTH = [0]
 
 
+@pytest.mark.slow
 def test_a_column_of_the_host_is_noticed(monkeypatch):
     read = graphs.TokenGraphs._read
 
@@ -271,6 +274,7 @@ def test_the_emulation_computes_nothing_in_a_recording_and_refuses_the_host():
                 host()
 
 
+@pytest.mark.slow
 def test_graphs_are_of_rollout_local():
     assert not (compose("mse").rollout.cuda_graphs or compose("train").rollout.cuda_graphs)
     assert Sampling.of(compose("mse", "rollout.cuda_graphs=true"), "pool").cuda_graphs
