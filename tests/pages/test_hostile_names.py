@@ -154,8 +154,19 @@ def test_the_next_command_reads_no_file_for_a_name():
         assert policy_overrides(config)[0] == "model=hub"
 
 
-@pytest.mark.slow(minutes=0.1)
-@pytest.mark.parametrize("key", hostile.NAMES)
+AT_EVERY_PUSH = {  # one of each kind; a push tries every name at single places, above
+    "rich opens", "mathtext, wrong", "jinja", "omegaconf", "html", "latex", "escapes", "null",
+    "half a letter", "long, wide", "spreadsheet =", "parent", "empty",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=pytest.mark.slow if key in AT_EVERY_PUSH else pytest.mark.nightly)
+        for key in hostile.NAMES
+    ],
+)
 def test_a_report_with_the_name_at_every_place(key, tmp_path, capsys):
     name = hostile.NAMES[key]
     keys = {f"{node}.name": name for node in ("model", "dataset", "prompt")}

@@ -108,7 +108,7 @@ def notes_of_seed(seed, folders, tmp_path):
     return what
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 @pytest.mark.parametrize("first", range(20, 80, 20))
 def test_no_edit_ends_a_whole_report(first, folders, tmp_path):
     """With figures, in one format, and page, of twenty edits each."""
