@@ -15,6 +15,7 @@ from precision import compute_in_double  # noqa: E402
 
 from grpo_ustat.pages import figures, learning  # noqa: E402
 
+gc.disable()  # until all tests are collected: it would find nothing
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends with &
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +51,7 @@ def pytest_collection_finish(session):
     """What is imported by now stays; looking through it anew takes a tenth of the time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _kind(item):
