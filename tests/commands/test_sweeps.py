@@ -329,7 +329,7 @@ def csv_rows(path):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 def test_a_training_sweep_leaves_its_table_and_its_costs_were_right(tmp_path):
     arguments = (
         "experiment=figure5_offline", "group_size=4,8", "seed=0,1", "max_steps=2", "eval_steps=2",
@@ -367,7 +367,7 @@ def test_a_training_sweep_leaves_its_table_and_its_costs_were_right(tmp_path):
     assert (home / "accuracy.csv").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 def test_a_sweep_of_studies_leaves_its_table_and_its_costs_were_right(tmp_path):
     arguments = (
         "study=figure4_offline", "policy=tiny,tiny_direct", "study.questions=6",

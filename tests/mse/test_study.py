@@ -143,7 +143,7 @@ def test_rows_obey_their_identities(finished):
         assert gap == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.5)
 def test_columns_free_of_scale_belong_to_their_setting(tmp_path):
     """Of unbiased rules best = mse t / (mse + t) and relative = mse / t, t = ||tau||^2."""
     result = study(
@@ -176,7 +176,7 @@ def test_a_finished_study_is_shown_again(finished, capsys):
     assert value == result["curves"][0]["mse"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.5)
 def test_a_study_of_the_whole_zoo(tmp_path):
     """Every rule that needs no training run, against fresh rollouts of a few questions."""
     names = [name for name, rule in BASELINES.items() if not rule.only_trains]
@@ -397,7 +397,7 @@ def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished,
     assert places == sorted(places) and len(places) <= 5
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.7)
 def test_a_part_of_the_model_is_studied_as_such(tmp_path):
     """Same completions; errors of the parts add up to those of the whole, by Monte Carlo too."""
     options = ("model.dtype=float64", "budget.gradient_sketch=250000")
