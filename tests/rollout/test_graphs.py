@@ -243,8 +243,19 @@ def test_without_graphs_where_they_are_off_or_the_model_has_hooks():
     assert not by_graphs(policy, EQUAL)[1].launches["replay"]
 
 
-@pytest.mark.slow(minutes=0.02)
-@pytest.mark.parametrize("kind", sorted(ARCHITECTURES.keys() - BEYOND))
+AT_EVERY_PUSH = {  # one of each kind of attention and mask, of experts and of states
+    "llama", "gpt2", "bloom", "gpt_neo", "gemma3", "gpt_oss", "llama4_text", "deepseek_v3",
+    "mixtral", "qwen3_next", "zamba", "lfm2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in AT_EVERY_PUSH else pytest.mark.nightly)
+        for kind in sorted(ARCHITECTURES.keys() - BEYOND)
+    ],
+)
 def test_every_architecture_draws_the_same_with_graphs_as_without(kind):
     """Some as they did: those of sliding windows and states, some that make a mask of their own."""
     policy = policy_of(build(kind, tied=False))
