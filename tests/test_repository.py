@@ -35,9 +35,9 @@ def test_the_nightly_job_runs_what_a_push_leaves_out_and_the_living_packages():
     }
     assert ".ci/nightly" in steps["test"]
     assert (ROOT / ".ci/nightly").stat().st_mode & 0o100
-    packages = workflow["jobs"]["living"]["strategy"]["matrix"]["package"]
-    assert any("trl @ git+" in package for package in packages) and "verl" in packages[-1]
-    assert "--nightly tests/integrations" in steps["living"] and "matrix.package" in steps["living"]
+    assert "trl @ git+" in workflow["jobs"]["trl"]["strategy"]["matrix"]["package"][-1]
+    assert "--nightly tests/integrations" in steps["trl"] and "matrix.package" in steps["trl"]
+    assert "verl_run.py tests/data/verl_gradients.json" in steps["verl"]
 
 
 def test_a_push_runs_the_fast_and_the_slow_tests_a_night_the_others():

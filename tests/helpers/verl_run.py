@@ -1,9 +1,10 @@
 """Gradients that the living verl makes of our rules and of its own, at the log-probabilities.
 
     python tests/helpers/verl_run.py > tests/data/verl_gradients.json
+    python tests/helpers/verl_run.py tests/data/verl_gradients.json
 
-runs with verl installed and this repository on PYTHONPATH. tests/integrations/test_verl.py compares
-the file with our advantages at every push, and with the installed verl every night.
+records them and compares those of a record with the installed verl's, as every night does. At every
+push tests/integrations/test_verl.py compares the record with our advantages.
 """
 
 from __future__ import annotations
@@ -82,7 +83,14 @@ def main():
         "verl": version("verl"),
         "torch": version("torch"),
     }
-    print(json.dumps(told | {"gradients": gradients}))
+    if len(sys.argv) == 1:
+        print(json.dumps(told | {"gradients": gradients}))
+        return
+    recorded = json.loads(Path(sys.argv[1]).read_text())["gradients"]
+    assert recorded.keys() == gradients.keys(), recorded.keys() ^ gradients.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, recorded[name], rtol=1e-5, atol=1e-7, err_msg=name)
+    print(f"verl {version('verl')} makes the {len(recorded)} recorded gradients")
 
 
 if __name__ == "__main__":
