@@ -13,28 +13,33 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from precision import compute_in_double  # noqa: E402
 
-from grpo_ustat.pages import learning  # noqa: E402
+from grpo_ustat.pages import figures, learning  # noqa: E402
 
+gc.disable()  # until all tests are collected: it would find nothing
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends with &
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+FORMATS = figures.UNDATED
+KINDS = ("nightly", "slow")  # marks of tests that run only where their option is given
 
 # Collected for doctests it would be imported, by all tests that come after.
 collect_ignore = ["helpers/stub_math_verify"]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the slow tests instead of the fast")
+    for kind in KINDS:
+        parser.addoption(f"--{kind}", action="store_true", help=f"run the {kind} tests alone")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --slow the fast tests run, with it the slow ones, the longest files first.
+    """The fast tests, or those of the kinds that are asked for; the longest files first.
 
     Of workers that take a file each (.ci/run) none is then left alone with a long one.
     """
-    wanted, kept, others = config.getoption("--slow"), [], []
+    wanted, kept, others = [kind for kind in KINDS if config.getoption(kind)] or [""], [], []
     for item in items:
-        (kept if bool(item.get_closest_marker("slow")) == wanted else others).append(item)
+        (kept if _kind(item) in wanted else others).append(item)
     config.hook.pytest_deselected(items=others)
     minutes = Counter()
     for item in kept:
@@ -46,12 +51,18 @@ def pytest_collection_finish(session):
     """What is imported by now stays; looking through it anew takes a tenth of the time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+def _kind(item):
+    """The kind of a test: nightly wherever it is marked so, by slow too; "" is fast."""
+    return next((kind for kind in KINDS if item.get_closest_marker(kind)), "")
 
 
 def _minutes(item):
-    """As its mark says; most slow tests take a quarter of one."""
-    marker = item.get_closest_marker("slow")
-    return marker.kwargs.get("minutes", 0.25) if marker else 0
+    """Minutes of a test by its mark; 0.1 where that says none, which is what most of them take."""
+    marker = item.get_closest_marker(_kind(item)) if _kind(item) else None
+    return marker.kwargs.get("minutes", 0.1) if marker else 0
 
 
 @pytest.fixture
@@ -76,8 +87,20 @@ def float64_models_are_float64_throughout(environment_as_before, monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def without_a_figure_of_each_training_run():
-    """It takes longer than most runs here; tests/pages/test_learning.py draws it."""
+def few_figures():
+    """None of each training run, and one format of the others: a run's own work takes less time.
+
+    tests/pages/test_learning.py draws the former, `every_format` writes the latter.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "draw_learning", lambda folder: None)
+        patch.setattr(figures, "UNDATED", {"svg": figures.UNDATED["svg"]})
+        yield
+
+
+@pytest.fixture(scope="module")
+def every_format():
+    """Figures of this file's tests in PDF, SVG and PNG, as a user gets them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "UNDATED", FORMATS)
         yield

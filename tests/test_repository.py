@@ -26,14 +26,24 @@ def test_continuous_integration_runs_what_a_person_runs():
     assert lowest in job["strategy"]["matrix"]["python"]
 
 
-def test_the_newest_trl_is_tried_every_week():
-    workflow = read(".github/workflows/trl.yml")
+def test_the_nightly_job_runs_what_a_push_leaves_out_and_the_living_packages():
+    workflow = read(".github/workflows/nightly.yml")
     assert workflow[True]["schedule"] and "push" not in workflow[True]
-    job = workflow["jobs"]["test"]
-    assert "trl @ git+" in job["strategy"]["matrix"]["trl"][-1]
-    commands = "\n".join(step["run"] for step in job["steps"] if "run" in step)
-    assert "pytest --slow tests/integrations" in commands and "matrix.trl" in commands
-    assert (ROOT / "tests/integrations/test_real_trl.py").is_file()
+    steps = {
+        name: "\n".join(step["run"] for step in job["steps"] if "run" in step)
+        for name, job in workflow["jobs"].items()
+    }
+    assert ".ci/nightly" in steps["test"]
+    assert (ROOT / ".ci/nightly").stat().st_mode & 0o100
+    assert "trl @ git+" in workflow["jobs"]["trl"]["strategy"]["matrix"]["package"][-1]
+    assert "--nightly tests/integrations" in steps["trl"] and "matrix.package" in steps["trl"]
+    assert "verl_run.py tests/data/verl_gradients.json" in steps["verl"]
+
+
+def test_a_push_runs_the_fast_and_the_slow_tests_a_night_the_others():
+    jobs = {name: (ROOT / ".ci" / name).read_text() for name in ("run", "nightly")}
+    assert "./scripts/test\n" in jobs["run"] and "./scripts/test --slow" in jobs["run"]
+    assert "./scripts/test --nightly" in jobs["nightly"] and "--nightly" not in jobs["run"]
 
 
 def test_a_commit_is_formatted_by_the_ruff_that_checks_it():

@@ -2,6 +2,7 @@ r"""Our gradient against TRL's, parameter by parameter, on the same rollouts.
 
     python scripts/benchmarks/compare_trl.py                      # float64 and float32
     python scripts/benchmarks/compare_trl.py --dtype float32 --environment DIR
+    python scripts/benchmarks/compare_trl.py --record tests/data/trl_gradients.json
 
 Ours samples groups of several prompt and completion lengths from `embedded:tiny_base` and draws
 rewards; from there each side goes through its own training code, TRL in an environment of its own:
@@ -43,7 +44,7 @@ import numpy as np
 import torch
 from both_sides import InDouble, put
 from safetensors.torch import load_file, save_file
-from trl_environment import add_environment_argument, environment, run_worker
+from trl_environment import PINNED, add_environment_argument, environment, run_worker
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.train import TrainConfig
@@ -274,6 +275,43 @@ def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], factor
     return found[worst], worst
 
 
+def projections(gradient: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Each parameter's gradient in short: its norm, then its products with two normal draws.
+
+    The draws are keyed by the parameter's name. The products of a difference are of the size of its
+    norm, so two gradients with the same products are the same.
+    """
+    found = {}
+    for name, value in sorted(gradient.items()):
+        draws = generator(0, "projection", name=name).normal(size=(2, value.numel()))
+        flat = value.double().flatten()
+        found[name] = [float(flat.norm()), *(torch.from_numpy(draws) @ flat).tolist()]
+    return found
+
+
+def record(file: Path, python: Path) -> None:
+    """Write TRL's gradients of two prompts in float64, with what they are of.
+
+    tests/scripts/test_compare_trl.py compares them with ours at every push.
+    """
+    found = given(2, "float64")
+    theirs = trl_gradients(SETTINGS, found, "float64", python)
+    short = {s.name: projections(gradient) for s, gradient in zip(SETTINGS, theirs, strict=True)}
+    made = "python scripts/benchmarks/compare_trl.py --record tests/data/trl_gradients.json"
+    told = {
+        "source": f"{made}, with {', '.join(PINNED)}, torch {torch.__version__}",
+        "job": without_paths(job(SETTINGS, found, "float64")),
+        "parameters": sorted(theirs[0]),
+        "projections": {name: list(found.values()) for name, found in short.items()},
+    }
+    file.write_text(json.dumps(told) + "\n")
+
+
+def without_paths(told: dict) -> dict:
+    """A job without its model's folder, which is another on every machine."""
+    return {name: value for name, value in told.items() if name != "model"}
+
+
 def scale(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """The factor that fits best: <ours, theirs> / ||theirs||^2."""
     pairs = [(ours[name].double(), theirs[name].double()) for name in ours]
@@ -302,8 +340,11 @@ def main() -> None:
     add_environment_argument(parser)
     parser.add_argument("--dtype", nargs="+", default=list(TOLERANCE), choices=list(TOLERANCE))
     parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write TRL's gradients and end")
     asked = parser.parse_args()
     python, good = environment(asked.environment), True
+    if asked.record:
+        return record(asked.record, python)
     for dtype in asked.dtype:
         found, rows = given(asked.prompts, dtype), []
         all_theirs = trl_gradients(SETTINGS, found, dtype, python)

@@ -109,6 +109,7 @@ def log(path, rows=24):
     return path
 
 
+@pytest.mark.slow
 def test_rewards_alone_say_what_they_cannot_tell(tmp_path):
     path = log(tmp_path / "completions_00003.parquet")
     advice = advice_of(Request(path, num_generations=4))

@@ -282,6 +282,7 @@ def test_what_is_said_to_be_typed_can_be_typed(entry, words, tmp_path, monkeypat
         (compose_single if entry == "report" else parse)(entry, [*sweep, *hint, *runs])
 
 
+@pytest.mark.slow
 def test_a_path_with_blanks_and_a_comma_is_one_value_as_it_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words in (

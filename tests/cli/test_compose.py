@@ -47,6 +47,7 @@ def test_glob_in_a_sweep_is_the_choices_whose_names_match(include, exclude, tmp_
     assert runs == [[f"model={name}", f"seed={n}"] for name in expected for n in (1, 2)]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_glob_is_planned_and_one_over_nothing_refused():
     planned = parse("mse", ["-m", "model=glob(tiny*,exclude=*direct)"]).planned_runs
     assert [one.name for one in planned] == ["model=tiny", "model=tiny_base"]

@@ -212,6 +212,7 @@ def test_help_is_in_colour_only_where_it_is_wanted(capsys, monkeypatch):
     assert "\x1b[3" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_slow(tmp_path):
     """Started as a user starts it, from anywhere."""
     program = (

@@ -140,6 +140,7 @@ def test_a_sweep_over_models_has_a_run_for_each(model_folder):
     assert [run.name for run in runs][1] == "model=org/name"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder, message", [
     ("./nowhere", "model_name_or_path=./nowhere: there is no folder /"),
     ("~/a/nowhere", "model_name_or_path=~/a/nowhere: there is no folder /"),

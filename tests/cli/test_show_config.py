@@ -23,6 +23,7 @@ def test_the_configuration_of_the_job_or_of_hydra_or_both(capsys):
     assert {"hydra", "seed"} < set(yaml.safe_load(shown(capsys, "--cfg all", "train")))
 
 
+@pytest.mark.slow
 def test_a_part_and_what_it_refers_to(capsys):
     """Hydra's own way looks `${output_root}` up in Hydra's node, and ends in a traceback."""
     assert shown(capsys, "--cfg job -p model.name") == "tiny_base\n"

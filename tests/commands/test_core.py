@@ -5,7 +5,6 @@ missing.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -131,35 +130,3 @@ def test_a_command_without_its_packages_ends_in_a_line(words, tmp_path):
     assert re.fullmatch(
         rf"grpo-ustat {verb} needs [\w-]+: pip install -e '\.\[cli\]'\n", done.stderr
     )
-
-
-@pytest.mark.slow
-def test_a_plain_install_brings_numpy_and_scipy_alone(tmp_path):
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
-    subprocess.run(pip, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    clean = tmp_path / "clean"
-    subprocess.run([sys.executable, "-m", "venv", str(clean)], check=True)
-    python = str(clean / "bin" / "python")
-    install = [python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
-    subprocess.run([*install, str(wheel)], check=True)
-    listed = subprocess.run(
-        [python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True
-    )
-    names = {one["name"] for one in json.loads(listed.stdout)} - {"pip", "setuptools"}
-    assert names == {"grpo-ustat", "numpy", "scipy"}
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-
-    def run(*command):
-        return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, env=environment
-        )
-
-    done = run(python, *core(tmp_path))
-    assert done.returncode == 0, done.stderr
-    for command in (["grpo-ustat", "mse"], ["grpo-ustat-mse"]):
-        done = run(str(clean / "bin" / command[0]), *command[1:])
-        line = "grpo-ustat mse needs hydra-core: pip install 'grpo-ustat[cli]'\n"
-        assert (done.returncode, done.stderr) == (2, line)
-    done = run(str(clean / "bin" / "grpo-ustat"), "doctor", "--only", "packages")
-    assert done.returncode == 1 and "fix: pip install 'grpo-ustat[cli]'" in done.stdout

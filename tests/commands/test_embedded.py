@@ -28,7 +28,7 @@ def test_accuracy_on_the_study_questions(name):
     assert rollouts.ended_PG.mean() > 0.99
 
 
-@pytest.mark.slow(minutes=4)
+@pytest.mark.slow(minutes=1.5)
 @pytest.mark.timeout(1800)
 def test_the_default_training_gains_ten_points(tmp_path):
     """With the seed that a user gets; evaluated before and after alone."""
@@ -40,7 +40,7 @@ def test_the_default_training_gains_ten_points(tmp_path):
     assert result["seconds"] < 1800
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 @pytest.mark.parametrize("name, sign", [("tiny", -1), ("tiny_direct", 1)])
 def test_one_policy_of_each_regime_is_shipped(name, sign, tmp_path):
     """A_V - A_0 is surely negative (the paper's ordering) or positive, by 100 questions."""

@@ -44,7 +44,7 @@ def state():
     return process.num_fds(), len(names), len(process.children()), process.memory_info().rss / 1e6
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 @pytest.mark.parametrize("entry", ["mse", "train"])
 def test_many_runs_leave_a_process_as_it_was(entry, tmp_path, monkeypatch):
     monkeypatch.setattr(study_run, "mse_figure", lambda *_: None)
@@ -87,7 +87,7 @@ def until(condition, seconds):
     return False
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_killed_command_leaves_no_process_and_no_temporary_file(way, tmp_path):
     words, count = WAYS[way]

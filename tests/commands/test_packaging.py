@@ -15,19 +15,41 @@ from commands import run
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow(minutes=1)
-def test_a_wheel_finds_its_configurations(tmp_path):
-    """Built, installed without torch, run from another folder as module and as command."""
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)]
     subprocess.run(pip, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    clean = tmp_path / "clean"
-    subprocess.run([sys.executable, "-m", "venv", str(clean)], check=True)
-    python = clean / "bin" / "python"
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def environment_of(folder, *installs):
+    """A virtual environment of its own, and its Python."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    pip = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
+    for words in installs:
+        subprocess.run([*pip, *map(str, words)], check=True)
+    return python
+
+
+@pytest.mark.nightly(minutes=0.5)
+def test_a_plain_install_brings_numpy_and_scipy_alone(wheel, tmp_path):
+    python = environment_of(tmp_path / "clean", [wheel])
+    listed = subprocess.run(
+        [python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True
+    )
+    names = {one["name"] for one in json.loads(listed.stdout)} - {"pip", "setuptools"}
+    assert names == {"grpo-ustat", "numpy", "scipy"}
+
+
+@pytest.mark.nightly(minutes=0.5)
+def test_a_wheel_finds_its_configurations(wheel, tmp_path):
+    """Built, installed without torch, run from another folder as module and as command."""
     needed = ["hydra-core", "omegaconf", "numpy", "psutil", "pyyaml", "rich"]
-    install = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
-    subprocess.run([*install, *needed], check=True)
-    subprocess.run([*install, "--no-deps", str(wheel)], check=True)
+    clean = tmp_path / "clean"
+    python = environment_of(clean, needed, ["--no-deps", wheel])
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     for command in ([str(python), "-m", "grpo_ustat.mse"], [str(clean / "bin/grpo-ustat-train")]):
         done = subprocess.run(
@@ -84,7 +106,7 @@ def test_embedded_policies_are_small():
         assert sum(f.stat().st_size for f in folder.iterdir()) <= 1_000_000
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 def test_a_sweep_gives_every_job_its_own_folder(tmp_path):
     sweep = ("-m", "group_size=4,8", "seed=0,1", "debug=train")
     code, _, err = run("train", *sweep, cwd=tmp_path)
@@ -102,7 +124,7 @@ def test_a_sweep_gives_every_job_its_own_folder(tmp_path):
     assert code == 0 and out.count("done already") == 4
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 def test_two_processes_draw_and_learn_as_one(tmp_path):
     """torchrun with two gloo ranks: the same rewards and lengths, weights equal to rounding."""
     import torch

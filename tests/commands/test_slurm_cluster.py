@@ -203,7 +203,7 @@ def result(run):
     return timeless(json.loads((run.folder / "result.json").read_text()))
 
 
-@pytest.mark.slow(minutes=4)
+@pytest.mark.nightly(minutes=4)
 @pytest.mark.timeout(1800)
 def test_a_sweep_survives_its_cluster(scenario, tmp_path):
     """Typed once it is struck three times; typed again it does what is left."""
@@ -265,7 +265,7 @@ def ended(scenario, job):
     return state(scenario, job)
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.nightly(minutes=2)
 @pytest.mark.timeout(1800)
 def test_a_batch_script_goes_on_unless_it_is_cancelled(scenario, tmp_path):
     """With ranks that the run's own parent starts."""
@@ -299,7 +299,7 @@ def state(scenario, job):
     )
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 @pytest.mark.timeout(900)
 def test_a_requeued_batch_script_goes_on(scenario, tmp_path):
     job, run = submit(scenario, tmp_path, "requeued")
@@ -312,7 +312,7 @@ def test_a_requeued_batch_script_goes_on(scenario, tmp_path):
     assert f"SLURM job {job}: comes back" in (tmp_path / "requeued.out").read_text()
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.nightly(minutes=2)
 @pytest.mark.timeout(900)
 def test_a_batch_script_goes_on_after_its_time_limit(scenario, tmp_path):
     """SLURM warns up to a minute earlier than asked, so there may be several such launches; a
@@ -336,7 +336,7 @@ def test_a_batch_script_goes_on_after_its_time_limit(scenario, tmp_path):
     assert f"SLURM job {job}: requeued" in (tmp_path / "limited.out").read_text()
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.nightly(minutes=2)
 @pytest.mark.timeout(900)
 def test_an_array_runs_every_point_once(scenario, tmp_path):
     """Submitted again it does nothing."""
@@ -353,7 +353,7 @@ def test_an_array_runs_every_point_once(scenario, tmp_path):
     assert all(whole(run) and len(run.launches) == 1 for run in scenario.runs)
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 @pytest.mark.timeout(900)
 def test_ranks_of_a_sweep_by_torchrun_go_on(scenario, tmp_path):
     """One SLURM task for each point, which starts two ranks."""
@@ -375,7 +375,7 @@ def test_ranks_of_a_sweep_by_torchrun_go_on(scenario, tmp_path):
         assert {launch[0]["processes"] for launch in run.launches} == {2}
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.nightly(minutes=2)
 @pytest.mark.timeout(900)
 def test_a_preempted_study_goes_on(scenario, tmp_path):
     """With the questions that are there: no draw twice, and the figures of a run left alone."""
@@ -394,7 +394,7 @@ def test_a_preempted_study_goes_on(scenario, tmp_path):
     assert result(alone) == result(run)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_job_submitted_from_within_another_knows_its_own(scenario, tmp_path):
     """The outer one is of an array and started again, so that there is much to inherit."""

@@ -29,7 +29,7 @@ from grpo_ustat.runs import history  # noqa: E402
 from grpo_ustat.runs.folder import RunFolder  # noqa: E402
 from grpo_ustat.runs.status import MISSING, Entry, RunState  # noqa: E402
 
-pytestmark = pytest.mark.slow(minutes=0.8)
+pytestmark = pytest.mark.nightly(minutes=0.8)
 SAVE_STEPS = 2
 SWEEP = (
     "-m", "seed=0,1,2", "group_size=4", "model=tiny_direct", "max_steps=10", "eval_steps=5",

@@ -14,7 +14,7 @@ import torch
 from forks import FSDP2
 from resuming import SHORT, rows, weights
 
-pytestmark = pytest.mark.slow(minutes=0.7)
+pytestmark = pytest.mark.nightly(minutes=0.7)
 ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 TRAIN = ("grpo_ustat.train", *SHORT, "model.dtype=float64", "optimizer=sgd")

@@ -28,6 +28,7 @@ DEFAULTS = {  # words of train, then the learning rate and the completion length
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words, values", DEFAULTS.items())
 def test_values_fit_model_and_data_set(words, values):
     config = compose_config("train", ["dry_run=true", *words])
@@ -92,11 +93,13 @@ def test_every_shipped_file_has_them(group, names):
         assert "defaults" in content or all(content[name] > 0 for name in names), file
 
 
+@pytest.mark.slow
 def test_both_commands_start_from_the_same_policy():
     assert compose("mse").model == compose("train").model
     assert compose("mse", "experiment=monte_carlo_check").model.name == "tiny"
 
 
+@pytest.mark.slow
 def test_only_the_value_that_counts_is_of_the_name_of_a_run(tmp_path):
     config = compose("train")
     others = (
@@ -144,6 +147,7 @@ def test_outputs_go_below_their_root_and_are_the_same_runs(entry, words, tmp_pat
             assert other.sweep == tmp_path / "a=1" / one.sweep.relative_to("outputs")
 
 
+@pytest.mark.slow
 def test_reports_go_below_the_root_too(tmp_path):
     assert (
         compose_single("report", ["runs=x", f"output_root={tmp_path}"]).hydra.run.dir

@@ -48,6 +48,7 @@ def test_a_file_counts_by_its_content_and_a_hub_id_by_its_revision(tmp_path):
     assert data_fingerprint(hub[0].dataset) is None and "data" not in identity(hub[0])
 
 
+@pytest.mark.slow
 def test_a_card_says_what_is_train_and_test_and_counts(tmp_path):
     folder = kept(tmp_path / "data", rows(0, 20), rows(50, 5))
     before = folder_name(train_config(f"dataset.path={folder}"))

@@ -203,7 +203,7 @@ def test_wrong_values_are_refused_with_both_values(entry, overrides, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(minutes=0.01)
 @pytest.mark.parametrize("entry, overrides, message", WRONG.values(), ids=WRONG)
 def test_the_command_line_refuses_them_in_the_same_words(entry, overrides, message):
     """`commands.compose` composes files once and sets values afterwards."""
@@ -228,7 +228,8 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("arguments, message", slow_but(COMMANDS, "misspelt"))
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments, message", COMMANDS.values(), ids=COMMANDS)
 def test_wrong_commands_get_one_line_and_leave_nothing(arguments, message, tmp_path):
     code, out, err = run("train", *arguments, cwd=tmp_path)
     assert code == 2

@@ -113,6 +113,7 @@ FIELDS = ("num_iterations", "num_minibatches", "importance_sampling_level", "los
           "epsilon_high", "beta", "kl_estimator", "kl_in")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_preset_has_the_values_of_its_source():
     """The sources stand beside the values in conf/objective/; no preset is left out here."""
     assert set(OBJECTIVES) == set(PRESETS)

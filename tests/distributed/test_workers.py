@@ -121,6 +121,7 @@ def test_what_workers_tell_of_their_pace_is_heard(workers, monkeypatch):
         ),
     ],
 )
+@pytest.mark.slow
 def test_one_failing_worker_ends_the_others_at_once(work, kind, match, tmp_path, monkeypatch):
     monkeypatch.setenv("PIDS", str(tmp_path))
     began = time.monotonic()

@@ -45,7 +45,7 @@ def test_outputs_are_stored_and_name_no_machine(file):
     assert not re.search(r"/(home|root|tmp|work|Users)/", text)
 
 
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.nightly(minutes=1.5)
 @EVERY_NOTEBOOK
 def test_the_cells_print_what_is_stored(file, tmp_path):
     """In their order, in one namespace; numbers may move a little with the machine's arithmetic."""

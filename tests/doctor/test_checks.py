@@ -303,6 +303,7 @@ def too_late(*_, **__):
     raise OSError("too late")
 
 
+@pytest.mark.slow
 def test_a_name_that_is_looked_up_forever(monkeypatch, silent):
     monkeypatch.setattr(socket, "create_connection", too_late)
     start = time.monotonic()
@@ -337,6 +338,7 @@ def test_trackers(monkeypatch, site, silent):
     assert software.trackers(site).message == "wandb 0.99; WANDB_MODE=offline"
 
 
+@pytest.mark.slow
 def test_a_judge_that_judges_wrongly_or_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONCALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("PYTHONPATH", str(STUB), prepend=os.pathsep)  # right only if written alike

@@ -202,6 +202,7 @@ def mean_over_g(name, options, size):
 @pytest.mark.parametrize(
     "name", [x for x, r in BASELINES.items() if not r.unbiased and x != "krpo"]
 )
+@pytest.mark.slow
 def test_the_mean_of_a_rule_goes_to_its_target(name):
     """By enumeration at G = 32, 64 and 128 without the terms of order 1/G and 1/G^2; the limit of
     krpo is its mean at every G, see below."""

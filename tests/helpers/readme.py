@@ -76,13 +76,13 @@ def installed(heading, site):
     return site
 
 
-def run(words, cwd, site=None):
+def run(words, cwd, site=None, **environment):
     """`./scripts/run VERB ...` or `grpo-ustat VERB ...` with this Python; (exit code, standard
-    error).
+    error). `environment` comes to that of this process.
     """
     assert words[0] in ("./scripts/run", "grpo-ustat"), words
     paths = [str(path) for path in (site, ROOT, os.environ.get("PYTHONPATH")) if path]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment
     done = run_python("-m", "grpo_ustat", *words[1:], cwd=cwd, env=env)
     return done.returncode, done.stderr
 

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-ABSENT = 'TRL is not installed: pip install -e ".[trl]"'
-if not hasattr(pytest.importorskip("trl", reason=ABSENT), "GRPOTrainer"):  # this folder's own name
-    pytest.skip(ABSENT, allow_module_level=True)
+pytest.importorskip("trl", reason='TRL is not installed: pip install -e ".[trl]"')
 
 import trl_run  # noqa: E402
 from forks import free_port  # noqa: E402
@@ -30,7 +28,7 @@ from grpo_ustat.integrations.trl import GradientNoiseCallback  # noqa: E402
 from grpo_ustat.logs.formats import FORMATS, Options  # noqa: E402
 from grpo_ustat.logs.table import convert  # noqa: E402
 
-pytestmark = pytest.mark.slow(minutes=0.5)
+pytestmark = pytest.mark.nightly(minutes=0.5)
 ROOT = Path(__file__).parents[2]
 
 

@@ -84,7 +84,7 @@ def test_a_name_that_came_from_another_process_stays(registry):
     assert registry["grpo_ustat_none"] == "of another process"
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.nightly(minutes=0.5)
 def test_skyrl_itself_calls_them_in_another_process():
     """Ray carries the functions to a process that imports our module later, or never."""
     pytest.importorskip("skyrl", reason="SkyRL is not installed")
@@ -105,7 +105,7 @@ def test_skyrl_itself_calls_them_in_another_process():
         assert all(torch.equal(tokens, expected) for tokens in result)
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.nightly(minutes=0.5)
 def test_the_settings_of_the_page_make_the_update_ours():
     pytest.importorskip("skyrl", reason="SkyRL is not installed")
     from skyrl.train.config import SkyRLTrainConfig

@@ -1,74 +1,34 @@
-"""verl's registry: a stand-in of its decorator and its call; where verl is installed, verl itself.
+"""verl's registry: a stand-in of its decorator and call, and gradients that verl once made; where
+verl is installed, verl itself.
 
 `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl python -m verl.trainer.main_ppo` begins as
-the slow test does: verl imports the module while it is imported itself.
+the nightly test does: verl imports the module while it is imported itself.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
+from verl_run import ORDER, REWARDS_PG, THEIRS, UIDS, batch
 
 from grpo_ustat.estimators.baselines import OURS, advantages
 from grpo_ustat.integrations.rows import REWARDS_ALONE, rule_options
 from grpo_ustat.records import BaselineContext
 
-REWARDS_PG = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
-ORDER = [4, 0, 8, 3, 1, 7, 6, 2, 5]
-REAL = """
-import numpy as np, torch, verl
-from verl import DataProto
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-from verl.trainer.ppo.ray_trainer import compute_advantage
-from test_verl import UIDS, batch, expected
-from grpo_ustat.integrations.rows import REWARDS_ALONE
-
-rewards, mask = batch()
-for rule in REWARDS_ALONE:
-    tensors = {"token_level_rewards": rewards, "response_mask": mask}
-    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": UIDS})
-    data = compute_advantage(data, adv_estimator=f"grpo_ustat_{rule}", num_repeat=3, config=None)
-    torch.testing.assert_close(data.batch["advantages"], expected(rule) * mask)
-    assert torch.equal(data.batch["returns"], data.batch["advantages"])
-print("as verl calls them:", len(REWARDS_ALONE))
-
-from hydra import compose, initialize_config_module
-from readme import PAGES, commands
-from verl.trainer.ppo.core_algos import agg_loss
-
-words = next(w for w in commands(PAGES["docs/verl.md"]) if "verl.trainer.main_ppo" in w)
-with initialize_config_module("verl.trainer.config", version_base=None):
-    config = compose("ppo_trainer", words[words.index("verl.trainer.main_ppo") + 1 :])
-actor = config.actor_rollout_ref.actor
-assert not (actor.use_kl_loss or actor.entropy_coeff or config.algorithm.use_kl_in_reward)
-assert actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
-get_adv_estimator_fn(config.algorithm.adv_estimator)
-logprobs = torch.zeros(9, 4, requires_grad=True)
-advantage = expected("leave_one_out")
-agg_loss(-advantage * logprobs, mask, actor.loss_agg_mode, global_batch_size=9).backward()
-torch.testing.assert_close(-logprobs.grad, advantage * mask / 9)
-print("the update is ours")
-"""
-UIDS = np.array([f"uid {row // 3}" for row in ORDER], dtype=object)
-LENGTHS = np.array([1, 4, 2, 3, 4, 1, 2, 4, 3])
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "tests/data/verl_gradients.json"
+RECORD = json.loads(FILE.read_text())
 
 
-def batch():
-    """Token rewards with the reward on the last token, and the mask, as verl pads them."""
-    mask = torch.tensor((np.arange(4) < LENGTHS[:, None]).astype(np.int64))
-    rewards = torch.zeros(9, 4)
-    rewards[np.arange(9), LENGTHS - 1] = torch.tensor(REWARDS_PG.ravel()[ORDER], dtype=torch.float)
-    return rewards, mask
-
-
-def expected(rule):
-    options = rule_options(rule, {})
+def expected(rule, changed=None):
+    options = rule_options(rule, changed or {})
     rows = advantages(rule, REWARDS_PG, BaselineContext(), options).ravel()[ORDER]
     return torch.tensor(rows[:, None], dtype=torch.float32)
 
@@ -120,11 +80,23 @@ def test_verl_names_the_estimators_where_a_rule_reads_more(registry):
     assert str(refused.value) == message
 
 
-@pytest.mark.slow(minutes=0.5)
-def test_verl_itself_calls_them(monkeypatch):
+def test_recorded_gradients_of_verl_are_our_advantages():
+    """By verl 0.9.1's `compute_advantage` and `agg_loss`, with the settings of docs/verl.md: of
+    every rule that reads rewards alone, and of verl's own estimators that are rules of ours.
+    """
+    _, mask = batch()
+    rules = {f"grpo_ustat_{rule}": (rule, {}) for rule in REWARDS_ALONE} | THEIRS
+    assert RECORD["gradients"].keys() == rules.keys()
+    for name, rule in rules.items():
+        recorded = torch.tensor(RECORD["gradients"][name])
+        torch.testing.assert_close(recorded, expected(*rule) * mask / 9, rtol=1e-5, atol=1e-7)
+    assert len({str(gradient) for gradient in RECORD["gradients"].values()}) > 10
+
+
+@pytest.mark.nightly(minutes=0.3)
+def test_the_living_verl_makes_the_recorded_gradients(monkeypatch):
     pytest.importorskip("verl", reason="verl is not installed")
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "grpo_ustat.integrations.verl")
-    monkeypatch.setenv("PYTHONPATH", ":".join([*sys.path]))
-    run = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True)
-    assert f"as verl calls them: {len(REWARDS_ALONE)}" in run.stdout, run.stderr[-2000:]
-    assert "the update is ours" in run.stdout, run.stderr[-2000:]
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(ROOT), *sys.path]))
+    command = [sys.executable, ROOT / "tests/helpers/verl_run.py", FILE]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert "recorded gradients" in run.stdout, run.stderr[-2000:]

@@ -17,7 +17,7 @@ from resuming import SHORT, rows  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
 
 pytest.importorskip("submitit")
-pytestmark = pytest.mark.slow(minutes=3)
+pytestmark = pytest.mark.nightly(minutes=3)
 SWEEP = (
     sys.executable, "-m", "grpo_ustat.train", "-m", *SHORT, "max_steps=30", "eval_steps=30",
     "save_steps=30", "seed=0,1", "hydra.sweep.dir=sweep", "hydra/launcher=submitit_local",

@@ -130,6 +130,7 @@ def given_questions(exact):
     return {name: value for name, value in exact.items() if not name.startswith(training)}
 
 
+@pytest.mark.slow
 def test_what_training_is_asked_of_does_not_grow_with_the_questions():
     """Given the questions the noise scale would: ||grad J||^2 + C1/m is their signal. Means over
     400 pools of 10 and of 60 questions, 12 completions, of ||grad J||^2 and of the signal.

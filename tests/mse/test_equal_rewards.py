@@ -100,6 +100,7 @@ def test_nothing_is_scored_where_all_rewards_are_equal(
         build_pool(config, prompts, tmp_path / "pool")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", WORKERS)
 def test_one_other_reward_and_the_pool_is_as_if_scored_at_once(
     tmp_path, last_alone, monkeypatch, workers
@@ -115,6 +116,7 @@ def test_one_other_reward_and_the_pool_is_as_if_scored_at_once(
     assert rewards == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_see_the_other_is_made_good_in_another_round(
     tmp_path, last_alone, monkeypatch, scored, request
 ):
@@ -136,6 +138,7 @@ def test_a_worker_that_does_not_see_the_other_is_made_good_in_another_round(
     assert contents(tmp_path / "pool") == wanted and unscored(tmp_path / "pool") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [1, 4, 5, 6, 8])
 def test_a_stop_in_between_loses_nothing_that_matters(tmp_path, last_alone, monkeypatch, writes):
     """Of 5 unscored and 5 scored parts so many are written before it."""
@@ -173,6 +176,7 @@ def test_what_is_unscored_is_not_drawn_again(tmp_path, never, monkeypatch):
     assert set(prompts[3:]) <= set(sampled) and len(sampled) < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", ["0.0", "float(len(text) % 2)"])
 def test_more_completions_of_equal_ones(tmp_path, reward):
     """They follow the unscored ones; where they differ, all are scored in one part."""
@@ -194,6 +198,7 @@ def test_more_completions_of_equal_ones(tmp_path, reward):
         assert cost.rollouts == 40 and set(grown.rewards_PN.ravel()) == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_jobs_that_share_a_pool_count_unscored_questions_until_one_is_scored(tmp_path, last_alone):
     config, prompts = asked(last_alone, f"pool={tmp_path / 'pool'}", "study.part=1/3")
     done = []
@@ -218,6 +223,7 @@ def study(path, *overrides):
     return value, json.loads((path / "result.json").read_text()), config
 
 
+@pytest.mark.slow
 def test_a_study_of_equal_rewards_says_what_became_of_them(tmp_path, never, capsys):
     """No table, no curve, no figure; it is shown again as it was."""
     value, result, config = study(tmp_path / "run", never)
@@ -259,6 +265,7 @@ def test_counts_are_those_of_the_completions(tmp_path, never):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rewards_equal_within_every_question_alone_are_measured(tmp_path):
     """Vanilla has an error there."""
     _, prompts = asked()
@@ -272,6 +279,7 @@ def test_rewards_equal_within_every_question_alone_are_measured(tmp_path):
     assert "All completions of a question got the same reward" in result["summary"]
 
 
+@pytest.mark.slow
 def test_imported_rollouts_of_equal_rewards_are_not_scored(tmp_path, monkeypatch):
     path = tmp_path / "completions.parquet"
     logged(path, accuracy_reward=48 * [1.0])
@@ -346,6 +354,7 @@ def test_the_next_step_follows_what_became_of_most(counts, overrides, step):
     assert next_step(result, asdict(compose("mse", *overrides))) == step
 
 
+@pytest.mark.slow
 def test_a_pool_of_one_reward_is_reused_by_another_study(tmp_path, never, monkeypatch):
     """Of the same output root, and by advice, which types the study."""
     root = f"output_root={tmp_path / 'out'}"

@@ -7,7 +7,7 @@ steps a file may be damaged. In the end every study
 that was begun is typed again. Each must have the files of one that nobody disturbed, byte by byte,
 or have refused in one line that says what to do, which is then done.
 
-`FAULTS=300 pytest --slow tests/mse/test_fault_sequences.py` draws that many sequences for 60.
+`FAULTS=300 pytest --nightly tests/mse/test_fault_sequences.py` draws that many sequences for 60.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def undisturbed(tmp_path_factory):
     return results, draws_in(place / "eight/pool"), seconds
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.nightly(minutes=2)
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_sequence_ends_as_if_nothing_had_happened(tmp_path, undisturbed, capsys, part):

@@ -50,7 +50,7 @@ def assert_close(one, two):
         np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(a).max(), err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.6)
 def test_pools_do_not_depend_on_workers_or_batch_size(tmp_path):
     """One worker or two, and other sampling batches: the same pool to float32 rounding."""
     one, spent = build(tmp_path / "one")

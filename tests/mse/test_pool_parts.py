@@ -191,6 +191,7 @@ def test_jobs_at_once_leave_a_pool_and_no_run_folder(tmp_path):
     assert contents(tmp_path / "pool") == undivided(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_with_an_equal_pool_of_its_output_root(tmp_path, capsys):
     """The same files, linked; more questions draw the rest alone; another seed, another root and
     parts beyond what is asked for are left alone.

@@ -211,14 +211,14 @@ def test_rules_apart_meet_enumeration():
     assert failures(found) == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.8)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_coupled_rules_meet_enumeration(size):
     found = replays(COUPLED, [size], pool_size=14, pools=60, draws=30)
     assert failures(found) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_gradient_of_the_same_pool_would_be_noticed(monkeypatch):
     """Negative control: the true gradient taken from the whole pool, the group included."""
     monkeypatch.setattr(
@@ -459,7 +459,7 @@ def test_identical_questions_vary_not_at_all():
     assert row.mse.high - row.mse.low < 0.3 * (given.mse.high - given.mse.low)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.8)
 @pytest.mark.parametrize("setting", [("all_questions_once", None), ("with_replacement", 4)])
 def test_intervals_cover(setting):
     """150 studies of 10 questions: 95 % intervals cover 91 to 99 %; the standard error is 1.8 %.
@@ -507,7 +507,7 @@ def simulated_mse(policy, name, size, batches, rng):
     return total / batches
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.8)
 def test_intervals_of_coupled_rules_cover():
     """150 studies of 12 questions, random groups."""
     policy, rng, studies = tabular(12, 6), np.random.default_rng(2), 150

@@ -44,6 +44,7 @@ def pool_of_three(rng):
     )
 
 
+@pytest.mark.slow
 def test_a_pool_of_other_functions_is_refused_before_a_run_is_written_down(tmp_path):
     """And it says which functions it is of."""
     pool = tmp_path / "pool"

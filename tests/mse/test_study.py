@@ -27,7 +27,7 @@ from grpo_ustat.runs.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose, run  # noqa: E402
-from warm import run_python  # noqa: E402
+from launching import finished as typed  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base")
 FINISHED = (
@@ -48,7 +48,7 @@ def study(path, *overrides):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, every_format):
     path = tmp_path_factory.mktemp("study")
     return path, study(path, *FINISHED)
 
@@ -143,7 +143,7 @@ def test_rows_obey_their_identities(finished):
         assert gap == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.5)
 def test_columns_free_of_scale_belong_to_their_setting(tmp_path):
     """Of unbiased rules best = mse t / (mse + t) and relative = mse / t, t = ||tau||^2."""
     result = study(
@@ -176,7 +176,7 @@ def test_a_finished_study_is_shown_again(finished, capsys):
     assert value == result["curves"][0]["mse"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.5)
 def test_a_study_of_the_whole_zoo(tmp_path):
     """Every rule that needs no training run, against fresh rollouts of a few questions."""
     names = [name for name, rule in BASELINES.items() if not rule.only_trains]
@@ -199,19 +199,17 @@ def test_the_command_runs_from_anywhere(tmp_path):
     assert len(list(tmp_path.glob("outputs/mse/tiny_base-*/seed=0/result.json"))) == 1
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
-
-
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.slow(minutes=0.3)
 def test_two_processes_give_the_figures_of_one(tmp_path):
     """All three methods; draws are equal, figures to 1e-6."""
     wanted = [*SMALL, "study.methods=[closed_form,replay,monte_carlo]", "group_sizes=[2,4]",
               "baselines=[none,leave_one_out,oracle,batch_std]", "budget=study_smoke",
               "budget.pool_completions=16", "launch.workers=1"]  # fmt: skip
-    for name, way in {"one": ["-m"], "two": TORCHRUN}.items():
-        done = run_python(*way, "grpo_ustat.mse", *wanted, f"hydra.run.dir={tmp_path / name}")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("page: ") == 1
+    for count, name in enumerate(("one", "two"), start=1):
+        ranks = (f"launch.num_processes={count}", f"hydra.run.dir={tmp_path / name}")
+        code, said = typed("mse", *wanted, *ranks, cwd=tmp_path / f"at-{name}", seconds=300)
+        assert code == 0, said
+        assert said.count("page: ") == 1
     one, two = (json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "two"))
     assert len(one["curves"]) == len(two["curves"]) > 0
     for a, b in zip(one["curves"], two["curves"], strict=True):
@@ -399,7 +397,7 @@ def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished,
     assert places == sorted(places) and len(places) <= 5
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.7)
 def test_a_part_of_the_model_is_studied_as_such(tmp_path):
     """Same completions; errors of the parts add up to those of the whole, by Monte Carlo too."""
     options = ("model.dtype=float64", "budget.gradient_sketch=250000")

@@ -123,7 +123,7 @@ def prompts_of(config):
     return configured_task(config).prompts("study")[: config.study.questions]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.5)
 def test_a_pool_extended_later_has_the_draws_of_one_made_at_once(weights, tmp_path):
     """Of one engine; the keyed requests alone decide the draws."""
     prompts = prompts_of(weights)
@@ -142,7 +142,7 @@ def test_a_pool_extended_later_has_the_draws_of_one_made_at_once(weights, tmp_pa
     assert 0 < whole.sampler_gap < 1e-5 and 0 < grown.sampler_gap < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.8)
 def test_every_completion_of_a_study_is_vllms(weights, tmp_path, monkeypatch):
     """Pool, greedy, values, reference and replicates, with one engine; scores are the model's."""
     config = compose(

@@ -183,6 +183,7 @@ def test_the_next_command_has_the_same_reward_functions():
     assert "reward" not in next_step(RESULT, before)
 
 
+@pytest.mark.slow
 def test_a_prompt_of_ones_own_is_quoted_for_hydra_and_for_the_shell():
     own = compose("mse", "prompt=plain", "prompt.template='Q: {question}, it is '")
     step = next_step(RESULT, asdict(own))
@@ -235,6 +236,7 @@ def test_without_a_noise_scale_nothing_is_said():
     assert noise_sentence(RESULT | {"noise": {"curve": [nothing]}}) == ""
 
 
+@pytest.mark.slow
 def test_no_sentence_has_an_empty_or_reversed_interval(rng):
     """Of random estimates with random errors: every pair in brackets is ordered and has two ends,
     no number is missing, and the answer fits into three lines of 80 characters.

@@ -18,7 +18,6 @@ from test_page import Skeleton, page_of
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.identity import folder_name
-from grpo_ustat.pages import figures
 from grpo_ustat.pages.figures import FONTS, legend_label, plt, show_names_as_texts
 from grpo_ustat.pages.next_step import policy_overrides
 from grpo_ustat.pages.page import render
@@ -57,6 +56,7 @@ def test_a_terminal_shows_names_as_they_are_written(capsys):
         assert not few, name[:50]
 
 
+@pytest.mark.slow
 def test_every_module_prints_through_the_terminal():
     """So that no print is forgotten."""
     modules = {str(path.relative_to(ROOT)): path for path in ROOT.rglob("*.py")}
@@ -96,6 +96,7 @@ def test_latex_sees_no_command_of_a_name():
         assert "$" not in text
 
 
+@pytest.mark.slow
 def test_a_figure_draws_names_as_texts():
     with plt.rc_context(FONTS):
         figure, axes = plt.subplots(figsize=(3, 2))
@@ -134,6 +135,7 @@ def test_folders_have_names_that_file_systems_take(tmp_path):
         assert (tmp_path / folder).parent == tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["${oc.env:HOME}", "[a,b=c]", "it's"])
 def test_the_next_command_names_the_same_model(name, tmp_path):
     """A command to copy: no part of it is looked up."""
@@ -144,6 +146,7 @@ def test_the_next_command_names_the_same_model(name, tmp_path):
     assert again.model.model_name_or_path == str(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_the_next_command_reads_no_file_for_a_name():
     config = asdict(compose_config("mse", []))
     for name in ("../common", *NAMES):
@@ -151,10 +154,20 @@ def test_the_next_command_reads_no_file_for_a_name():
         assert policy_overrides(config)[0] == "model=hub"
 
 
-@pytest.mark.slow(minutes=0.1)
-@pytest.mark.parametrize("key", hostile.NAMES)
-def test_a_report_with_the_name_at_every_place(key, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(figures, "UNDATED", {"svg": figures.UNDATED["svg"]})  # the others: above
+AT_EVERY_PUSH = {  # one of each kind; a push tries every name at single places, above
+    "rich opens", "mathtext, wrong", "jinja", "omegaconf", "html", "latex", "escapes", "null",
+    "half a letter", "long, wide", "spreadsheet =", "parent", "empty",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=pytest.mark.slow if key in AT_EVERY_PUSH else pytest.mark.nightly)
+        for key in hostile.NAMES
+    ],
+)
+def test_a_report_with_the_name_at_every_place(key, tmp_path, capsys):
     name = hostile.NAMES[key]
     keys = {f"{node}.name": name for node in ("model", "dataset", "prompt")}
     place = tmp_path / (re.sub("[/\x00\ud800]", "_", name.encode()[:200].decode(errors="ignore"))

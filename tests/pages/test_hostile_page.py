@@ -79,6 +79,7 @@ def test_nothing_that_the_data_says_is_run(browser, tmp_path):
     assert browser.value("document.querySelectorAll('iframe,object,base,link,img').length") == 0
 
 
+@pytest.mark.nightly
 def test_without_escaping_the_same_data_run(browser, tmp_path, monkeypatch, unescaped):
     """So that the test above can fail: twice careless, then with the policy alone."""
     page = page_of(hostile.TEXTS)

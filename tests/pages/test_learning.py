@@ -56,6 +56,7 @@ def test_of_long_runs_points_are_means_of_as_many_steps_in_every_run():
     assert len(rows) == 27
 
 
+@pytest.mark.slow
 def test_a_mean_reward_is_named_and_not_cut_off_at_zero(tmp_path, monkeypatch):
     """Rewards of -1 and 1: the band of -0.6 [-0.7, -0.5] is drawn as it is."""
     run = Learning("", [metrics_row(1, -0.6)], [eval_row(0, -0.6, "mean reward")])
@@ -133,7 +134,7 @@ def test_every_seed_of_several_has_a_line():
 
 
 @pytest.mark.slow
-def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, capsys):
+def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, capsys, every_format):
     """Without evaluations, with them, and where nothing can be written."""
     rows = [json.dumps(metrics_row(step, 0.1 * step)) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n" + '{"step": 4, "rew')

@@ -92,6 +92,7 @@ class Skeleton(HTMLParser):
     handle_decl = unknown_decl = handle_pi = lambda self, text: self.tags.append((text,))
 
 
+@pytest.mark.slow
 def test_no_tag_and_no_attribute_comes_from_the_data():
     """The same tags and attribute names as of a page with harmless texts, place by place."""
     texts = hostile.TEXTS
@@ -105,6 +106,7 @@ def test_no_tag_and_no_attribute_comes_from_the_data():
         assert name != "href" or value.startswith("./"), value
 
 
+@pytest.mark.slow
 def test_every_text_is_there_to_be_read():
     found = Skeleton(render(page_of(hostile.TEXTS)))
     texts = set(found.texts)

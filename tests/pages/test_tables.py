@@ -87,7 +87,7 @@ def test_the_least_error_is_marked_and_what_its_interval_does_not_tell_from_it()
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def report(tmp_path_factory, every_format):
     """A report of runs of every kind, and of names with all that LaTeX takes for its own."""
     home = tmp_path_factory.mktemp("report")
     final = {4: 0.3, 8: 0.45, 16: 0.46}  # the first surely less than the last

@@ -52,6 +52,7 @@ def test_turns_are_what_transformers_writes():
     assert shown.text == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [toys.CHATML, None])
 def test_a_question_of_ones_own_is_passed_on_as_it_stands(template, tmp_path):
     """`prompt=as_is`: in the chat format of a model that has one, else as text, beginning once."""
@@ -113,6 +114,7 @@ def test_a_format_without_a_system_turn_says_so(template, what):
     not (cache_folder() / "smollm2-135m" / "config.json").is_file(),
     reason="scripts/tools/fetch_smollm2.py has not been run",
 )
+@pytest.mark.slow
 def test_smollm2_reads_its_own_format():
     config = compose("mse", "model=smollm2_135m", "prompt=chat", "prompt.system=Short.")
     prompt = configured_task(config).prompts("study")[0]

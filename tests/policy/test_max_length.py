@@ -68,6 +68,7 @@ def compose_without(config):
     return replace(config, prompt=replace(config.prompt, max_length=None))
 
 
+@pytest.mark.slow
 def test_a_prompt_of_just_the_limit_stays(tmp_path):
     config = configured("train", tmp_path, "prompt.max_length=51")
     assert configured_task(config).dropped == {}

@@ -50,6 +50,7 @@ def test_layer_by_layer_another_layer_costs_its_input_alone():
     assert (whole[1] - whole[0]) / 4 > 10 * 4 * HIDDEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_several_passes_hold_no_more_than_one(by_layer):
     model = llama(6)

@@ -147,6 +147,7 @@ def equally_rewarded(folder, model):
     (folder / "result.json").write_text(json.dumps(result))
 
 
+@pytest.mark.slow
 def test_studies_of_equal_rewards_are_a_line_of_a_report(tmp_path, capsys):
     equally_rewarded(tmp_path / "a", "tiny")
     report_runs([str(tmp_path / "a")], tmp_path / "report", None)

@@ -10,7 +10,6 @@ import damages
 import pytest
 from folders import claim, proved, studied, trained
 
-from grpo_ustat.pages import figures
 from grpo_ustat.report.aggregate import report_runs, run_set_notes, without_unreadable
 from grpo_ustat.report.collect import entries_in, read_runs
 from grpo_ustat.runs.contents import content_digest, parsed_yaml
@@ -109,11 +108,10 @@ def notes_of_seed(seed, folders, tmp_path):
     return what
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.nightly(minutes=1)
 @pytest.mark.parametrize("first", range(20, 80, 20))
-def test_no_edit_ends_a_whole_report(first, folders, tmp_path, monkeypatch):
+def test_no_edit_ends_a_whole_report(first, folders, tmp_path):
     """With figures, in one format, and page, of twenty edits each."""
-    monkeypatch.setattr(figures, "UNDATED", {"svg": figures.UNDATED["svg"]})
     for seed in range(first, first + 20):
         place = tmp_path / str(seed)
         place.mkdir()

@@ -35,6 +35,7 @@ def counts(policy, longest, **options):
         return sample(policy, PROMPTS, 4, sampling), device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_waits_and_launches_a_token(padded, monkeypatch):
     """16 more tokens of rows that end nowhere: one more look, of one copy, and no other wait."""

@@ -99,6 +99,7 @@ slow = pytest.mark.slow(minutes=0.05)
         pytest.param(UNEQUAL, "lora", ENDS, dict(rows=5), marks=slow),
     ],
 )
+@pytest.mark.slow
 def test_graphs_draw_the_same_tokens(prompts, model, ends, changes):
     """Prompts of one length or several, with grouped queries or without, adapters; rows that leave
     and are replaced, texts that fill several buckets."""
@@ -125,6 +126,7 @@ def test_graphs_are_of_the_whole_batch_of_half_of_it_and_so_on(monkeypatch):
     assert len(sizes) == len(set(sizes))
 
 
+@pytest.mark.slow
 def test_a_token_is_two_launches(monkeypatch):
     """16 more tokens of rows that end nowhere, in a bucket that is recorded already: 16 replays, a
     look, and what begins a stretch of tokens."""
@@ -174,6 +176,7 @@ def of_the_host(self, keys, values, *args, **options):
 LENGTH = [0]
 
 
+@pytest.mark.slow
 def test_a_column_of_the_host_is_noticed(monkeypatch):
     read = graphs.TokenGraphs._read
 
@@ -240,8 +243,19 @@ def test_without_graphs_where_they_are_off_or_the_model_has_hooks():
     assert not by_graphs(policy, EQUAL)[1].launches["replay"]
 
 
-@pytest.mark.slow(minutes=1)
-@pytest.mark.parametrize("kind", sorted(ARCHITECTURES.keys() - BEYOND))
+AT_EVERY_PUSH = {  # one of each kind of attention and mask, of experts and of states
+    "llama", "gpt2", "bloom", "gpt_neo", "gemma3", "gpt_oss", "llama4_text", "deepseek_v3",
+    "mixtral", "qwen3_next", "zamba", "lfm2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in AT_EVERY_PUSH else pytest.mark.nightly)
+        for kind in sorted(ARCHITECTURES.keys() - BEYOND)
+    ],
+)
 def test_every_architecture_draws_the_same_with_graphs_as_without(kind):
     """Some as they did: those of sliding windows and states, some that make a mask of their own."""
     policy = policy_of(build(kind, tied=False))
@@ -249,10 +263,9 @@ def test_every_architecture_draws_the_same_with_graphs_as_without(kind):
         LocalEngine(policy)
     except ConfigError:
         return
-    sampling = dataclasses.replace(SAMPLING, max_completion_length=40)
     with warnings.catch_warnings(record=True) as said:
-        rollouts, device, _ = by_graphs(policy, UNEQUAL, sampling)
-    same(rollouts, sample(policy, UNEQUAL, 4, sampling))
+        rollouts, device, _ = by_graphs(policy, UNEQUAL)
+    same(rollouts, sample(policy, UNEQUAL, 4, SAMPLING))
     refused = [w for w in said if "are written without CUDA graphs" in str(w.message)]
     assert bool(refused) + bool(device.launches["replay"]) <= 1
 
@@ -272,6 +285,7 @@ def test_the_emulation_computes_nothing_in_a_recording_and_refuses_the_host():
                 host()
 
 
+@pytest.mark.slow
 def test_graphs_are_of_rollout_local():
     assert not (compose("mse").rollout.cuda_graphs or compose("train").rollout.cuda_graphs)
     assert Sampling.of(compose("mse", "rollout.cuda_graphs=true"), "pool").cuda_graphs

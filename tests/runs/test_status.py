@@ -342,6 +342,7 @@ def test_the_command_needs_neither_torch_nor_hydra(tmp_path):
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "set()", done.stderr
 
 
+@pytest.mark.slow
 def test_a_launch_says_how_long_its_process_took_before_it():
     """Of 3 seconds of sleep and the imports, the same for each run of the process. The system tells
     a process's start to a second.

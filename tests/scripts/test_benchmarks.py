@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from warm import run_python
 
-pytestmark = pytest.mark.slow(minutes=0.8)
+pytestmark = pytest.mark.nightly(minutes=0.8)
 
 SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/mse.py"
 SMALL = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow(minutes=1.7)
+pytestmark = pytest.mark.nightly(minutes=1.7)
 
 SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/check_gpu.py"
 

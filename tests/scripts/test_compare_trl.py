@@ -1,4 +1,4 @@
-"""The comparison with TRL, as far as it goes without TRL."""
+"""The comparison with TRL: by gradients that TRL once made, where it is installed by TRL itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "scripts/benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "scripts/benchmarks"
+RECORD = json.loads((ROOT / "tests/data/trl_gradients.json").read_text())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,6 +88,42 @@ def test_every_setting_is_a_configuration_and_has_its_own_name(compare):
     for setting in compare.SETTINGS:
         compare.configured("float64", setting.ours)
     assert len({setting.name for setting in compare.SETTINGS}) == len(compare.SETTINGS)
+
+
+def recorded(setting):
+    """TRL's gradient in short, as tests/data has it."""
+    return np.array(RECORD["projections"][setting.name])
+
+
+def in_short(compare, gradient):
+    """The same of a gradient of ours or of the living TRL, parameters x (norm, two products)."""
+    short = compare.projections(gradient)
+    assert list(short) == RECORD["parameters"]
+    return np.array(list(short.values()))
+
+
+@pytest.mark.slow(minutes=0.4)
+def test_our_gradients_are_those_recorded_of_trl(compare):
+    """Of 13 objectives on and off the sampling policy; the control differs."""
+    rollouts = compare.given(2, "float64")
+    told = compare.without_paths(compare.job(compare.SETTINGS, rollouts, "float64"))
+    assert json.loads(json.dumps(told)) == RECORD["job"], "record anew: " + RECORD["source"]
+    for setting in compare.SETTINGS:
+        gradient, _ = compare.our_gradient(setting, rollouts, "float64")
+        ours, factor = in_short(compare, gradient), setting.factor(compare.GROUP, compare.LENGTH)
+        largest = (np.abs(ours - factor * recorded(setting)) / ours[:, :1]).max()
+        assert (largest < 1e-9) == setting.equal, (setting.name, largest)
+    assert RECORD["projections"].keys() == {setting.name for setting in compare.SETTINGS}
+
+
+@pytest.mark.nightly(minutes=1)
+def test_the_living_trl_makes_the_recorded_gradients(compare):
+    pytest.importorskip("trl", reason='TRL is not installed: pip install -e ".[trl]"')
+    rollouts = compare.given(2, "float64")
+    living = compare.trl_gradients(compare.SETTINGS, rollouts, "float64", Path(sys.executable))
+    for setting, gradient in zip(compare.SETTINGS, living, strict=True):
+        theirs = in_short(compare, gradient)
+        assert (np.abs(theirs - recorded(setting)) < 1e-9 * theirs[:, :1]).all(), setting.name
 
 
 @pytest.mark.slow

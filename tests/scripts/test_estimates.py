@@ -12,7 +12,7 @@ from commands import compose
 SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/estimates.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_command_is_composed_and_compared(tmp_path, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("estimates", SCRIPT)
     estimates = importlib.util.module_from_spec(spec)

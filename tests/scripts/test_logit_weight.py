@@ -25,6 +25,7 @@ def test_the_weight_is_the_squared_length_of_the_logit_gradient():
     torch.testing.assert_close(logit_weights(logits, tokens), gradient.square().sum(-1))
 
 
+@pytest.mark.nightly
 def test_the_tool_prints_a_correlation_of_each_proxy(tmp_path):
     asked = ("model=tiny_base", "study.questions=12", "budget.pool_completions=6")
     done = run_python(SCRIPT, *asked, f"pool={tmp_path / 'pool'}")

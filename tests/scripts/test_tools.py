@@ -30,7 +30,7 @@ def test_only_what_a_shell_starts_is_at_the_top():
     assert top == {"run", "test", "setup.sh", "slurm", "benchmarks", "tools"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.stem)
 def test_its_help_says_what_it_does(script, execute):
     """Like the first sentence of its file, which names the result."""
@@ -60,14 +60,14 @@ def execute(monkeypatch, capfd):
 ALONG = SCRIPTS / "tools/along_training.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_without_checkpoints_is_refused(tmp_path, execute):
     code, _, err = execute(ALONG, tmp_path)
     assert code == 2 and "has no checkpoint-* with a model: train first" in err
     assert execute(ALONG, tmp_path / "nowhere")[0] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_constants_along_a_training_run(tmp_path, execute, monkeypatch):
     """The studies that it starts are forks, without their figures; see `launching`."""
     started = subprocess.run

@@ -308,6 +308,7 @@ def every_place(folder):
     yield folder / "parts"
 
 
+@pytest.mark.slow
 def test_every_way_of_keeping_rows_gives_the_same(tmp_path):
     expected = {(row["question"], row["answer"], row["level"]) for row in ROWS}
     for place in every_place(tmp_path):

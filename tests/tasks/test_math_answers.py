@@ -263,6 +263,7 @@ def test_reading_hostile_words_takes_no_time():
         boxes(text, text), without_sympy(text * 10, "x", text)
 
 
+@pytest.mark.slow
 def test_with_math_verify_what_it_alone_gets_wrong():
     judge = MathJudge(Verifier(1, 20.0, 2.0))
     cases = [

@@ -114,6 +114,7 @@ def test_several_threads_judge_at_once(math_verify):
     assert found == {n: [RIGHT if m == n else WRONG for m in range(4)] for n in range(4)}
 
 
+@pytest.mark.slow
 def test_workers_import_neither_torch_nor_this_package(math_verify):
     assert "torch" in sys.modules
     math_verify.judge([(BOX % "a", BOX % "b")])
@@ -139,6 +140,7 @@ def test_hostile_answers_end_at_the_deadline(stub, calls):
     assert verifier.judge([("3", "raises while read"), ("3", "3")]) == [FAILURE, RIGHT]
 
 
+@pytest.mark.slow
 def test_memory_is_limited_even_where_the_library_hides_it(stub):
     verifier = stub(memory_gb=0.5)
     assert verifier.judge([("3", "eat"), ("3", "3")]) == [FAILURE, RIGHT]
@@ -157,6 +159,7 @@ def test_a_judge_opens_no_file_no_network_and_no_process(stub, tmp_path):
     assert stub().judge([("7", act) for act in allowed]) == [RIGHT] * len(allowed)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_replaced(stub):
     verifier = stub(deadline=0.3)
     assert verifier.judge([("3", "3")]) == [RIGHT]
@@ -168,6 +171,7 @@ def test_a_stopped_worker_is_replaced(stub):
     assert gone(before)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_between_batches_is_replaced(stub):
     verifier = stub(canaries={("7", "7"): RIGHT})
     assert verifier.judge([("3", "3")]) == [RIGHT]
@@ -176,6 +180,7 @@ def test_a_worker_killed_between_batches_is_replaced(stub):
     assert verifier.judge([("4", "4"), ("4", "5")]) == [RIGHT, WRONG]
 
 
+@pytest.mark.slow
 def test_equal_pairs_are_judged_once_and_remembered(stub, calls):
     verifier = stub(deadline=0.3)
     verdicts = [RIGHT, WRONG, RIGHT, TIMEOUT]
@@ -192,6 +197,7 @@ def test_only_so_many_verdicts_are_remembered(stub, calls, monkeypatch):
     assert [answer for _, answer in calls()] == ["1", "2", "3", "2"]
 
 
+@pytest.mark.slow
 def test_workers_share_a_batch_and_begin_afresh(stub, calls):
     verifier = stub(workers=2, max_tasks=2)
     assert verifier.judge([("3", f"sleep 0.1{i}") for i in range(8)]) == [RIGHT] * 8
@@ -215,6 +221,7 @@ def test_canaries_are_judged_in_every_batch_by_every_worker(stub, calls):
     [(("3", "never"), RIGHT, "wrong"), (("3", "always"), WRONG, "right"),
      (("3", "raise"), WRONG, "failure")],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_broken_judge_stops_the_run(pair, expected, judged, stub, calls):
     verifier = stub(deadline=0.5, canaries={("7", "7"): RIGHT, pair: expected})
     with pytest.raises(JudgeError, match=f"answer {pair[1]} are {expected.value}, judged {judged}"):
@@ -286,6 +293,7 @@ def test_the_canaries_catch_a_judge_of_one_opinion():
     assert {RIGHT, WRONG} == set(CANARIES.values())
 
 
+@pytest.mark.slow
 def test_a_judge_that_does_not_start(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no module sympy')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -299,6 +307,7 @@ def test_a_judge_that_does_not_start(tmp_path, monkeypatch):
         Verifier(2, 1.0, 1.0).judge([("3", "3")])
 
 
+@pytest.mark.slow
 def test_training_ends_in_one_line_where_the_judge_does_not_start(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no module sympy')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -314,6 +323,7 @@ def test_training_ends_in_one_line_where_the_judge_does_not_start(tmp_path, monk
     assert len(str(told.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_batch_and_leaves_no_verdict_behind(stub):
     verifier = stub(deadline=60.0)
     verifier.judge([("3", "3")])

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from reference import one_flat_score
-from training_runs import SMALL, first_batch, fit
-from warm import run_python
+from training_runs import first_batch, fit
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.tasks.base import summed_rewards
@@ -118,26 +117,3 @@ def test_a_memory_survives_its_state(tmp_path, name):
     left, right = run.baseline_state.context(run, batch, 1)[0], twin.context(run, batch, 1)[0]
     for key, value in left.items():
         np.testing.assert_array_equal(value, right[key])
-
-
-@pytest.mark.slow
-def test_two_processes_take_the_step_of_one(tmp_path):
-    """In float64 the metrics of three steps agree to rounding, whoever holds which prompt.
-
-    With `spo`, which draws as it starts and remembers prompts; all rules with a memory, on forked
-    ranks: tests/train/test_two_processes.py.
-    """
-    found = [run_on(count, tmp_path / str(count), "spo") for count in (1, 2)]
-    for one, two in zip(*found, strict=True):
-        for key in ("reward", "grad_norm", "num_tokens", "value_rollouts"):
-            assert two[key] == pytest.approx(one[key], rel=1e-9)
-
-
-def run_on(processes, path, name):
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-    run_python(
-        "-m", *(launcher if processes > 1 else ()), "grpo_ustat.train", f"baseline={name}", *SMALL,
-        "max_steps=3", "save_steps=3", "model.dtype=float64", "dataset.train_size=8",
-        "budget.value_completions=3", f"hydra.run.dir={path}",
-    ).check_returncode()  # fmt: skip
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]

@@ -21,12 +21,6 @@ MORE = ("optimizer=sgd", "baseline=spo", "baseline=critic", "lora=r16", "model.d
 NO_SCHEDULE = ("schedule=constant", "schedule.warmup_steps=0")  # so that max_steps may grow
 
 
-@pytest.fixture(scope="module")
-def through(tmp_path_factory):
-    """A run that was never stopped."""
-    return fit(tmp_path_factory.mktemp("through") / "run")
-
-
 def broken(through, tmp_path, *steps):
     """The same run killed after checkpoint-2, or with other checkpoints missing."""
     path = tmp_path / "run"
@@ -39,7 +33,7 @@ def broken(through, tmp_path, *steps):
     "override",
     ["optimizer=adamw", *(pytest.param(override, marks=pytest.mark.slow) for override in MORE)],
 )
-def test_resuming_equals_running_through(tmp_path, override):
+def test_resuming_equals_running_through(trained, tmp_path, override):
     """Every file bit by bit: weights, moments, schedule, memory, counters, rows, tables."""
     overrides = (override, "budget.value_completions=3")
     if override == "objective=grpo":
@@ -50,7 +44,7 @@ def test_resuming_equals_running_through(tmp_path, override):
         )
     if override == "baseline=gdpo":
         overrides += ("reward_funcs=[task,brevity]", "reward_weights=[1,0.3]")
-    through = fit(tmp_path / "through", *overrides)
+    through = trained(*overrides)
     parts = broken(through, tmp_path)
     fit(parts, *overrides)
     assert differences(parts, through) == []
@@ -101,7 +95,7 @@ FORGETTING = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("item", FORGETTING)
 def test_forgetting_an_item_of_state_is_noticed(through, tmp_path, monkeypatch, item):
     """Negative controls of the comparison above, one for each item of a checkpoint."""
@@ -126,7 +120,7 @@ def test_every_field_of_progress_has_a_control_or_a_reason():
     assert set(vars(trainer.TrainProgress())) <= covered | rewritten | clock | failures
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
     overrides = ("baseline=oracle", "budget.value_completions=3")
     through = fit(tmp_path / "through", *overrides)
@@ -141,11 +135,11 @@ def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
     assert differences(fit(broken(through, tmp_path), *overrides), through)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("baseline", ["spo", "critic"])
-def test_forgetting_a_memory_is_noticed(tmp_path, monkeypatch, baseline):
+def test_forgetting_a_memory_is_noticed(trained, tmp_path, monkeypatch, baseline):
     overrides = (f"baseline={baseline}", "budget.value_completions=3")
-    through = fit(tmp_path / "through", *overrides)
+    through = trained(*overrides)
     kind = type(make_baseline_state(config_of(*overrides).baseline))
     monkeypatch.setattr(kind, "load_state_dict", lambda self, state: None)
     assert differences(fit(broken(through, tmp_path), *overrides), through)
@@ -194,8 +188,8 @@ def test_a_checkpoint_of_adapters_loads_as_any_adapter(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit, kept", [(1, [4]), (2, [3, 4]), ("null", [1, 2, 3, 4])])
-def test_as_many_checkpoints_stay_as_asked(tmp_path, limit, kept):
-    path = fit(tmp_path / "run", f"save_total_limit={limit}")
+def test_as_many_checkpoints_stay_as_asked(trained, limit, kept):
+    path = trained(f"save_total_limit={limit}")
     assert sorted(path.glob("*checkpoint*")) == [path / f"checkpoint-{n}" for n in kept]
 
 
@@ -279,25 +273,18 @@ def wider(path):
 
 
 @pytest.mark.slow
-def test_a_run_says_where_it_goes_on_from(tmp_path, capsys):
-    fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=2")
-    fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=3")
+def test_a_finished_run_goes_on_to_more_steps(trained, tmp_path, capsys):
+    shutil.copytree(trained(*NO_SCHEDULE, "max_steps=2"), tmp_path / "run")
+    capsys.readouterr()
+    parts = fit(tmp_path / "run", *NO_SCHEDULE)
     assert "going on from checkpoint-2 of" in capsys.readouterr().err
+    assert differences(parts, trained(*NO_SCHEDULE)) == []
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_to_more_steps(tmp_path):
-    through = fit(tmp_path / "through", *NO_SCHEDULE)
-    fit(tmp_path / "parts", *NO_SCHEDULE, "max_steps=2")
-    parts = fit(tmp_path / "parts", *NO_SCHEDULE)
-    assert differences(parts, through) == []
-
-
-@pytest.mark.slow
-def test_a_longer_run_that_was_killed_goes_on(tmp_path, monkeypatch):
+def test_a_longer_run_that_was_killed_goes_on(trained, tmp_path, monkeypatch):
     """Two steps were finished, the run to four was killed in the fourth: its table has grown."""
-    fit(tmp_path / "through", *NO_SCHEDULE, "max_steps=4")
-    fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=2")
+    shutil.copytree(trained(*NO_SCHEDULE, "max_steps=2"), tmp_path / "run")
     steps, step = [], trainer.train_step
 
     def killed(*arguments, **options):
@@ -312,4 +299,4 @@ def test_a_longer_run_that_was_killed_goes_on(tmp_path, monkeypatch):
     assert len(rows(tmp_path / "run")) == 3
     monkeypatch.undo()
     fit(tmp_path / "run", *NO_SCHEDULE, "max_steps=4")
-    assert rows(tmp_path / "run") == rows(tmp_path / "through")
+    assert rows(tmp_path / "run") == rows(trained(*NO_SCHEDULE))

@@ -95,7 +95,7 @@ def assert_close(one, two):
 
 
 @runs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_state_that_is_not_put_back_would_be_noticed(tmp_path, monkeypatch):
     """Negative control."""
     monkeypatch.setattr(deepspeed.ZeroOptimizer, "load_moments", lambda *_: None)

@@ -46,11 +46,6 @@ def in_step(number, monkeypatch, owner, name, then):
     monkeypatch.setattr(owner, name, called)
 
 
-@pytest.fixture(scope="module")
-def through(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("through") / "run")
-
-
 @pytest.mark.parametrize("bad", BAD)
 def test_a_reward(tmp_path, monkeypatch, through, bad):
     """It names the prompt."""

@@ -23,11 +23,6 @@ pytestmark = pytest.mark.slow
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.fixture(scope="module")
-def through(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("through") / "run")
-
-
 def said(capsys):
     return " ".join(capsys.readouterr().err.split())
 

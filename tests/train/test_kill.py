@@ -5,7 +5,8 @@ half of what a run that mostly saves costs otherwise. Half of the kills come
 after a seeded time, half just before a seeded one of the calls that change the folder (each file
 synced, renamed or removed), so saving and pruning get their share.
 
-`KILLS=200 python -m pytest --slow tests/train/test_kill.py` kills that often instead of 40 times.
+Ten kills at every push, 40 others every night; `KILLS=200 python -m pytest --nightly
+tests/train/test_kill.py` kills that often instead of 40 times.
 """
 
 from __future__ import annotations
@@ -134,14 +135,14 @@ def where(path):
     return "during a prune" if removing else "during a save"
 
 
-def sweep(path, overrides, trials, least):
-    """So many kills and recoveries, at most twice as many until `least` hit each place.
+def sweep(path, overrides, trials, enough, least):
+    """Kills and recoveries with these seeds; ends after `enough` where `least` hit each place.
 
     Returns how many hit where.
     """
     reference, hit = Reference(path, overrides), Counter()
-    for trial in range(2 * trials):
-        if trial >= trials and hit >= least:
+    for trial in trials:
+        if hit["recoveries"] >= enough and hit >= least:
             break
         rng = np.random.default_rng([20261121, trial])
         run = path / f"trial-{trial}"
@@ -152,7 +153,7 @@ def sweep(path, overrides, trials, least):
     return hit
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_recovery_that_forgets_is_caught(tmp_path, monkeypatch):
     """Negative control of the sweep."""
     reference, run = Reference(tmp_path, MODEST), tmp_path / "run"
@@ -164,22 +165,31 @@ def test_a_recovery_that_forgets_is_caught(tmp_path, monkeypatch):
         reference.recover(run)
 
 
-@pytest.mark.slow(minutes=KILLS / 40)
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize(
-    "busy, overrides, kills",
-    [("writing", (*MODEST, *REASONING), KILLS * 3 // 10), ("saving", MODEST, KILLS * 7 // 10)],
-    ids=["writing", "saving"],
-)
-def test_kills_and_recoveries(tmp_path, capsys, busy, overrides, kills):
-    """40, or `KILLS`: 30 % in runs that mostly write completions, 70 % in runs that mostly save.
+BUSY = {  # what runs mostly do while they are killed, and the share of the kills
+    "writing": ((*MODEST, *REASONING), 0.3),
+    "saving": (MODEST, 0.7),
+}
 
-    Of the latter as many as a fifth are to hit a save and a twentieth a prune, or more follow.
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("busy", BUSY)
+@pytest.mark.parametrize(
+    "kills, first",
+    [
+        pytest.param(10, 0, id="10", marks=pytest.mark.slow(minutes=0.3)),
+        pytest.param(KILLS, 100, id="night", marks=pytest.mark.nightly(minutes=KILLS / 40)),
+    ],
+)
+def test_kills_and_recoveries(tmp_path, capsys, busy, kills, first):
+    """Of those in runs that mostly save, as many as a fifth are to hit a save and a twentieth a
+    prune, or more follow.
     """
+    overrides, share = BUSY[busy]
+    kills = round(kills * share)
     shares = {"during a save": kills / 5, "during a prune": kills / 20}
     least = Counter(shares if busy == "saving" else {})
     start = time.perf_counter()
-    hit = sweep(tmp_path, overrides, kills, least)
+    hit = sweep(tmp_path, overrides, range(first, first + 2 * kills), kills, least)
     with capsys.disabled():
         print(f"\n{busy}: {dict(hit)} in {time.perf_counter() - start:.0f} s")
     assert hit["recoveries"] >= kills and hit >= least

@@ -59,7 +59,7 @@ def test_a_pass_of_an_update_waits_only_where_it_is_known(tmp_path):
         assert sum(seen.kernels.values()) <= most_kernels * passes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_wait_for_each_chunk_of_logits_would_be_seen(tmp_path, monkeypatch):
     """Negative control."""
     real = Head._logits

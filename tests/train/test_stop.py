@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 from forks import in_ranks
+from launching import Command, finished, lines, until
 from resuming import SHORT, differences, fit, rows
 
 from grpo_ustat.distributed.ranks import RefusedByRank
@@ -21,9 +20,9 @@ from grpo_ustat.train.snapshots import newest_whole
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def through(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("through") / "run", "save_steps=4")
+@pytest.fixture
+def through(trained):
+    return trained("save_steps=4")
 
 
 def signalling(monkeypatch, name, number, at):
@@ -77,48 +76,38 @@ def test_handlers_are_as_before_after_a_run(tmp_path):
     assert now == before
 
 
-COMMAND = (sys.executable, "-m", "grpo_ustat.train", *SHORT, "save_steps=4")
+COMMAND = (*SHORT, "save_steps=4")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lines, number", [(1, STOPPING[1]), (3, STOPPING[0])])
-def test_the_command_ends_with_code_75_and_goes_on(tmp_path, through, number, lines):
-    """A real process, signalled once so many rows are written: before each step, signals in turn.
+@pytest.mark.parametrize("count, number", [(1, STOPPING[1]), (3, STOPPING[0])])
+def test_the_command_ends_with_code_75_and_goes_on(tmp_path, through, number, count):
+    """A process of its own, signalled once so many rows are written: before each step, signals in
+    turn.
 
     Every signal at every moment, in this process: `test_a_signal_stops_between_steps`.
     """
-    run = tmp_path / "run"
-    command = [*COMMAND, f"hydra.run.dir={run}"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as child:
-        wait_for_rows(run / "metrics.jsonl", lines)
-        child.send_signal(number)
-        said = child.stderr.read()
-    assert child.returncode == 75, said
+    folder = tmp_path / "run"
+    words = ("train", *COMMAND, f"hydra.run.dir={folder}")
+    with Command(*words, cwd=tmp_path) as command:
+        until(lambda: lines(folder / "metrics.jsonl") >= count)
+        os.kill(command.pid, number)
+        code, said = command.end()
+    assert code == 75, said
     assert f"stopped by {signal.Signals(number).name} after step " in said
-    assert "Traceback" not in said and not (run / "result.json").exists()
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert "Traceback" not in said and not (folder / "result.json").exists()
+    assert finished(*words, cwd=tmp_path)[0] == 0
     late = f"checkpoint-4/{STATE}"  # stopped before the last evaluation, which came afterwards
-    changed = {n for n in differences(run, through) if n != late}
+    changed = {n for n in differences(folder, through) if n != late}
     assert all(n.startswith("checkpoint-") and "checkpoint-4" not in n for n in changed)
 
 
-@pytest.mark.slow
 def test_a_sweep_stops_as_a_whole(tmp_path):
-    command = [*COMMAND[:3], "-m", *SHORT, "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as child:
-        while not (found := list(tmp_path.glob("sweep/*/seed=0/metrics.jsonl"))):
-            assert child.poll() is None
-            time.sleep(0.01)
-        wait_for_rows(found[0], 1)
-        child.terminate()
-        child.stderr.read()
-    assert child.returncode == 75
+    words = ("train", "-m", *SHORT, "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep")
+    with Command(*words, cwd=tmp_path) as command:
+        until(lambda: any(map(lines, tmp_path.glob("sweep/*/seed=0/metrics.jsonl"))))
+        os.kill(command.pid, signal.SIGTERM)
+        assert command.end()[0] == 75
     assert not list(tmp_path.glob("sweep/*/seed=1"))
-
-
-def wait_for_rows(file, count):
-    while not file.is_file() or file.read_bytes().count(b"\n") < count:
-        time.sleep(0.01)
 
 
 def test_a_signal_to_one_rank_stops_both_and_one_process_goes_on(tmp_path):
@@ -138,16 +127,16 @@ def test_a_signal_to_one_rank_stops_both_and_one_process_goes_on(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_ranks_agree_where_nothing_can_be_resumed(tmp_path):
+def test_ranks_agree_where_nothing_can_be_resumed(tmp_path, through):
     """Rank 0 alone looks at the checkpoints; its refusal is that of both."""
-    fit(tmp_path / "run", "max_steps=4")
+    shutil.copytree(through, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     for path in tmp_path.glob("run/checkpoint-*"):
         (path / "memory.npz").unlink()
 
     def refused(_):
         with pytest.raises(RefusedByRank, match="no checkpoint in .* can be used"):
-            fit(tmp_path / "run")
+            fit(tmp_path / "run", "save_steps=4")
         return True
 
     assert in_ranks(2, refused) == [True, True]

@@ -104,6 +104,7 @@ def test_an_unfinite_gradient_stops_before_the_step(tmp_path):
     assert torch.equal(before, run.policy.model.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_it_promises(tmp_path):
     from transformers import AutoTokenizer
 

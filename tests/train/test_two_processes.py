@@ -290,7 +290,7 @@ def assert_same_run_but_evaluations(one, path):
     assert_same_run(one, path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("forgotten", ["scatter_weights", "load_moments"])
 def test_shards_that_forget_would_be_noticed(tmp_path, alone, forgotten):
     """Negative control: without the weights or Adam's state in the shards, the rows differ."""
