@@ -16,7 +16,15 @@ from grpo_ustat.pages.decision import (
     training_noise_sentence,
     verdicts,
 )
-from grpo_ustat.pages.page import NAME, Completions, Figure, Page, provenance_line, render
+from grpo_ustat.pages.page import (
+    NAME,
+    Completions,
+    Figure,
+    Page,
+    provenance_line,
+    read_figure,
+    render,
+)
 from grpo_ustat.pages.study_page import (
     gap_answer,
     gap_facts,
@@ -29,7 +37,6 @@ from grpo_ustat.pages.study_page import (
     mse_title,
     open_interval,
 )
-from grpo_ustat.pages.svg import inlined
 from grpo_ustat.pages.symbols import ALARM_WORDS
 from grpo_ustat.pages.tables import Cell, Table, as_cell, best_size, rows_table, with_interval
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
@@ -38,7 +45,6 @@ from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.status import clock_text
-from grpo_ustat.terminal.streams import single_line
 
 METRICS = {  # of metrics.jsonl, and their columns
     "step": "step",
@@ -174,14 +180,13 @@ def _figures(run: RunRecord) -> list[Figure]:
     figures, catalogue = [], FIGURES[run.command]
     for name in [name for name in catalogue if name in files] + sorted(set(files) - set(catalogue)):
         title, caption, data = catalogue.get(name, (name, "", None))
-        try:
-            svg = files[name].read_text()
-            inlined(svg, "figure")
-        except (OSError, ValueError) as error:
-            run.add_note(f"{name}.svg is not shown: {single_line(error, 200)}")
-            continue
-        has_data = data is not None and (run.folder / data).is_file()
-        figures.append(Figure(title, svg, caption if has_data else "", data if has_data else None))
+        if data is None or not (run.folder / data).is_file():
+            caption, data = "", None
+        figure, wrong = read_figure(files[name], title, caption, data)
+        if figure is None:
+            run.add_note(f"{name}.svg is not shown: {wrong}")
+        else:
+            figures.append(figure)
     return figures
 
 

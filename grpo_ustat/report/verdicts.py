@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ustat.pages.page import Figure
+from grpo_ustat.pages.page import Figure, read_figure
 from grpo_ustat.pages.run_page import PREDICTED
 from grpo_ustat.pages.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
-from grpo_ustat.pages.svg import inlined
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.runs.record import (
@@ -20,7 +19,6 @@ from grpo_ustat.runs.record import (
     key_label,
     verdict_counts,
 )
-from grpo_ustat.terminal.streams import single_line
 
 UNFINISHED = "unfinished"
 RULE = (
@@ -124,14 +122,11 @@ def study_figures(studies: Sequence[RunRecord]) -> tuple[list[Figure], list[str]
     for run, identity in zip(studies, _identities(studies), strict=True):
         bed = _bed_text(identity, ", ")
         title = identity["result"] if bed == "-" else f"{identity['result']}, on {bed}"
-        try:
-            svg = (run.folder / "figure.svg").read_text()
-            inlined(svg, "figure")
-        except (OSError, ValueError) as error:
-            reason = single_line(error, 200)
-            lines.append(f"damaged: {run.label}: figure.svg is not shown: {reason}")
-            continue
-        figures.append(Figure(title, svg, f"{PREDICTED}. {run.label}"))
+        figure, wrong = read_figure(run.folder / "figure.svg", title, f"{PREDICTED}. {run.label}")
+        if figure is None:
+            lines.append(f"damaged: {run.label}: figure.svg is not shown: {wrong}")
+        else:
+            figures.append(figure)
     return figures, lines
 
 
