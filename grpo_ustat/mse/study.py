@@ -50,8 +50,8 @@ from grpo_ustat.mse.result import (
 from grpo_ustat.mse.rule_sizes import rule_sizes
 from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
-from grpo_ustat.pages.decision import decision_sentence, noise_sentence, verdicts
 from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
+from grpo_ustat.pages.findings import decision_sentence, further_findings, noise_sentence
 from grpo_ustat.pages.gradient_error import study_tables
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.recipes import recipes_figure
@@ -99,7 +99,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         )
     for warning in result["summary"].split(" WARNING: ")[1:]:
         console.print(wrapped(f"WARNING: {warning}"), soft_wrap=True)
-    for sentence in verdicts(result):
+    for sentence in further_findings(result):
         console.print(wrapped(sentence), soft_wrap=True)
     console.print(f"next: {next_step(result, asdict(config), folder.path)}", soft_wrap=True)
     console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.reward_funcs import reward_text
-from grpo_ustat.pages.decision import (
+from grpo_ustat.pages.findings import (
     WHY_FIXED_ROLLOUTS,
+    further_findings,
     interval_note,
     training_noise_sentence,
-    verdicts,
 )
 from grpo_ustat.pages.page import (
     NAME,
@@ -35,10 +35,17 @@ from grpo_ustat.pages.study_page import (
     mse_next_step,
     mse_tables,
     mse_title,
-    open_interval,
 )
 from grpo_ustat.pages.symbols import ALARM_WORDS
-from grpo_ustat.pages.tables import Cell, Table, as_cell, best_size, rows_table, with_interval
+from grpo_ustat.pages.tables import (
+    Cell,
+    Table,
+    as_cell,
+    best_size,
+    open_interval,
+    rows_table,
+    with_interval,
+)
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
@@ -166,7 +173,11 @@ def _result_notes(run: RunRecord) -> list[str]:
     dropped = result.get("left_out") or {}
     details = []
     if run.command == "mse" and result and first != mse_answer(run):
-        details = [*verdicts(result), f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}", first]
+        details = [
+            *further_findings(result),
+            f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}",
+            first,
+        ]
     return [
         *details,
         *(f"WARNING: {warning}" for warning in warnings),

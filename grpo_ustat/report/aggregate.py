@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.pages import error_figures, gradient_error
-from grpo_ustat.pages.decision import WHY_FIXED_ROLLOUTS, decision_sentence
+from grpo_ustat.pages.findings import WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, learning_rows, notes
 from grpo_ustat.pages.page import (
     NAME,
