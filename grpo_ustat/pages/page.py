@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, cached_property
 from pathlib import Path
@@ -126,9 +126,8 @@ class Page:
         overview: a table that says most of it, above all figures; None where there is none.
         figures, tables: below the overview.
         completions: None where there are none.
-        difference: configuration keys whose values differ between runs, `key -> run -> value`; see
-            `differences`.
-        configuration: of the one run, or what all runs share; None shows none.
+        configurations: nested ones, by the run's name: one is shown whole, of several what differs
+            and what all share.
     """
 
     title: str
@@ -140,8 +139,7 @@ class Page:
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     completions: Completions | None = None
-    difference: Mapping[str, Mapping[str, Any]] | None = None
-    configuration: Mapping[str, Any] | None = None
+    configurations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     provenance: str = ""
 
 
@@ -166,6 +164,18 @@ def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, di
     }
 
 
+def shared_configuration(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The one configuration as it is, or the keys that all of several have with one value, dotted.
+
+    >>> shared_configuration({"a": {"seed": 0, "x": {"y": 1}}, "b": {"seed": 1, "x": {"y": 1}}})
+    {'x.y': 1}
+    """
+    if len(configurations) < 2:
+        return {key: x for config in configurations.values() for key, x in config.items()}
+    first, *others = map(flatten, configurations.values())
+    return {k: x for k, x in first.items() if all(k in o and o[k] == x for o in others)}
+
+
 def render(page: Page) -> str:
     """The page's HTML; equal pages give equal text.
 
@@ -173,19 +183,18 @@ def render(page: Page) -> str:
         ValueError: completions have not the same keys, or a figure is no SVG.
     """
     style, script = _asset("page.css"), _asset("page.js")
-    configuration = None
-    if page.configuration:
-        text = yaml.safe_dump(dict(page.configuration), sort_keys=False, allow_unicode=True)
-        configuration = visible(text)
+    difference = differences(page.configurations)
+    shared = shared_configuration(page.configurations)
+    configuration = yaml.safe_dump(shared, sort_keys=False, allow_unicode=True) if shared else ""
     html = _template().render(
         page=page,
         symbols=legend(_printed(page)),
         policy=_content_policy(style, script),
         style=Markup(style),
         script=Markup(script),
-        difference=difference_table(page.difference) if page.difference else None,
+        difference=difference_table(difference) if difference else None,
         completions=Markup(completions_json(page.completions)) if page.completions else None,
-        configuration=configuration,
+        configuration=visible(configuration),
     )
     return html.encode("ascii", "xmlcharrefreplace").decode()  # the same in every encoding
 

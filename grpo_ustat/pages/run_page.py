@@ -159,7 +159,7 @@ def run_page(
         figures=figures,
         tables=page_tables,
         completions=Completions(rows, sentence) if rows else None,
-        configuration=run.config,
+        configurations={run.label: run.config},
         provenance=provenance,
     )
 

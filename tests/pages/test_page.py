@@ -65,8 +65,9 @@ def page_of(texts, rewards=(0.0, 1.0)) -> Page:
         figures=[Figure(text, SVG, caption=text, data=text) for text in texts[:4]],
         tables=[Table(texts[0], texts[:1] + ["cell", "place"], rows, notes=[texts[0]])],
         completions=Completions(completions, note=texts[0]),
-        difference={text: {other: text for other in texts} for text in texts[:3]},
-        configuration={text: text for text in texts},
+        configurations={
+            run: {key: run if key in texts[:3] else key for key in texts} for run in texts
+        },
     )
 
 
@@ -248,7 +249,7 @@ def test_only_what_differs_is_shown_and_every_run_is():
 
 def test_the_configuration_can_be_read_back():
     config = {"a": {"b": [1, None, "x: y"]}, "c": "<b>\u00e9"}
-    found = Skeleton(render(Page("a", "b", configuration=config)))
+    found = Skeleton(render(Page("a", "b", configurations={"x": config})))
     assert config in [yaml.safe_load(text) for text in found.texts if text.startswith("a:")]
 
 
