@@ -51,7 +51,7 @@ from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.record import RunRecord
-from grpo_ustat.runs.status import clock_text
+from grpo_ustat.runs.status import duration_text
 
 METRICS = {  # of metrics.jsonl, and their columns
     "step": "step",
@@ -207,7 +207,7 @@ def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
     cost = result.get("cost") or {}
     wall, own_time = history.wall_seconds(run.launches, now), []
     if "seconds" in result:
-        own_time = [("Wall time of training steps", clock_text(result["seconds"]))]
+        own_time = [("Wall time of training steps", duration_text(result["seconds"]))]
     elif "seconds_generate" in cost:
         own_time = [
             (
@@ -227,7 +227,7 @@ def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
         commit += f", with {len(diff.splitlines())} lines of uncommitted changes"
     versions = run.code.get("versions") or {}
     return [
-        ("Wall time", None if wall is None else clock_text(wall)),
+        ("Wall time", None if wall is None else duration_text(wall)),
         *own_time,
         ("Starts", f"{starts}{again}"),
         ("Commit", commit),

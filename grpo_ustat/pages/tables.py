@@ -342,6 +342,15 @@ def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
     return [*lines[:most], f"and {rest} more, see {where}"] if rest > 0 else list(lines)
 
 
+def enumeration(names: Sequence[str]) -> str:
+    """Names as a sentence has them.
+
+    >>> enumeration(["a"]), enumeration(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def three_digits(value: float) -> str:
     """Three significant digits, trailing zeros kept; thousands without an exponent.
 

@@ -21,6 +21,7 @@ from grpo_ustat.pages.page import (
     NAME,
     render,
 )
+from grpo_ustat.pages.run_page import spaced
 from grpo_ustat.pages.tables import Table, best_size, shorten
 from grpo_ustat.records import ACCURACY, joint_quantity
 from grpo_ustat.report import accuracy
@@ -234,8 +235,7 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
     if absent:
         report.notes.append(f"no run was evaluated at step {', '.join(map(str, absent))}")
     if report.steps is None and len(evaluated) > MOST_STEPS:
-        places = [round(i * (len(evaluated) - 1) / (MOST_STEPS - 1)) for i in range(MOST_STEPS)]
-        steps = [evaluated[place] for place in places]
+        steps = [evaluated[place] for place in spaced(len(evaluated), MOST_STEPS)]
         report.notes.append(
             f"{MOST_STEPS} of {len(evaluated)} evaluated steps shown, all in {name}.csv"
         )

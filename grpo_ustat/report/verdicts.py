@@ -8,7 +8,7 @@ from typing import Any
 from grpo_ustat.pages.page import Figure, read_figure
 from grpo_ustat.pages.run_page import PREDICTED
 from grpo_ustat.pages.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
-from grpo_ustat.pages.tables import Table
+from grpo_ustat.pages.tables import Table, enumeration
 from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.runs.record import (
     AGREES,
@@ -145,22 +145,13 @@ def verdict_sentence(studies: Sequence[RunRecord]) -> str:
     claims = [claim["verdict"] for run in studies for claim in run.final_result["claims"]]
     agree = names[AGREES]
     if len(agree) == len(studies):
-        return f"All {len(claims)} claims agree with theory ({_enumeration(agree)})."
+        return f"All {len(claims)} claims agree with theory ({enumeration(agree)})."
     parts = [f"{len(agree)} of {len(studies)} studies agree with theory in every claim"]
     if names[DISAGREES]:
-        parts.append(f"some claims of {_enumeration(names[DISAGREES])} disagree")
+        parts.append(f"some claims of {enumeration(names[DISAGREES])} disagree")
     if names[OPEN]:
-        parts.append(f"some claims of {_enumeration(names[OPEN])} are not decided")
+        parts.append(f"some claims of {enumeration(names[OPEN])} are not decided")
     return f"{', '.join(parts)}; {claims.count(AGREES)} of all {len(claims)} claims agree."
-
-
-def _enumeration(names: Sequence[str]) -> str:
-    """Names as a sentence has them.
-
-    >>> _enumeration(["a"]), _enumeration(["a", "b", "c"])
-    ('a', 'a, b and c')
-    """
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:
