@@ -9,7 +9,18 @@ from grpo_ustat.estimators.scaling import heavy_text
 from grpo_ustat.records import ScorePool
 from grpo_ustat.terminal.streams import percentage
 
+WARNING = " WARNING: "  # what begins each within a summary
 OFTEN_CUT = 0.1  # share of completions, from which on a run says at once that they were cut
+
+
+def summary_and_warnings(summary: str) -> tuple[str, list[str]]:
+    """What a run's summary says before its warnings, and each of these.
+
+    >>> summary_and_warnings("Best G is 8. WARNING: few questions. WARNING: heavy tails.")
+    ('Best G is 8.', ['WARNING: few questions.', 'WARNING: heavy tails.'])
+    """
+    first, *warnings = summary.split(WARNING)
+    return first, [f"{WARNING.strip()} {warning}" for warning in warnings]
 
 
 def often_cut(clipped_ratio: float) -> bool:

@@ -23,6 +23,7 @@ from grpo_ustat.estimators.noise import (
 )
 from grpo_ustat.estimators.scaling import ScalingEstimate
 from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.tables import best_size, percent, row_interval, three_digits
 from grpo_ustat.records import ACCURACY, Array
 from grpo_ustat.terminal.streams import percentage
@@ -105,6 +106,15 @@ def decision_sentence(result: Mapping[str, Any], rollouts: int = ROLLOUTS) -> st
     return f"{sentence.removesuffix('.')}: {costs}"
 
 
+def study_answer(result: Mapping[str, Any]) -> str:
+    """Which G is best, what its neighbours cost, and how much of a step is noise.
+
+    Args:
+        result: content of the study's `result.json`.
+    """
+    return f"{decision_sentence(result)} {noise_sentence(result)}".rstrip()
+
+
 def best_size_sentence(result: Mapping[str, Any]) -> str:
     """G* with its interval, or how much is missing to say it.
 
@@ -113,7 +123,7 @@ def best_size_sentence(result: Mapping[str, Any]) -> str:
     """
     scaling, questions = result["scaling"], result["questions"]
     if result["assumption2"].get("corr") is None:
-        return result["summary"].split(" WARNING: ")[0]
+        return summary_and_warnings(result["summary"])[0]
     if is_decided(scaling):
         best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
         return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}]."

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.reward_funcs import reward_text
+from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.findings import (
     WHY_FIXED_ROLLOUTS,
     further_findings,
@@ -169,7 +170,7 @@ def _result_notes(run: RunRecord) -> list[str]:
     result = run.result or {}
     if run.command == "gap":
         return [*filter(None, [result.get("statement")]), *result.get("notes", [])]
-    first, *warnings = result.get("summary", "").split(" WARNING: ")
+    first, warnings = summary_and_warnings(result.get("summary", ""))
     dropped = result.get("left_out") or {}
     details = []
     if run.command == "mse" and result and first != mse_answer(run):
@@ -180,7 +181,7 @@ def _result_notes(run: RunRecord) -> list[str]:
         ]
     return [
         *details,
-        *(f"WARNING: {warning}" for warning in warnings),
+        *warnings,
         *(f"WARNING: {count} questions left out: {why}" for why, count in dropped.items()),
     ]
 

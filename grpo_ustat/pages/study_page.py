@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_ustat.config.gap import STUDIES
-from grpo_ustat.pages.findings import decision_sentence, noise_sentence
+from grpo_ustat.pages.findings import study_answer
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.recipes import recipe_table
 from grpo_ustat.pages.reward_functions import reward_tables
@@ -154,7 +154,7 @@ def mse_answer(run: RunRecord) -> str:
             f"Unfinished: completions of {scored} of {questions} questions are scored, no curve "
             "is drawn."
         )
-    return f"{decision_sentence(run.result)} {noise_sentence(run.result)}".rstrip()
+    return study_answer(run.result)
 
 
 def mse_next_step(run: RunRecord) -> str:
