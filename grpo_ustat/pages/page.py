@@ -34,6 +34,7 @@ from grpo_ustat.terminal.streams import single_line, visible
 NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
 WIDEST_HALF = 800  # pixels of a picture that leaves room for another beside it
+WIDEST = 100_000  # points of any picture
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ class Figure:
         """
         try:
             root = ElementTree.fromstring(self.svg)
-            left, top, width, height = map(float, root.get("viewBox", "").split())
+            _, _, width, _ = map(float, root.get("viewBox", "").split())
         except (ElementTree.ParseError, ValueError) as error:
             raise ValueError(f"not an SVG with a viewBox: {error}") from error
-        if root.tag != "{http://www.w3.org/2000/svg}svg" or not 0 < width < math.inf:
-            raise ValueError(f"not an SVG with a viewBox: it is <{root.tag}>")
+        if root.tag != "{http://www.w3.org/2000/svg}svg" or not 0 < width < WIDEST:
+            raise ValueError(f"not an SVG with a viewBox: it is <{root.tag}>, {width:g} wide")
         return round(width * 4 / 3)
 
     @property

@@ -191,7 +191,14 @@ def test_a_picture_is_an_image_with_its_name_and_its_width():
     assert found.tags.count(("figure", "class")) == 1  # the wide one
 
 
-@pytest.mark.parametrize("text", ["", "<svg", "<html/>", '<svg viewBox="0 0 1 1"/>', "&x;"])
+NAMED = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="{}"/>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "<svg", "<html/>", '<svg viewBox="0 0 1 1"/>', "&x;"]
+    + [NAMED.format(box) for box in ("", "0 0 1", "0 0 0 0", "0 0 1e308 1", "0 0 nan 1")],
+)
 def test_what_is_no_picture_is_refused(text):
     with pytest.raises(ValueError, match="not an SVG with a viewBox"):
         render(Page("a", "b", figures=[Figure("f", text)]))
