@@ -179,8 +179,6 @@ def test_the_next_command_has_the_same_reward_functions():
     composed = compose(verb, *words)
     assert (composed.reward_funcs, composed.reward_weights) == (["task", "brevity"], [1.0, 0.5])
     assert "'reward_funcs=[task,brevity]'" in step  # as one types it
-    before = {k: v for k, v in asdict(compose("mse")).items() if not k.startswith("reward_")}
-    assert "reward" not in next_step(RESULT, before)
 
 
 def test_a_prompt_of_ones_own_is_quoted_for_hydra_and_for_the_shell():
