@@ -38,7 +38,7 @@ from grpo_ustat.pages.advice import (
     other_sizes,
     usual_rollouts,
 )
-from grpo_ustat.pages.decision import (
+from grpo_ustat.pages.findings import (
     best_size_sentence,
     group_size_costs,
     interval_note,

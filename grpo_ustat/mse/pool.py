@@ -30,7 +30,7 @@ from grpo_ustat.mse.pool_store import (
     mean_sampler_gap,
 )
 from grpo_ustat.mse.sampler import sampler_gap, start_sampler
-from grpo_ustat.pages.tables import cut_text, often_cut
+from grpo_ustat.pages.caveats import cut_text, often_cut
 from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.memory import check_weights, free_bytes, score_bytes

@@ -19,6 +19,7 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval, mean_reward, quantity
 from grpo_ustat.estimators.minibatch import scale_free
+from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.estimators.proxies import proxy_correlations
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.estimators.ustatistic import silent_share
@@ -33,14 +34,14 @@ from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
 from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint
 from grpo_ustat.mse.reward_functions import function_correlations, function_statistics
-from grpo_ustat.mse.verdict import (
+from grpo_ustat.pages.caveats import (
+    clipped_warning,
     heavy_warning,
     packages_sentence,
-    refutes_assumption2,
-    verdict,
+    unjudged_warning,
     zero_scores_sentence,
 )
-from grpo_ustat.pages.tables import clipped_warning, unjudged_warning
+from grpo_ustat.pages.findings import summary_sentences
 from grpo_ustat.records import Array, Integers, ScorePool
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.runs.folder import RunFolder, versions
@@ -159,10 +160,10 @@ def study_result(
         ),
         "questions": len(pool.rewards_PN),
         "pool_completions": pool.rewards_PN.shape[1],
-        "summary": verdict(statistics, population, pool.rewards_PN)
+        "summary": summary_sentences(statistics.statistics, population.statistics, pool.rewards_PN)
         + metric_text(config)
         + tf32_text(config)
-        + heavy_warning(statistics, population)
+        + heavy_warning(statistics.tails, population.tails)
         + clipped_warning(
             "pool's",
             pool_cost.clipped / pool_cost.rollouts,
@@ -485,7 +486,7 @@ def _assumption(statistics: ClosedForm, population: ClosedForm, pool: ScorePool)
     """Assumption 2 and the ordering, for new questions; refuted where it is at the questions at
     hand: a hypothesis on every question.
     """
-    refuted = refutes_assumption2(statistics)
+    refuted = refutes_assumption2(statistics["share"], statistics["corr"])
     statistics = statistics if len(pool.rewards_PN) < LEAST_QUESTIONS else population
     result: dict[str, Any] = {n: _finite(statistics[n].estimate) for n in ("a0", "a_v", "a_bstar")}
     result |= _triple("corr", _clip(statistics["corr"], -1, 1))

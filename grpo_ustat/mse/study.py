@@ -50,8 +50,9 @@ from grpo_ustat.mse.result import (
 from grpo_ustat.mse.rule_sizes import rule_sizes
 from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
-from grpo_ustat.pages.decision import decision_sentence, noise_sentence, verdicts
+from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
+from grpo_ustat.pages.findings import further_findings, study_answer
 from grpo_ustat.pages.gradient_error import study_tables
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.recipes import recipes_figure
@@ -89,17 +90,15 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         console.print(
             f"{folder.path} is complete; on_existing=overwrite runs it again.", soft_wrap=True
         )
-    answer = f"{decision_sentence(result)} {noise_sentence(result)}"
-    console.print(f"{wrapped(answer)}\n", soft_wrap=True)
+    console.print(f"{wrapped(study_answer(result))}\n", soft_wrap=True)
     for table in (*study_tables(result), *reward_tables(result)):
         console.print(table.terminal())
     if absent := dict.fromkeys(row["baseline"] for row in result["not_measured"]):
         console.print(
             wrapped(f"Not measured in every way: {', '.join(absent)}; why is on the page.")
         )
-    for warning in result["summary"].split(" WARNING: ")[1:]:
-        console.print(wrapped(f"WARNING: {warning}"), soft_wrap=True)
-    for sentence in verdicts(result):
+    _, warnings = summary_and_warnings(result["summary"])
+    for sentence in (*warnings, *further_findings(result)):
         console.print(wrapped(sentence), soft_wrap=True)
     console.print(f"next: {next_step(result, asdict(config), folder.path)}", soft_wrap=True)
     console.print(f"page: {folder.path / 'report.html'}", soft_wrap=True)

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ustat.pages.decision import (
+from grpo_ustat.pages.findings import (
+    ROLLOUTS,
     GroupSizeCosts,
     group_size_costs,
     is_decided,
-    percent,
     scaling_estimate_of,
 )
+from grpo_ustat.pages.tables import percent
 
 KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
 TOLERABLE = 0.3  # extra error that a size to keep may have at most, by the upper end
-ROLLOUTS = 256  # of a step, about, where neither a run nor the command line says how many
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from grpo_ustat.pages.decision import group_size_costs, percent, scaling_estimate_of
 from grpo_ustat.pages.figures import (
     FONTS,
     STYLE,
@@ -21,8 +20,9 @@ from grpo_ustat.pages.figures import (
     plt,
     save,
 )
+from grpo_ustat.pages.findings import group_size_costs, scaling_estimate_of
 from grpo_ustat.pages.gradient_error import INTERVAL_WORDS, missing_numbers
-from grpo_ustat.pages.tables import best_size
+from grpo_ustat.pages.tables import best_size, percent
 from grpo_ustat.runs.record import RunRecord
 
 LINES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_ustat.pages.symbols import baseline_word
-from grpo_ustat.pages.tables import Table, three_digits
+from grpo_ustat.pages.tables import Table, three_digits, with_interval
 from grpo_ustat.records import joint_quantity
 from grpo_ustat.runs.record import RunRecord, key_label
 
@@ -75,11 +75,7 @@ def _study_table(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Tabl
 
 def mse_text(row: dict[str, Any]) -> str:
     """An error with its interval below it."""
-    if row["mse"] is None:
-        return "-"
-    if row["low"] is None or row["high"] is None:
-        return f"{three_digits(row['mse'])}\n(no interval)"
-    return f"{three_digits(row['mse'])}\n[{three_digits(row['low'])}, {three_digits(row['high'])}]"
+    return (with_interval(row, "mse") or "-").replace(" ", "\n", 1)
 
 
 def missing_numbers(result: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import yaml
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.folders import CONF
-from grpo_ustat.pages.decision import ROLLOUTS, group_size_costs, is_decided, prompts_needed
+from grpo_ustat.pages.findings import ROLLOUTS, group_size_costs, is_decided, prompts_needed
 
 FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
 OF_ONE_STUDY = ("questions", "part", "cut_at")  # fields of a study that the next one has not
@@ -114,8 +114,7 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
     values = yaml.safe_load((CONF / "common.yaml").read_text())
     values["max_completion_length"] = config["dataset"].get("max_completion_length")
     sampling = {key: config[key] for key in ("temperature", "max_completion_length")}
-    # configurations of before had no reward functions
-    rewards = {key: config[key] for key in ("reward_funcs", "reward_weights") if key in config}
+    rewards = {key: config[key] for key in ("reward_funcs", "reward_weights")}
     return [*overrides, *_changes(sampling | rewards, values)]
 
 

@@ -2,7 +2,8 @@
 
 What models wrote is hostile. Every text goes through jinja2's autoescape, or into a block of JSON
 that no parser leaves, and from there into the page as text alone. The page's own style and script
-are the only ones that its Content-Security-Policy lets run.
+are the only ones that its Content-Security-Policy lets run. A figure is an image of the page: in an
+image no script runs and nothing is loaded, whatever the SVG holds.
 """
 
 from __future__ import annotations
@@ -13,25 +14,27 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from xml.etree import ElementTree
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from grpo_ustat.config.schema import flatten
-from grpo_ustat.pages.svg import dark_rules, inlined
 from grpo_ustat.pages.symbols import legend, parts
 from grpo_ustat.pages.tables import Cell, Table, as_cell, cell_text, sort_value
-from grpo_ustat.terminal.console import visible
+from grpo_ustat.terminal.streams import single_line, visible
 
 NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
+WIDEST_HALF = 800  # pixels of a picture that leaves room for another beside it
+WIDEST = 100_000  # points of any picture
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Figure:
 
     Attributes:
         title: above it, and its name for those who do not see it.
-        svg: text of a matplotlib SVG, made with `svg.fonttype: none`.
+        svg: text of an SVG with a viewBox in points, as matplotlib writes it.
         caption: below it.
         data: path, relative to the page, of the CSV that it shows.
     """
@@ -49,6 +52,50 @@ class Figure:
     svg: str
     caption: str = ""
     data: str | None = None
+
+    @cached_property
+    def width(self) -> int:
+        """Pixels at the size that it was drawn for.
+
+        Raises:
+            ValueError: it is no picture.
+        """
+        try:
+            root = ElementTree.fromstring(self.svg)
+            _, _, width, _ = map(float, root.get("viewBox", "").split())
+        except (ElementTree.ParseError, ValueError) as error:
+            raise ValueError(f"not an SVG with a viewBox: {error}") from error
+        if root.tag != "{http://www.w3.org/2000/svg}svg" or not 0 < width < WIDEST:
+            raise ValueError(f"not an SVG with a viewBox: it is <{root.tag}>, {width:g} wide")
+        return round(width * 4 / 3)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is wider than a phone can show by shrinking it."""
+        return self.width > WIDEST_HALF
+
+    @property
+    def address(self) -> str:
+        """The picture itself as a `data:` address."""
+        encoded = base64.b64encode(self.svg.encode(errors="replace")).decode()
+        return f"data:image/svg+xml;base64,{encoded}"
+
+
+def read_figure(
+    file: Path, title: str, caption: str = "", data: str | None = None
+) -> tuple[Figure | None, str]:
+    """The picture of a run, and an empty text; or None, and why it cannot be shown.
+
+    Args:
+        file: SVG.
+        title, caption, data: see `Figure`.
+    """
+    try:
+        figure = Figure(title, file.read_text(), caption, data)
+        _ = figure.width
+    except (OSError, ValueError) as error:
+        return None, single_line(error, 200)
+    return figure, ""
 
 
 @dataclass(frozen=True)
@@ -80,9 +127,8 @@ class Page:
         overview: a table that says most of it, above all figures; None where there is none.
         figures, tables: below the overview.
         completions: None where there are none.
-        difference: configuration keys whose values differ between runs, `key -> run -> value`; see
-            `differences`.
-        configuration: of the one run, or what all runs share; None shows none.
+        configurations: nested ones, by the run's name: one is shown whole, of several what differs
+            and what all share.
     """
 
     title: str
@@ -94,8 +140,7 @@ class Page:
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     completions: Completions | None = None
-    difference: Mapping[str, Mapping[str, Any]] | None = None
-    configuration: Mapping[str, Any] | None = None
+    configurations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     provenance: str = ""
 
 
@@ -120,30 +165,37 @@ def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, di
     }
 
 
+def shared_configuration(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The one configuration as it is, or the keys that all of several have with one value, dotted.
+
+    >>> shared_configuration({"a": {"seed": 0, "x": {"y": 1}}, "b": {"seed": 1, "x": {"y": 1}}})
+    {'x.y': 1}
+    """
+    if len(configurations) < 2:
+        return {key: x for config in configurations.values() for key, x in config.items()}
+    first, *others = map(flatten, configurations.values())
+    return {k: x for k, x in first.items() if all(k in o and o[k] == x for o in others)}
+
+
 def render(page: Page) -> str:
     """The page's HTML; equal pages give equal text.
 
     Raises:
-        ValueError: completions have not the same keys, or a figure is not matplotlib's SVG.
+        ValueError: completions have not the same keys, or a figure is no SVG.
     """
-    pictures = [inlined(one.svg, f"figure-{i}") for i, one in enumerate(page.figures, 1)]
-    dark = "".join(dark_rules({colour for one in pictures for colour in one.colours}))
-    style = _asset("page.css").replace("/* dark colours of figures */", dark)
-    script = _asset("page.js")
-    configuration = None
-    if page.configuration:
-        text = yaml.safe_dump(dict(page.configuration), sort_keys=False, allow_unicode=True)
-        configuration = visible(text)
+    style, script = _asset("page.css"), _asset("page.js")
+    difference = differences(page.configurations)
+    shared = shared_configuration(page.configurations)
+    configuration = yaml.safe_dump(shared, sort_keys=False, allow_unicode=True) if shared else ""
     html = _template().render(
         page=page,
-        symbols=legend(_printed(page, [one.markup for one in pictures])),
+        symbols=legend(_printed(page)),
         policy=_content_policy(style, script),
         style=Markup(style),
         script=Markup(script),
-        figures=list(zip(page.figures, pictures, strict=True)),
-        difference=difference_table(page.difference) if page.difference else None,
+        difference=difference_table(difference) if difference else None,
         completions=Markup(completions_json(page.completions)) if page.completions else None,
-        configuration=configuration,
+        configuration=visible(configuration),
     )
     return html.encode("ascii", "xmlcharrefreplace").decode()  # the same in every encoding
 
@@ -164,7 +216,7 @@ def provenance_line(what: str, time: str, host: str | None, command: str | None)
     return f"{what} {moment}{place}" + (f" by `{command}`" if command else "")
 
 
-def _printed(page: Page, pictures: Sequence[str]) -> Iterator[str]:
+def _printed(page: Page) -> Iterator[str]:
     """All texts of a page but completions, configuration, and differences."""
     yield from (page.title, page.answer, *page.notes)
     yield from (str(text) for fact in page.facts for text in fact)
@@ -173,8 +225,7 @@ def _printed(page: Page, pictures: Sequence[str]) -> Iterator[str]:
         yield from (cell for row in table.rows for cell in row if isinstance(cell, str))
     for figure in page.figures:
         yield from (figure.title, figure.caption)
-    for picture in pictures:
-        yield from re.findall(">([^<>]+)</(?:text|tspan)>", picture)
+        yield from re.findall(">([^<>]+)</(?:text|tspan)>", figure.svg)
 
 
 def _explained(text: str) -> Markup:
@@ -234,7 +285,9 @@ def completions_json(completions: Completions) -> str:
 
 
 def _content_policy(style: str, script: str) -> str:
-    """What a browser may do for the page: apply its style, run its script, nothing else."""
+    """What a browser may do for the page: apply its style, run its script, show its own images,
+    nothing else.
+    """
 
     def source(text: str) -> str:
         digest = hashlib.sha256(text.encode()).digest()

@@ -10,14 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_ustat.estimators.intervals import Interval, positive_interval
-from grpo_ustat.pages.decision import (
-    ROLLOUTS,
-    is_decided,
-    percent,
-    scaling_estimate_of,
-)
 from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save
-from grpo_ustat.pages.tables import Table, three_digits
+from grpo_ustat.pages.findings import ROLLOUTS, is_decided, scaling_estimate_of
+from grpo_ustat.pages.tables import Table, percent, three_digits
 
 RECIPES = {  # whose group size, and where it is published
     "2-GRPO (arXiv 2510.00977)": 2,

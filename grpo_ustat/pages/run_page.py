@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.reward_funcs import reward_text
-from grpo_ustat.pages.decision import (
+from grpo_ustat.pages.caveats import summary_and_warnings
+from grpo_ustat.pages.findings import (
     WHY_FIXED_ROLLOUTS,
+    further_findings,
     interval_note,
     training_noise_sentence,
-    verdicts,
 )
-from grpo_ustat.pages.page import NAME, Completions, Figure, Page, provenance_line, render
+from grpo_ustat.pages.page import (
+    NAME,
+    Completions,
+    Figure,
+    Page,
+    provenance_line,
+    read_figure,
+    render,
+)
 from grpo_ustat.pages.study_page import (
     gap_answer,
     gap_facts,
@@ -27,18 +36,23 @@ from grpo_ustat.pages.study_page import (
     mse_next_step,
     mse_tables,
     mse_title,
-    open_interval,
 )
-from grpo_ustat.pages.svg import inlined
 from grpo_ustat.pages.symbols import ALARM_WORDS
-from grpo_ustat.pages.tables import Cell, Table, as_cell, best_size, rows_table, with_interval
+from grpo_ustat.pages.tables import (
+    Cell,
+    Table,
+    as_cell,
+    best_size,
+    open_interval,
+    rows_table,
+    with_interval,
+)
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.record import RunRecord
-from grpo_ustat.runs.status import clock_text
-from grpo_ustat.terminal.streams import single_line
+from grpo_ustat.runs.status import duration_text
 
 METRICS = {  # of metrics.jsonl, and their columns
     "step": "step",
@@ -146,7 +160,7 @@ def run_page(
         figures=figures,
         tables=page_tables,
         completions=Completions(rows, sentence) if rows else None,
-        configuration=run.config,
+        configurations={run.label: run.config},
         provenance=provenance,
     )
 
@@ -156,14 +170,18 @@ def _result_notes(run: RunRecord) -> list[str]:
     result = run.result or {}
     if run.command == "gap":
         return [*filter(None, [result.get("statement")]), *result.get("notes", [])]
-    first, *warnings = result.get("summary", "").split(" WARNING: ")
+    first, warnings = summary_and_warnings(result.get("summary", ""))
     dropped = result.get("left_out") or {}
     details = []
     if run.command == "mse" and result and first != mse_answer(run):
-        details = [*verdicts(result), f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}", first]
+        details = [
+            *further_findings(result),
+            f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}",
+            first,
+        ]
     return [
         *details,
-        *(f"WARNING: {warning}" for warning in warnings),
+        *warnings,
         *(f"WARNING: {count} questions left out: {why}" for why, count in dropped.items()),
     ]
 
@@ -174,14 +192,13 @@ def _figures(run: RunRecord) -> list[Figure]:
     figures, catalogue = [], FIGURES[run.command]
     for name in [name for name in catalogue if name in files] + sorted(set(files) - set(catalogue)):
         title, caption, data = catalogue.get(name, (name, "", None))
-        try:
-            svg = files[name].read_text()
-            inlined(svg, "figure")
-        except (OSError, ValueError) as error:
-            run.add_note(f"{name}.svg is not shown: {single_line(error, 200)}")
-            continue
-        has_data = data is not None and (run.folder / data).is_file()
-        figures.append(Figure(title, svg, caption if has_data else "", data if has_data else None))
+        if data is None or not (run.folder / data).is_file():
+            caption, data = "", None
+        figure, wrong = read_figure(files[name], title, caption, data)
+        if figure is None:
+            run.add_note(f"{name}.svg is not shown: {wrong}")
+        else:
+            figures.append(figure)
     return figures
 
 
@@ -191,7 +208,7 @@ def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
     cost = result.get("cost") or {}
     wall, own_time = history.wall_seconds(run.launches, now), []
     if "seconds" in result:
-        own_time = [("Wall time of training steps", clock_text(result["seconds"]))]
+        own_time = [("Wall time of training steps", duration_text(result["seconds"]))]
     elif "seconds_generate" in cost:
         own_time = [
             (
@@ -211,7 +228,7 @@ def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
         commit += f", with {len(diff.splitlines())} lines of uncommitted changes"
     versions = run.code.get("versions") or {}
     return [
-        ("Wall time", None if wall is None else clock_text(wall)),
+        ("Wall time", None if wall is None else duration_text(wall)),
         *own_time,
         ("Starts", f"{starts}{again}"),
         ("Commit", commit),

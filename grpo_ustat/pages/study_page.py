@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_ustat.config.gap import STUDIES
-from grpo_ustat.pages.decision import (
-    decision_sentence,
-    noise_sentence,
-    open_interval,
-    percent,
-    row_interval,
-)
+from grpo_ustat.pages.findings import study_answer
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.recipes import recipe_table
 from grpo_ustat.pages.reward_functions import reward_tables
@@ -22,6 +16,9 @@ from grpo_ustat.pages.tables import (
     Cell,
     Table,
     as_cell,
+    open_interval,
+    percent,
+    row_interval,
     rows_table,
     with_interval,
 )
@@ -158,7 +155,7 @@ def mse_answer(run: RunRecord) -> str:
             f"Unfinished: completions of {scored} of {questions} questions are scored, no curve "
             "is drawn."
         )
-    return f"{decision_sentence(run.result)} {noise_sentence(run.result)}".rstrip()
+    return study_answer(run.result)
 
 
 def mse_next_step(run: RunRecord) -> str:
@@ -218,8 +215,7 @@ def mse_tables(run: RunRecord) -> list[Table]:
     published = recipe_table(run.result["scaling"])
     if published is not None:
         tables.append(published)
-    if "noise" in run.result:
-        tables.append(_noise_table(run.result["noise"]))
+    tables.append(_noise_table(run.result["noise"]))
     if run.result.get("dynamic_sampling"):
         tables.append(dynamic_sampling_table(run.result["dynamic_sampling"]))
     if run.result.get("proxies"):

@@ -15,6 +15,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as TerminalTable
 
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.records import ACCURACY
 from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
@@ -24,7 +25,6 @@ from grpo_ustat.terminal.streams import percentage
 Cell = str | int | float | bool | None
 MISSING = "–"
 MOST_CHARACTERS = 300  # of a cell on a terminal
-OFTEN_CUT = 0.1  # share of completions, from which on a run says at once that they were cut
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
 LATEX_SENTENCES = r"p{0.3\linewidth}"  # a column of them
 LATEX_SPECIAL = {
@@ -342,6 +342,15 @@ def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
     return [*lines[:most], f"and {rest} more, see {where}"] if rest > 0 else list(lines)
 
 
+def enumeration(names: Sequence[str]) -> str:
+    """Names as a sentence has them.
+
+    >>> enumeration(["a"]), enumeration(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def three_digits(value: float) -> str:
     """Three significant digits, trailing zeros kept; thousands without an exponent.
 
@@ -365,6 +374,45 @@ def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None
     return f"{three_digits(value)} [{three_digits(low)}, {three_digits(high)}]"
 
 
+def row_interval(row: Mapping[str, Any], name: str) -> Interval:
+    """An estimate and its ends from a row of a result: no estimate is NaN; no upper end infinite,
+    where there is a lower one.
+    """
+    estimate, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
+    return Interval(
+        math.nan if estimate is None else estimate,
+        math.nan if low is None else low,
+        (math.nan if low is None else math.inf) if high is None else high,
+    )
+
+
+def open_interval(row: dict[str, Any], name: str) -> str:
+    """An estimate to three digits with its interval, which may have no upper end; `-` where it is
+    not known.
+
+    >>> open_interval({"x": 2.0, "x_low": 1.0, "x_high": None}, "x"), open_interval({}, "x")
+    ('2.00 [1.00, infinity)', '-')
+    """
+    estimate, low, high = row_interval(row, name)
+    if math.isnan(low):
+        return "-"
+    first = "unknown" if math.isnan(estimate) else three_digits(estimate)
+    end = f"{three_digits(high)}]" if math.isfinite(high) else "infinity)"
+    return f"{first} [{three_digits(low)}, {end}"
+
+
+def percent(share: float) -> str:
+    """A signed share in percent, without decimals.
+
+    >>> percent(0.094), percent(-0.004), percent(12.3), percent(math.inf)
+    ('+9 %', '0 %', '+1230 %', 'no upper end')
+    """
+    if share == math.inf:
+        return "no upper end"
+    value = round(100 * share)
+    return f"{value:+d} %" if value else "0 %"
+
+
 def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
     """G* with its interval; None where not even a lower end above 2, the smallest group, is known.
 
@@ -382,50 +430,6 @@ def best_size(best: float | None, low: float | None, high: float | None) -> str 
         return f"at least {low:.1f}"
     estimate = f"{best:.1f}" if best is not None and math.isfinite(best) else MISSING
     return f"{estimate} [{low:.1f}, {high:.1f}]"
-
-
-def often_cut(clipped_ratio: float) -> bool:
-    """Whether so many completions were cut that a run should say so at once."""
-    return clipped_ratio >= OFTEN_CUT
-
-
-def cut_text(clipped_ratio: float, of: str, max_completion_length: int) -> str:
-    """What a share of cut completions means, and what to set.
-
-    >>> cut_text(0.31, "the first 256", 96).partition(": ")[0][:70]
-    '31 % of the first 256 completions were cut at max_completion_length=96'
-    """
-    return (
-        f"{percentage(clipped_ratio)} of {of} completions were cut at max_completion_length="
-        f"{max_completion_length} and rarely hold an answer: try max_completion_length="
-        f"{2 * max_completion_length}, or set prompt.stop to what ends an answer"
-    )
-
-
-def clipped_warning(of: str, clipped_ratio: float, max_completion_length: int | None) -> str:
-    """A sentence where many completions `of` something were cut: they rarely hold an answer.
-
-    Without a length, they were cut elsewhere.
-    """
-    if clipped_ratio <= 0.05:
-        return ""
-    where = f" at max_completion_length={max_completion_length}: raise it"
-    if max_completion_length is None:
-        where = " where they were made: let them be longer there"
-    return (
-        f" WARNING: {percentage(clipped_ratio)} of the {of} completions were cut{where}, unless "
-        "that is the point."
-    )
-
-
-def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
-    """A sentence where answers could not be judged: they earned nothing, right or wrong."""
-    if not timeouts + failures:
-        return ""
-    return (
-        f" WARNING: {timeouts + failures} of {rollouts} answers could not be judged ({timeouts} "
-        f"timed out, {failures} failed) and count as wrong."
-    )
 
 
 def evaluation_table(result: dict[str, Any]) -> Table:

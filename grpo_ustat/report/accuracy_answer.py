@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+from grpo_ustat.pages.tables import enumeration
 from grpo_ustat.records import joint_quantity
 from grpo_ustat.report import accuracy
 from grpo_ustat.report.accuracy import AccuracyCell, budget_name
@@ -76,8 +77,7 @@ def _cell_names(cells: Sequence[AccuracyCell], several: bool) -> str:
         return f"{len(cells)} others"
     if several:
         return " and ".join(f"n = {cell['rollouts']}, G = {cell['group_size']}" for cell in cells)
-    sizes = [str(cell["group_size"]) for cell in cells]
-    return "G = " + " and ".join(filter(None, [", ".join(sizes[:-1]), sizes[-1]]))
+    return f"G = {enumeration([str(cell['group_size']) for cell in cells])}"
 
 
 def setting_sentence(cells: Sequence[AccuracyCell]) -> str:

@@ -15,12 +15,13 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.pages import error_figures, gradient_error
-from grpo_ustat.pages.decision import WHY_FIXED_ROLLOUTS, decision_sentence
+from grpo_ustat.pages.findings import WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, learning_rows, notes
 from grpo_ustat.pages.page import (
     NAME,
     render,
 )
+from grpo_ustat.pages.run_page import spaced
 from grpo_ustat.pages.tables import Table, best_size, shorten
 from grpo_ustat.records import ACCURACY, joint_quantity
 from grpo_ustat.report import accuracy
@@ -237,8 +238,7 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
     if absent:
         report.notes.append(f"no run was evaluated at step {', '.join(map(str, absent))}")
     if report.steps is None and len(evaluated) > MOST_STEPS:
-        places = [round(i * (len(evaluated) - 1) / (MOST_STEPS - 1)) for i in range(MOST_STEPS)]
-        steps = [evaluated[place] for place in places]
+        steps = [evaluated[place] for place in spaced(len(evaluated), MOST_STEPS)]
         report.notes.append(
             f"{MOST_STEPS} of {len(evaluated)} evaluated steps shown, all in {name}.csv"
         )

@@ -140,8 +140,9 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
         try:
             run = entry.record()
             _check(run)
+            _ = run.keys  # which a damaged configuration may not have
             runs.append(run)
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             damaged.append(f"{entry.label}: {single_line(error)}")
     furthest: dict[str, RunRecord] = {}
     twins = []

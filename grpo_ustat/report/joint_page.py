@@ -13,12 +13,10 @@ from typing import Any
 from pyarrow import compute, parquet
 
 from grpo_ustat.config.command_line import typed_command
-from grpo_ustat.config.schema import flatten
 from grpo_ustat.pages.page import (
     Completions,
     Figure,
     Page,
-    differences,
     provenance_line,
 )
 from grpo_ustat.pages.tables import Cell, Table, shorten
@@ -168,11 +166,6 @@ def page(report: Report) -> Page:
     overview = tables.pop("theorems", None)
     rows = _last_completions(report.training)
     sentence = f"Those kept of the last logged step of each run, at most {MOST_COMPLETIONS} in all."
-    configs = [flatten(run.config) for run in runs]
-    shared = None
-    if configs:
-        first, *others = configs
-        shared = {k: x for k, x in first.items() if all(k in o and o[k] == x for o in others)}
     return Page(
         title=f"Report {report.folder.name}: {len(runs)} runs",
         answer="\n".join(report.answers),
@@ -182,8 +175,7 @@ def page(report: Report) -> Page:
         figures=[*report.study_figures, *table_figures],
         tables=list(tables.values()),
         completions=Completions(rows, sentence) if rows else None,
-        difference=differences({run.label: run.config for run in runs}) if len(runs) > 1 else None,
-        configuration=shared,
+        configurations={run.label: run.config for run in runs},
         provenance=provenance_line(
             "made", datetime.now(UTC).isoformat(), socket.gethostname(), typed_command()
         ),

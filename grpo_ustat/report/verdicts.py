@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ustat.pages.page import Figure
+from grpo_ustat.pages.page import Figure, read_figure
 from grpo_ustat.pages.run_page import PREDICTED
 from grpo_ustat.pages.study_page import CLAIM_COLUMNS, TITLES, claim_cells
-from grpo_ustat.pages.svg import inlined
-from grpo_ustat.pages.tables import Table
+from grpo_ustat.pages.tables import Table, enumeration
 from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.runs.record import (
     AGREES,
@@ -20,7 +19,6 @@ from grpo_ustat.runs.record import (
     key_label,
     verdict_counts,
 )
-from grpo_ustat.terminal.streams import single_line
 
 UNFINISHED = "unfinished"
 RULE = (
@@ -112,14 +110,11 @@ def study_figures(studies: Sequence[RunRecord]) -> tuple[list[Figure], list[str]
     for run, identity in zip(studies, _identities(studies), strict=True):
         bed = _bed_text(identity, ", ")
         title = identity["result"] if bed == "-" else f"{identity['result']}, on {bed}"
-        try:
-            svg = (run.folder / "figure.svg").read_text()
-            inlined(svg, "figure")
-        except (OSError, ValueError) as error:
-            reason = single_line(error, 200)
-            lines.append(f"damaged: {run.label}: figure.svg is not shown: {reason}")
-            continue
-        figures.append(Figure(title, svg, f"{PREDICTED}. {run.label}"))
+        figure, wrong = read_figure(run.folder / "figure.svg", title, f"{PREDICTED}. {run.label}")
+        if figure is None:
+            lines.append(f"damaged: {run.label}: figure.svg is not shown: {wrong}")
+        else:
+            figures.append(figure)
     return figures, lines
 
 
@@ -138,22 +133,13 @@ def verdict_sentence(studies: Sequence[RunRecord]) -> str:
     claims = [claim["verdict"] for run in studies for claim in run.final_result["claims"]]
     agree = names[AGREES]
     if len(agree) == len(studies):
-        return f"All {len(claims)} claims agree with theory ({_enumeration(agree)})."
+        return f"All {len(claims)} claims agree with theory ({enumeration(agree)})."
     parts = [f"{len(agree)} of {len(studies)} studies agree with theory in every claim"]
     if names[DISAGREES]:
-        parts.append(f"some claims of {_enumeration(names[DISAGREES])} disagree")
+        parts.append(f"some claims of {enumeration(names[DISAGREES])} disagree")
     if names[OPEN]:
-        parts.append(f"some claims of {_enumeration(names[OPEN])} are not decided")
+        parts.append(f"some claims of {enumeration(names[OPEN])} are not decided")
     return f"{', '.join(parts)}; {claims.count(AGREES)} of all {len(claims)} claims agree."
-
-
-def _enumeration(names: Sequence[str]) -> str:
-    """Names as a sentence has them.
-
-    >>> _enumeration(["a"]), _enumeration(["a", "b", "c"])
-    ('a', 'a, b and c')
-    """
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _identities(studies: Sequence[RunRecord]) -> list[dict[str, Any]]:

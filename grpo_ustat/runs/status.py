@@ -35,6 +35,7 @@ from grpo_ustat.runs.record import (
     RunRecord,
     RunState,
 )
+from grpo_ustat.terminal.progress import clock_text
 
 COLOURS = {
     DONE: "green", RUNNING: "cyan", FAILED: "red", PAST_MAX_STEPS: "red", STOPPED: "yellow",
@@ -193,7 +194,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
         if sweep.command == "train":
             cells.append("" if state.steps is None else f"{state.step}/{state.steps}")
         cells += [
-            str(state.launches or ""), "" if state.seconds is None else clock_text(state.seconds)
+            str(state.launches or ""), "" if state.seconds is None else duration_text(state.seconds)
         ]  # fmt: skip
         if sweep.command == "gap":
             cells += ["" if state.verdicts is None else str(state.verdicts[v]) for v in COUNTED]
@@ -211,14 +212,10 @@ def details(sweep: Sweep, states: Sequence[RunState]) -> list[str]:
     return [f"{state.name}: {run.label}: {state.detail}" for run, state in pairs if state.detail]
 
 
-def clock_text(seconds: float) -> str:
-    """What a clock would show, such as 4 s, 1:23 or 2:03:04.
+def duration_text(seconds: float) -> str:
+    """Seconds below a minute, else what a clock would show.
 
-    >>> clock_text(4.3), clock_text(83), clock_text(7384)
+    >>> duration_text(4.3), duration_text(83), duration_text(7384)
     ('4 s', '1:23', '2:03:04')
     """
-    if round(seconds) < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{seconds:.0f} s" if round(seconds) < 60 else clock_text(seconds)

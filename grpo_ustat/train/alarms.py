@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.pages.caveats import cut_text, often_cut
 from grpo_ustat.pages.symbols import ALARM_WORDS
-from grpo_ustat.pages.tables import cut_text, often_cut
 from grpo_ustat.terminal.streams import percentage
 
 MAJORITY = 0.5  # above it a share is most of them

@@ -1,14 +1,12 @@
 """The model card of a finished run: README.md of its last checkpoint, as the Hub reads it.
 
-Beside it lie `curves.svg` and the whole configuration, from which the run can be repeated. All are
-written into the staged checkpoint, so its manifest covers them.
+Beside it lies the whole configuration, from which the run can be repeated. Both are written into
+the staged checkpoint, so its manifest covers them.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +21,6 @@ from grpo_ustat.config.identity import data_fingerprint
 from grpo_ustat.config.model import EMBEDDED, model_folder
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.pages.tables import Table, fenced, plain
-from grpo_ustat.records import joint_quantity
 from grpo_ustat.runs import history
 from grpo_ustat.runs.files import read_rows
 from grpo_ustat.runs.log import warn
@@ -31,10 +28,9 @@ from grpo_ustat.terminal.streams import percentage
 from grpo_ustat.train.context import TrainContext, TrainProgress
 from grpo_ustat.train.evaluate import held_out_gain
 
-NAME, PICTURE, CONFIG = "README.md", "curves.svg", "grpo_ustat_config.yaml"
+NAME, CONFIG = "README.md", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 ROWS = 10  # of a table of steps, and of launches at its end
-POINTS = 400  # of the line of rewards at most
 HEADER = """\
 # Repeats this run: grpo-ustat train --config-dir=FOLDER --config-name=grpo_ustat_config
 defaults:
@@ -52,14 +48,13 @@ hydra:
 
 
 def card_files(run: TrainContext, progress: TrainProgress) -> dict[str, str]:
-    """Texts of card, picture and configuration by file name; none, and a warning, where something
-    goes wrong: words about a model must not cost the model.
+    """Texts of card and configuration by file name; none, and a warning, where something goes
+    wrong: words about a model must not cost the model.
     """
     try:
         rows, _ = read_rows(run.folder.path / "metrics.jsonl")
         return {
             NAME: card(run, progress, rows),
-            PICTURE: curves_svg(rows, progress.evals),
             CONFIG: HEADER + yaml.safe_dump(_published(run.config), sort_keys=False),
         }
     except Exception as error:
@@ -144,16 +139,14 @@ def evaluation_section(run: TrainContext, progress: TrainProgress, rows: list[An
     )
 
 
-def curves_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """The picture, and a table of steps."""
+def steps_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
+    """A table of steps."""
     names = ("step", "reward", "frac_reward_zero_std", "completions/mean_length", "grad_norm")
     cells = [
         [f"{row[name]:.4g}" if isinstance(row.get(name), int | float) else "" for name in names]
         for row in thinned(rows)
     ]
-    steps = Table("", names, cells).markdown()
-    name = joint_quantity(row["quantity"] for row in progress.evals)
-    return f"![reward and held-out {name} by step]({PICTURE})\n\n{steps}"
+    return Table("", names, cells).markdown()
 
 
 def thinned(rows: list[Any]) -> list[Any]:
@@ -266,43 +259,13 @@ def limits_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
 Section = Callable[[TrainContext, TrainProgress, list[Any]], str]
 SECTIONS: dict[str, Section] = {  # of the card, by title
     "Evaluation": evaluation_section,
-    "Curves": curves_section,
+    "Steps": steps_section,
     "Data": data_section,
     "Training": training_section,
     "History": history_section,
     "To repeat it": repeat_section,
     "Limits": limits_section,
 }
-
-
-def curves_svg(rows: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
-    """Reward of the steps and evaluations with their 95 % intervals, by step, as SVG."""
-    from grpo_ustat.pages.figures import FONTS, UNDATED, line_style, plt, show_names_as_texts
-
-    with plt.rc_context(FONTS):
-        figure, axes = plt.subplots(figsize=(6.7, 2.5), layout="constrained")
-        points = rows[:: -(-len(rows) // POINTS) or 1]
-        steps = [row["step"] for row in points]
-        rewards = [math.nan if row.get("reward") is None else row["reward"] for row in points]
-        axes.plot(steps, rewards, color=line_style(0)[0], linewidth=1.2, label="reward of the step")
-        for number, decoding in enumerate(dict.fromkeys(row["decoding"] for row in evals), start=1):
-            points = [row for row in evals if row["decoding"] == decoding]
-            steps, means = [row["step"] for row in points], [row["mean_reward"] for row in points]
-            below = [max(0.0, row["mean_reward"] - row["low"]) for row in points]  # rounding at 0
-            above = [max(0.0, row["high"] - row["mean_reward"]) for row in points]  # and 1
-            colour, marker = line_style(number)
-            axes.errorbar(
-                steps, means, (below, above), color=colour, marker=marker, markersize=3,
-                linewidth=1.2, label=f"held-out {points[0]['quantity']} ({decoding})",
-            )  # fmt: skip
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3, linewidth=0.5)
-        axes.legend(frameon=False, fontsize=8)
-        show_names_as_texts(figure)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata=UNDATED["svg"])
-        plt.close(figure)
-    return file.getvalue()
 
 
 def _published(config: TrainConfig) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from grpo_ustat.estimators.scaling import (
     scaling_estimate,
     widening,
 )
-from grpo_ustat.pages.decision import NEIGHBOURS, ROLLOUTS
+from grpo_ustat.pages.findings import NEIGHBOURS, ROLLOUTS
 from grpo_ustat.records import Array
 
 POPULATIONS = {"3.1": (0.0, 0.0), "5.5": (0.257, 0.0), "5.4, heavy": (0.257, 0.7), "8.8": (0.36, 0)}

@@ -22,8 +22,8 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.estimators.intervals import clustered_wilson, jackknife_interval
+from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.mse.closed_form import ClosedForm, CurvePoint, Request, closed_form
-from grpo_ustat.mse.verdict import refutes_assumption2
 from grpo_ustat.records import ScorePool
 
 GROUP_SIZE = 2
@@ -193,7 +193,10 @@ def assumption2(count: int) -> None:
                         continue
                     bed = {"link": link, "spread": 0.3, "alternate": True}
                     law = (TAILS[tail], questions, completions, interval, count, 1)
-                    results = [(refutes_assumption2(f), f["corr"]) for f in studies(*law, **bed)]
+                    results = [
+                        (refutes_assumption2(f["share"], f["corr"]), f["corr"])
+                        for f in studies(*law, **bed)
+                    ]
                     share = np.mean([fails for fails, _ in results])
                     other = np.mean([not c.low <= 0 <= c.high for _, c in results])
                     print(

@@ -128,7 +128,9 @@ class Browser:
         """Addresses asked for since the page was opened, but for its own file."""
         sent = [one for one in self.events if one["method"] == "Network.requestWillBeSent"]
         urls = [one["params"]["request"]["url"] for one in sent]
-        return [url for url in urls if not url.startswith(("file://", "data:image/png;base64,"))]
+        return [
+            url for url in urls if not url.startswith(("file://", "data:image/svg+xml;base64,"))
+        ]
 
     def dialogs(self) -> list[str]:
         """What pages asked in windows of their own."""

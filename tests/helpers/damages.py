@@ -81,6 +81,10 @@ NAMED = {  # of the issue: what result.json, curves and evaluations held when a 
     "a huge cell": ("eval.csv", lambda x: x + "9" * 200_000 + "\n"),
     "tags": (".hydra/config.yaml", lambda x: x + "\nx: !!python/object/apply:os.system [true]"),
     "an anchor in itself": (".hydra/config.yaml", lambda x: x + "\nx: &a [*a, *a]"),
+    "a list for a group": (
+        ".hydra/config.yaml",
+        lambda x: x + "\nrollout: []" * ("\nrollout:" in x),
+    ),
     "a bomb": (".hydra/config.yaml", lambda x: x + BOMB),
     "a time that is none": ("launches.jsonl", lambda x: x.replace('"host"', '"time": 7, "h"')),
     "versions that are none": ("code.json", lambda x: json.dumps({"versions": 7, "commit": 8})),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from dataclasses import asdict
 from functools import cache
 
@@ -16,6 +18,14 @@ KILLED = DONE[:1]
 HALF = 0.1  # of every interval
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 72 72">
 <g><path d="M 0 0 L 9 9" style="stroke: #332288"/><text x="3" y="3">TEXT</text></g></svg>"""
+
+
+def pictures(page):
+    """The texts of the SVG images of a page."""
+    return [
+        base64.b64decode(text).decode()
+        for text in re.findall('"data:image/svg[+]xml;base64,([^"]*)"', page)
+    ]
 
 
 @cache

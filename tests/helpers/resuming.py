@@ -27,7 +27,6 @@ VIEWS = (
     lock.NAME,
     page.NAME,
     model_card.NAME,
-    model_card.PICTURE,
     model_card.CONFIG,
 )  # of launches
 CLOCK = ("step_time", "versions", "digest", "files")  # and whatever says seconds

@@ -20,7 +20,7 @@ from grpo_ustat.mse import pool as pool_module
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import EqualRewards, build_pool
 from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
-from grpo_ustat.mse.verdict import zero_scores_sentence
+from grpo_ustat.pages.caveats import zero_scores_sentence
 from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.folder import RunFolder
 

@@ -21,7 +21,7 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.result import COLUMNS, verdict, write_curves
-from grpo_ustat.pages.decision import decision_sentence, noise_sentence, verdicts
+from grpo_ustat.pages.findings import decision_sentence, further_findings, noise_sentence
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.runs.folder import RunFolder
 
@@ -390,7 +390,7 @@ def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished,
         words.index(sentence)
         for sentence in (
             f"WARNING: {result['summary'].split(' WARNING: ')[1]}",
-            *verdicts(result),
+            *further_findings(result),
             "next: ",
         )
     ]

@@ -28,6 +28,7 @@ CONFIG = {
 }  # fmt: skip
 TRAIN = CONFIG | {"max_steps": 4}
 MSE = CONFIG | {"study": {"methods": ["closed_form"], "questions": 10}}
+MSE |= {"reward_funcs": ["task"], "reward_weights": None}
 RESULT = {
     "quantity": "accuracy", "final_mean_reward": 0.5, "gain": 0.25, "gain_low": 0.125,
     "gain_high": 0.375, "steps": 4,
@@ -251,9 +252,9 @@ def test_hostile_folders_show_their_texts(tmp_path):
     (folder / "own.svg").write_text(SVG.replace("a title", "&lt;script&gt;HIT&lt;/script&gt;"))
     found = Skeleton(render(run_page(folder)))
     assert sum(tag[0] == "script" for tag in found.tags) == 2
-    assert not {"img", "iframe", "object", "base", "link"} & {tag[0] for tag in found.tags}
+    assert sum(tag[0] == "img" for tag in found.tags) == 1  # the picture
+    assert not {"iframe", "object", "base", "link"} & {tag[0] for tag in found.tags}
     assert any(visible(name) in text for text in found.texts)
-    assert "<script>HIT</script>" in found.texts  # of the picture
 
 
 def test_a_page_that_cannot_be_made_costs_only_the_page(tmp_path, monkeypatch, capsys):

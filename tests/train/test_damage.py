@@ -68,7 +68,7 @@ def unwrapped(capsys):
 def test_these_are_all_files_of_a_checkpoint(through):
     assert {path.name for path in (through / "checkpoint-3").iterdir()} == set(FILES)
     last = {path.name for path in (through / "checkpoint-4").iterdir()}
-    assert last == {*FILES, model_card.NAME, model_card.PICTURE, model_card.CONFIG}
+    assert last == {*FILES, model_card.NAME, model_card.CONFIG}
 
 
 @pytest.mark.slow

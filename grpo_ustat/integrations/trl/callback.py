@@ -32,7 +32,7 @@ from grpo_ustat.integrations.trl.generation import (
 )
 from grpo_ustat.integrations.trl.support import check_trainer
 from grpo_ustat.pages.advice import group_size_advice, other_sizes
-from grpo_ustat.pages.decision import group_size_costs
+from grpo_ustat.pages.findings import group_size_costs
 from grpo_ustat.policy.loading import Policy, out_of_memory
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous

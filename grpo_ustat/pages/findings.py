@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.estimators.noise import (
     CONSTANTS_AND_GRADIENT,
     LEAST_UNITS,
@@ -21,8 +22,11 @@ from grpo_ustat.estimators.noise import (
     noise_share,
 )
 from grpo_ustat.estimators.scaling import ScalingEstimate
-from grpo_ustat.pages.tables import three_digits
-from grpo_ustat.records import ACCURACY
+from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.pages.caveats import summary_and_warnings
+from grpo_ustat.pages.tables import best_size, percent, row_interval, three_digits
+from grpo_ustat.records import ACCURACY, Array
+from grpo_ustat.terminal.streams import percentage
 
 ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
 WHY_FIXED_ROLLOUTS = (
@@ -102,6 +106,15 @@ def decision_sentence(result: Mapping[str, Any], rollouts: int = ROLLOUTS) -> st
     return f"{sentence.removesuffix('.')}: {costs}"
 
 
+def study_answer(result: Mapping[str, Any]) -> str:
+    """Which G is best, what its neighbours cost, and how much of a step is noise.
+
+    Args:
+        result: content of the study's `result.json`.
+    """
+    return f"{decision_sentence(result)} {noise_sentence(result)}".rstrip()
+
+
 def best_size_sentence(result: Mapping[str, Any]) -> str:
     """G* with its interval, or how much is missing to say it.
 
@@ -110,7 +123,7 @@ def best_size_sentence(result: Mapping[str, Any]) -> str:
     """
     scaling, questions = result["scaling"], result["questions"]
     if result["assumption2"].get("corr") is None:
-        return result["summary"].split(" WARNING: ")[0]
+        return summary_and_warnings(result["summary"])[0]
     if is_decided(scaling):
         best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
         return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
@@ -203,7 +216,7 @@ def rule_sizes_sentence(result: Mapping[str, Any]) -> str:
     return f"Best of the measured G by rule: {'; '.join(parts)}."
 
 
-def verdicts(result: Mapping[str, Any]) -> list[str]:
+def further_findings(result: Mapping[str, Any]) -> list[str]:
     """At most three further findings, a line each: Assumption 2, the rules' best sizes, dynamic
     sampling, unequal groups.
 
@@ -308,33 +321,6 @@ def training_noise_sentence(
     return text and f"{text} Steps {recent[0]['step']} to {recent[-1]['step']} together."
 
 
-def row_interval(row: Mapping[str, Any], name: str) -> Interval:
-    """An estimate and its ends from a row of a result: no estimate is NaN; no upper end infinite,
-    where there is a lower one.
-    """
-    estimate, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
-    return Interval(
-        math.nan if estimate is None else estimate,
-        math.nan if low is None else low,
-        (math.nan if low is None else math.inf) if high is None else high,
-    )
-
-
-def open_interval(row: dict[str, Any], name: str) -> str:
-    """An estimate to three digits with its interval, which may have no upper end; `-` where it is
-    not known.
-
-    >>> open_interval({"x": 2.0, "x_low": 1.0, "x_high": None}, "x"), open_interval({}, "x")
-    ('2.00 [1.00, infinity)', '-')
-    """
-    estimate, low, high = row_interval(row, name)
-    if math.isnan(low):
-        return "-"
-    first = "unknown" if math.isnan(estimate) else three_digits(estimate)
-    end = f"{three_digits(high)}]" if math.isfinite(high) else "infinity)"
-    return f"{first} [{three_digits(low)}, {end}"
-
-
 def noise_text(scale: Interval, rollouts: int) -> str:
     r"""How much of a step is noise, and what twice or half as many rollouts would do.
 
@@ -368,18 +354,6 @@ def noise_text(scale: Interval, rollouts: int) -> str:
     return f"{first}; doubling it gains {100 * gained:.0f} % more."
 
 
-def percent(share: float) -> str:
-    """A signed share in percent, without decimals.
-
-    >>> percent(0.094), percent(-0.004), percent(12.3), percent(math.inf)
-    ('+9 %', '0 %', '+1230 %', 'no upper end')
-    """
-    if share == math.inf:
-        return "no upper end"
-    value = round(100 * share)
-    return f"{value:+d} %" if value else "0 %"
-
-
 def interval_note(result: Mapping[str, Any]) -> str:
     """What the intervals of the decision speak of."""
     return (
@@ -400,3 +374,92 @@ def prompts_needed(result: Mapping[str, Any]) -> tuple[int, float]:
     ends = (low - questions, max(1.0, high - questions))
     low, high = (float(f"{x:.2g}") if math.isfinite(x) else x for x in ends)
     return int(low), high
+
+
+def summary_sentences(
+    statistics: Mapping[str, Interval], population: Mapping[str, Interval], rewards_PN: Array
+) -> str:
+    """Whether Assumption 2 holds, which ordering follows, why G* has no interval: the summary of a
+    study, from its estimates.
+
+    Args:
+        statistics: by name, of the questions at hand.
+        population: the same for new questions.
+        rewards_PN: of the pool.
+    """
+    if (rewards_PN == rewards_PN[:, :1]).all():
+        return (
+            "All completions of a question got the same reward: any baseline that learns it has no "
+            "error, vanilla (no baseline) alone is noisy. Choose questions that are sometimes "
+            "right."
+        )
+    parts = [_assumption_sentence(statistics), _ordering_sentence(population, rewards_PN)]
+    parts.append(missing_size_sentence(population["gstar"]))
+    return " ".join(filter(None, parts))
+
+
+def missing_size_sentence(best: Interval) -> str:
+    """Why G* has no interval, or one without an upper end; "" where it has both ends: the answer of
+    the study says them (`decision_sentence`).
+    """
+    if best_size(*best) is None:
+        return "Not enough data for G*: C1 or C3 is not significantly different from 0."
+    if math.isfinite(best.high):
+        return ""
+    return "The interval of G* has no upper end: C1 is not significantly different from 0."
+
+
+def _assumption_sentence(statistics: Mapping[str, Interval]) -> str:
+    share, corr = statistics["share"], statistics["corr"]
+    text = f"corr(q, Z) = {corr.estimate:.3f}"
+    if math.isfinite(corr.low):
+        text += f" [{max(corr.low, -1):.3f}, {min(corr.high, 1):.3f}] averaged over prompts"
+    if not math.isfinite(share.low):
+        return (
+            f"{text}; Assumption 2 is not judged: that takes 6 completions a question, and several "
+            "questions with rewards that vary."
+        )
+    gain = (
+        f"the best prompt-only baseline E[q Z]/E[q] takes {percentage(share.estimate, 1)} "
+        f"[{percentage(share.low, 1)}, {percentage(share.high, 1)}] off the oracle's A_V"
+    )
+    name = "Assumption 2 (squared score norm and reward uncorrelated given the prompt)"
+    if not refutes_assumption2(share, corr):
+        return f"{name} is not refuted: {gain}; {text}."
+    direction = "in opposite directions at different prompts, or in no clear one"
+    if not corr.low <= 0 <= corr.high:
+        direction = f"{'wrong' if corr.estimate < 0 else 'right'} answers carry the larger scores"
+    return f"{name} fails, {direction}: {gain}; {text}."
+
+
+def _ordering_sentence(statistics: Mapping[str, Interval], rewards_PN: Array) -> str:
+    difference, cross = statistics["av_minus_a0"], statistics["crossover"]
+    a_0, a_v = (three_digits(statistics[name].estimate) for name in ("a0", "a_v"))
+    values = f"A_0 = {a_0}, A_V = {a_v}"
+    if difference.high < 0:
+        high = f"{cross.high:.1f}" if math.isfinite(cross.high) else "infinity"
+        size = math.ceil(cross.estimate) if math.isfinite(cross.estimate) else 0
+        zero_variance = ""
+        if 2 <= size <= rewards_PN.shape[1]:
+            share = silent_share(rewards_PN, size).mean()
+            zero_variance = (
+                f", where {percentage(share)} of the groups of {size} are zero-variance groups "
+                "(all rewards equal)"
+            )
+        return (
+            f"{values}: the paper's ordering, the oracle beats vanilla (no baseline) at every G "
+            "and "
+            f"GRPO beats vanilla from G > {cross.estimate:.1f} [{cross.low:.1f}, {high}] on"
+            f"{zero_variance}."
+        )
+    if difference.low > 0:
+        return (
+            f"{values}: the paper's ordering is reversed, vanilla (no baseline) beats the oracle "
+            "and GRPO at "
+            "every G."
+        )
+    return (
+        f"{values}: not enough data to say which of vanilla (no baseline) and the oracle "
+        f"is better "
+        f"(A_V - A_0 in [{three_digits(difference.low)}, {three_digits(difference.high)}])."
+    )
