@@ -122,8 +122,8 @@ class ReportTask:
 def quote_folders(word: str) -> str:
     """`runs=` with its folders in quotes: their names and patterns may hold commas and brackets.
 
-    >>> quote_folders("runs=a/seed=0"), quote_folders("runs=[a/seed=0,b]")
-    ("runs='a/seed=0'", "runs=['a/seed=0','b']")
+    >>> quote_folders("runs=a/seed-0"), quote_folders("runs=[a/seed-0,b]")
+    ("runs='a/seed-0'", "runs=['a/seed-0','b']")
     >>> quote_folders("name=x")
     'name=x'
     """

@@ -41,7 +41,7 @@ MULTIRUN = RunMode.MULTIRUN
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """A command line as Hydra reads it: `overrides`, and flags such as `multirun` and `help`.
 
-    Overrides may hold paths such as `pool=outputs/seed=0`, see `quote_equals`, and name a model by
+    Overrides may hold paths such as `pool=outputs/seed-0`, see `quote_equals`, and name a model by
     its place, see `model_place`; `typed` are they as they were typed.
 
     Raises:
@@ -142,8 +142,8 @@ def quote_equals(override: str) -> str:
     Values are those between the commas of a sweep or of a list. Quoted values, interpolations,
     dictionaries and calls such as `range(start=1,stop=3)` are Hydra's own to read.
 
-    >>> quote_equals("pool=outputs/G=8/seed=0"), quote_equals("pool=a=1,b=2,c")
-    ("pool='outputs/G=8/seed=0'", "pool='a=1','b=2',c")
+    >>> quote_equals("pool=outputs/G=8/seed-0"), quote_equals("pool=a=1,b=2,c")
+    ("pool='outputs/G=8/seed-0'", "pool='a=1','b=2',c")
     >>> quote_equals("runs=[a=1,b]"), quote_equals("pool='a=1'"), quote_equals("seed=0")
     ("runs=['a=1',b]", "pool='a=1'", 'seed=0')
     """

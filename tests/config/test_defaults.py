@@ -102,7 +102,7 @@ def test_both_commands_start_from_the_same_policy():
 def test_only_the_value_that_counts_is_of_the_name_of_a_run(tmp_path):
     """The names are those of runs from before models and data sets had such values."""
     config = compose("train")
-    assert folder_name(config).endswith("G=8-n=256-d3b8c86c")
+    assert folder_name(config).endswith("G-8-n-256-d3b8c86c")
     assert folder_name(compose("mse", "model=tiny_base")).endswith("closed_form-3e80539c")
     others = (
         replace(config, model=replace(config.model, learning_rate=1.0, lora_learning_rate=None)),

@@ -40,7 +40,7 @@ def test_without_runs_the_command_that_makes_them_is_named(tmp_path):
 def test_a_missing_run_is_named_and_its_seed_left_out_at_its_budget_alone(tmp_path):
     sweep(tmp_path / "runs", TOLD, rollouts=32)
     runs = sweep(tmp_path / "runs", TOLD, rollouts=64)
-    shutil.rmtree(tmp_path / "runs/G=2-n=64/seed=3")
+    shutil.rmtree(tmp_path / "runs/G-2-n-64/seed-3")
     found = best_group_size(runs, study(tmp_path / "study"))
     assert {row["n"]: row["seeds"] for row in found.rows} == {32: 4, 64: 3}
     assert any("n=64 G=2 seed=3" in note for note in found.notes)
@@ -50,7 +50,7 @@ def test_an_unfinished_run_is_named_as_it_is(tmp_path):
     runs = sweep(tmp_path / "runs", {size: found[:3] for size, found in TOLD.items()})
     sweep(tmp_path / "runs/later", {2: [0.3] * 4}, rollouts=32, done=False)
     for seed in range(3):
-        shutil.rmtree(tmp_path / f"runs/later/G=2-n=32/seed={seed}")
+        shutil.rmtree(tmp_path / f"runs/later/G-2-n-32/seed-{seed}")
     notes = best_group_size(runs, study(tmp_path / "study")).notes
     assert any(note.startswith("unfinished:") and "stopped" in note for note in notes)
 
@@ -58,7 +58,7 @@ def test_an_unfinished_run_is_named_as_it_is(tmp_path):
 def test_too_few_whole_seeds_are_refused_with_what_is_missing(tmp_path):
     runs = sweep(tmp_path / "runs", TOLD)
     for seed in (0, 3):
-        shutil.rmtree(tmp_path / f"runs/G=8-n=32/seed={seed}")
+        shutil.rmtree(tmp_path / f"runs/G-8-n-32/seed-{seed}")
     message = refused(runs, study(tmp_path / "study"))
     assert "n=32 has 2 seeds with every G of [2, 8, 32], 3 are needed" in message
     assert "missing: n=32 G=8 seed=0, n=32 G=8 seed=3" in message and TRAIN in message

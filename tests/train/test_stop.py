@@ -106,14 +106,14 @@ def test_the_command_ends_with_code_75_and_goes_on(tmp_path, through, number, li
 def test_a_sweep_stops_as_a_whole(tmp_path):
     command = [*COMMAND[:3], "-m", *SHORT, "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as child:
-        while not (found := list(tmp_path.glob("sweep/*/seed=0/metrics.jsonl"))):
+        while not (found := list(tmp_path.glob("sweep/*/seed-0/metrics.jsonl"))):
             assert child.poll() is None
             time.sleep(0.01)
         wait_for_rows(found[0], 1)
         child.terminate()
         child.stderr.read()
     assert child.returncode == 75
-    assert not list(tmp_path.glob("sweep/*/seed=1"))
+    assert not list(tmp_path.glob("sweep/*/seed-1"))
 
 
 def wait_for_rows(file, count):
