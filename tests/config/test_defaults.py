@@ -8,7 +8,7 @@ import pytest
 import yaml
 from commands import CONF, compose
 
-from grpo_ustat.cli.compose import compose_config, compose_single, parse
+from grpo_ustat.cli.compose import compose_config, parse
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.folder import RunFolder
@@ -164,7 +164,7 @@ def test_outputs_go_below_their_root_and_are_the_same_runs(entry, words, tmp_pat
 
 def test_reports_and_what_they_read_go_below_the_root_too(tmp_path):
     assert (
-        compose_single("report", ["runs=x", f"output_root={tmp_path}"]).hydra.run.dir
+        parse("report", ["runs=x", f"output_root={tmp_path}"]).node.hydra.run.dir
         == f"{tmp_path}/report/all"
     )
     study = compose_config("gap", ["study=best_group_size", f"output_root={tmp_path}"]).study
