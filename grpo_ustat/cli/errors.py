@@ -105,19 +105,19 @@ def _no_override(word: str, before: Sequence[str], rest: Sequence[str], schema: 
     groups = [file.parent.name for file in files if file.is_file() and fits(file, schema)]
     field = field_at(word, all_fields(schema))
     key, equals, value = "".join(before[-1:]).partition("=")
-    cut = value == "" or (value[0] in "[{" and value[-1] not in "]}")
+    cut = bool(equals) and (value == "" or (value[0] in "[{" and value[-1] not in "]}"))
     if groups:
         return f"{word}: write {' or '.join(f'{group}={word}' for group in groups)}"
     if field and field.schema is None:
         return f"{word} has no value: write {word}={example_value(word, field.kind, CONF) or '...'}"
     if word in choices:
         return f"{word} has no value: write {word}=NAME, a name that --help {word} lists"
-    if schema not in RUN_SCHEMAS.values() and "=" not in word:
+    if schema not in RUN_SCHEMAS.values() and "=" not in word and not cut:
         paths = [one.removeprefix("runs=") for one in (*before, *rest)]
         paths = [one.strip("[]") for one in paths if "=" not in one]
         runs = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
         return f"{word}: write {shlex.quote(f'runs={runs}')}"
-    if equals and (cut or _is_text(key, schema)):
+    if cut or (equals and _is_text(key, schema)):
         whole = " ".join([value, *takewhile(lambda one: "=" not in one, rest)])
         written = to_type(key, whole.strip(), "str" if _is_text(key, schema) else "")
         return f"{key}={whole}: the shell splits this at the blank, write {written}"

@@ -254,7 +254,9 @@ def typed(line):
     line = line.partition(", where ")[0]
     hint = re.split(r"(?:write|quote it[:,]|such as|as in|is needed:|each:) ", line, maxsplit=1)[1]
     hint = re.sub(
-        r"(, or )(?:add -m for a run of each, as in|if it is one, quote it:) ", r"\1", hint
+        r"(, or )(?:add -m for a run of each, as in|if it is one, quote it:|quote it,) ",
+        r"\1",
+        hint,
     )
     for words in re.split(",? or ", hint):
         yield [x for x in shlex.split(words) if x not in ("grpo-ustat", "train", "mse", "report")]

@@ -185,6 +185,6 @@ def test_a_study_and_a_sweep_of_such_folders_run(tmp_path, two_checkpoints):
     models = ("model=hub", f"model.model_name_or_path={two_checkpoints}")
     code, _, told = run("mse", "-m", *SMALL, *models, cwd=tmp_path)
     assert code == 0, told
-    assert len(list(tmp_path.glob("outputs/mse/*/seed=0/result.json"))) == 2
+    assert len(list(tmp_path.glob("outputs/mse/*/seed-0/result.json"))) == 2
     code, _, told = run("report", "runs=out/x=1", "hydra.run.dir=r=1/a=2", cwd=tmp_path)
     assert code == 0 and (tmp_path / "r=1/a=2/report.html").is_file(), told
