@@ -20,7 +20,7 @@ MAY_IMPORT = {  # each room, from the top, and the rooms below it that it may im
     "mse": ("cli", "launch", "costs", "pages", "logs", "rollout", "policy", "tasks", "runs",
             "distributed", *GROUND),
     "gap": ("cli", "launch", "costs", "pages", "rollout", "runs", "distributed", *GROUND),
-    "report": ("cli", "pages", "rollout", "runs", *GROUND),
+    "report": ("cli", "launch", "pages", "rollout", "runs", *GROUND),
     "advise": ("pages", "logs", "runs", *GROUND),
     "doctor": ("tasks", "runs", "distributed", "config", "terminal"),
     "integrations": ("pages", "policy", *GROUND),

@@ -12,6 +12,7 @@ import pytest
 
 from grpo_ustat import __main__ as entry
 from grpo_ustat.cli import app
+from grpo_ustat.launch.command import load_command
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import lasting_output
 
@@ -113,6 +114,6 @@ def test_a_report_that_the_system_refuses_is_one_line(error, monkeypatch, capsys
     monkeypatch.setattr(app, "build_config", refuse)
     monkeypatch.setattr(app, "output_folder", lambda: tmp_path)
     with pytest.raises(SystemExit):
-        app.ReportTask(refuse)(None)
+        app._make(load_command("report"), None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "then type the same command again" in line

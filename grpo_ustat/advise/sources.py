@@ -456,7 +456,7 @@ def parse_request(words: Sequence[str]) -> Request:
     if len(sources) != 1:
         raise ConfigError(
             f"{'no source' if not sources else 'several sources: ' + ', '.join(sources)}: name one "
-            f"run folder, pool or log, as in {command_line('advise', 'outputs/mse/NAME/seed=0')}"
+            f"run folder, pool or log, as in {command_line('advise', 'outputs/mse/NAME/seed-0')}"
         )
     if overrides and "model" not in values:
         raise ConfigError(f"{overrides[0]} is for scoring a log: add model=CHECKPOINT")

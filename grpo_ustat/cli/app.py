@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from contextlib import nullcontext
+from functools import partial
+from typing import NoReturn
 
 from omegaconf import DictConfig
 
-from grpo_ustat.cli.compose import check_trust, compose_single, parse
-from grpo_ustat.cli.hydra_api import output_folder, parse_arguments, run_composed, run_task
+from grpo_ustat.cli.compose import composing, parse
+from grpo_ustat.cli.hydra_api import output_folder, parse_arguments, run_composed, show_hydra
 from grpo_ustat.config.command_line import note_typed
 from grpo_ustat.config.load import SCHEMAS, build_config
-from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.run import Shared
 from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed.ranks import RefusedByRank, barrier, check_environment, is_main
 from grpo_ustat.distributed.signals import Stopped, StopRequest
@@ -26,7 +25,7 @@ from grpo_ustat.launch.run import REFUSALS, run
 from grpo_ustat.launch.submitit import leave
 from grpo_ustat.launch.torchrun import RanksFailed
 from grpo_ustat.runs.faults import NotSaved, fault_line
-from grpo_ustat.runs.folder import RunFolder, create_folder, remove_empty
+from grpo_ustat.runs.folder import RunFolder, remove_empty
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import tell
 
@@ -52,132 +51,60 @@ def main(command: Command) -> None:
             from grpo_ustat.cli.multirun import run_sweep
 
             raise SystemExit(run_sweep(command.name, invocation))
-        with StopRequest():
-            for planned in invocation.planned_runs:  # one, none where Hydra only shows something
-                if planned.folder:  # which Hydra would create, with a traceback where it cannot
-                    create_folder(planned.folder.path, "hydra.run.dir")
-            _start(command.name, invocation.node, SingleRun(command), invocation.config_dir)
-    except ConfigError as error:
-        _exit(error)
+        with StopRequest() if invocation.planned_runs else nullcontext():
+            job = partial(_make, command)
+            run_composed(command.name, invocation.node, job, invocation.config_dir)
     except Exception as error:
-        _exit_by_fault(error)
+        _exit(error)
     except KeyboardInterrupt:
         if is_main():
             tell("interrupted; the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
 
 
-def report(write: Callable[[Any, Path], None]) -> None:
-    """Compose `conf/report.yaml`, check it, and report the runs that it names.
-
-    Args:
-        write: writes what a `ReportEntry` asks for into a folder.
-    """
-    note_typed("report", sys.argv[1:])
-    sys.argv[1:] = map(quote_folders, sys.argv[1:])
+def _make(command: Command, node: DictConfig) -> float | None:
+    """Make what a command makes in Hydra's folder, as Hydra's task; its end is this process's."""
+    folder = output_folder()
     try:
-        if print_help("report"):
-            return
-        node = compose_single("report", sys.argv[1:])
-        if node is not None:
-            create_folder(Path(node.hydra.run.dir), "hydra.run.dir")
-        _start("report", node, ReportTask(write))
-    except ConfigError as error:
-        _exit(error)
-    except Exception as error:
-        _exit_by_fault(error)
-
-
-def _start(
-    entry: str,
-    node: DictConfig | None,
-    task: Callable[[DictConfig], object],
-    config_dir: str | None = None,
-) -> None:
-    """Have Hydra call a task with a configuration that is composed, or read the command line."""
-    if node is None:
-        run_task(entry, task)
-    else:
-        run_composed(entry, node, task, config_dir)
-
-
-@dataclass(frozen=True)
-class ReportTask:
-    """Hydra's task of `report`; a folder that stays empty is removed again."""
-
-    write: Callable[[Any, Path], None]
-
-    def __call__(self, node: DictConfig) -> None:
-        """Report into Hydra's folder."""
-        folder = output_folder()
+        config = build_config(node, SCHEMAS[command.name])
+        if not isinstance(config, Shared):
+            return command.load_run()(config, folder)
         try:
-            self.write(build_config(node, SCHEMAS["report"]), folder)
-        except ConfigError as error:
-            remove_empty(folder)  # Hydra has created it
-            _exit(error)
-        except Exception as error:
-            _exit_by_fault(error)
-
-
-def quote_folders(word: str) -> str:
-    """`runs=` with its folders in quotes: their names and patterns may hold commas and brackets.
-
-    >>> quote_folders("runs=a/seed=0"), quote_folders("runs=[a/seed=0,b]")
-    ("runs='a/seed=0'", "runs=['a/seed=0','b']")
-    >>> quote_folders("name=x")
-    'name=x'
-    """
-    key, _, value = word.partition("=")
-    if key != "runs" or not value or "'" in value or '"' in value:
-        return word
-    if value[0] == "[" and value[-1] == "]":
-        inside = [f"'{x.strip()}'" for x in value[1:-1].split(",") if x.strip()]
-        return f"runs=[{','.join(inside)}]"
-    return f"runs='{value}'"
-
-
-@dataclass(frozen=True)
-class SingleRun:
-    """Hydra's task where a command line names one run, no sweep."""
-
-    command: Command
-
-    def __call__(self, node: DictConfig) -> float | None:
-        """Run the configuration; the run's end is this process's end."""
-        config = build_config(node, SCHEMAS[self.command.name])
-        folder = RunFolder(output_folder(), config)
-        try:
-            check_trust(config, parse_arguments(sys.argv[1:]).overrides)
-            return run(self.command, config, folder)
+            return run(command, config, RunFolder(folder, config))
         except Stopped as stopped:
             leave(stopped, config.on_existing)
-        except REFUSALS as error:
-            folder.leave()
-            _exit(error, code=1 if isinstance(error, RanksFailed) else 2)
-        except Exception as error:
-            _exit_by_fault(error)
+    except Exception as error:
+        if isinstance(error, REFUSALS):
+            remove_empty(folder)  # Hydra has created it
+        _exit(error)
 
 
 def print_help(entry: str) -> bool:
-    """Print help, a configuration or shell completion; False where none of them is asked for."""
+    """Print help, a configuration, shell completion or what Hydra says of itself; False where none
+    of them is asked for.
+    """
     words = parse_arguments(sys.argv[1:])
-    requested = bool(words.help or words.cfg or words.shell_completion)
-    if requested or words.info:
-        gc.disable()  # a tenth of the time, and the process ends before it matters
-    if requested and is_main():
-        if words.help:
-            from grpo_ustat.cli.help import show_help
+    if not any((words.help, words.cfg, words.shell_completion, words.hydra_help, words.info)):
+        return False
+    gc.disable()  # a tenth of the time, and the process ends before it matters
+    if not is_main():
+        return True
+    if words.help:
+        from grpo_ustat.cli.help import show_help
 
-            show_help(entry, words)
-        elif words.cfg:
-            from grpo_ustat.cli.show_config import show_config
+        show_help(entry, words)
+    elif words.cfg:
+        from grpo_ustat.cli.show_config import show_config
 
-            show_config(entry, words)
-        else:
-            from grpo_ustat.cli.completion import complete
+        show_config(entry, words)
+    elif words.shell_completion:
+        from grpo_ustat.cli.completion import complete
 
-            complete(entry, words)
-    return requested
+        complete(entry, words)
+    else:
+        with composing(entry, words.config_dir):
+            show_hydra(words.config_name or entry, words)
+    return True
 
 
 def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
@@ -191,27 +118,25 @@ def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
         for config in with_prompts:
             show_prompts(config, command.split)
     elif costs and is_main():
+        assert command.show_costs is not None, f"{command.name} makes no runs"
         command.show_costs(planned_runs)
     return bool(with_prompts) or costs
 
 
-def _exit_by_fault(error: Exception) -> NoReturn:
-    """Print what the system refused and end.
+def _exit(error: Exception) -> NoReturn:
+    """Print an error in one line, once where all ranks have it, and end with its exit code.
 
     Raises:
-        Exception: the error, where it is not the system's.
+        Exception: the error, where it is neither a refusal nor the system's.
     """
-    line = fault_line(error)
-    if line is None:
-        raise error
-    _exit(NotSaved(line))
-
-
-def _exit(error: Exception, code: int = 2) -> NoReturn:
-    """Print the error, once where all ranks have it, and end with the exit code."""
+    if not isinstance(error, REFUSALS):
+        line = fault_line(error)
+        if line is None:
+            raise error
+        error = NotSaved(line)
     on_all_ranks = isinstance(error, RefusedByRank)
     if not on_all_ranks or is_main():
         tell(f"error: {redact_code(str(error))}", file=sys.stderr)
     if on_all_ranks:
         barrier()  # a rank that ends earlier makes the launcher end rank 0 before it has printed
-    raise SystemExit(code)
+    raise SystemExit(1 if isinstance(error, RanksFailed) else 2)

@@ -8,6 +8,8 @@ import re
 import shutil
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_ustat.cli.arguments import check_words
-from grpo_ustat.cli.errors import one_line
+from grpo_ustat.cli.errors import check_words, in_one_line
 from grpo_ustat.cli.hydra_api import (
     MULTIRUN,
     hydra_overrides,
     hydra_session,
     model_place,
     parse_arguments,
-    quote_equals,
+    quote_plain,
     split_sweep,
     sweep_node,
 )
@@ -35,6 +36,7 @@ from grpo_ustat.config.command_line import command_line, install_line
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
+from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.estimators.baselines import OURS
@@ -43,7 +45,6 @@ from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import PlannedRun
 
 MOST_MESSAGES = 5  # of a sweep
-_LAST: dict[str, tuple[DictConfig, Any]] = {}  # composed, with its checked configuration
 
 
 @dataclass(frozen=True)
@@ -54,71 +55,69 @@ class Invocation:
         name: of the main configuration file, the command's unless `--config-name` gives another.
         overrides: of the command line, with the search path of `--config-dir`.
         sweep: whether it is a sweep, whose runs Hydra's launcher starts.
-        planned_runs: its runs; none where it only shows help or a configuration.
+        planned_runs: its runs; none of a command that makes none.
         config_dir: the folder of `--config-dir`.
-        node: of a single run, the composed configuration with Hydra's own node.
+        node: the composed configuration with Hydra's own node, of a sweep before any run is chosen.
     """
 
     name: str
     overrides: list[str]
     sweep: bool
     planned_runs: list[PlannedRun]
-    config_dir: str | None = None
-    node: DictConfig | None = None
+    config_dir: str | None
+    node: DictConfig
 
 
 def parse(entry: str, arguments: list[str]) -> Invocation:
     """Compose every run that a command line asks for and refuse what cannot run.
 
     Args:
-        entry: the command: `train`, `mse` or `gap`.
+        entry: the command, a key of `SCHEMAS`.
         arguments: the command line after the command.
 
     Raises:
         ConfigError: in one line; of a sweep, in one for each thing that is wrong.
     """
-    register(entry)
     schema, words = SCHEMAS[entry], parse_arguments(arguments)
-    name, overrides = words.config_name or entry, _overrides(words)
+    name, overrides = words.config_name or entry, words.overrides
     if name in SCHEMAS and name != entry:
         raise ConfigError(f"--config-name={name} is a command of its own: {command_line(name)}")
-    if words.hydra_help or words.info:
-        return Invocation(name, overrides, False, [])
-    check_words(words.typed, schema, words.multirun)
+    check_words(words.typed, schema)
 
-    with hydra_session(entry, words.config_dir):
-        single = None if words.multirun else _single(name, schema, overrides)
-        try:
-            node = (single[1] if single else sweep_node(name, overrides)).hydra
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(one_line(error, schema, CONF)) from error
-        sweep = words.multirun or node.mode is MULTIRUN
-        _check_launcher(node, sweep)
+    with composing(entry, words.config_dir):
+        node = _one_or_several(name, overrides, words.multirun)
+        sweep = words.multirun or node.hydra.mode is MULTIRUN
+        if not issubclass(schema, Shared):
+            if sweep:
+                raise ConfigError(f"-m: {entry} is no sweep, leave it out")
+            build_config(_job_part(node), schema)
+            return Invocation(name, overrides, False, [], words.config_dir, node)
+        _check_launcher(node.hydra, sweep)
         runs = [overrides]
         if sweep:  # values of an overlay come first, so that the command line's replace them
-            params = node.sweeper.get("params") or {}
-            try:
-                swept = [quote_equals(f"{key}={x}") for key, x in params.items()]
-                runs = split_sweep([*swept, *overrides])
-            except HydraException as error:
-                raise ConfigError(one_line(error, schema, CONF)) from error
+            params = node.hydra.sweeper.get("params") or {}
+            runs = split_sweep(
+                [*(quote_plain(f"{key}={x}") for key, x in params.items()), *overrides]
+            )
         if not runs:
             swept = " ".join(word for word in overrides if re.search(r"=\w+\(", word))
             raise ConfigError(f"{swept}: this sweep has no run, give it a value")
         shared = set(runs[0]).intersection(*runs)
-        tasks = (node.launcher.get("nodes") or 1) * (node.launcher.get("tasks_per_node") or 1)
+        launcher = node.hydra.launcher
+        tasks = (launcher.get("nodes") or 1) * (launcher.get("tasks_per_node") or 1)
         planned_runs, errors = [], []
         for run in runs:
             label = " ".join(override for override in run if override not in shared)
             try:
                 places = [word for x in run for word in model_place(x, words.config_dir)]
-                composed = single or _compose(name, schema, places)
-                planned = _plan_run(composed, label, places, sweep)
-                check_trust(planned.config, words.overrides)
+                with in_one_line(schema):
+                    composed = _compose(name, places) if sweep else node
+                    planned = _plan_run(_checked(composed, schema), composed, label, places, sweep)
+                check_trust(planned.config, overrides)
                 _check_packages(planned.config)
                 check_ranks(planned.config, tasks)
-                if "SlurmLauncher" in node.launcher["_target_"] and not planned.config.only_shows:
-                    _check_slurm(node.launcher.signal_delay_s, planned.config.launch.grace_seconds)
+                if "SlurmLauncher" in launcher["_target_"] and not planned.config.only_shows:
+                    _check_slurm(launcher.signal_delay_s, planned.config.launch.grace_seconds)
                 planned_runs.append(planned)
             except ConfigError as error:
                 errors.append(error)
@@ -133,8 +132,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
         raise ConfigError("\n  ".join([refused, *lines]))
     if sweep:
         _check_folders(planned_runs)
-    whole = single[1] if single else None
-    return Invocation(name, overrides, sweep, planned_runs, words.config_dir, whole)
+    return Invocation(name, overrides, sweep, planned_runs, words.config_dir, node)
 
 
 def compose_config(entry: str, overrides: list[str]) -> Any:
@@ -147,30 +145,10 @@ def compose_config(entry: str, overrides: list[str]) -> Any:
     Raises:
         ConfigError: it cannot be run.
     """
-    register(entry)
-    with hydra_session(entry):
-        config, _ = _compose(entry, SCHEMAS[entry], hydra_overrides(overrides))
+    with composing(entry):
+        config = _checked(_compose(entry, hydra_overrides(overrides)), SCHEMAS[entry])
     check_trust(config, overrides)
     return config
-
-
-def compose_single(entry: str, arguments: list[str]) -> DictConfig | None:
-    """The checked configuration of a command without sweeps, with Hydra's own node; None where
-    Hydra only shows it.
-
-    Raises:
-        ConfigError: in one line.
-    """
-    register(entry)
-    words = parse_arguments(arguments)
-    if words.hydra_help or words.info:
-        return None
-    if words.multirun:
-        raise ConfigError(f"-m: {entry} is no sweep, leave it out")
-    check_words(words.typed, SCHEMAS[entry])
-    with hydra_session(entry, words.config_dir):
-        _, node = _compose(words.config_name or entry, SCHEMAS[entry], _overrides(words))
-    return node
 
 
 def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfig:
@@ -184,15 +162,17 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
     Raises:
         ConfigError: it names a choice or a field that does not exist.
     """
+    name = words.config_name or entry
+    with composing(entry, words.config_dir):
+        return (sweep_node if sweep else _compose)(name, words.overrides)
+
+
+@contextmanager
+def composing(entry: str, config_dir: str | None = None) -> Iterator[None]:
+    """Hydra, with all that `conf/` refers to; what it refuses is a ConfigError in one line."""
     register(entry)
-    with hydra_session(entry, words.config_dir):
-        try:
-            name, overrides = words.config_name or entry, _overrides(words)
-            if sweep:
-                return sweep_node(name, overrides)
-            return hydra.compose(name, overrides, return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(one_line(error, SCHEMAS[entry], CONF)) from error
+    with hydra_session(entry, config_dir), in_one_line(SCHEMAS[entry]):
+        yield
 
 
 def register(entry: str) -> None:
@@ -202,10 +182,8 @@ def register(entry: str) -> None:
     schema = SCHEMAS[entry]
 
     def resolve(*, _root_: DictConfig) -> str:
-        composed, config = _LAST.get("composed", (None, None))
-        if composed is not _root_:
-            config = build_config(_job_part(_root_), schema)
-        return folder_name(config)
+        known = OmegaConf.get_cache(_root_)["folder_name"].get("checked")
+        return known or folder_name(build_config(_job_part(_root_), schema))
 
     def learning_rate(*, _root_: DictConfig) -> float | None:
         return _root_.model.get("lora_learning_rate" if _root_.lora.r else "learning_rate")
@@ -229,37 +207,33 @@ def check_trust(config: Any, overrides: list[str]) -> None:
         )
 
 
-def _overrides(words: Namespace) -> list[str]:
-    """Those of a command line, with the search path of `--config-dir`.
-
-    Raises:
-        ConfigError: there is no such folder.
+def _one_or_several(name: str, overrides: list[str], multirun: bool) -> DictConfig:
+    """The configuration of a line's only run, or that of its sweep before any run is chosen: with
+    `-m`, or with several values where a file of the line says that it is a sweep.
     """
-    if not words.config_dir:
-        return list(words.overrides)
-    if not Path(words.config_dir).is_dir():
-        raise ConfigError(f"--config-dir={words.config_dir}: there is no such folder")
-    return [*words.overrides, f"hydra.searchpath=[file://{Path(words.config_dir).resolve()}]"]
-
-
-def _single(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictConfig] | None:
-    """See `_compose`; None where the overrides are those of a sweep, or of nothing that can run."""
+    if multirun:
+        return sweep_node(name, overrides)
     try:
-        config, node = _compose(name, schema, overrides)
-    except ConfigError:
-        return None
-    return None if node.hydra.mode is MULTIRUN else (config, node)
+        return _compose(name, overrides)
+    except HydraException as error:
+        if not re.match("Ambiguous value|Sweep parameters", str(error)):
+            raise
+        node = sweep_node(name, overrides)
+        if node.hydra.mode is not MULTIRUN:
+            raise
+        return node
 
 
-def _compose(name: str, schema: type, overrides: list[str]) -> tuple[Any, DictConfig]:
-    """The checked configuration, and the composed one with Hydra's own node."""
-    try:
-        node = hydra.compose(name, overrides, return_hydra_config=True)
-        config = build_config(_job_part(node), schema)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(one_line(error, schema, CONF)) from error
-    _LAST["composed"] = node, config
-    return config, node
+def _compose(name: str, overrides: list[str]) -> DictConfig:
+    """The unchecked configuration with Hydra's own node."""
+    return hydra.compose(name, overrides, return_hydra_config=True)
+
+
+def _checked(node: DictConfig, schema: type) -> Any:
+    """The checked configuration of a composed one, which keeps the name that follows from it."""
+    config = build_config(_job_part(node), schema)
+    OmegaConf.get_cache(node)["folder_name"]["checked"] = folder_name(config)
+    return config
 
 
 def _job_part(node: DictConfig) -> dict[str, Any]:
@@ -290,9 +264,9 @@ def _check_launcher(node: DictConfig, sweep: bool) -> None:
 
 
 def _plan_run(
-    composed: tuple[Any, DictConfig], label: str, overrides: list[str], sweep: bool
+    config: Any, composed: DictConfig, label: str, overrides: list[str], sweep: bool
 ) -> PlannedRun:
-    config, node = composed[0], composed[1].hydra
+    node = composed.hydra
     try:
         path = Path(node.sweep.dir) / node.sweep.subdir if sweep else Path(node.run.dir)
     except OmegaConfBaseException:  # it depends on what only a running job knows

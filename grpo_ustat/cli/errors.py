@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf complain of, in one line that says what to type instead."""
+"""Refusals of a command line, each one line that names what was typed and what to type instead."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import difflib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import get_type_hints
+from typing import NoReturn, get_type_hints
 
 import yaml
-from hydra.errors import OverrideParseException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ValidationError
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from grpo_ustat.config.command_line import command_line, install_line, program
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.gap import OTHER_COMMANDS
 from grpo_ustat.config.identity import OPERATIONAL
 from grpo_ustat.config.load import SCHEMAS, WORDS, all_fields, kinds_of, type_error
-from grpo_ustat.config.run import Shared, check_report_name
+from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError, did_you_mean
-from grpo_ustat.config.values import field_at, quote_for_shell, wrong_value
+from grpo_ustat.config.values import example_value, field_at, quote_for_shell, to_type, wrong_value
+from grpo_ustat.terminal.streams import single_line
 
 NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
     "num_generations": "group_size",
@@ -38,18 +41,116 @@ NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
 }
 CUTS = ("top_p", "top_k", "min_p")  # of the sampled distribution, which other trainers have
 RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
-NAMES = ("name", "report.name")  # of a report's folder
+NAMES = ("name", "report.name")  # of a report's folder, which hold no comma
 OF_NO_SWEEP = ("hydra", "reward_funcs", "reward_weights")  # nor what makes no run another one
 EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}  # that are no fields of the schema
 
 
-def one_line(error: Exception, schema: type, conf: Path) -> str:
+def refuse_words(words: Sequence[str], arguments: Sequence[str], flags: Sequence[str]) -> NoReturn:
+    """Refuse what the parser of flags did not take.
+
+    Args:
+        words: that it did not take.
+        arguments: the whole command line.
+        flags: all that there are.
+
+    Raises:
+        ConfigError: always.
+    """
+    word = next((word for word in words if word.startswith("-")), None)
+    if word is None:
+        raise ConfigError(f"{words[0]} comes too late: write flags first, then field=value")
+    name, equals, value = word.partition("=")
+    following = "".join(arguments[arguments.index(word) + 1 :][:1])
+    if not equals and "=" not in following and following[:1] != "-":
+        word, value = f"{word} {following}".strip(), following
+    near = difflib.get_close_matches(name, flags, n=1, cutoff=0.8)
+    if near and not value:
+        raise ConfigError(f"unknown flag {name}: did you mean {near[0]}?")
+    written = to_type(name.lstrip("-").replace("-", "_"), value or "true", None)
+    raise ConfigError(f"{word}: fields have no dashes, write {written}")
+
+
+def check_words(words: Sequence[str], schema: type) -> None:
+    """Refuse words that are no overrides, and a number that OmegaConf would take as true.
+
+    Args:
+        words: of the command line, without flags.
+        schema: of the command.
+
+    Raises:
+        ConfigError: with what to write instead.
+    """
+    for i, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        if not (key and equals) and not word.startswith("~"):
+            raise ConfigError(_no_override(word, words[:i], words[i:], schema))
+        field = field_at(key, all_fields(schema))
+        number = re.fullmatch(r"-?[\d.]+", value) and value not in ("0", "1")
+        if number and field and field.kind == "bool":
+            raise ConfigError(wrong_value(field, value, CONF))
+
+
+def _no_override(word: str, before: Sequence[str], rest: Sequence[str], schema: type) -> str:
+    """The line that refuses a word that sets nothing.
+
+    Args:
+        word: without a `=`, or with nothing before it.
+        before: the words before it.
+        rest: the word and those after it.
+        schema: of the command.
+    """
+    choices = re.findall(r"(?m)^  - (\w+):", (CONF / f"{_command_of(schema)}.yaml").read_text())
+    files = [CONF / group / f"{word}.yaml" for group in choices if "/" not in word]
+    groups = [file.parent.name for file in files if file.is_file() and fits(file, schema)]
+    field = field_at(word, all_fields(schema))
+    key, equals, value = "".join(before[-1:]).partition("=")
+    cut = bool(equals) and (value == "" or (value[0] in "[{" and value[-1] not in "]}"))
+    if groups:
+        return f"{word}: write {' or '.join(f'{group}={word}' for group in groups)}"
+    if field and field.schema is None:
+        return f"{word} has no value: write {word}={example_value(word, field.kind, CONF) or '...'}"
+    if word in choices:
+        return f"{word} has no value: write {word}=NAME, a name that --help {word} lists"
+    if schema not in RUN_SCHEMAS.values() and "=" not in word and not cut:
+        paths = [one.removeprefix("runs=") for one in (*before, *rest)]
+        paths = [one.strip("[]") for one in paths if "=" not in one]
+        runs = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
+        return f"{word}: write {shlex.quote(f'runs={runs}')}"
+    if cut or (equals and _is_text(key, schema)):
+        whole = " ".join([value, *takewhile(lambda one: "=" not in one, rest)])
+        written = to_type(key, whole.strip(), "str" if _is_text(key, schema) else "")
+        return f"{key}={whole}: the shell splits this at the blank, write {written}"
+    if "=" in word:
+        return f"{word}: no field stands before the =, write FIELD{word}"
+    return unknown_key(word, schema)
+
+
+def _command_of(schema: type) -> str:
+    return next(name for name, other in SCHEMAS.items() if other is schema)
+
+
+def _is_text(key: str, schema: type) -> bool:
+    """Whether a field, or the model that a place names, is any text; and what is no field."""
+    field = field_at(key.lstrip("+~"), all_fields(schema))
+    return key == "model" or field is None or field.kind.startswith(("str", "any"))
+
+
+@contextmanager
+def in_one_line(schema: type) -> Iterator[None]:
+    """Turn what Hydra and OmegaConf refuse of a command line into a ConfigError, see `one_line`."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(one_line(error, schema)) from error
+
+
+def one_line(error: Exception, schema: type) -> str:
     """A message in one line, with the known names where one is unknown.
 
     Args:
         error: of Hydra or OmegaConf, while a configuration was composed.
         schema: of the command.
-        conf: the folder of configuration files.
     """
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
 
@@ -65,18 +166,11 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
             "interval(...) has no values to go through: write them, as in seed=0,1, or a range(...)"
         )
     if needs_sweep := re.match(r"Sweep parameters '(.*)' requires --multirun", text):
-        command = next(name for name, other in SCHEMAS.items() if other is schema)
         swept = shlex.split(re.sub("[()*]", r"\\\g<0>", needs_sweep[1]))
-        runs = command_line(command, "-m", *swept)
+        runs = command_line(_command_of(schema), "-m", *swept)
         return f"{needs_sweep[1]} is for a sweep: add -m, as in {runs}"
     if isinstance(error, OverrideParseException) and error.override:
-        key, _, value = error.override.partition("=")
-        field = field_at(key.lstrip("+~"), all_fields(schema))
-        if field and not field.kind.startswith("str"):
-            return wrong_value(field, value, conf)
-        if key in NAMES:
-            return _refused_name(key, value)
-        return f"{error.override}: this cannot be read, quote it: {quote_for_shell(key, value)}"
+        return single_line(_unreadable(error.override, schema))
 
     # A group has no such choice: list those that the command can take.
     choice = re.search(
@@ -84,7 +178,7 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
     )
     if choice:
         group, name, options = choice.groups()
-        files = {other: conf / group / f"{other}.yaml" for other in options.split()}
+        files = {other: CONF / group / f"{other}.yaml" for other in options.split()}
         fit = [other for other, file in files.items() if not file.is_file() or fits(file, schema)]
         if not name:
             return f"{group}= has no value: choose from {', '.join(fit)}"
@@ -96,7 +190,7 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
 
     # A file sets fields that the command does not have: name the commands that have them.
     in_file = re.match(r"In '([^']+)': (Could not override|ConfigKeyError raised)", text)
-    file = conf / f"{in_file[1]}.yaml" if in_file else None
+    file = CONF / f"{in_file[1]}.yaml" if in_file else None
     if in_file and file and file.is_file():
         group = set() if is_overlay(file) else {file.parent.name}
         others = [x for x in RUN_SCHEMAS.values() if group <= top_names(x) and fits(file, x)]
@@ -114,18 +208,31 @@ def one_line(error: Exception, schema: type, conf: Path) -> str:
     return text.removesuffix(" None")
 
 
+def _unreadable(override: str, schema: type) -> str:
+    """The line that refuses an override that Hydra cannot parse."""
+    typed, _, value = override.partition("=")
+    key, value = typed.strip(), value.strip()
+    field, is_text = field_at(key.lstrip("+~"), all_fields(schema)), _is_text(key, schema)
+    if typed != key:
+        written = to_type(key, value, "str" if is_text else "")
+        return f"{override}: leave out the blanks, write {written}"
+    if re.match(r"(glob|range|choice)\(", value) or (is_text and value[:1] in ("[", "{", "'", '"')):
+        return f"{override}: this cannot be read: check its brackets and quotes"
+    if field and not is_text:
+        return wrong_value(field, value, CONF)
+    return f"{override}: this cannot be read, quote it: {quote_for_shell(key, value)}"
+
+
 def several_values(key: str, value: str, schema: type) -> str:
     """The line that refuses `key=a,b` where no sweep is typed."""
     field, node = field_at(key.lstrip("+"), all_fields(schema)), key.lstrip("+").partition(".")[0]
     if field is None and "/" not in key and node not in {"hydra", *top_names(schema)}:
         return unknown_key(key, schema)
-    if key in NAMES:
-        return _refused_name(key, value)
-    is_list, is_text = (bool(field) and field.kind.startswith(kind) for kind in ("list", "str"))
-    entry = next(name for name, other in SCHEMAS.items() if other is schema)
+    kind = "" if field is None or key in NAMES else field.kind
+    is_list, is_text = kind.startswith(("list", "any")), kind.startswith(("str", "any"))
     as_list = f"write {key}=[{value}]" if is_list else ""
     values = re.sub(r"([^,]+)", r"[\1]", value) if is_list else value
-    runs = command_line(entry, "-m", f"{key}={values}")
+    runs = command_line(_command_of(schema), "-m", f"{key}={values}")
     sweep = f"add -m for a run of each, as in {runs}" if schema in RUN_SCHEMAS.values() else ""
     if node in {*OF_NO_SWEEP, *OPERATIONAL} - {"output_root"}:
         sweep = ""
@@ -134,15 +241,6 @@ def several_values(key: str, value: str, schema: type) -> str:
     one = f"it has one, such as {key}={value.partition(',')[0]}"
     fixes = ", or ".join(filter(None, [as_list, quoted, sweep])) or one
     return f"{key}={value} names several values: {fixes}"
-
-
-def _refused_name(key: str, name: str) -> str:
-    """The line that refuses a name with a comma or other letters that are none of a folder's."""
-    try:
-        check_report_name(key, name)
-    except ConfigError as error:
-        return str(error)
-    return f"{key}={name}: this cannot be read, quote it: {quote_for_shell(key, name)}"
 
 
 def unknown_key(key: str, schema: type) -> str:
@@ -166,13 +264,14 @@ def unknown_key(key: str, schema: type) -> str:
         )
 
     others = [other for other in RUN_SCHEMAS.values() if other is not schema]
-    owners = [other for other in others if key in _keys(other)]
+    owners = [other for other in others if field_at(key, all_fields(other))]
     owners = owners or [other for other in others if node in top_names(other) - top_names(schema)]
     if owners:
         return f"unknown key {key}: it is {_one_of_commands(owners)}"
     if key.startswith("dataset.options"):
         return f"unknown key {key}: options of a task of your own are added, +{key}=..."
-    near = difflib.get_close_matches(key, _keys(schema), n=1, cutoff=0.5)
+    known = [field.path for field in all_fields(schema)]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "see --help for the known keys"
     return f"unknown key {key}: {hint}"
 
@@ -217,22 +316,3 @@ def _one_of_commands(schemas: Sequence[type]) -> str:
     owners = " or ".join(f"{name}'s" for name in names)
     commands = " or ".join(map(command_line, names))
     return f"one of {owners}, {commands}"
-
-
-def _keys(schema: type) -> list[str]:
-    """Every key, those of all kinds included."""
-
-    def below(node: DictConfig, prefix: str) -> Iterator[str]:
-        for key in node:
-            yield f"{prefix}{key}"
-            child = node._get_node(key)
-            if isinstance(child, DictConfig):
-                yield from below(child, f"{prefix}{key}.")
-
-    of_kinds = [
-        f"{node}.{field.name}"
-        for node, kinds in kinds_of(schema).items()
-        for kind in kinds.values()
-        for field in fields(kind)
-    ]
-    return list(dict.fromkeys([*below(OmegaConf.structured(schema), ""), *of_kinds]))

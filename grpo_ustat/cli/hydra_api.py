@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +15,11 @@ import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path, get_args_parser, run_and_report
-from hydra.core.config_loader import ConfigLoader
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import ChoiceSweep, Glob, ValueType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, run_job
 from hydra.plugins.launcher import Launcher
@@ -29,20 +27,22 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
 from grpo_ustat import __version__
-from grpo_ustat.cli.arguments import check_flags
+from grpo_ustat.cli.errors import refuse_words
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs.folder import create_folder
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import HALF
 
 MULTIRUN = RunMode.MULTIRUN
+LOOKED_UP = re.compile(r"\$\{[^}]*\}")  # an interpolation
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """A command line as Hydra reads it: `overrides`, and flags such as `multirun` and `help`.
 
-    Overrides may hold paths such as `pool=outputs/seed=0`, see `quote_equals`, and name a model by
-    its place, see `model_place`; `typed` are they as they were typed.
+    Overrides may hold paths with a `=`, see `quote_plain`, name a model by its place, see
+    `model_place`, and end with the search path of `--config-dir`; `typed` are they as typed.
 
     Raises:
         ConfigError: a word is no UTF-8, one with dashes is no flag, a flag's value is none of its,
@@ -58,8 +58,9 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = get_args_parser()
     parser.error = _refuse_arguments
     words, unknown = parser.parse_known_args(list(arguments))
-    blank = [word for word in words.overrides if word.startswith("-")]  # taken for a value
-    check_flags([*unknown, *blank], arguments, flags())
+    unknown += [word for word in words.overrides if word.startswith("-")]  # taken for a value
+    if unknown:
+        refuse_words(unknown, arguments, flags())
     _refuse_ignored(words)
     alone = {"--run": words.run, "--multirun": words.multirun, "--cfg": words.cfg}
     used = [flag for flag, value in (alone | {"--info": words.info}).items() if value]
@@ -67,6 +68,10 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         raise ConfigError(f"{' and '.join(used)} exclude each other: leave one out")
     words.typed = words.overrides
     words.overrides = hydra_overrides(words.overrides, words.config_dir)
+    if words.config_dir:
+        if not Path(words.config_dir).is_dir():
+            raise ConfigError(f"--config-dir={words.config_dir}: there is no such folder")
+        words.overrides.append(f"hydra.searchpath=[file://{Path(words.config_dir).resolve()}]")
     return words
 
 
@@ -92,23 +97,31 @@ def _refuse_ignored(words: Namespace) -> None:
 
 
 def _refuse_arguments(message: str) -> NoReturn:
-    """Raise what argparse refuses as an error, in place of its own page of usage.
-
-    Raises:
-        ConfigError: always.
-    """
-    value = re.fullmatch(r"argument (\S+): ignored explicit argument '(.*)'", message)
-    if value:
-        flag, word = value[1].partition("/")[0], value[2]
-        written = f"--help {word}" if flag == "--help" and word else flag
-        raise ConfigError(f"{flag} has no value, and {word!r} was given: write {written}")
-    raise ConfigError(message)
+    """Raise what argparse refuses, such as a value of a flag that has none, as a ConfigError."""
+    raise ConfigError(f"{message}: see --help")
 
 
 def hydra_overrides(typed: Iterable[str], config_dir: str | None = None) -> list[str]:
-    """Overrides as Hydra reads them, see `quote_equals` and `model_place`."""
-    quoted = map(quote_equals, typed)
+    """Overrides as Hydra reads them, see `quote_plain` and `model_place`."""
+    quoted = map(quote_plain, typed)
     return [override for word in quoted for override in model_place(word, config_dir)]
+
+
+def quote_plain(override: str) -> str:
+    """The override with quotes around each value that holds a `=` or `~`, as paths may, which Hydra
+    takes in quotes alone. Quotes, calls, dictionaries and interpolations stay as they are.
+
+    >>> quote_plain("pool=runs/lr=1/x"), quote_plain("runs=[~/a,b]"), quote_plain("seed=0")
+    ("pool='runs/lr=1/x'", "runs=['~/a',b]", 'seed=0')
+    """
+
+    def quoted(value: re.Match[str]) -> str:
+        return f"'{value[0]}'" if re.search("[=~]", LOOKED_UP.sub("", value[0])) else value[0]
+
+    key, equals, values = override.partition("=")
+    if re.search(r"^=|['\"()]|(?<!\$)\{", values):
+        return override
+    return key + equals + re.sub(rf"(?!\s)(?:{LOOKED_UP.pattern}|[^,[\]])+", quoted, values)
 
 
 def model_place(override: str, config_dir: str | None = None) -> list[str]:
@@ -119,10 +132,10 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
     (['model=hub', "model.model_name_or_path='org/name'"], ['model=tiny'])
     """
     key, _, value = override.partition("=")
-    several = "," in _without_brackets(value) or re.match(r"\w+\(", value)
+    quoted = re.fullmatch(r"(['\"])(?:\\.|(?!\1).)*\1", value)
+    several = not quoted and ("," in value or re.match(r"\w+\(", value))
     if key != "model" or several:
         return [override]
-    quoted = value[:1] in ("'", '"')
     place = re.sub(r"\\(['\"\\])", r"\1", value[1:-1]) if quoted else value
     folders = [CONF, *([Path(config_dir)] if config_dir else [])]
     choice = any((folder / "model" / f"{place}.yaml").is_file() for folder in folders)
@@ -133,52 +146,6 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
     place = os.path.normpath(place) if folder else place
     escaped = place.replace("\\", "\\\\").replace("'", "\\'").replace("\\\\${", "\\${")
     return ["model=hub", f"model.model_name_or_path='{escaped}'"]
-
-
-def quote_equals(override: str) -> str:
-    """The override with quotes around every value that holds a further `=`, as the names of run
-    folders do, or a `~`, which Hydra does not take unquoted; all else stays as it is.
-
-    Values are those between the commas of a sweep or of a list. Quoted values, interpolations,
-    dictionaries and calls such as `range(start=1,stop=3)` are Hydra's own to read.
-
-    >>> quote_equals("pool=outputs/G=8/seed=0"), quote_equals("pool=a=1,b=2,c")
-    ("pool='outputs/G=8/seed=0'", "pool='a=1','b=2',c")
-    >>> quote_equals("runs=[a=1,b]"), quote_equals("pool='a=1'"), quote_equals("seed=0")
-    ("runs=['a=1',b]", "pool='a=1'", 'seed=0')
-    """
-    key, equals, value = override.partition("=")
-    return key + equals + _quote_values(value) if re.search("[=~]", value) else override
-
-
-def _quote_values(text: str) -> str:
-    """Quote the values alone, one or several, see `quote_equals`."""
-    outer, first, values = _without_brackets(text), 0, []
-    for last in [i for i, letter in enumerate(outer) if letter == ","] + [len(text)]:
-        value = text[first:last].strip()
-        if value[:1] == "[" and value[-1:] == "]":
-            value = f"[{_quote_values(value[1:-1])}]"
-        elif re.search("[=~]", outer[first:last]) and not re.search("['\"]", value):
-            slashes = value[len(value.rstrip("\\")) :]
-            value = f"'{value}{slashes}'"  # doubled at the end, where one would escape the quote
-        values.append(value)
-        first = last + 1
-    return ",".join(values)
-
-
-def _without_brackets(text: str) -> str:
-    """The text with `_` for every letter that is in quotes or in brackets."""
-    outer, depth, quote = "", 0, ""
-    for i, letter in enumerate(text):
-        inside = depth > 0 or quote or letter in "'\"[{(]})"
-        outer += "_" if inside else letter
-        if quote:
-            quote = "" if letter == quote and text[i - 1] != "\\" else quote
-        elif letter in "'\"":
-            quote = letter
-        else:
-            depth += (letter in "[{(") - (letter in "]})")
-    return outer
 
 
 def flags() -> list[str]:
@@ -219,20 +186,19 @@ def split_sweep(overrides: list[str]) -> list[list[str]]:
     loader = session.config_loader if session else None  # knows the choices that glob(...) is of
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(overrides)
     for override in parsed:
+        value = override.value()
+        if isinstance(value, ChoiceSweep) and any(isinstance(x, Glob) for x in value.list):
+            raise ConfigError(
+                f"{override.input_line}: write one glob([PATTERN,NAME]) for all values"
+            )
         globbed = override.value_type is ValueType.GLOB_CHOICE_SWEEP
         if globbed and loader and not list(override.sweep_string_iterator()):
-            raise ConfigError(_nothing_globbed(override, loader))
+            key = override.get_key_element()
+            known = ", ".join(loader.get_group_options(key))
+            reason = f" names none of {known}" if known else f": {key} has no choices to name"
+            raise ConfigError(f"{override.input_line}{reason}")
     batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     return [list(run) for batch in batches for run in batch]
-
-
-def _nothing_globbed(override: Override, loader: ConfigLoader) -> str:
-    """The line that refuses a `glob(...)` that no choice of its group meets."""
-    key = override.get_key_element()
-    choices = loader.get_group_options(key)
-    if not choices:
-        return f"{override.input_line}: glob(...) is of choices, and {key} is no group"
-    return f"{override.input_line} names none of {', '.join(choices)}"
 
 
 @contextmanager
@@ -255,37 +221,46 @@ def sweep_launcher(name: str, node: DictConfig, task: Callable) -> Iterator[Laun
     callbacks.on_multirun_end(config=node, config_name=name)
 
 
-def run_task(entry: str, task: Callable[[DictConfig], object]) -> None:
-    """Have Hydra read `sys.argv`, compose `conf/<entry>.yaml` and call the task with it."""
-    words = get_args_parser().parse_args()
-    read = {word: hydra_overrides([word], words.config_dir) for word in words.overrides}
-    sys.argv[1:] = [override for word in sys.argv[1:] for override in read.get(word, [word])]
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)(task)()
-
-
 def run_composed(
     entry: str, node: DictConfig, task: Callable[[DictConfig], object], config_dir: str | None
 ) -> None:
     """Have Hydra make a job of a configuration that is composed: its folder, logging, callbacks.
-
-    `run_task` would compose it twice more.
 
     Args:
         entry: the command.
         node: the configuration with Hydra's own node.
         task: called with the configuration without that node.
         config_dir: of `--config-dir`.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+        Exception: what the task raises.
     """
     node.hydra.mode = RunMode.RUN
     name = node.hydra.job.config_name
+    HydraConfig.instance().set_config(node)  # which `${hydra:...}` in the folder's name reads
+    create_folder(Path(node.hydra.run.dir), "hydra.run.dir")
     with hydra_session(entry, config_dir):
         configure_log(node.hydra.hydra_logging, node.hydra.verbose)
         callbacks = Callbacks(node)
         context = HydraContext(config_loader=_open_hydra().config_loader, callbacks=callbacks)
         callbacks.on_run_start(config=node, config_name=name)
-        job = run_and_report(lambda: run_job(task, node, "hydra.run.dir", None, context))
+        job = run_job(task, node, "hydra.run.dir", None, context)
         callbacks.on_run_end(config=node, config_name=name, job_return=job)
-        run_and_report(lambda: job.return_value)  # which raises what the task has raised
+        _ = job.return_value  # which raises what the task has raised
+
+
+def show_hydra(name: str, words: Namespace) -> None:
+    """Print what `--hydra-help` or `--info` ask of Hydra itself.
+
+    Args:
+        name: of the main configuration file.
+        words: the command line.
+    """
+    if words.hydra_help:
+        _open_hydra().hydra_help(name, get_args_parser(), words)
+    else:
+        _open_hydra().show_info(words.info, name, words.overrides)
 
 
 def output_folder() -> Path:

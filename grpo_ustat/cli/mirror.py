@@ -26,7 +26,7 @@ from grpo_ustat.terminal.streams import single_line
 
 HELP = """Send run folders, finished or not, to a tracker; what it was given already is left out.
 
-  {0} outputs/train/*/seed=* logger=wandb
+  {0} outputs/train/*/seed-* logger=wandb
   {0} FOLDER logger=tensorboard
   {0} FOLDER logger=wandb logger.project=NAME
 
@@ -45,7 +45,7 @@ def main() -> NoReturn:
         logger = parse_logger([word for word in words if word.startswith("logger")])
         folders = [Path(word) for word in words if not word.startswith("logger")]
         if not folders:
-            raise ConfigError("name a run folder, such as outputs/train/NAME/seed=0")
+            raise ConfigError("name a run folder, such as outputs/train/NAME/seed-0")
         for folder in folders:
             if not (folder / CONFIG).is_file():
                 raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}")

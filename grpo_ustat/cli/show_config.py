@@ -9,8 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_ustat.cli.arguments import check_words
 from grpo_ustat.cli.compose import whole_node
+from grpo_ustat.cli.errors import check_words
 from grpo_ustat.config.load import SCHEMAS
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.console import tell

@@ -39,7 +39,7 @@ VERBS = {
     "gap": Verb("test the paper's theorems where the truth can be enumerated", ("study=lemma6",)),
     "advise": Verb(
         "keep, raise or lower the group size of a run or a log of rollouts",
-        ("outputs/train/NAME/seed=0", "num_generations=8"),
+        ("outputs/train/NAME/seed-0", "num_generations=8"),
         ("num_generations=", "rollouts=", "reward=", "model=", "output_root=", "--json"),
     ),
     "convert": Verb(
@@ -59,7 +59,7 @@ VERBS = {
     ),
     "mirror": Verb(
         "send run folders to wandb, TensorBoard or trackio",
-        ("outputs/train/NAME/seed=0", "logger=wandb"),
+        ("outputs/train/NAME/seed-0", "logger=wandb"),
         ("logger=wandb", "logger=tensorboard", "logger=trackio", "logger.project="),
         "grpo_ustat.cli.mirror",
     ),

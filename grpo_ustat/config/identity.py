@@ -245,11 +245,12 @@ def fingerprint(identity_keys: dict[str, Any]) -> str:
 def folder_name(config: Any) -> str:
     """The run folder's name without its seed: words, then a hash of the identity keys.
 
-    A model's folder is among the words: of a long path the end, and no name begins with a dot.
+    A model's folder is among the words: of a long path the end, and no name begins with a dot. A
+    `=` of the words is a `-`, so that a path can be typed in an override without quotes.
     """
     keys = identity(config)
     del keys["seed"]
-    words = re.sub(r"[^\w.=-]+", "_", config.run_name)
+    words = re.sub(r"[^\w.-]+", "_", config.run_name.replace("=", "-"))
     words = words.encode()[-LONGEST_WORDS:].decode(errors="ignore")
     words = words.lstrip("._") if words.startswith(".") else words
     return f"{words}-{fingerprint(keys)[:8]}"

@@ -93,21 +93,20 @@ def quote_for_shell(key: str, value: str) -> str:
     return shlex.quote(text) if re.search(r'["$`\\!]', value) else f'"{text}"'
 
 
-def to_type(key: str, value: str, kind: str | None, sweep: bool = False) -> str:
-    """`key=value` as one types it in a shell, so that it is one value, but for those of a sweep.
+def to_type(key: str, value: str, kind: str | None) -> str:
+    """`key=value` as one types it in a shell, so that it is one value.
 
     Args:
         key: of a field or a group.
         value: as it is meant.
-        kind: of the field; None where there is none.
-        sweep: whether commas are between values.
+        kind: of the field; None where it is not known.
 
     >>> print(to_type("seed", "3", "int"), to_type("pool", "a b,c", "str or null"))
     seed=3 "pool='a b,c'"
-    >>> print(to_type("seed", "3, 4", "int", sweep=True), to_type("name", "a b", "str"))
-    'seed=3, 4' 'name=a b'
+    >>> print(to_type("steps", "[3, 4]", "list of int"), to_type("name", "a b", "str"))
+    'steps=[3, 4]' 'name=a b'
     """
-    one = not sweep and (kind is None or kind.startswith("str")) and value[:1] not in "'\"["
+    one = (kind is None or kind.startswith("str")) and value[:1] not in "'\"["
     special = re.search(r"[,{}()\[\];#&!\n]|\$\{", value)
     return quote_for_shell(key, value) if one and special else shlex.quote(f"{key}={value}")
 

@@ -189,7 +189,7 @@ def newest_folders(planned: PlannedRun, entry: str) -> list[Path]:
     if planned.folder is not None:
         path = planned.folder.path
         places.append((path.parent, "*/code.json"))
-        if path.name.startswith("seed="):
+        if path.name.startswith("seed-"):
             places.append((path.parent.parent, "*/*/code.json"))
     marks = chain.from_iterable(islice(place.glob(name), 1000) for place, name in places)
     times = {file.resolve(): file.stat().st_mtime for file in marks}

@@ -280,7 +280,7 @@ def sync_command(places: Sequence[Path], sweep: Path | None = None) -> str:
     """
     names = [shlex.quote(str(place)) for place in places]
     if sweep is not None and len(places) > 1:
-        pattern = sweep.absolute() / "*" / "seed=*" / TRACKER / "wandb" / "offline-run-*"
+        pattern = sweep.absolute() / "*" / "seed-*" / TRACKER / "wandb" / "offline-run-*"
         every = {Path(name).resolve() for name in glob.glob(str(pattern))}
         if every == {place.resolve() for place in places} and shlex.quote(str(sweep)) == str(sweep):
             names = [str(sweep / pattern.relative_to(sweep.absolute()))]

@@ -60,7 +60,7 @@ PACKAGES = ("grpo-ustat", "torch", "transformers", "accelerate", "hydra-core", "
 
 
 class RunFolder:
-    """One run's folder, `outputs/<entry>/<name>/seed=<n>/` by default; only rank 0 writes to it.
+    """One run's folder, `outputs/<entry>/<name>/seed-<n>/` by default; only rank 0 writes to it.
 
     Args:
         path: the folder; need not exist.

@@ -40,10 +40,10 @@ defaults:
 hydra:
   output_subdir: null
   run:
-    dir: ${output_root}/train/${folder_name:}/seed=${seed}
+    dir: ${output_root}/train/${folder_name:}/seed-${seed}
   sweep:
     dir: ${output_root}/train
-    subdir: ${folder_name:}/seed=${seed}
+    subdir: ${folder_name:}/seed-${seed}
 """
 
 

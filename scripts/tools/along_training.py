@@ -1,6 +1,6 @@
 """C1, C2, C3, G* and accuracy or mean reward along a training run: a study of every checkpoint.
 
-    python scripts/tools/along_training.py outputs/train/NAME/seed=0 [mse overrides]
+    python scripts/tools/along_training.py outputs/train/NAME/seed-0 [mse overrides]
 
 Studies go to `mse/checkpoint-<step>/` in the run folder and are not repeated; the questions, the
 prompt and the temperature are the run's. Writes `scaling_along_training.csv` and `.png` there.

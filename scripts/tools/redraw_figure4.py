@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Draw the MSE of the gradient against the group size again, from a study's curves.parquet.
 
-    python scripts/tools/redraw_figure4.py outputs/mse/NAME/seed=0     # writes figure4.png there
+    python scripts/tools/redraw_figure4.py outputs/mse/NAME/seed-0     # writes figure4.png there
 
 A starting point for figures of your own: change what is chosen, how it is drawn, or what is shown.
 """

@@ -241,9 +241,9 @@ def test_wrong_command_lines_are_refused_in_a_line(words, message):
 
 
 def test_group_size_is_an_alias_and_paths_may_hold_equals_signs(tmp_path):
-    request = parse_request([f"{tmp_path}/G=8/seed=0", "group_size=8", "rollouts=64"])
+    request = parse_request([f"{tmp_path}/G-8/seed-0", "group_size=8", "rollouts=64"])
     assert (request.num_generations, request.rollouts) == (8, 64)
-    assert str(request.source) == f"{tmp_path}/G=8/seed=0"
+    assert str(request.source) == f"{tmp_path}/G-8/seed-0"
 
 
 def test_places_without_advice_are_named(tmp_path):

@@ -67,4 +67,4 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
 @pytest.mark.parametrize("text", MESSAGES)
 def test_messages_name_the_entry_that_knows(text):
     entry, said = MESSAGES[text]
-    assert one_line(ValueError(text), SCHEMAS[entry], CONF).startswith(said)
+    assert one_line(ValueError(text), SCHEMAS[entry]).startswith(said)

@@ -30,7 +30,7 @@ def test_a_part_and_what_it_refers_to(capsys):
     assert shown(capsys, "--cfg job -p pool") == "null\n"
     assert shown(capsys, "--cfg job -p budget").startswith("# @package budget\npool_completions: ")
     place = shown(capsys, "--cfg hydra -p hydra.run.dir output_root=far seed=1")
-    assert place.startswith("far/mse/tiny_base-") and place.endswith("/seed=1\n")
+    assert place.startswith("far/mse/tiny_base-") and place.endswith("/seed-1\n")
     resolved = yaml.safe_load(shown(capsys, "--cfg hydra --resolve"))
     assert resolved["hydra"]["run"]["dir"].startswith("outputs/mse/tiny_base-")
 

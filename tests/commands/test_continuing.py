@@ -62,15 +62,15 @@ def typed(tmp_path, monkeypatch, capsys):
 def starts(place):
     """How often each run was started, by its seed."""
     return {
-        int(file.parent.name.partition("=")[2]): sum(
+        int(file.parent.name.partition("-")[2]): sum(
             row["event"] == "start" for row in history.launches(file.parent)
         )
-        for file in sorted(place.glob(f"outputs/train/*/seed=*/{history.NAME}"))
+        for file in sorted(place.glob(f"outputs/train/*/seed-*/{history.NAME}"))
     }
 
 
 def run_of(place, seed):
-    (found,) = place.glob(f"outputs/train/*/seed={seed}")
+    (found,) = place.glob(f"outputs/train/*/seed-{seed}")
     return found
 
 
@@ -143,7 +143,7 @@ def test_overwriting_runs_every_point_once_a_command(typed, tmp_path):
         for seed in (0, 1):
             (run_of(tmp_path, seed) / "figure.old").touch()
     assert typed("seed=0,1", "on_existing=overwrite")[0] == 0
-    assert not list(tmp_path.glob("outputs/train/*/seed=*/figure.old"))
+    assert not list(tmp_path.glob("outputs/train/*/seed-*/figure.old"))
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_the_default_training_gains_ten_points(tmp_path):
     """With the seed that a user gets; evaluated before and after alone."""
     code, _, err = run("train", "eval_steps=80", cwd=tmp_path)
     assert code == 0, err
-    (file,) = tmp_path.glob("outputs/train/*/seed=0/result.json")
+    (file,) = tmp_path.glob("outputs/train/*/seed-0/result.json")
     result = json.loads(file.read_text())
     assert result["gain"] >= 0.10 and result["gain_low"] > 0, result["summary"]
     assert result["seconds"] < 1800
@@ -46,7 +46,7 @@ def test_one_policy_of_each_regime_is_shipped(name, sign, tmp_path):
     """A_V - A_0 is surely negative (the paper's ordering) or positive, by 100 questions."""
     code, _, err = run("mse", f"model={name}", "study.questions=100", cwd=tmp_path)
     assert code == 0, err
-    (file,) = tmp_path.glob("outputs/mse/*/seed=0/result.json")
+    (file,) = tmp_path.glob("outputs/mse/*/seed-0/result.json")
     found = json.loads(file.read_text())["assumption2"]
     assert sign * found["av_minus_a0_low"] > 0 and sign * found["av_minus_a0_high"] > 0
 

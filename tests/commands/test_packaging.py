@@ -75,7 +75,7 @@ def test_of_outputs_only_the_page_about_it_is_in_git():
         ["git", "ls-files", "outputs"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert listed.stdout.split() == ["outputs/README.md"]
-    left = ["outputs/train/a/seed=0/result.json", "outputs/report/a/report.html", "outputs/x.csv"]
+    left = ["outputs/train/a/seed-0/result.json", "outputs/report/a/report.html", "outputs/x.csv"]
     done = subprocess.run(
         ["git", "check-ignore", *left, "outputs/README.md"],
         cwd=ROOT, capture_output=True, text=True,
@@ -111,13 +111,13 @@ def test_a_sweep_gives_every_job_its_own_folder(tmp_path):
     sweep = ("-m", "group_size=4,8", "seed=0,1", "debug=train")
     code, _, err = run("train", *sweep, cwd=tmp_path)
     assert code == 0, err
-    results = sorted(tmp_path.glob("outputs/train/*/seed=*/result.json"))
+    results = sorted(tmp_path.glob("outputs/train/*/seed-*/result.json"))
     assert len(results) == 4
     folder = results[0].parent
     left = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     assert unnamed((ROOT / "outputs" / "README.md").read_text(), left) == set()
-    names = {(p.parts[-3].rpartition("-n=")[0][-3:], p.parts[-2]) for p in results}
-    assert names == {(g, s) for g in ("G=4", "G=8") for s in ("seed=0", "seed=1")}
+    names = {(p.parts[-3].rpartition("-n-")[0][-3:], p.parts[-2]) for p in results}
+    assert names == {(g, s) for g in ("G-4", "G-8") for s in ("seed-0", "seed-1")}
     accuracies = {json.loads(p.read_text())["tokens"] for p in results}
     assert len(accuracies) == 4  # four different runs
     code, out, _ = run("train", *sweep, cwd=tmp_path)

@@ -177,7 +177,7 @@ def sweep(folder, *overrides, environment=None):
 def points(folder):
     pairs = [(size, seed) for size in (2, 4) for seed in (0, 1)]
     return [
-        Run(f"group_size={size} seed={seed}", folder, f"outputs/train/*-G={size}-*/seed={seed}")
+        Run(f"group_size={size} seed={seed}", folder, f"outputs/train/*-G-{size}-*/seed-{seed}")
         for size, seed in pairs
     ]
 

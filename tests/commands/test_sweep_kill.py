@@ -41,7 +41,7 @@ REPORT = ("accuracy.csv", "learning.csv", "runs.csv")
 
 
 def runs(place):
-    return {path.relative_to(place): path for path in place.glob("sweep/*/seed=*")}
+    return {path.relative_to(place): path for path in place.glob("sweep/*/seed-*")}
 
 
 def launched(path):
@@ -168,7 +168,7 @@ def test_a_sweep_that_ignores_fingerprints_is_caught(tmp_path, through):
     """Negative control: any result would make a run done, also one of other questions."""
     shutil.copytree(through[0], tmp_path, dirs_exist_ok=True)
     for name, path in runs(tmp_path).items():
-        if name.name == "seed=0":
+        if name.name == "seed-0":
             result = path / "result.json"
             result.write_text(result.read_text().replace('"config_hash": "', '"config_hash": "0'))
     code, said = finished("train", *SWEEP, cwd=tmp_path, before=undrawn)

@@ -346,7 +346,7 @@ def test_a_training_sweep_leaves_its_table_and_its_costs_were_right(tmp_path):
     assert names >= {"budget.csv", "budget.tex", "runs.csv", "report.html"}
     results = {}
     for file, one in zip(
-        sorted(tmp_path.glob("outputs/train/*/seed=*/result.json")), expected, strict=True
+        sorted(tmp_path.glob("outputs/train/*/seed-*/result.json")), expected, strict=True
     ):
         found = json.loads(file.read_text())
         config = (file.parent / ".hydra/config.yaml").read_text()
@@ -381,7 +381,7 @@ def test_a_sweep_of_studies_leaves_its_table_and_its_costs_were_right(tmp_path):
     home = tmp_path / "outputs/mse/figure4_offline"
     assert (home / "mse.svg").is_file() and (home / "fixed_n.svg").is_file()
     table = csv_rows(home / "mse.csv")
-    for file in tmp_path.glob("outputs/mse/tiny*/seed=0/result.json"):
+    for file in tmp_path.glob("outputs/mse/tiny*/seed-0/result.json"):
         found = json.loads(file.read_text())
         mine = [x for x in table if x["policy"].split(",")[0] == found["policy"]["name"]]
         assert [float(x["mse"]) for x in mine] == [x["mse"] for x in found["curves"]]

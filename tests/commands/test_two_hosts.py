@@ -100,7 +100,7 @@ def alone(folder, words):
 
 def only_run(folder):
     """The one run folder below, beside which nothing was written."""
-    (found,) = folder.glob("outputs/*/*/seed=0")
+    (found,) = folder.glob("outputs/*/*/seed-0")
     beside = [path for path in folder.rglob("*") if path.is_file() and found not in path.parents]
     assert not beside
     return found
@@ -117,7 +117,7 @@ def test_training_over_two_hosts_is_that_of_one_process(hosts, one, tmp_path, la
     before = crossed(hosts)
     printed = on_both(hosts, tmp_path / "two", TRAIN, launch)
     two = only_run(tmp_path / "two")
-    assert two.parts[-4:] == one.parts[-4:]  # outputs/train/NAME/seed=0
+    assert two.parts[-4:] == one.parts[-4:]  # outputs/train/NAME/seed-0
     assert [text.count("Wrote ") for text in printed] == [1, 0]
     for row, other in zip(rows(one), rows(two), strict=True):
         assert other == pytest.approx(row, rel=1e-9, abs=1e-12)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from commands import CONF, compose
 
-from grpo_ustat.cli.compose import compose_config, compose_single, parse
+from grpo_ustat.cli.compose import compose_config, parse
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
 
@@ -150,6 +150,6 @@ def test_outputs_go_below_their_root_and_are_the_same_runs(entry, words, tmp_pat
 @pytest.mark.slow
 def test_reports_go_below_the_root_too(tmp_path):
     assert (
-        compose_single("report", ["runs=x", f"output_root={tmp_path}"]).hydra.run.dir
+        parse("report", ["runs=x", f"output_root={tmp_path}"]).node.hydra.run.dir
         == f"{tmp_path}/report/all"
     )

@@ -74,7 +74,7 @@ def test_steps_of_the_same_shape_are_read_off(tmp_path):
     """
     planned_run = planned()
     stepped(
-        left(tmp_path / "outputs/train/x/seed=3", planned_run, seed=3),
+        left(tmp_path / "outputs/train/x/seed-3", planned_run, seed=3),
         [1 + i / 10 for i in range(11)],
     )
     found = of(planned_run)
@@ -88,7 +88,7 @@ def test_steps_of_the_same_shape_are_read_off(tmp_path):
 
 def test_what_a_run_took_beside_its_steps_counts(tmp_path):
     """One launch of 59.5 s, 16.5 of them in steps, leaves 43 s for all else."""
-    path = left(tmp_path / "outputs/train/x/seed=3", planned())
+    path = left(tmp_path / "outputs/train/x/seed-3", planned())
     stepped(path, [1 + i / 10 for i in range(11)])
     start = {"event": "start", "host": socket.gethostname(), "time": "2026-03-01T00:00:00+00:00"}
     end = {"event": "end", "outcome": "done", "time": "2026-03-01T00:00:59+00:00"}
@@ -98,7 +98,7 @@ def test_what_a_run_took_beside_its_steps_counts(tmp_path):
 
 def test_another_shape_is_scaled_by_tokens_and_wider(tmp_path):
     """0.005 s a token; twice the completions: 320 of 25 tokens are 40 s, evaluations 1.875 s."""
-    stepped(left(tmp_path / "outputs/train/x/seed=0", planned()), [2.0] * 4)
+    stepped(left(tmp_path / "outputs/train/x/seed-0", planned()), [2.0] * 4)
     found = of(planned(budget__rollouts=32))
     assert found.seconds == pytest.approx(((40 + 1.875) / 2, (40 + 1.875) * 2))
     assert "here, of another shape, so 2 times either way;" in found.basis
@@ -107,7 +107,7 @@ def test_another_shape_is_scaled_by_tokens_and_wider(tmp_path):
 def test_a_study_on_several_gpus_is_timed_as_several(tmp_path):
     """800 s of work on 200 completions by 8 ranks: 0.5 s each; two workers use two GPUs."""
     study = planned("mse", launch__num_processes=8, launch__device="cuda")
-    path = left(tmp_path / "outputs/mse/x/seed=0", study)
+    path = left(tmp_path / "outputs/mse/x/seed-0", study)
     spent = {"rollouts": 200, "seconds_generate": 600.0, "seconds_score": 200.0}
     (path / "result.json").write_text(json.dumps({"cost": spent}))
     found = of(study)
@@ -118,16 +118,16 @@ def test_a_study_on_several_gpus_is_timed_as_several(tmp_path):
 
 def test_a_study_of_equal_rewards_says_nothing_of_what_scoring_takes(tmp_path):
     study = planned("mse")
-    path = left(tmp_path / "outputs/mse/x/seed=0", study)
+    path = left(tmp_path / "outputs/mse/x/seed-0", study)
     spent = {"rollouts": 200, "seconds_generate": 60.0, "seconds_score": 0.0}
     (path / "result.json").write_text(json.dumps({"cost": spent}))
     assert of(study).seconds is None
 
 
 def test_runs_of_the_same_shape_are_preferred(tmp_path):
-    stepped(left(tmp_path / "outputs/train/x/seed=0", planned()), [2.0] * 4)
+    stepped(left(tmp_path / "outputs/train/x/seed-0", planned()), [2.0] * 4)
     other = planned(group_size=8)
-    stepped(left(tmp_path / "outputs/train/y/seed=0", other), [50.0] * 4)
+    stepped(left(tmp_path / "outputs/train/y/seed-0", other), [50.0] * 4)
     assert of(planned()).seconds == pytest.approx((21.875 / 1.3, 21.875 * 1.3))
     assert "of 1 earlier run " in of(planned()).basis
 
@@ -147,7 +147,7 @@ def test_runs_of_the_same_shape_are_preferred(tmp_path):
     ],
 )
 def test_nothing_is_learnt_from_other_models_devices_machines_or_damage(tmp_path, spoilt):
-    path = tmp_path / "outputs/train/x/seed=0"
+    path = tmp_path / "outputs/train/x/seed-0"
     spoilt(path)
     stepped(path, [1.0] * 4)
     assert of(planned()).seconds is None and of(planned()).basis.startswith("left out, for no run")
@@ -166,7 +166,7 @@ def test_a_study_by_its_workers_seconds(tmp_path):
     """
     planned_run = planned("mse")
     for name, seconds in (("x", 60.0), ("y", 100.0)):
-        path = left(tmp_path / f"outputs/mse/{name}/seed=0", planned_run)
+        path = left(tmp_path / f"outputs/mse/{name}/seed-0", planned_run)
         spent = {"rollouts": 200, "seconds_generate": seconds / 4, "seconds_score": seconds * 3 / 4}
         (path / "result.json").write_text(json.dumps({"cost": spent}))
     assert of(planned_run).seconds == pytest.approx((30 / 1.3, 50 * 1.3))
@@ -206,7 +206,7 @@ def test_without_an_earlier_run_the_time_is_left_out_and_said_how_to_know_it(ent
 
 
 def test_a_sweep_of_which_only_some_runs_are_known_has_no_sum(tmp_path, capsys):
-    stepped(left(tmp_path / "outputs/train/x/seed=0", planned()), [360.0] * 4, generate=0)
+    stepped(left(tmp_path / "outputs/train/x/seed-0", planned()), [360.0] * 4, generate=0)
     other = planned("train", model__name="another", model__model_name_or_path="embedded:tiny")
     show_costs([planned(seed=4), other])
     text = capsys.readouterr().out
@@ -219,7 +219,7 @@ def test_a_sweep_of_which_only_some_runs_are_known_has_no_sum(tmp_path, capsys):
 
 def test_a_sweep_adds_up_its_runs(tmp_path, capsys):
     for seed in (0, 1):
-        stepped(left(tmp_path / f"outputs/train/x/seed={seed}", planned()), [360.0] * 4, generate=0)
+        stepped(left(tmp_path / f"outputs/train/x/seed-{seed}", planned()), [360.0] * 4, generate=0)
     show_costs([planned(seed=4), planned(seed=5)])
     text = capsys.readouterr().out
     lines = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
@@ -231,7 +231,7 @@ def test_a_sweep_adds_up_its_runs(tmp_path, capsys):
 def test_a_dry_run_of_gpus_shows_their_hours(tmp_path, capsys):
     """4 GPUs for 46 to 78 min, 10 steps of 360 s and 1.3 either way: 3.1 to 5.2 GPU hours."""
     four = planned("train", *LARGE, launch__num_processes=4, max_steps=10)
-    stepped(left(tmp_path / "outputs/train/x/seed=0", four), [360.0] * 4, generate=0)
+    stepped(left(tmp_path / "outputs/train/x/seed-0", four), [360.0] * 4, generate=0)
     show_costs([four])
     assert (
         "Wall time 46 to 78 min, 3.1 to 5.2 GPU hours: measured: 4 steps" in capsys.readouterr().out
@@ -278,7 +278,7 @@ def test_durations_are_said_in_units_that_suit(seconds, text):
     ],
 )  # fmt: skip
 def test_an_earlier_run_that_was_damaged_says_nothing(tmp_path, name, content):
-    path = left(tmp_path / "outputs/train/x/seed=3", planned(seed=3))
+    path = left(tmp_path / "outputs/train/x/seed-3", planned(seed=3))
     stepped(path, [1.0, 2.0])
     assert of(planned()).seconds is not None
     (path / name).write_text(content)
@@ -288,7 +288,7 @@ def test_an_earlier_run_that_was_damaged_says_nothing(tmp_path, name, content):
 @pytest.mark.parametrize("cost", [{"rollouts": "200"}, {"seconds_score": None}, [], "x", -1])
 def test_an_earlier_study_whose_cost_was_damaged_says_nothing(tmp_path, cost):
     study = planned("mse")
-    path = left(tmp_path / "outputs/mse/x/seed=0", study)
+    path = left(tmp_path / "outputs/mse/x/seed-0", study)
     whole = {"rollouts": 200, "seconds_generate": 60.0, "seconds_score": 20.0}
     (path / "result.json").write_text(json.dumps({"cost": whole}))
     assert of(study).seconds is not None

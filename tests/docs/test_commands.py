@@ -140,5 +140,5 @@ def test_the_tour_runs_as_it_stands(tmp_path):
         left = {file.name for file in (tmp_path / "outputs/report" / name).iterdir()}
         assert {"report.html", "runs.csv"} <= left
         assert all(any(f.startswith(fig) and f.endswith(".pdf") for f in left) for fig in figures)
-    assert len([*tmp_path.glob("outputs/train/*/seed=*/result.json")]) == 1
+    assert len([*tmp_path.glob("outputs/train/*/seed-*/result.json")]) == 1
     shutil.rmtree(tmp_path / "outputs")

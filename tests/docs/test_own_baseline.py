@@ -39,7 +39,7 @@ def test_training_by_the_page_uses_the_rule(site, tmp_path):
     source = site / "median.py"
     source.write_text(source.read_text() + "\n")  # an edit makes another run
     assert readme.run(commands()[1], tmp_path, site)[0] == 0
-    assert len([*before.parents[1].glob("*/seed=0/result.json")]) == 2
+    assert len([*before.parents[1].glob("*/seed-0/result.json")]) == 2
 
 
 @pytest.mark.slow

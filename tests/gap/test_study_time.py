@@ -17,12 +17,12 @@ from grpo_ustat.runs.status import PlannedRun
 
 def planned(root, *words):
     config = compose("gap", "study=lemma6", "launch.workers=2", f"output_root={root}", *words)
-    return PlannedRun("", config, RunFolder(root / "gap/x/seed=9", config), None)
+    return PlannedRun("", config, RunFolder(root / "gap/x/seed-9", config), None)
 
 
 def left(root, name, seconds, rollouts, *words, host=None, **changes):
     """What a finished study leaves of itself."""
-    path = root / "gap" / name / "seed=0"
+    path = root / "gap" / name / "seed-0"
     (path / ".hydra").mkdir(parents=True)
     config = asdict(planned(root, *words).config) | changes
     (path / ".hydra/config.yaml").write_text(yaml.safe_dump(config))

@@ -21,7 +21,7 @@ def sweep(place, accuracies, *, rollouts=32, changes=(), done=True):
     for size, found in accuracies.items():
         for seed, accuracy in enumerate(found):
             evals = {0: 0.1, 4: accuracy - GAIN, 8: accuracy}
-            folder = place / f"G={size}-n={rollouts}" / f"seed={seed}"
+            folder = place / f"G-{size}-n-{rollouts}" / f"seed-{seed}"
             keys = {"rollouts": rollouts, "changes": POLICY | dict(changes), "done": done}
             trained(folder, size, seed, evals, **keys)
     return [str(place)]

@@ -89,5 +89,5 @@ def run(words, cwd, site=None, **environment):
 
 def only(folder, pattern):
     """The one file of this name in the one run folder below."""
-    (file,) = folder.glob(f"outputs/*/*/seed=0/{pattern}")
+    (file,) = folder.glob(f"outputs/*/*/seed-0/{pattern}")
     return file

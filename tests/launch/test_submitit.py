@@ -35,8 +35,8 @@ def tasks_of(seed):
 def test_tasks_are_ranks_and_a_signal_requeues_them(tmp_path):
     """USR2 to all tasks of a run: saved, started again, finished; typed again nothing runs."""
     with subprocess.Popen(SWEEP, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as sweep:
-        until(lambda: [*tmp_path.glob("sweep/*/seed=0/metrics.jsonl")], seconds=120)
-        (zero,) = tmp_path.glob("sweep/*/seed=0")
+        until(lambda: [*tmp_path.glob("sweep/*/seed-0/metrics.jsonl")], seconds=120)
+        (zero,) = tmp_path.glob("sweep/*/seed-0")
         until(lambda: lines(zero / "metrics.jsonl") >= 1)
         controller, tasks = tasks_of(zero)
         assert len(tasks) == 2
@@ -45,12 +45,12 @@ def test_tasks_are_ranks_and_a_signal_requeues_them(tmp_path):
         said = sweep.stderr.read()
     assert sweep.returncode == 0, said
     assert not any(map(alive, (controller, *tasks)))
-    for path in tmp_path.glob("sweep/*/seed=*"):
+    for path in tmp_path.glob("sweep/*/seed-*"):
         assert [row["step"] for row in rows(path)] == list(range(1, 31))
     told = [row.get("outcome", row["event"]) for row in history.launches(zero)]
     assert told == ["start", "stopped", "start", "resumed", "done"]
     assert {row["processes"] for row in history.launches(zero) if "processes" in row} == {2}
-    (one,) = tmp_path.glob("sweep/*/seed=1")
+    (one,) = tmp_path.glob("sweep/*/seed-1")
     assert [row.get("outcome", row["event"]) for row in history.launches(one)] == ["start", "done"]
     again = subprocess.run(SWEEP, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0 and again.stdout.count("done already") == 2

@@ -460,7 +460,7 @@ def test_a_sweep_starts_the_ranks_of_each_run(tmp_path, through):
     assert "the ranks ended with code 1" in said and "Traceback" not in said
     code, said = finished("train", *sweep, cwd=tmp_path)
     assert code == 0 and said.count("done already: seed=0 ") == 1, said
-    zero, first = (next(tmp_path.glob(f"sweep/*/seed={seed}")) for seed in (0, 1))
+    zero, first = (next(tmp_path.glob(f"sweep/*/seed-{seed}")) for seed in (0, 1))
     assert differences(zero, through) == []
     assert [row["event"] for row in history.launches(zero)] == ["start", "end"]
     assert json.loads((first / "result.json").read_text())["steps"] == 4

@@ -358,7 +358,7 @@ def test_the_next_step_follows_what_became_of_most(counts, overrides, step):
 def test_a_pool_of_one_reward_is_reused_by_another_study(tmp_path, never, monkeypatch):
     """Of the same output root, and by advice, which types the study."""
     root = f"output_root={tmp_path / 'out'}"
-    first, second = (tmp_path / f"out/mse/{name}/seed=0" for name in "ab")
+    first, second = (tmp_path / f"out/mse/{name}/seed-0" for name in "ab")
     _, one, _ = study(first, never, root)
     monkeypatch.setattr(pool_module, "start_sampler", None)  # sampling now would fail
     _, two, _ = study(second, never, root, "group_sizes=[2]")

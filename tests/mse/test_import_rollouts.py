@@ -78,7 +78,7 @@ def test_rewards_of_minus_one_and_one_are_imported_and_named(tmp_path):
             "mse", *SMALL, CUT, f"pool={path}", f"output_root={name}", cwd=tmp_path
         )
         assert code == 0, err
-        (found,) = (tmp_path / name).glob("mse/*/seed=0/result.json")
+        (found,) = (tmp_path / name).glob("mse/*/seed-0/result.json")
         results.append(json.loads(found.read_text()))
         word = "accuracy" if name == "right" else "mean reward"
         assert f"tiny_base, {word} {results[-1]['policy']['mean_reward']:.3f} [" in out
@@ -103,7 +103,7 @@ def test_a_study_of_it_has_a_folder_of_its_own(tmp_path):
     logged(path)
     code, out, err = run("mse", *SMALL, CUT, f"pool={path}", cwd=tmp_path)
     assert code == 0, err
-    (found,) = tmp_path.glob("outputs/mse/tiny_base-imported-*/seed=0/result.json")
+    (found,) = tmp_path.glob("outputs/mse/tiny_base-imported-*/seed-0/result.json")
     assert json.loads(found.read_text())["questions"] == 6
 
 

@@ -199,7 +199,7 @@ def test_a_study_goes_on_with_an_equal_pool_of_its_output_root(tmp_path, capsys)
     root = tmp_path / "out"
 
     def made(name, *overrides):
-        folder = root / "mse" / name / "seed=0"
+        folder = root / "mse" / name / "seed-0"
         config, prompts = asked(f"output_root={root}", *overrides)
         size = config.budget.pool_completions
         line = reuse_pool(config, folder / "pool", prompts, size)

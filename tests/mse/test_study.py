@@ -196,7 +196,7 @@ def test_the_command_runs_from_anywhere(tmp_path):
     code, out, err = run("mse", *SMALL, "study.questions=3", cwd=tmp_path)
     assert code == 0, err
     assert "Not enough data for a best G" in out and "leave_one_out" in out
-    assert len(list(tmp_path.glob("outputs/mse/tiny_base-*/seed=0/result.json"))) == 1
+    assert len(list(tmp_path.glob("outputs/mse/tiny_base-*/seed-0/result.json"))) == 1
 
 
 @pytest.mark.slow(minutes=0.3)

@@ -94,9 +94,9 @@ def report(tmp_path_factory, every_format):
     for size, seed in product(final, (0, 1)):
         for rollouts in (32, 64):
             reached = {0: 0.2, 4: 0.25, 8: final[size] + 0.02 * seed}
-            folder = home / f"runs/G={size}/n={rollouts}/seed={seed}"
+            folder = home / f"runs/G-{size}/n-{rollouts}/seed-{seed}"
             trained(folder, size, seed, reached, rollouts=rollouts)
-            other = home / f"runs/x_y%/G={size}/n={rollouts}/seed={seed}"
+            other = home / f"runs/x_y%/G-{size}/n-{rollouts}/seed-{seed}"
             trained(other, size, seed, reached, rollouts=rollouts, changes={"learning_rate": 1.0})
     names = ("none", "leave_one_out", "group_mean", "oracle", "median")
     errors = {(name, size): 8.0 / size for name in names for size in (2, 4)}

@@ -23,49 +23,49 @@ from grpo_ustat.runs.status import Entry
 REFUSED = {
     "nothing named": ([], "runs has no value"),
     "nothing there": (["runs=outputs/nothing"], "matches nothing in"),
-    "a seed's folder by name": (["runs=a/seed=7"], "runs=a/seed=7 matches nothing in"),
-    "a list with one that is not there": (["runs=[a,b/seed=0]"], "runs=b/seed=0 matches nothing"),
+    "a seed's folder by name": (["runs=a/seed-7"], "runs=a/seed-7 matches nothing in"),
+    "a list with one that is not there": (["runs=[a,b/seed-0]"], "runs=b/seed-0 matches nothing"),
     "no folders": (["runs=[]"], "name folders"),
     "a name that leads elsewhere": (["runs=a", "name=../x"], "use letters, digits"),
     "an unknown key": (["runs=a", "nme=x"], "did you mean name?"),
     "another entry's key": (["runs=a", "group_size=4"], "unknown key group_size"),
     "a sweep": (["-m", "runs=a"], "report is no sweep"),
     "a step that is not evaluated": (["runs=a", "steps=[3]"], "evaluated are [0, 4, 8]"),
-    "a run's own folder": (["runs=a", "'hydra.run.dir=a/seed=0'"], "is a run's folder"),
+    "a run's own folder": (["runs=a", "'hydra.run.dir=a/seed-0'"], "is a run's folder"),
     "runs that have not come to anything": (["runs=begun"], "nothing to show yet"),
 }
 
 
 @pytest.mark.parametrize("arguments, message", slow_but(REFUSED, "no folders", "a sweep"))
 def test_what_cannot_be_reported_is_one_line(arguments, message, tmp_path, monkeypatch, capsys):
-    trained(tmp_path / "a/seed=0", 4, 0, {0: 0.2, 4: 0.3, 8: 0.4})
+    trained(tmp_path / "a/seed-0", 4, 0, {0: 0.2, 4: 0.3, 8: 0.4})
     begin(tmp_path / "begun", configured("train", {}), ())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["report", *(x.strip("'") for x in arguments)])
     if "hydra.run.dir" in str(arguments):
-        monkeypatch.setattr(sys, "argv", ["report", arguments[0], "hydra.run.dir='a/seed=0'"])
+        monkeypatch.setattr(sys, "argv", ["report", arguments[0], "hydra.run.dir='a/seed-0'"])
     with pytest.raises(SystemExit) as refused:
         command.main()
     said = capsys.readouterr().err
     assert refused.value.code == 2 and message in said and len(said.splitlines()) == 1
     assert not (tmp_path / "outputs/report").exists()
-    assert (tmp_path / "a/seed=0/result.json").is_file()
+    assert (tmp_path / "a/seed-0/result.json").is_file()
 
 
 def test_a_sweep_of_which_nothing_has_begun_says_so(tmp_path, capsys):
-    report_sweep([Entry("seed=0", tmp_path / "seed=0", "hash", 8)], tmp_path / "joint", None)
+    report_sweep([Entry("seed=0", tmp_path / "seed-0", "hash", 8)], tmp_path / "joint", None)
     assert "has anything to report" in capsys.readouterr().out
     assert not (tmp_path / "joint").exists()
 
 
 def test_a_sweep_that_has_not_come_to_a_step_asked_for_says_so(tmp_path, monkeypatch, capsys):
-    trained(tmp_path / "seed=0", 4, 0, {0: 0.2, 4: 0.3}, done=False)
+    trained(tmp_path / "seed-0", 4, 0, {0: 0.2, 4: 0.3}, done=False)
     monkeypatch.setattr(
         aggregate, "learning_figure", lambda folder, name, runs: learning_rows(runs)
     )
     monkeypatch.setattr(aggregate, "page", lambda made: None)
     monkeypatch.setattr(aggregate, "render", lambda page: "")
-    report_sweep([Entry("seed=0", tmp_path / "seed=0", None, 8)], tmp_path / "joint", [8])
+    report_sweep([Entry("seed=0", tmp_path / "seed-0", None, 8)], tmp_path / "joint", [8])
     said = capsys.readouterr().out
     assert "no run was evaluated at step 8" in said and "unfinished: seed=0: stopped" in said
     assert (tmp_path / "joint/learning.csv").is_file()
@@ -98,7 +98,7 @@ def test_a_report_of_everything(tmp_path):
         for rollouts in (32, 64):
             done = (size, seed, rollouts) != (8, 1, 64)
             final = 0.3 + 0.01 * size + 0.02 * seed + 0.001 * rollouts
-            folder = tmp_path / f"runs/G={size}/n={rollouts}/seed={seed}"
+            folder = tmp_path / f"runs/G-{size}/n-{rollouts}/seed-{seed}"
             reached = {0: 0.2, 4: 0.25, 8: final} if done else {0: 0.2, 4: 0.25}
             trained(folder, size, seed, reached, rollouts=rollouts, done=done)
             if done:
@@ -114,7 +114,7 @@ def test_a_report_of_everything(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for line in (
-        "unfinished: runs/G=8/n=64/seed=1: stopped, step 4 of 8 (killed)",
+        "unfinished: runs/G-8/n-64/seed-1: stopped, step 4 of 8 (killed)",
         "the runs are of several commits: aaaaaaaa (10 runs), bbbbbbbb (1 runs)",
         "2 series, apart and never averaged, by learning_rate",
     ):
@@ -133,7 +133,7 @@ def test_a_report_of_everything(tmp_path):
             assert float(cell["mean_reward"]) == pytest.approx(sum(mine) / len(mine))
             assert int(cell["seeds"]) == len(mine)
     page = re.sub("</?abbr[^>]*>", "", (home / "report.html").read_text())
-    assert "Missing in studies/a: optimal at G = 2." in page and "runs/G=8/n=64/seed=1" in page
+    assert "Missing in studies/a: optimal at G = 2." in page and "runs/G-8/n-64/seed-1" in page
     assert "learning_rate" in page and "G* = 4.0 [4.0, 4.0]" in page
 
 
@@ -172,7 +172,7 @@ def test_studies_of_equal_rewards_are_left_out_of_tables_and_figures(tmp_path, c
 @pytest.mark.slow
 def test_a_report_made_again_keeps_nothing_of_the_one_before(tmp_path):
     for seed in (0, 1):
-        trained(tmp_path / f"a/seed={seed}", 4, seed, {0: 0.2, 8: 0.3 + seed / 10})
+        trained(tmp_path / f"a/seed-{seed}", 4, seed, {0: 0.2, 8: 0.3 + seed / 10})
     studied(tmp_path / "b", "tiny", {("none", 2): 1.0, ("none", 4): 0.5})
     home = tmp_path / "report"
     report_runs([str(tmp_path / "b")], home, None)

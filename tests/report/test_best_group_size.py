@@ -118,7 +118,7 @@ def test_the_mean_of_the_evaluations_decides_and_the_last_one_does_not(tmp_path)
     for size, before in ((2, 0.2), (8, 0.4)):
         for seed in range(4):
             evals = {0: 0.1, 4: before + 0.01 * seed, 8: 0.5 + 0.01 * seed}
-            folder = tmp_path / f"runs/G={size}/seed={seed}"
+            folder = tmp_path / f"runs/G-{size}/seed-{seed}"
             trained(folder, size, seed, evals, changes=POLICY)
     found = compare([str(tmp_path / "runs")], study(tmp_path / "study"))
     assert found.rows[0]["difference"] == pytest.approx(-0.1)

@@ -39,10 +39,10 @@ def test_patterns_without_a_run_are_one_line(pattern, message, tmp_path):
 
 def test_runs_are_found_below_any_pattern_once_and_in_the_order_of_their_numbers(tmp_path):
     for size in (16, 4, 8):
-        trained(tmp_path / f"train/G={size}/seed=0", size, 0, ACCURACIES)
-    patterns = [str(tmp_path / "train"), str(tmp_path / "*" / "G=*")]
+        trained(tmp_path / f"train/G-{size}/seed-0", size, 0, ACCURACIES)
+    patterns = [str(tmp_path / "train"), str(tmp_path / "*" / "G-*")]
     labels = [entry.label for entry in entries_in(patterns)]
-    assert labels == ["G=4/seed=0", "G=8/seed=0", "G=16/seed=0"]
+    assert labels == ["G-4/seed-0", "G-8/seed-0", "G-16/seed-0"]
 
 
 def test_every_folder_is_shown_or_named(tmp_path):

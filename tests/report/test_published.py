@@ -47,8 +47,8 @@ def test_homogeneity_by_hand():
 def test_a_report_of_runs_on_math_has_the_published_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # a row in one line
     for size, accuracy in ((4, 0.75), (8, 0.8)):
-        trained(tmp_path / f"G={size}/seed=0", size, 0, {0: 0.2, 8: accuracy}, changes=MATH.items())
-    report_runs([str(tmp_path / "G=*")], tmp_path / "joint", None)
+        trained(tmp_path / f"G-{size}/seed-0", size, 0, {0: 0.2, 8: accuracy}, changes=MATH.items())
+    report_runs([str(tmp_path / "G-*")], tmp_path / "joint", None)
     rows = list(csv.DictReader((tmp_path / "joint/published_table2.csv").open()))
     assert len(rows) == 18
     (row,) = [r for r in rows if (r["rollouts"], r["group_size"]) == ("1024", "8")]

@@ -48,7 +48,7 @@ def test_unfinished_runs_and_other_studies_do_not_count(tmp_path):
     runs = sweep(tmp_path / "runs", {size: found[:3] for size, found in TOLD.items()})
     sweep(tmp_path / "runs/later", {2: [0.3] * 4}, rollouts=32, done=False)
     for seed in range(3):
-        shutil.rmtree(tmp_path / f"runs/later/G=2-n=32/seed={seed}")
+        shutil.rmtree(tmp_path / f"runs/later/G-2-n-32/seed-{seed}")
     other = study(tmp_path / "other", changes={"temperature": 0.7})
     assert {row["seeds"] for row in compare(runs, [*other, *measured]).rows} == {3}
 
@@ -56,7 +56,7 @@ def test_unfinished_runs_and_other_studies_do_not_count(tmp_path):
 def test_a_seed_with_a_missing_run_is_left_out_at_its_budget_alone(tmp_path):
     sweep(tmp_path / "runs", TOLD, rollouts=32)
     runs = sweep(tmp_path / "runs", TOLD, rollouts=64)
-    shutil.rmtree(tmp_path / "runs/G=2-n=64/seed=3")
+    shutil.rmtree(tmp_path / "runs/G-2-n-64/seed-3")
     found = compare(runs, study(tmp_path / "study"))
     assert {row["n"]: row["seeds"] for row in found.rows} == {32: 4, 64: 3}
 
@@ -64,7 +64,7 @@ def test_a_seed_with_a_missing_run_is_left_out_at_its_budget_alone(tmp_path):
 def test_too_few_whole_seeds_are_refused(tmp_path):
     runs = sweep(tmp_path / "runs", TOLD)
     for seed in (0, 3):
-        shutil.rmtree(tmp_path / f"runs/G=8-n=32/seed={seed}")
+        shutil.rmtree(tmp_path / f"runs/G-8-n-32/seed-{seed}")
     message = refused(runs, study(tmp_path / "study"))
     assert "n=32 has 2 seeds with every G of [2, 8, 32], 3 are needed" in message
 

@@ -233,7 +233,7 @@ def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
     """Theorems on top; verdicts, accuracies and policies each where they belong."""
     monkeypatch.setattr(aggregate, "learning_figure", lambda *_: [])
     two(tmp_path / "gap")
-    trained(tmp_path / "train/G=4", 4, 0, {0: 0.2, 8: 0.4}, done=False)
+    trained(tmp_path / "train/G-4", 4, 0, {0: 0.2, 8: 0.4}, done=False)
     home = tmp_path / "report"
     report_runs([str(tmp_path / "gap"), str(tmp_path / "train")], home, None)
     there = {file.stem for file in home.glob("*.csv")}
@@ -246,7 +246,7 @@ def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
     assert told == {
         "gap/a": ("gap", "coins", "", "agrees", ""),
         "gap/b": ("gap", "softmax", "", "disagrees", ""),
-        "train/G=4": ("train", "tiny_base, bare", "arithmetic", "", "32"),
+        "train/G-4": ("train", "tiny_base, bare", "arithmetic", "", "32"),
     }
     texts = Shown((home / "report.html").read_text()).texts
     titles = ["What is predicted, and whether it is measured",

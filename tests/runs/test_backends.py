@@ -163,7 +163,7 @@ def offline_run(folder, name, *, sent=False):
 def test_one_command_sends_all_offline_runs_of_a_sweep(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sweep = Path("outputs/train")
-    folders = [sweep / name / "seed=0" for name in ("a", "b", "c")]
+    folders = [sweep / name / "seed-0" for name in ("a", "b", "c")]
     places = [offline_run(folder, "1") for folder in folders[:2]]
     assert [unsent_runs(folder) for folder in folders] == [[places[0]], [places[1]], []]
     pattern = "wandb sync outputs/train/*/seed=*/tracker/wandb/offline-run-*"

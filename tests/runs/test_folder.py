@@ -18,10 +18,10 @@ from grpo_ustat.runs.record import RunRecord
 
 
 def test_empty_folders_go_up_to_where_a_file_or_the_working_directory_is(tmp_path, monkeypatch):
-    (tmp_path / "here/outputs/train/a/seed=0").mkdir(parents=True)
+    (tmp_path / "here/outputs/train/a/seed-0").mkdir(parents=True)
     (tmp_path / "other/a/b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    remove_empty(Path("outputs/train/a/seed=0"))
+    remove_empty(Path("outputs/train/a/seed-0"))
     assert list((tmp_path / "here").iterdir()) == []
     remove_empty(tmp_path / "other/a/b")  # elsewhere no further than the folder above it
     assert list((tmp_path / "other").iterdir()) == []

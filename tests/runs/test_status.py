@@ -185,7 +185,7 @@ def noted(place, entry="train"):
     }  # fmt: skip
     points = []
     for seed, (name, history_of) in enumerate(rows.items()):
-        path = place / f"tiny-{name}" / f"seed={seed}"
+        path = place / f"tiny-{name}" / f"seed-{seed}"
         if history_of:
             folder(path, *history_of, result=RESULT if name == "done" else None, steps=2)
         of = SimpleNamespace(path=path, config_hash="abc")
@@ -198,7 +198,7 @@ def test_the_table_of_a_sweep(tmp_path, capsys, monkeypatch):
     """Looked at: one line a run, the numbers aligned right, nothing cut at 80 columns."""
     place = tmp_path / "outputs"
     noted(place)
-    lock = Lock(place / "tiny-running" / "seed=1")
+    lock = Lock(place / "tiny-running" / "seed-1")
     lock.take()
     code, out, err = shown(capsys, monkeypatch, place)
     lock.release()
@@ -223,7 +223,7 @@ def test_the_table_of_a_sweep(tmp_path, capsys, monkeypatch):
 def test_the_table_names_what_the_runs_have(quantity, tmp_path, capsys, monkeypatch):
     noted(tmp_path)
     result = RESULT | {"quantity": quantity, "final_mean_reward": -0.625, "mean_reward_low": -0.75}
-    (tmp_path / "tiny-done/seed=0/result.json").write_text(json.dumps(result))
+    (tmp_path / "tiny-done/seed-0/result.json").write_text(json.dumps(result))
     text = " ".join(" ".join(shown(capsys, monkeypatch, tmp_path)[1]).split())
     assert f"held-out {quantity}, 95 % intervals" in text and "-0.625 [-0.750," in text
     (other,) = {"accuracy", "mean reward"} - {quantity}
@@ -235,7 +235,7 @@ def of_theorems(place):
     rows = {"lemma6": [START, END], "theorem7": [START], "theorem8": []}
     points = []
     for name, history_of in rows.items():
-        path = place / f"{name}-coins" / "seed=0"
+        path = place / f"{name}-coins" / "seed-0"
         if history_of:
             folder(path, *history_of, result=OF_THEOREM if name == "lemma6" else None)
         of = SimpleNamespace(path=path, config_hash="abc")
@@ -284,12 +284,12 @@ def test_runs_of_several_entries_have_a_table_each(tmp_path, capsys, monkeypatch
 
 
 def test_runs_that_no_sweep_names_are_shown_too(tmp_path, capsys, monkeypatch):
-    folder(tmp_path / "x" / "seed=0", START, END, result=RESULT)
-    folder(tmp_path / "x" / "seed=1", START, FAILED)
+    folder(tmp_path / "x" / "seed-0", START, END, result=RESULT)
+    folder(tmp_path / "x" / "seed-1", START, FAILED)
     code, out, err = shown(capsys, monkeypatch, tmp_path)
     assert code == 0 and not err
-    states = [line.split()[:2] for line in out if "x/seed=" in line and ":" not in line[:10]]
-    assert states == [["x/seed=0", "done"], ["x/seed=1", "failed"]]
+    states = [line.split()[:2] for line in out if "x/seed-" in line and ":" not in line[:10]]
+    assert states == [["x/seed-0", "done"], ["x/seed-1", "failed"]]
 
 
 def test_runs_that_no_sweep_names_have_a_table_of_their_own_after_the_sweeps(
@@ -297,17 +297,17 @@ def test_runs_that_no_sweep_names_have_a_table_of_their_own_after_the_sweeps(
 ):
     sweep = noted(tmp_path)
     names = [str(one.folder) for one in sweep.entries]
-    folder(tmp_path / "by_hand" / "seed=7", START, FAILED)
+    folder(tmp_path / "by_hand" / "seed-7", START, FAILED)
     found = sweeps_in(tmp_path)
     assert [[str(one.folder) for one in each.entries] for each in found] == [
         names,
-        [str(tmp_path / "by_hand" / "seed=7")],
+        [str(tmp_path / "by_hand" / "seed-7")],
     ]
-    assert [one.label for one in found[1].entries] == ["by_hand/seed=7"]
+    assert [one.label for one in found[1].entries] == ["by_hand/seed-7"]
     assert len(sweeps_in(sweep.file)) == 1
     code, out, err = shown(capsys, monkeypatch, tmp_path)
     text = " ".join(" ".join(out).split())
-    assert code == 0 and not err and text.index("of 6 runs") < text.index("by_hand/seed=7 failed")
+    assert code == 0 and not err and text.index("of 6 runs") < text.index("by_hand/seed-7 failed")
     assert "(named by no sweep)" in text and "1 failed of 1 runs" in text
 
 

@@ -82,7 +82,7 @@ def test_constants_along_a_training_run(tmp_path, execute, monkeypatch):
         subprocess.run = started
         study.mse_figure = study.scaling_figure = lambda *_: None
 
-    folder = tmp_path / "G=8/seed=0"  # as run folders are named
+    folder = tmp_path / "G-8/seed-0"  # as run folders are named
     trained = ("debug=train", "save_steps=1", f"hydra.run.dir={folder}")
     code, said = finished("train", *trained, cwd=tmp_path.parent, seconds=600)
     assert code == 0, said

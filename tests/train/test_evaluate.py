@@ -162,7 +162,7 @@ def test_a_graded_reward_is_named_wherever_a_run_is_shown(tmp_path):
     assert "step 0: held-out mean reward " in out + err and "Held-out mean reward" in out
     assert "accuracy" not in out + err
     home = tmp_path / "outputs/train"
-    first = next(home.glob("*/seed=0"))
+    first = next(home.glob("*/seed-0"))
     result = json.loads((first / "result.json").read_text())
     assert result["quantity"] == "mean reward"
     rises = f"{result['evals'][0]['mean_reward']:.3f} -> {result['final_mean_reward']:.3f}"

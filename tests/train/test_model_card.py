@@ -136,7 +136,7 @@ def test_the_stored_configuration_is_the_same_run(finished):
     asked = parse("train", arguments)
     assert asked.planned_runs[0].config == config_of()
     other = parse("train", [*arguments, "seed=5"]).planned_runs[0]
-    assert other.config.seed == 5 and other.folder.path.name == "seed=5"
+    assert other.config.seed == 5 and other.folder.path.name == "seed-5"
 
 
 def test_a_thousand_steps_stay_a_small_table():

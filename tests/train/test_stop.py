@@ -104,10 +104,10 @@ def test_the_command_ends_with_code_75_and_goes_on(tmp_path, through, number, co
 def test_a_sweep_stops_as_a_whole(tmp_path):
     words = ("train", "-m", *SHORT, "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep")
     with Command(*words, cwd=tmp_path) as command:
-        until(lambda: any(map(lines, tmp_path.glob("sweep/*/seed=0/metrics.jsonl"))))
+        until(lambda: any(map(lines, tmp_path.glob("sweep/*/seed-0/metrics.jsonl"))))
         os.kill(command.pid, signal.SIGTERM)
         assert command.end()[0] == 75
-    assert not list(tmp_path.glob("sweep/*/seed=1"))
+    assert not list(tmp_path.glob("sweep/*/seed-1"))
 
 
 def test_a_signal_to_one_rank_stops_both_and_one_process_goes_on(tmp_path):
