@@ -18,8 +18,7 @@ from pathlib import Path
 from statistics import median_high
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.logs.logged import LEAST_COMPLETIONS
-from grpo_ustat.logs.rows import Rollout
+from grpo_ustat.logs.rows import LEAST_COMPLETIONS, Rollout
 
 COPY = "a copy of a row that is counted"
 LeaveOut = Callable[[Rollout, str], None]

@@ -31,11 +31,10 @@ from frameworks import (
 from pyarrow import parquet
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS
-from grpo_ustat.logs.logged import step_rollouts
-from grpo_ustat.logs.rows import Options, Rollout
+from grpo_ustat.logs.rows import Options, Rollout, step_rollouts
 from grpo_ustat.logs.sieve import COPY, once, rollouts_of_step
-from grpo_ustat.logs.table import convert
 
 
 @pytest.mark.parametrize("named", ["traces", "episodes", "nothing"])

@@ -11,17 +11,19 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs import sieve
-from grpo_ustat.logs.dumps import files_of, packed_files, split_by_name
-from grpo_ustat.logs.formats import Format
-from grpo_ustat.logs.logged import (
+from grpo_ustat.logs.formats import Format, files_of, packed_files, split_by_name
+from grpo_ustat.logs.readers import EVALUATION, UNLIKE
+from grpo_ustat.logs.rows import (
     LEAST_COMPLETIONS,
     STEP_ROLLOUTS,
+    DamagedFile,
+    Options,
+    Rollout,
     completion_fault,
     ids_fault,
     per_token_fault,
     prompt_fault,
 )
-from grpo_ustat.logs.rows import EVALUATION, UNLIKE, DamagedFile, Options, Rollout
 from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.terminal.streams import HALF, single_line
@@ -107,14 +109,14 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         ConfigError: no file fits, a file cannot be read, the target is there, or no row is left.
     """
     _check(target, options)
-    paths = files_of(source, one.dump)
-    packed = packed_files(source, [one.dump.pattern])
+    paths = files_of(source, one)
+    packed = packed_files(source, [one])
     if packed and not paths:
         raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
     if not paths:
-        pattern = one.dump.pattern.rpartition("/")[2]
+        pattern = one.pattern.rpartition("/")[2]
         raise ConfigError(f"{source} holds no {pattern}, as {one.name} writes them")
-    paths, strange = split_by_name(source, one.dump, paths)
+    paths, strange = split_by_name(source, one, paths)
     notes = [f"not read: {path}, whose name is not as {one.name} writes it" for path in strange]
     notes += [f"not read: {path}, which is packed: unpack it" for path in packed]
     rollouts, damaged = _rollouts_of(paths, one, replace(options, source=source))
@@ -127,7 +129,7 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     def leave_out(rollout: Rollout, reason: str) -> None:
         """Count a row that is left out."""
         reasons[reason] += 1
-        example.setdefault(reason, rollout.place)
+        example.setdefault(reason, f"{rollout.path} {rollout.place}")
 
     rows = []
     for row in rollouts:
