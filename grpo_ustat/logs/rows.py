@@ -55,6 +55,7 @@ class Rollout:
         arrived: whether its file holds all that arrived, beside one of what was trained on.
         untrained: why the framework did not train on it; empty: it did.
         fault: why it cannot be used; empty: it can.
+        left_out: why it was not taken; empty: it was, or nothing was decided yet.
         note: what is to be said of it where it is used.
         prompt_ids, completion_ids: token ids, end token included; None: only texts were logged.
         loss_mask: 1 on tokens of the completion that the policy wrote; None: all.
@@ -77,6 +78,7 @@ class Rollout:
     arrived: bool = False
     untrained: str = ""
     fault: str = ""
+    left_out: str = ""
     note: str = ""
     prompt_ids: list[int] | None = None
     completion_ids: list[int] | None = None
