@@ -177,28 +177,17 @@ def read_prime_rl(path: Path, options: Options) -> Iterator[Rollout]:
         launch = f", run {run['id']}" if run.get("id") else ""
         is_evaluation = "eval" in (kind, work.get("type"), run.get("type"))
         common = Rollout(
-            path,
-            place,
-            run=f"{folder}{launch}",
-            step=step,
-            arrived=subset == "all",
+            path, place, run=f"{folder}{launch}", step=step, arrived=subset == "all",
             untrained=EVALUATION if is_evaluation else "",
-        )
+        )  # fmt: skip
         if not episode["traces"]:
             return [replace(common, untrained=common.untrained or "it failed before any trace")]
-        return [
-            _prime_trace(
-                replace(
-                    common,
-                    place=f"{place} trace {k}",
-                    sample=f"{episode['id']} {k}" if episode.get("id") else None,
-                ),
-                trace,
-                episode,
-                options,
-            )
-            for k, trace in enumerate(episode["traces"])
-        ]
+        made = []
+        for k, trace in enumerate(episode["traces"]):
+            sample = f"{episode['id']} {k}" if episode.get("id") else None
+            one = replace(common, place=f"{place} trace {k}", sample=sample)
+            made.append(_prime_trace(one, trace, episode, options))
+        return made
 
     return rows_of(path, lines_of(path), build)
 
