@@ -22,8 +22,7 @@ from grpo_ustat.estimators.scaling import (
     scaling_estimate,
     widening,
 )
-from grpo_ustat.logs.dumps import PACKED, dump_of
-from grpo_ustat.logs.logged import EXACT, step_rollouts
+from grpo_ustat.logs.formats import PACKED, format_of
 from grpo_ustat.logs.rewards import (
     SUFFIXES,
     expected_zero_variance,
@@ -31,6 +30,7 @@ from grpo_ustat.logs.rewards import (
     reward_lines,
     share_text,
 )
+from grpo_ustat.logs.rows import EXACT, step_rollouts
 from grpo_ustat.pages.advice import (
     UNKNOWN,
     Advice,
@@ -141,12 +141,12 @@ def _refuse_dump(request: Request) -> None:
         ConfigError: naming the framework and the command that makes it a log.
     """
     source = request.source
-    dump = dump_of(source)
-    if dump is None or (dump.name == "trl" and source.is_file()):
+    one = format_of(source)
+    if one is None or (one.name == "trl" and source.is_file()):
         return
     size = [f"num_generations={request.num_generations}"] * (request.num_generations is not None)
     raise ConfigError(
-        f"{source} is what {dump.name} writes: type "
+        f"{source} is what {one.name} writes: type "
         f"{command_line('convert', str(source), 'rollouts.parquet')}, and then "
         f"{command_line('advise', 'rollouts.parquet', *size)}"
     )

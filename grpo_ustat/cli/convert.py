@@ -10,9 +10,9 @@ from pathlib import Path
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS, detect
 from grpo_ustat.logs.rows import Options
-from grpo_ustat.logs.table import convert
 from grpo_ustat.terminal.console import tell
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.logs.logged import KNOWN
+from grpo_ustat.logs.rows import KNOWN, read_columns
 from grpo_ustat.records import LARGEST_REWARD, Array, is_number
-from grpo_ustat.runs.files import csv_rows, json_lines
-from grpo_ustat.terminal.streams import single_line
 
 PROMPTS = ("prompt_id", "prompt", "group_id", "group", "question")  # columns that name a group
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -51,19 +48,17 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
         ConfigError: the file cannot be read, has no such columns, holds a reward that is not a
             finite number, or no prompt with two completions.
     """
-    rows = _rows(path)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    prompt = next((name for name in PROMPTS if name in names), None)
+    columns = read_columns(path)
+    prompt = next((name for name in PROMPTS if name in columns), None)
     if prompt is None:
         raise ConfigError(
-            f"{path} has columns {', '.join(names)}: one of {', '.join(PROMPTS)} must say which "
+            f"{path} has columns {', '.join(columns)}: one of {', '.join(PROMPTS)} must say which "
             "completions are of one prompt"
         )
     if column is None:
-        own = {*KNOWN, *PROMPTS}
         numeric = [
-            name for name in names
-            if name not in own and any(isinstance(row.get(name), int | float) for row in rows)
+            name for name, values in columns.items()
+            if name not in (*KNOWN, *PROMPTS) and any(isinstance(x, int | float) for x in values)
         ]  # fmt: skip
         if "reward" not in numeric and len(numeric) != 1:
             raise ConfigError(
@@ -71,27 +66,28 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
                 "columns: say which are the rewards with reward=COLUMN"
             )
         column = "reward" if "reward" in numeric else numeric[0]
-    elif column not in names:
-        raise ConfigError(f"{path} has no column {column}: choose from {', '.join(names)}")
+    elif column not in columns:
+        raise ConfigError(f"{path} has no column {column}: choose from {', '.join(columns)}")
+    rewards, prompts = columns[column], columns[prompt]
+    steps = columns.get("step", [None] * len(rewards))
     groups: dict[str, list[float]] = {}
-    for number, row in enumerate(rows):
-        value = row.get(column)
+    for row, (value, name, step) in enumerate(zip(rewards, prompts, steps, strict=True)):
         if not is_number(value, LARGEST_REWARD):
             raise ConfigError(
-                f"{path} row {number} (from 0): {column} is {value!r:.40}, not a finite number "
+                f"{path} row {row} (from 0): {column} is {value!r:.40}, not a finite number "
                 f"of at most {LARGEST_REWARD:g}: mend or drop it"
             )
-        if row.get(prompt) is None:
-            raise ConfigError(f"{path} row {number} (from 0): {prompt} is null: mend or drop it")
-        key = json.dumps([row.get("step"), row[prompt]], sort_keys=True, default=str)
+        if name is None:
+            raise ConfigError(f"{path} row {row} (from 0): {prompt} is null: mend or drop it")
+        key = json.dumps([step, name], sort_keys=True, default=str)
         groups.setdefault(key, []).append(float(value))
     several = [np.array(group) for group in groups.values() if len(group) > 1]
     if not several:
         raise ConfigError(
-            f"{path}: no {prompt} has two completions among {len(rows)} rows, so no group can be "
-            "judged"
+            f"{path}: no {prompt} has two completions among {len(rewards)} rows, so no group can "
+            "be judged"
         )
-    return RewardGroups(column, several, len(groups) - len(several), names)
+    return RewardGroups(column, several, len(groups) - len(several), list(columns))
 
 
 def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | None:
@@ -157,23 +153,3 @@ def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
         f"of the prompts' expected rewards {between}."
     )
     return lines
-
-
-def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
-    try:
-        if path.suffix == ".parquet":
-            from pyarrow import parquet
-
-            rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-        elif path.suffix == ".csv":
-            rows = csv_rows(path.read_text(encoding="utf-8-sig"))  # with Excel's mark or without
-        else:
-            rows = [row for _, row in json_lines(path)]
-    except ConfigError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        reason = single_line(error, 200)
-        raise ConfigError(f"{path} cannot be read: {reason}") from error
-    if not rows:
-        raise ConfigError(f"{path} has no rows")
-    return rows

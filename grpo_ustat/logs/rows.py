@@ -1,22 +1,37 @@
-"""A row of any framework's rollouts, its reward, and what becomes of a row that is not as it should
-be: it is counted, and the others are read.
+"""A row of anybody's rollouts, what its reward is, and why one cannot be used; and the rows of a
+table, as `convert`, TRL, our own training or a user wrote it.
+
+Two kinds of tables. Token-exact ones, as `grpo-ustat convert` writes them: `prompt_id`,
+`prompt_ids`, `completion_ids` (token ids, end token included), `reward`, `ended`, and perhaps
+`loss_mask` (1 on tokens that the policy wrote), `logprobs` (of the sampler, a number a token) and
+`policy_version`. Or those of TRL's completions log: `prompt` and `completion`, texts or
+conversations (lists of messages with `role` and `content`), and one column of rewards; `step`,
+`advantage` and the columns of our own completions.parquet may be there too. Rows count from 0. What
+`mse` makes of the rows is said in `import_rollouts`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.runs.files import parsed_row
+from grpo_ustat.records import LARGEST_REWARD, is_number
+from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.terminal.streams import single_line
 
-EVALUATION = "of an evaluation"
-UNLIKE = "its row is not as the framework writes it"  # and the error, in parentheses
+KNOWN = (  # columns that hold no rewards: TRL's, then ours
+    "step", "prompt", "completion", "advantage",
+    "prompt_id", "completion_index", "length", "ended", "answer", "extracted",
+    "prompt_ids", "completion_ids", "loss_mask", "logprobs", "policy_version", "policy_step",
+)  # fmt: skip
+EXACT = ("prompt_ids", "completion_ids")  # what makes rows token-exact
+STEP_ROLLOUTS = "grpo_ustat.step_rollouts"  # in the metadata that `convert` writes
+LEAST_COMPLETIONS = 4  # of a prompt: the jackknife leaves three, which unbiased estimators need
 
 
 class DamagedFile(ConfigError):
@@ -25,11 +40,11 @@ class DamagedFile(ConfigError):
 
 @dataclass
 class Rollout:
-    """One completion as a framework logged it.
+    """One completion as it was logged.
 
     Attributes:
         path: its file.
-        place: in it, for messages.
+        place: in it, for messages, such as `line 3`.
         group: the framework's name of the group, unique in a run and policy.
         reward: nan where there is none.
         run: of training that it belongs to: a folder, and what else tells runs in it apart.
@@ -40,13 +55,16 @@ class Rollout:
         arrived: whether its file holds all that arrived, beside one of what was trained on.
         untrained: why the framework did not train on it; empty: it did.
         fault: why it cannot be used; empty: it can.
+        left_out: why it was not taken; empty: it was, or nothing was decided yet.
         note: what is to be said of it where it is used.
         prompt_ids, completion_ids: token ids, end token included; None: only texts were logged.
         loss_mask: 1 on tokens of the completion that the policy wrote; None: all.
         logprobs: of the completion's tokens, by the sampler; None: not logged.
-        ended: whether the policy wrote its end token; None: not logged.
+        ended: whether the policy wrote its end token, False where it was cut; None: not logged.
+        length: in tokens, end token included, where only texts were logged; None: not logged.
         policy_version: of the weights that wrote it; None: not logged.
-        prompt, completion: texts, or lists of messages; None: not logged.
+        prompt, completion: texts, or lists of messages; None: not logged. A table's completions
+            are texts, and so are the prompts of one with token ids.
     """
 
     path: Path
@@ -60,15 +78,22 @@ class Rollout:
     arrived: bool = False
     untrained: str = ""
     fault: str = ""
+    left_out: str = ""
     note: str = ""
     prompt_ids: list[int] | None = None
     completion_ids: list[int] | None = None
     loss_mask: list[int] | None = None
     logprobs: list[float] | None = None
     ended: bool | None = None
+    length: int | None = None
     policy_version: str | None = None
     prompt: Any = None
     completion: Any = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its tokens are known, not only its text."""
+        return self.completion_ids is not None
 
 
 @dataclass(frozen=True)
@@ -170,66 +195,6 @@ def as_float(value: Any) -> float:
         return math.inf
 
 
-def rows_of(
-    path: Path,
-    rows: Iterable[tuple[str, Any]],
-    build: Callable[[str, Any], Iterable[Rollout]],
-) -> Iterator[Rollout]:
-    """What `build` makes of each row, with its place; a row that is not as the framework writes it
-    becomes a rollout with that fault, so that it is counted and the others are read.
-    """
-    for where, row in rows:
-        place = f"{path} {where}"
-        try:
-            if row is None:
-                raise ValueError("no JSON object, cut off perhaps")
-            made = list(build(place, row))
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            reason = f"{type(error).__name__}: {single_line(error, 80)}"
-            made = [Rollout(path, place, run=str(path.parent), fault=f"{UNLIKE} ({reason})")]
-        for one in made:
-            if found := _unlike(one):
-                one.fault = f"{UNLIKE} ({found})"
-            yield one
-
-
-TYPES = {
-    "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
-    "policy_version": str | None, "reward": float, "prompt_ids": list | None,
-    "completion_ids": list | None, "loss_mask": list | None, "logprobs": list | None,
-    "prompt": str | list | None, "completion": str | list | None,
-}  # fmt: skip
-
-
-def _unlike(rollout: Rollout) -> str:
-    """The first field that is of another type than it must be; empty: none is."""
-    for name, kind in TYPES.items():
-        if not isinstance(value := getattr(rollout, name), kind):
-            return f"{name} is {type(value).__name__} {single_line(value, 40)}"
-    return ""
-
-
-def whole(value: Any, name: str, largest: int) -> int:
-    """A length as logged.
-
-    Raises:
-        ValueError: it is no whole number from 0 to `largest`.
-    """
-    if not isinstance(value, int | float) or value not in range(largest + 1):
-        raise ValueError(f"{name} is no whole number from 0 to {largest}")
-    return int(value)
-
-
-def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Each line that is not blank; None for one that is no JSON object."""
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        for place, line in enumerate(file):
-            if line.strip():
-                yield f"line {place}", parsed_row(line)
-
-
 def reward_columns(
     columns: Mapping[str, list[Any]], known: set[str]
 ) -> tuple[list[str], list[str]]:
@@ -265,3 +230,203 @@ def usual_reward(
             f"{','.join(f'{name}=1' for name in names)} (their weights are not logged)"
         )
     return {names[0]: 1.0}
+
+
+def read_columns(path: Path) -> dict[str, list[Any]]:
+    """Columns of a Parquet, CSV or JSON Lines file; what a row lacks is None.
+
+    Raises:
+        ConfigError: it cannot be read, or has no rows.
+    """
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            columns: dict[str, list[Any]] = parquet.read_table(path).to_pydict()
+        else:
+            if path.suffix == ".csv":
+                rows = csv_rows(path.read_text(encoding="utf-8-sig"))  # Excel's mark or none
+            else:
+                rows = [row for _, row in json_lines(path)]
+            names = dict.fromkeys(name for row in rows for name in row)
+            columns = {name: [row.get(name) for row in rows] for name in names}
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {single_line(error, 200)}") from error
+    if not any(columns.values()):
+        raise ConfigError(f"{path} has no rows")
+    return columns
+
+
+def read_rollouts(path: Path) -> list[Rollout]:
+    """Every row of a table of one policy's rollouts, in its order.
+
+    Raises:
+        ConfigError: the file cannot be read, lacks columns, holds several steps, or has a row that
+            cannot be used: it names the first such row, its field and how many more there are.
+    """
+    columns = read_columns(path)
+    is_exact = columns.keys() >= set(EXACT)
+    names, _ = reward_columns(columns, set(KNOWN))
+    if len(names) != 1 or not (is_exact or columns.keys() >= {"prompt", "completion"}):
+        raise ConfigError(
+            f"{path} has columns {', '.join(columns)}: prompt, completion and exactly one column "
+            f"of rewards are needed, found {', '.join(names) or 'none'}; leave the others out, or "
+            "add them up with their weights: grpo-ustat convert --reward A=1,B=0.5"
+        )
+    if set(columns.get("step", ())) == {None}:  # completions of a study, which has no steps
+        del columns["step"]
+    steps = columns.get("step", [0])
+    _refuse(path, "step", ["is null" if step is None else None for step in steps])
+    if len(set(steps)) > 1:
+        raise ConfigError(
+            f"{path} holds steps {min(steps)} to {max(steps)}, each of another policy: keep "
+            f"the rows of one, such as those whose step is {max(steps)}"
+        )
+    versions = sorted(set(map(str, columns.get("policy_version", ()))))
+    if len(versions) > 1:
+        raise ConfigError(
+            f"{path} holds rollouts of {len(versions)} policies, policy_version {versions[0]} to "
+            f"{versions[-1]}: a study is of one, keep one"
+        )
+    ended = [one for one in columns.get("ended", ()) if one is not None]
+    if wrong := [one for one in ended if not isinstance(one, bool)]:
+        raise ConfigError(
+            f"{path}: column ended holds {type(wrong[0]).__name__}, not true (the end token was "
+            "written) or false (the completion was cut): write it as booleans"
+        )
+    rewards, count = names[0], len(columns[names[0]])
+    if is_exact:
+        faults = {"prompt_ids": ids_fault, "completion_ids": ids_fault, rewards: reward_fault}
+    else:
+        faults = {"prompt": prompt_fault, "completion": completion_fault, rewards: reward_fault}
+        faults["ended"] = lambda value: "is null, not true or false" if value is None else None
+    for name, fault in faults.items():
+        _refuse(path, name, [fault(value) for value in columns.get(name, ())])
+    if is_exact:
+        tokens = [name for name in ("loss_mask", "logprobs") if name in columns]
+        for name in tokens:
+            pairs = zip(columns[name], columns["completion_ids"], strict=True)
+            _refuse(path, name, [per_token_fault(value, len(ids)) for value, ids in pairs])
+        logprobs = columns.get("logprobs", ())
+        if any(logprobs):  # of some rows alone they cannot show which policy wrote the rest
+            nulls = ["is null, other rows have it" if one is None else None for one in logprobs]
+            _refuse(path, "logprobs", nulls)
+        fields = ["prompt", "completion", "ended", *EXACT, *tokens]
+        for name in ("prompt", "completion"):
+            texts = columns.get(name, [None] * count)
+            columns[name] = [one if isinstance(one, str) else None for one in texts]
+    else:
+        fields = ["prompt", "completion", "ended", "length"]
+        columns["completion"] = [
+            one if isinstance(one, str) else one[0]["content"] for one in columns["completion"]
+        ]
+    return [
+        Rollout(
+            path, f"row {row} (from 0)", reward=float(columns[rewards][row]),
+            **{name: columns[name][row] for name in fields if name in columns},
+        )
+        for row in range(count)
+    ]  # fmt: skip
+
+
+def _refuse(path: Path, field: str, faults: Sequence[str | None]) -> None:
+    """Raise the error for a field's first faulty row, with the number of the others."""
+    rows = [row for row, fault in enumerate(faults) if fault]
+    if rows:
+        more = f", and {len(rows) - 1} more rows have such a fault" if len(rows) > 1 else ""
+        raise ConfigError(
+            f"{path} row {rows[0]} (from 0): {field} {faults[rows[0]]}{more}: mend or drop them"
+        )
+
+
+def step_rollouts(path: Path) -> int | None:
+    """How many rollouts the training step had that wrote a file: what `convert` noted, or the rows
+    of the last step in TRL's log, which holds a whole batch. None: nothing says it.
+    """
+    from pyarrow import parquet
+
+    try:
+        schema = parquet.read_schema(path)
+        noted = (schema.metadata or {}).get(STEP_ROLLOUTS.encode())
+        if noted is not None:
+            return int(noted)
+        if not {"step", "advantage"} <= set(schema.names) or "completion_index" in schema.names:
+            return None  # completion_index is of our own training, which logs some groups of a step
+        steps = parquet.read_table(path, columns=["step"])["step"].to_pylist()
+    except (OSError, ValueError):
+        return None
+    known = [step for step in steps if step is not None]
+    return known.count(max(known)) if known else None
+
+
+def reward_fault(value: Any) -> str | None:
+    """Why a value is no reward; None where it is one."""
+    if value is None:
+        return "is null: no reward"
+    if not is_number(value):
+        return f"is {value}: not a finite reward"
+    is_large = not is_number(value, LARGEST_REWARD)
+    return f"is {value}: larger than {LARGEST_REWARD:g}, its square overflows" if is_large else None
+
+
+def ids_fault(value: Any) -> str | None:
+    """Why a value is no list of token ids; None where it is one."""
+    if value is None:
+        return "is null"
+    if not isinstance(value, list) or not value:
+        return f"is {value!r:.40}, not a list of token ids"
+    wrong = [one for one in value if type(one) is not int or not 0 <= one < 2**63]
+    return f"holds {wrong[0]!r:.20}, which is no token id" if wrong else None
+
+
+def per_token_fault(value: Any, length: int) -> str | None:
+    """Why a value is not null and not a list of one finite number a token; None where it is."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != length:
+        count = len(value) if isinstance(value, list) else "no list"
+        return f"has {count} numbers, the completion {length} tokens"
+    wrong = [one for one in value if not is_number(one)]
+    return f"holds {wrong[0]!r:.20}, not a finite number" if wrong else None
+
+
+def prompt_fault(value: Any) -> str | None:
+    """Why a value is no prompt of a study; None where it is one."""
+    if isinstance(value, str):
+        return None if value else "is empty"
+    fault = _conversation_fault(value)
+    if fault is None and value[-1]["role"] == "assistant":
+        return "ends with an assistant message, which a chat template closes or continues"
+    return fault
+
+
+def completion_fault(value: Any) -> str | None:
+    """Why a value is no completion that the policy alone wrote; None where it is one."""
+    if isinstance(value, str):
+        return None
+    fault = _conversation_fault(value)
+    if fault is None and [message["role"] for message in value] != ["assistant"]:
+        roles = ", ".join(message["role"] for message in value)
+        return f"holds messages of {roles}, not one of the assistant: only it wrote its own tokens"
+    return fault
+
+
+def _conversation_fault(value: Any) -> str | None:
+    """Why a value is not a list of messages that hold text alone; None where it is one."""
+    if value is None:
+        return "is null"
+    if not isinstance(value, list):
+        return f"is {value!r:.40}, neither text nor messages"
+    if not value:
+        return "has no messages"
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return "has a message without role"
+        if not isinstance(message.get("content"), str):
+            return f"has a message of the {message['role']} whose content is not text"
+        others = [k for k, x in message.items() if k not in ("role", "content") and x is not None]
+        if others:
+            return f"has a message with {', '.join(others)} beside role and content"
+    return None

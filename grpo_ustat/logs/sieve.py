@@ -1,11 +1,12 @@
 """Which rows of a framework are one sample each of one policy, and in which groups they stand.
 
-In this order: copies are counted once, what was written again replaces what it was written over,
-one run is chosen, then one policy, and only then groups are formed. What counts as a copy: **two
-rows are one sample where the framework names both alike and they agree to the bit, or where it
-names no rows and a whole group stands, so equal, in another file too; equal completions of a group
-in one file are samples of their own, and all count.** (Two samples of a short answer have the same
-tokens, and may well have the same log-probabilities.)
+Each step marks the rows that it leaves out with the reason, and returns the others. In this order:
+copies are counted once, what was written again replaces what it was written over, one run is
+chosen, then one policy, and only then groups are formed. What counts as a copy: **two rows are one
+sample where the framework names both alike and they agree to the bit, or where it names no rows and
+a whole group stands, so equal, in another file too; equal completions of a group in one file are
+samples of their own, and all count.** (Two samples of a short answer have the same tokens, and may
+well have the same log-probabilities.)
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_high
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.logs.logged import LEAST_COMPLETIONS
-from grpo_ustat.logs.rows import Rollout
+from grpo_ustat.logs.rows import LEAST_COMPLETIONS, Rollout
 
 COPY = "a copy of a row that is counted"
-LeaveOut = Callable[[Rollout, str], None]
+
+
+def kept(rows: Sequence[Rollout]) -> list[Rollout]:
+    """Rows that no step has left out."""
+    return [row for row in rows if not row.left_out]
 
 
 def content(row: Rollout) -> bytes:
@@ -34,75 +38,61 @@ def content(row: Rollout) -> bytes:
     return hashlib.blake2b(repr(shared).encode(), digest_size=16).digest()
 
 
-def once(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
+def once(rows: Sequence[Rollout]) -> list[Rollout]:
     """Rows without copies, see above; of a run that tells what it trained on, those rows alone."""
     contents = [content(row) for row in rows]
     shipped: dict[str, set[str | bytes]] = {}
     for row, own in zip(rows, contents, strict=True):
         if not row.arrived:
             shipped.setdefault(row.run, set()).add(row.sample or own)
-    reasons = [""] * len(rows)
     named: set[tuple[str, str, bytes]] = set()
-    nameless: dict[tuple[str, str | None, str], dict[Path, list[int]]] = {}
-    for k, (row, own) in enumerate(zip(rows, contents, strict=True)):
+    nameless: dict[tuple[str, str | None, str], dict[Path, list[tuple[Rollout, bytes]]]] = {}
+    for row, own in zip(rows, contents, strict=True):
         if row.arrived and row.run in shipped:
             why = COPY if (row.sample or own) in shipped[row.run] else row.untrained
-            reasons[k] = why or "in all, not in effective: it was not trained on"
+            row.left_out = why or "in all, not in effective: it was not trained on"
         elif row.sample is None:
             files = nameless.setdefault((row.run, row.policy_version, row.group), {})
-            files.setdefault(row.path, []).append(k)
+            files.setdefault(row.path, []).append((row, own))
         elif (row.run, row.sample, own) in named:
-            reasons[k] = COPY
+            row.left_out = COPY
         else:
             named.add((row.run, row.sample, own))
     for files in nameless.values():
         groups: list[Counter[bytes]] = []
-        for places in sorted(files.values(), key=len, reverse=True):
-            group = Counter(contents[k] for k in places)
+        for members in sorted(files.values(), key=len, reverse=True):
+            group = Counter(own for _, own in members)
             if any(group <= other for other in groups):
-                for k in places:
-                    reasons[k] = COPY
+                for row, _ in members:
+                    row.left_out = COPY
             else:
                 groups.append(group)
-    for row, reason in zip(rows, reasons, strict=True):
-        if reason:
-            leave_out(row, reason)
-    return [row for row, reason in zip(rows, reasons, strict=True) if not reason]
+    return kept(rows)
 
 
-def last_written(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
+def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
     """Rows without those of a batch that a resumed run wrote again. An attempt begins where a name
     comes again; of a batch's attempts the last one is kept that has at least half as many rows as
     the largest, for one that has just begun is no batch yet.
     """
-    attempts: dict[tuple[str, str], list[set[str]]] = {}
-    numbers: list[int] = []
+    attempts: dict[tuple[str, str], list[dict[str, Rollout]]] = {}
     for row in rows:
-        if row.batch is None or row.sample is None:
-            numbers.append(0)
-            continue
-        own = attempts.setdefault((row.run, row.batch), [set()])
-        if row.sample in own[-1]:
-            own.append(set())
-        own[-1].add(row.sample)
-        numbers.append(len(own) - 1)
-    chosen: dict[tuple[str, str], int] = {}
-    for batch, own in attempts.items():
+        if row.batch is not None and row.sample is not None:
+            own = attempts.setdefault((row.run, row.batch), [{}])
+            if row.sample in own[-1]:
+                own.append({})
+            own[-1][row.sample] = row
+    for own in attempts.values():
         most = max(map(len, own))
-        chosen[batch] = max(k for k, names in enumerate(own) if 2 * len(names) >= most)
-    kept: list[Rollout] = []
-    for row, attempt in zip(rows, numbers, strict=True):
-        last = attempt if row.sample is None else chosen.get((row.run, row.batch or ""), attempt)
-        if attempt < last:
-            leave_out(row, "written again later: the run was resumed before it")
-        elif attempt > last:
-            leave_out(row, "written again, less than half of what it would replace")
-        else:
-            kept.append(row)
-    return kept
+        last = max(k for k, attempt in enumerate(own) if 2 * len(attempt) >= most)
+        for row in (row for attempt in own[:last] for row in attempt.values()):
+            row.left_out = "written again later: the run was resumed before it"
+        for row in (row for attempt in own[last + 1 :] for row in attempt.values()):
+            row.left_out = "written again, less than half of what it would replace"
+    return kept(rows)
 
 
-def of_one_run(rows: Sequence[Rollout], version: str | None, leave_out: LeaveOut) -> list[Rollout]:
+def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
     """Rows of the run that was read last of those with rows that can be used."""
     usable = [
         row for row in rows
@@ -114,8 +104,8 @@ def of_one_run(rows: Sequence[Rollout], version: str | None, leave_out: LeaveOut
     for row in rows:
         if row.run != run:
             other = f"of another run than {run}, which is kept (name the other's folder)"
-            leave_out(row, row.untrained or other)
-    return [row for row in rows if row.run == run]
+            row.left_out = row.untrained or other
+    return kept(rows)
 
 
 def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
@@ -135,9 +125,7 @@ def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
     return max(1, round(rows_of_step / size)) * size
 
 
-def of_one_policy(
-    rows: Sequence[Rollout], version: str | None, leave_out: LeaveOut
-) -> list[Rollout]:
+def of_one_policy(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
     """Rows of `version`, else of the last policy that has at least half as many rows in groups of
     several as the one with most: a step that has just begun is no batch yet.
 
@@ -161,10 +149,10 @@ def of_one_policy(
     chosen = version or max((one for one in sizes if 2 * sizes[one] >= most), key=_age)
     for row in rows:
         if row.policy_version != chosen:
-            leave_out(
-                row, f"of another policy than {chosen}, which is kept (--version takes another)"
+            row.left_out = (
+                f"of another policy than {chosen}, which is kept (--version takes another)"
             )
-    return [row for row in rows if row.policy_version == chosen]
+    return kept(rows)
 
 
 def _age(version: str | None) -> tuple[list[int], str]:
@@ -172,7 +160,7 @@ def _age(version: str | None) -> tuple[list[int], str]:
     return [int(one) for one in re.findall(r"\d+", version or "")], version or ""
 
 
-def in_groups(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[list[Rollout]]:
+def in_groups(rows: Sequence[Rollout]) -> list[list[Rollout]]:
     """Completions of each prompt: groups of a step have one prompt, those of one prompt are joined,
     and prompts have the completions that `mse` needs, or where none has as many, two.
     """
@@ -186,14 +174,11 @@ def in_groups(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[list[Rollout
             prompts.setdefault(own.pop(), []).extend(group)
         else:
             for row in group:
-                leave_out(row, "its group has several prompts (--group-size may be wrong)")
+                row.left_out = "its group has several prompts (--group-size may be wrong)"
     largest = max(map(len, prompts.values()), default=0)
     least = LEAST_COMPLETIONS if largest >= LEAST_COMPLETIONS else 2
     for group in prompts.values():
         for row in group if len(group) < least else ():
-            leave_out(
-                row,
-                "a group of one completion" if len(group) == 1
-                else f"its prompt has fewer than {least} completions",
-            )  # fmt: skip
+            few = f"its prompt has fewer than {least} completions"
+            row.left_out = "a group of one completion" if len(group) == 1 else few
     return [group for group in prompts.values() if len(group) >= least]

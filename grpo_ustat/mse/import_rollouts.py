@@ -1,6 +1,6 @@
 """Pools from rollouts saved elsewhere: a Parquet file with prompts, completions and rewards.
 
-Its rows are read by `rollout.logged`. The texts are tokenised again, conversations in the model's
+Its rows are read by `logs.rows`. The texts are tokenised again, conversations in the model's
 own chat template as TRL writes them, an end token is added to every completion that ended, and the
 model must be the policy that wrote them: their scores are the model's.
 """
@@ -19,7 +19,7 @@ from grpo_ustat.config.mse import MseConfig, check_questions
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
-from grpo_ustat.logs.logged import LEAST_COMPLETIONS, LoggedRollout, read_rollouts
+from grpo_ustat.logs.rows import LEAST_COMPLETIONS, Rollout, read_rollouts
 from grpo_ustat.mse.pool import (
     EqualRewards,
     check_batch,
@@ -51,7 +51,7 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     and is not scored again.
 
     Raises:
-        ConfigError: the file cannot be used, see `rollout.logged`; a conversation cannot be
+        ConfigError: the file cannot be used, see `read_rollouts`; a conversation cannot be
             written as the model read it; a prompt has too few completions; a completion has no
             token, or too many for the model.
         EqualRewards: all rewards are one and the same, so nothing is scored.
@@ -62,7 +62,7 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     if not logged[0].is_exact and not isinstance(logged[0].prompt, str):
         _check_template(policy, config)
         policy = replace(policy, special_tokens=False)  # the template has written them
-    groups: dict[str, list[LoggedRollout]] = {}
+    groups: dict[str, list[Rollout]] = {}
     for rollout in logged:
         ids = rollout.prompt_ids
         key = _prompt_text(rollout, policy, config) if ids is None else str(ids)
@@ -102,12 +102,11 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     return pool, cost, prompts
 
 
-def repeated_sentence(rollouts: list[LoggedRollout]) -> str:
+def repeated_sentence(rollouts: list[Rollout]) -> str:
     """How many completions are written twice or more for their prompt, word for word; "" where
     none is. It begins with a space.
 
-    >>> rows = enumerate(["2", "2", "3"])
-    >>> repeated_sentence([LoggedRollout(i, "1+1=", x, 1.0, True, 1) for i, x in rows])[:49]
+    >>> repeated_sentence([Rollout(Path(), "", completion=x) for x in ("2", "2", "3")])[:49]
     ' 2 of the 3 completions are there more than once,'
     """
     keys = [repr((x.prompt_ids or x.prompt, x.completion_ids or x.completion, x.reward))
@@ -122,7 +121,7 @@ def repeated_sentence(rollouts: list[LoggedRollout]) -> str:
     )
 
 
-def logged_rollouts(config: MseConfig) -> list[LoggedRollout]:
+def logged_rollouts(config: MseConfig) -> list[Rollout]:
     """The rows of `config.pool`; which of them ended is known or follows from `study.cut_at`.
 
     Raises:
@@ -168,13 +167,13 @@ def _check_template(policy: Policy, config: MseConfig) -> None:
         )
 
 
-def _prompt_text(rollout: LoggedRollout, policy: Policy, config: MseConfig) -> str:
+def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
     """The text that the model read: the prompt itself, or a conversation in the chat template, up
     to the beginning of the answer.
     """
     if isinstance(rollout.prompt, str):
         return rollout.prompt
-    place = f"{config.pool} row {rollout.row} (from 0): prompt"
+    place = f"{config.pool} {rollout.place}: prompt"
     template, fix = f"the chat template of {config.model.name}", "write it as the text it became"
     try:
         text = in_chat_format(policy.tokenizer, rollout.prompt)
@@ -189,9 +188,7 @@ def _prompt_text(rollout: LoggedRollout, policy: Policy, config: MseConfig) -> s
     return text
 
 
-def _trim_groups(
-    groups: dict[str, list[LoggedRollout]], config: MseConfig
-) -> dict[str, list[LoggedRollout]]:
+def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[str, list[Rollout]]:
     """The first `study.questions` prompts with equally many completions each; prints how many were
     left out. Of the sizes that at least half of the prompts have, it is the one that keeps most
     completions, so that a few small groups are dropped, and do not trim all others.
@@ -204,7 +201,7 @@ def _trim_groups(
         shortest = min(groups.values(), key=len)
         smaller = ", or use smaller group_sizes" if needed > LEAST_COMPLETIONS else ""
         raise ConfigError(
-            f"{config.pool}: the prompt of row {shortest[0].row} (from 0) has {len(shortest)} "
+            f"{config.pool}: the prompt of {shortest[0].place} has {len(shortest)} "
             f"completions, {needed} are needed of each, and none of {len(groups)} prompts has as "
             f"many: log more of each{smaller}"
         )
@@ -220,7 +217,7 @@ def _trim_groups(
     if small := [group for group in groups.values() if len(group) < size]:
         _print_on_main(
             f"{config.pool}: {len(small)} prompts dropped, with {sum(map(len, small))} completions:"
-            f" fewer than {size} each, such as that of row {small[0][0].row} (from 0)"
+            f" fewer than {size} each, such as that of {small[0][0].place}"
         )
     if len(chosen) < len(large):
         _print_on_main(
@@ -237,7 +234,7 @@ def _trim_groups(
 
 
 def _tokenise(
-    prompts: list[Prompt], groups: list[list[LoggedRollout]], policy: Policy, config: MseConfig
+    prompts: list[Prompt], groups: list[list[Rollout]], policy: Policy, config: MseConfig
 ) -> Rollouts:
     """Prompts and completions as tokens, an end token where a completion ended.
 
@@ -255,7 +252,7 @@ def _tokenise(
     ended = np.zeros((len(groups), len(groups[0])), dtype=bool)
     for p, group in enumerate(groups):
         for i, rollout in enumerate(group):
-            place = f"{config.pool} row {rollout.row} (from 0)"
+            place = f"{config.pool} {rollout.place}"
             if rollout.completion_ids is not None:
                 ids = rollout.completion_ids
                 by_token = ids[-1] in policy.end_tokens
@@ -291,7 +288,7 @@ def _tokenise(
 def _padded(
     prompts: list[Prompt],
     prompt_ids: list[list[int]],
-    groups: list[list[LoggedRollout]],
+    groups: list[list[Rollout]],
     completion_ids: list[list[int]],
     ended_PN: np.ndarray,
     policy: Policy,
@@ -313,7 +310,7 @@ def _padded(
         logprobs[i, : len(ids)] = 0.0 if rollout.logprobs is None else rollout.logprobs
         if not scored[i].any():
             raise ConfigError(
-                f"{config.pool} row {rollout.row} (from 0): loss_mask is 0 on every token, so the "
+                f"{config.pool} {rollout.place}: loss_mask is 0 on every token, so the "
                 "policy wrote none: drop it"
             )
     shape = (*ended_PN.shape, tokens.shape[1])
@@ -333,14 +330,14 @@ def _padded(
     )
 
 
-def _check_vocabulary(groups: list[list[LoggedRollout]], policy: Policy, config: MseConfig) -> None:
+def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseConfig) -> None:
     """Refuse token ids that the model does not have."""
     size = len(policy.model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
     for rollout in (one for group in groups for one in group):
         largest = max(*(rollout.prompt_ids or [0]), *(rollout.completion_ids or [0]))
         if largest >= size:
             raise ConfigError(
-                f"{config.pool} row {rollout.row} (from 0) holds token {largest}, and "
+                f"{config.pool} {rollout.place} holds token {largest}, and "
                 f"{config.model.name} has {size} tokens: use the model that wrote the rows"
             )
 

@@ -25,7 +25,7 @@ OWN = ("sorting", "lenient", "median")  # of docs/extending.md: test_own_task, t
 RUN_BY = {  # commands of other kinds, and the file that runs them
     "./scripts/test": ".ci/run",
     "advise": "tests/advise/test_sources.py",
-    "convert": "tests/logs/test_table.py",
+    "convert": "tests/logs/test_convert.py",
     "doctor": "tests/doctor/test_runner.py",
     "report": "tests/report/test_aggregate.py",
     "sweep": "tests/runs/test_status.py",

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from grpo_ustat.estimators.moments import pool_gradient_weights  # noqa: E402
 from grpo_ustat.estimators.noise import group_terms, noise_estimate  # noqa: E402
 from grpo_ustat.integrations.trl import GradientNoiseCallback  # noqa: E402
+from grpo_ustat.logs.convert import convert  # noqa: E402
 from grpo_ustat.logs.formats import FORMATS, Options  # noqa: E402
-from grpo_ustat.logs.table import convert  # noqa: E402
 
 pytestmark = pytest.mark.nightly(minutes=0.5)
 ROOT = Path(__file__).parents[2]

@@ -25,9 +25,9 @@ from frameworks import (
 )
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS
 from grpo_ustat.logs.rows import Options
-from grpo_ustat.logs.table import convert
 
 
 def prime_rl(folder):

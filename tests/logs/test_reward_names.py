@@ -23,8 +23,7 @@ from frameworks import (
 from pyarrow import parquet
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.logs.logged import read_rollouts
-from grpo_ustat.logs.rows import Options
+from grpo_ustat.logs.rows import Options, read_rollouts
 
 
 def test_a_reward_that_was_not_scored_drops_its_row(tmp_path):

@@ -31,11 +31,10 @@ from frameworks import (
 from pyarrow import parquet
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS
-from grpo_ustat.logs.logged import step_rollouts
-from grpo_ustat.logs.rows import Options, Rollout
+from grpo_ustat.logs.rows import Options, Rollout, step_rollouts
 from grpo_ustat.logs.sieve import COPY, once, rollouts_of_step
-from grpo_ustat.logs.table import convert
 
 
 @pytest.mark.parametrize("named", ["traces", "episodes", "nothing"])
@@ -343,9 +342,8 @@ def nameless(file, contents, group="g"):
 )
 def test_rows_without_names_are_copies_as_whole_groups_alone(files, kept):
     rows = [row for k, contents in enumerate(files) for row in nameless(f"f{k}", contents)]
-    reasons = []
-    assert len(once(rows, lambda row, reason: reasons.append(reason))) == kept
-    assert reasons == [COPY] * (len(rows) - kept)
+    assert len(once(rows)) == kept
+    assert [row.left_out for row in rows if row.left_out] == [COPY] * (len(rows) - kept)
 
 
 def test_a_step_has_whole_groups_though_some_rows_are_missing(rng):

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.logs.logged import read_rollouts
+from grpo_ustat.logs.rows import read_rollouts
 from grpo_ustat.mse.import_rollouts import MOST_GAP, import_pool, logged_rollouts, sampler_gap
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.rollout.local import Sampling, sample
@@ -171,4 +171,4 @@ def test_tokens_say_themselves_what_was_cut(tmp_path):
 def test_rows_need_no_texts(tmp_path):
     (one,) = read_rollouts(write(tmp_path / "r.parquet", [ROW]))
     assert one.is_exact and (one.prompt_ids, one.completion_ids) == ([1, 2], [3, 4])
-    assert one.loss_mask == [True, True] and one.prompt == one.completion == ""
+    assert one.loss_mask == [True, True] and one.prompt is one.completion is None

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.logs.logged import read_rollouts
+from grpo_ustat.logs.rows import read_rollouts
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.import_rollouts import import_pool
 from grpo_ustat.policy.loading import configured_policy, configured_task
@@ -183,7 +183,7 @@ def talk(*messages):
         ({"reward": {0: None}}, r"row 0 \(from 0\): reward is null: no reward: mend or drop"),
         ({"reward": ["1"] * 32}, "exactly one column of rewards are needed, found none"),
         ({"ended": {7: None}}, r"row 7 \(from 0\): ended is null, not true or false"),
-        ({"ended": [1] * 32}, "column ended holds int64, not true"),
+        ({"ended": [1] * 32}, "column ended holds int, not true"),
         ({"prompt": {3: None}}, r"row 3 \(from 0\): prompt is null"),
         ({"prompt": {3: ""}}, r"row 3 \(from 0\): prompt is empty"),
         ({"completion": {2: None}}, r"row 2 \(from 0\): completion is null"),
@@ -212,7 +212,7 @@ def test_rows_are_read_as_they_are(tmp_path):
     """Whole numbers and booleans are rewards; both kinds of log come out as the same records."""
     path = saved(tmp_path / "c.parquet", rows(reward=[i % 2 == 0 for i in range(32)]))
     found = read_rollouts(path)
-    assert [x.row for x in found] == list(range(32))
+    assert [x.place for x in found] == [f"row {k} (from 0)" for k in range(32)]
     assert (found[1].prompt, found[1].completion, found[0].reward) == ("1 + 1 = ", "1", 1.0)
     assert found[0].ended is True and found[0].length is None
     asked, said = talk(("system", "Add."), ("user", "1 + 1")), talk(("assistant", ""))

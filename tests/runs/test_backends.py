@@ -166,7 +166,7 @@ def test_one_command_sends_all_offline_runs_of_a_sweep(tmp_path, monkeypatch):
     folders = [sweep / name / "seed-0" for name in ("a", "b", "c")]
     places = [offline_run(folder, "1") for folder in folders[:2]]
     assert [unsent_runs(folder) for folder in folders] == [[places[0]], [places[1]], []]
-    pattern = "wandb sync outputs/train/*/seed=*/tracker/wandb/offline-run-*"
+    pattern = "wandb sync outputs/train/*/seed-*/tracker/wandb/offline-run-*"
     assert sync_command(places, sweep) == pattern
     assert sync_command(places[:1], sweep) == f"wandb sync {places[0]}"
     sent = offline_run(folders[2], "2", sent=True)  # the pattern would lead to it too

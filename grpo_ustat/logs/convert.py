@@ -11,17 +11,19 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs import sieve
-from grpo_ustat.logs.dumps import files_of, packed_files, split_by_name
-from grpo_ustat.logs.formats import Format
-from grpo_ustat.logs.logged import (
+from grpo_ustat.logs.formats import Format, files_of, packed_files, split_by_name
+from grpo_ustat.logs.readers import EVALUATION, UNLIKE
+from grpo_ustat.logs.rows import (
     LEAST_COMPLETIONS,
     STEP_ROLLOUTS,
+    DamagedFile,
+    Options,
+    Rollout,
     completion_fault,
     ids_fault,
     per_token_fault,
     prompt_fault,
 )
-from grpo_ustat.logs.rows import EVALUATION, UNLIKE, DamagedFile, Options, Rollout
 from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.terminal.streams import HALF, single_line
@@ -107,14 +109,14 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         ConfigError: no file fits, a file cannot be read, the target is there, or no row is left.
     """
     _check(target, options)
-    paths = files_of(source, one.dump)
-    packed = packed_files(source, [one.dump.pattern])
+    paths = files_of(source, one)
+    packed = packed_files(source, [one])
     if packed and not paths:
         raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
     if not paths:
-        pattern = one.dump.pattern.rpartition("/")[2]
+        pattern = one.pattern.rpartition("/")[2]
         raise ConfigError(f"{source} holds no {pattern}, as {one.name} writes them")
-    paths, strange = split_by_name(source, one.dump, paths)
+    paths, strange = split_by_name(source, one, paths)
     notes = [f"not read: {path}, whose name is not as {one.name} writes it" for path in strange]
     notes += [f"not read: {path}, which is packed: unpack it" for path in packed]
     rollouts, damaged = _rollouts_of(paths, one, replace(options, source=source))
@@ -122,33 +124,24 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         f"not read: {str(error).removesuffix(': choose another --from')}"
         for error in damaged.values()
     ]
-    reasons, example = Counter[str](), dict[str, str]()
-
-    def leave_out(rollout: Rollout, reason: str) -> None:
-        """Count a row that is left out."""
-        reasons[reason] += 1
-        example.setdefault(reason, rollout.place)
-
-    rows = []
     for row in rollouts:
         row.fault = row.fault or _fault(row)
         if row.untrained.startswith(EVALUATION) or row.fault.startswith(UNLIKE):
-            leave_out(row, row.untrained or row.fault)
-        else:
-            rows.append(row)
-    rows = sieve.once(rows, leave_out)
-    rows = sieve.last_written(rows, leave_out)
-    rows = sieve.of_one_run(rows, options.version, leave_out)
+            row.left_out = row.untrained or row.fault
+    rows = sieve.once(sieve.kept(rollouts))
+    rows = sieve.last_written(rows)
+    rows = sieve.of_one_run(rows, options.version)
     step_rollouts = sieve.rollouts_of_step(rows)
     for row in rows:
-        if row.untrained or row.fault:
-            leave_out(row, row.untrained or row.fault)
-    rows = [row for row in rows if not row.untrained and not row.fault]
-    if rows:
-        rows = sieve.of_one_policy(rows, options.version, leave_out)
-        rows = _equally_logged(rows, leave_out, notes)
-    groups = sieve.in_groups(rows, leave_out)
-    usable = [rollout for group in groups for rollout in group]
+        row.left_out = row.untrained or row.fault
+    if rows := sieve.kept(rows):
+        rows = sieve.of_one_policy(rows, options.version)
+        rows = _equally_logged(rows, notes)
+    groups = sieve.in_groups(rows)
+    usable = [row for group in groups for row in group]
+    left_out = [row for row in rollouts if row.left_out]
+    reasons = Counter(row.left_out for row in left_out)
+    example = {row.left_out: f"{row.path} {row.place}" for row in reversed(left_out)}  # the first
     if not usable:
         if options.reward and all(reason.startswith("--reward") for reason in reasons):
             raise ConfigError(f"{next(iter(reasons))}, in {source}")
@@ -156,7 +149,7 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         raise ConfigError(f"{source}: none of {len(rollouts)} rows can be used: {why or 'no rows'}")
     noted = Counter(row.note for row in usable if row.note)
     notes += [f"{count} taken: {note}" for note, count in noted.items()]
-    exact = all(rollout.completion_ids is not None for rollout in usable)
+    exact = all(row.is_exact for row in usable)
     _write(target, groups, exact, step_rollouts)
     return Conversion(
         one.name, len(paths) - len(damaged), len(rollouts), len(usable), len(groups), exact,
@@ -253,9 +246,7 @@ def _fault(rollout: Rollout) -> str:
     return ""
 
 
-def _equally_logged(
-    rows: list[Rollout], leave_out: sieve.LeaveOut, notes: list[str]
-) -> list[Rollout]:
+def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
     """Rows that all have tokens or all have none, and so with log-probabilities, and whose prompts
     and completions are texts or messages: `mse` takes no mixture. What most rows have the others
     are left out for; what few have is not written.
@@ -266,14 +257,14 @@ def _equally_logged(
             kind = kinds.most_common(1)[0][0]
             for row in rows:
                 if (own := KINDS[type(getattr(row, name))]) != kind:
-                    leave_out(row, f"its {name} is {own}, most others have {kind}")
-            rows = [row for row in rows if KINDS[type(getattr(row, name))] == kind]
+                    row.left_out = f"its {name} is {own}, most others have {kind}"
+            rows = sieve.kept(rows)
     for name in ("completion_ids", "logprobs"):
         lacking = [row for row in rows if getattr(row, name) is None]
         if 0 < len(lacking) <= len(rows) / 2:
             for row in lacking:
-                leave_out(row, f"it has no {name}, which others have")
-            rows = [row for row in rows if getattr(row, name) is not None]
+                row.left_out = f"it has no {name}, which others have"
+            rows = sieve.kept(rows)
         elif 0 < len(lacking) < len(rows):
             notes.append(f"{name} not written: {len(lacking)} of {len(rows)} rows have none")
             for row in rows:
