@@ -21,6 +21,7 @@ from grpo_ustat.config.secrets import redact
 from grpo_ustat.runs import contents
 from grpo_ustat.runs.files import csv_rows, parsed_row
 from grpo_ustat.runs.record import CODE, COMPLETIONS, CONFIG, EVALS, METRICS, RESULT
+from grpo_ustat.runs.result import RESULT_TYPES, Evaluation
 from grpo_ustat.terminal.streams import single_line, visible
 
 
@@ -94,7 +95,7 @@ class FolderReader:
         for row in self._content(EVALS, csv_rows):
             if not {"step", "decoding", "split"} <= row.keys():
                 raise Damaged(f"{EVALS} is damaged: a row has no step, decoding or split")
-            if wrong := contents.misfit(row, contents.EVALUATION):
+            if wrong := contents.misfit(row, Evaluation, whole=False):
                 raise Damaged(f"{EVALS} is damaged: {wrong}")
             name = f"{row['step']}/{row['decoding']}/{row['split']}"
             yield Event("eval", name, _digest(row), row["step"], row)
@@ -122,7 +123,7 @@ class FolderReader:
         command = contents.command_of(
             self._content(CONFIG, contents.parsed_yaml, contents.CONFIGURATION)
         )
-        result = self._content(RESULT, contents.parsed_json, contents.RESULTS[command])
+        result = self._content(RESULT, contents.parsed_json, RESULT_TYPES[command], whole=False)
         for file in sorted(self.folder.glob("*.png")):
             yield Event("figure", file.stem, _digest(file.read_bytes()), result.get("steps"), file)
         for name, value in result.items():
@@ -135,9 +136,15 @@ class FolderReader:
         }
         yield Event("result", "result", _digest(values), result.get("steps"), values)
 
-    def _content(self, name: str, parse: Callable[[str], Any], shape: contents.Shape = None) -> Any:
+    def _content(
+        self,
+        name: str,
+        parse: Callable[[str], Any],
+        shape: contents.Shape = None,
+        whole: bool = True,
+    ) -> Any:
         """See `contents.checked`."""
-        content, wrong = contents.checked(self.folder, name, parse, shape)
+        content, wrong = contents.checked(self.folder, name, parse, shape, whole)
         if wrong:
             raise Damaged(f"{name} is damaged: {wrong}")
         return content

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from beside import ALIKE, CLOSE, GAIN, POLICY, WORSE, study, sweep
@@ -73,7 +71,7 @@ def test_the_answer_names_what_is_told_and_what_is_not(found):
         "best (the best is G = 8; not significantly different from it: 32; significantly "
         "different: 2)."
     )
-    assert json.loads(json.dumps(found.record()))["verdict"] == "agrees"
+    assert found.verdict == "agrees"
     assert found.rollouts == 12 * 8 * 32 + 128
 
 

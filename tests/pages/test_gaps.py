@@ -18,8 +18,9 @@ from grpo_ustat.pages.run_page import run_page
 from grpo_ustat.pages.study_page import mse_facts
 from grpo_ustat.report.aggregate import without_unreadable
 from grpo_ustat.report.collect import entries_in, read_runs
-from grpo_ustat.runs.contents import RESULTS, misfit
+from grpo_ustat.runs.contents import misfit
 from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.result import RESULT_TYPES
 
 ERRORS = {(name, size): 1 / size for name in ("none", "oracle") for size in (2, 4, 8)}
 MISSING = [  # where a result may have null for a number
@@ -41,14 +42,14 @@ def study(path, key=None):
         for size in (2, 4, 8)
     ]
     result["summary"] = "All rewards are equal."
-    result["policy"]["mean_length"], result["grad_sq"] = 20.0, {"reason": None}
+    result["policy"]["mean_length"] = 20.0
     if key:
         *way, last = key.split(".")
         node = result
         for name in way:
             node = node[int(name)] if isinstance(node, list) else node[name]
         node[last] = None
-        assert misfit(result, RESULTS["mse"]) is None
+        assert misfit(result, RESULT_TYPES["mse"]) is None
     (folder / "result.json").write_text(json.dumps(result))
     return folder, result
 
