@@ -9,7 +9,6 @@ import numpy as np
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import weighted_sum
-from grpo_ustat.estimators.noise import NOTHING
 from grpo_ustat.mse.pool import EqualRewards
 from grpo_ustat.mse.pool_store import mean_sampler_gap, scored_with
 from grpo_ustat.mse.result import policy_facts, study_cost
@@ -17,13 +16,8 @@ from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.pages.tables import unjudged_warning
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.runs.folder import versions
-from grpo_ustat.runs.result import (
-    CompletionCounts,
-    EqualRewardsResult,
-    NoCorrelation,
-    NoScaling,
-    Sampler,
-)
+from grpo_ustat.runs.result import EqualRewardsResult
+from grpo_ustat.runs.study_parts import CompletionCounts, Sampler
 
 
 def equal_rewards_result(
@@ -51,8 +45,8 @@ def equal_rewards_result(
     return EqualRewardsResult(
         curves=[],
         equal_rewards=counts,
-        scaling=NoScaling(gstar=NOTHING),
-        assumption2=NoCorrelation(corr=None),
+        scaling=dict.fromkeys(("gstar", "gstar_low", "gstar_high")),
+        assumption2={"corr": None},
         policy=policy_facts(config, rewards_PN, lengths_PN, cost),
         questions=len(rewards_PN),
         pool_completions=rewards_PN.shape[1],

@@ -44,33 +44,11 @@ from grpo_ustat.mse.verdict import (
 )
 from grpo_ustat.pages.tables import clipped_warning, unjudged_warning
 from grpo_ustat.records import Array, Integers, ScorePool
+from grpo_ustat.runs import study_parts as parts
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import arrow_table
-from grpo_ustat.runs.result import (
-    Allocation,
-    Assumption2,
-    CurveRow,
-    DynamicSampling,
-    FixedCost,
-    GradientNorm,
-    LeastNoise,
-    Metric,
-    Noise,
-    NoiseRow,
-    NotMeasured,
-    OracleRatio,
-    PolicyFacts,
-    Precision,
-    Proxy,
-    RewardCorrelation,
-    RewardFunction,
-    RuleSizes,
-    Sampler,
-    Scaling,
-    StudyCost,
-    StudyResult,
-)
+from grpo_ustat.runs.result import StudyResult
 from grpo_ustat.terminal.streams import percentage
 
 NAME = "curves.parquet"
@@ -83,7 +61,8 @@ ARROW = {
     str: pyarrow.string(), int: pyarrow.int64(), bool: pyarrow.bool_(), float: pyarrow.float64()
 }  # fmt: skip
 COLUMNS = {
-    name: ARROW[(get_args(kind) or (kind,))[0]] for name, kind in get_type_hints(CurveRow).items()
+    name: ARROW[(get_args(kind) or (kind,))[0]]
+    for name, kind in get_type_hints(parts.CurveRow).items()
 }
 
 
@@ -134,13 +113,13 @@ def study_result(
     statistics: ClosedForm,
     population: ClosedForm,
     request: Request,
-    curves: list[CurveRow],
+    curves: list[parts.CurveRow],
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
     moved: float | None,
-    sizes: list[RuleSizes],
-    refusals: list[NotMeasured],
+    sizes: list[parts.RuleSizes],
+    refusals: list[parts.NotMeasured],
     left_out: dict[str, int],
     remarks: str,
 ) -> StudyResult:
@@ -204,30 +183,27 @@ def study_result(
         pool_versions=pool.packages,
         reward_functions=functions,
         reward_correlations=correlations,
-        sampler=None if gap is None else Sampler(name=config.rollout.name, gap=gap),
+        sampler=None if gap is None else parts.Sampler(name=config.rollout.name, gap=gap),
         left_out=left_out,
         not_measured=refusals,
     )
 
 
-def study_cost(cost: WorkCost) -> StudyCost:
+def study_cost(cost: WorkCost) -> parts.StudyCost:
     """The cost, as `result.json` has it."""
-    return StudyCost(
-        rollouts=cost.rollouts,
-        tokens=cost.tokens,
-        judge_timeouts=cost.timeouts,
-        judge_failures=cost.failures,
-        seconds_generate=cost.seconds_generate,
+    return parts.StudyCost(
+        rollouts=cost.rollouts, tokens=cost.tokens, judge_timeouts=cost.timeouts,
+        judge_failures=cost.failures, seconds_generate=cost.seconds_generate,
         seconds_score=cost.seconds_score,
-    )
+    )  # fmt: skip
 
 
-def precision(config: MseConfig) -> Precision:
+def precision(config: MseConfig) -> parts.Precision:
     """In what the scores were computed; with TF32 the relative error of a squared score norm, the
     median over completions, and of their sum, at most, on three policies.
     """
     error = TF32_ERROR if config.computes_tf32 else None
-    return Precision(weights=config.model.dtype, tf32=config.computes_tf32, tf32_error=error)
+    return parts.Precision(weights=config.model.dtype, tf32=config.computes_tf32, tf32_error=error)
 
 
 def metric_text(config: MseConfig) -> str:
@@ -262,102 +238,74 @@ def tf32_text(config: MseConfig) -> str:
     )
 
 
-def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[CurveRow]:
+def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[parts.CurveRow]:
     """One row per baseline, group size and setting."""
     result = []
     for row, (bias2, variance, energy, cross, target_sq) in statistics.parts.items():
-        mse = statistics[row.key]
+        mse, tau_sq = statistics[row.key], _target_sq(statistics, row.setting)
         result.append(
-            CurveRow(
-                method="closed_form",
-                baseline=row.baseline,
-                target=TARGET_WORDS["expected_reward"],
-                setting=row.setting,
-                interval=config.study.interval,
-                group_size=row.group_size,
-                num_prompts=row.num_prompts,
-                unbiased=BASELINES[row.baseline].unbiased,
-                **mse_with_ends(mse),
-                replicates=None,
-                bias2=bias2,
-                variance=variance,
-                **_comparable(
-                    mse,
-                    *scale_free(energy, cross, target_sq),
-                    _target_sq(statistics, row.setting),
-                ),
+            _row(
+                row, mse, method="closed_form", target=TARGET_WORDS["expected_reward"],
+                interval=config.study.interval, unbiased=BASELINES[row.baseline].unbiased,
+                replicates=None, bias2=bias2, variance=variance,
+                **_comparable(mse, *scale_free(energy, cross, target_sq), tau_sq),
             )
-        )
+        )  # fmt: skip
     return result
 
 
-def oracle_ratios(statistics: ClosedForm) -> list[OracleRatio]:
+def oracle_ratios(statistics: ClosedForm) -> list[parts.OracleRatio]:
     """One row per baseline other than the oracle, group size and setting; no ratio where the
     oracle's error is not above 0.
     """
     return [
-        OracleRatio(
-            baseline=point.baseline,
-            setting=point.setting,
-            group_size=point.group_size,
-            num_prompts=point.num_prompts,
-            ratio=statistics[point.ratio_key],
+        parts.OracleRatio(
+            baseline=point.baseline, setting=point.setting, group_size=point.group_size,
+            num_prompts=point.num_prompts, ratio=statistics[point.ratio_key],
         )
         for point in statistics.parts
         if point.baseline != "oracle"
-    ]
+    ]  # fmt: skip
 
 
 def replay_rows(
     config: MseConfig, replay_points: list[ReplayPoint], statistics: ClosedForm
-) -> list[CurveRow]:
+) -> list[parts.CurveRow]:
     """One row per rule, group size, setting and target."""
     result = []
     for x in replay_points:
-        assert x.num_prompts is not None  # see `batch_settings`
         target_sq = _target_sq(statistics, x.setting) if x.target == "expected_reward" else None
         result.append(
-            CurveRow(
-                method="replay",
-                baseline=x.baseline,
-                target=TARGET_WORDS[x.target],
-                setting=x.setting,
-                interval=config.study.interval,
-                group_size=x.group_size,
-                num_prompts=x.num_prompts,
+            _row(
+                x, x.mse, method="replay", target=TARGET_WORDS[x.target],
+                interval=config.study.interval, replicates=x.draws, bias2=x.bias2,
                 unbiased=x.target == "own_mean" or BASELINES[x.baseline].unbiased,
-                **mse_with_ends(x.mse),
-                replicates=x.draws,
-                bias2=x.bias2,
-                variance=x.variance,
-                **_comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq),
+                variance=x.variance, **_comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq),
             )
-        )
+        )  # fmt: skip
     return result
 
 
-def monte_carlo_rows(curves_by_rule, statistics: ClosedForm, prompts: int) -> list[CurveRow]:
+def monte_carlo_rows(curves_by_rule, statistics: ClosedForm, prompts: int) -> list[parts.CurveRow]:
     """One row per baseline and group size; intervals are conditional on these questions."""
-    setting = "all_questions_once"
-    target_sq = _target_sq(statistics, setting)
+    target_sq = _target_sq(statistics, "all_questions_once")
     return [
-        CurveRow(
-            method="monte_carlo",
-            baseline=name,
-            target=TARGET_WORDS["expected_reward"],
-            setting=setting,
-            interval="completions",
-            group_size=size,
-            num_prompts=prompts,
-            unbiased=BASELINES[name].unbiased,
-            **mse_with_ends(x.mse),
-            replicates=x.replicates,
-            bias2=x.bias2,
-            variance=x.variance,
-            **_comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq),
+        _row(
+            CurvePoint(name, size, "all_questions_once", prompts), x.mse, method="monte_carlo",
+            target=TARGET_WORDS["expected_reward"], interval="completions",
+            unbiased=BASELINES[name].unbiased, replicates=x.replicates, bias2=x.bias2,
+            variance=x.variance, **_comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq),
         )
         for (name, size), x in curves_by_rule.items()
-    ]
+    ]  # fmt: skip
+
+
+def _row(point: CurvePoint | ReplayPoint, mse: Interval, **others: Any) -> parts.CurveRow:
+    assert point.num_prompts is not None  # see `batch_settings`
+    return parts.CurveRow(
+        baseline=point.baseline, setting=point.setting, group_size=point.group_size,
+        num_prompts=point.num_prompts, mse=mse.estimate, low=mse.low, high=mse.high, **others,
+    )  # fmt: skip
 
 
 def _target_sq(statistics: ClosedForm, setting: str) -> Interval:
@@ -379,17 +327,12 @@ def _comparable(
     return {"relative_mse": relative, "best_scalar_mse": best, "cosine": cosine}
 
 
-def mse_with_ends(mse: Interval) -> dict[str, float]:
-    """The error and its interval, by the fields of a row."""
-    return {"mse": mse.estimate, "low": mse.low, "high": mse.high}
-
-
 def _clip(interval: Interval, low: float, high: float) -> Interval:
     """The part of an interval that the quantity can reach."""
     return Interval(*(min(max(x, low), high) if math.isfinite(x) else x for x in interval))
 
 
-def _gradient(statistics: ClosedForm) -> GradientNorm:
+def _gradient(statistics: ClosedForm) -> parts.GradientNorm:
     reason = None
     if not statistics["grad_sq_at_hand"].low > 0:
         reason = (
@@ -397,10 +340,10 @@ def _gradient(statistics: ClosedForm) -> GradientNorm:
             "and cosine "
             "are null"
         )
-    return GradientNorm(grad_sq=statistics["grad_sq"], reason=reason)
+    return parts.GradientNorm(grad_sq=statistics["grad_sq"], reason=reason)
 
 
-def _scaling(population: ClosedForm, sizes: list[RuleSizes]) -> Scaling:
+def _scaling(population: ClosedForm, sizes: list[parts.RuleSizes]) -> parts.Scaling:
     law = ScalingLaw(*(population[name].estimate for name in ("c1", "c2", "c3")))
     known = np.isfinite(population.scaling.covariance_33).all()
     gstar, divisors = population["gstar"], None
@@ -409,15 +352,10 @@ def _scaling(population: ClosedForm, sizes: list[RuleSizes]) -> Scaling:
     curve = []
     for size in GRID:
         n_mse, low, high = population[f"n_mse/{size}"]
-        curve.append(FixedCost(group_size=size, n_mse=n_mse, low=low, high=high))
-    return Scaling(
-        c1=population["c1"],
-        c2=population["c2"],
-        c3=population["c3"],
-        gstar=gstar,
-        gstar_paper=population["gstar_paper"],
-        gstar_tokens=population["gstar_tokens"],
-        gstar_seconds=population["gstar_seconds"],
+        curve.append(parts.FixedCost(group_size=size, n_mse=n_mse, low=low, high=high))
+    names = ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens", "gstar_seconds")
+    return parts.Scaling(
+        **{name: population[name] for name in names},
         covariance=population.scaling.covariance_33.tolist() if known else None,
         dof=population.scaling.dof if known else None,
         best_divisor=divisors,
@@ -427,7 +365,7 @@ def _scaling(population: ClosedForm, sizes: list[RuleSizes]) -> Scaling:
     )
 
 
-def _noise(population: ClosedForm) -> Noise:
+def _noise(population: ClosedForm) -> parts.Noise:
     """The noise scale of leave_one_out at every G, and at its least, see `estimators.noise`."""
 
     def numbers(name: str) -> dict[str, Interval]:
@@ -439,9 +377,9 @@ def _noise(population: ClosedForm) -> Noise:
         reason = (
             "||grad J||^2 is not significantly different from 0: the noise scale has no upper end"
         )
-    return Noise(
-        curve=[NoiseRow(group_size=size, **numbers(str(size))) for size in GRID],
-        best=LeastNoise(
+    return parts.Noise(
+        curve=[parts.NoiseRow(group_size=size, **numbers(str(size))) for size in GRID],
+        best=parts.LeastNoise(
             group_size=_scaled_size(population["gstar"]),
             **numbers("best"),
             group_size_tokens=_scaled_size(population["gstar_tokens"]),
@@ -451,7 +389,7 @@ def _noise(population: ClosedForm) -> Noise:
     )
 
 
-def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[DynamicSampling]:
+def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[parts.DynamicSampling]:
     """What dynamic sampling costs at every G that the pool has, see `kept_groups`."""
     rows = []
     for size in GRID:
@@ -460,31 +398,26 @@ def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[DynamicSa
         silent_P = silent_share(pool.rewards_PN, size)
         most = pool.rewards_PN.shape[1] // size
         groups = kept_groups(silent_P, size, population[f"noise/{size}"], most)
-        rows.append(DynamicSampling(group_size=size, **groups._asdict()))
+        rows.append(parts.DynamicSampling(group_size=size, **groups._asdict()))
     return rows
 
 
-def _proxies(pool: ScorePool) -> list[Proxy]:
+def _proxies(pool: ScorePool) -> list[parts.Proxy]:
     """How well p (1-p) and length go with what they stand for, see `proxy_correlations`."""
     return [
-        Proxy(
-            units=row.units,
-            proxy=row.proxy,
-            target=row.target,
-            scale=row.scale,
-            correlation=row.correlation,
-            uncorrected=row.uncorrected,
-            proxy_reliability=row.reliability[0],
-            target_reliability=row.reliability[1],
+        parts.Proxy(
+            units=row.units, proxy=row.proxy, target=row.target, scale=row.scale,
+            correlation=row.correlation, uncorrected=row.uncorrected,
+            proxy_reliability=row.reliability[0], target_reliability=row.reliability[1],
         )
         for row in proxy_correlations(pool)
-    ]
+    ]  # fmt: skip
 
 
-def _allocation(pool: ScorePool) -> list[Allocation]:
+def _allocation(pool: ScorePool) -> list[parts.Allocation]:
     """What unequal group sizes do to the error, see `allocation_savings`."""
     return [
-        Allocation(
+        parts.Allocation(
             plan=row.plan, group_size=row.group_size, change=row.change, in_sample=row.in_sample
         )
         for row in allocation_savings(pool)
@@ -493,7 +426,7 @@ def _allocation(pool: ScorePool) -> list[Allocation]:
 
 def reward_functions(
     config: MseConfig, pool: ScorePool, population: ClosedForm, request: Request
-) -> tuple[list[RewardFunction] | None, list[RewardCorrelation] | None]:
+) -> tuple[list[parts.RewardFunction] | None, list[parts.RewardCorrelation] | None]:
     """Every reward function by itself and their weighted sum, and every pair's correlation; None
     where there is one function.
     """
@@ -501,11 +434,11 @@ def reward_functions(
         return None, None
     names = reward_names(config.reward_funcs)
     functions = [
-        RewardFunction(name=name, weight=weight, **intervals)
+        parts.RewardFunction(name=name, weight=weight, **intervals)
         for name, weight, intervals in function_statistics(pool, names, population, request)
     ]
     correlations = [
-        RewardCorrelation(first=first, second=second, correlation=_clip(value, -1, 1))
+        parts.RewardCorrelation(first=first, second=second, correlation=_clip(value, -1, 1))
         for first, second, value in function_correlations(pool, names)
     ]
     return functions, correlations
@@ -527,7 +460,9 @@ def _unbounded_reason(low: float) -> str:
     return "C1 is not significantly different from 0: the interval of G* has no upper end"
 
 
-def _assumption(statistics: ClosedForm, population: ClosedForm, pool: ScorePool) -> Assumption2:
+def _assumption(
+    statistics: ClosedForm, population: ClosedForm, pool: ScorePool
+) -> parts.Assumption2:
     """Assumption 2 and the ordering, for new questions; refuted where it is at the questions at
     hand: a hypothesis on every question.
     """
@@ -544,14 +479,14 @@ def _assumption(statistics: ClosedForm, population: ClosedForm, pool: ScorePool)
         reason = "A_0 < A_V: GRPO never passes vanilla"
     elif not math.isfinite(crossover.high):
         reason = "A_0 - A_V is not significantly different from 0: no finite crossover interval"
-    return Assumption2(
+    return parts.Assumption2(
         a0=statistics["a0"].estimate,
         a_v=statistics["a_v"].estimate,
         a_bstar=statistics["a_bstar"].estimate,
-        corr=corr,
         share=statistics["share"],
         av_minus_abstar=statistics["av_minus_abstar"],
         av_minus_a0=statistics["av_minus_a0"],
+        corr=corr,
         crossover_group_size=crossover,
         silent_share_at_crossover=silent_share_there,
         refuted=refuted,
@@ -565,7 +500,7 @@ def _metric(
     facts: ModelFacts,
     population: ClosedForm,
     moved: float | None,
-) -> Metric:
+) -> parts.Metric:
     """The norm in which gradients were measured, and the tails of the score norms over all
     completions.
     """
@@ -574,7 +509,7 @@ def _metric(
     study, pattern = config.study, config.study.parameters
     counted = "all trainable parameters" if pattern is None else f"those that fit {pattern}"
     tail_size, variance_carriers = population.tails
-    return Metric(
+    return parts.Metric(
         parameters=facts.parameters,
         norm=f"{NORMS[study.metric].format(study.adam_rollouts, study.adam_group_size)} over "
         f"{counted}",
@@ -593,11 +528,11 @@ def _metric(
 
 def policy_facts(
     config: MseConfig, own_PN: Array, lengths_PN: Integers, pool_cost: WorkCost
-) -> PolicyFacts:
+) -> parts.PolicyFacts:
     """Accuracy, length and cut share of the policy; `own_PN` are rewards by the data set's own
     function.
     """
-    return PolicyFacts(
+    return parts.PolicyFacts(
         name=config.model.name,
         quantity=quantity(own_PN),
         mean_reward=mean_reward(own_PN),

@@ -26,7 +26,7 @@ import numpy as np
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval, ratio_interval
 from grpo_ustat.records import Array
-from grpo_ustat.runs.result import BestSize, RuleSizes
+from grpo_ustat.runs.study_parts import BestSize, RuleSizes
 
 ROLLOUTS = (64, 256, 1024, 4096, 16384, 65536)
 MEASURES = ("mse", "best_scalar")

@@ -59,13 +59,8 @@ from grpo_ustat.policy.loading import check_lengths, configured_task, configured
 from grpo_ustat.records import Prompt, ScorePool
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.result import (
-    CurveRow,
-    EqualRewardsResult,
-    NotMeasured,
-    RuleSizes,
-    StudyResult,
-)
+from grpo_ustat.runs.result import EqualRewardsResult, StudyResult
+from grpo_ustat.runs.study_parts import CurveRow, NotMeasured, RuleSizes
 from grpo_ustat.tasks.base import tell_dropped
 from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting

@@ -8,7 +8,7 @@ from commands import compose, run
 from grpo_ustat.config.mse import check_pool_folder
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse.result import precision, tf32_text
-from grpo_ustat.runs.result import Precision
+from grpo_ustat.runs.study_parts import Precision
 
 
 @pytest.fixture

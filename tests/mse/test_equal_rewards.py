@@ -22,7 +22,7 @@ from grpo_ustat.pages.decision import decision_sentence
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.result import CompletionCounts
+from grpo_ustat.runs.study_parts import CompletionCounts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
