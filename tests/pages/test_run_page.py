@@ -19,9 +19,10 @@ from test_page import SVG, Skeleton
 from grpo_ustat.pages import run_page as pages
 from grpo_ustat.pages.page import render, visible
 from grpo_ustat.pages.run_page import leave_page, run_page
+from grpo_ustat.runs.contents import command_of
 from grpo_ustat.runs.files import csv_rows
 from grpo_ustat.runs.log import write_rows
-from grpo_ustat.runs.result import EqualRewardsResult, StudyResult, TrainResult
+from grpo_ustat.runs.result import EqualRewardsResult, StudyResult, TheoremResult, TrainResult
 
 CONFIG = {
     "model": {"name": "small", "model_name_or_path": "here", "dtype": "float32"},
@@ -70,6 +71,8 @@ STUDIED = completed(StudyResult, {
     "config_hash": "0123456789ab",
 })  # fmt: skip
 
+RECORDS = {"train": TrainResult, "mse": StudyResult, "gap": TheoremResult}
+
 
 def completion(step, reward=1.0, text="42"):
     return {"step": step, "prompt": "6*7=", "completion": text, "reward": reward}
@@ -88,8 +91,8 @@ def folder_of(path, config, result=None, steps=4, rows=None):
         (path / "eval.csv").write_text(EVAL)
         write_rows(path, rows or [completion(step) for step in range(1, steps + 1)])
     if result:
-        record = EqualRewardsResult if "equal_rewards" in result else StudyResult
-        record = TrainResult if "max_steps" in config else record
+        equal = "equal_rewards" in result
+        record = EqualRewardsResult if equal else RECORDS[command_of(config)]
         (path / "result.json").write_text(json.dumps(completed(record, result)))
     return path
 
