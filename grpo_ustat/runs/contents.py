@@ -50,7 +50,6 @@ Size = Annotated[int, 1]
 NumberOrNull = Annotated[float | None, "null where it is not finite"]
 Sometimes = Annotated[T | None, "no key where it is None"]
 Estimate = Annotated[tuple[float, float, float], Ends(float | None, float | None)]
-Known = Annotated[tuple[float, float, float], Ends(float, float | None)]
 Bounded = Annotated[tuple[float, float, float], Ends(float, float)]
 SCALARS = {float: "a finite number", str: "a text", bool: "true or false"}
 Shape = Any  # a record, a type of a field, or a dictionary of them: of some keys of a mapping

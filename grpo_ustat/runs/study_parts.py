@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from grpo_ustat.records import ACCURACY, MEAN_REWARD
-from grpo_ustat.runs.contents import Bounded, Count, Estimate, Known, NumberOrNull, Size, Sometimes
+from grpo_ustat.runs.contents import Bounded, Count, Estimate, NumberOrNull, Size, Sometimes
 
 Quantity = Annotated[str, (ACCURACY, MEAN_REWARD)]
 Setting = Annotated[
@@ -72,7 +72,7 @@ class FixedCost:
     """n times the error of `leave_one_out` at n rollouts in groups of G, whatever n."""
 
     group_size: Size
-    n_mse: float
+    n_mse: NumberOrNull
     low: NumberOrNull
     high: NumberOrNull
 
@@ -117,9 +117,9 @@ class Scaling:
         rules: best sizes of replayed rules.
     """
 
-    c1: Known
-    c2: Known
-    c3: Known
+    c1: Estimate
+    c2: Estimate
+    c3: Estimate
     gstar: Estimate
     gstar_paper: Estimate
     gstar_tokens: Estimate

@@ -53,6 +53,15 @@ def finished(tmp_path_factory):
     return path, study(path, *FINISHED)
 
 
+@pytest.mark.slow
+def test_a_study_of_too_few_questions_for_the_scaling_law_is_shown_again(tmp_path):
+    """C1, C2, C3 and the curve are null; the reader had called this result damaged."""
+    few = ("model=tiny_direct", "study.questions=3", "group_sizes=[2,4]")
+    result = study(tmp_path / "run", *few)
+    assert result["scaling"]["c1"] is result["scaling"]["curve"][0]["n_mse"] is None
+    assert study(tmp_path / "run", *few) == result
+
+
 def test_the_folder_holds_what_it_promises(finished):
     path, result = finished
     names = {p.name for p in path.iterdir()}

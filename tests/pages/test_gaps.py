@@ -27,7 +27,8 @@ MISSING = [  # where a result may have null for a number
     "curves.1.mse", "curves.1.low", "curves.1.high", "curves.4.mse", "ratio_to_oracle.1.ratio",
     "ratio_to_oracle.1.ratio_low", "ratio_to_oracle.1.ratio_high", "scaling.gstar",
     "scaling.gstar_low", "scaling.gstar_high", "scaling.c1_low", "scaling.c3_high",
-    "scaling.curve.0.low", "scaling.curve.1.high", "assumption2.corr", "assumption2.corr_low",
+    "scaling.c1", "scaling.curve.0.n_mse", "scaling.curve.0.low", "scaling.curve.1.high",
+    "assumption2.corr", "assumption2.corr_low",
     "assumption2.av_minus_a0", "assumption2.crossover_group_size",
 ]  # fmt: skip
 

@@ -144,7 +144,8 @@ def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, caps
     before = (tmp_path / "learning.svg").read_text()
     assert "zero-variance groups, share" in before
     assert b"/Type3" not in (tmp_path / "learning.pdf").read_bytes()
-    (tmp_path / "eval.csv").write_text(csv_text([completed(Evaluation, eval_row(0, 0.2))]))
+    row = eval_row(0, 0.2) | {"split": "test", "decoding": "sampled"}
+    (tmp_path / "eval.csv").write_text(csv_text([completed(Evaluation, row)]))
     draw_learning(tmp_path)
     assert (tmp_path / "learning.svg").read_text() != before and not capsys.readouterr().err
     draw_learning(tmp_path / "gone")

@@ -163,8 +163,8 @@ def test_unfinished_and_damaged_studies_are_named_and_count_nowhere(tmp_path):
     (torn / "result.json").write_text('{"claims": [')
     old = proved(tmp_path / "e", "lemma11", AGREES) / "result.json"
     old.write_text(old.read_text().replace('"statement"', '"said"'))
-    bare = {key: value for key, value in AGREES.items() if key != "measured"}
-    proved(tmp_path / "f", "proposition13", bare, bed="unequal_coins")
+    bare = proved(tmp_path / "f", "proposition13", AGREES, bed="unequal_coins") / "result.json"
+    bare.write_text(bare.read_text().replace('"measured"', '"meant"'))
     proved(tmp_path / "h", "proposition13", claim("agrees", measured=None), bed="unequal_coins")
     (proved(tmp_path / "g", "theorem8", AGREES, seed=1) / "figure.svg").write_text("<svg>")
     got = found(tmp_path)
