@@ -165,7 +165,8 @@ def test_unfinished_and_damaged_studies_are_named_and_count_nowhere(tmp_path):
     old.write_text(old.read_text().replace('"statement"', '"said"'))
     bare = proved(tmp_path / "f", "proposition13", AGREES, bed="unequal_coins") / "result.json"
     bare.write_text(bare.read_text().replace('"measured"', '"meant"'))
-    proved(tmp_path / "h", "proposition13", claim("agrees", measured=None), bed="unequal_coins")
+    null = claim("agrees", measured=None)
+    proved(tmp_path / "h", "proposition13", null, bed="unequal_coins", seed=1)
     (proved(tmp_path / "g", "theorem8", AGREES, seed=1) / "figure.svg").write_text("<svg>")
     got = found(tmp_path)
     notes = {run.label: run.notes[0] for run in got.runs if run.notes}
