@@ -6,7 +6,8 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.estimators.intervals import LEVEL, Interval, t_interval
-from grpo_ustat.runs.claims import Claim, verdict_of
+from grpo_ustat.runs.claims import verdict_of
+from grpo_ustat.runs.result import Claim
 
 RATE_EXPONENT = 0.25  # distances that shrink at least like T^-RATE_EXPONENT are on their way to 0
 CLOSER = 0.9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -106,17 +106,6 @@ class Evidence:
     def verdict(self) -> str:
         """The verdict on all claims together, see `worst_verdict`."""
         return worst_verdict(self.claims)
-
-    def record(self) -> dict[str, Any]:
-        """The evidence as `result.json` holds it, without the figure."""
-        return {
-            "bed": dict(self.bed),
-            "claims": [asdict(claim) for claim in self.claims],
-            "answer": self.answer,
-            "notes": list(self.notes),
-            "verdict": self.verdict,
-            "cost": {"rollouts": self.rollouts},
-        }
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
-from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of
-from grpo_ustat.runs.record import AGREES, DISAGREES
+from grpo_ustat.runs.claims import comma_list, correct_family, verdict_of
+from grpo_ustat.runs.result import AGREES, DISAGREES, Claim
 from grpo_ustat.terminal.streams import percentage
 
 TOLERANCE = 0.01  # of a limit, as a share of the distance between the two maximisers

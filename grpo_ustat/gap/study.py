@@ -17,9 +17,10 @@ from grpo_ustat.gap.evidence import theorem
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.study_page import CLAIM_COLUMNS, TITLES, claim_cells
 from grpo_ustat.pages.tables import write_csv
-from grpo_ustat.runs.contents import is_number
+from grpo_ustat.runs.contents import content_of, is_number
 from grpo_ustat.runs.folder import RunFolder, versions
-from grpo_ustat.runs.record import AGREES, RunRecord, verdict_counts
+from grpo_ustat.runs.record import RunRecord, verdict_counts
+from grpo_ustat.runs.result import AGREES, TheoremCost, TheoremResult
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import Console
 
@@ -72,11 +73,22 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
         if is_main():
             leave_page(folder)
         raise
-    result = {"study": config.study.kind, "statement": record.statement} | evidence.record()
-    result["cost"] |= {"seconds": time.perf_counter() - start}
-    counts = verdict_counts(result["claims"])
+    seconds = time.perf_counter() - start
+    counts = verdict_counts([claim.verdict for claim in evidence.claims])
     words = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    result |= {"summary": f"{record.title}: {words}. {evidence.answer}", "versions": versions()}
+    result = TheoremResult(
+        study=config.study.kind,
+        statement=record.statement,
+        bed=evidence.bed,
+        claims=list(evidence.claims),
+        answer=evidence.answer,
+        notes=list(evidence.notes),
+        verdict=evidence.verdict,
+        cost=TheoremCost(rollouts=evidence.rollouts, seconds=seconds),
+        summary=f"{record.title}: {words}. {evidence.answer}",
+        versions=versions(),
+    )
+    content = content_of(result)
     columns = dict.fromkeys(key for row in evidence.rows for key in row)
     rows = [{key: row.get(key) for key in columns} for row in evidence.rows]  # None: it lacks it
     write_csv(folder, "curves.csv", rows)
@@ -84,9 +96,9 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
         from grpo_ustat.gap.figures import evidence_figure
 
         evidence_figure(folder.path, evidence, record.title)
-        leave_page(folder, result)
+        leave_page(folder, content)
     folder.finish(result)
-    return result
+    return content
 
 
 def claims_table(result: dict[str, Any], width: int) -> Table:

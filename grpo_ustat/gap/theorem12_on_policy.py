@@ -19,8 +19,8 @@ from grpo_ustat.estimators.weighted import group_moments
 from grpo_ustat.gap.claims import at_infinity, enumerated_claim, limit_claim, nearing_claim
 from grpo_ustat.gap.evidence import Panel, PlotLine
 from grpo_ustat.gap.offpolicy import ZERO, Setting
-from grpo_ustat.runs.claims import Claim, comma_list
-from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
+from grpo_ustat.runs.claims import comma_list
+from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, Claim
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01

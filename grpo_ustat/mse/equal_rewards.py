@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 
@@ -12,19 +11,24 @@ from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.mse.pool import EqualRewards
 from grpo_ustat.mse.pool_store import mean_sampler_gap, scored_with
-from grpo_ustat.mse.result import policy_facts, work_facts
+from grpo_ustat.mse.result import policy_facts, study_cost
 from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.pages.caveats import unjudged_warning
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
 from grpo_ustat.runs.folder import versions
+from grpo_ustat.runs.result import EqualRewardsResult
+from grpo_ustat.runs.study_parts import CompletionCounts, Sampler
 
 
-def equal_rewards_result(config: MseConfig, equal: EqualRewards) -> dict[str, Any]:
+def equal_rewards_result(
+    config: MseConfig, equal: EqualRewards, left_out: dict[str, int]
+) -> EqualRewardsResult:
     """The content of `result.json`, without curves and intervals of the gradient.
 
     Args:
         config: the study's configuration.
         equal: its prompts and completions.
+        left_out: questions by the reason why they were left out.
     """
     parts = [part for parts in equal.stored for part in parts]
     cost = sum((part.work_cost for part in parts), WorkCost())
@@ -37,28 +41,28 @@ def equal_rewards_result(config: MseConfig, equal: EqualRewards) -> dict[str, An
         packages[part.packages or scored_with()] += len(part.rewards_N)
     counts = completion_counts(config, equal)
     cut_at = None if config.imports_pool else config.max_completion_length
-    gap, sampler = mean_sampler_gap(parts), {}
-    if gap is not None:
-        sampler = {"sampler": {"name": config.rollout.name, "gap": gap}}
-    return {
-        "curves": [],
-        "equal_rewards": counts,
-        "scaling": dict.fromkeys(("gstar", "gstar_low", "gstar_high")),
-        "assumption2": {"corr": None},
-        "policy": policy_facts(config, rewards_PN, lengths_PN, cost),
-        "questions": len(rewards_PN),
-        "pool_completions": rewards_PN.shape[1],
-        "summary": equal_rewards_sentence(counts, cut_at)
+    gap = mean_sampler_gap(parts)
+    return EqualRewardsResult(
+        curves=[],
+        equal_rewards=counts,
+        scaling=dict.fromkeys(("gstar", "gstar_low", "gstar_high")),
+        assumption2={"corr": None},
+        policy=policy_facts(config, rewards_PN, lengths_PN, cost),
+        questions=len(rewards_PN),
+        pool_completions=rewards_PN.shape[1],
+        summary=equal_rewards_sentence(counts, cut_at)
         + unjudged_warning(cost.timeouts, cost.failures, cost.rollouts)
         + ("" if gap is None else sampler_text(config.rollout.name, gap)),
-        "cost": work_facts(cost),
-        "versions": versions(),
-        "pool_versions": dict(packages),
-        "not_measured": [],
-    } | sampler
+        cost=study_cost(cost),
+        versions=versions(),
+        pool_versions=dict(packages),
+        not_measured=[],
+        sampler=None if gap is None else Sampler(name=config.rollout.name, gap=gap),
+        left_out=left_out,
+    )
 
 
-def completion_counts(config: MseConfig, equal: EqualRewards) -> dict[str, Any]:
+def completion_counts(config: MseConfig, equal: EqualRewards) -> CompletionCounts:
     """The reward, the number of completions, and how many were cut, held no answer, were wrong or
     right: each counts once, where the data set's own reward is 0 or 1; answers of an imported pool
     are not read.
@@ -67,12 +71,11 @@ def completion_counts(config: MseConfig, equal: EqualRewards) -> dict[str, Any]:
     reward = float(weighted_sum(first.rewards_NF[0], np.array(config.weights)))
     parts = [part for parts in equal.stored for part in parts]
     ended = np.concatenate([part.ended_N for part in parts])
-    counts = {"reward": reward, "completions": ended.size}
     if first.rewards_N[0] == 1:
-        return counts | {"right": ended.size}
-    counts["cut"] = int((~ended).sum())
+        return CompletionCounts(reward=reward, completions=ended.size, right=ended.size)
+    cut = int((~ended).sum())
     if config.imports_pool:
-        return counts
+        return CompletionCounts(reward=reward, completions=ended.size, cut=cut)
     tokenizer = configured_tokenizer(config)
     task, no_answer = configured_task(config, tokenizer), 0
     for part in parts:
@@ -83,40 +86,42 @@ def completion_counts(config: MseConfig, equal: EqualRewards) -> dict[str, Any]:
             for text, is_whole in zip(texts, part.ended_N, strict=True)
             if is_whole
         )
-    counts["no_answer"] = no_answer
-    if first.rewards_N[0] == 0:
-        counts["wrong"] = ended.size - counts["cut"] - no_answer
-    return counts
+    return CompletionCounts(
+        reward=reward,
+        completions=ended.size,
+        cut=cut,
+        no_answer=no_answer,
+        wrong=ended.size - cut - no_answer if first.rewards_N[0] == 0 else None,
+    )
 
 
-def equal_rewards_sentence(counts: dict[str, Any], cut_at: int | None) -> str:
+def equal_rewards_sentence(counts: CompletionCounts, cut_at: int | None) -> str:
     r"""What became of the completions.
 
     Args:
         counts: see `completion_counts`.
         cut_at: `max_completion_length`; None: they were made elsewhere.
 
-    >>> counts = {"reward": 0.0, "completions": 64, "cut": 40, "no_answer": 20, "wrong": 4}
+    >>> counts = CompletionCounts(reward=0.0, completions=64, cut=40, no_answer=20, wrong=4)
     >>> print(equal_rewards_sentence(counts, 160).replace(": ", ":\n"))
     All 64 completions got reward 0, so there is no gradient to measure:
     40 were cut at max_completion_length=160, 20 of the others hold no answer, 4 are wrong.
     """
     at = "" if cut_at is None else f" at max_completion_length={cut_at}"
-    of = "of the others " * bool(counts.get("cut"))
+    of = "of the others " * bool(counts.cut)
     phrases = {  # of one, of several
         "cut": (f"was cut{at}", f"were cut{at}"),
         "no_answer": (f"{of}holds no answer", f"{of}hold no answer"),
         "wrong": ("is wrong", "are wrong"),
         "right": ("is right", "are right"),
     }
-    total = counts["completions"]
+    total = counts.completions
     fates = [
-        f"{'all' if counts[name] == total else counts[name]} {words[counts[name] > 1]}"
+        f"{'all' if count == total else count} {words[count > 1]}"
         for name, words in phrases.items()
-        if counts.get(name)
+        if (count := getattr(counts, name))
     ]
     text = (
-        f"All {total} completions got reward {counts['reward']:g}, so there is no gradient to "
-        "measure"
+        f"All {total} completions got reward {counts.reward:g}, so there is no gradient to measure"
     )
     return f"{text}: {', '.join(fates)}." if fates else f"{text}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pyarrow
@@ -34,6 +34,8 @@ from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
 from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint
 from grpo_ustat.mse.reward_functions import function_correlations, function_statistics
+from grpo_ustat.mse.sampler import sampler_text
+from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
 from grpo_ustat.pages.caveats import (
     clipped_warning,
     heavy_warning,
@@ -43,36 +45,25 @@ from grpo_ustat.pages.caveats import (
 )
 from grpo_ustat.pages.findings import summary_sentences
 from grpo_ustat.records import Array, Integers, ScorePool
+from grpo_ustat.runs import study_parts as parts
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import arrow_table
+from grpo_ustat.runs.result import StudyResult
 from grpo_ustat.terminal.streams import percentage
 
 NAME = "curves.parquet"
-ENDS = ("n_mse", "low", "high")
 NORMS = {
     "euclidean": "Euclidean",
     "adam": "of AdamW's step, v that of steps of {} rollouts in groups of {},",
 }
 TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}  # scripts/benchmarks/precision.py
+ARROW = {
+    str: pyarrow.string(), int: pyarrow.int64(), bool: pyarrow.bool_(), float: pyarrow.float64()
+}  # fmt: skip
 COLUMNS = {
-    "method": pyarrow.string(),
-    "baseline": pyarrow.string(),
-    "target": pyarrow.string(),
-    "setting": pyarrow.string(),
-    "interval": pyarrow.string(),
-    "group_size": pyarrow.int64(),
-    "num_prompts": pyarrow.int64(),
-    "unbiased": pyarrow.bool_(),
-    "mse": pyarrow.float64(),
-    "low": pyarrow.float64(),
-    "high": pyarrow.float64(),
-    "replicates": pyarrow.int64(),
-    "bias2": pyarrow.float64(),
-    "variance": pyarrow.float64(),
-    "relative_mse": pyarrow.float64(),
-    "best_scalar_mse": pyarrow.float64(),
-    "cosine": pyarrow.float64(),
+    name: ARROW[(get_args(kind) or (kind,))[0]]
+    for name, kind in get_type_hints(parts.CurveRow).items()
 }
 
 
@@ -122,11 +113,17 @@ def study_result(
     pool: ScorePool,
     statistics: ClosedForm,
     population: ClosedForm,
-    curves: list[dict[str, Any]],
+    request: Request,
+    curves: list[parts.CurveRow],
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
-) -> dict[str, Any]:
+    moved: float | None,
+    sizes: list[parts.RuleSizes],
+    refusals: list[parts.NotMeasured],
+    left_out: dict[str, int],
+    remarks: str,
+) -> StudyResult:
     """The content of `result.json`.
 
     Args:
@@ -134,33 +131,40 @@ def study_result(
         pool: the scored completions.
         statistics: their closed forms, of the curves.
         population: the same over questions, without curves: what generalises to training.
+        request: of `population`.
         curves: rows of all methods.
         facts: of the model; see `model_facts`.
         pool_cost, replicate_cost: what the pool and Monte Carlo took.
+        moved: of AdamW's metric the shift of G*, see `second_moments`; None in another metric.
+        sizes: the best group sizes of replayed rules.
+        refusals: what replay does not measure.
+        left_out: questions by the reason why they were left out.
+        remarks: sentences on the pool, after the verdict.
     """
     total_cost = pool_cost + replicate_cost
-    metric = _metric(config, pool, facts) | _tails(population)
-    return {
-        "curves": curves,
-        "ratio_to_oracle": oracle_ratios(statistics),
-        "scaling": _scaling(population),
-        "noise": _noise(population),
-        "dynamic_sampling": _dynamic_sampling(population, pool),
-        "proxies": _proxies(pool),
-        "allocation": _allocation(pool),
-        "assumption2": _assumption(statistics, population, pool),
-        "grad_sq": _gradient(statistics),
-        "metric": metric,
-        "precision": precision(config),
-        "policy": policy_facts(
+    functions, correlations = reward_functions(config, pool, population, request)
+    gap = pool.sampler_gap
+    return StudyResult(
+        curves=curves,
+        ratio_to_oracle=oracle_ratios(statistics),
+        scaling=_scaling(population, sizes),
+        noise=_noise(population),
+        dynamic_sampling=_dynamic_sampling(population, pool),
+        proxies=_proxies(pool),
+        allocation=_allocation(pool),
+        assumption2=_assumption(statistics, population, pool),
+        grad_sq=_gradient(statistics),
+        metric=_metric(config, pool, facts, population, moved),
+        precision=precision(config),
+        policy=policy_facts(
             config,
             pool.rewards_PN if pool.rewards_PNF is None else pool.rewards_PNF[..., 0],
             pool.lengths_PN,
             pool_cost,
         ),
-        "questions": len(pool.rewards_PN),
-        "pool_completions": pool.rewards_PN.shape[1],
-        "summary": summary_sentences(statistics.statistics, population.statistics, pool.rewards_PN)
+        questions=len(pool.rewards_PN),
+        pool_completions=pool.rewards_PN.shape[1],
+        summary=summary_sentences(statistics.statistics, population.statistics, pool.rewards_PN)
         + metric_text(config)
         + tf32_text(config)
         + heavy_warning(statistics.tails, population.tails)
@@ -171,31 +175,36 @@ def study_result(
         )
         + unjudged_warning(total_cost.timeouts, total_cost.failures, total_cost.rollouts)
         + zero_scores_sentence(pool)
-        + packages_sentence(pool.packages, scored_with()),
-        "cost": work_facts(total_cost),
-        "versions": versions(),
-        "pool_versions": pool.packages,
-    }
+        + packages_sentence(pool.packages, scored_with())
+        + ("" if moved is None else uncertain_text(moved, population["gstar"]))
+        + remarks
+        + ("" if gap is None else sampler_text(config.rollout.name, gap)),
+        cost=study_cost(total_cost),
+        versions=versions(),
+        pool_versions=pool.packages,
+        reward_functions=functions,
+        reward_correlations=correlations,
+        sampler=None if gap is None else parts.Sampler(name=config.rollout.name, gap=gap),
+        left_out=left_out,
+        not_measured=refusals,
+    )
 
 
-def work_facts(cost: WorkCost) -> dict[str, Any]:
-    """The cost, under the names of `result.json`."""
-    return {
-        "rollouts": cost.rollouts,
-        "tokens": cost.tokens,
-        "judge_timeouts": cost.timeouts,
-        "judge_failures": cost.failures,
-        "seconds_generate": cost.seconds_generate,
-        "seconds_score": cost.seconds_score,
-    }
+def study_cost(cost: WorkCost) -> parts.StudyCost:
+    """The cost, as `result.json` has it."""
+    return parts.StudyCost(
+        rollouts=cost.rollouts, tokens=cost.tokens, judge_timeouts=cost.timeouts,
+        judge_failures=cost.failures, seconds_generate=cost.seconds_generate,
+        seconds_score=cost.seconds_score,
+    )  # fmt: skip
 
 
-def precision(config: MseConfig) -> dict[str, Any]:
+def precision(config: MseConfig) -> parts.Precision:
     """In what the scores were computed; with TF32 the relative error of a squared score norm, the
     median over completions, and of their sum, at most, on three policies.
     """
     error = TF32_ERROR if config.computes_tf32 else None
-    return {"weights": config.model.dtype, "tf32": config.computes_tf32, "tf32_error": error}
+    return parts.Precision(weights=config.model.dtype, tf32=config.computes_tf32, tf32_error=error)
 
 
 def metric_text(config: MseConfig) -> str:
@@ -230,69 +239,74 @@ def tf32_text(config: MseConfig) -> str:
     )
 
 
-def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[dict[str, Any]]:
+def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[parts.CurveRow]:
     """One row per baseline, group size and setting."""
     result = []
     for row, (bias2, variance, energy, cross, target_sq) in statistics.parts.items():
-        point, mse = (row.setting, row.num_prompts), statistics[row.key]
+        mse, tau_sq = statistics[row.key], _target_sq(statistics, row.setting)
         result.append(
-            _row(config, "closed_form", row.baseline, row.group_size, point, mse)
-            | {"replicates": None, "bias2": bias2, "variance": variance}
-            | _comparable(
-                mse, *scale_free(energy, cross, target_sq), _target_sq(statistics, row.setting)
+            _row(
+                row, mse, method="closed_form", target=TARGET_WORDS["expected_reward"],
+                interval=config.study.interval, unbiased=BASELINES[row.baseline].unbiased,
+                replicates=None, bias2=bias2, variance=variance,
+                **_comparable(mse, *scale_free(energy, cross, target_sq), tau_sq),
             )
-        )
+        )  # fmt: skip
     return result
 
 
-def oracle_ratios(statistics: ClosedForm) -> list[dict[str, Any]]:
-    """One row per baseline other than the oracle, group size and setting: its error over the
-    oracle's with a paired interval, null where the oracle's is not above 0.
+def oracle_ratios(statistics: ClosedForm) -> list[parts.OracleRatio]:
+    """One row per baseline other than the oracle, group size and setting; no ratio where the
+    oracle's error is not above 0.
     """
     return [
-        {
-            "baseline": point.baseline,
-            "setting": point.setting,
-            "group_size": point.group_size,
-            "num_prompts": point.num_prompts,
-        }
-        | _triple("ratio", statistics[point.ratio_key])
+        parts.OracleRatio(
+            baseline=point.baseline, setting=point.setting, group_size=point.group_size,
+            num_prompts=point.num_prompts, ratio=statistics[point.ratio_key],
+        )
         for point in statistics.parts
         if point.baseline != "oracle"
-    ]
+    ]  # fmt: skip
 
 
 def replay_rows(
     config: MseConfig, replay_points: list[ReplayPoint], statistics: ClosedForm
-) -> list[dict]:
+) -> list[parts.CurveRow]:
     """One row per rule, group size, setting and target."""
     result = []
     for x in replay_points:
-        point = (x.setting, x.num_prompts)
         target_sq = _target_sq(statistics, x.setting) if x.target == "expected_reward" else None
         result.append(
-            _row(config, "replay", x.baseline, x.group_size, point, x.mse)
-            | {"target": TARGET_WORDS[x.target], "replicates": x.draws}
-            | {"unbiased": x.target == "own_mean" or BASELINES[x.baseline].unbiased}
-            | {"bias2": _finite(x.bias2), "variance": _finite(x.variance)}
-            | _comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq)
-        )
+            _row(
+                x, x.mse, method="replay", target=TARGET_WORDS[x.target],
+                interval=config.study.interval, replicates=x.draws, bias2=x.bias2,
+                unbiased=x.target == "own_mean" or BASELINES[x.baseline].unbiased,
+                variance=x.variance, **_comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq),
+            )
+        )  # fmt: skip
     return result
 
 
-def monte_carlo_rows(
-    config, curves_by_rule, statistics: ClosedForm, prompts: int
-) -> list[dict[str, Any]]:
+def monte_carlo_rows(curves_by_rule, statistics: ClosedForm, prompts: int) -> list[parts.CurveRow]:
     """One row per baseline and group size; intervals are conditional on these questions."""
-    point = ("all_questions_once", prompts)
-    target_sq = _target_sq(statistics, point[0])
+    target_sq = _target_sq(statistics, "all_questions_once")
     return [
-        _row(config, "monte_carlo", name, size, point, x.mse)
-        | {"interval": "completions", "replicates": x.replicates}
-        | {"bias2": x.bias2, "variance": x.variance}
-        | _comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq)
+        _row(
+            CurvePoint(name, size, "all_questions_once", prompts), x.mse, method="monte_carlo",
+            target=TARGET_WORDS["expected_reward"], interval="completions",
+            unbiased=BASELINES[name].unbiased, replicates=x.replicates, bias2=x.bias2,
+            variance=x.variance, **_comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq),
+        )
         for (name, size), x in curves_by_rule.items()
-    ]
+    ]  # fmt: skip
+
+
+def _row(point: CurvePoint | ReplayPoint, mse: Interval, **others: Any) -> parts.CurveRow:
+    assert point.num_prompts is not None  # see `batch_settings`
+    return parts.CurveRow(
+        baseline=point.baseline, setting=point.setting, group_size=point.group_size,
+        num_prompts=point.num_prompts, mse=mse.estimate, low=mse.low, high=mse.high, **others,
+    )  # fmt: skip
 
 
 def _target_sq(statistics: ClosedForm, setting: str) -> Interval:
@@ -310,34 +324,8 @@ def _comparable(
     """
     if target_sq is not None and not target_sq.low > 0:
         return {"relative_mse": None, "best_scalar_mse": None, "cosine": None}
-    relative = None if target_sq is None else _finite(mse.estimate / target_sq.estimate)
+    relative = None if target_sq is None else mse.estimate / target_sq.estimate
     return {"relative_mse": relative, "best_scalar_mse": best, "cosine": cosine}
-
-
-def _row(config: MseConfig, method: str, name: str, size: int, point: tuple, mse: Interval):
-    return {
-        "method": method,
-        "baseline": name,
-        "target": TARGET_WORDS["expected_reward"],
-        "setting": point[0],
-        "interval": config.study.interval,
-        "group_size": size,
-        "num_prompts": point[1],
-        "unbiased": BASELINES[name].unbiased,
-        "mse": _finite(mse.estimate),
-        "low": _finite(mse.low),
-        "high": _finite(mse.high),
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _triple(name: str, interval: Interval) -> dict[str, float | None]:
-    """`name`, `name_low`, `name_high`; null where not a finite number."""
-    keys = (name, f"{name}_low", f"{name}_high")
-    return {k: x if math.isfinite(x) else None for k, x in zip(keys, interval, strict=True)}
 
 
 def _clip(interval: Interval, low: float, high: float) -> Interval:
@@ -345,63 +333,64 @@ def _clip(interval: Interval, low: float, high: float) -> Interval:
     return Interval(*(min(max(x, low), high) if math.isfinite(x) else x for x in interval))
 
 
-def _gradient(statistics: ClosedForm) -> dict[str, Any]:
-    result: dict[str, Any] = _triple("grad_sq", statistics["grad_sq"])
+def _gradient(statistics: ClosedForm) -> parts.GradientNorm:
+    reason = None
     if not statistics["grad_sq_at_hand"].low > 0:
-        result["reason"] = (
+        reason = (
             "||grad J||^2 is not significantly different from 0: relative_mse, best_scalar_mse "
             "and cosine "
             "are null"
         )
-    return result
+    return parts.GradientNorm(grad_sq=statistics["grad_sq"], reason=reason)
 
 
-def _scaling(population: ClosedForm) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name in ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens", "gstar_seconds"):
-        result |= _triple(name, population[name])
+def _scaling(population: ClosedForm, sizes: list[parts.RuleSizes]) -> parts.Scaling:
     law = ScalingLaw(*(population[name].estimate for name in ("c1", "c2", "c3")))
-    if np.isfinite(population.scaling.covariance_33).all():
-        result["covariance"] = population.scaling.covariance_33.tolist()
-        result["dof"] = population.scaling.dof
-    if result["gstar"] is not None:
-        result["best_divisor"] = {str(n): law.best_divisor(n) for n in (256, 1024, 2048, 4096)}
-    result["curve"] = [
-        {"group_size": size}
-        | {key: _finite(x) for key, x in zip(ENDS, population[f"n_mse/{size}"], strict=True)}
-        for size in GRID
-    ]
-    if result["gstar_high"] is None:
-        result["reason"] = _unbounded_reason(result["gstar_low"])
-    return result
+    known = np.isfinite(population.scaling.covariance_33).all()
+    gstar, divisors = population["gstar"], None
+    if math.isfinite(gstar.estimate):
+        divisors = {str(n): law.best_divisor(n) for n in (256, 1024, 2048, 4096)}
+    curve = []
+    for size in GRID:
+        n_mse, low, high = population[f"n_mse/{size}"]
+        curve.append(parts.FixedCost(group_size=size, n_mse=n_mse, low=low, high=high))
+    names = ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens", "gstar_seconds")
+    return parts.Scaling(
+        **{name: population[name] for name in names},
+        covariance=population.scaling.covariance_33.tolist() if known else None,
+        dof=population.scaling.dof if known else None,
+        best_divisor=divisors,
+        curve=curve,
+        reason=None if math.isfinite(gstar.high) else _unbounded_reason(gstar.low),
+        rules=sizes or None,
+    )
 
 
-def _noise(population: ClosedForm) -> dict[str, Any]:
+def _noise(population: ClosedForm) -> parts.Noise:
     """The noise scale of leave_one_out at every G, and at its least, see `estimators.noise`."""
-    statistics = population
-    sizes: list[tuple[str, float | None]] = [(str(size), size) for size in GRID]
-    sizes.append(("best", _scaled_size(statistics["gstar"])))
-    rows = [
-        {"group_size": size}
-        | _triple("rollouts", statistics[f"noise/{name}"])
-        | _triple("tokens", statistics[f"noise_tokens/{name}"])
-        | _triple("prompt_share", statistics[f"prompt_share/{name}"])
-        for name, size in sizes
-    ]
-    best_tokens = _scaled_size(statistics["gstar_tokens"])
-    result: dict[str, Any] = {
-        "curve": rows[:-1],
-        "best": rows[-1] | {"group_size_tokens": best_tokens},
-        **_triple("grad_sq", statistics["grad_sq"]),
-    }
-    if not statistics["grad_sq"].low > 0:
-        result["reason"] = (
+
+    def numbers(name: str) -> dict[str, Interval]:
+        keys = {"rollouts": "noise", "tokens": "noise_tokens", "prompt_share": "prompt_share"}
+        return {key: population[f"{statistic}/{name}"] for key, statistic in keys.items()}
+
+    reason = None
+    if not population["grad_sq"].low > 0:
+        reason = (
             "||grad J||^2 is not significantly different from 0: the noise scale has no upper end"
         )
-    return result
+    return parts.Noise(
+        curve=[parts.NoiseRow(group_size=size, **numbers(str(size))) for size in GRID],
+        best=parts.LeastNoise(
+            group_size=_scaled_size(population["gstar"]),
+            **numbers("best"),
+            group_size_tokens=_scaled_size(population["gstar_tokens"]),
+        ),
+        grad_sq=population["grad_sq"],
+        reason=reason,
+    )
 
 
-def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[dict[str, Any]]:
+def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[parts.DynamicSampling]:
     """What dynamic sampling costs at every G that the pool has, see `kept_groups`."""
     rows = []
     for size in GRID:
@@ -410,70 +399,60 @@ def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[dict[str,
         silent_P = silent_share(pool.rewards_PN, size)
         most = pool.rewards_PN.shape[1] // size
         groups = kept_groups(silent_P, size, population[f"noise/{size}"], most)
-        rows.append(
-            {"group_size": size}
-            | _triple("kept", groups.kept)
-            | _triple("generated", groups.generated)
-            | _triple("break_even", groups.break_even)
-        )
+        rows.append(parts.DynamicSampling(group_size=size, **groups._asdict()))
     return rows
 
 
-def _proxies(pool: ScorePool) -> list[dict[str, Any]]:
+def _proxies(pool: ScorePool) -> list[parts.Proxy]:
     """How well p (1-p) and length go with what they stand for, see `proxy_correlations`."""
     return [
-        {"units": row.units, "proxy": row.proxy, "target": row.target, "scale": row.scale}
-        | _triple("correlation", row.correlation)
-        | {
-            "uncorrected": _finite(row.uncorrected),
-            "proxy_reliability": _finite(row.reliability[0]),
-            "target_reliability": _finite(row.reliability[1]),
-        }
+        parts.Proxy(
+            units=row.units, proxy=row.proxy, target=row.target, scale=row.scale,
+            correlation=row.correlation, uncorrected=row.uncorrected,
+            proxy_reliability=row.reliability[0], target_reliability=row.reliability[1],
+        )
         for row in proxy_correlations(pool)
-    ]
+    ]  # fmt: skip
 
 
-def _allocation(pool: ScorePool) -> list[dict[str, Any]]:
+def _allocation(pool: ScorePool) -> list[parts.Allocation]:
     """What unequal group sizes do to the error, see `allocation_savings`."""
     return [
-        {"plan": row.plan, "group_size": row.group_size}
-        | _triple("change", row.change)
-        | {"in_sample": _finite(row.in_sample)}
+        parts.Allocation(
+            plan=row.plan, group_size=row.group_size, change=row.change, in_sample=row.in_sample
+        )
         for row in allocation_savings(pool)
     ]
 
 
 def reward_functions(
     config: MseConfig, pool: ScorePool, population: ClosedForm, request: Request
-) -> dict[str, Any]:
-    """Rows of every reward function by itself and of their weighted sum, and of every pair's
-    correlation; nothing where there is one function.
+) -> tuple[list[parts.RewardFunction] | None, list[parts.RewardCorrelation] | None]:
+    """Every reward function by itself and their weighted sum, and every pair's correlation; None
+    where there is one function.
     """
     if pool.rewards_PNF is None or pool.rewards_PNF.shape[-1] == 1:
-        return {}
+        return None, None
     names = reward_names(config.reward_funcs)
-    rows: list[dict[str, Any]] = []
-    functions = function_statistics(pool, names, population, request)
-    for name, weight, intervals in functions:
-        rows.append({"name": name, "weight": weight})
-        for key, value in intervals.items():
-            rows[-1] |= _triple(key, value)
-    pairs = function_correlations(pool, names)
-    correlations = [
-        {"first": first, "second": second} | _triple("correlation", _clip(value, -1, 1))
-        for first, second, value in pairs
+    functions = [
+        parts.RewardFunction(name=name, weight=weight, **intervals)
+        for name, weight, intervals in function_statistics(pool, names, population, request)
     ]
-    return {"reward_functions": rows, "reward_correlations": correlations}
+    correlations = [
+        parts.RewardCorrelation(first=first, second=second, correlation=_clip(value, -1, 1))
+        for first, second, value in function_correlations(pool, names)
+    ]
+    return functions, correlations
 
 
 def _scaled_size(best: Interval) -> float | None:
     """G* where its interval has both ends; elsewhere the least noise scale is not known."""
-    return _finite(best.estimate) if math.isfinite(best.high) else None
+    return best.estimate if math.isfinite(best.estimate) and math.isfinite(best.high) else None
 
 
-def _unbounded_reason(low: float | None) -> str:
+def _unbounded_reason(low: float) -> str:
     """Why the interval of G* has no upper end."""
-    if low is None:
+    if not math.isfinite(low):
         return (
             "G* has no interval: fewer than 4 questions, or C1 below 0 by more than its own error"
         )
@@ -482,38 +461,47 @@ def _unbounded_reason(low: float | None) -> str:
     return "C1 is not significantly different from 0: the interval of G* has no upper end"
 
 
-def _assumption(statistics: ClosedForm, population: ClosedForm, pool: ScorePool) -> dict[str, Any]:
+def _assumption(
+    statistics: ClosedForm, population: ClosedForm, pool: ScorePool
+) -> parts.Assumption2:
     """Assumption 2 and the ordering, for new questions; refuted where it is at the questions at
     hand: a hypothesis on every question.
     """
     refuted = refutes_assumption2(statistics["share"], statistics["corr"])
     statistics = statistics if len(pool.rewards_PN) < LEAST_QUESTIONS else population
-    result: dict[str, Any] = {n: _finite(statistics[n].estimate) for n in ("a0", "a_v", "a_bstar")}
-    result |= _triple("corr", _clip(statistics["corr"], -1, 1))
-    for name in ("share", "av_minus_abstar", "av_minus_a0"):
-        result |= _triple(name, statistics[name])
-    result |= _triple("crossover_group_size", statistics["crossover"])
-    cross = statistics["crossover"].estimate
-    size = pool.rewards_PN.shape[1]
-    at = math.ceil(cross) if math.isfinite(cross) else None
-    result["silent_share_at_crossover"] = (
-        float(silent_share(pool.rewards_PN, at).mean())
-        if at is not None and 2 <= at <= size
-        else None
-    )
-    result["refuted"] = refuted
-    if result["corr"] is None:
-        result["reason"] = "all rewards of a question are equal: no covariance with the reward"
+    corr, crossover = _clip(statistics["corr"], -1, 1), statistics["crossover"]
+    size, silent_share_there, reason = pool.rewards_PN.shape[1], None, None
+    if math.isfinite(crossover.estimate) and 2 <= math.ceil(crossover.estimate) <= size:
+        silent_P = silent_share(pool.rewards_PN, math.ceil(crossover.estimate))
+        silent_share_there = float(silent_P.mean())
+    if not math.isfinite(corr.estimate):
+        reason = "all rewards of a question are equal: no covariance with the reward"
     elif statistics["av_minus_a0"].low > 0:
-        result["reason"] = "A_0 < A_V: GRPO never passes vanilla"
-    elif result["crossover_group_size_high"] is None:
-        result["reason"] = (
-            "A_0 - A_V is not significantly different from 0: no finite crossover interval"
-        )
-    return result
+        reason = "A_0 < A_V: GRPO never passes vanilla"
+    elif not math.isfinite(crossover.high):
+        reason = "A_0 - A_V is not significantly different from 0: no finite crossover interval"
+    return parts.Assumption2(
+        a0=statistics["a0"].estimate,
+        a_v=statistics["a_v"].estimate,
+        a_bstar=statistics["a_bstar"].estimate,
+        share=statistics["share"],
+        av_minus_abstar=statistics["av_minus_abstar"],
+        av_minus_a0=statistics["av_minus_a0"],
+        corr=corr,
+        crossover_group_size=crossover,
+        silent_share_at_crossover=silent_share_there,
+        refuted=refuted,
+        reason=reason,
+    )
 
 
-def _metric(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> dict[str, Any]:
+def _metric(
+    config: MseConfig,
+    pool: ScorePool,
+    facts: ModelFacts,
+    population: ClosedForm,
+    moved: float | None,
+) -> parts.Metric:
     """The norm in which gradients were measured, and the tails of the score norms over all
     completions.
     """
@@ -521,54 +509,47 @@ def _metric(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> dict[str, 
     top = q[: max(1, len(q) // 100)].sum()
     study, pattern = config.study, config.study.parameters
     counted = "all trainable parameters" if pattern is None else f"those that fit {pattern}"
-    return {
-        "parameters": facts.parameters,
-        "norm": f"{NORMS[study.metric].format(study.adam_rollouts, study.adam_group_size)} over "
+    tail_size, variance_carriers = population.tails
+    return parts.Metric(
+        parameters=facts.parameters,
+        norm=f"{NORMS[study.metric].format(study.adam_rollouts, study.adam_group_size)} over "
         f"{counted}",
-        "between_questions": "exact"
+        between_questions="exact"
         if facts.parameters <= config.budget.gradient_sketch
         else f"unbiased sketch of {config.budget.gradient_sketch} numbers",
-        "effective_sample_size": float(q.sum() ** 2 / np.square(q).sum()) if q.any() else 0.0,
-        "top_percent_share": float(top / q.sum()) if q.any() else 0.0,
-    }
-
-
-def _tails(statistics: ClosedForm) -> dict[str, Any]:
-    """The statistics on which the warning of heavy tails rests."""
-    size, carriers = statistics.tails
-    return {
-        "tail_size": _finite(size),
-        "variance_carriers": _finite(carriers),
-        "heavy_tails": statistics.tails.heavy,
-    }
+        effective_sample_size=float(q.sum() ** 2 / np.square(q).sum()) if q.any() else 0.0,
+        top_percent_share=float(top / q.sum()) if q.any() else 0.0,
+        tail_size=tail_size,
+        variance_carriers=variance_carriers,
+        heavy_tails=population.tails.heavy,
+        shift=moved,
+        uncertain=None if moved is None else is_uncertain(moved, population["gstar"]),
+    )
 
 
 def policy_facts(
     config: MseConfig, own_PN: Array, lengths_PN: Integers, pool_cost: WorkCost
-) -> dict[str, Any]:
+) -> parts.PolicyFacts:
     """Accuracy, length and cut share of the policy; `own_PN` are rewards by the data set's own
     function.
     """
-    return {
-        "name": config.model.name,
-        "quantity": quantity(own_PN),
-        **_triple("mean_reward", mean_reward(own_PN)),
-        "mean_length": float(lengths_PN.mean()),
-        "clipped_ratio": pool_cost.clipped / pool_cost.rollouts,
-    }
+    return parts.PolicyFacts(
+        name=config.model.name,
+        quantity=quantity(own_PN),
+        mean_reward=mean_reward(own_PN),
+        mean_length=float(lengths_PN.mean()),
+        clipped_ratio=pool_cost.clipped / pool_cost.rollouts,
+    )
 
 
 def write_curves(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
     """Write the rows, columns in the order of `curves.csv`; what is not known is null.
 
     Raises:
-        ValueError: a row has another column, or a value of another type.
+        ValueError: a value is of another type.
     """
     if not is_main():
         return
     folder.check_lock()
-    for name in {key for row in rows for key in row} ^ COLUMNS.keys():
-        raise ValueError(f"{name} is a column of the rows or of {NAME}, not of both")
-    schema = pyarrow.schema([(name, COLUMNS[name]) for name in rows[0]])
     with atomic_write(folder.path / NAME) as staged:
-        parquet.write_table(arrow_table(rows, schema), staged)
+        parquet.write_table(arrow_table(rows, pyarrow.schema(COLUMNS)), staged)

@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval, ratio_interval
 from grpo_ustat.records import Array
+from grpo_ustat.runs.study_parts import BestSize, RuleSizes
 
 ROLLOUTS = (64, 256, 1024, 4096, 16384, 65536)
 MEASURES = ("mse", "best_scalar")
@@ -75,7 +75,7 @@ def growth(law: RuleLaw) -> Interval:
     )  # fmt: skip
 
 
-def best_sizes(laws: Sequence[RuleLaw], measure: str) -> list[dict[str, Any]]:
+def best_sizes(laws: Sequence[RuleLaw], measure: str) -> list[BestSize]:
     """Best sizes of one rule against one target, at each n: the best of the measured G, and which
     others are not significantly worse.
 
@@ -87,9 +87,8 @@ def best_sizes(laws: Sequence[RuleLaw], measure: str) -> list[dict[str, Any]]:
         measure: see `RuleLaw.error`.
 
     Returns:
-        Rows of `n`, `group_size`, `alike` (the sizes that are not worse, the best one included) and
-        `errors`, by G, unbiased and so perhaps below 0; B = n / G need not be whole. An n below the
-        second G has no row.
+        Rows by n, their errors unbiased and so perhaps below 0; B = n / G need not be whole. An n
+        below the second G has no row.
     """
     rows = []
     for rollouts in ROLLOUTS:
@@ -109,16 +108,16 @@ def best_sizes(laws: Sequence[RuleLaw], measure: str) -> list[dict[str, Any]]:
             difference = jackknife_interval(error - least, others - replicates, level)
             if not difference.low > 0:
                 alike.append(law.group_size)
-        rows.append({
-            "n": rollouts,
-            "group_size": best.group_size,
-            "alike": sorted(alike),
-            "errors": {str(law.group_size): error for error, law in usable},
-        })  # fmt: skip
+        errors_by_size = {str(law.group_size): error for error, law in usable}
+        rows.append(
+            BestSize(
+                n=rollouts, group_size=best.group_size, alike=sorted(alike), errors=errors_by_size
+            )
+        )
     return rows
 
 
-def rule_sizes(laws: Sequence[RuleLaw]) -> list[dict[str, Any]]:
+def rule_sizes(laws: Sequence[RuleLaw]) -> list[RuleSizes]:
     """G*(n) of every rule against each of its targets, for `result.json`.
 
     Of a rule whose mean goes elsewhere as G grows the error against g is mostly its length: there
@@ -136,16 +135,15 @@ def rule_sizes(laws: Sequence[RuleLaw]) -> list[dict[str, Any]]:
             sizes = best_sizes(own, measure)
             if len(sizes) < 2:
                 continue
-            first, last = set(sizes[0]["alike"]), set(sizes[-1]["alike"])
+            first, last = set(sizes[0].alike), set(sizes[-1].alike)
             rows.append(
-                {"baseline": baseline, "target": target, "measure": measure, "sizes": sizes}
-                | {"grows": max(first) < min(last)}
-                | (_growth_numbers(rate) if measure == "mse" else {})
+                RuleSizes(
+                    baseline=baseline,
+                    target=target,
+                    measure=measure,
+                    sizes=sizes,
+                    grows=max(first) < min(last),
+                    growth=rate if measure == "mse" else None,
+                )
             )
     return rows
-
-
-def _growth_numbers(rate: Interval) -> dict[str, float | None]:
-    """`2 b^2 / C1` with its interval; null where not a finite number."""
-    names = ("growth", "growth_low", "growth_high")
-    return {k: x if math.isfinite(x) else None for k, x in zip(names, rate, strict=True)}

@@ -43,13 +43,10 @@ from grpo_ustat.mse.result import (
     monte_carlo_rows,
     of_population,
     replay_rows,
-    reward_functions,
     study_result,
     write_curves,
 )
 from grpo_ustat.mse.rule_sizes import rule_sizes
-from grpo_ustat.mse.sampler import sampler_text
-from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
 from grpo_ustat.pages.findings import further_findings, study_answer
@@ -61,7 +58,10 @@ from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
 from grpo_ustat.records import Prompt, ScorePool
+from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.result import EqualRewardsResult, StudyResult
+from grpo_ustat.runs.study_parts import CurveRow, NotMeasured, RuleSizes
 from grpo_ustat.tasks.base import tell_dropped
 from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting
@@ -118,17 +118,18 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
         if is_main():
             leave_page(folder)
         raise
-    if result["curves"]:
-        write_csv(folder, "curves.csv", result["curves"])
-        write_curves(folder, result["curves"])
+    content = content_of(result)
+    if result.curves:
+        write_csv(folder, "curves.csv", content["curves"])
+        write_curves(folder, content["curves"])
     if is_main():
-        if result["curves"]:
-            mse_figure(folder.path, result)
-            scaling_figure(folder.path, result)
-            recipes_figure(folder.path, result)
-        leave_page(folder, result)
+        if result.curves:
+            mse_figure(folder.path, content)
+            scaling_figure(folder.path, content)
+            recipes_figure(folder.path, content)
+        leave_page(folder, content)
     folder.finish(result)
-    return result
+    return content
 
 
 def fill_part(config: MseConfig) -> str:
@@ -145,11 +146,11 @@ def fill_part(config: MseConfig) -> str:
     return f"{text}; the same command without study.part runs the study"
 
 
-def study(config: MseConfig, folder: Path) -> dict[str, Any]:
-    """Build the pool, run the methods, and return the content of `result.json`; where all rewards
-    are equal, no method has anything to measure.
+def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
+    """Build the pool, run the methods, and return the result; where all rewards are equal, no
+    method has anything to measure.
     """
-    left_out = {}
+    left_out, moved = {}, None
     pool_folder = folder / "pool"
     if config.pool and not config.imports_pool:
         pool_folder = Path(config.pool)
@@ -170,7 +171,7 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
             pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
     except EqualRewards as equal:
         main_only(leave_sample, config, equal.prompts, pool_folder, folder)
-        return equal_rewards_result(config, equal) | {"left_out": left_out}
+        return equal_rewards_result(config, equal, left_out)
     if config.study.metric == "adam":
         pool, extra_cost, moved = adam_pool(
             config, prompts, pool, pool_folder, folder / "pool_adam"
@@ -190,31 +191,18 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
         curves += replay_points
     if "monte_carlo" in config.study.methods:
         curves_by_rule, replicate_cost = monte_carlo(config, prompts)
-        curves += monte_carlo_rows(config, curves_by_rule, statistics, len(prompts))
-    result = study_result(
-        config, pool, statistics, population, curves, facts, pool_cost, replicate_cost
-    )
-    if config.study.metric == "adam":
-        best = population["gstar"]
-        result["metric"] |= {
-            "shift": moved if math.isfinite(moved) else None,
-            "uncertain": is_uncertain(moved, best),
-        }
-        result["summary"] += uncertain_text(moved, best)
-    if sizes:
-        result["scaling"]["rules"] = sizes
-    result |= reward_functions(config, pool, population, request)
+        curves += monte_carlo_rows(curves_by_rule, statistics, len(prompts))
     logged = logged_rollouts(config) if config.imports_pool else []
-    result["summary"] += repeated_sentence(logged)
+    remarks = repeated_sentence(logged)
     if logged and not logged[0].is_exact:
-        result["summary"] += (
+        remarks += (
             " WARNING: only texts were logged, which were tokenised again: where the policy had "
             "split them otherwise, scores are those of other tokens, so this result is inexact."
         )
-    if pool.sampler_gap is not None:
-        result["summary"] += sampler_text(config.rollout.name, pool.sampler_gap)
-        result["sampler"] = {"name": config.rollout.name, "gap": pool.sampler_gap}
-    return result | {"left_out": left_out, "not_measured": refusals}
+    return study_result(
+        config, pool, statistics, population, request, curves, facts, pool_cost, replicate_cost,
+        moved=moved, sizes=sizes, refusals=refusals, left_out=left_out, remarks=remarks,
+    )  # fmt: skip
 
 
 def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
@@ -237,7 +225,7 @@ def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
 
 def run_replay(
     config: MseConfig, pool: ScorePool, statistics: ClosedForm
-) -> tuple[list, list, list]:
+) -> tuple[list[CurveRow], list[NotMeasured], list[RuleSizes]]:
     """Rows of the replay method, shared out by rule and group size; what has no row and why; and
     the best group sizes of the rules by the number of rollouts.
     """
@@ -253,22 +241,23 @@ def run_replay(
     refusals = [
         row for name in config.baselines for row in _replay_refusals(config, pool, name, settings)
     ]
-    sizes = rule_sizes([row.law for row in rows if row.law is not None])
-    for row in sizes:
-        row["target"] = TARGET_WORDS[row["target"]]
+    sizes = [
+        replace(row, target=TARGET_WORDS[row.target])
+        for row in rule_sizes([row.law for row in rows if row.law is not None])
+    ]
     return replay_rows(config, rows, statistics), refusals, sizes
 
 
 def _replay_refusals(
     config: MseConfig, pool: ScorePool, name: str, settings
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[NotMeasured]:
     """The errors of one rule that replay does not measure, each with the reason."""
     for setting, count in settings:
         if reason := replay_refusal(name, setting, count):
-            yield {
-                "method": "replay", "baseline": name, "target": "any", "setting": setting,
-                "num_prompts": count, "reason": reason,
-            }  # fmt: skip
+            yield NotMeasured(
+                method="replay", baseline=name, target="any", setting=setting, num_prompts=count,
+                reason=reason,
+            )  # fmt: skip
     if (limit := BASELINES[name].target) == "expected_reward":
         return
     refusals = {
@@ -277,10 +266,10 @@ def _replay_refusals(
     }
     for target, reason in refusals.items():
         if reason:
-            yield {
-                "method": "replay", "baseline": name, "setting": ANY_SETTING,
-                "target": TARGET_WORDS[target], "num_prompts": None, "reason": reason,
-            }  # fmt: skip
+            yield NotMeasured(
+                method="replay", baseline=name, target=TARGET_WORDS[target], setting=ANY_SETTING,
+                num_prompts=None, reason=reason,
+            )  # fmt: skip
 
 
 def _replay(items: list[tuple[str, int]], config: MseConfig, pool: ScorePool, settings) -> Iterator:

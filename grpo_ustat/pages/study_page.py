@@ -22,7 +22,8 @@ from grpo_ustat.pages.tables import (
     rows_table,
     with_interval,
 )
-from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord
+from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 
 MOST_ROWS = 200  # that a page holds
 CLAIM_COLUMNS = (  # p-values raw, and corrected for the claims of a study

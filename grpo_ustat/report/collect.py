@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.runs import contents, history
+from grpo_ustat.runs import history
 from grpo_ustat.runs.files import natural_order
 from grpo_ustat.runs.record import CONFIG, DONE, PAST_MAX_STEPS, RunRecord
 from grpo_ustat.runs.status import Entry
@@ -22,50 +22,6 @@ CONFIG_KEYS = {  # that a configuration of a command has
               "eval.decoding", "max_steps", "seed"),
     "mse": ("model.name", "prompt.name", "dataset.name", "group_sizes", "seed"),
     "gap": ("study.kind", "bed.name", "seed"),
-}  # fmt: skip
-RESULT_KEYS = {  # that a result of a command has
-    "train": ("evals",),
-    "mse": (
-        *(
-            f"curves[].{key}"
-            for key in (
-                "method",
-                "baseline",
-                "target",
-                "setting",
-                "interval",
-                "group_size",
-                "num_prompts",
-                "unbiased",
-                "mse",
-                "low",
-                "high",
-                "replicates",
-            )
-        ),
-        *(
-            f"scaling.{key}{end}"
-            for key in ("c1", "c2", "c3", "gstar")
-            for end in ("", "_low", "_high")
-        ),
-        *(f"scaling.curve[].{key}" for key in ("group_size", "n_mse", "low", "high")),
-        "assumption2.corr",
-        "policy.name",
-        "policy.quantity",
-        "policy.mean_reward",
-        "policy.mean_reward_low",
-        "policy.mean_reward_high",
-        "questions",
-        "pool_completions",
-    ),
-    "gap": ("statement", "claims[].what", "answer", "verdict", "cost.rollouts"),
-}
-EQUAL_REWARDS_KEYS = (
-    "equal_rewards.completions", "assumption2.corr", "policy.mean_reward", "summary",
-)  # fmt: skip
-CLAIM_TYPES = {
-    "what": str, "predicted": (int, float, str), "measured": (int, float),
-    "low": (int, float, type(None)), "high": (int, float, type(None)), "how": str,
 }  # fmt: skip
 SWEPT = ("group_size", "seed", "budget.rollouts")  # a series holds several values of these
 
@@ -159,8 +115,7 @@ def _check(run: RunRecord) -> None:
     """Refuse a run that cannot be shown, and forget a result that is not of this run.
 
     Raises:
-        ValueError: its configuration is lost, damaged, or of another program; or its result is of
-            another version.
+        ValueError: its configuration is lost, damaged, or of another program.
     """
     if not run.config:
         raise ValueError("; ".join(run.notes) or f"{CONFIG} is missing")
@@ -168,22 +123,6 @@ def _check(run: RunRecord) -> None:
         raise ValueError(f"{CONFIG} is of none of {', '.join(CONFIG_KEYS)}")
     if run.state.name not in (DONE, PAST_MAX_STEPS):
         run.result = None
-    if run.result is not None:
-        keys = EQUAL_REWARDS_KEYS if "equal_rewards" in run.result else RESULT_KEYS[run.command]
-        missing = [key for key in keys if contents.is_absent(run.result, key)]
-        if missing:
-            raise ValueError(
-                f"result.json has no {', '.join(missing)}: of another version, run it again"
-            )
-        for claim in run.result["claims"] if run.command == "gap" else ():
-            wrong = [
-                k for k, kind in CLAIM_TYPES.items() if not isinstance(claim.get(k, ...), kind)
-            ]
-            if wrong:
-                raise ValueError(
-                    f"result.json has a claim without a {' and '.join(wrong)} that can be shown: "
-                    "run it again"
-                )
     if run.command == "train":
         _ = run.evals  # which notes damage
     if not run.code:

@@ -53,7 +53,7 @@ def theorems_table(studies: Sequence[RunRecord]) -> Table:
                 "verdict": UNFINISHED, "answer": run.unfinished, "statement": None, "rollouts": None
             }  # fmt: skip
         else:
-            counts = verdict_counts(run.result["claims"])
+            counts = verdict_counts([claim["verdict"] for claim in run.result["claims"]])
             outcome = dict(zip(COUNT_COLUMNS, counts.values(), strict=True))
             outcome |= {k: str(run.result[k]) for k in ("verdict", "answer", "statement")}
             outcome["rollouts"] = run.result["cost"].get("rollouts")

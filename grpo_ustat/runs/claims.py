@@ -2,50 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
+from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, Claim
 
 FAMILY = 0.05  # studies without an error in theory that disagree, at most
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A prediction beside its measurement.
-
-    Attributes:
-        what: is predicted, and of what, in a few words.
-        predicted: a number, or a relation such as `<= 1` where it is no number.
-        measured: the estimate.
-        low, high: its interval; both None where it was enumerated and has no error.
-        verdict: `agrees`, `disagrees` or `not decided`; with a p-value that where Holm's correction
-            does not reject the prediction, see `correct_family`.
-        how: the criterion, the level and the number of replicates.
-        p_value: of the hypothesis that the prediction holds; None where it was enumerated and the
-            verdict is certain.
-        severity: how many of the alternatives would also have agreed, in words; "" where there is
-            no natural alternative.
-        when_rejected: the verdict where Holm's correction rejects the prediction; None is
-            `disagrees`, but `not decided` where `verdict` is.
-        alternatives: names and p-values of other predictions, of which `severity` is made.
-        holm_p: `p_value` corrected for all claims of the study that have one.
-    """
-
-    what: str
-    predicted: float | str
-    measured: float
-    low: float | None
-    high: float | None
-    verdict: str
-    how: str
-    p_value: float | None = None
-    severity: str = ""
-    when_rejected: str | None = None
-    alternatives: Mapping[str, float] = field(default_factory=dict)
-    holm_p: float | None = None
 
 
 def correct_family(claims: Sequence[Claim]) -> list[Claim]:

@@ -10,13 +10,15 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from grpo_ustat.config.run import LARGEST_COUNT
-from grpo_ustat.records import ACCURACY, MEAN_REWARD
 from grpo_ustat.terminal.streams import single_line
 
 MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
@@ -26,8 +28,31 @@ MOST_SETTINGS = 50_000  # values of a configuration, aliases as often as they st
 MOST_ROWS = 20_000  # of a table within a result
 LARGEST = 1e100  # of a number; what is squared, or drawn, stays finite
 
-Fits = Callable[[Any], bool]
-Shape = Any  # a Fits, or a dictionary of them by key; within a list: of each of its entries
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Marks the type of an estimate that a file holds as three keys: `NAME`, `NAME_low` and
+    `NAME_high`, which are null where they are not finite.
+
+    Attributes:
+        estimate, end: types of the first, and of the other two.
+    """
+
+    estimate: Any
+    end: Any
+
+
+# Types of a record's fields, beside those of Python
+Count = Annotated[int, 0]  # at least
+Size = Annotated[int, 1]
+NumberOrNull = Annotated[float | None, "null where it is not finite"]
+Sometimes = Annotated[T | None, "no key where it is None"]
+Estimate = Annotated[tuple[float, float, float], Ends(float | None, float | None)]
+Bounded = Annotated[tuple[float, float, float], Ends(float, float)]
+SCALARS = {float: "a finite number", str: "a text", bool: "true or false"}
+Shape = Any  # a record, a type of a field, or a dictionary of them: of some keys of a mapping
 
 
 def text_of(folder: Path, name: str) -> str:
@@ -44,7 +69,7 @@ def text_of(folder: Path, name: str) -> str:
 
 
 def checked(
-    folder: Path, name: str, parse: Callable[[str], Any], shape: Shape = None
+    folder: Path, name: str, parse: Callable[[str], Any], shape: Shape = None, whole: bool = True
 ) -> tuple[Any, str]:
     """A file's parsed content, and an empty text; or None, and what is wrong with it, in a line.
 
@@ -52,11 +77,12 @@ def checked(
         folder: of the run.
         name: of the file in it.
         parse: makes its content of its text, by a ValueError where it cannot.
-        shape: of a mapping, see `misfit`; None: anything.
+        shape: of the content, see `misfit`; None: anything.
+        whole: whether all of its keys have to be there.
     """
     try:
         content = parse(text_of(folder, name))
-        wrong = misfit(content, shape) if shape else None
+        wrong = misfit(content, shape, whole=whole) if shape else None
     except (OSError, ValueError, yaml.YAMLError) as error:
         wrong = single_line(error, 200)
     return (None, wrong) if wrong else (content, "")
@@ -149,126 +175,168 @@ def is_number(value: Any) -> bool:
     return abs(value) <= LARGEST and math.isfinite(value)
 
 
-def number(value: Any) -> bool:
-    """A finite number."""
-    return is_number(value)
-
-
-def number_or_null(value: Any) -> bool:
-    """A finite number, or null where there is none."""
-    return value is None or is_number(value)
-
-
 def count(value: Any) -> bool:
-    """A whole number from 0 on."""
-    return isinstance(value, int) and is_number(value) and 0 <= value <= LARGEST_COUNT
-
-
-def count_or_null(value: Any) -> bool:
-    """A whole number from 0 on, or null."""
-    return value is None or count(value)
-
-
-def size(value: Any) -> bool:
-    """A whole number from 1 on."""
-    return count(value) and value > 0
-
-
-def text(value: Any) -> bool:
-    """A text."""
-    return isinstance(value, str)
-
-
-def text_or_null(value: Any) -> bool:
-    """A text, or null."""
-    return value is None or isinstance(value, str)
-
-
-def texts(value: Any) -> bool:
-    """A list of texts."""
-    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-
-
-def boolean(value: Any) -> bool:
-    """True or false."""
-    return isinstance(value, bool)
-
-
-def number_or_text(value: Any) -> bool:
-    """A finite number, or a text."""
-    return isinstance(value, str) or is_number(value)
+    """Whether it is a whole number from 0 on."""
+    return misfit(value, Count) is None
 
 
 def scalar(value: Any) -> bool:
-    """A text, a finite number, a boolean, or null."""
-    return value is None or isinstance(value, bool | str) or is_number(value)
+    """Whether it is a text, a finite number, a boolean, or null."""
+    return misfit(value, str | float | bool | None) is None
 
 
-def matrix(value: Any) -> bool:
-    """Three rows of three finite numbers."""
-    return (
-        isinstance(value, list)
-        and len(value) == 3
-        and all(
-            isinstance(row, list) and len(row) == 3 and all(map(is_number, row)) for row in value
-        )
-    )
+@cache
+def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
+    """The keys that a record has in a file: the type of each, and whether it has to be there, as
+    those have to whose field has no default.
+
+    >>> @dataclass
+    ... class Law:
+    ...     gstar: Estimate
+    ...     reason: Sometimes[str] = None
+    >>> [(name, required) for name, (_, required) in keys_of(Law).items()]
+    [('gstar', True), ('gstar_low', True), ('gstar_high', True), ('reason', False)]
+    """
+    keys: dict[str, tuple[Any, bool]] = {}
+    for name, kind, field in _typed_fields(record):
+        required = field.default is MISSING and field.default_factory is MISSING
+        of_estimate = _sometimes(kind)[0]
+        if ends := _ends(of_estimate):
+            types = (ends.estimate, ends.end, ends.end)
+            keys |= {key: (x, required) for key, x in zip(_three(name), types, strict=True)}
+        else:
+            keys[name] = (kind, required)
+    return keys
 
 
-def one_of(*choices: str) -> Fits:
-    """One of a few texts."""
+def content_of(record: Any) -> Any:
+    """What a file holds of a record: mappings, lists, texts and numbers.
 
-    def fits(value: Any) -> bool:
-        return value in choices
+    >>> @dataclass
+    ... class Law:
+    ...     gstar: Estimate
+    ...     reason: Sometimes[str] = None
+    >>> content_of(Law((4.0, 3.0, math.inf)))
+    {'gstar': 4.0, 'gstar_low': 3.0, 'gstar_high': None}
+    """
+    if isinstance(record, Mapping):
+        return {name: content_of(value) for name, value in record.items()}
+    if isinstance(record, list | tuple):
+        return [content_of(value) for value in record]
+    if not is_dataclass(record):
+        return record
+    content: dict[str, Any] = {}
+    for name, kind, _ in _typed_fields(type(record)):
+        value = getattr(record, name)
+        kind, sometimes = _sometimes(kind)
+        if sometimes and value is None:
+            continue
+        if _ends(kind):
+            content |= zip(_three(name), map(_finite, value), strict=True)
+        else:
+            content[name] = _finite(value) if kind == NumberOrNull else content_of(value)
+    return content
 
-    fits.__doc__ = f"One of {', '.join(choices)}."
-    return fits
+
+@cache
+def _typed_fields(record: type) -> list[tuple[str, Any, Any]]:
+    kinds = get_type_hints(record, include_extras=True)
+    return [(field.name, kinds[field.name], field) for field in fields(record)]
 
 
-def misfit(content: Any, shape: Shape, key: str = "") -> str | None:
-    """What the first key holds that does not fit, and what it should; None where all fit.
+def _sometimes(kind: Any) -> tuple[Any, bool]:
+    """The type that `Sometimes` was given, and whether it was."""
+    if get_origin(kind) is not Annotated or get_args(kind)[1] != get_args(Sometimes[int])[1]:
+        return kind, False
+    (inner,) = [x for x in get_args(get_args(kind)[0]) if x is not NoneType]
+    return inner, True
 
-    Keys that are not there fit, for another version may not have them; so do unknown keys.
 
-    >>> misfit({"a": {"b": "x"}}, {"a": {"b": number}, "c": number})
+def _ends(kind: Any) -> Ends | None:
+    mark = get_args(kind)[1] if get_origin(kind) is Annotated else None
+    return mark if isinstance(mark, Ends) else None
+
+
+def _three(name: str) -> tuple[str, str, str]:
+    return name, f"{name}_low", f"{name}_high"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str | None:
+    """What the first key holds that does not fit, and what it should, or which key is missing; None
+    where all fit. Unknown keys fit.
+
+    Args:
+        content: of a JSON or YAML file.
+        kind: a record's class, a type of a field, or a dictionary of them by key: of keys that fit
+            where they are not there.
+        key: of the content, within the file.
+        whole: whether a record's keys have to be there.
+
+    >>> misfit({"a": {"b": "x"}}, {"a": {"b": float}, "c": float})
     "a.b is 'x', not a finite number"
-    >>> misfit({"rows": [{"n": 1}, {"n": -1}]}, {"rows": [{"n": count}]})
+    >>> misfit({"rows": [{"n": 1}, {"n": -1}]}, {"rows": list[dict[str, Count]]})
     'rows[1].n is -1, not a whole number from 0 on'
+    >>> misfit({}, Ends), misfit({}, Ends, whole=False)
+    ('it has no estimate', None)
     """
-    if isinstance(shape, dict):
-        if not isinstance(content, dict):
-            return f"{key or 'it'} is {_short(content)}, not a mapping"
-        inner = ((f"{key}.{name}" if key else name, content[name], below)
-                 for name, below in shape.items() if name in content)  # fmt: skip
-    elif isinstance(shape, list):
-        if not isinstance(content, list):
-            return f"{key} is {_short(content)}, not a list"
+    name, origin, arguments = key or "it", get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        mark = arguments[1]
+        if isinstance(mark, int):
+            whole_number = isinstance(content, int) and is_number(content)
+            fits = whole_number and mark <= content <= LARGEST_COUNT
+            return None if fits else _misfit(name, content, f"a whole number from {mark} on")
+        if isinstance(mark, tuple):
+            return None if content in mark else _misfit(name, content, f"one of {', '.join(mark)}")
+        return misfit(content, mark if isinstance(mark, type) else arguments[0], key, whole)
+    if origin in (Union, UnionType):
+        kinds = [x for x in arguments if x is not NoneType]
+        if content is None and len(kinds) < len(arguments):
+            return None
+        if all(map(is_dataclass, kinds)):  # the record of whose keys the fewest are missing
+            known = content if isinstance(content, dict) else {}
+            kinds = [min(kinds, key=lambda record: len(_missing(known, record)))]
+        if len(kinds) == 1:
+            return misfit(content, kinds[0], key, whole)
+        fits = any(misfit(content, x) is None for x in kinds)
+        return None if fits else _misfit(name, content, " or ".join(SCALARS[x] for x in kinds))
+    if kind in (float, str, bool):
+        fits = is_number(content) if kind is float else isinstance(content, kind)
+        return None if fits else _misfit(name, content, SCALARS[kind])
+    if origin in (list, tuple):
+        if not isinstance(content, list) or (origin is tuple and len(content) != len(arguments)):
+            entries = f" of {len(arguments)}" if origin is tuple else ""
+            return _misfit(name, content, f"a list{entries}")
         if len(content) > MOST_ROWS:
-            return f"{key} has {len(content):,} entries, at most {MOST_ROWS:,} are read"
-        inner = ((f"{key}[{i}]", entry, shape[0]) for i, entry in enumerate(content))
+            return f"{name} has {len(content):,} entries, at most {MOST_ROWS:,} are read"
+        inner = ((f"{key}[{i}]", entry, arguments[0]) for i, entry in enumerate(content))
     else:
-        meaning = " ".join(shape.__doc__.split()).rstrip(".")
-        meaning = meaning[0].lower() + meaning[1:]
-        return None if shape(content) else f"{key} is {_short(content)}, not {meaning}"
-    return next((line for entry in inner if (line := misfit(entry[1], entry[2], entry[0]))), None)
+        if not isinstance(content, dict):
+            return _misfit(name, content, "a mapping")
+        if is_dataclass(kind):
+            kinds = {x: below for x, (below, _) in keys_of(kind).items()}
+        else:
+            kinds = kind if isinstance(kind, dict) else dict.fromkeys(content, arguments[1])
+        inner = ((f"{key}.{x}" if key else x, content[x], below)
+                 for x, below in kinds.items() if x in content)  # fmt: skip
+    for below, value, its_kind in inner:
+        if wrong := misfit(value, its_kind, below, whole):
+            return wrong
+    if whole and is_dataclass(kind) and (missing := _missing(content, kind)):
+        return f"it has no {f'{key}.' if key else ''}{missing[0]}"
+    return None
 
 
-def is_absent(content: Any, key: str) -> bool:
-    """Whether a dotted key is not there; `rows[].name`: in any of the rows, or there are none.
+def _missing(content: Any, record: Any) -> list[str]:
+    return [x for x, (_, required) in keys_of(record).items() if required and x not in content]
 
-    >>> rows = {"rows": [{"a": 1}, {}], "b": {"c": None}}
-    >>> [is_absent(rows, key) for key in ("rows[].a", "rows[]", "b.c", "b.d", "c.d")]
-    [True, False, False, True, True]
-    """
-    name, _, rest = key.partition(".")
-    several = name.endswith("[]")
-    name = name.removesuffix("[]")
-    if not isinstance(content, dict) or name not in content:
-        return True
-    value = content[name]
-    if several:
-        return not value or any(rest and is_absent(entry, rest) for entry in value)
-    return bool(rest) and is_absent(value, rest)
+
+def _misfit(name: str, content: Any, wanted: str) -> str:
+    return f"{name} is {_short(content)}, not {wanted}"
 
 
 def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
@@ -292,7 +360,7 @@ def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], st
             key: x
             for key, x in row.items()
             if not (
-                (number_or_null(x) or isinstance(x, bool))
+                (x is None or is_number(x) or isinstance(x, bool))
                 or (key.endswith("_reason") and isinstance(x, str))
             )
         }
@@ -314,10 +382,6 @@ def _short(value: Any) -> str:
     return words if len(words) <= 40 else f"{words[:36]}..."
 
 
-def _with_ends(*names: str, of: Fits = number_or_null) -> dict[str, Fits]:
-    return {f"{name}{end}": of for name in names for end in ("", "_low", "_high")}
-
-
 def command_of(config: dict[str, Any]) -> str:
     """The command whose configuration it is: `train`, `mse` or `gap`.
 
@@ -327,82 +391,16 @@ def command_of(config: dict[str, Any]) -> str:
     return "train" if "max_steps" in config else "gap" if "bed" in config else "mse"
 
 
-VERDICTS = one_of("agrees", "disagrees", "not decided")
-SETTINGS = one_of("all_questions_once", "with_replacement", "without_replacement", "one_question")
-QUANTITIES = one_of(ACCURACY, MEAN_REWARD)
-EVALUATION = {
-    "step": count, "split": text, "decoding": text, "quantity": QUANTITIES,
-    "mean_reward": number, "low": number, "high": number, "n": size,
-}  # fmt: skip
-VERSIONS = {
-    "versions": {"grpo-ustat": text}, "config_hash": text_or_null, "digest": text, "files": {},
-}  # fmt: skip
-RESULTS: Mapping[str, Shape] = {
-    "train": {
-        "quantity": QUANTITIES, "final_mean_reward": number, "mean_reward_low": number,
-        "mean_reward_high": number,
-        "gain": number, "gain_low": number, "gain_high": number, "steps": count,
-        "rollouts": count, "tokens": count, "seconds": number, "summary": text, "run": text,
-        "evals": [EVALUATION], "failed_saves": count,
-    } | VERSIONS,
-    "mse": {
-        "curves": [{
-            "method": one_of("closed_form", "replay", "monte_carlo"), "baseline": text,
-            "target": text, "setting": SETTINGS, "interval": one_of("completions", "questions"),
-            "group_size": size, "num_prompts": size, "unbiased": boolean, "mse": number_or_null,
-            "low": number_or_null, "high": number_or_null, "replicates": count_or_null,
-        }],
-        "equal_rewards": {"reward": number, "completions": size}
-        | dict.fromkeys(("cut", "no_answer", "wrong", "right"), count),
-        "ratio_to_oracle": [
-            {"baseline": text, "setting": SETTINGS, "group_size": size, "num_prompts": size}
-            | _with_ends("ratio")
-        ],
-        "scaling": _with_ends("gstar", "c1", "c2", "c3")
-        | dict.fromkeys(("c1", "c2", "c3"), number) | {
-            "covariance": matrix, "dof": number, "reason": text_or_null,
-            "curve": [{"group_size": size, "n_mse": number, "low": number_or_null,
-                       "high": number_or_null}],
-        },
-        "assumption2": _with_ends("corr", "av_minus_a0", "crossover_group_size")
-        | {"reason": text_or_null},
-        "grad_sq": {"reason": text_or_null},
-        "metric": {"parameters": count_or_null, "norm": text_or_null},
-        "policy": {"name": text, "mean_length": number, "quantity": QUANTITIES}
-        | _with_ends("mean_reward", of=number),
-        "questions": size, "pool_completions": size, "summary": text,
-        "cost": {name: number for name in (
-            "rollouts", "tokens", "judge_timeouts", "judge_failures", "seconds_generate",
-            "seconds_score",
-        )},
-        "reward_functions": [
-            {"name": text, "weight": number_or_null}
-            | _with_ends("mean", "c1", "c2", "c3", "gstar", "a_v", "grad_sq")
-        ],
-        "reward_correlations": [{"first": text, "second": text} | _with_ends("correlation")],
-        "not_measured": [{"method": text, "setting": text, "reason": text}],
-        "left_out": {},
-    } | VERSIONS,
-    "gap": {
-        "study": text, "statement": text, "answer": text, "verdict": VERDICTS, "notes": texts,
-        "claims": [{
-            "what": text, "predicted": number_or_text, "measured": number, "low": number_or_null,
-            "high": number_or_null, "verdict": VERDICTS, "how": text, "severity": text,
-            "p_value": number_or_null, "holm_p": number_or_null,
-        }],
-        "bed": {}, "cost": {"rollouts": count, "seconds": number}, "summary": text,
-    } | VERSIONS,
-}  # fmt: skip
-NODE_NAMES = {"name": text}
 CONFIGURATION: Shape = {
-    "model": NODE_NAMES | {"model_name_or_path": text}, "dataset": NODE_NAMES, "bed": NODE_NAMES,
-    "prompt": NODE_NAMES | {"shots": count_or_null}, "baseline": NODE_NAMES,
-    "objective": NODE_NAMES, "study": {"kind": text, "methods": texts},
-    "seed": count, "group_size": size, "max_steps": count, "group_sizes": [size],
-    "budget": {"rollouts": size}, "baselines": texts, "temperature": number,
-    "reward_funcs": texts, "pool": text_or_null, "eval": {"decoding": texts}, "launch": {},
+    "model": {"name": str, "model_name_or_path": str}, "dataset": {"name": str},
+    "bed": {"name": str}, "prompt": {"name": str, "shots": NumberOrNull},
+    "baseline": {"name": str}, "objective": {"name": str},
+    "study": {"kind": str, "methods": list[str]},
+    "seed": Count, "group_size": Size, "max_steps": Count, "group_sizes": list[Size],
+    "budget": {"rollouts": Size}, "baselines": list[str], "temperature": float,
+    "reward_funcs": list[str], "pool": str | None, "eval": {"decoding": list[str]}, "launch": {},
 }  # fmt: skip
 CODE: Shape = {
-    "digest": text, "commit": text_or_null, "diff": text_or_null, "weights": text_or_null,
-    "data": text_or_null, "versions": {"grpo-ustat": text},
+    "digest": str, "commit": str | None, "diff": str | None, "weights": str | None,
+    "data": str | None, "versions": {"grpo-ustat": str},
 }  # fmt: skip

@@ -14,6 +14,7 @@ from grpo_ustat.config.secrets import redact
 from grpo_ustat.runs import contents
 from grpo_ustat.runs.files import csv_rows, read_rows
 from grpo_ustat.runs.record import CODE, COMPLETIONS, CONFIG, EVALS, METRICS, RESULT
+from grpo_ustat.runs.result import RESULT_TYPES, Evaluation
 from grpo_ustat.terminal.streams import single_line, visible
 
 
@@ -104,7 +105,7 @@ class FolderReader:
         for row in self._content(EVALS, csv_rows):
             if not {"step", "decoding", "split"} <= row.keys():
                 raise Damaged(f"{EVALS} is damaged: a row has no step, decoding or split")
-            if wrong := contents.misfit(row, contents.EVALUATION):
+            if wrong := contents.misfit(row, Evaluation, whole=False):
                 raise Damaged(f"{EVALS} is damaged: {wrong}")
             name = visible(f"{row['decoding']}/{row['split']}")
             yield Event("eval", name, row["step"], visible_texts(row), row["step"])
@@ -133,7 +134,7 @@ class FolderReader:
         command = contents.command_of(
             self._content(CONFIG, contents.parsed_yaml, contents.CONFIGURATION)
         )
-        result = self._content(RESULT, contents.parsed_json, contents.RESULTS[command])
+        result = self._content(RESULT, contents.parsed_json, RESULT_TYPES[command], whole=False)
         step = result.get("steps")
         for file in sorted(self.folder.glob("*.png")):
             yield Event("figure", visible(file.stem), step, file, _digest(file.read_bytes()))
@@ -149,9 +150,15 @@ class FolderReader:
         }
         yield Event("result", "", step, values, _digest(values))
 
-    def _content(self, name: str, parse: Callable[[str], Any], shape: contents.Shape = None) -> Any:
+    def _content(
+        self,
+        name: str,
+        parse: Callable[[str], Any],
+        shape: contents.Shape = None,
+        whole: bool = True,
+    ) -> Any:
         """See `contents.checked`."""
-        content, wrong = contents.checked(self.folder, name, parse, shape)
+        content, wrong = contents.checked(self.folder, name, parse, shape, whole)
         if wrong:
             raise Damaged(f"{name} is damaged: {wrong}")
         return content

@@ -30,6 +30,7 @@ from grpo_ustat.distributed import lock, slurm
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.files import write_whole
+from grpo_ustat.runs.result import RESULT_TYPES, RunResult
 from grpo_ustat.terminal.console import tell
 
 TRACKER = "tracker"  # what a tracker keeps of a run folder, inside it
@@ -239,7 +240,7 @@ class RunFolder:
         result = self._read(
             RESULT,
             contents.parsed_json,
-            contents.RESULTS[contents.command_of(asdict(self.config))],
+            RESULT_TYPES[contents.command_of(asdict(self.config))],
             "delete it, the same command writes it again",
         )
         if changed := changed_files(self.path, result):
@@ -263,13 +264,14 @@ class RunFolder:
         write_whole(target, text)
         return target
 
-    def finish(self, result: dict[str, Any]) -> None:
+    def finish(self, result: RunResult) -> None:
         """Write `result.json`, last of all: the run is complete."""
-        result = result | {"config_hash": self.config_hash, "files": file_digests(self.path)}
+        content = contents.content_of(result)
+        content |= {"config_hash": self.config_hash, "files": file_digests(self.path)}
         if self._earlier:
-            result["earlier_versions"] = self._earlier
-        result["digest"] = contents.content_digest(result)
-        text = json.dumps(result, indent=1, allow_nan=False)
+            content["earlier_versions"] = self._earlier
+        content["digest"] = contents.content_digest(content)
+        text = json.dumps(content, indent=1, allow_nan=False)
         self.write("result.json", text)
 
     def _earlier_versions(self, now: dict[str, str]) -> list[dict[str, str]]:

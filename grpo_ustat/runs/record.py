@@ -21,6 +21,7 @@ from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.contents import command_of
 from grpo_ustat.runs.files import csv_rows, read_rows
 from grpo_ustat.runs.folder import changed_files
+from grpo_ustat.runs.result import AGREES, ANY_RESULT, DISAGREES, OPEN, RESULT_TYPES, Evaluation
 from grpo_ustat.terminal.streams import single_line
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
 METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
 NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)  # notes on other files come after these
-EVAL_NUMBERS = ("step", "mean_reward", "low", "high", "n")
 MOST_COMPLETIONS, MOST_BYTES = 3000, 8_000_000  # that a page holds
 MOST_PARQUET_BYTES = 4_000_000_000  # unpacked, of a log of completions
 MOST_EVALS = 1000  # that are shown of a run
@@ -37,7 +37,6 @@ MOST_EVALS = 1000  # that are shown of a run
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
 PAST_MAX_STEPS = "already past max_steps"
 
-AGREES, DISAGREES, OPEN = "agrees", "disagrees", "not decided"
 COUNTED = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}  # how counts are headed
 
 
@@ -108,7 +107,8 @@ class RunRecord:
     @cached_property
     def result(self) -> dict[str, Any] | None:
         """Content of `result.json`; None while the run is unfinished."""
-        return self._read(RESULT, contents.parsed_json, contents.RESULTS[self.command])
+        kind = RESULT_TYPES[self.command] if self.config else ANY_RESULT
+        return self._read(RESULT, contents.parsed_json, kind)
 
     @property
     def final_result(self) -> dict[str, Any]:
@@ -158,8 +158,7 @@ class RunRecord:
         whole = {
             (row["step"], str(row.get("split"))): row
             for row in rows
-            if all(contents.is_number(row.get(k)) for k in EVAL_NUMBERS)
-            and contents.misfit(row, contents.EVALUATION) is None
+            if contents.misfit(row, Evaluation) is None
         }
         if len(whole) < len(rows) or bool(every) > bool(rows):
             self.add_note(f"{EVALS} is damaged in part")
@@ -297,23 +296,20 @@ class RunRecord:
         valid result.
         """
         result = self.result
-        try:
-            if result is None:
-                raise ValueError("no result")
-            if "claims" in result:
-                seconds, verdicts = result["cost"]["seconds"], verdict_counts(result["claims"])
-                summary = {"verdicts": verdicts, "seconds": float(seconds)}  # of the wall clock
-            elif "final_mean_reward" in result:
-                summary = {"quantity": result["quantity"], "step": result["steps"]}
-                summary |= {"mean_reward": result["final_mean_reward"]}
-                summary |= {"low": result["mean_reward_low"], "high": result["mean_reward_high"]}
-                summary["seconds"] = result["seconds"]
-            else:
-                policy = result["policy"]
-                summary = {name: policy[name] for name in ("quantity", "mean_reward")}
-                summary |= {"low": policy["mean_reward_low"], "high": policy["mean_reward_high"]}
-        except (ValueError, LookupError, TypeError):
+        if result is None:
             return None, "its result is missing or damaged"
+        if "claims" in result:
+            verdicts = verdict_counts([claim["verdict"] for claim in result["claims"]])
+            summary = {"verdicts": verdicts, "seconds": float(result["cost"]["seconds"])}
+        elif "final_mean_reward" in result:
+            summary = {"quantity": result["quantity"], "step": result["steps"]}
+            summary |= {"mean_reward": result["final_mean_reward"]}
+            summary |= {"low": result["mean_reward_low"], "high": result["mean_reward_high"]}
+            summary["seconds"] = result["seconds"]
+        else:
+            policy = result["policy"]
+            summary = {name: policy[name] for name in ("quantity", "mean_reward")}
+            summary |= {"low": policy["mean_reward_low"], "high": policy["mean_reward_high"]}
         if self.config_hash not in (None, result.get("config_hash")):
             return None, "its result is another configuration's"
         if summary.get("step", 0) < (self.max_steps or 0):
@@ -411,22 +407,13 @@ def identity_keys(config: dict[str, Any]) -> dict[str, Any]:
     return flatten({key: value for key, value in whole.items() if key not in excluded})
 
 
-def verdict_counts(claims: Sequence[dict[str, Any]]) -> dict[str, int]:
+def verdict_counts(verdicts: Sequence[str]) -> dict[str, int]:
     """How many claims have each verdict.
 
-    Args:
-        claims: of a study's `result.json`.
-
-    Raises:
-        LookupError, TypeError, ValueError: they are not what a study writes.
-
-    >>> verdict_counts([{"verdict": "agrees"}, {"verdict": "not decided"}, {"verdict": "agrees"}])
+    >>> verdict_counts(["agrees", "not decided", "agrees"])
     {'agrees': 2, 'disagrees': 0, 'not decided': 1}
     """
-    counts = dict.fromkeys(COUNTED, 0)
-    for claim in claims:
-        counts[claim["verdict"]] += 1
-    return counts
+    return {verdict: verdicts.count(verdict) for verdict in COUNTED}
 
 
 def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ LONGEST_NAME = 120  # of a run, in letters; wandb takes 128
 MARGIN = 10.0  # seconds of a stop's grace that are not the tracker's
 WITH_EXIT_HOOKS = ("wandb", "opentelemetry", "trackio")  # packages that wait for a server at exit
 PATIENCE = 2.0  # seconds after which a line tells of the waiting
-STATE = {"run_id": contents.text, "count": contents.count}  # of what was sent, see `Sender`
+STATE = {"run_id": str, "count": contents.Count, "sent": {}}  # of what was sent, see `Sender`
 
 
 class Sender:
@@ -63,7 +63,7 @@ class Sender:
         if self._file.is_file():
             parts = (folder, f"{TRACKER}/{name}.json", contents.parsed_json)
             stored, wrong = contents.checked(*parts, STATE)
-            if wrong or not isinstance(stored.get("sent"), dict):
+            if wrong or stored.keys() < STATE.keys():
                 raise Damaged(f"{self._file} is damaged: delete it, a new run begins there")
             self._state |= stored
         else:  # before anything is sent under this id

@@ -24,9 +24,11 @@ from grpo_ustat.pages.tables import evaluation_table, write_csv
 from grpo_ustat.records import Prompt
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling
+from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.faults import NotSaved
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import RunLog, attempt, warn
+from grpo_ustat.runs.result import TrainResult
 from grpo_ustat.terminal.console import Console, tell
 from grpo_ustat.terminal.progress import TrainingBar, listening, waiting
 from grpo_ustat.train import fsdp2
@@ -122,7 +124,8 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         bar = TrainingBar(config.max_steps, progress.step, visible=main)
         with bar, listening(bar.meter.hear if main else None):
             loop(run, progress, log, bar, stop)
-    result = result_record(config, progress) | {"left_out": run.task.dropped}
+    result = train_result(config, progress, run.task.dropped)
+    content = content_of(result)
     if log:
         from grpo_ustat.pages.learning import draw_learning
 
@@ -130,14 +133,14 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
             log.sync()
             write_csv(folder, "eval.csv", progress.evals)
             draw_learning(folder.path)
-            leave_page(folder, result)
+            leave_page(folder, content)
             folder.finish(result)
         except OSError as error:
             raise NotSaved(
                 f"{folder.path}: training is done but its files could not be written "
                 f"({error}): the same command writes them from the last checkpoint"
             ) from error
-    return result
+    return content
 
 
 def loop(
@@ -290,9 +293,11 @@ def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> No
             attempt(str(path), lambda: write_csv(run.folder, "eval.csv", progress.evals))
 
 
-def result_record(config: TrainConfig, progress: TrainProgress) -> dict[str, Any]:
-    """The content of `result.json`, with a summary in words: what training did to the held-out
-    accuracy, or mean reward, of the first decoding listed.
+def train_result(
+    config: TrainConfig, progress: TrainProgress, left_out: dict[str, int]
+) -> TrainResult:
+    """The result, with a summary in words: what training did to the held-out accuracy, or mean
+    reward, of the first decoding listed.
     """
     evals = [row for row in progress.evals if row["decoding"] == config.eval.decoding[0]]
     first, last = evals[0], evals[-1]
@@ -310,27 +315,26 @@ def result_record(config: TrainConfig, progress: TrainProgress) -> dict[str, Any
         )
         summary += f" Alarms (steps): {alarms}."
     summary += clipped_warning("last step's", progress.clipped_ratio, config.max_completion_length)
-    return {
-        "quantity": last["quantity"],
-        "final_mean_reward": last["mean_reward"],
-        "mean_reward_low": last["low"],
-        "mean_reward_high": last["high"],
-        "gain": gain.estimate,
-        "gain_low": gain.low,
-        "gain_high": gain.high,
-        "steps": progress.step,
-        "rollouts": progress.rollouts,
-        "value_rollouts": progress.value_rollouts,
-        "tokens": progress.tokens,
-        "seconds": progress.seconds,
-        "seconds_save": progress.seconds_save,
-        "failed_saves": progress.failed_saves,
-        "evals": progress.evals,
-        "alarms": progress.alarms,
-        "run": config.run_name,
-        "summary": summary,
-        "versions": versions(),
-    }
+    return TrainResult(
+        quantity=last["quantity"],
+        final_mean_reward=last["mean_reward"],
+        mean_reward_low=last["low"],
+        mean_reward_high=last["high"],
+        gain=gain,
+        steps=progress.step,
+        rollouts=progress.rollouts,
+        value_rollouts=progress.value_rollouts,
+        tokens=progress.tokens,
+        seconds=progress.seconds,
+        seconds_save=progress.seconds_save,
+        failed_saves=progress.failed_saves,
+        evals=progress.evals,
+        alarms=progress.alarms,
+        run=config.run_name,
+        summary=summary,
+        versions=versions(),
+        left_out=left_out,
+    )
 
 
 def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -> None:

@@ -113,18 +113,17 @@ def main() -> None:
         )  # fmt: skip
         own = [one.law for one in points if one.law is not None]
         for row in rule_sizes(own):
-            rule = row["baseline"]
-            if row["measure"] != "mse" or row["target"] != rules[rule]:
+            rule = row.baseline
+            if row.measure != "mse" or row.target != rules[rule]:
                 continue
-            grows[rule] += row["grows"]
-            if rule == "group_std" and row["growth_low"] is not None:
-                high = row["growth_high"]
-                covers += row["growth_low"] <= rate and (high is None or rate <= high)
-            for cell in row["sizes"]:
-                key = rule, cell["n"]
+            grows[rule] += row.grows
+            if rule == "group_std" and row.growth is not None:
+                covers += row.growth[1] <= rate and not rate > row.growth[2]
+            for cell in row.sizes:
+                key = rule, cell.n
                 seen[key] += 1
-                held[key] += best[key] in cell["alike"]
-                point[key] += best[key] == cell["group_size"]
+                held[key] += best[key] in cell.alike
+                point[key] += best[key] == cell.group_size
     print(f"\n{options.pools} pools of {options.prompts} x {options.completions}")
     for rule in rules:
         print(f"  {rule:14} judged in {seen[rule, ROLLOUTS[0]]} pools")

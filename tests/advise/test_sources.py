@@ -11,12 +11,14 @@ import pyarrow
 import pytest
 import yaml
 from commands import compose, run
+from folders import completed
 from pyarrow import parquet
 
 from grpo_ustat.advise.__main__ import main
 from grpo_ustat.advise.sources import Request, advice_of, parse_request
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.rows import STEP_ROLLOUTS
+from grpo_ustat.runs.result import StudyResult
 
 RESULT = {
     "scaling": {"c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5,
@@ -32,7 +34,7 @@ def folder(path, verb, result=None, metrics=(), *overrides):
     config = asdict(compose(verb, *overrides))
     (path / ".hydra/config.yaml").write_text(yaml.safe_dump(config))
     if result is not None:
-        (path / "result.json").write_text(json.dumps(result))
+        (path / "result.json").write_text(json.dumps(completed(StudyResult, result)))
     if metrics:
         (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     return path

@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
+from folders import completed  # noqa: E402
 from slow_cases import slow_but  # noqa: E402
 
 from grpo_ustat.cli import app  # noqa: E402
@@ -24,6 +25,7 @@ from grpo_ustat.distributed.lock import Lock  # noqa: E402
 from grpo_ustat.launch import run as job  # noqa: E402
 from grpo_ustat.launch.command import load_command  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
+from grpo_ustat.runs.result import TrainResult  # noqa: E402
 
 SWEEP = ("-m", "model=tiny_direct", "max_steps=4", "eval_steps=2")
 
@@ -34,9 +36,9 @@ def work(entry, config, folder):
     if result is None or result["steps"] < config.max_steps:
         with folder.lock():
             folder.open()
-            folder.finish({"steps": config.max_steps, "seconds": 1.0, "final_mean_reward": 0.5}
-                          | {"quantity": "accuracy", "mean_reward_low": 0.25}
-                          | {"mean_reward_high": 0.75})  # fmt: skip
+            result = {"steps": config.max_steps, "final_mean_reward": 0.5}
+            result |= {"mean_reward_low": 0.25, "mean_reward_high": 0.75}
+            folder.finish(completed(TrainResult, result))
     return 0.5
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 from commands import CONF, GROUPS, compose, run
+from folders import completed
 from launching import finished
 from shipped_files import SCHEMAS, group_files
 from slow_cases import slow_but
@@ -15,6 +17,7 @@ from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.identity import fingerprint, folder_name, identity
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import load_policy
+from grpo_ustat.runs.result import TrainResult
 
 FEW_SHOT = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
 
@@ -382,7 +385,7 @@ def test_a_damaged_folder_is_one_line_and_can_be_overwritten(name, tmp_path):
 
     folder = RunFolder(tmp_path, compose("train"))
     folder.open()
-    folder.finish({"steps": 1})
+    folder.finish(completed(TrainResult, {"steps": 1}))
     (tmp_path / name).write_text("{")
     with pytest.raises(ConfigError, match="missing or damaged: (on_existing=overwrite|delete it)"):
         folder.result()
@@ -394,7 +397,8 @@ def test_a_result_of_another_configuration_is_never_shown(tmp_path):
 
     folder = RunFolder(tmp_path, compose("train"))
     folder.open()
-    folder.write("result.json", '{"steps": 80, "config_hash": "0"}')
+    content = completed(TrainResult, {"steps": 80, "config_hash": "0"})
+    folder.write("result.json", json.dumps(content))
     with pytest.raises(ConfigError, match="is of configuration 0"):
         folder.result()
 

@@ -8,6 +8,7 @@ from commands import compose, run
 from grpo_ustat.config.mse import check_pool_folder
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse.result import precision, tf32_text
+from grpo_ustat.runs.study_parts import Precision
 
 
 @pytest.fixture
@@ -48,8 +49,8 @@ def test_tf32_is_refused_where_nothing_has_it(words, message):
 
 def test_the_error_of_tf32_is_in_the_result_and_in_words():
     cpu, cuda = compose("mse"), compose("mse", "launch.device=cuda")
-    assert precision(cpu) == {"weights": "float32", "tf32": False, "tf32_error": None}
-    assert precision(cuda)["tf32_error"] == {"norm": 1e-3, "sum_of_norms": 6e-4}
+    assert precision(cpu) == Precision(weights="float32", tf32=False, tf32_error=None)
+    assert precision(cuda).tf32_error == {"norm": 1e-3, "sum_of_norms": 6e-4}
     assert tf32_text(cpu) == ""
     assert "off by about 0.1 %, their sum by at most 0.06 %" in tf32_text(cuda)
 

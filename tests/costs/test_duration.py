@@ -12,11 +12,13 @@ from functools import cache, reduce
 import pytest
 import yaml
 from commands import compose
+from folders import completed
 
 from grpo_ustat.costs.cost import cost
 from grpo_ustat.costs.duration import Span, duration, span_text
 from grpo_ustat.costs.table import batches_in_words, show_costs
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.result import StudyResult
 from grpo_ustat.runs.status import PlannedRun
 
 TRAIN = ("max_steps=10", "eval_steps=5", "budget.rollouts=16", "group_size=4",
@@ -109,7 +111,7 @@ def test_a_study_on_several_gpus_is_timed_as_several(tmp_path):
     study = planned("mse", launch__num_processes=8, launch__device="cuda")
     path = left(tmp_path / "outputs/mse/x/seed-0", study)
     spent = {"rollouts": 200, "seconds_generate": 600.0, "seconds_score": 200.0}
-    (path / "result.json").write_text(json.dumps({"cost": spent}))
+    (path / "result.json").write_text(json.dumps(completed(StudyResult, {"cost": spent})))
     found = of(study)
     assert found.seconds == pytest.approx((0.5 * 200 / 1.3, 0.5 * 200 * 1.3)) and found.gpus == 8
     assert of(planned("mse", launch__device="cuda")).gpus == 2
@@ -120,7 +122,7 @@ def test_a_study_of_equal_rewards_says_nothing_of_what_scoring_takes(tmp_path):
     study = planned("mse")
     path = left(tmp_path / "outputs/mse/x/seed-0", study)
     spent = {"rollouts": 200, "seconds_generate": 60.0, "seconds_score": 0.0}
-    (path / "result.json").write_text(json.dumps({"cost": spent}))
+    (path / "result.json").write_text(json.dumps(completed(StudyResult, {"cost": spent})))
     assert of(study).seconds is None
 
 
@@ -168,7 +170,7 @@ def test_a_study_by_its_workers_seconds(tmp_path):
     for name, seconds in (("x", 60.0), ("y", 100.0)):
         path = left(tmp_path / f"outputs/mse/{name}/seed-0", planned_run)
         spent = {"rollouts": 200, "seconds_generate": seconds / 4, "seconds_score": seconds * 3 / 4}
-        (path / "result.json").write_text(json.dumps({"cost": spent}))
+        (path / "result.json").write_text(json.dumps(completed(StudyResult, {"cost": spent})))
     assert of(planned_run).seconds == pytest.approx((30 / 1.3, 50 * 1.3))
     assert "2 earlier runs of tiny_base on cpu here, of this shape" in of(planned_run).basis
     wider = of(planned("mse", study__questions=20))
@@ -290,8 +292,8 @@ def test_an_earlier_study_whose_cost_was_damaged_says_nothing(tmp_path, cost):
     study = planned("mse")
     path = left(tmp_path / "outputs/mse/x/seed-0", study)
     whole = {"rollouts": 200, "seconds_generate": 60.0, "seconds_score": 20.0}
-    (path / "result.json").write_text(json.dumps({"cost": whole}))
+    (path / "result.json").write_text(json.dumps(completed(StudyResult, {"cost": whole})))
     assert of(study).seconds is not None
     damaged = whole | cost if isinstance(cost, dict) else cost
-    (path / "result.json").write_text(json.dumps({"cost": damaged}))
+    (path / "result.json").write_text(json.dumps(completed(StudyResult, {"cost": damaged})))
     assert of(study).seconds is None

@@ -15,7 +15,8 @@ from grpo_ustat.config.gap import Proposition13Config
 from grpo_ustat.gap import proposition13 as thirteen
 from grpo_ustat.gap.proposition13 import field, maximiser, proposition13, pull_of, root, weight
 from grpo_ustat.gap.simulate import Estimator, gradient, reference_law
-from grpo_ustat.runs.record import AGREES, DISAGREES
+from grpo_ustat.runs.contents import content_of
+from grpo_ustat.runs.result import AGREES, DISAGREES
 
 KL = {"beta": 1.0, "reference": (0.3,)}
 
@@ -125,7 +126,7 @@ def test_at_fixed_g_it_disagrees_and_as_g_grows_it_agrees():
     assert evidence.answer.startswith("At fixed G training ends elsewhere")
     assert "as G grows its end tends to the arcsin maximiser" in evidence.answer
     assert len({tuple(row) for row in evidence.rows}) == 1 and len(evidence.rows) == 6
-    json.dumps([evidence.record(), list(evidence.rows)], allow_nan=False)
+    json.dumps([content_of(evidence.claims), list(evidence.rows)], allow_nan=False)
 
 
 @pytest.mark.slow(minutes=0.5)

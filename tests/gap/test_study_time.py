@@ -9,9 +9,11 @@ from dataclasses import asdict
 import pytest
 import yaml
 from commands import compose
+from folders import completed
 
 from grpo_ustat.gap.study import RATE, assumed_seconds, earlier_seconds, show_plan
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.result import TheoremResult
 from grpo_ustat.runs.status import PlannedRun
 
 
@@ -30,7 +32,7 @@ def left(root, name, seconds, rollouts, *words, host=None, **changes):
     row = {"event": "start", "host": host or socket.gethostname()}
     (path / "launches.jsonl").write_text(json.dumps(row) + "\n")
     cost = {"seconds": seconds, "rollouts": rollouts}
-    (path / "result.json").write_text(json.dumps({"cost": cost}))
+    (path / "result.json").write_text(json.dumps(completed(TheoremResult, {"cost": cost})))
     return path
 
 

@@ -18,7 +18,8 @@ from grpo_ustat.gap.offpolicy import Setting, by_length, estimate
 from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.gap.theorem12 import theorem12
 from grpo_ustat.gap.theorem12_on_policy import on_policy
-from grpo_ustat.runs.record import AGREES, DISAGREES
+from grpo_ustat.runs.contents import content_of
+from grpo_ustat.runs.result import AGREES, DISAGREES
 
 LENGTH, PROMPTS = 3, 2
 PLAIN = {
@@ -87,7 +88,7 @@ def test_as_the_paper_states_it_it_disagrees(study):
     )
     assert found.rollouts == 2 * 8 * 2 * 2 * 4
     assert len({tuple(row) for row in found.rows}) == 1
-    json.dumps([found.record(), list(found.rows)], allow_nan=False)
+    json.dumps([content_of(found.claims), list(found.rows)], allow_nan=False)
 
 
 def test_without_the_penalty_its_claims_and_curves_are_gone(study):

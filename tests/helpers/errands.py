@@ -72,7 +72,7 @@ def work(_, config, folder):
         globals()[os.environ["WORK"]], ITEMS, config.launch.workers, "errand", len(ITEMS),
         weights=WEIGHTS,
     )  # fmt: skip
-    folder.finish({"found": found, "spent": vars(spent)})
+    folder.write("result.json", json.dumps({"found": found, "spent": vars(spent)}))
     barrier()
     if is_main():
         print(json.dumps(found))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Union, get_args, get_origin
 
 import yaml
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.pages.tables import csv_text
+from grpo_ustat.runs.contents import keys_of
+from grpo_ustat.runs.result import StudyResult, TheoremResult, TrainResult
 
 DONE = ({"event": "start", "host": "h", "pid": 1}, {"event": "end", "outcome": "done"})
 KILLED = DONE[:1]
@@ -26,6 +30,46 @@ def pictures(page):
         base64.b64decode(text).decode()
         for text in re.findall('"data:image/svg[+]xml;base64,([^"]*)"', page)
     ]
+
+
+def completed(record, content=None):
+    """A file's content with what it lacks of a record, as little of it as there may be."""
+    content = content or {}
+    found = {
+        key: with_entries(kind, content[key]) if key in content else least(kind)
+        for key, (kind, required) in keys_of(record).items()
+        if required or key in content
+    }
+    return found | {key: value for key, value in content.items() if key not in found}
+
+
+def with_entries(kind, value):
+    if isinstance(value, list):
+        return [with_entries(kind, entry) for entry in value]
+    record = record_in(kind)
+    return completed(record, value) if record and isinstance(value, dict) else value
+
+
+def record_in(kind):
+    """The record that a field's type is about, as in `Sometimes[list[RECORD]]`; None without."""
+    if is_dataclass(kind):
+        return kind if isinstance(kind, type) else None
+    return next((x for x in map(record_in, get_args(kind)) if x), None)
+
+
+def least(kind):
+    """The least that a key may hold."""
+    if is_dataclass(kind):
+        return completed(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        kind, mark = arguments
+        if isinstance(mark, tuple):  # of texts
+            return mark[0]
+        return mark if isinstance(mark, int) else least(kind)
+    if origin in (Union, UnionType):
+        return None if NoneType in arguments else least(arguments[0])
+    return {list: [], str: "", float: 1.0, bool: False}.get(origin or kind, {})
 
 
 @cache
@@ -70,9 +114,9 @@ def trained(folder, size, seed, accuracies, *, rollouts=32, done=True, changes=(
     last = evals[-1]
     result = {"quantity": last["quantity"], "final_mean_reward": last["mean_reward"]}
     result |= {"mean_reward_low": last["low"], "mean_reward_high": last["high"], "evals": evals}
-    result |= {"steps": 8, "seconds": 1.0, "rollouts": 8 * rollouts}
+    result |= {"steps": 8, "seconds": 1.0, "rollouts": 8 * rollouts, "tokens": 1000}
     if done:
-        (folder / "result.json").write_text(json.dumps(result | {"tokens": 1000}))
+        (folder / "result.json").write_text(json.dumps(completed(TrainResult, result)))
     return folder
 
 
@@ -102,7 +146,7 @@ def studied(folder, model, errors, *, changes=()):
     result |= {"questions": 8, "pool_completions": 16, "summary": ""}
     result["noise"] = {"curve": [{"group_size": 8}], "best": {"group_size": None}}
     result["cost"] = {"rollouts": 128, "tokens": 900, "seconds_generate": 1, "seconds_score": 1}
-    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "result.json").write_text(json.dumps(completed(StudyResult, result)))
     return folder
 
 
@@ -123,7 +167,8 @@ def proved(folder, study, *claims, bed="coins", seed=0, done=True, answer="It wa
     result = {"study": study, "statement": "The paper says so.", "bed": {"prompts": 4, "mu": 0.5}}
     result |= {"claims": list(claims), "answer": answer, "notes": ["a note"], "verdict": worst}
     result |= {"cost": {"rollouts": 3000, "seconds": 7.5}, "summary": f"{study}: {answer}"}
-    (folder / "result.json").write_text(json.dumps(result | {"versions": {"grpo-ustat": "1"}}))
+    result |= {"versions": {"grpo-ustat": "1"}}
+    (folder / "result.json").write_text(json.dumps(completed(TheoremResult, result)))
     (folder / "figure.svg").write_text(SVG.replace("TEXT", f"drawn by {study} on {bed}"))
     return folder
 

@@ -22,6 +22,7 @@ from grpo_ustat.pages.findings import decision_sentence
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.runs.study_parts import CompletionCounts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
@@ -232,7 +233,7 @@ def test_a_study_of_equal_rewards_says_what_became_of_them(tmp_path, never, caps
     assert value is None and result["curves"] == []
     assert counts["cut"] + counts["no_answer"] + counts["wrong"] == counts["completions"] == 20
     assert all(counts[name] for name in ("cut", "no_answer", "wrong"))
-    sentence = equal_rewards_sentence(counts, 6)
+    sentence = equal_rewards_sentence(CompletionCounts(**counts), 6)
     assert result["summary"] == sentence == decision_sentence(result)
     following = next_step(result, asdict(config), tmp_path / "run")
     assert " ".join(said.split("\nnext: ")[0].split()) == sentence
@@ -315,12 +316,12 @@ def test_a_subset_of_a_scored_pool_has_no_table_of_zeros_either(tmp_path, last_a
     ],
 )  # fmt: skip
 def test_sentences_say_what_became_of_the_completions(counts, cut_at, fates):
-    text = equal_rewards_sentence({"reward": 0.0, "completions": 64} | counts, cut_at)
+    text = equal_rewards_sentence(CompletionCounts(reward=0.0, completions=64, **counts), cut_at)
     assert text == (f"All 64 completions got reward 0, so there is no gradient to measure: {fates}")
 
 
 def test_rewards_that_are_no_verdict_are_named_alone():
-    counts = {"reward": 0.25, "completions": 64, "cut": 0, "no_answer": 0}
+    counts = CompletionCounts(reward=0.25, completions=64, cut=0, no_answer=0)
     assert equal_rewards_sentence(counts, 8) == (
         "All 64 completions got reward 0.25, so there is no gradient to measure."
     )

@@ -143,18 +143,18 @@ def test_by_its_best_multiple_it_grows_later():
     policy = eight_prompts()
     laws = [exact_law(policy, size) for size in SIZES]
     own, scaled = (best_sizes(laws, measure) for measure in ("mse", "best_scalar"))
-    assert [row["n"] for row in own] == list(ROLLOUTS)
-    sizes = [row["group_size"] for row in own]
+    assert [row.n for row in own] == list(ROLLOUTS)
+    sizes = [row.group_size for row in own]
     assert sizes == sorted(sizes) and sizes[-1] >= 4 * sizes[0]
-    assert all(a["group_size"] >= b["group_size"] for a, b in zip(own, scaled, strict=True))
-    assert all(row["alike"] == [row["group_size"]] for row in own)  # nothing is uncertain
+    assert all(a.group_size >= b.group_size for a, b in zip(own, scaled, strict=True))
+    assert all(row.alike == [row.group_size] for row in own)  # nothing is uncertain
     rows = rule_sizes(laws)
-    assert [row["measure"] for row in rows] == ["mse", "best_scalar"]
-    assert all(row["grows"] for row in rows)
+    assert [row.measure for row in rows] == ["mse", "best_scalar"]
+    assert all(row.grows for row in rows)
     against_g = [replace(law, target="expected_reward") for law in laws]  # its length would decide
-    assert [row["measure"] for row in rule_sizes(against_g)] == ["best_scalar"]
+    assert [row.measure for row in rule_sizes(against_g)] == ["best_scalar"]
     unbiased = [replace(law, baseline="leave_one_out") for law in against_g]
-    assert [row["measure"] for row in rule_sizes(unbiased)] == ["mse", "best_scalar"]
+    assert [row.measure for row in rule_sizes(unbiased)] == ["mse", "best_scalar"]
 
 
 @pytest.mark.slow
@@ -176,6 +176,6 @@ def test_a_pool_says_what_is_exact(interval):
         if (law.baseline, law.target) == ("group_std", "g_over_sigma"):
             _, v, c1, *_ = exact_law(policy, law.group_size).whole_5  # of these 8; C1 8/7 for new
             np.testing.assert_allclose(law.whole_5[1:3], [v + c1 / 7, c1 * 8 / 7], rtol=0.15)
-    rows = [row for row in rule_sizes(laws) if row["measure"] == "mse"]
-    assert {row["baseline"] for row in rows} == {"leave_one_out", "group_std", "opo"}
-    assert all([cell["n"] for cell in row["sizes"]] == list(ROLLOUTS) for row in rows)
+    rows = [row for row in rule_sizes(laws) if row.measure == "mse"]
+    assert {row.baseline for row in rows} == {"leave_one_out", "group_std", "opo"}
+    assert all([cell.n for cell in row.sizes] == list(ROLLOUTS) for row in rows)

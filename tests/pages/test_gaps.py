@@ -18,15 +18,17 @@ from grpo_ustat.pages.run_page import run_page
 from grpo_ustat.pages.study_page import mse_facts
 from grpo_ustat.report.aggregate import without_unreadable
 from grpo_ustat.report.collect import entries_in, read_runs
-from grpo_ustat.runs.contents import RESULTS, misfit
+from grpo_ustat.runs.contents import misfit
 from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.result import RESULT_TYPES
 
 ERRORS = {(name, size): 1 / size for name in ("none", "oracle") for size in (2, 4, 8)}
 MISSING = [  # where a result may have null for a number
     "curves.1.mse", "curves.1.low", "curves.1.high", "curves.4.mse", "ratio_to_oracle.1.ratio",
     "ratio_to_oracle.1.ratio_low", "ratio_to_oracle.1.ratio_high", "scaling.gstar",
     "scaling.gstar_low", "scaling.gstar_high", "scaling.c1_low", "scaling.c3_high",
-    "scaling.curve.0.low", "scaling.curve.1.high", "assumption2.corr", "assumption2.corr_low",
+    "scaling.c1", "scaling.curve.0.n_mse", "scaling.curve.0.low", "scaling.curve.1.high",
+    "assumption2.corr", "assumption2.corr_low",
     "assumption2.av_minus_a0", "assumption2.crossover_group_size",
 ]  # fmt: skip
 
@@ -41,14 +43,14 @@ def study(path, key=None):
         for size in (2, 4, 8)
     ]
     result["summary"] = "All rewards are equal."
-    result["policy"]["mean_length"], result["grad_sq"] = 20.0, {"reason": None}
+    result["policy"]["mean_length"] = 20.0
     if key:
         *way, last = key.split(".")
         node = result
         for name in way:
             node = node[int(name)] if isinstance(node, list) else node[name]
         node[last] = None
-        assert misfit(result, RESULTS["mse"]) is None
+        assert misfit(result, RESULT_TYPES["mse"]) is None
     (folder / "result.json").write_text(json.dumps(result))
     return folder, result
 

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from folders import completed
 from matplotlib.axes import Axes
 
 from grpo_ustat.estimators.scaling import group_size_interval
@@ -19,6 +20,8 @@ from grpo_ustat.pages.learning import (
     notes,
     seed_rows,
 )
+from grpo_ustat.pages.tables import csv_text
+from grpo_ustat.runs.result import Evaluation
 
 HELD_OUT = "held-out accuracy"
 
@@ -142,8 +145,8 @@ def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, caps
     before = (tmp_path / "learning.svg").read_text()
     assert "zero-variance groups, share" in before
     assert b"/Type3" not in (tmp_path / "learning.pdf").read_bytes()
-    columns = "step,split,decoding,quantity,mean_reward,low,high,n"
-    (tmp_path / "eval.csv").write_text(f"{columns}\n0,test,sampled,accuracy,0.2,0.1,0.3,40\n")
+    row = eval_row(0, 0.2) | {"split": "test", "decoding": "sampled"}
+    (tmp_path / "eval.csv").write_text(csv_text([completed(Evaluation, row)]))
     draw_learning(tmp_path)
     assert (tmp_path / "learning.svg").read_text() != before and not capsys.readouterr().err
     draw_learning(tmp_path / "gone")

@@ -12,12 +12,16 @@ import hostile
 import pytest
 import yaml
 from commands import compose
+from folders import completed
 from test_page import SVG, Skeleton
 
 from grpo_ustat.pages import run_page as pages
 from grpo_ustat.pages.page import render, visible
 from grpo_ustat.pages.run_page import leave_page, run_page
+from grpo_ustat.runs.contents import command_of
+from grpo_ustat.runs.files import csv_rows
 from grpo_ustat.runs.log import write_rows
+from grpo_ustat.runs.result import EqualRewardsResult, StudyResult, TheoremResult, TrainResult
 
 CONFIG = {
     "model": {"name": "small", "model_name_or_path": "here", "dtype": "float32"},
@@ -29,20 +33,22 @@ CONFIG = {
 TRAIN = CONFIG | {"max_steps": 4}
 MSE = CONFIG | {"study": {"methods": ["closed_form"], "questions": 10}}
 MSE |= {"reward_funcs": ["task"], "reward_weights": None}
-RESULT = {
+EVAL = """step,split,decoding,quantity,mean_reward,low,high,n,num_generations,clipped_ratio,\
+extraction_failure_ratio
+0,test,sampled,accuracy,0.25,0.2,0.3,100,1,0.0,0.0
+0,test,greedy,accuracy,0.35,0.2,0.3,100,1,0.0,0.0
+4,test,sampled,accuracy,0.5,0.45,0.55,100,1,0.1,0.0
+4,test,greedy,accuracy,0.6,0.45,0.55,100,1,0.1,0.0
+"""
+RESULT = completed(TrainResult, {
     "quantity": "accuracy", "final_mean_reward": 0.5, "gain": 0.25, "gain_low": 0.125,
     "gain_high": 0.375, "steps": 4,
     "rollouts": 256, "tokens": 4096, "seconds": 8.0, "alarms": {"no_signal": 2},
-    "failed_saves": 0, "left_out": {"too long": 7}, "config_hash": "0123456789ab",
+    "failed_saves": 0, "evals": csv_rows(EVAL),
+    "left_out": {"too long": 7}, "config_hash": "0123456789ab",
     "summary": "Accuracy rose. WARNING: 10% of the completions were cut.",
-}  # fmt: skip
-EVAL = """step,split,decoding,quantity,mean_reward,low,high,n,clipped_ratio
-0,test,sampled,accuracy,0.25,0.2,0.3,100,0.0
-0,test,greedy,accuracy,0.35,0.2,0.3,100,0.0
-4,test,sampled,accuracy,0.5,0.45,0.55,100,0.1
-4,test,greedy,accuracy,0.6,0.45,0.55,100,0.1
-"""
-STUDIED = {
+})  # fmt: skip
+STUDIED = completed(StudyResult, {
     "curves": [
         {"method": "closed_form", "baseline": "none", "group_size": g, "mse": 8.0 / g,
          "low": 7.0 / g, "high": None if g == 4 else 9.0 / g, "cosine": None,
@@ -63,7 +69,9 @@ STUDIED = {
     "cost": {"rollouts": 80, "tokens": 720, "judge_timeouts": 1, "judge_failures": 2,
              "seconds_generate": 1.0, "seconds_score": 2.0},
     "config_hash": "0123456789ab",
-}  # fmt: skip
+})  # fmt: skip
+
+RECORDS = {"train": TrainResult, "mse": StudyResult, "gap": TheoremResult}
 
 
 def completion(step, reward=1.0, text="42"):
@@ -83,7 +91,9 @@ def folder_of(path, config, result=None, steps=4, rows=None):
         (path / "eval.csv").write_text(EVAL)
         write_rows(path, rows or [completion(step) for step in range(1, steps + 1)])
     if result:
-        (path / "result.json").write_text(json.dumps(result))
+        equal = "equal_rewards" in result
+        record = EqualRewardsResult if equal else RECORDS[command_of(config)]
+        (path / "result.json").write_text(json.dumps(completed(record, result)))
     return path
 
 
@@ -117,8 +127,15 @@ def test_a_finished_training_run_says_what_it_found(tmp_path):
     assert facts["Commit"] == "f" * 40 + ", with 2 lines of uncommitted changes"
     assert (facts["Steps"], facts["Wall time of training steps"]) == ("4 of 4", "8 s")
     accuracy = page.tables[0]
-    assert list(accuracy.columns) == ["step", "decoding", "accuracy", "questions", "cut"]
-    assert accuracy.rows[2] == [4, "sampled", "0.500 [0.450, 0.550]", 100, 0.1]
+    assert list(accuracy.columns) == [
+        "step",
+        "decoding",
+        "accuracy",
+        "questions",
+        "cut",
+        "no answer",
+    ]
+    assert accuracy.rows[2] == [4, "sampled", "0.500 [0.450, 0.550]", 100, 0.1, 0.0]
     assert [row["step"] for row in page.completions.rows] == [1, 2, 3, 4]
     assert set(page.completions.rows[0]) == {"step", "prompt", "completion", "reward"}
 
@@ -210,6 +227,7 @@ def test_a_study_of_equal_rewards_has_an_answer_and_no_table(tmp_path):
         "assumption2": {"corr": None}, "summary": "All are right. WARNING: 2 were not judged.",
     }  # fmt: skip
     result |= {key: STUDIED[key] for key in ("policy", "cost", "questions", "pool_completions")}
+    result = completed(EqualRewardsResult, result)
     page = run_page(folder_of(tmp_path, asdict(compose("mse")), result))
     assert page.answer == "All are right." and page.notes == ["WARNING: 2 were not judged."]
     assert page.next_step.startswith("harder questions: grpo-ustat mse ")

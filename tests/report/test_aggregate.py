@@ -10,7 +10,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from folders import begin, configured, studied, trained
+from folders import begin, completed, configured, studied, trained
 from slow_cases import slow_but
 
 from grpo_ustat.pages.learning import learning_rows
@@ -18,6 +18,7 @@ from grpo_ustat.report import __main__ as command
 from grpo_ustat.report import aggregate
 from grpo_ustat.report.accuracy_answer import at_last, best_sentence
 from grpo_ustat.report.aggregate import report_runs, report_sweep
+from grpo_ustat.runs.result import EqualRewardsResult
 from grpo_ustat.runs.status import Entry
 
 REFUSED = {
@@ -141,10 +142,10 @@ def equally_rewarded(folder, model):
     """A finished study without a curve."""
     studied(folder, model, {})
     result = json.loads((folder / "result.json").read_text())
+    result = {key: result[key] for key in ("policy", "questions", "pool_completions", "cost")}
     result |= {"equal_rewards": {"reward": 0.0, "completions": 128, "cut": 128, "no_answer": 0},
-               "scaling": dict.fromkeys(("gstar", "gstar_low", "gstar_high")),
-               "assumption2": {"corr": None}, "summary": "All were cut. WARNING: x"}  # fmt: skip
-    (folder / "result.json").write_text(json.dumps(result))
+               "summary": "All were cut. WARNING: x"}  # fmt: skip
+    (folder / "result.json").write_text(json.dumps(completed(EqualRewardsResult, result)))
 
 
 @pytest.mark.slow

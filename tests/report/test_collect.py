@@ -57,17 +57,24 @@ def test_every_folder_is_shown_or_named(tmp_path):
     (lost / ".hydra/config.yaml").unlink()
     (trained(tmp_path / "garbled", 4, 2, ACCURACIES) / ".hydra/config.yaml").write_text("x: [")
     (trained(tmp_path / "foreign", 4, 3, ACCURACIES) / ".hydra/config.yaml").write_text("lr: 1")
-    old = studied(tmp_path / "old", "tiny", {("none", 4): 1.0}) / "result.json"
+    old = studied(tmp_path / "old", "tiny_base", {("none", 4): 1.0}) / "result.json"
     old.write_text(old.read_text().replace('"scaling"', '"law"'))
     got = found(tmp_path)
     states = {run.label: run.state.name for run in got.runs}
-    assert states == {"killed": "stopped", "study": "done", "torn": "stopped", "whole": "done"}
-    assert {line.split(":")[0] for line in got.damaged} == {"lost", "garbled", "foreign", "old"}
+    assert states == {
+        "killed": "stopped",
+        "old": "stopped",
+        "study": "done",
+        "torn": "stopped",
+        "whole": "done",
+    }
+    assert {line.split(":")[0] for line in got.damaged} == {"lost", "garbled", "foreign"}
     assert got.twins == ["whole-again: the same run as whole, left out"]
     by_label = {run.label: run for run in got.runs}
     assert "step 4 of 8 (killed)" in by_label["killed"].unfinished
     assert [row["mean_reward"] for row in by_label["killed"].evals] == [0.2, 0.3]
     assert any("result.json" in note for note in by_label["torn"].notes)
+    assert by_label["old"].notes[0] == "result.json is damaged and not shown: it has no scaling"
     assert [row["mean_reward"] for row in by_label["torn"].evals] == [0.2, 0.3, 0.4]
 
 

@@ -154,21 +154,24 @@ def test_unfinished_and_damaged_studies_are_named_and_count_nowhere(tmp_path):
     (torn / "result.json").write_text('{"claims": [')
     old = proved(tmp_path / "e", "lemma11", AGREES) / "result.json"
     old.write_text(old.read_text().replace('"statement"', '"said"'))
-    bare = {key: value for key, value in AGREES.items() if key != "measured"}
-    proved(tmp_path / "f", "proposition13", bare, bed="unequal_coins")
-    proved(tmp_path / "h", "proposition13", claim("agrees", measured=None), bed="unequal_coins")
+    bare = proved(tmp_path / "f", "proposition13", AGREES, bed="unequal_coins") / "result.json"
+    bare.write_text(bare.read_text().replace('"measured"', '"meant"'))
+    null = claim("agrees", measured=None)
+    proved(tmp_path / "h", "proposition13", null, bed="unequal_coins", seed=1)
     (proved(tmp_path / "g", "theorem8", AGREES, seed=1) / "figure.svg").write_text("<svg>")
     got = found(tmp_path)
-    assert [line.split(":")[0] for line in got.damaged] == ["e", "f"]
-    assert "no statement: of another version" in got.damaged[0]
-    assert "a claim without a measured that can be shown" in got.damaged[1]
-    (null,) = [run for run in got.runs if run.label == "h"]
-    assert "result.json is damaged and not shown: claims[0].measured is null" in null.notes[0]
+    notes = {run.label: run.notes[0] for run in got.runs if run.notes}
+    for label, what in {
+        "e": "it has no statement", "f": "it has no claims[0].measured",
+        "h": "claims[0].measured is null, not a finite number",
+    }.items():  # fmt: skip
+        assert notes[label] == f"result.json is damaged and not shown: {what}"
     rows = theorems_table(in_order(got.runs)).rows
     assert [(row[0], row[3], row[6]) for row in rows] == [
         ("Lemma 6", "1", "disagrees"), ("Theorem 7", "-", "unfinished"),
         ("Theorem 8", "2", "agrees"), ("Theorem 8", "1", "agrees"),
-        ("Theorem 12", "-", "unfinished"), ("Proposition 13", "-", "unfinished"),
+        ("Lemma 11", "-", "unfinished"), ("Theorem 12", "-", "unfinished"),
+        ("Proposition 13", "-", "unfinished"), ("Proposition 13", "-", "unfinished"),
     ]  # fmt: skip
     assert rows[1][-1] == "c: stopped (killed)"
     report_runs([str(tmp_path)], tmp_path / "report", None)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import compose
+from folders import completed
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.lock import Held
@@ -15,6 +16,7 @@ from grpo_ustat.runs.contents import content_digest
 from grpo_ustat.runs.folder import RunFolder, changed_files, remove_empty
 from grpo_ustat.runs.log import MetricsLog
 from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.result import StudyResult
 
 
 def test_empty_folders_go_up_to_where_a_file_or_the_working_directory_is(tmp_path, monkeypatch):
@@ -39,7 +41,8 @@ def finished_run(path):
     folder = RunFolder(path, compose("mse", "debug=mse"))
     folder.open()
     (path / "curves.csv").write_text("mse\n1.5\n")
-    folder.finish({"curves": [{"mse": 1.5}], "summary": "as it was"})
+    result = {"curves": [{"mse": 1.5}], "summary": "as it was"}
+    folder.finish(completed(StudyResult, result))
     return folder
 
 
@@ -89,7 +92,7 @@ def test_versions_of_before_are_named_and_kept(tmp_path, capsys):
     folder = RunFolder(tmp_path, config)  # a third launch changes nothing more
     folder.open()
     assert "begun with" not in capsys.readouterr().err
-    folder.finish({})
+    folder.finish(completed(StudyResult))
     (earlier,) = folder.read_result()["earlier_versions"]
     assert earlier["torch"] == "1.0"
 

@@ -13,9 +13,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
+from folders import completed  # noqa: E402
+
 from grpo_ustat.cli import sweep as command  # noqa: E402
 from grpo_ustat.distributed.lock import Lock  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
+from grpo_ustat.runs.result import StudyResult, TheoremResult, TrainResult  # noqa: E402
 from grpo_ustat.runs.status import (  # noqa: E402
     Entry,
     PlannedRun,  # noqa: E402
@@ -49,7 +52,9 @@ def folder(path, *rows, result=None, steps=0):
     for row in rows:
         history.append(path, row)
     if result is not None:
-        (path / "result.json").write_text(json.dumps(result))
+        record = TheoremResult if "claims" in result else TrainResult
+        record = StudyResult if "policy" in result else record
+        (path / "result.json").write_text(json.dumps(completed(record, result)))
     if steps:
         metrics = "".join(json.dumps({"step": step + 1}) + "\n" for step in range(steps))
         (path / "metrics.jsonl").write_text(metrics + '{"step": 9')  # a kill tore the last one
@@ -223,7 +228,8 @@ def test_the_table_of_a_sweep(tmp_path, capsys, monkeypatch):
 def test_the_table_names_what_the_runs_have(quantity, tmp_path, capsys, monkeypatch):
     noted(tmp_path)
     result = RESULT | {"quantity": quantity, "final_mean_reward": -0.625, "mean_reward_low": -0.75}
-    (tmp_path / "tiny-done/seed-0/result.json").write_text(json.dumps(result))
+    file = tmp_path / "tiny-done/seed-0/result.json"
+    file.write_text(json.dumps(completed(TrainResult, result)))
     text = " ".join(" ".join(shown(capsys, monkeypatch, tmp_path)[1]).split())
     assert f"held-out {quantity}, 95 % intervals" in text and "-0.625 [-0.750," in text
     (other,) = {"accuracy", "mean reward"} - {quantity}

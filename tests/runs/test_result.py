@@ -1,0 +1,80 @@
+"""Results: examples fit the records, pages name their keys, and what a file lacks is named."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import pytest
+from folders import completed, record_in
+from readme import PAGES, ROOT
+
+from grpo_ustat.runs.contents import keys_of, misfit
+from grpo_ustat.runs.library import load_run
+from grpo_ustat.runs.result import (
+    RESULT_TYPES,
+    EqualRewardsResult,
+    StudyResult,
+    TheoremResult,
+    TrainResult,
+)
+
+RECORDS = (TrainResult, StudyResult, EqualRewardsResult, TheoremResult)
+EXAMPLES = sorted((ROOT / "docs/examples").rglob("result.json"))
+NAMED = re.compile(r"`([a-z_.0-9]+)`\s+in\s+`result\.json`")
+
+
+def declared(record):
+    """The dotted keys of a record and of those in it."""
+    for key, (kind, _) in keys_of(record).items():
+        yield key
+        inner = record_in(kind)
+        yield from (f"{key}.{below}" for below in (declared(inner) if inner else ()))
+
+
+KEYS = {key for record in RECORDS for key in declared(record)}
+
+
+def written(content, key=""):
+    if isinstance(content, list):
+        for entry in content:
+            yield from written(entry, key)
+    elif isinstance(content, dict):
+        for name, value in content.items():
+            yield f"{key}{name}"
+            yield from written(value, f"{key}{name}.")
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.parent.name)
+def test_an_example_is_loaded_and_all_of_its_keys_are_declared(file):
+    run = load_run(file.parent)
+    assert run.result is not None and not run.notes
+    free = {"alarms", "best_divisor", "left_out", "versions", "pool_versions", "files", "evals"}
+    for key in written(run.result):
+        assert key in KEYS or free & set(key.split(".")), key
+
+
+def test_pages_name_keys_of_results():
+    named = {key for text in PAGES.values() for key in NAMED.findall(text)}
+    assert len(named) >= 6 and named <= KEYS, named - KEYS
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_key_that_is_missing_is_named(record):
+    whole = completed(record)
+    (kind,) = [x for x in RESULT_TYPES.values() if record is x or record in get_args(x)]
+    assert misfit(whole, kind) is None and misfit(whole, kind, whole=False) is None
+    for key in whole:
+        if key != "equal_rewards":  # without which it is one of a study
+            less = {name: value for name, value in whole.items() if name != key}
+            assert misfit(less, kind) == f"it has no {key}" and not misfit(less, kind, whole=False)
+        assert misfit(whole | {key: [[1]]}, kind, whole=False).startswith(f"{key}")
+
+
+def test_nested_keys_are_named_with_their_place():
+    result = completed(StudyResult)
+    del result["scaling"]["gstar_low"]
+    assert misfit(result, StudyResult) == "it has no scaling.gstar_low"
+    covariance = {"covariance": [[1.0, 2.0, 3.0], [1.0, 2.0], [1.0, 2.0, 3.0]]}
+    wrong = misfit({"scaling": covariance}, StudyResult, whole=False)
+    assert wrong == "scaling.covariance[1] is a list, not a list of 3"
