@@ -10,7 +10,6 @@ from itertools import islice
 import pytest
 from transformers import AutoTokenizer
 
-from grpo_ustat.config.identity import weights_fingerprint
 from grpo_ustat.config.model import ASSETS
 from grpo_ustat.policy.loading import load_tokenizer, save_tokenizer
 from grpo_ustat.tasks.arithmetic import Ranges, stream
@@ -66,8 +65,3 @@ def test_a_character_of_no_token_is_one_unknown_token(folder):
 def test_the_class_is_one_that_every_transformers_knows(folder):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
-
-
-def test_runs_and_pools_of_before_are_of_the_same_policy():
-    found = [weights_fingerprint(f"embedded:{name}") for name in NAMES]
-    assert found == ["41c7b89189fa", "a5b20b037c83", "2f18b1ecb1c2"]
