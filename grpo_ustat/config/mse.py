@@ -6,7 +6,7 @@ A check refuses in one line that names values and fix.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_ustat.config.baseline import (
@@ -18,6 +18,7 @@ from grpo_ustat.config.baseline import (
 )
 from grpo_ustat.config.common import Common, LaunchConfig
 from grpo_ustat.config.model import tf32_in_use
+from grpo_ustat.config.parts import PolicyOptions, SamplerOptions
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
@@ -229,6 +230,22 @@ class MseConfig(Common):
     def computes_tf32(self) -> bool:
         """Whether float32 products are TF32, see `tf32_in_use`."""
         return tf32_in_use(self.tf32, self.launch.device, self.model.dtype)
+
+    @property
+    def policy_options(self) -> PolicyOptions:
+        """See `Common.policy_options`."""
+        parameters = self.study.parameters
+        return replace(super().policy_options, tf32=self.computes_tf32, parameters=parameters)
+
+    @property
+    def sampler_options(self) -> SamplerOptions:
+        """What samples completions."""
+        return self.sampling_by(self.rollout)
+
+    @property
+    def most_questions(self) -> int | None:
+        """See `Common.most_questions`."""
+        return self.study.questions
 
     @property
     def fills_part(self) -> bool:

@@ -117,7 +117,7 @@ def _keep_gradients(
     file, group_size = _file(store, half), config.study.adam_group_size
     if file.exists():
         return
-    policy, size = configured_policy(config), rewards_PN.shape[1]
+    policy, size = configured_policy(config.policy_options), rewards_PN.shape[1]
     sums = GroupGradients(size // group_size)
     for prompt, rewards_N in zip(prompts[half::2], rewards_PN[half::2], strict=True):
         rollouts, _ = _stored_rollouts(policy, prompt, source, size)
@@ -173,7 +173,7 @@ def _score(
     size: int,
     count: int,
 ) -> Iterator[WorkCost]:
-    policy = configured_policy(config)
+    policy = configured_policy(config.policy_options)
     sketches = score_sketches(config, policy)
     metric, metric_of = None, -1
     for half, prompt in items:

@@ -58,7 +58,7 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     """
     logged = logged_rollouts(config)
     assert config.pool is not None  # `config.imports_pool`
-    policy = configured_policy(config)
+    policy = configured_policy(config.policy_options)
     if not logged[0].is_exact and not isinstance(logged[0].prompt, str):
         _check_template(policy, config)
         policy = replace(policy, special_tokens=False)  # the template has written them
@@ -250,7 +250,7 @@ def _tokenise(
         _check_vocabulary(groups, policy, config)
     else:
         prompt_ids, end = policy.encode([prompt.text for prompt in prompts]), _end_token(policy)
-    limit, cut_at = context_length(config), config.study.cut_at
+    limit, cut_at = context_length(config.model), config.study.cut_at
     completion_ids, other_length = [], 0
     ended = np.zeros((len(groups), len(groups[0])), dtype=bool)
     for p, group in enumerate(groups):

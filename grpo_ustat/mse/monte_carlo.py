@@ -150,11 +150,16 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
     At a fixed policy a running mean settles at the mean reward of all questions. An estimated b* is
     used as it is; only the oracle's price of an estimated V is subtracted.
     """
-    (policy, engine), task = start_sampler(config), configured_task(config)
+    (policy, engine), task = (
+        start_sampler(config),
+        configured_task(config.task_options, config.model),
+    )
     size = config.budget.value_completions
     needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
     for prompts in items:
-        rollouts, cost = sample_with_cost(engine, prompts, size, Sampling.of(config, "value"))
+        rollouts, cost = sample_with_cost(
+            engine, prompts, size, Sampling.of(config.sampler_options, "value")
+        )
         z_PKF, judge_cost = reward_completions(task, rollouts)
         z_PK = weighted_sum(z_PKF, task.reward_weights_F)
         yield cost + judge_cost + WorkCost(rollouts=len(prompts) * size)
@@ -175,9 +180,12 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
 
 
 def _blocks(items: list[int], config: MseConfig, prompts: list[Prompt]) -> Iterator:
-    (policy, engine), task = start_sampler(config), configured_task(config)
+    (policy, engine), task = (
+        start_sampler(config),
+        configured_task(config.task_options, config.model),
+    )
     size = config.budget.reference_completions // config.budget.reference_blocks
-    sampling = Sampling.of(config, "reference")
+    sampling = Sampling.of(config.sampler_options, "reference")
     for h in items:
         rollouts, cost = sample_with_cost(engine, prompts, size, sampling, first=h * size)
         start = time.perf_counter()
@@ -219,8 +227,11 @@ def _gradients(
 
 
 def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterator:
-    (policy, engine), task = start_sampler(config), configured_task(config)
-    largest, sampling = max(config.group_sizes), Sampling.of(config, "replicate")
+    (policy, engine), task = (
+        start_sampler(config),
+        configured_task(config.task_options, config.model),
+    )
+    largest, sampling = max(config.group_sizes), Sampling.of(config.sampler_options, "replicate")
     keys = [(name, size) for name in config.baselines for size in config.group_sizes]
     result = _Replicates(
         squared={key: [] for key in keys},

@@ -177,7 +177,7 @@ def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
     is_there = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
     if is_there and weights is not None and memory is not None:
         check_weights(weights, memory[2], free_bytes(device), str(device))
-    policy = configured_policy(config)
+    policy = configured_policy(config.policy_options)
     encoded = policy.encode([prompt.text for prompt in prompts])
     few = [torch.tensor([ids], device=policy.model.device) for ids in encoded[:8]]
     with torch.inference_mode():
@@ -198,7 +198,7 @@ def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> Array:
 
 def _greedy(items: list[list[Prompt]], config: MseConfig) -> Iterator[WorkCost | Array]:
     """The work of `greedy_rewards`, for a process of its own."""
-    (_, engine), task = start_sampler(config), configured_task(config)
+    (_, engine), task = start_sampler(config), configured_task(config.task_options, config.model)
     for prompts in items:
         rewards_P, cost = greedy_rewards_with_cost(config, engine, task, prompts)
         yield cost
@@ -209,7 +209,7 @@ def greedy_rewards_with_cost(
     config: MseConfig, engine: Engine, task: Task, prompts: list[Prompt]
 ) -> tuple[Array, WorkCost]:
     """Rewards of the prompts' greedy completions, [P], and the cost of these."""
-    sampling = Sampling.of(config, "greedy", greedy=True)
+    sampling = Sampling.of(config.sampler_options, "greedy", greedy=True)
     rollouts, cost = sample_with_cost(engine, prompts, 1, sampling)
     rewards_P1F, judge_cost = reward_completions(task, rollouts)
     rewards_P1 = weighted_sum(rewards_P1F, task.reward_weights_F)
@@ -283,8 +283,11 @@ def _score_chunks(
             here and in the folder, chunks are stored unscored and kept in memory; with the first
             other one they are scored, in order. None: all are scored at once.
     """
-    (policy, engine), task = start_sampler(config), configured_task(config)
-    sampling, sketches = Sampling.of(config, "pool"), score_sketches(config, policy)
+    (policy, engine), task = (
+        start_sampler(config),
+        configured_task(config.task_options, config.model),
+    )
+    sampling, sketches = Sampling.of(config.sampler_options, "pool"), score_sketches(config, policy)
     checked, unscored = False, []
     for place, (first, chunk) in enumerate(items):
         chunk_prompts = [prompts[p] for p in chunk]

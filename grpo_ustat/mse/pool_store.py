@@ -436,8 +436,12 @@ def leave_sample(config: MseConfig, prompts: list[Prompt], pool: Path, folder: P
     """
     prompts = prompts[:: -(-len(prompts) // MOST)]
     count, store = MOST // len(prompts), PoolStore(pool, {})
-    tokenizer = configured_tokenizer(config)
-    extract = None if config.imports_pool else configured_task(config, tokenizer).extract
+    tokenizer = configured_tokenizer(config.model)
+    extract = (
+        None
+        if config.imports_pool
+        else configured_task(config.task_options, config.model, tokenizer).extract
+    )
     rows: list[dict[str, Any]] = []
     for prompt in prompts:
         part = next(store.completions(prompt))

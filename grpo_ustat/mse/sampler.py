@@ -29,7 +29,7 @@ def start_sampler(config: MseConfig) -> tuple[Policy, Engine]:
         ConfigError: vLLM is missing, or cannot run this model; several ranks would sample with it.
     """
     if config.rollout.name == "local":
-        policy = configured_policy(config)
+        policy = configured_policy(config.policy_options)
         return policy, LocalEngine(policy)
     if world() > 1:
         raise RefusedByRank(
@@ -41,8 +41,8 @@ def start_sampler(config: MseConfig) -> tuple[Policy, Engine]:
     if "vllm" in _STARTED and _STARTED["vllm"][0] == needs:
         return _STARTED["vllm"][1:]
     _STARTED.clear()  # its memory is needed for the next one
-    policy = configured_policy(config)
-    _STARTED["vllm"] = (needs, policy, make_engine(config, policy))
+    policy = configured_policy(config.policy_options)
+    _STARTED["vllm"] = (needs, policy, make_engine(config.sampler_options, config.model, policy))
     return _STARTED["vllm"][1:]
 
 

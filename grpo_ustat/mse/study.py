@@ -227,12 +227,12 @@ def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
     """The study's prompts, and how many questions were left out by reason; refuses too few or too
     long prompts.
     """
-    tokenizer = configured_tokenizer(config)
-    task = configured_task(config, tokenizer)
+    tokenizer = configured_tokenizer(config.model)
+    task = configured_task(config.task_options, config.model, tokenizer)
     prompts = task.prompts("study")[: config.study.questions]
     tell_dropped(task)
     check_questions(config, len(prompts))
-    check_lengths(config, tokenizer, prompts)
+    check_lengths(config.policy_options, config.sampler_options, tokenizer, prompts)
     return prompts, task.dropped
 
 

@@ -112,7 +112,10 @@ def configured(asked):
 def methods(asked, config):
     """All three with one loaded model, from the state file where there is one."""
     kept = read(asked.state) if asked.state.is_file() else {}
-    policy, task = configured_policy(config), configured_task(config)
+    policy, task = (
+        configured_policy(config.policy_options),
+        configured_task(config.task_options, config.model),
+    )
     pool.configured_policy = monte_carlo.configured_policy = lambda *_: policy
     prompts = task.prompts("study")[: config.study.questions]
     folder = asked.state.with_suffix(".pool")

@@ -38,7 +38,9 @@ SECONDS = [field.name.startswith("seconds") for field in fields(WorkCost)]
 
 def asked(*overrides):
     config = compose("mse", *SMALL, *overrides)
-    return config, configured_task(config).prompts("study")[: config.study.questions]
+    return config, configured_task(config.task_options, config.model).prompts("study")[
+        : config.study.questions
+    ]
 
 
 def part(folder, which, *overrides):

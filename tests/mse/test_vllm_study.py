@@ -131,13 +131,15 @@ def test_gaps_of_parts_count_by_their_tokens(tmp_path):
 def weights(monkeypatch):
     """A stand-in for vLLM that has the policy's shape; no engine is started yet."""
     config = compose("mse", *SMALL, *VLLM)
-    install(monkeypatch, configured_policy(config).model)
+    install(monkeypatch, configured_policy(config.policy_options).model)
     monkeypatch.setattr(sampler, "_STARTED", {})
     return config
 
 
 def prompts_of(config):
-    return configured_task(config).prompts("study")[: config.study.questions]
+    return configured_task(config.task_options, config.model).prompts("study")[
+        : config.study.questions
+    ]
 
 
 @pytest.mark.slow
