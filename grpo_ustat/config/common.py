@@ -87,6 +87,20 @@ class Common(Shared):
             judge_workers=self.launch.judge_workers,
         )
 
+    @property
+    def shared_settings(self) -> dict[str, str | float | None]:
+        """What a dry run shows of either command, as one types it; length is
+        max_completion_length.
+        """
+        return {
+            "model": self.model.name,
+            "dataset": self.dataset.name,
+            "prompt": self.prompt.name,
+            "prompt.max_length": self.prompt.max_length,
+            "length": self.max_completion_length,
+            "temperature": self.temperature,
+        }
+
     def sampling_by(self, rollout: RolloutConfig) -> SamplerOptions:
         """What samples, with an engine of `train` or of `mse`."""
         return SamplerOptions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
@@ -155,10 +156,11 @@ def earlier_seconds(planned: PlannedRun, completions: int) -> Span | None:
     """Seconds of a study by what earlier ones of the same kind, bed and workers took on this
     machine, in proportion to the completions; None where there is none.
     """
-    config = planned.config
+    config, own = planned.config, planned.folder
+    usual_place = Path(config.output_root) / "gap"
     of_this_size: list[Span] = []
     of_others: list[Span] = []
-    for folder in newest_folders(planned, "gap"):
+    for folder in newest_folders(usual_place, own and own.path):
         run = RunRecord(folder)
         groups = [(run.config.get(key), name) for key, name in SAME]
         names = [group.get(name) for group, name in groups if isinstance(group, dict)]

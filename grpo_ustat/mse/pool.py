@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.parts import PolicyOptions
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.costs.cost import score_memory, study_cost
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
@@ -166,18 +166,28 @@ class ModelFacts:
     prompt_seconds: float
 
 
-def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
+def model_facts(
+    options: PolicyOptions,
+    prompts: list[Prompt],
+    weights: int | None = None,
+    one_completion: int | None = None,
+) -> ModelFacts:
     """Count parameters and tokens, and time the reading of a few prompts.
+
+    Args:
+        options: of the policy.
+        prompts: the study's.
+        weights: bytes of the policy; None: unknown.
+        one_completion: bytes of scoring one completion beside them; None: unknown.
 
     Raises:
         ConfigError: the model does not fit on the GPU, known before it is loaded.
     """
-    weights, memory = study_cost(config).weights, score_memory(config)
-    device = torch.device(own_device(config.launch.device))
+    device = torch.device(own_device(options.device))
     is_there = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
-    if is_there and weights is not None and memory is not None:
-        check_weights(weights, memory[2], free_bytes(device), str(device))
-    policy = configured_policy(config.policy_options)
+    if is_there and weights is not None and one_completion is not None:
+        check_weights(weights, one_completion, free_bytes(device), str(device))
+    policy = configured_policy(options)
     encoded = policy.encode([prompt.text for prompt in prompts])
     few = [torch.tensor([ids], device=policy.model.device) for ids in encoded[:8]]
     with torch.inference_mode():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.config.mse import MseConfig, check_questions
+from grpo_ustat.costs.cost import score_memory
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
@@ -20,6 +21,7 @@ from grpo_ustat.mse.closed_form import ClosedForm, closed_form
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
+from grpo_ustat.mse.plan import study_cost
 from grpo_ustat.mse.pool import (
     EqualRewards,
     ModelFacts,
@@ -219,8 +221,12 @@ def study(config: MseConfig, folder: Path) -> dict[str, Any]:
 
 
 def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
+    completions, length = config.budget.pool_completions, config.max_completion_length
+    memory = score_memory(config.model, completions, length)
     with waiting(f"loading {config.model.name}", visible=is_main()):
-        return model_facts(config, prompts)
+        return model_facts(
+            config.policy_options, prompts, study_cost(config).weights, memory and memory[2]
+        )
 
 
 def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
