@@ -211,14 +211,14 @@ def earlier_runs(plan: Plan) -> list[EarlierRun]:
     return [run for run in runs if run.same_shape] or runs
 
 
-def conditions(config: Mapping[str, object]) -> dict[str, object]:
-    """Values of a configuration on which a run's time depends, by dotted key; None where its
-    command does not know the key.
+def conditions(values: Mapping[str, object]) -> dict[str, object]:
+    """The values, of those that a run folder stores, on which a run's time depends, by dotted key;
+    None where its command does not know the key.
     """
 
     def value(key: str) -> object:
         group, _, name = key.rpartition(".")
-        inner = config.get(group) if group else config
+        inner = values.get(group) if group else values
         return inner.get(name) if isinstance(inner, Mapping) else None
 
     return {key: value(key) for key in SAME + SHAPE}
