@@ -73,3 +73,18 @@ class SamplerOptions:
     max_prompt_length: int | None
     max_completion_length: int
     rows: int
+
+
+@dataclass(frozen=True)
+class StudySampling:
+    """What every process of a study samples with, scores and judges.
+
+    Attributes:
+        policy, sampler, task: their options.
+        workers: local processes that share it out.
+    """
+
+    policy: PolicyOptions
+    sampler: SamplerOptions
+    task: TaskOptions
+    workers: int

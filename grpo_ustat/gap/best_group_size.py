@@ -23,7 +23,7 @@ from itertools import product
 import numpy as np
 from scipy import stats
 
-from grpo_ustat.config.gap import BestGroupSizeConfig, GapConfig
+from grpo_ustat.config.gap import BestGroupSizeConfig, Experiment
 from grpo_ustat.estimators.intervals import LEVEL, Interval
 from grpo_ustat.gap.claims import AGREES, DISAGREES, OPEN, Claim, comma_list, verdict_of
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, draws_nothing
@@ -420,15 +420,15 @@ def _notes(runs: RunGrid, budgets: Sequence[BudgetResult], start: StartLaw) -> l
     return notes + runs.notes
 
 
-def study(config: GapConfig) -> Evidence:
+def study(experiment: Experiment) -> Evidence:
     """`best_group_size` of the folders that a configuration names."""
-    return best_group_size(config.study.trained, config.study.measured)
+    return best_group_size(experiment.study.trained, experiment.study.measured)
 
 
-def check(config: GapConfig) -> None:
+def check(experiment: Experiment) -> None:
     """Refuse folders that hold no comparable runs, see `best_group_size`."""
-    law = start_law(config.study.measured)
-    check_same_start(trained_runs(config.study.trained), law)
+    law = start_law(experiment.study.measured)
+    check_same_start(trained_runs(experiment.study.trained), law)
 
 
 THEOREM = Theorem(BestGroupSizeConfig, STATEMENT, study, check, draws_nothing)

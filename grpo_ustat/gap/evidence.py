@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.config.gap import GapConfig, TheoryConfig
+from grpo_ustat.config.gap import Experiment, TheoryConfig
 from grpo_ustat.gap.claims import Claim, correct_family, worst_verdict
 
 Points = Sequence[float] | np.ndarray
@@ -110,9 +110,9 @@ class Theorem:
 
     schema: type[TheoryConfig]
     statement: str
-    study: Callable[[GapConfig], Evidence]
-    check: Callable[[GapConfig], None]
-    completions: Callable[[GapConfig], int]
+    study: Callable[[Experiment], Evidence]
+    check: Callable[[Experiment], None]
+    completions: Callable[[Experiment], int]
 
     @property
     def title(self) -> str:
@@ -125,6 +125,6 @@ def theorem(kind: str) -> Theorem:
     return importlib.import_module(f"grpo_ustat.gap.{kind}").THEOREM
 
 
-def draws_nothing(config: GapConfig) -> int:
+def draws_nothing(experiment: Experiment) -> int:
     """The completions of a study that enumerates all it needs."""
     return 0

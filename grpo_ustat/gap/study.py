@@ -43,7 +43,7 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
     console = Console(quiet=not is_main())
     result = main_only(folder.result)
     if result is None:
-        theorem(config.study.kind).check(config)
+        theorem(config.study.kind).check(config.experiment)
         with folder.lock():  # which another process may have finished just now
             result = main_only(folder.result) or run_study(config, folder)
     else:
@@ -68,7 +68,7 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     main_only(folder.open)
     start, record = time.perf_counter(), theorem(config.study.kind)
     try:
-        evidence = record.study(config)
+        evidence = record.study(config.experiment)
     except Stopped:
         if is_main():
             leave_page(folder)
@@ -123,7 +123,7 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     spans, measured = [], []
     for planned in runs:
         config = planned.config
-        completions = theorem(config.study.kind).completions(config)
+        completions = theorem(config.study.kind).completions(config.experiment)
         earlier = earlier_seconds(planned, completions)
         measured.append(earlier is not None)
         spans.append(earlier or assumed_seconds(completions, config.launch.workers))

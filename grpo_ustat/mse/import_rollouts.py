@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_ustat.config.identity import file_digest
-from grpo_ustat.config.mse import MseConfig, check_questions
+from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
@@ -83,19 +83,19 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     rewards_PN = np.array([[x.reward for x in group] for group in groups.values()])
     if rollouts.logprobs_PGT is not None:
         check_sampler(policy, rollouts, config)
-    sketches = score_sketches(config, policy)
+    sketches, sampler = score_sketches(config.budget, policy), config.sampler_options
     if (rewards_PN == rewards_PN[0, 0]).all():
         for row, prompt in enumerate(prompts):
             cost = question_cost(rollouts, row)
             rewards_N1 = rewards_PN[row, :, None]
-            store.write(prompt, 0, completions_of(policy, rollouts, row, rewards_N1, config, cost))
+            store.write(prompt, 0, completions_of(policy, rollouts, row, rewards_N1, sampler, cost))
         raise EqualRewards(prompts, [list(store.completions(prompt)) for prompt in prompts])
     check_batch(policy, rollouts, rewards_PN.shape[1])
     for row, prompt in enumerate(prompts):
         if not store.parts(prompt):
             cost = question_cost(rollouts, row)
             part = score_part(
-                policy, rollouts, row, rewards_PN[row, :, None], config, sketches, cost
+                policy, rollouts, row, rewards_PN[row, :, None], sampler, sketches, cost
             )
             store.write(prompt, 0, part)
     pool, cost = read_pool(store, prompts, rewards_PN.shape[1])
@@ -226,7 +226,7 @@ def _trim_groups(
         _print_on_main(
             f"{config.pool}: {len(chosen)} of {len(large)} prompts kept, see study.questions"
         )
-    check_questions(config, len(chosen))
+    config.check_questions(len(chosen))
     surplus = sum(map(len, chosen.values())) - size * len(chosen)
     if surplus:
         _print_on_main(

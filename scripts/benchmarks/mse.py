@@ -53,7 +53,7 @@ class ClosedForms:
     def __init__(self, config, prompts, folder: Path, state):
         self.config, self.prompts, self.folder = config, prompts, folder
         self.spent, self.size, self.found = Spent(), config.budget.pool_completions, None
-        self.facts = pool.model_facts(config, prompts)
+        self.facts = pool.model_facts(config.policy_options, prompts)
         self.keys = [(name, size) for name in config.baselines for size in config.group_sizes]
         if state is not None:
             self.spent, self.size = Spent(**state["spent"]), state["size"]

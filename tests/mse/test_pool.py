@@ -249,11 +249,14 @@ def test_a_score_beyond_its_numbers_names_the_prompt(monkeypatch):
     gram[1, 1] = torch.inf
     scores = SimpleNamespace(gram_BB=gram, features_BR=torch.ones(3, 2), pooled_KR=torch.ones(2, 2))
     monkeypatch.setattr(pool_module, "score_rollouts", lambda *_, **__: scores)
-    config = compose("mse", *SMALL)
+    policy = SimpleNamespace(model=SimpleNamespace(dtype=torch.float32))
+    sampler = compose("mse", *SMALL).sampler_options
     rollouts = SimpleNamespace(prompts=[SimpleNamespace(id="6*41")])
     message = "completion 1 of prompt 6.41 has squared norm inf in float32: use model.dtype=float64"
     with pytest.raises(ConfigError, match=message):
-        pool_module.score_part(None, rollouts, 0, np.ones((3, 1)), config, (None, None), WorkCost())
+        pool_module.score_part(
+            policy, rollouts, 0, np.ones((3, 1)), sampler, (None, None), WorkCost()
+        )
 
 
 def test_scores_of_exactly_zero_are_counted():
