@@ -68,7 +68,7 @@ def _call(verb: str) -> None:
     """Call the verb's own entry; what the system refuses it is one line."""
     from grpo_ustat.imports import without_garbage_collection
     from grpo_ustat.runs.faults import fault_line
-    from grpo_ustat.streams import lasting_output
+    from grpo_ustat.terminal.streams import lasting_output
 
     try:
         with lasting_output():

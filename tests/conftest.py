@@ -13,7 +13,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from precision import compute_in_double  # noqa: E402
 
-from grpo_ustat.report import learning  # noqa: E402
+from grpo_ustat.pages import learning  # noqa: E402
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends with &
@@ -77,7 +77,7 @@ def float64_models_are_float64_throughout(environment_as_before, monkeypatch):
 
 @pytest.fixture(autouse=True, scope="session")
 def without_a_figure_of_each_training_run():
-    """It takes longer than most runs here; tests/report/test_learning.py draws it."""
+    """It takes longer than most runs here; tests/pages/test_learning.py draws it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "draw_learning", lambda folder: None)
         yield

@@ -12,8 +12,8 @@ import pytest
 
 from grpo_ustat import __main__ as entry
 from grpo_ustat.cli import app
-from grpo_ustat.streams import lasting_output
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import lasting_output
 
 
 def output_of(prepare, lines=3):

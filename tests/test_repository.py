@@ -33,7 +33,7 @@ def test_the_newest_trl_is_tried_every_week():
     assert "trl @ git+" in job["strategy"]["matrix"]["trl"][-1]
     commands = "\n".join(step["run"] for step in job["steps"] if "run" in step)
     assert "pytest --slow tests/trl" in commands and "matrix.trl" in commands
-    assert (ROOT / "tests/trl/test_real_trl.py").is_file()
+    assert (ROOT / "tests/integrations/test_real_trl.py").is_file()
 
 
 def test_a_commit_is_formatted_by_the_ruff_that_checks_it():

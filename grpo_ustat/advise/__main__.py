@@ -13,7 +13,7 @@ import sys
 from grpo_ustat.advise.sources import advice_of, parse_request
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal import tell, wrapped
+from grpo_ustat.terminal.console import tell, wrapped
 
 WORDS = {
     "SOURCE": "run folder of mse or train, pool folder, log of rollouts, or file of rewards",

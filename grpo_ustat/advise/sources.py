@@ -13,13 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.advise.rewards import (
-    SUFFIXES,
-    expected_zero_variance,
-    read_rewards,
-    reward_lines,
-    share_text,
-)
 from grpo_ustat.advise.verdict import (
     UNKNOWN,
     Advice,
@@ -36,17 +29,24 @@ from grpo_ustat.estimators.scaling import (
     scaling_estimate,
     widening,
 )
-from grpo_ustat.records import Array
-from grpo_ustat.report.decision import (
+from grpo_ustat.logs.dumps import PACKED, dump_of
+from grpo_ustat.logs.logged import EXACT, step_rollouts
+from grpo_ustat.logs.rewards import (
+    SUFFIXES,
+    expected_zero_variance,
+    read_rewards,
+    reward_lines,
+    share_text,
+)
+from grpo_ustat.pages.decision import (
     best_size_sentence,
     group_size_costs,
     interval_note,
     noise_sentence,
     training_noise_sentence,
 )
-from grpo_ustat.report.next_step import next_step, policy_overrides
-from grpo_ustat.rollout.dumps import PACKED, dump_of
-from grpo_ustat.rollout.logged import EXACT, step_rollouts
+from grpo_ustat.pages.next_step import next_step, policy_overrides
+from grpo_ustat.records import Array
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ustat.report.decision import (
+from grpo_ustat.pages.decision import (
     GroupSizeCosts,
     group_size_costs,
     is_decided,

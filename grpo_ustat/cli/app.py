@@ -28,7 +28,7 @@ from grpo_ustat.launch.torchrun import RanksFailed
 from grpo_ustat.runs.faults import NotSaved, fault_line
 from grpo_ustat.runs.folder import RunFolder, create_folder, remove_empty
 from grpo_ustat.runs.status import PlannedRun
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
 
 
 def main(command: Command) -> None:

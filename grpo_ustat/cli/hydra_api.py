@@ -32,8 +32,8 @@ from grpo_ustat import __version__
 from grpo_ustat.cli.arguments import check_flags
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.streams import HALF
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import HALF
 
 MULTIRUN = RunMode.MULTIRUN
 

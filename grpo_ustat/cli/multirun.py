@@ -34,7 +34,7 @@ from grpo_ustat.runs.status import (
     note_sweep,
     status_table,
 )
-from grpo_ustat.terminal import Console, tell
+from grpo_ustat.terminal.console import Console, tell
 
 
 def run_sweep(entry: str, invocation: Invocation) -> int:

@@ -13,7 +13,7 @@ from grpo_ustat.cli.arguments import check_words
 from grpo_ustat.cli.compose import whole_node
 from grpo_ustat.config.load import SCHEMAS
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
 
 
 def show_config(entry: str, words: Namespace) -> None:

@@ -13,7 +13,7 @@ from grpo_ustat.policy.loading import (
 )
 from grpo_ustat.runs.log import warn
 from grpo_ustat.tasks.prompts import render
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
 
 END = "\N{LEFTWARDS ARROW TO BAR}"  # after the last character of a prompt
 

@@ -37,7 +37,7 @@ from grpo_ustat.config.schema import (
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.config.values import field_at, typed_value, wrong_value
 from grpo_ustat.estimators.baselines import own_rules
-from grpo_ustat.streams import HALF, single_line
+from grpo_ustat.terminal.streams import HALF, single_line
 
 OF_KIND: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,

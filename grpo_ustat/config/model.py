@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
-from grpo_ustat.streams import single_line
+from grpo_ustat.terminal.streams import single_line
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")

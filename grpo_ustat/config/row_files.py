@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.streams import single_line
+from grpo_ustat.terminal.streams import single_line
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datasets` calls them
 PACKED: dict[str, Callable[[bytes], bytes]] = {

@@ -13,7 +13,7 @@ from rich.table import Table
 from grpo_ustat.config.model import ModelConfig
 from grpo_ustat.costs.cost import Cost, score_memory, sharded_memory, total
 from grpo_ustat.costs.duration import Duration, Plan, Span, duration, hours_text, span_text
-from grpo_ustat.terminal import Console
+from grpo_ustat.terminal.console import Console
 
 BATCHES = 6  # different ones that are printed in words
 PROCESSES = 8  # of the example of FSDP2

@@ -27,7 +27,7 @@ from grpo_ustat.distributed.processes import end_with_parent
 from grpo_ustat.distributed.ranks import WORKER, all_gather_call, is_main, rank, tally, world
 from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
 from grpo_ustat.estimators.baselines import UnfitRewards
-from grpo_ustat.progress import Activity, Meter, Notice, listening
+from grpo_ustat.terminal.progress import Activity, Meter, Notice, listening
 
 LONGEST_TEMPORARY_PATH = 75  # bytes; with /pymp-XXXXXXXX/listener-XXXXXXXX a socket's 107
 Work = Callable[..., Iterator[Any]]

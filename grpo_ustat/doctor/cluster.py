@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_ustat.config.command_line import install_line
 from grpo_ustat.doctor.runner import Finding, failed, ok, warning
-from grpo_ustat.streams import single_line
+from grpo_ustat.terminal.streams import single_line
 
 SCONTROL_DEADLINE = 10.0  # seconds; scontrol needs 0.03
 SUM_DEADLINE = 12.0  # seconds for the ranks to add up their numbers

@@ -23,7 +23,7 @@ from typing import Literal
 
 from grpo_ustat.config.command_line import install_line
 from grpo_ustat.config.secrets import redact_text
-from grpo_ustat.streams import visible
+from grpo_ustat.terminal.streams import visible
 
 AT_ONCE = 3  # checks
 KILL_PATIENCE = 2.0  # seconds; a process that waits for a dead disk never ends

@@ -35,7 +35,7 @@ from grpo_ustat.gap.simulate import (
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.gap.theorem8 import scaled_gap
 from grpo_ustat.rollout.draws import generator
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
     "As G grows GRPO's limit law becomes the oracle's: at fixed n = B G the difference of their "

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from grpo_ustat.gap.evidence import Evidence, Panel
-from grpo_ustat.report.figures import (
+from grpo_ustat.pages.figures import (
     FONTS,
     baseline_style,
     line_style,

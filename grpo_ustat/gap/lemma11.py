@@ -23,7 +23,7 @@ from grpo_ustat.estimators.normalised import (
 from grpo_ustat.gap.claims import Claim, comma_list, enumeration_converges, verdict_of
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, draws_nothing
 from grpo_ustat.gap.testbeds import build_testbed
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 FAR = (2**14, 2**15, 2**16)  # group sizes from which limits are extrapolated

@@ -32,7 +32,7 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import CoinTestbed, Testbed, build_testbed
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 LARGE = 1.1  # the recursion's bound over that of order 1/T, below which T counts as large
 LOWER = (0.9, 0.7, 0.5, 0.3)  # other bounds, as shares of the bound

@@ -44,7 +44,7 @@ from grpo_ustat.gap.simulate import (
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.runs.record import AGREES, DISAGREES
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 TOLERANCE = 0.01  # of a limit, as a share of the distance between the two maximisers
 

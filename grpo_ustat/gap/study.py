@@ -15,14 +15,14 @@ from grpo_ustat.costs.duration import AGAIN, WIDER, Span, newest_folders, span_t
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.gap.evidence import theorem
-from grpo_ustat.report.run_page import leave_page
-from grpo_ustat.report.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
-from grpo_ustat.report.tables import write_csv
+from grpo_ustat.pages.run_page import leave_page
+from grpo_ustat.pages.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
+from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.runs.contents import is_number
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.record import AGREES, RunRecord, verdict_counts
 from grpo_ustat.runs.status import PlannedRun
-from grpo_ustat.terminal import Console
+from grpo_ustat.terminal.console import Console
 
 # completions a second and worker, beds of 2 to 5 outcomes, groups of 2 to 32
 RATE = Span(1.5e6, 2e7)

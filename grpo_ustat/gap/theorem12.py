@@ -34,7 +34,7 @@ from grpo_ustat.gap.evidence import Evidence, Theorem, draws_nothing
 from grpo_ustat.gap.offpolicy import ZERO, ByLength, Setting, by_length
 from grpo_ustat.gap.offpolicy_paths import LeadingTerms, PathErrors, path_errors
 from grpo_ustat.gap.sequences import MOST, SequencePolicy, build_sequences
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
 

@@ -21,7 +21,7 @@ from grpo_ustat.gap.evidence import Panel, PlotLine
 from grpo_ustat.gap.lemma11 import at_infinity
 from grpo_ustat.gap.offpolicy import ZERO, Setting
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 LABELS = {

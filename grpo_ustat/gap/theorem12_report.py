@@ -10,7 +10,7 @@ from grpo_ustat.gap.offpolicy import ByLength, Setting
 from grpo_ustat.gap.offpolicy_paths import LeadingTerms, PathErrors
 from grpo_ustat.gap.theorem12_on_policy import OnPolicy, on_policy_answer
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 OF_VERDICT = {AGREES: "holds", DISAGREES: "fails in some claim", OPEN: "is not decided"}
 

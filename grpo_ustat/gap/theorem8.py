@@ -31,7 +31,7 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
     "With eta_t = c/t and a flat set of maximisers, T (J* - J(theta_T)) converges in law to "

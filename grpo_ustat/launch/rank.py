@@ -19,7 +19,7 @@ from grpo_ustat.launch.run import REFUSALS, run_here
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.history import last_line
-from grpo_ustat.streams import lasting_output
+from grpo_ustat.terminal.streams import lasting_output
 
 
 def main() -> None:

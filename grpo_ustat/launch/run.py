@@ -24,11 +24,11 @@ from grpo_ustat.launch.command import Command
 from grpo_ustat.launch.sharding import check_sharing, export_sharing
 from grpo_ustat.launch.torchrun import RanksFailed, run_ranks
 from grpo_ustat.mirror.follow import Mirroring
-from grpo_ustat.progress import waiting
 from grpo_ustat.runs import history
 from grpo_ustat.runs.faults import NotSaved, faults_of
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.progress import waiting
 
 REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards)  # in one line
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.signals import EXIT_CODE, Stopped
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
 
 REQUEUE_PATIENCE = 60.0  # seconds that the first rank has to requeue the job
 REQUEUE_INTERVAL = 5  # seconds between two looks whether it has

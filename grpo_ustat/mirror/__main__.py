@@ -21,8 +21,8 @@ from grpo_ustat.mirror.journal import InUse
 from grpo_ustat.mirror.source import Damaged
 from grpo_ustat.runs import history
 from grpo_ustat.runs.record import CONFIG, RESULT
-from grpo_ustat.streams import single_line
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import single_line
 
 HELP = """Send run folders, finished or not, to a tracker; what it has already is not sent again.
 

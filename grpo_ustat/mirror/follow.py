@@ -31,8 +31,8 @@ from grpo_ustat.mirror.backends import OPENERS, About, Tracker
 from grpo_ustat.mirror.journal import InUse, Journal
 from grpo_ustat.mirror.source import Event, FolderReader
 from grpo_ustat.runs.folder import TRACKER
-from grpo_ustat.streams import visible
-from grpo_ustat.terminal import excerpt, tell
+from grpo_ustat.terminal.console import excerpt, tell
+from grpo_ustat.terminal.streams import visible
 
 REPORT_FD = "GRPO_USTAT_REPORT_FD"  # environment: where a mirror begun anew writes for its run
 LOOK = 1.0  # seconds between two looks into the folder

@@ -21,7 +21,7 @@ from grpo_ustat.config.secrets import redact
 from grpo_ustat.runs import contents
 from grpo_ustat.runs.files import csv_rows, parsed_row
 from grpo_ustat.runs.record import CODE, COMPLETIONS, CONFIG, EVALS, METRICS, RESULT
-from grpo_ustat.streams import single_line, visible
+from grpo_ustat.terminal.streams import single_line, visible
 
 
 class Damaged(ValueError):

@@ -14,8 +14,8 @@ from grpo_ustat.mse.pool import EqualRewards
 from grpo_ustat.mse.pool_store import mean_sampler_gap, scored_with
 from grpo_ustat.mse.result import policy_facts, work_facts
 from grpo_ustat.mse.sampler import sampler_text
+from grpo_ustat.pages.tables import unjudged_warning
 from grpo_ustat.policy.loading import configured_task, configured_tokenizer
-from grpo_ustat.report.tables import unjudged_warning
 from grpo_ustat.runs.folder import versions
 
 

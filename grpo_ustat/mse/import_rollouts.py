@@ -19,6 +19,7 @@ from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.logs.logged import LEAST_COMPLETIONS, LoggedRollout, read_rollouts
 from grpo_ustat.mse.pool import (
     EqualRewards,
     check_batch,
@@ -34,9 +35,8 @@ from grpo_ustat.mse.sampler import MOST_GAP, sampler_gap
 from grpo_ustat.policy.chat import in_chat_format
 from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
-from grpo_ustat.rollout.logged import LEAST_COMPLETIONS, LoggedRollout, read_rollouts
-from grpo_ustat.streams import single_line
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.streams import single_line
 
 LEAST_GAP = 0.002  # below which no other temperature is nearer than rounding
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)

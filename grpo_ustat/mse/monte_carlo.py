@@ -46,9 +46,9 @@ from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.progress import Progress
 from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling
+from grpo_ustat.terminal.progress import Progress
 
 ROWS = 512  # at most so many completions are scored side by side
 NUMBERS = 262139  # kept of a gradient, a prime; smaller models are kept in full

@@ -30,6 +30,7 @@ from grpo_ustat.mse.pool_store import (
     mean_sampler_gap,
 )
 from grpo_ustat.mse.sampler import sampler_gap, start_sampler
+from grpo_ustat.pages.tables import cut_text, often_cut
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.memory import check_weights, free_bytes, score_bytes
@@ -40,12 +41,11 @@ from grpo_ustat.policy.scores.by_layer import LayerByLayer
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.progress import Notice
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
-from grpo_ustat.report.tables import cut_text, often_cut
 from grpo_ustat.rollout.engine import Engine
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.tasks.base import Task, rewards
+from grpo_ustat.terminal.progress import Notice
 
 READ = 4  # completions of a question's part, in which the sampler is compared with the model
 BATCHES, CHUNKS = 4, 16  # see `_chunks_to_sample`

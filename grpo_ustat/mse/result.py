@@ -40,12 +40,12 @@ from grpo_ustat.mse.verdict import (
     verdict,
     zero_scores_sentence,
 )
+from grpo_ustat.pages.tables import clipped_warning, unjudged_warning
 from grpo_ustat.records import Array, Integers, ScorePool
-from grpo_ustat.report.tables import clipped_warning, unjudged_warning
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import arrow_table
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 NAME = "curves.parquet"
 ENDS = ("n_mse", "low", "high")

@@ -53,20 +53,20 @@ from grpo_ustat.mse.result import (
 from grpo_ustat.mse.rule_sizes import rule_sizes
 from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
+from grpo_ustat.pages.decision import decision_sentence, noise_sentence, verdicts
+from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
+from grpo_ustat.pages.gradient_error import study_tables
+from grpo_ustat.pages.next_step import next_step
+from grpo_ustat.pages.recipes import recipes_figure
+from grpo_ustat.pages.reward_functions import reward_tables
+from grpo_ustat.pages.run_page import leave_page
+from grpo_ustat.pages.tables import write_csv
 from grpo_ustat.policy.loading import check_lengths, configured_task, configured_tokenizer
-from grpo_ustat.progress import waiting
 from grpo_ustat.records import Prompt, ScorePool
-from grpo_ustat.report.decision import decision_sentence, noise_sentence, verdicts
-from grpo_ustat.report.error_figures import mse_figure, scaling_figure
-from grpo_ustat.report.gradient_error import study_tables
-from grpo_ustat.report.next_step import next_step
-from grpo_ustat.report.recipes import recipes_figure
-from grpo_ustat.report.reward_functions import reward_tables
-from grpo_ustat.report.run_page import leave_page
-from grpo_ustat.report.tables import write_csv
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import tell_dropped
-from grpo_ustat.terminal import Console, wrapped
+from grpo_ustat.terminal.console import Console, wrapped
+from grpo_ustat.terminal.progress import waiting
 
 ANY_SETTING = "any setting"  # in which a row that is not measured would be
 

@@ -10,9 +10,9 @@ from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.scaling import heavy_text
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import ClosedForm
+from grpo_ustat.pages.tables import best_size, three_digits
 from grpo_ustat.records import ScorePool
-from grpo_ustat.report.tables import best_size, three_digits
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 MARGIN = 1.68  # half-widths that corr(q, Z) is from 0: 99.9 % where its interval is of 95 %
 
@@ -76,7 +76,7 @@ def verdict(statistics: ClosedForm, population: ClosedForm, rewards_PN: np.ndarr
 
 def missing_size_sentence(best: Interval) -> str:
     """Why G* has no interval, or one without an upper end; "" where it has both ends: the answer of
-    the study says them (`grpo_ustat.report.decision`).
+    the study says them (`grpo_ustat.pages.decision`).
     """
     if best_size(*best) is None:
         return "Not enough data for G*: C1 or C3 is not significantly different from 0."

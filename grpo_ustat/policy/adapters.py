@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_ustat.config.command_line import install_line
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import LoraConfig
-from grpo_ustat.streams import single_line
+from grpo_ustat.terminal.streams import single_line
 
 
 def with_adapters(

@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.streams import single_line
 from grpo_ustat.tasks.prompts import Turn
+from grpo_ustat.terminal.streams import single_line
 
 SECONDS, BYTES = 5.0, 2**30  # that writing one conversation may take, beside what is there
 LONGEST = 10_000_000  # letters of its text

@@ -45,12 +45,12 @@ from grpo_ustat.distributed.ranks import RefusedByRank, own_device
 from grpo_ustat.policy.adapters import merged
 from grpo_ustat.policy.chat import ChatFormat, writes_turns
 from grpo_ustat.policy.precision import set_tf32
-from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt
-from grpo_ustat.streams import single_line
 from grpo_ustat.tasks.base import Task
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
 from grpo_ustat.tasks.registry import make_task
+from grpo_ustat.terminal.progress import Progress
+from grpo_ustat.terminal.streams import single_line
 
 KINDS = ("F64", "F32", "BF16", "F16")  # of weights, as safetensors names them
 OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")

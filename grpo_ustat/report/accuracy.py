@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.estimators.intervals import LEVEL, Interval, t_interval
+from grpo_ustat.pages.tables import Table
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.report.settings import Axis, setting_labels
-from grpo_ustat.report.tables import Table
 from grpo_ustat.runs.record import RunRecord
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 
 Keys = tuple[str, ...]
 BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)  # of family, of cell

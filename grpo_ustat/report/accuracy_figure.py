@@ -9,9 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from grpo_ustat.records import joint_quantity
-from grpo_ustat.report.accuracy import AccuracyCell
-from grpo_ustat.report.figures import (
+from grpo_ustat.pages.figures import (
     FONTS,
     legend_label,
     note,
@@ -20,8 +18,10 @@ from grpo_ustat.report.figures import (
     save,
     series_style,
 )
+from grpo_ustat.records import joint_quantity
+from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.settings import Axis, value_text
-from grpo_ustat.terminal import excerpt, visible
+from grpo_ustat.terminal.console import excerpt, visible
 
 MOST_CHARACTERS = 60  # of a value along an axis
 

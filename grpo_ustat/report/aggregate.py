@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.pages import error_figures, gradient_error
+from grpo_ustat.pages.decision import WHY_FIXED_ROLLOUTS, decision_sentence
+from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, learning_rows, notes
+from grpo_ustat.pages.page import (
+    NAME,
+    render,
+)
+from grpo_ustat.pages.tables import Table, best_size, shorten
 from grpo_ustat.records import ACCURACY, joint_quantity
-from grpo_ustat.report import accuracy, error_figures, gradient_error
+from grpo_ustat.report import accuracy
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.accuracy_answer import (
     at_last,
@@ -25,16 +33,9 @@ from grpo_ustat.report.accuracy_answer import (
 )
 from grpo_ustat.report.accuracy_figure import accuracy_figure
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, key_label, read_runs
-from grpo_ustat.report.decision import WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.report.joint_page import Report, page, runs_table
-from grpo_ustat.report.learning import MONITORED, Learning, learning_figure, learning_rows, notes
-from grpo_ustat.report.page import (
-    NAME,
-    render,
-)
 from grpo_ustat.report.published import published_table
 from grpo_ustat.report.settings import ROLLOUTS, SIZE, Axis, setting_labels, swept_axis
-from grpo_ustat.report.tables import Table, best_size, shorten
 from grpo_ustat.report.verdicts import (
     claims_table,
     in_order,
@@ -45,8 +46,8 @@ from grpo_ustat.report.verdicts import (
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.record import CODE, CONFIG, RunRecord
 from grpo_ustat.runs.status import Entry
-from grpo_ustat.streams import single_line
-from grpo_ustat.terminal import Console, tell
+from grpo_ustat.terminal.console import Console, tell
+from grpo_ustat.terminal.streams import single_line
 
 FILES = re.compile(
     r"(accuracy|mean_reward|budget|claims|fixed_n|learning.*|mse|published_table2|runs|settings|theorems)"

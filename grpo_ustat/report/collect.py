@@ -15,7 +15,7 @@ from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.files import natural_order
 from grpo_ustat.runs.record import CONFIG, DONE, PAST_MAX_STEPS, RunRecord
 from grpo_ustat.runs.status import Entry
-from grpo_ustat.streams import single_line
+from grpo_ustat.terminal.streams import single_line
 
 CONFIG_KEYS = {  # that a configuration of a command has
     "train": ("model.name", "prompt.name", "dataset.name", "group_size", "budget.rollouts",

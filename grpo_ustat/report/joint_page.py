@@ -14,16 +14,16 @@ from pyarrow import compute, parquet
 
 from grpo_ustat.config.command_line import typed_command
 from grpo_ustat.config.schema import flatten
-from grpo_ustat.records import joint_quantity
-from grpo_ustat.report.collect import RunSet
-from grpo_ustat.report.page import (
+from grpo_ustat.pages.page import (
     Completions,
     Figure,
     Page,
     differences,
     provenance_line,
 )
-from grpo_ustat.report.tables import Cell, Table, shorten
+from grpo_ustat.pages.tables import Cell, Table, shorten
+from grpo_ustat.records import joint_quantity
+from grpo_ustat.report.collect import RunSet
 from grpo_ustat.report.verdicts import (
     in_order,
 )

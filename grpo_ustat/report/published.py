@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import chdtrc, ndtri  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.intervals import Interval, t_interval, wilson
-from grpo_ustat.report.tables import Table
+from grpo_ustat.pages.tables import Table
 
 TABLE2 = {  # test accuracy of Qwen2.5-Math-7B on MATH by n and G, as published
     1024: {4: 0.7677, 8: 0.7491, 16: 0.7753, 32: 0.7627, 64: 0.7817, 128: 0.7743},

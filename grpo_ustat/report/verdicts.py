@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_ustat.pages.page import Figure
+from grpo_ustat.pages.run_page import PREDICTED
+from grpo_ustat.pages.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
+from grpo_ustat.pages.svg import inlined
+from grpo_ustat.pages.tables import Table
 from grpo_ustat.report.collect import distinguishing_keys, key_label
-from grpo_ustat.report.page import Figure
-from grpo_ustat.report.run_page import PREDICTED
-from grpo_ustat.report.study_page import P_VALUE, TITLES, interval_text, number_text, p_value_text
-from grpo_ustat.report.svg import inlined
-from grpo_ustat.report.tables import Table
 from grpo_ustat.runs.record import AGREES, COUNTED, DISAGREES, OPEN, RunRecord, verdict_counts
-from grpo_ustat.streams import single_line
+from grpo_ustat.terminal.streams import single_line
 
 UNFINISHED = "unfinished"
 RULE = (

@@ -16,10 +16,10 @@ from transformers import DynamicCache
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import left_padded, positions
-from grpo_ustat.progress import Progress
 from grpo_ustat.rollout.cache import growing_cache, replaceable_rows
 from grpo_ustat.rollout.decoding import choose
 from grpo_ustat.rollout.sampling import Sampling
+from grpo_ustat.terminal.progress import Progress
 
 COMPACT_BELOW = 0.8  # drop finished rows once fewer than this share are unfinished
 ROW_TENSORS = (

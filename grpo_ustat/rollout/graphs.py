@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 from grpo_ustat.policy.loading import out_of_memory
 from grpo_ustat.rollout.batch import DecodingBatch
 from grpo_ustat.rollout.cache import GrowingLayer
-from grpo_ustat.streams import single_line
+from grpo_ustat.terminal.streams import single_line
 
 LEAST = 128  # columns that are read at least
 ROOM = 64  # columns beyond those of the longest text: tokens until the next look, and alignment

@@ -14,7 +14,6 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from grpo_ustat.policy.loading import Policy, out_of_memory
-from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.batch import Completions, DecodingBatch, Work
 from grpo_ustat.rollout.draws import uniforms
@@ -22,6 +21,7 @@ from grpo_ustat.rollout.graphs import token_graphs
 from grpo_ustat.rollout.linears import cast_linears, packed_linears
 from grpo_ustat.rollout.masks import masks_without_waits
 from grpo_ustat.rollout.sampling import Sampling
+from grpo_ustat.terminal.progress import Progress
 
 REFILL_BELOW = 0.9  # replace finished rows once fewer than this share are unfinished
 DECIDE_BELOW = 0.7  # decide at this share whether lengths are so unequal that replacing pays:

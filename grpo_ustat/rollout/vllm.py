@@ -24,11 +24,11 @@ from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed import ranks
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.progress import Progress
 from grpo_ustat.records import Prompt, Rollouts
 from grpo_ustat.rollout.draws import request_seeds
 from grpo_ustat.rollout.local import Sampling, assemble
-from grpo_ustat.streams import single_line
+from grpo_ustat.terminal.progress import Progress
+from grpo_ustat.terminal.streams import single_line
 
 ENVIRONMENT = {  # read by vLLM when it is imported; what the user has set stays
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # same process: weights go over as they are

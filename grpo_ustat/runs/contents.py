@@ -17,7 +17,7 @@ import yaml
 
 from grpo_ustat.config.run import LARGEST_COUNT
 from grpo_ustat.records import ACCURACY, MEAN_REWARD
-from grpo_ustat.streams import single_line
+from grpo_ustat.terminal.streams import single_line
 
 MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
 USUAL_BYTES = 256_000_000  # of all other files

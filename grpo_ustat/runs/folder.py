@@ -30,7 +30,7 @@ from grpo_ustat.distributed import lock, slurm
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.files import write_whole
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
 
 TRACKER = "tracker"  # what a mirror keeps of a run folder, inside it
 ARTEFACTS = (

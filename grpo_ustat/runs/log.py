@@ -19,8 +19,8 @@ from pyarrow import json as arrow_json
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.contents import count
 from grpo_ustat.runs.files import atomic_write
-from grpo_ustat.streams import single_line
-from grpo_ustat.terminal import Console
+from grpo_ustat.terminal.console import Console
+from grpo_ustat.terminal.streams import single_line
 
 NAME = "completions.parquet"
 COLUMNS = pyarrow.schema(

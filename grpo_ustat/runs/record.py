@@ -21,7 +21,7 @@ from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.contents import command_of
 from grpo_ustat.runs.files import csv_rows, read_rows
 from grpo_ustat.runs.folder import changed_files
-from grpo_ustat.streams import single_line
+from grpo_ustat.terminal.streams import single_line
 
 if TYPE_CHECKING:
     import pyarrow

@@ -17,7 +17,7 @@ from grpo_ustat.estimators.baselines import weighted_sum
 from grpo_ustat.records import LARGEST_REWARD, Array, Prompt, Question, Rollouts
 from grpo_ustat.tasks.answers import final_number, stated
 from grpo_ustat.tasks.prompts import Prompting
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
 
 
 class Source(Protocol):

@@ -16,10 +16,10 @@ from grpo_ustat.config.data import JsonlConfig
 from grpo_ustat.config.row_files import json_rows, kind_of, text_of, unreadable
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Prompt, Question
-from grpo_ustat.streams import HALF
 from grpo_ustat.tasks.answers import MARK
 from grpo_ustat.tasks.rows import Row, rows_of_file
 from grpo_ustat.tasks.splits import Splits, hold_out, question_id
+from grpo_ustat.terminal.streams import HALF
 
 WHOLE = 2**53  # below which a float that is whole is one integer; pandas writes 3 as 3.0
 

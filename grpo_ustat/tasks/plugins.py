@@ -25,7 +25,7 @@ from typing import Any, cast
 from grpo_ustat.config.data import TASKS, reward_file
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import LARGEST_REWARD, Prompt, Question, is_number
-from grpo_ustat.streams import HALF
+from grpo_ustat.terminal.streams import HALF
 
 APART = {  # what a split must not share questions with
     "train": ("test", "examples"),

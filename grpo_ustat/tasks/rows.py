@@ -15,8 +15,8 @@ from typing import Any, TextIO, cast
 from grpo_ustat.config.data import Gsm8kConfig
 from grpo_ustat.config.row_files import KINDS, kind_of, quiet_datasets, reason_of, split_files
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.streams import HALF
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
+from grpo_ustat.terminal.streams import HALF
 
 
 @dataclass(frozen=True)

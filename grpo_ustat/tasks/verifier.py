@@ -29,7 +29,7 @@ from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.processes import kill_group
-from grpo_ustat.progress import Progress
+from grpo_ustat.terminal.progress import Progress
 
 SCRIPT = Path(__file__).with_name("verify_worker.py")
 START_SECONDS = 120.0  # for a worker's imports on a busy machine

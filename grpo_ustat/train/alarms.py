@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.report.symbols import ALARM_WORDS
-from grpo_ustat.report.tables import cut_text, often_cut
-from grpo_ustat.streams import percentage
+from grpo_ustat.pages.symbols import ALARM_WORDS
+from grpo_ustat.pages.tables import cut_text, often_cut
+from grpo_ustat.terminal.streams import percentage
 
 MAJORITY = 0.5  # above it a share is most of them
 MAX_UNJUDGED = 0.01  # share of a step's completions; above it rewards are no longer what they say

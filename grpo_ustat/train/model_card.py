@@ -22,12 +22,12 @@ import yaml
 from grpo_ustat.config.identity import data_fingerprint
 from grpo_ustat.config.model import EMBEDDED, model_folder
 from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.pages.tables import Table, fenced, plain
 from grpo_ustat.records import joint_quantity
-from grpo_ustat.report.tables import Table, fenced, plain
 from grpo_ustat.runs import history
 from grpo_ustat.runs.files import read_rows
 from grpo_ustat.runs.log import warn
-from grpo_ustat.streams import percentage
+from grpo_ustat.terminal.streams import percentage
 from grpo_ustat.train.context import TrainContext, TrainProgress
 from grpo_ustat.train.evaluate import held_out_gain
 
@@ -277,7 +277,7 @@ SECTIONS: dict[str, Section] = {  # of the card, by title
 
 def curves_svg(rows: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     """Reward of the steps and evaluations with their 95 % intervals, by step, as SVG."""
-    from grpo_ustat.report.figures import FONTS, UNDATED, line_style, plt, show_names_as_texts
+    from grpo_ustat.pages.figures import FONTS, UNDATED, line_style, plt, show_names_as_texts
 
     with plt.rc_context(FONTS):
         figure, axes = plt.subplots(figsize=(6.7, 2.5), layout="constrained")

@@ -27,7 +27,7 @@ from grpo_ustat.policy.prompt_sharing import can_read_contiguous, can_share
 from grpo_ustat.rollout.engine import make_engine
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import tell_dropped
-from grpo_ustat.terminal import tell
+from grpo_ustat.terminal.console import tell
 from grpo_ustat.train import deepspeed, fsdp2
 from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.context import TrainContext

@@ -17,18 +17,18 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import PARENT, is_main, main_only, name_lost_ranks
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.estimators.baselines import advantages
-from grpo_ustat.progress import TrainingBar, listening, waiting
+from grpo_ustat.pages.run_page import leave_page
+from grpo_ustat.pages.symbols import ALARM_WORDS
+from grpo_ustat.pages.tables import clipped_warning, write_csv
 from grpo_ustat.records import Prompt
 from grpo_ustat.report.accuracy import evaluation_table
-from grpo_ustat.report.run_page import leave_page
-from grpo_ustat.report.symbols import ALARM_WORDS
-from grpo_ustat.report.tables import clipped_warning, write_csv
 from grpo_ustat.rollout.draws import generator
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.runs.faults import NotSaved
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import RunLog, attempt, warn
-from grpo_ustat.terminal import Console, tell
+from grpo_ustat.terminal.console import Console, tell
+from grpo_ustat.terminal.progress import TrainingBar, listening, waiting
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train.alarms import check_alarms
 from grpo_ustat.train.batch import baseline_context, sample_batch
@@ -124,7 +124,7 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
             loop(run, progress, log, bar, stop)
     result = result_record(config, progress) | {"left_out": run.task.dropped}
     if log:
-        from grpo_ustat.report.learning import draw_learning
+        from grpo_ustat.pages.learning import draw_learning
 
         try:
             log.sync()

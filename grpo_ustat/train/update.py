@@ -25,9 +25,9 @@ from grpo_ustat.policy.prompt_sharing import (
     Reader,
     SharedPromptReader,
 )
-from grpo_ustat.progress import Progress
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.draws import generator
+from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train import objective as objectives
 from grpo_ustat.train.batch import gather_by_prompt

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from grpo_ustat.advise.__main__ import main
 from grpo_ustat.advise.sources import Request, advice_of, parse_request
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.rollout.logged import STEP_ROLLOUTS
+from grpo_ustat.logs.logged import STEP_ROLLOUTS
 
 RESULT = {
     "scaling": {"c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5,

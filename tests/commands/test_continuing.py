@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from slow_cases import slow_but  # noqa: E402
 
 from grpo_ustat.cli import app  # noqa: E402
+from grpo_ustat.cli import sweep as status  # noqa: E402
 from grpo_ustat.cli.compose import parse  # noqa: E402
 from grpo_ustat.config.schema import ConfigError  # noqa: E402
 from grpo_ustat.distributed.lock import Lock  # noqa: E402
 from grpo_ustat.launch import run as job  # noqa: E402
 from grpo_ustat.launch.command import load_command  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
-from grpo_ustat.sweep import __main__ as status  # noqa: E402
 
 SWEEP = ("-m", "model=tiny_direct", "max_steps=4", "eval_steps=2")
 

@@ -41,7 +41,7 @@ assert abs(advantages("leave_one_out", rewards_PG, BaselineContext()).sum()) < 1
 assert Baseline("half", lambda r, _: r - 0.5, unbiased=True, min_group_size=1).name == "half"
 assert wilson(5, 10).low < 0.5 < clustered_wilson(rewards_PN).high
 
-from grpo_ustat.convert.formats import FORMATS, Options
+from grpo_ustat.logs.formats import FORMATS, Options
 
 row, _ = FORMATS["verl"].read(Path(sys.argv[1]), Options())
 assert (row.prompt, row.reward) == ("1+1=", 1.0)
@@ -103,7 +103,7 @@ sys.modules.update(dict.fromkeys({OF_THE_COMMANDS}))
 import torch
 
 import grpo_ustat as gu
-import grpo_ustat.advise.verdict, grpo_ustat.policy.scores.rollouts, grpo_ustat.row_advantages
+import grpo_ustat.advise.verdict, grpo_ustat.policy.scores.rollouts, grpo_ustat.integrations.rows
 from grpo_ustat.policy.loading import load_policy
 
 policy = load_policy("embedded:tiny")

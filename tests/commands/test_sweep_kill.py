@@ -23,7 +23,8 @@ from launching import Command, finished  # noqa: E402
 from resuming import differences  # noqa: E402
 
 from grpo_ustat.cli import multirun  # noqa: E402
-from grpo_ustat.report import aggregate, learning  # noqa: E402
+from grpo_ustat.pages import learning  # noqa: E402
+from grpo_ustat.report import aggregate  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
 from grpo_ustat.runs.folder import RunFolder  # noqa: E402
 from grpo_ustat.runs.status import MISSING, Entry, RunState  # noqa: E402

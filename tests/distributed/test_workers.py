@@ -19,7 +19,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed import workers as local
 from grpo_ustat.distributed.ranks import WORKER, one_on_each_gpu, own_device
 from grpo_ustat.distributed.workers import WorkCost, share, shares_of
-from grpo_ustat.progress import Meter, Notice
+from grpo_ustat.terminal.progress import Meter, Notice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import errands  # noqa: E402

@@ -25,7 +25,7 @@ OWN = ("sorting", "lenient", "median")  # of docs/extending.md: test_own_task, t
 RUN_BY = {  # commands of other kinds, and the file that runs them
     "./scripts/test": ".ci/run",
     "advise": "tests/advise/test_sources.py",
-    "convert": "tests/convert/test_table.py",
+    "convert": "tests/logs/test_table.py",
     "doctor": "tests/doctor/test_runner.py",
     "report": "tests/report/test_aggregate.py",
     "sweep": "tests/runs/test_status.py",
@@ -35,9 +35,9 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "python scripts/tools/try_vllm.py": "tests/rollout/test_vllm.py",
     ".venv/bin/python scripts/tools/fetch_smollm2.py": "tests/policy/test_loading.py",
     "eval": "tests/cli/test_completion.py",
-    "VERL_USE_EXTERNAL_MODULES=grpo_ustat.verl python": "tests/test_verl.py",
-    "python -m grpo_ustat.skyrl": "tests/test_skyrl.py",
-    "python train.py": "tests/test_slime.py",
+    "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl python": "tests/integrations/test_verl.py",
+    "python -m grpo_ustat.integrations.skyrl": "tests/integrations/test_skyrl.py",
+    "python train.py": "tests/integrations/test_slime.py",
     "VLLM_SERVER_DEV_MODE=1": "tests/rollout/test_vllm_server.py",
 }
 PROGRAMS = ("./scripts/run", "grpo-ustat")  # the same command, in a checkout and installed

@@ -11,12 +11,12 @@ import re
 import tomllib
 
 import pytest
-import trl_room  # noqa: F401  # pages name grpo_ustat.trl, which wants TRL at its import
+import trl_room  # noqa: F401  # pages name grpo_ustat.integrations.trl, which wants TRL at its import
 import yaml
 from readme import PAGES, ROOT, anchor, headings, links, prose
 
 from grpo_ustat.estimators.baselines import BASELINES, Baseline
-from grpo_ustat.report.symbols import SYMBOLS, legend
+from grpo_ustat.pages.symbols import SYMBOLS, legend
 
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
 TOP = "|".join(("grpo_ustat", "scripts", "conf", "tests", "docs"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_ustat.gap.evidence import Panel, PlotLine
 from grpo_ustat.gap.figures import draw
-from grpo_ustat.report.figures import STYLE, plt
+from grpo_ustat.pages.figures import STYLE, plt
 
 
 def test_a_baseline_has_its_own_colour_and_no_other_line_has_it():

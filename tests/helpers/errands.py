@@ -18,7 +18,7 @@ from grpo_ustat.distributed.ranks import barrier, is_main, main_only
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.launch import run
 from grpo_ustat.launch.command import load_command
-from grpo_ustat.progress import Progress
+from grpo_ustat.terminal.progress import Progress
 
 ITEMS, WEIGHTS = list(range(7)), [1, 1, 9, 1, 4, 1, 3]
 

@@ -9,7 +9,7 @@ from functools import cache
 import yaml
 
 from grpo_ustat.cli.compose import compose_config
-from grpo_ustat.report.tables import csv_text
+from grpo_ustat.pages.tables import csv_text
 
 DONE = ({"event": "start", "host": "h", "pid": 1}, {"event": "end", "outcome": "done"})
 KILLED = DONE[:1]

@@ -9,9 +9,9 @@ import json
 import pyarrow
 from pyarrow import parquet
 
-from grpo_ustat.convert.formats import FORMATS, detect
-from grpo_ustat.convert.rows import Options
-from grpo_ustat.convert.table import convert
+from grpo_ustat.logs.formats import FORMATS, detect
+from grpo_ustat.logs.rows import Options
+from grpo_ustat.logs.table import convert
 
 PROMPTS, SIZE = 3, 5
 

@@ -9,7 +9,7 @@ from commands import compose
 from safetensors.torch import load_file
 
 from grpo_ustat.distributed import lock
-from grpo_ustat.report import page
+from grpo_ustat.pages import page
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import model_card, trainer

@@ -1,4 +1,4 @@
-"""grpo_ustat.trl also where TRL is not installed, and a trainer with what it uses of TRL's."""
+"""grpo_ustat.integrations.trl also where TRL is not installed, and a trainer with what it uses of TRL's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 ask = metadata.version
 with mock.patch.object(metadata, "version", lambda name: "1.16.0" if name == "trl" else ask(name)):
-    import grpo_ustat.trl  # noqa: F401  # it asks for the version alone
+    import grpo_ustat.integrations.trl  # noqa: F401  # it asks for the version alone
 
 PAD = 0
 

@@ -52,7 +52,7 @@ def train(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from grpo_ustat.trl import GradientNoiseCallback, record
+    from grpo_ustat.integrations.trl import GradientNoiseCallback, record
 
     arguments = dict(
         output_dir=str(folder), use_cpu=True, bf16=False,

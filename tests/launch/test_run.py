@@ -19,7 +19,7 @@ from grpo_ustat.launch.command import load_command
 from grpo_ustat.launch.run import make_run
 from grpo_ustat.mse import pool_store
 from grpo_ustat.mse import study as mse_study
-from grpo_ustat.report import error_figures
+from grpo_ustat.pages import error_figures
 from grpo_ustat.runs import folder as folder_module
 from grpo_ustat.runs.faults import NotSaved, faults_of
 from grpo_ustat.runs.folder import RunFolder

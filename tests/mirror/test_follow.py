@@ -25,7 +25,7 @@ from grpo_ustat.mirror.backends import IN_SWEEP, offline_runs, sync_command
 from grpo_ustat.mirror.follow import End, Mirroring, MirrorJob
 from grpo_ustat.mirror.journal import InUse, Journal
 from grpo_ustat.mirror.source import FolderReader
-from grpo_ustat.streams import visible
+from grpo_ustat.terminal.streams import visible
 
 WANDB = SimpleNamespace(name="wandb", project="p", finish_seconds=20)
 

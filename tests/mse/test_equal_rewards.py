@@ -18,9 +18,9 @@ from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.equal_rewards import equal_rewards_sentence
 from grpo_ustat.mse.pool import EqualRewards, build_part, build_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.pages.decision import decision_sentence
+from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.policy.loading import configured_task
-from grpo_ustat.report.decision import decision_sentence
-from grpo_ustat.report.next_step import next_step
 from grpo_ustat.runs.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))

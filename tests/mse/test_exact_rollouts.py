@@ -12,10 +12,10 @@ import pytest
 from pyarrow import parquet
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.logged import read_rollouts
 from grpo_ustat.mse.import_rollouts import MOST_GAP, import_pool, logged_rollouts, sampler_gap
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.rollout.logged import read_rollouts
 from grpo_ustat.tasks.base import summed_rewards
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))

@@ -14,11 +14,11 @@ import pytest
 
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.logged import read_rollouts
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.import_rollouts import import_pool
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.rollout.local import Sampling, sample
-from grpo_ustat.rollout.logged import read_rollouts
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.tasks.base import summed_rewards
 

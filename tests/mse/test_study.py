@@ -21,8 +21,8 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.result import COLUMNS, verdict, write_curves
-from grpo_ustat.report.decision import decision_sentence, noise_sentence, verdicts
-from grpo_ustat.report.next_step import next_step
+from grpo_ustat.pages.decision import decision_sentence, noise_sentence, verdicts
+from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.runs.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))

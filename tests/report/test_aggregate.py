@@ -14,10 +14,10 @@ from folders import begin, configured, studied, trained
 from slow_cases import slow_but
 
 from grpo_ustat.cli import app
+from grpo_ustat.pages.learning import learning_rows
 from grpo_ustat.report import aggregate
 from grpo_ustat.report.accuracy_answer import at_last, best_sentence
 from grpo_ustat.report.aggregate import report_runs, report_sweep
-from grpo_ustat.report.learning import learning_rows
 from grpo_ustat.runs.status import Entry
 
 REFUSED = {

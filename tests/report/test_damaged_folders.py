@@ -10,14 +10,14 @@ import damages
 import pytest
 from folders import claim, proved, studied, trained
 
-from grpo_ustat.report import figures
+from grpo_ustat.pages import figures
 from grpo_ustat.report.aggregate import report_runs, run_set_notes, without_unreadable
 from grpo_ustat.report.collect import entries_in, read_runs
 from grpo_ustat.runs.contents import content_digest, parsed_yaml
 from grpo_ustat.runs.folder import file_digests
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.status import status_table, sweeps_in
-from grpo_ustat.terminal import Console
+from grpo_ustat.terminal.console import Console
 
 FILES = ("result.json", "metrics.jsonl", "eval.csv", ".hydra/config.yaml", "code.json",
          "launches.jsonl", "figure.svg")  # fmt: skip

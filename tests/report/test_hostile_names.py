@@ -18,14 +18,14 @@ from test_page import Skeleton, page_of
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.identity import folder_name
-from grpo_ustat.report import figures
+from grpo_ustat.pages import figures
+from grpo_ustat.pages.figures import FONTS, legend_label, plt, show_names_as_texts
+from grpo_ustat.pages.next_step import policy_overrides
+from grpo_ustat.pages.page import render
+from grpo_ustat.pages.tables import LATEX_SPECIAL, Table, csv_text
 from grpo_ustat.report.aggregate import report_runs
-from grpo_ustat.report.figures import FONTS, legend_label, plt, show_names_as_texts
-from grpo_ustat.report.next_step import policy_overrides
-from grpo_ustat.report.page import render
-from grpo_ustat.report.tables import LATEX_SPECIAL, Table, csv_text
 from grpo_ustat.runs.files import csv_rows
-from grpo_ustat.terminal import Console, tell, visible
+from grpo_ustat.terminal.console import Console, tell, visible
 
 ROOT = Path(__file__).parents[2] / "grpo_ustat"
 NAMES = list(hostile.NAMES.values())

@@ -7,10 +7,10 @@ import csv
 import pytest
 from folders import studied, trained
 
+from grpo_ustat.pages.learning import learning_rows
 from grpo_ustat.report import aggregate
 from grpo_ustat.report.aggregate import report_runs
 from grpo_ustat.report.collect import distinguishing_keys
-from grpo_ustat.report.learning import learning_rows
 from grpo_ustat.report.settings import Axis, setting_labels, swept_axis
 from grpo_ustat.runs.record import RunRecord
 

@@ -13,10 +13,10 @@ import pytest
 from folders import claim, proved, studied, trained
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.pages.tables import tex
 from grpo_ustat.report import aggregate
 from grpo_ustat.report.aggregate import report_runs, report_sweep
 from grpo_ustat.report.collect import entries_in, read_runs
-from grpo_ustat.report.tables import tex
 from grpo_ustat.report.verdicts import (
     claims_table,
     in_order,

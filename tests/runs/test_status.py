@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
+from grpo_ustat.cli import sweep as command  # noqa: E402
 from grpo_ustat.distributed.lock import Lock  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
 from grpo_ustat.runs.status import (  # noqa: E402
@@ -21,7 +22,6 @@ from grpo_ustat.runs.status import (  # noqa: E402
     note_sweep,
     sweeps_in,
 )
-from grpo_ustat.sweep import __main__ as command  # noqa: E402
 
 RESULT = {
     "config_hash": "abc", "steps": 4, "seconds": 83.4, "quantity": "accuracy",
@@ -334,7 +334,7 @@ def test_the_command_needs_neither_torch_nor_hydra(tmp_path):
     script = (
         "import sys\n"
         f"sys.argv = ['sweep', 'status', {str(tmp_path)!r}]\n"
-        "from grpo_ustat.sweep.__main__ import main\n"
+        "from grpo_ustat.cli.sweep import main\n"
         "main()\n"
         "print({'torch', 'hydra', 'transformers', 'datasets'} & set(sys.modules))\n"
     )

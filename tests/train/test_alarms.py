@@ -10,7 +10,7 @@ import pytest
 from test_metrics import batch_of
 from training_runs import config_of, fit
 
-from grpo_ustat.report.symbols import ALARM_WORDS
+from grpo_ustat.pages.symbols import ALARM_WORDS
 from grpo_ustat.train import trainer
 from grpo_ustat.train.alarms import ALARMS, MAX_LOGPROB_GAP, check_alarms
 from grpo_ustat.train.metrics import batch_metrics

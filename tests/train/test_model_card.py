@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from resuming import SHORT, config_of, fit, rewind
 
 from grpo_ustat.cli.compose import parse
-from grpo_ustat.report.tables import Table, fenced, plain
+from grpo_ustat.pages.tables import Table, fenced, plain
 from grpo_ustat.train import model_card as cards
 from grpo_ustat.train.model_card import CONFIG, NAME, PICTURE, front_matter
 from grpo_ustat.train.snapshots import MANIFEST, DamagedSnapshot, verify

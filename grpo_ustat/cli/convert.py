@@ -1,0 +1,57 @@
+"""`grpo-ustat convert SRC DST.parquet`: rollouts of another framework as one Parquet file, which
+`grpo-ustat mse pool=DST.parquet model=CHECKPOINT` and `grpo-ustat advise` take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.formats import FORMATS, detect
+from grpo_ustat.logs.rows import Options
+from grpo_ustat.logs.table import convert
+from grpo_ustat.terminal.console import tell
+
+
+def main() -> None:
+    """Console entry; the exit code is 2 where nothing was written."""
+    parser = argparse.ArgumentParser(prog=command_line("convert"), description=__doc__)
+    parser.add_argument("source", type=Path, metavar="SRC", help="a file, or a folder of files")
+    parser.add_argument("target", type=Path, metavar="DST", help="a Parquet file to write")
+    parser.add_argument(
+        "--from", dest="name", choices=["auto", *FORMATS], default="auto",
+        help="the framework that wrote SRC; auto: by file names and fields",
+    )  # fmt: skip
+    parser.add_argument(
+        "--group-size", type=int, help="completions of a prompt, where rows name no group"
+    )
+    parser.add_argument(
+        "--reward", metavar="NAME[=WEIGHT][,...]",
+        help="which column or key holds the rewards, or several with weights: right=1,form=0.5",
+    )  # fmt: skip
+    parser.add_argument("--version", help="of the policy whose rollouts are kept; else the last")
+    arguments = parser.parse_args()
+    try:
+        if not arguments.source.exists():
+            raise ConfigError(f"{arguments.source} does not exist")
+        one = detect(arguments.source) if arguments.name == "auto" else FORMATS[arguments.name]
+        options = Options(arguments.group_size, arguments.reward, arguments.version)
+        conversion = convert(arguments.source, one, arguments.target, options)
+    except ConfigError as error:
+        tell(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    tell(*conversion.lines())
+    if one.note:
+        tell(f"  note: {one.note}")
+    cut = [] if conversion.exact else ["study.cut_at=LENGTH"]
+    following = command_line("mse", f"pool={arguments.target}", "model=CHECKPOINT", *cut)
+    if not conversion.is_for_mse:
+        following = command_line("advise", str(arguments.target))
+    tell(f"next: {following}")
+
+
+if __name__ == "__main__":
+    main()

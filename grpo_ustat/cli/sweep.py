@@ -1,0 +1,35 @@
+"""`grpo-ustat sweep status DIR`: how far the sweeps in a folder are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.runs.status import details, status_table, sweeps_in
+from grpo_ustat.terminal.console import Console, tell
+
+
+def main() -> None:
+    """Console entry; the exit code is 0 whatever the runs' states are."""
+    parser = argparse.ArgumentParser(prog=command_line("sweep"), description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    status = commands.add_parser("status", help="a table of every run of the sweeps in a folder")
+    status.add_argument(
+        "place", type=Path, metavar="DIR", help="outputs/train, or one sweep-*.json"
+    )
+    place = parser.parse_args().place
+    try:
+        for sweep in sweeps_in(place):
+            states = [one.state() for one in sweep.entries]
+            Console().print(status_table(sweep, states))
+            tell(*details(sweep, states), "")
+    except ConfigError as error:
+        tell(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

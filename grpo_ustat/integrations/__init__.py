@@ -1,0 +1,1 @@
+"""Hooks in other frameworks' trainers."""

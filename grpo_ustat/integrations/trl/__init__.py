@@ -1,0 +1,33 @@
+"""For TRL's GRPOTrainer: the gradient's error while it trains, and token-exact completion logs.
+
+    from grpo_ustat.integrations.trl import GradientNoiseCallback, record
+
+    trainer = GRPOTrainer(..., reward_funcs=[reward, record])
+    trainer.add_callback(GradientNoiseCallback(trainer, every=10))
+
+Nothing here imports TRL: the trainer that is handed over is used as it is. Its version is checked
+at import, since what is used of it came by 1.16.
+"""
+
+from importlib import metadata
+
+from packaging.version import Version
+
+LEAST_TRL = "1.16"
+INSTALL = f'pip install "trl>={LEAST_TRL}"'
+
+try:
+    _installed = metadata.version("trl")
+except metadata.PackageNotFoundError:
+    raise ImportError(
+        f"grpo_ustat.integrations.trl needs TRL, which is not installed: {INSTALL}"
+    ) from None
+if Version(_installed).release < Version(LEAST_TRL).release:
+    raise ImportError(
+        f"grpo_ustat.integrations.trl needs TRL {LEAST_TRL} or newer, {_installed} is installed: {INSTALL}"
+    )
+
+from grpo_ustat.integrations.trl.callback import GradientNoiseCallback  # noqa: E402
+from grpo_ustat.integrations.trl.recorder import record  # noqa: E402
+
+__all__ = ["GradientNoiseCallback", "record"]

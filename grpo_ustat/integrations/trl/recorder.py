@@ -1,0 +1,40 @@
+"""A reward function that rewards nothing and logs the tokens of every completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_ustat.config.schema import ConfigError
+
+
+def record(
+    prompts: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    trainer_state: Any,
+    log_extra: Any,
+    **_: Any,
+) -> list[None]:
+    """A TRL reward function that returns None (no effect on training) and logs what makes a
+    completion token-exact.
+
+    Put it beside the reward functions of a `GRPOTrainer` with `log_completions=True`. TRL's
+    `completions/completions_00010.parquet` then has the columns `prompt_ids`, `completion_ids` and
+    `policy_step`, the number of updates of the policy that wrote them: `checkpoint-<policy_step>`.
+
+    Raises:
+        ConfigError: the run has tools or environments, whose tokens TRL shows to no reward
+            function: they could not be told from the policy's own.
+    """
+    trainer = log_extra.__self__  # a method of the trainer
+    if any(getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")):
+        raise ConfigError(
+            "grpo_ustat.integrations.trl.record cannot log this run: it has tools, environments or a "
+            "rollout_func, whose tokens a reward function cannot tell from the policy's own; leave "
+            "record out of reward_funcs"
+        )
+    prompt_ids, *_rest = trainer._tokenize_prompts(list(prompts))
+    log_extra("prompt_ids", [list(ids) for ids in prompt_ids])
+    log_extra("completion_ids", [list(ids) for ids in completion_ids])
+    log_extra("policy_step", [trainer_state.global_step] * len(completion_ids))
+    return [None] * len(completion_ids)

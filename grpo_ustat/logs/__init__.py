@@ -1,0 +1,1 @@
+"""Rollouts that other programs have logged."""

@@ -1,0 +1,441 @@
+"""How other frameworks write their rollouts: a reader for each, from its files to one kind of row.
+
+Where a reader says "from", it is the code that writes the file, read in August 2026.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.dumps import DUMPS, Dump, absolute, dump_of, first_fields, packed_files
+from grpo_ustat.logs.rows import (
+    EVALUATION,
+    DamagedFile,
+    Options,
+    Rollout,
+    lines_of,
+    reward_columns,
+    reward_of,
+    rows_of,
+    usual_reward,
+    whole,
+)
+from grpo_ustat.terminal.streams import single_line
+
+EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
+OUTPUT = {"prompt_id", "reward"}  # columns of every file that `convert` writes
+TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A framework's way to write rollouts.
+
+    Attributes:
+        dump: how its files are known.
+        exact: whether token ids are written.
+        read: the rows of one file.
+        note: what the user must know of it.
+    """
+
+    dump: Dump
+    exact: bool
+    read: Callable[[Path, Options], Iterator[Rollout]] = field(repr=False)
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the framework."""
+        return self.dump.name
+
+
+def read_trl(path: Path, options: Options) -> Iterator[Rollout]:
+    """TRL's completions_{step:05d}.parquet, from GRPOTrainer's log: a row a completion, a column of
+    each reward function; token ids and the policy's step only where `grpo_ustat.integrations.trl.record` was
+    among the reward functions.
+    """
+    from pyarrow import parquet
+
+    known = {
+        "step", "prompt", "completion", "advantage", "prompt_ids", "completion_ids", "policy_step",
+    }  # fmt: skip
+    table = parquet.read_table(path)
+    names, nulls = reward_columns(table.to_pydict(), known)
+    usual = usual_reward(path, names, nulls, options) if len(table) else {}
+    folder = absolute(path).parent
+    run = folder.parent if folder.name == "completions" else folder
+
+    def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a row."""
+        written_by, step = row.get("policy_step"), row.get("step")
+        return [Rollout(
+            path, place, json.dumps(row["prompt"], sort_keys=True), run=str(run), step=str(step),
+            prompt_ids=row.get("prompt_ids"), completion_ids=row.get("completion_ids"),
+            policy_version=f"step {step}" if written_by is None else f"checkpoint-{written_by}",
+            prompt=row["prompt"], completion=row["completion"],
+            **reward_of(
+                {name: row[name] for name in names + nulls}, options, usual, skips_null=True
+            ),
+        )]  # fmt: skip
+
+    rows = ((f"row {place}", row) for place, row in enumerate(table.to_pylist()))
+    return rows_of(path, rows, build)
+
+
+def read_nemo_rl(path: Path, options: Options) -> Iterator[Rollout]:
+    """NeMo-RL's train_data_step{N}.jsonl, from `log_batched_dict_as_jsonl`: a line a completion,
+    values perhaps in a list of one; whole sequences, padded, with the mask of generated tokens. It
+    has no group: completions of a prompt stand one after another, `idx` counts them in the file.
+    Under dynamic sampling a row's own reward is in `filtered_rewards`.
+    """
+
+    def build(place: str, packed: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a line."""
+        row: dict[str, Any] = {
+            key: value[0] if isinstance(value, list) and len(value) == 1 else value
+            for key, value in packed.items()
+        }
+        idx = int(row.get("idx", place.rpartition(" ")[2]))
+        length = whole(row["input_lengths"], "input_lengths", len(row["token_ids"]))
+        tokens, mask = row["token_ids"][:length], row["token_loss_mask"][:length]
+        start = mask.index(1) if 1 in mask else length
+        logprobs, size = row.get("generation_logprobs"), options.group_size
+        out = row.get("sample_loss_mask", 1) == 0
+        own = "filtered_rewards" if "filtered_rewards" in row else "rewards"
+        return [Rollout(
+            path, place, str(idx // size) if size else json.dumps(tokens[:start]),
+            run=str(absolute(path).parent), step=path.stem.rpartition("step")[2], sample=str(idx),
+            untrained="sample_loss_mask is 0: it was left out" if out else "",
+            prompt_ids=tokens[:start], completion_ids=tokens[start:], loss_mask=mask[start:],
+            logprobs=None if logprobs is None else logprobs[start:length],
+            policy_version=path.stem, **reward_of(row, options, {own: 1.0}),
+        )]  # fmt: skip
+
+    return rows_of(path, lines_of(path), build)
+
+
+def read_prime_rl(path: Path, options: Options) -> Iterator[Rollout]:
+    """prime-rl's traces.jsonl: an episode a line, each of its traces a chain of nodes, of which the
+    sampled ones are the policy's; rewards are added by their weights. `all` holds what arrived,
+    `effective` what was trained on, from `FileMonitor.log_episodes`; a launch has a run id.
+    """
+    parts = absolute(path).parts
+    rollouts = [k for k, part in enumerate(parts) if part == "rollouts"]
+    folder = str(Path(*parts[: rollouts[-1] if rollouts else -1]))
+    kind, subset = parts[-3:-1]
+    step = next((part[5:] for part in reversed(parts) if part.startswith("step_")), None)
+
+    def build(place: str, episode: dict[str, Any]) -> list[Rollout]:
+        """The rollouts of an episode."""
+        run = episode.get("run") or {}
+        work = run.get("work") or {}
+        launch = f", run {run['id']}" if run.get("id") else ""
+        is_evaluation = "eval" in (kind, work.get("type"), run.get("type"))
+        common = Rollout(
+            path,
+            place,
+            run=f"{folder}{launch}",
+            step=step,
+            arrived=subset == "all",
+            untrained=EVALUATION if is_evaluation else "",
+        )
+        if not episode["traces"]:
+            return [replace(common, untrained=common.untrained or "it failed before any trace")]
+        return [
+            _prime_trace(
+                replace(
+                    common,
+                    place=f"{place} trace {k}",
+                    sample=f"{episode['id']} {k}" if episode.get("id") else None,
+                ),
+                trace,
+                episode,
+                options,
+            )
+            for k, trace in enumerate(episode["traces"])
+        ]
+
+    return rows_of(path, lines_of(path), build)
+
+
+def _prime_trace(
+    common: Rollout, trace: dict[str, Any], episode: dict[str, Any], options: Options
+) -> Rollout:
+    """One agent's trace. The prompt ends where the policy's first token begins; log-probabilities
+    are those of sampled tokens alone.
+    """
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    are_logged = True
+    for node in trace["nodes"]:
+        ids = node.get("token_ids") or []
+        sampled = bool(node.get("sampled"))
+        own = [int(sampled and bool(x)) for x in node.get("mask") or [sampled] * len(ids)]
+        values = iter(node.get("logprobs") or ())
+        if node.get("logprobs") and len(node["logprobs"]) == len(own) != sum(own):
+            logprobs += [float(x) for x in values]  # of every token of the node
+        else:
+            logprobs += [float(next(values, math.nan)) if one else 0.0 for one in own]
+        are_logged &= not any(own) or bool(node.get("logprobs"))
+        tokens += ids
+        mask += own
+    start = mask.index(1) if 1 in mask else len(tokens)
+    policy = ((episode.get("run") or {}).get("work") or {}).get("policy") or {}
+    first, last = policy.get("start"), policy.get("end")
+    parents = [node.get("parent") for node in trace["nodes"]]
+    fault = ""
+    if any(parent not in (None, i - 1) for i, parent in enumerate(parents) if i):
+        fault = "its nodes branch: no single sequence"
+    elif first != last:
+        fault = f"written by policies {first} to {last}"
+    untrained = common.untrained
+    agent = trace.get("agent") or {}
+    if not untrained and trace.get("ok", episode.get("ok")) is False:
+        untrained = "it failed (ok is false)"
+    elif not untrained and agent.get("trainable") is False:
+        untrained = "of an agent that is not trained"
+    rewards = {name: (one or {}).get("score") for name, one in trace["rewards"].items()}
+    weights = {name: (one or {}).get("weight") for name, one in trace["rewards"].items()}
+    usual = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
+    reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
+    group = (episode.get("group") or {}).get("id")
+    if group is None:
+        group = json.dumps(tokens[:start])
+    elif isinstance(group, list | dict):
+        raise TypeError("group.id is no name")
+    found = {"fault": fault} | reward_of(rewards, options, usual)
+    return replace(
+        common, group=f"{group}/{agent['name']}" if "name" in agent else str(group),
+        sample=str(trace["id"]) if trace.get("id") else common.sample,
+        untrained=untrained, prompt_ids=tokens[:start], completion_ids=tokens[start:],
+        loss_mask=mask[start:], logprobs=logprobs[start:] if are_logged else None,
+        ended=None if not reasons else reasons[-1] != "length",
+        policy_version=None if last is None else str(last),
+        **found | {"fault": fault or found["fault"]},
+    )  # fmt: skip
+
+
+def read_open_instruct(path: Path, options: Options) -> Iterator[Rollout]:
+    """open-instruct's {run}_rollouts_{shard:06d}.jsonl of `save_traces`, appended to: a line a
+    completion.
+    """
+    run = str(absolute(path).parent / path.stem.rpartition("_rollouts_")[0])
+
+    def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a row."""
+        step, sample, reason = row.get("step"), row.get("sample_idx"), row.get("finish_reason")
+        return [Rollout(
+            path, place, str(row["prompt_idx"]), run=run, step=str(step), batch=str(step),
+            untrained="it was aborted" if str(reason).startswith("abort") else "",
+            sample=None if sample is None else f"{row['prompt_idx']}/{sample}",
+            prompt_ids=list(row["prompt_tokens"]), completion_ids=list(row["response_tokens"]),
+            logprobs=row.get("logprobs"), ended=None if reason is None else reason != "length",
+            policy_version=f"step {step}", **reward_of(row, options, {"reward": 1.0}),
+        )]  # fmt: skip
+
+    return rows_of(path, lines_of(path), build)
+
+
+def read_slime(path: Path, options: Options) -> Iterator[Rollout]:
+    """slime's `--save-debug-rollout-data` files, a pickle that is read with `weights_only=True`;
+    those of evaluations have `eval_` before their number, from `save_debug_rollout_data`.
+    """
+    import torch
+
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # of any kind: damaged, or not of plain data
+        reason = single_line(error, 120)
+        raise DamagedFile(
+            f"{path} needs more than plain data to be read ({reason}): a pickle may run code, so "
+            "it is refused; save dictionaries of lists"
+        ) from error
+    before = path.stem.rstrip("0123456789")
+    untrained = {"failed": "it failed", "aborted": "it was aborted"}
+
+    def build(place: str, sample: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a sample."""
+        tokens, group = list(sample["tokens"]), sample["group_index"]
+        length = whole(sample["response_length"], "response_length", len(tokens))
+        prompt_ids = tokens[: len(tokens) - length]
+        versions = sorted({str(one) for one in sample.get("weight_versions") or ()})
+        logged = sample.get("status")
+        status = None if logged is None else str(logged).lower().rpartition(".")[2]
+        reason = EVALUATION if before.endswith("eval_") else untrained.get(status or "", "")
+        if not reason and sample.get("remove_sample"):
+            reason = "remove_sample is set: it was left out"
+        found = reward_of({"reward": sample["reward"]}, options, {"reward": 1.0})
+        if len(versions) > 1:
+            found["fault"] = f"written by policies {' and '.join(versions)}"
+        return [Rollout(
+            path, place, json.dumps(prompt_ids) if group is None else str(group),
+            run=str(absolute(path).parent / before), step=str(content.get("rollout_id")),
+            untrained=reason, prompt_ids=prompt_ids, completion_ids=tokens[len(tokens) - length :],
+            loss_mask=sample.get("loss_mask"), logprobs=sample.get("rollout_log_probs"),
+            ended=None if status is None else status != "truncated",
+            policy_version=versions[0] if versions else f"rollout {content.get('rollout_id')}",
+            **found,
+        )]  # fmt: skip
+
+    rows = ((f"sample {place}", sample) for place, sample in enumerate(content["samples"]))
+    return rows_of(path, rows, build)
+
+
+def read_skyrl(path: Path, options: Options) -> Iterator[Rollout]:
+    """SkyRL's dumped batches: without rewards and prompt ids, so of no use here."""
+    raise ConfigError(
+        f"{path}: SkyRL takes rewards and prompt ids out before it dumps a batch, and the file is "
+        "a pickle: write token-exact rows in a TrainingCallback's on_step_end instead, see "
+        "docs/measuring.md"
+    )
+    yield  # makes it a generator like the others
+
+
+def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
+    """verl's {global_steps}.jsonl of `trainer.rollout_data_dir`: texts without special tokens, so
+    never token-exact. Files of `trainer.validation_data_dir` are the same, but for their folder.
+    """
+    is_evaluation = _is_below_evaluations(path, options.source)
+
+    def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a row."""
+        step, uid = str(row.get("step", path.stem)), str(row.get("uid") or "")
+        one_of_many = re.fullmatch(r"(.*)_\d+_\d+", uid)  # {sample}_{rollout}_{output}
+        return [Rollout(
+            path, place, one_of_many[1] if one_of_many else uid or row["input"],
+            run=str(absolute(path).parent), step=step, sample=uid if one_of_many else None,
+            untrained=f"{EVALUATION}, by the name of its folder" if is_evaluation else "",
+            policy_version=f"step {step}", prompt=row["input"], completion=row["output"],
+            **reward_of(row, options, {"score": 1.0}),
+        )]  # fmt: skip
+
+    return rows_of(path, lines_of(path), build)
+
+
+def _is_below_evaluations(path: Path, source: Path | None) -> bool:
+    """Whether the nearest folder whose name says what it holds has evaluations, of those from the
+    file up to the source, and the source's own and its parent.
+    """
+    folder = absolute(path).parent
+    given = folder if source is None or source.is_file() else absolute(source)
+    above = len(folder.parts) - len(given.parts)
+    names = [one.name.lower() for one in (folder, *folder.parents)][: above + 2]
+    for name in names:
+        if EVALUATION_FOLDER.search(name) or TRAINING_FOLDER.search(name):
+            return bool(EVALUATION_FOLDER.search(name))
+    return False
+
+
+def read_areal(path: Path, options: Options) -> Iterator[Rollout]:
+    """AReaL's rollout/{version}/{task_id}.jsonl, appended to: texts with special tokens, and their
+    lengths; evaluations are in eval-rollout/. Tasks are numbered anew by a resumed run.
+    """
+    run = absolute(path).parent.parent
+    is_evaluation = run.name.startswith("eval")
+
+    def build(place: str, row: dict[str, Any]) -> list[Rollout]:
+        """The rollout of a row."""
+        head, tail = row.get("head_version"), row.get("tail_version")
+        found = reward_of(row, options, {"reward": 1.0})
+        if head != tail:
+            found["fault"] = f"written by policies {head} to {tail}"
+        version, sample = None if tail is None else str(tail), row.get("sample_idx")
+        return [Rollout(
+            path, place, str(row["task_id"]), run=str(run), step=version, batch=str(path),
+            sample=None if sample is None else str(sample), policy_version=version,
+            untrained=EVALUATION if is_evaluation else "",
+            prompt=row["prompt"], completion=row["completion"], **found,
+        )]  # fmt: skip
+
+    return rows_of(path, lines_of(path), build)
+
+
+def read_ms_swift(path: Path, options: Options) -> Iterator[Rollout]:
+    """ms-swift's completions.jsonl, appended to: a line a log, columns as lists. A line at the step
+    of the line before it is the log of an evaluation, one at an earlier step of a resumed run.
+    """
+    before: dict[str, Any] = {"columns": {}, "is evaluation": False}
+
+    def build(place: str, columns: dict[str, Any]) -> list[Rollout]:
+        """The rollouts of a log."""
+        known = {"step", "prompt", "completion", "advantages", "entropy"}
+        lists = {name: x for name, x in columns.items() if isinstance(x, list)}
+        names, nulls = reward_columns(lists, known)
+        usual = usual_reward(place, names, nulls, options)
+        names += nulls
+        steps = columns.get("step")
+        count = len(columns["prompt"])
+        steps = steps if isinstance(steps, list) else [steps] * count
+        is_evaluation = before["columns"].get("step", ()) == columns.get("step") and (
+            before["is evaluation"] or before["columns"] != columns
+        )
+        before.update({"columns": columns, "is evaluation": is_evaluation})
+        untrained = f"{EVALUATION}: logged at the step of the line before" if is_evaluation else ""
+        return [
+            Rollout(
+                path, f"{place} entry {i}", json.dumps(prompt, sort_keys=True),
+                run=str(absolute(path).parent), step=str(step), batch=str(step), sample=str(i),
+                untrained=untrained,
+                policy_version=f"step {step}", prompt=prompt, completion=completion,
+                **reward_of(dict(zip(names, values, strict=True)), options, usual, skips_null=True),
+            )
+            for i, (step, prompt, completion, *values) in enumerate(
+                zip(steps, columns["prompt"], columns["completion"], *(lists[x] for x in names),
+                    strict=True)
+            )
+        ]  # fmt: skip
+
+    return rows_of(path, lines_of(path), build)
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        Format(DUMPS["trl"], False, read_trl,
+               "file K was written by checkpoint K - 1, or that of its policy_step"),
+        Format(DUMPS["nemo_rl"], True, read_nemo_rl,
+               "no end reason is logged: what ended follows from the end token"),
+        Format(DUMPS["prime_rl"], True, read_prime_rl),
+        Format(DUMPS["open_instruct"], True, read_open_instruct),
+        Format(DUMPS["slime"], True, read_slime),
+        Format(DUMPS["skyrl"], True, read_skyrl),
+        Format(DUMPS["verl"], False, read_verl, "texts without special tokens"),
+        Format(DUMPS["areal"], False, read_areal),
+        Format(DUMPS["ms_swift"], False, read_ms_swift),
+    )
+}  # fmt: skip
+
+
+def detect(source: Path) -> Format:
+    """The framework that wrote a file or folder, by file names and the fields of its first row.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    if source.is_file() and not source.stat().st_size:
+        raise ConfigError(f"{source} is empty: name a file with rollouts")
+    if source.is_dir() and not any(path.is_file() for path in source.rglob("*")):
+        raise ConfigError(f"{source} holds no file: name a folder with rollouts")
+    if source.is_file() and (first_fields(source) or set()) >= OUTPUT:
+        raise ConfigError(
+            f"{source} is converted already (it has prompt_id): name it in grpo-ustat mse "
+            f"pool={source} model=CHECKPOINT, or in grpo-ustat advise {source}"
+        )
+    dump = dump_of(source)
+    packed = packed_files(source, [one.pattern for one in DUMPS.values()])
+    if dump is None and packed:
+        raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
+    if dump is None:
+        raise ConfigError(
+            f"{source} is in no format that is known by its names and fields: say --from "
+            f"{'|'.join(FORMATS)}"
+        )
+    return FORMATS[dump.name]

@@ -1,0 +1,179 @@
+"""What rewards alone can tell of group sizes: zero-variance groups and variances, not G*."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.intervals import Interval, clustered_wilson
+from grpo_ustat.estimators.ustatistic import silent_share
+from grpo_ustat.logs.logged import KNOWN
+from grpo_ustat.records import LARGEST_REWARD, Array, is_number
+from grpo_ustat.runs.files import csv_rows, json_lines
+from grpo_ustat.terminal.streams import single_line
+
+PROMPTS = ("prompt_id", "prompt", "group_id", "group", "question")  # columns that name a group
+SUFFIXES = (".parquet", ".csv", ".jsonl")
+
+
+@dataclass(frozen=True)
+class RewardGroups:
+    """Rewards of each prompt's completions.
+
+    Attributes:
+        column: that the rewards come from.
+        groups: rewards by prompt, at least two of each, all finite.
+        single: prompts with one completion, which are left out.
+        columns: all that the file has.
+    """
+
+    column: str
+    groups: Sequence[Array]
+    single: int
+    columns: Sequence[str] = ()
+
+
+def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
+    """The rewards of a file, grouped by prompt.
+
+    Args:
+        path: a Parquet, CSV or JSON Lines file with a column that names the prompt (`prompt_id`,
+            `prompt`, `group_id`, `group` or `question`) and one of rewards.
+        column: of rewards; None: the only numeric one that is not the log's own.
+
+    Raises:
+        ConfigError: the file cannot be read, has no such columns, holds a reward that is not a
+            finite number, or no prompt with two completions.
+    """
+    rows = _rows(path)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    prompt = next((name for name in PROMPTS if name in names), None)
+    if prompt is None:
+        raise ConfigError(
+            f"{path} has columns {', '.join(names)}: one of {', '.join(PROMPTS)} must say which "
+            "completions are of one prompt"
+        )
+    if column is None:
+        own = {*KNOWN, *PROMPTS}
+        numeric = [
+            name for name in names
+            if name not in own and any(isinstance(row.get(name), int | float) for row in rows)
+        ]  # fmt: skip
+        if "reward" not in numeric and len(numeric) != 1:
+            raise ConfigError(
+                f"{path} has {', '.join(numeric) or 'no numeric column'} beside the log's own "
+                "columns: say which are the rewards with reward=COLUMN"
+            )
+        column = "reward" if "reward" in numeric else numeric[0]
+    elif column not in names:
+        raise ConfigError(f"{path} has no column {column}: choose from {', '.join(names)}")
+    groups: dict[str, list[float]] = {}
+    for number, row in enumerate(rows):
+        value = row.get(column)
+        if not is_number(value, LARGEST_REWARD):
+            raise ConfigError(
+                f"{path} row {number} (from 0): {column} is {value!r:.40}, not a finite number "
+                f"of at most {LARGEST_REWARD:g}: mend or drop it"
+            )
+        if row.get(prompt) is None:
+            raise ConfigError(f"{path} row {number} (from 0): {prompt} is null: mend or drop it")
+        key = json.dumps([row.get("step"), row[prompt]], sort_keys=True, default=str)
+        groups.setdefault(key, []).append(float(value))
+    several = [np.array(group) for group in groups.values() if len(group) > 1]
+    if not several:
+        raise ConfigError(
+            f"{path}: no {prompt} has two completions among {len(rows)} rows, so no group can be "
+            "judged"
+        )
+    return RewardGroups(column, several, len(groups) - len(several), names)
+
+
+def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | None:
+    """The share of zero-variance groups of a size, with an interval over prompts.
+
+    Args:
+        groups: rewards by prompt.
+        size: G; prompts with fewer completions are left out.
+
+    Returns:
+        None where fewer than two prompts have so many completions.
+    """
+    values = [silent_share(group[None], size)[0] for group in groups if len(group) >= size]
+    if len(values) < 2:
+        return None
+    return clustered_wilson(np.array(values))
+
+
+def share_text(share: Interval) -> str:
+    """A share with its interval, in percent.
+
+    >>> share_text(Interval(0.25, 0.1, 0.5))
+    '25 % [10 %, 50 %]'
+    """
+    estimate, low, high = (f"{100 * value:.0f} %" for value in share)
+    return f"{estimate} [{low}, {high}]"
+
+
+def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
+    """What the rewards say, a line each: their number, zero-variance groups, variances.
+
+    Args:
+        rewards: see `read_rewards`.
+        group_size: in use; None: none is known.
+    """
+    groups = rewards.groups
+    lengths = [len(group) for group in groups]
+    span = (
+        f"{min(lengths)}" if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
+    )
+    single = f"; {rewards.single} prompts with one completion are left out" * bool(rewards.single)
+    lines = [
+        f"{len(groups)} prompts with {span} completions each, rewards of {rewards.column}{single}."
+    ]
+    sizes = sorted({2, 4, 8, 16, 32, 64} | ({group_size} if group_size else set()))
+    shares = {size: expected_zero_variance(groups, size) for size in sizes}
+    parts = [
+        f"G = {size}: {share_text(share)}" for size, share in shares.items() if share is not None
+    ]
+    if parts:
+        lines.append(
+            "Zero-variance groups (frac_reward_zero_std), which give no gradient: "
+            f"{', '.join(parts)}."
+        )
+    means_P = np.array([group.mean() for group in groups])
+    within_P = np.array([group.var(ddof=1) for group in groups])
+    noise = float(np.mean([v / n for v, n in zip(within_P, lengths, strict=True)]))
+    between = "not known from one prompt"
+    if len(groups) > 1:
+        between = f"{max(float(means_P.var(ddof=1)) - noise, 0.0):.3g}"
+    lines.append(
+        f"Mean reward {means_P.mean():.3g}; variance within prompts {within_P.mean():.3g}, "
+        f"of the prompts' expected rewards {between}."
+    )
+    return lines
+
+
+def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+        elif path.suffix == ".csv":
+            rows = csv_rows(path.read_text(encoding="utf-8-sig"))  # with Excel's mark or without
+        else:
+            rows = [row for _, row in json_lines(path)]
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        reason = single_line(error, 200)
+        raise ConfigError(f"{path} cannot be read: {reason}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no rows")
+    return rows

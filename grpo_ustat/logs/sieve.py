@@ -1,0 +1,199 @@
+"""Which rows of a framework are one sample each of one policy, and in which groups they stand.
+
+In this order: copies are counted once, what was written again replaces what it was written over,
+one run is chosen, then one policy, and only then groups are formed. What counts as a copy: **two
+rows are one sample where the framework names both alike and they agree to the bit, or where it
+names no rows and a whole group stands, so equal, in another file too; equal completions of a group
+in one file are samples of their own, and all count.** (Two samples of a short answer have the same
+tokens, and may well have the same log-probabilities.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median_high
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.logged import LEAST_COMPLETIONS
+from grpo_ustat.logs.rows import Rollout
+
+COPY = "a copy of a row that is counted"
+LeaveOut = Callable[[Rollout, str], None]
+
+
+def content(row: Rollout) -> bytes:
+    """A digest of all that two copies share."""
+    shared = (
+        row.run, row.policy_version, row.group, row.prompt_ids or row.prompt,
+        row.completion_ids or row.completion, row.logprobs, row.reward,
+    )  # fmt: skip
+    return hashlib.blake2b(repr(shared).encode(), digest_size=16).digest()
+
+
+def once(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
+    """Rows without copies, see above; of a run that tells what it trained on, those rows alone."""
+    contents = [content(row) for row in rows]
+    shipped: dict[str, set[str | bytes]] = {}
+    for row, own in zip(rows, contents, strict=True):
+        if not row.arrived:
+            shipped.setdefault(row.run, set()).add(row.sample or own)
+    reasons = [""] * len(rows)
+    named: set[tuple[str, str, bytes]] = set()
+    nameless: dict[tuple[str, str | None, str], dict[Path, list[int]]] = {}
+    for k, (row, own) in enumerate(zip(rows, contents, strict=True)):
+        if row.arrived and row.run in shipped:
+            why = COPY if (row.sample or own) in shipped[row.run] else row.untrained
+            reasons[k] = why or "in all, not in effective: it was not trained on"
+        elif row.sample is None:
+            files = nameless.setdefault((row.run, row.policy_version, row.group), {})
+            files.setdefault(row.path, []).append(k)
+        elif (row.run, row.sample, own) in named:
+            reasons[k] = COPY
+        else:
+            named.add((row.run, row.sample, own))
+    for files in nameless.values():
+        groups: list[Counter[bytes]] = []
+        for places in sorted(files.values(), key=len, reverse=True):
+            group = Counter(contents[k] for k in places)
+            if any(group <= other for other in groups):
+                for k in places:
+                    reasons[k] = COPY
+            else:
+                groups.append(group)
+    for row, reason in zip(rows, reasons, strict=True):
+        if reason:
+            leave_out(row, reason)
+    return [row for row, reason in zip(rows, reasons, strict=True) if not reason]
+
+
+def last_written(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[Rollout]:
+    """Rows without those of a batch that a resumed run wrote again. An attempt begins where a name
+    comes again; of a batch's attempts the last one is kept that has at least half as many rows as
+    the largest, for one that has just begun is no batch yet.
+    """
+    attempts: dict[tuple[str, str], list[set[str]]] = {}
+    numbers: list[int] = []
+    for row in rows:
+        if row.batch is None or row.sample is None:
+            numbers.append(0)
+            continue
+        own = attempts.setdefault((row.run, row.batch), [set()])
+        if row.sample in own[-1]:
+            own.append(set())
+        own[-1].add(row.sample)
+        numbers.append(len(own) - 1)
+    chosen: dict[tuple[str, str], int] = {}
+    for batch, own in attempts.items():
+        most = max(map(len, own))
+        chosen[batch] = max(k for k, names in enumerate(own) if 2 * len(names) >= most)
+    kept: list[Rollout] = []
+    for row, attempt in zip(rows, numbers, strict=True):
+        last = attempt if row.sample is None else chosen.get((row.run, row.batch or ""), attempt)
+        if attempt < last:
+            leave_out(row, "written again later: the run was resumed before it")
+        elif attempt > last:
+            leave_out(row, "written again, less than half of what it would replace")
+        else:
+            kept.append(row)
+    return kept
+
+
+def of_one_run(rows: Sequence[Rollout], version: str | None, leave_out: LeaveOut) -> list[Rollout]:
+    """Rows of the run that was read last of those with rows that can be used."""
+    usable = [
+        row for row in rows
+        if not row.untrained and not row.fault and version in (None, row.policy_version)
+    ]  # fmt: skip
+    if not usable:
+        return list(rows)
+    run = usable[-1].run
+    for row in rows:
+        if row.run != run:
+            other = f"of another run than {run}, which is kept (name the other's folder)"
+            leave_out(row, row.untrained or other)
+    return [row for row in rows if row.run == run]
+
+
+def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
+    """How many rollouts a training step has: the median over steps, as whole groups of the
+    commonest size where most groups have it, for a few rows may be missing. None: no step is
+    logged.
+    """
+    steps = Counter(row.step for row in rows if row.step is not None)
+    if not steps:
+        return None
+    groups = Counter((row.step, row.group) for row in rows)
+    sizes = Counter(groups.values())
+    size = max(sizes, key=lambda one: (one * sizes[one], one))
+    rows_of_step = median_high(steps.values())
+    if 2 * sizes[size] <= len(groups):
+        return rows_of_step
+    return max(1, round(rows_of_step / size)) * size
+
+
+def of_one_policy(
+    rows: Sequence[Rollout], version: str | None, leave_out: LeaveOut
+) -> list[Rollout]:
+    """Rows of `version`, else of the last policy that has at least half as many rows in groups of
+    several as the one with most: a step that has just begun is no batch yet.
+
+    Raises:
+        ConfigError: no row is of `version`.
+    """
+    groups = Counter((row.policy_version, row.group) for row in rows)
+    sizes: Counter[str | None] = Counter()
+    for (policy, _), size in groups.items():
+        sizes[policy] += size if size > 1 else 0
+    if version is not None and version not in sizes:
+        known = sorted(sizes, key=_age)
+        raise ConfigError(
+            f"--version {version}: no row that can be used is of it; there are "
+            + (f"{known[0]} to {known[-1]}" if len(known) > 1 else ", ".join(map(str, known)))
+            + "".join(
+                f": say --version '{one}'" for one in known if one and one.split()[-1] == version
+            )
+        )
+    most = max(sizes.values(), default=0)
+    chosen = version or max((one for one in sizes if 2 * sizes[one] >= most), key=_age)
+    for row in rows:
+        if row.policy_version != chosen:
+            leave_out(
+                row, f"of another policy than {chosen}, which is kept (--version takes another)"
+            )
+    return [row for row in rows if row.policy_version == chosen]
+
+
+def _age(version: str | None) -> tuple[list[int], str]:
+    """The numbers of a policy's version, by which the last one is found."""
+    return [int(one) for one in re.findall(r"\d+", version or "")], version or ""
+
+
+def in_groups(rows: Sequence[Rollout], leave_out: LeaveOut) -> list[list[Rollout]]:
+    """Completions of each prompt: groups of a step have one prompt, those of one prompt are joined,
+    and prompts have the completions that `mse` needs, or where none has as many, two.
+    """
+    groups: dict[tuple[str | None, str], list[Rollout]] = {}
+    for row in rows:
+        groups.setdefault((row.step, row.group), []).append(row)
+    prompts: dict[str, list[Rollout]] = {}
+    for group in groups.values():
+        own = {repr(row.prompt_ids or row.prompt) for row in group}
+        if len(own) == 1:
+            prompts.setdefault(own.pop(), []).extend(group)
+        else:
+            for row in group:
+                leave_out(row, "its group has several prompts (--group-size may be wrong)")
+    largest = max(map(len, prompts.values()), default=0)
+    least = LEAST_COMPLETIONS if largest >= LEAST_COMPLETIONS else 2
+    for group in prompts.values():
+        for row in group if len(group) < least else ():
+            leave_out(
+                row,
+                "a group of one completion" if len(group) == 1
+                else f"its prompt has fewer than {least} completions",
+            )  # fmt: skip
+    return [group for group in prompts.values() if len(group) >= least]

@@ -1,0 +1,308 @@
+"""From rows of any framework to the one Parquet file, and what was taken, left out and why."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs import sieve
+from grpo_ustat.logs.dumps import files_of, packed_files, split_by_name
+from grpo_ustat.logs.formats import Format
+from grpo_ustat.logs.logged import (
+    LEAST_COMPLETIONS,
+    STEP_ROLLOUTS,
+    completion_fault,
+    ids_fault,
+    per_token_fault,
+    prompt_fault,
+)
+from grpo_ustat.logs.rows import EVALUATION, UNLIKE, DamagedFile, Options, Rollout
+from grpo_ustat.records import LARGEST_REWARD, is_number
+from grpo_ustat.runs.files import atomic_write
+from grpo_ustat.terminal.streams import HALF, single_line
+
+COLUMNS = (
+    "prompt_id", "prompt_ids", "completion_ids", "reward", "ended", "loss_mask", "logprobs",
+    "policy_version", "prompt", "completion",
+)  # fmt: skip
+
+KINDS = {str: "text", list: "messages", type(None): "null"}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of a framework's rows: those of one policy are kept.
+
+    Attributes:
+        name: of the framework.
+        files: that were read.
+        rows: that they hold.
+        kept: rows that were written.
+        groups: prompts that they belong to.
+        exact: whether their tokens are known.
+        reasons: how many rows were left out, by reason.
+        example: place of the first such row, by reason.
+        notes: what else is to be said of the rows that were kept.
+        step_rollouts: how many rollouts a training step of the framework had; None: not logged.
+        largest: completions of the prompt that has most.
+    """
+
+    name: str
+    files: int
+    rows: int
+    kept: int
+    groups: int
+    exact: bool
+    reasons: Counter[str]
+    example: dict[str, str]
+    notes: tuple[str, ...] = ()
+    step_rollouts: int | None = None
+    largest: int = 0
+
+    @property
+    def is_for_mse(self) -> bool:
+        """Whether prompts have as many completions as `mse` needs."""
+        return self.largest >= LEAST_COMPLETIONS
+
+    def lines(self) -> list[str]:
+        """What a person reads: what was taken, then each reason for leaving rows out."""
+        tokens = "token-exact" if self.exact else "texts, which are tokenised again: inexact"
+        lines = [
+            f"{self.name}: {self.kept} of {self.rows} rows of {self.files} files taken, "
+            f"{self.groups} prompts; {tokens}."
+        ]
+        for reason, count in self.reasons.most_common():
+            lines.append(f"  {count} left out: {reason} (first: {self.example[reason]})")
+        lines += [f"  {note}" for note in self.notes]
+        if self.step_rollouts is not None:
+            lines.append(f"  a training step of theirs has {self.step_rollouts} rollouts")
+        if not self.is_for_mse:
+            lines.append(
+                f"  no prompt has {LEAST_COMPLETIONS} completions, which mse needs: rewards alone "
+                "can be judged"
+            )
+        return lines
+
+
+def convert(source: Path, one: Format, target: Path, options: Options) -> Conversion:
+    """Read a framework's files and write the rows that a study can use.
+
+    Left out, and counted by reason: what the framework did not train on; copies, batches that were
+    written again, other runs and other policies (see `sieve`); rows that cannot be used, such as
+    rewards that are not finite and half characters; groups of several prompts, and prompts with
+    few completions.
+
+    Args:
+        source: a file or a folder.
+        one: the framework's format.
+        target: a Parquet file, which must not be there.
+        options: see `Options`.
+
+    Raises:
+        ConfigError: no file fits, a file cannot be read, the target is there, or no row is left.
+    """
+    _check(target, options)
+    paths = files_of(source, one.dump)
+    packed = packed_files(source, [one.dump.pattern])
+    if packed and not paths:
+        raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
+    if not paths:
+        pattern = one.dump.pattern.rpartition("/")[2]
+        raise ConfigError(f"{source} holds no {pattern}, as {one.name} writes them")
+    paths, strange = split_by_name(source, one.dump, paths)
+    notes = [f"not read: {path}, whose name is not as {one.name} writes it" for path in strange]
+    notes += [f"not read: {path}, which is packed: unpack it" for path in packed]
+    rollouts, damaged = _rollouts_of(paths, one, replace(options, source=source))
+    notes += [
+        f"not read: {str(error).removesuffix(': choose another --from')}"
+        for error in damaged.values()
+    ]
+    reasons, example = Counter[str](), dict[str, str]()
+
+    def leave_out(rollout: Rollout, reason: str) -> None:
+        """Count a row that is left out."""
+        reasons[reason] += 1
+        example.setdefault(reason, rollout.place)
+
+    rows = []
+    for row in rollouts:
+        row.fault = row.fault or _fault(row)
+        if row.untrained.startswith(EVALUATION) or row.fault.startswith(UNLIKE):
+            leave_out(row, row.untrained or row.fault)
+        else:
+            rows.append(row)
+    rows = sieve.once(rows, leave_out)
+    rows = sieve.last_written(rows, leave_out)
+    rows = sieve.of_one_run(rows, options.version, leave_out)
+    step_rollouts = sieve.rollouts_of_step(rows)
+    for row in rows:
+        if row.untrained or row.fault:
+            leave_out(row, row.untrained or row.fault)
+    rows = [row for row in rows if not row.untrained and not row.fault]
+    if rows:
+        rows = sieve.of_one_policy(rows, options.version, leave_out)
+        rows = _equally_logged(rows, leave_out, notes)
+    groups = sieve.in_groups(rows, leave_out)
+    usable = [rollout for group in groups for rollout in group]
+    if not usable:
+        if options.reward and all(reason.startswith("--reward") for reason in reasons):
+            raise ConfigError(f"{next(iter(reasons))}, in {source}")
+        why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
+        raise ConfigError(f"{source}: none of {len(rollouts)} rows can be used: {why or 'no rows'}")
+    noted = Counter(row.note for row in usable if row.note)
+    notes += [f"{count} taken: {note}" for note, count in noted.items()]
+    exact = all(rollout.completion_ids is not None for rollout in usable)
+    _write(target, groups, exact, step_rollouts)
+    return Conversion(
+        one.name, len(paths) - len(damaged), len(rollouts), len(usable), len(groups), exact,
+        reasons, example, tuple(notes), step_rollouts, max(map(len, groups)),
+    )  # fmt: skip
+
+
+def _check(target: Path, options: Options) -> None:
+    """Refuse what cannot be written or grouped before anything is read, and make the target's
+    folder.
+
+    Raises:
+        ConfigError: naming it and the fix.
+    """
+    if target.suffix != ".parquet":
+        raise ConfigError(f"{target}: the converted file ends in .parquet")
+    if target.exists():
+        raise ConfigError(f"{target} is there already: name another file, or remove it")
+    if options.group_size is not None and options.group_size < 1:
+        raise ConfigError(
+            f"--group-size {options.group_size}: a group has at least one completion: say how many "
+            "a prompt has"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written, for its folder cannot be made: {single_line(error, 120)}"
+        ) from error
+
+
+def _rollouts_of(
+    paths: Sequence[Path], one: Format, options: Options
+) -> tuple[list[Rollout], dict[Path, DamagedFile]]:
+    """Rows of all files, and the files that cannot be read.
+
+    Raises:
+        ConfigError: no file can be read, or no row is as the framework writes it.
+    """
+    rollouts: list[Rollout] = []
+    damaged: dict[Path, DamagedFile] = {}
+    for path in paths:
+        try:
+            rollouts += list(one.read(path, options))
+        except DamagedFile as error:
+            damaged[path] = error
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            reason = single_line(f"{type(error).__name__}: {error}", 120)
+            damaged[path] = DamagedFile(
+                f"{path} is not as {one.name} writes it ({reason}): choose another --from"
+            )
+    if damaged and not rollouts:
+        raise next(iter(damaged.values()))
+    if rollouts and all(row.fault.startswith(UNLIKE) for row in rollouts):
+        reason = rollouts[0].fault.removeprefix(UNLIKE).strip(" ()")
+        raise ConfigError(
+            f"{rollouts[0].path} is not as {one.name} writes it ({reason:.120}): choose another "
+            "--from"
+        )
+    return rollouts, damaged
+
+
+def _fault(rollout: Rollout) -> str:
+    """Why a row cannot be used by itself; empty where it can."""
+    if not is_number(rollout.reward):
+        return "its reward is not a finite number"
+    if not is_number(rollout.reward, LARGEST_REWARD):
+        return f"its reward is larger than {LARGEST_REWARD:g}, so that its square overflows"
+    texts = (rollout.group, rollout.policy_version, rollout.prompt, rollout.completion)
+    if HALF.search(json.dumps(texts, ensure_ascii=False, default=str)):
+        return "a text has half of a character, which no file can hold"
+    if rollout.completion_ids is None:
+        if not rollout.completion:
+            return "its completion is empty"
+        for name, fault in (("prompt", prompt_fault), ("completion", completion_fault)):
+            if found := fault(getattr(rollout, name)):
+                return f"its {name} {found}"
+        return ""
+    if not rollout.completion_ids or not rollout.prompt_ids:
+        return "it has no prompt or no completion tokens"
+    if found := ids_fault(rollout.prompt_ids) or ids_fault(rollout.completion_ids):
+        return f"it {found}"
+    length = len(rollout.completion_ids)
+    for name in ("loss_mask", "logprobs"):
+        values = getattr(rollout, name)
+        if isinstance(values, list) and len(values) != length:
+            return f"{name} is not as long as the completion"
+        if per_token_fault(values, length):
+            return f"{name} holds what is not a finite number"
+    if rollout.loss_mask is not None and not any(rollout.loss_mask):
+        return "loss_mask is 0 on every token"
+    return ""
+
+
+def _equally_logged(
+    rows: list[Rollout], leave_out: sieve.LeaveOut, notes: list[str]
+) -> list[Rollout]:
+    """Rows that all have tokens or all have none, and so with log-probabilities, and whose prompts
+    and completions are texts or messages: `mse` takes no mixture. What most rows have the others
+    are left out for; what few have is not written.
+    """
+    for name in ("prompt", "completion"):
+        kinds = Counter(KINDS[type(getattr(row, name))] for row in rows)
+        if len(kinds) > 1:
+            kind = kinds.most_common(1)[0][0]
+            for row in rows:
+                if (own := KINDS[type(getattr(row, name))]) != kind:
+                    leave_out(row, f"its {name} is {own}, most others have {kind}")
+            rows = [row for row in rows if KINDS[type(getattr(row, name))] == kind]
+    for name in ("completion_ids", "logprobs"):
+        lacking = [row for row in rows if getattr(row, name) is None]
+        if 0 < len(lacking) <= len(rows) / 2:
+            for row in lacking:
+                leave_out(row, f"it has no {name}, which others have")
+            rows = [row for row in rows if getattr(row, name) is not None]
+        elif 0 < len(lacking) < len(rows):
+            notes.append(f"{name} not written: {len(lacking)} of {len(rows)} rows have none")
+            for row in rows:
+                setattr(row, name, None)
+    return rows
+
+
+def _write(
+    target: Path, groups: list[list[Rollout]], exact: bool, step_rollouts: int | None
+) -> None:
+    """The rows as Parquet; columns that no row has are left out. How many rollouts a step has is
+    in the metadata, for `advise`.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    rollouts = [rollout for group in groups for rollout in group]
+    names = [name for name in COLUMNS if exact or name not in ("prompt_ids", "completion_ids")]
+    columns: dict[str, list[Any]] = {
+        name: [getattr(rollout, name, None) for rollout in rollouts] for name in names
+    }
+    for name, kind in (("loss_mask", int), ("logprobs", float)):
+        columns[name] = [x if x is None else [kind(one) for one in x] for x in columns[name]]
+    columns["prompt_id"] = [group[0].group for group in groups for _ in group]
+    columns = {name: x for name, x in columns.items() if any(one is not None for one in x)}
+    if any(one is None for one in columns.get("ended", ())):
+        del columns["ended"]  # then the end token says it
+    table = pyarrow.table(columns)
+    if step_rollouts is not None:
+        table = table.replace_schema_metadata({STEP_ROLLOUTS: str(step_rollouts)})
+    with atomic_write(target) as staged:
+        parquet.write_table(table, staged)

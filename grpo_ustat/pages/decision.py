@@ -1,0 +1,402 @@
+"""The answer of a study of the gradient's error: which G, and at what cost.
+
+It is made from `result.json` alone, for any number of rollouts: at a fixed number the error of
+every G relative to another is the same, only the admissible sizes differ, those that divide it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.noise import (
+    CONSTANTS_AND_GRADIENT,
+    LEAST_UNITS,
+    noise_of_steps,
+    noise_share,
+)
+from grpo_ustat.estimators.scaling import ScalingEstimate
+from grpo_ustat.pages.tables import three_digits
+from grpo_ustat.records import ACCURACY
+
+ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
+WHY_FIXED_ROLLOUTS = (
+    "In the tables the error falls with G since a larger G draws more completions of the same "
+    "questions; a training step has a fixed number of rollouts, where a larger G means fewer "
+    "prompts, so one G is best."
+)
+PAYS = 0.05  # share of the error, below which no saving pays for drawing groups anew
+NO_HELP = 0.05  # a saving of less is no help
+USUAL_SIZE = 8  # TRL's G where none is chosen
+NEIGHBOURS = (-1, 1)  # of the best admissible G, whose costs the sentence names
+
+
+@dataclass(frozen=True)
+class GroupSizeCosts:
+    """The extra error of every admissible group size at a fixed number of rollouts.
+
+    Attributes:
+        rollouts: n of a step.
+        best: the admissible G, one that divides n, of the smallest estimated error.
+        extra: MSE at G over MSE at `best`, less 1, by G; intervals of 95 % that hold together, see
+            `ScalingEstimate.extra_error`, NaN where C1 to C3 have none.
+    """
+
+    rollouts: int
+    best: int
+    extra: Mapping[int, Interval]
+
+
+def scaling_estimate_of(scaling: Mapping[str, Any]) -> ScalingEstimate:
+    """C1, C2, C3 with their covariance, NaN in a result that has none.
+
+    Args:
+        scaling: of `result.json`.
+    """
+    constants = np.array([scaling[name] for name in ("c1", "c2", "c3")], float)
+    covariance = np.array(scaling.get("covariance", np.full((3, 3), np.nan)), float)
+    return ScalingEstimate(constants, covariance, float(scaling.get("dof", 1.0)))
+
+
+def group_size_costs(scaling: Mapping[str, Any], rollouts: int = ROLLOUTS) -> GroupSizeCosts:
+    """What each admissible group size costs.
+
+    Args:
+        scaling: of `result.json`.
+        rollouts: n of a training step.
+
+    Raises:
+        ValueError: n < 2.
+    """
+    sizes = [size for size in range(2, rollouts + 1) if rollouts % size == 0]
+    if not sizes:
+        raise ValueError(f"rollouts={rollouts}: a group needs at least 2")
+    estimate = scaling_estimate_of(scaling)
+    best = estimate.best_of(sizes)
+    return GroupSizeCosts(
+        rollouts, best, {size: estimate.extra_error(size, best) for size in sizes}
+    )
+
+
+def is_decided(scaling: Mapping[str, Any]) -> bool:
+    """Whether G* is known and its interval has both ends."""
+    return all(scaling[f"gstar{end}"] is not None for end in ("", "_low", "_high"))
+
+
+def decision_sentence(result: Mapping[str, Any], rollouts: int = ROLLOUTS) -> str:
+    """Which G is best and what its neighbours cost, or how much is missing to say so.
+
+    Args:
+        result: content of the study's `result.json`.
+        rollouts: n of a training step.
+    """
+    sentence = best_size_sentence(result)
+    if result["assumption2"].get("corr") is None or not is_decided(result["scaling"]):
+        return sentence
+    costs = costs_sentence(group_size_costs(result["scaling"], rollouts))
+    return f"{sentence.removesuffix('.')}: {costs}"
+
+
+def best_size_sentence(result: Mapping[str, Any]) -> str:
+    """G* with its interval, or how much is missing to say it.
+
+    Args:
+        result: content of the study's `result.json`.
+    """
+    scaling, questions = result["scaling"], result["questions"]
+    if result["assumption2"].get("corr") is None:
+        return result["summary"].split(" WARNING: ")[0]
+    if is_decided(scaling):
+        best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
+        return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
+    more = f"{_prompts_text(*prompts_needed(result))} (now {questions})"
+    low = scaling["gstar_low"]
+    if low is not None and low > 2:
+        return f"Best G is at least {low:.1f}; for an upper end {more}."
+    return f"Not enough data for a best G: {more}."
+
+
+def _prompts_text(low: int, high: float) -> str:
+    """How many more prompts are needed.
+
+    >>> _prompts_text(20, 300.0), _prompts_text(0, 14.0)
+    ('20 to 300 more prompts are needed', 'up to 14 more prompts are needed')
+    >>> _prompts_text(20, math.inf), _prompts_text(0, math.inf)
+    ('at least 20 more prompts are needed', 'more prompts are needed, how many cannot be said yet')
+    """
+    if math.isinf(high):
+        if not low:
+            return "more prompts are needed, how many cannot be said yet"
+        return f"at least {low} more prompts are needed"
+    first = f"{low} to" if low else "up to"
+    return f"{first} {high:.0f} more prompts are needed"
+
+
+def costs_sentence(costs: GroupSizeCosts) -> str:
+    """The best admissible G and the extra error of its neighbours.
+
+    >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
+    >>> costs_sentence(GroupSizeCosts(4, 4, extra))
+    'at 4 rollouts a step use G = 4 (G = 2: +40 % error [+30 %, +50 %]).'
+    """
+    sizes = list(costs.extra)
+    place = sizes.index(costs.best)
+    parts = []
+    for step in NEIGHBOURS:
+        if not 0 <= place + step < len(sizes):
+            continue
+        size = sizes[place + step]
+        if not math.isfinite(costs.extra[size].low):
+            continue
+        word = "" if any("error" in part for part in parts) else " error"
+        if costs.extra[size].low <= 0:
+            parts.append(f"G = {size} may be as good")
+            continue
+        extra, low, high = map(percent, costs.extra[size])
+        parts.append(f"G = {size}: {extra}{word} [{low}, {high}]")
+    first = f"at {costs.rollouts} rollouts a step use G = {costs.best}"
+    return f"{first} ({'; '.join(parts)})." if parts else f"{first}."
+
+
+def noise_sentence(
+    result: Mapping[str, Any], rollouts: int = ROLLOUTS, group_size: int | None = None
+) -> str:
+    """How much of a step is noise, and what more or fewer rollouts would do.
+
+    Args:
+        result: content of the study's `result.json`.
+        rollouts: n of a training step.
+        group_size: G; None: the best one that divides n, or 8 where it is not decided. Of the
+            sizes that the result has, the nearest.
+    """
+    if result["assumption2"].get("corr") is None:
+        return ""
+    if group_size is None:
+        decided = is_decided(result["scaling"])
+        group_size = group_size_costs(result["scaling"], rollouts).best if decided else USUAL_SIZE
+    row = min(
+        result["noise"]["curve"], key=lambda row: abs(math.log(row["group_size"] / group_size))
+    )
+    return noise_text(row_interval(row, "rollouts"), rollouts)
+
+
+def rule_sizes_sentence(result: Mapping[str, Any]) -> str:
+    """The rules whose best group size grows with the rollouts, and those of which this is not
+    shown; "" where no rule was replayed.
+    """
+    rules = [row for row in result["scaling"].get("rules", []) if row["measure"] == "mse"]
+    if not rules:
+        return ""
+    parts = []
+    for row in rules:
+        first, last = row["sizes"][0], row["sizes"][-1]
+        sizes = (
+            f"{first['group_size']} at n = {first['n']}, {last['group_size']} at n = {last['n']}"
+        )
+        grows = "" if row["grows"] else " (growth not shown)"
+        parts.append(f"{row['baseline']} against the {row['target']}: {sizes}{grows}")
+    return f"Best of the measured G by rule: {'; '.join(parts)}."
+
+
+def verdicts(result: Mapping[str, Any]) -> list[str]:
+    """At most three further findings, a line each: Assumption 2, the rules' best sizes, dynamic
+    sampling, unequal groups.
+
+    Args:
+        result: content of the study's `result.json`.
+    """
+    if result["assumption2"].get("corr") is None:
+        return []
+    lines = (
+        assumption2_sentence(result),
+        rule_sizes_sentence(result),
+        dynamic_sampling_sentence(result),
+        allocation_sentence(result),
+    )
+    return [*filter(None, lines)][:3]
+
+
+def assumption2_sentence(result: Mapping[str, Any]) -> str:
+    """Whether Assumption 2 fails, and which of vanilla and GRPO is better; "" where neither is
+    known.
+    """
+    assumption = result["assumption2"]
+    corr, difference = (row_interval(assumption, name) for name in ("corr", "av_minus_a0"))
+    passes = row_interval(assumption, "crossover_group_size")
+    right_or_wrong = result["policy"]["quantity"] == ACCURACY
+    worse = "wrong" if right_or_wrong else "low-reward"
+    better = "right" if right_or_wrong else "high-reward"
+    ordering, follows = "which of vanilla and GRPO is better is not known", False
+    if difference.low > 0:
+        ordering, follows = "vanilla beats GRPO here", corr.high < 0
+    elif difference.high < 0 and math.isfinite(passes.high):
+        ordering = f"GRPO beats vanilla from G = {math.floor(passes.high) + 1} on here"
+        follows = corr.low > 0
+    elif not assumption.get("refuted"):
+        return ""
+    if not assumption.get("refuted"):
+        return f"Assumption 2 is not refuted; {ordering}."
+    if corr.low <= 0 <= corr.high:
+        return f"Assumption 2 fails, in different directions at different prompts; {ordering}."
+    loud = worse if corr.estimate < 0 else better
+    so = ", so " if follows else "; "
+    return f"Assumption 2 fails: {loud} answers have the longer gradients{so}{ordering}."
+
+
+def dynamic_sampling_sentence(result: Mapping[str, Any], group_size: int | None = None) -> str:
+    """Whether dynamic sampling pays; "" where it is not known.
+
+    Args:
+        result: content of the study's `result.json`.
+        group_size: G; None: 8, of the measured sizes the nearest.
+    """
+    rows = result.get("dynamic_sampling")
+    if not rows:
+        return ""
+    row = min(rows, key=lambda row: abs(math.log(row["group_size"] / (group_size or USUAL_SIZE))))
+    saved = row_interval(row, "break_even")
+    if saved.high < PAYS:
+        return (
+            "Dynamic sampling does not pay here: at the same rollouts it saves less than "
+            f"{100 * saved.high:.1g} % of the error."
+        )
+    return ""
+
+
+def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE) -> str:
+    """Whether groups of unequal size would save error.
+
+    Args:
+        result: content of the study's `result.json`; "" where the pool is too small.
+        group_size: mean G, of the measured ones.
+    """
+    rows = [row for row in result.get("allocation", []) if row["group_size"] == group_size]
+    known = [row for row in rows if row["change"] is not None]
+    if not known:
+        return ""
+    best = min(known, key=lambda row: row["change"])
+    change, low, high = row_interval(best, "change")
+    ends = f"({percent(change)} error [{percent(low)}, {percent(high)}])"
+    if high < 0:
+        return f"Unequal group sizes help, by {best['plan']} {ends}."
+    return f"Unequal group sizes {'do not' if low > -NO_HELP else 'are not shown to'} help {ends}."
+
+
+def training_noise_sentence(
+    metrics: Sequence[Mapping[str, Any]], group_size: int, rollouts: int
+) -> str:
+    """`noise_text` of a training run, averaged over the second half of its monitored steps; "" of
+    fewer than 4 such steps.
+
+    Args:
+        metrics: rows of `metrics.jsonl`.
+        group_size: G of the run.
+        rollouts: n of its steps.
+    """
+    keys = [f"monitor/{name}" for name in CONSTANTS_AND_GRADIENT]
+    rows = [row for row in metrics if all(row.get(key) is not None for key in keys)]
+    recent = [row for row in rows if 2 * row["step"] >= rows[-1]["step"]]
+    if len(recent) < LEAST_UNITS:
+        return ""
+    values_4S = np.array([[row[key] for row in recent] for key in keys])
+    text = noise_text(noise_of_steps(values_4S, group_size)[0], rollouts)
+    return text and f"{text} Steps {recent[0]['step']} to {recent[-1]['step']} together."
+
+
+def row_interval(row: Mapping[str, Any], name: str) -> Interval:
+    """An estimate and its ends from a row of a result: no estimate is NaN; no upper end infinite,
+    where there is a lower one.
+    """
+    estimate, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
+    return Interval(
+        math.nan if estimate is None else estimate,
+        math.nan if low is None else low,
+        (math.nan if low is None else math.inf) if high is None else high,
+    )
+
+
+def open_interval(row: dict[str, Any], name: str) -> str:
+    """An estimate to three digits with its interval, which may have no upper end; `-` where it is
+    not known.
+
+    >>> open_interval({"x": 2.0, "x_low": 1.0, "x_high": None}, "x"), open_interval({}, "x")
+    ('2.00 [1.00, infinity)', '-')
+    """
+    estimate, low, high = row_interval(row, name)
+    if math.isnan(low):
+        return "-"
+    first = "unknown" if math.isnan(estimate) else three_digits(estimate)
+    end = f"{three_digits(high)}]" if math.isfinite(high) else "infinity)"
+    return f"{first} [{three_digits(low)}, {end}"
+
+
+def noise_text(scale: Interval, rollouts: int) -> str:
+    r"""How much of a step is noise, and what twice or half as many rollouts would do.
+
+    Args:
+        scale: n_c, in rollouts; "" where nothing is known of it.
+        rollouts: n of a training step.
+
+    >>> print(noise_text(Interval(5200, 2800, 12000), 256).replace("; ", ";\n"))
+    A step of 256 rollouts is 95 % noise [92 %, 98 %] (half at n = 5200);
+    doubling it gains 91 % more.
+    >>> noise_text(Interval(9, 5, 20), 256)
+    'A step of 256 rollouts is 3 % noise [2 %, 7 %] (half at n = 9); halving it loses 3 %.'
+    >>> noise_text(Interval(math.nan, 400, math.inf), 256)
+    'A step of 256 rollouts is at least 61 % noise.'
+    """
+    if not scale.low > 0:
+        return ""
+    share, low, high = noise_share(scale, rollouts)
+    if round(100 * low) == 100:
+        return f"A step of {rollouts} rollouts is nearly all noise."
+    if not math.isfinite(scale.estimate):
+        return f"A step of {rollouts} rollouts is at least {100 * low:.0f} % noise."
+    first = (
+        f"A step of {rollouts} rollouts is {100 * share:.0f} % noise [{100 * low:.0f} %, "
+        f"{100 * high:.0f} %] (half at n = {float(f'{scale.estimate:.2g}'):.0f})"
+    )
+    if rollouts > scale.high:
+        lost = scale.estimate / (rollouts + 2 * scale.estimate)
+        return f"{first}; halving it loses {100 * lost:.0f} %."
+    gained = scale.estimate / (2 * rollouts + scale.estimate)
+    return f"{first}; doubling it gains {100 * gained:.0f} % more."
+
+
+def percent(share: float) -> str:
+    """A signed share in percent, without decimals.
+
+    >>> percent(0.094), percent(-0.004), percent(12.3), percent(math.inf)
+    ('+9 %', '0 %', '+1230 %', 'no upper end')
+    """
+    if share == math.inf:
+        return "no upper end"
+    value = round(100 * share)
+    return f"{value:+d} %" if value else "0 %"
+
+
+def interval_note(result: Mapping[str, Any]) -> str:
+    """What the intervals of the decision speak of."""
+    return (
+        f"Intervals of 95 %, generalising from these {result['questions']} to new questions of the "
+        "kind; those of the extra errors are paired and hold together."
+    )
+
+
+def prompts_needed(result: Mapping[str, Any]) -> tuple[int, float]:
+    """How many more prompts are needed, from and to, to two digits; see
+    `ScalingEstimate.prompts_for_best_size`.
+    """
+    questions, completions = result["questions"], result["pool_completions"]
+    if "covariance" not in result["scaling"]:
+        return 0, math.inf
+    estimate = scaling_estimate_of(result["scaling"])
+    low, high = estimate.prompts_for_best_size(questions, completions)
+    ends = (low - questions, max(1.0, high - questions))
+    low, high = (float(f"{x:.2g}") if math.isfinite(x) else x for x in ends)
+    return int(low), high

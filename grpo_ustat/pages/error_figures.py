@@ -1,0 +1,392 @@
+"""Figures of the gradient's error: of one study, of several side by side, and their panels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from grpo_ustat.pages.decision import group_size_costs, percent, scaling_estimate_of
+from grpo_ustat.pages.figures import (
+    FONTS,
+    STYLE,
+    baseline_style,
+    log_sizes,
+    note,
+    panels_wide,
+    plt,
+    save,
+)
+from grpo_ustat.pages.gradient_error import INTERVAL_WORDS, missing_numbers
+from grpo_ustat.pages.tables import best_size
+from grpo_ustat.runs.record import RunRecord
+
+LINES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
+OWN_MEAN_DASHES = (0, (4, 2))
+RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
+EXTRA_ERROR = "extra error at the same rollouts, %"
+TOP_PERCENT = 105  # of the axis of extra errors: twice the error and a bit
+
+
+def mse_figure(folder: Path, result: dict[str, Any]) -> None:
+    """One study's MSE against group size, below it as a multiple of the oracle's, a column of
+    panels per setting; `figure.{pdf,svg,png}`.
+    """
+    rows = expected_reward_rows(result)
+    settings = list(dict.fromkeys((row["setting"], row["num_prompts"]) for row in rows))
+    ratios = [ratio_rows(result, *setting) for setting in settings]
+    high = 2 if any(ratios) else 1
+    with plt.rc_context(FONTS):
+        size = (1.4 + 5.0 * len(settings), 5.6 + 2.9 * (high - 1))
+        figure, panels = plt.subplots(
+            high, len(settings), figsize=size, squeeze=False, layout="constrained",
+            height_ratios=(1.6, 1)[:high],
+        )  # fmt: skip
+        for column, setting in enumerate(settings):
+            axes = panels[0, column]
+            mse_panel(axes, [r for r in rows if (r["setting"], r["num_prompts"]) == setting])
+            axes.set_title(f"batch: {batch_text(*setting)}", fontsize=9, loc="left")
+            if ratios[column]:
+                ratio_panel(panels[1, column], ratios[column])
+            elif high > 1:
+                panels[1, column].set_visible(False)
+        panels[0, 0].set_ylabel("mean squared error of the gradient")
+        if high > 1:
+            panels[1, 0].set_ylabel("MSE over the oracle's")
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        if len(labels) > 6:
+            columns = max(1, int(size[0] / 2.6))
+            figure.legend(
+                handles, labels, loc="outside upper left", frameon=False, fontsize=8, ncols=columns
+            )
+        else:
+            panels[0, 0].legend(frameon=False, fontsize=9)
+        figure.suptitle(_study_title(result), fontsize=9, x=0.02, ha="left")
+        bands = bands_text([result])
+        note(figure, [bands, *missing_numbers(result)], size[0])
+        save(figure, folder, "figure")
+
+
+def bands_text(results: Sequence[dict[str, Any]]) -> str:
+    """What the bands of errors and ratios are."""
+    words = dict.fromkeys(INTERVAL_WORDS[one["curves"][0]["interval"]] for one in results)
+    paired = any(one.get("ratio_to_oracle") for one in results)
+    return f"Bands: 95 % intervals, {' or '.join(words)}{'; those of ratios are paired' * paired}."
+
+
+def scaling_figure(folder: Path, result: dict[str, Any]) -> None:
+    """What each G costs at a fixed number of rollouts; `scaling.{pdf,svg,png}`."""
+    with plt.rc_context(FONTS):
+        figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
+        scaling_panel(axes, result["scaling"])
+        axes.set_ylabel(EXTRA_ERROR)
+        title = f"{_study_title(result)}, bands: 95 % for new questions"
+        axes.set_title(title, fontsize=9, loc="left")
+        save(figure, folder, "scaling")
+
+
+def _study_title(result: dict[str, Any]) -> str:
+    policy, corr = result["policy"], result["assumption2"]["corr"]
+    relation = "all rewards of a question equal" if corr is None else f"corr(q, Z) = {corr:.2f}"
+    return (
+        f"{policy['name']}: {policy['quantity']} {policy['mean_reward']:.2f}, {relation}\n"
+        f"{result['questions']} questions x {result['pool_completions']} completions"
+    )
+
+
+def joint_mse_figure(
+    folder: Path, name: str, studies: Sequence[RunRecord], notes: Sequence[str]
+) -> None:
+    """The paper's Figure 4: a panel per policy, of each its first setting, against the expected
+    reward, below it as a multiple of the oracle's; `<name>.{pdf,svg,png}`.
+
+    Args:
+        folder, name: where to.
+        studies: finished ones.
+        notes: lines under the figure.
+    """
+    grid = _panel_grid(studies)
+    wide = max(map(len, grid))
+    ratios = {}
+    for run in studies:
+        first = expected_reward_rows(run.final_result)[0]
+        ratios[run] = ratio_rows(run.final_result, first["setting"], first["num_prompts"])
+    high = 2 if any(ratios.values()) else 1
+    with plt.rc_context(FONTS):
+        size = (0.6 + 3.6 * wide, 1.0 + (3.6 + 2.2 * (high - 1)) * len(grid))
+        figure, panels = plt.subplots(
+            high * len(grid), wide, figsize=size, squeeze=False, layout="constrained",
+            height_ratios=(1.5, 1)[:high] * len(grid),
+        )  # fmt: skip
+        labels: dict[str, Any] = {}  # of every rule, whatever panels it is in
+        for place, runs in enumerate(grid):
+            line = panels[high * place : high * (place + 1)]
+            for column, run in enumerate(runs):
+                rows = expected_reward_rows(run.final_result)
+                first = (rows[0]["setting"], rows[0]["num_prompts"])
+                mse_panel(
+                    line[0, column],
+                    [row for row in rows if (row["setting"], row["num_prompts"]) == first],
+                )
+                line[0, column].set_title(
+                    f"{_panel_title(run)}\nbatch: {batch_text(*first)}", fontsize=8, loc="left"
+                )
+                handles, own = line[0, column].get_legend_handles_labels()
+                labels |= dict(zip(own, handles, strict=True))
+                if ratios[run]:
+                    ratio_panel(line[1, column], ratios[run])
+                elif high > 1:
+                    line[1, column].set_visible(False)
+            for axes in line[:, len(runs) :].flat:
+                axes.set_visible(False)
+            line[0, 0].set_ylabel(f"MSE of the gradient\n{runs[0].dataset}")
+            if high > 1:
+                line[1, 0].set_ylabel("MSE over the oracle's")
+        figure.legend(
+            list(labels.values()), list(labels), loc="outside upper left", frameon=False,
+            fontsize=8, ncols=max(1, int(size[0] / 1.9)),
+        )  # fmt: skip
+        note(figure, notes, size[0])
+        save(figure, folder, name)
+
+
+def joint_fixed_n_figure(
+    folder: Path, name: str, studies: Sequence[RunRecord], notes: Sequence[str]
+) -> None:
+    """What each G costs at a fixed number of rollouts, a panel per policy, a line of panels or
+    more per data set.
+
+    Args:
+        folder, name: where to.
+        studies: finished ones.
+        notes: lines under the figure.
+    """
+    grid = _panel_grid(studies)
+    wide, high = max(map(len, grid)), len(grid)
+    with plt.rc_context(FONTS):
+        size = (0.6 + 3.6 * wide, 0.8 + 3.6 * high)
+        figure, panels = plt.subplots(high, wide, figsize=size, squeeze=False, layout="constrained")
+        for line, runs in zip(panels, grid, strict=True):
+            for axes, run in zip(line, runs, strict=False):
+                scaling_panel(axes, run.final_result["scaling"])
+                axes.set_title(_panel_title(run), fontsize=8, loc="left")
+            for axes in line[len(runs) :]:
+                axes.set_visible(False)
+            line[0].set_ylabel(f"{EXTRA_ERROR}\n{runs[0].dataset}")
+        if panels[0, 0].get_legend_handles_labels()[1]:
+            panels[0, 0].legend(frameon=False, fontsize=8)
+        note(figure, notes, size[0])
+        save(figure, folder, name)
+
+
+def _panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Studies in lines of panels, each line of one data set, all in the order that they have."""
+    by_dataset: dict[str | None, list[RunRecord]] = {}
+    for run in studies:
+        by_dataset.setdefault(run.dataset, []).append(run)
+    return [
+        runs[first : first + panels_wide(len(runs))]
+        for runs in by_dataset.values()
+        for first in range(0, len(runs), panels_wide(len(runs)))
+    ]
+
+
+def _panel_title(run: RunRecord) -> str:
+    """Policy, accuracy or mean reward, and pool of a study."""
+    result = run.final_result
+    policy = result["policy"]
+    seed = f", seed {run.config['seed']}" if run.config["seed"] else ""
+    return (
+        f"{run.policy}{seed}\n{policy['quantity']} {policy['mean_reward']:.3f} "
+        f"[{policy['mean_reward_low']:.3f}, {policy['mean_reward_high']:.3f}]\n"
+        f"pool: {result['questions']} questions x {result['pool_completions']} completions"
+    )
+
+
+def batch_text(setting: str, num_prompts: int) -> str:
+    """What a batch of a setting is.
+
+    >>> batch_text("all_questions_once", 500), batch_text("with_replacement", 8)
+    ('all 500 questions x G completions', '8 questions with replacement x G completions')
+    """
+    if setting == "one_question":
+        return "one question x G completions"
+    if setting == "all_questions_once":
+        return f"all {num_prompts} questions x G completions"
+    return f"{num_prompts} questions {setting.replace('_', ' ')} x G completions"
+
+
+def expected_reward_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of a study's curves against the gradient of the expected reward."""
+    return [row for row in result["curves"] if row["target"].endswith("expected reward")]
+
+
+def ratio_rows(result: dict[str, Any], setting: str, num_prompts: int) -> list[dict[str, Any]]:
+    """Errors over the oracle's in one setting: those of the study, with their paired intervals;
+    of curves without any, such as those of replay, the plain ratio to the same method's oracle.
+
+    Returns:
+        Rows of `baseline`, `group_size`, `ratio`, `ratio_low`, `ratio_high` and `unbiased`; a ratio
+        of None is missing. None at all where every ratio is.
+    """
+    place = (setting, num_prompts)
+    curves = [
+        row for row in expected_reward_rows(result) if (row["setting"], row["num_prompts"]) == place
+    ]
+    unbiased = {row["baseline"]: row["unbiased"] for row in curves}
+    errors = {(row["method"], row["baseline"], row["group_size"]): row["mse"] for row in curves}
+    rows = {
+        (row["baseline"], row["group_size"]): row
+        for row in result.get("ratio_to_oracle", [])
+        if (row["setting"], row["num_prompts"]) == place
+    }
+    for (method, baseline, size), mse in errors.items():
+        oracle = errors.get((method, "oracle", size))
+        if baseline != "oracle" and (baseline, size) not in rows and mse and oracle and oracle > 0:
+            rows[baseline, size] = {"baseline": baseline, "group_size": size, "ratio": mse / oracle}
+    if all(row["ratio"] is None for row in rows.values()):
+        return []
+    ends = {"ratio_low": None, "ratio_high": None}
+    return [ends | row | {"unbiased": unbiased.get(row["baseline"], True)} for row in rows.values()]
+
+
+def mse_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    """Curves of one setting, a line per method and baseline, bands 95 %."""
+    keys = dict.fromkeys((row["method"], row["baseline"]) for row in rows)
+    several = len({method for method, _ in keys}) > 1
+    for method, name in keys:
+        curve = [row for row in rows if (row["method"], row["baseline"]) == (method, name)]
+        colour, marker, label = baseline_style(name, curve[0]["unbiased"])
+        curve = sorted(curve, key=lambda row: row["group_size"])
+        errors = [math.nan if row["mse"] is None else row["mse"] for row in curve]  # a gap
+        dashes = (
+            OWN_MEAN_DASHES if (method, name) == ("closed_form", "group_mean") else LINES[method]
+        )
+        axes.plot(
+            [row["group_size"] for row in curve], errors, linestyle=dashes,
+            color=colour, marker=marker, markersize=4,
+            label=f"{label}, {method}" if several else label,
+        )  # fmt: skip
+        axes.fill_between(
+            [row["group_size"] for row in curve], *_band(curve, "low", "high"),
+            color=colour, alpha=0.2, linewidth=0,
+        )  # fmt: skip
+    positive = [row["mse"] for row in rows if row["mse"] is not None and row["mse"] > 0]
+    if positive:
+        axes.set_yscale("log")
+        highest = max(row["high"] or row["mse"] or 0 for row in rows)
+        axes.set_ylim(min(positive) / 2, 2 * highest)
+    else:
+        axes.set_ylim(-1, 1)
+        axes.text(0.5, 0.6, "no error above 0", transform=axes.transAxes, ha="center")
+    log_sizes(axes, sorted({row["group_size"] for row in rows}))
+    axes.set_xlabel("group size G")
+    axes.grid(alpha=0.3, which="both", linewidth=0.5)
+
+
+def ratio_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    """Errors over the oracle's, a line per baseline with its paired 95 % band.
+
+    Args:
+        axes: where to.
+        rows: see `ratio_rows`.
+    """
+    axes.axhline(1.0, color=STYLE["oracle"][0], linewidth=1.2)
+    for name in dict.fromkeys(row["baseline"] for row in rows):
+        curve = sorted(
+            (row for row in rows if row["baseline"] == name), key=lambda row: row["group_size"]
+        )
+        colour, marker, _ = baseline_style(name, curve[0]["unbiased"])
+        axes.plot(
+            [row["group_size"] for row in curve],
+            [math.nan if row["ratio"] is None else row["ratio"] for row in curve],  # a gap
+            linestyle=OWN_MEAN_DASHES if name == "group_mean" else "-", color=colour,
+            marker=marker, markersize=4,
+        )  # fmt: skip
+        axes.fill_between(
+            [row["group_size"] for row in curve], *_band(curve, "ratio_low", "ratio_high"),
+            color=colour, alpha=0.2, linewidth=0,
+        )  # fmt: skip
+    values = [1.0, *(row["ratio"] for row in rows if row["ratio"] and row["ratio"] > 0)]
+    lows, highs = ([row[end] for row in rows if row[end]] for end in ("ratio_low", "ratio_high"))
+    bottom = max(min([*values, *lows]), min(values) / 3) / 1.1  # wider bands leave the picture
+    top = 1.1 * min(max([*values, *highs]), 3 * max(values))
+    axes.set_yscale("log")
+    axes.set_ylim(bottom, top)
+    apart = (top / bottom) ** 0.1  # so that their numbers do not overlap
+    ticks = [1.0]
+    for x in RATIO_TICKS:
+        if bottom <= x <= top and all(max(x / y, y / x) > apart for y in ticks):
+            ticks.append(x)
+    axes.set_yticks(ticks, [f"{x:g}" for x in ticks])
+    axes.set_yticks([], minor=True)
+    log_sizes(axes, sorted({row["group_size"] for row in rows}))
+    axes.set_xlabel("group size G")
+    axes.grid(alpha=0.3, linewidth=0.5)
+
+
+def _band(curve: Sequence[dict[str, Any]], low: str, high: str) -> tuple[list[float], list[float]]:
+    """Both ends of a band on a logarithmic axis: one that reaches 0 leaves the picture, one that
+    lacks an end is a gap.
+    """
+    ends = [
+        (math.nan, math.nan)
+        if row[low] is None or row[high] is None
+        else (max(row[low], 1e-9), row[high])
+        for row in curve
+    ]
+    return [pair[0] for pair in ends], [pair[1] for pair in ends]
+
+
+def scaling_panel(axes: Axes, scaling: dict[str, Any]) -> None:
+    """One study's extra error at a fixed number of rollouts, in percent of the error at the best
+    group size that divides them: a curve over all sizes with simultaneous bands, dots at the sizes
+    that divide. Where G* has an interval with two ends the dots say their costs, a dashed line and
+    a grey band stand at G*; else a dotted line stands at what it is at least.
+    """
+    costs, estimate = group_size_costs(scaling), scaling_estimate_of(scaling)
+    colour = STYLE["leave_one_out"][0]
+    best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))
+    size_text = best_size(best, low, high)
+    log_sizes(axes, list(costs.extra))
+    within = [size for size, extra in costs.extra.items() if 100 * extra.estimate <= TOP_PERCENT]
+    axes.set_xlim(1.5, max([32, *within]) * 2.2)
+    axes.set_ylim(-10, TOP_PERCENT)
+    axes.grid(alpha=0.3, linewidth=0.5)
+    if size_text is None:
+        axes.text(0.5, 0.5, "not enough data for a best G", transform=axes.transAxes, ha="center")
+        axes.set_xlabel("group size G")
+        return
+    dots = f"group size G;  dots: divides n = {costs.rollouts}"
+    if high is None:
+        axes.axvline(low, color="black", linestyle=":", linewidth=1)
+        axes.set_xlabel(f"{dots}\ndotted: G* is {size_text}")
+    else:
+        axes.axvspan(low, high, color="#999999", alpha=0.3, linewidth=0)
+        if best is not None:
+            axes.axvline(best, ymin=0.12, color="black", linestyle="--", linewidth=1)
+        axes.set_xlabel(f"{dots}\ndashed: G* = {size_text}")
+    grid = np.geomspace(2, max(costs.extra), 200)
+    curve = [estimate.extra_error(size, costs.best) for size in grid]
+    heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
+    axes.plot(grid, heights, color=colour, linewidth=1.5)
+    highs = np.minimum(highs, 10 * TOP_PERCENT)  # some have no upper end
+    axes.fill_between(grid, lows, highs, color=colour, alpha=0.2, linewidth=0)
+    for size, extra in costs.extra.items():
+        if not 100 * extra.estimate <= TOP_PERCENT - 10:
+            continue
+        is_best = size == costs.best
+        axes.plot(size, 100 * extra.estimate, "o", color=colour, markersize=6)
+        if high is None:  # a cost against a best size that is not known
+            continue
+        axes.annotate(
+            f"G = {size}" if is_best else percent(extra.estimate),
+            (size, 100 * extra.estimate), (0, -14) if is_best else (6, -10) if size > costs.best
+            else (4, 5), textcoords="offset points", fontsize=9, ha="center" if is_best else "left",
+            fontweight="bold" if is_best else "normal",
+            bbox=dict(facecolor="white", alpha=0.9, linewidth=0, pad=0.5), zorder=5,
+        )  # fmt: skip

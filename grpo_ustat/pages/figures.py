@@ -1,0 +1,137 @@
+"""What all figures share: fonts, colours, markers, lines below, and files (PDF, SVG, PNG)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter
+
+from grpo_ustat.estimators.baselines import OURS
+from grpo_ustat.terminal.console import excerpt, visible
+
+matplotlib.use("Agg")
+logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every glyph table
+
+STYLE = {  # Okabe-Ito colours, and markers that differ in grey too
+    "none": ("#D55E00", "s", "vanilla (no baseline)"),
+    "leave_one_out": ("#0072B2", "o", "GRPO (leave_one_out)"),
+    "group_mean": ("#56B4E9", "v", "group mean (biased)"),
+    "oracle": ("#009E73", "D", "oracle"),
+}
+OTHER_COLOURS = (  # Tol's muted scheme
+    "#CC6677", "#332288", "#DDCC77", "#117733", "#882255", "#44AA99", "#999933", "#AA4499",
+    "#88CCEE",
+)  # fmt: skip
+OTHER_MARKERS = "^PX<>*pdh"
+FONTS: dict[Any, Any] = {
+    "pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 10,
+    "svg.hashsalt": "grpo_ustat",  # the same numbers make the same file
+}  # fmt: skip
+UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
+MOST_CHARACTERS, MOST_LINES = 200, 40  # of a line, and lines of a text
+
+
+def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
+    """Colour, marker and label of a rule, the same in every figure.
+
+    A rule of somebody's own, which need not be installed where it is drawn, has those that its name
+    stands for: a colour of one of our rules with the marker of another.
+    """
+    if name in STYLE:
+        return STYLE[name]
+    others = [other for other in OURS if other not in STYLE]
+    count = len(OTHER_COLOURS)
+    if name in others:
+        place = others.index(name) % count
+        colour, marker = OTHER_COLOURS[place], OTHER_MARKERS[place]
+    else:
+        digest = int.from_bytes(
+            hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "big"
+        )
+        place, shift = digest % count, 1 + digest // count % (count - 1)
+        colour, marker = OTHER_COLOURS[place], OTHER_MARKERS[(place + shift) % count]
+    return colour, marker, legend_label(name if unbiased else f"{name} (biased)")
+
+
+def legend_label(name: str) -> str:
+    """A name as a legend shows it: it leaves out those that begin with `_`."""
+    return f" {name}" if name.startswith("_") else name
+
+
+def series_style(name: str, place: int) -> tuple[str, str]:
+    """Colour and marker of a series: of a baseline its own, of others those of their place."""
+    rule = name.split("baseline=")[-1]
+    if name.startswith("baseline=") and rule in OURS:
+        return baseline_style(rule, unbiased=True)[:2]
+    return line_style(place)
+
+
+def line_style(place: int) -> tuple[str, str]:
+    """Colour and marker of the i-th of lines that have no names of their own."""
+    styles = [STYLE[name][:2] for name in ("leave_one_out", "none", "oracle", "group_mean")]
+    styles += zip(OTHER_COLOURS, OTHER_MARKERS, strict=True)
+    return styles[place % len(styles)]
+
+
+def panels_wide(count: int) -> int:
+    """How many panels stand side by side, so that type is legible at the width of a page's text.
+
+    >>> [panels_wide(count) for count in range(1, 8)]
+    [1, 2, 2, 2, 3, 3, 3]
+    """
+    return min(count, 2 if count <= 4 else 3)
+
+
+def log_sizes(axes: Axes, sizes: Sequence[int]) -> None:
+    """Set group sizes along a logarithmic axis, each named."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks([], minor=True)
+
+
+def note(figure: Figure, lines: Sequence[str], width: float) -> None:
+    """Add small lines below a figure of so many inches."""
+    most = min(int(17 * width), MOST_CHARACTERS)
+    words = "\n".join(textwrap.fill(visible(line), most) for line in lines)
+    figure.supxlabel(words, fontsize=6.5, x=0.02, ha="left")
+
+
+def show_names_as_texts(figure: Figure) -> None:
+    """Before a figure is drawn: no text of it is a formula, but for numbers along its axes; lines
+    have an end, and invisible characters are spelt out.
+    """
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            named = isinstance(axis.get_major_formatter(), FuncFormatter)  # see Axes.set_xticks
+            for tick in axis.get_major_ticks() if named else ():
+                tick.label1.set_parse_math(False)
+    numbers = {
+        label
+        for axes in figure.axes
+        for label in (*axes.get_xticklabels(which="both"), *axes.get_yticklabels(which="both"))
+    }
+    for text in figure.findobj(Text):
+        if text not in numbers:
+            text.set_parse_math(False)
+            lines = visible(text.get_text()).split("\n")
+            text.set_text("\n".join(excerpt(line, MOST_CHARACTERS) for line in lines[:MOST_LINES]))
+
+
+def save(figure: Figure, folder: Path, name: str) -> None:
+    """Write it as PDF, SVG and PNG, and close it; laid out once for all three."""
+    show_names_as_texts(figure)
+    figure.draw_without_rendering()
+    figure.set_layout_engine(None)
+    for suffix, metadata in UNDATED.items():
+        figure.savefig(folder / f"{name}.{suffix}", dpi=150, metadata=metadata)
+    plt.close(figure)

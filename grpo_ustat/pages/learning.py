@@ -1,0 +1,336 @@
+"""How training went: reward, held-out accuracy or mean reward, zero-variance groups and lengths
+over steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from grpo_ustat.estimators.intervals import clustered_mean
+from grpo_ustat.estimators.scaling import group_size_interval
+from grpo_ustat.pages.figures import FONTS, legend_label, note, plt, save, series_style
+from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
+from grpo_ustat.runs.log import warn
+from grpo_ustat.runs.record import RunRecord
+
+CURVES = {  # of metrics.jsonl, under TRL's names
+    "reward": "reward",
+    "frac_reward_zero_std": "zero-variance groups, share",
+    "completions/mean_length": "length, tokens",
+    "completions/clipped_ratio": "completions cut, share",
+}
+GSTAR, ERROR = "monitor/gstar", "monitor/mse"
+CONSTANTS = ("monitor/c1", "monitor/c2", "monitor/c3")
+MONITORED = {  # where `monitor.gradient_mse_every` is set
+    GSTAR: "best group size G* of the gradient",
+    ERROR: "MSE of leave_one_out's gradient",
+}
+LABELS = CURVES | MONITORED
+EVALUATIONS = {name: f"held-out {name}" for name in (ACCURACY, MEAN_REWARD)}
+POINTS = 40  # of a line at most, but for evaluations
+SHARES = (EVALUATIONS[ACCURACY], "frac_reward_zero_std", "completions/clipped_ratio")  # in [0, 1]
+UNBOUNDED = ("reward", EVALUATIONS[MEAN_REWARD])
+GSTAR_NOTE = (
+    " G*: 95 % bars over seeds, of one seed over the step's prompts; those that leave the picture "
+    "have no upper end, or a far one."
+)
+BEYOND = 1e9  # the end of a line that leaves the picture
+MOST_WITH_SEEDS = 6  # lines; of more, their seeds would hide them
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The steps of one run.
+
+    Attributes:
+        series: runs of one series differ in their seed alone and are averaged.
+        metrics: rows of metrics.jsonl.
+        evals: rows of eval.csv of one decoding.
+    """
+
+    series: str
+    metrics: Sequence[dict[str, Any]]
+    evals: Sequence[dict[str, Any]]
+
+
+def draw_learning(folder: Path) -> None:
+    """Draw `learning.{pdf,svg,png}` of a run folder; a failure is a warning, and never more."""
+    try:
+        run = RunRecord(folder)
+        learning_figure(folder, "learning", [Learning("", run.metrics, run.evals)])
+    except Exception as error:  # of any kind: a picture is a view of what the run is
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        warn(f"{folder}/learning.* could not be drawn, the run goes on without it: {reason}")
+
+
+def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[dict[str, Any]]:
+    """A panel per quantity, of each series a bold line, and thin ones of its seeds;
+    `<name>.{pdf,svg,png}`.
+
+    Args:
+        folder, name: where to.
+        runs: one, or several, of one or several series.
+
+    Returns:
+        The numbers drawn, see `learning_rows`.
+    """
+    rows = learning_rows(runs)
+    quantities = [evaluation_name(runs), *CURVES]
+    quantities += [name for name in MONITORED if any(row["quantity"] == name for row in rows)]
+    with plt.rc_context(FONTS):
+        wide = 3 if len(quantities) < 6 else 4
+        size = (0.2 + 3.6 * wide, 6.6)
+        figure, panels = plt.subplots(2, wide, figsize=size, squeeze=False, layout="constrained")
+        names = list(dict.fromkeys(run.series for run in runs))
+        seeds = seed_rows(runs) if len(names) <= MOST_WITH_SEEDS else []
+        for axes, quantity in zip(panels.flat, quantities, strict=False):
+            _panel(
+                axes,
+                [row for row in rows if row["quantity"] == quantity],
+                [row for row in seeds if row["quantity"] == quantity],
+                names,
+            )
+            axes.set_ylabel(LABELS.get(quantity, quantity))
+        for axes in panels.flat[len(quantities) :]:
+            axes.set_axis_off()  # the panel that is left over
+        if len(names) > 1:
+            handles, labels = panels.flat[0].get_legend_handles_labels()
+            panels.flat[-1].legend(handles, labels, loc="center left", frameon=False, fontsize=9)
+        note(figure, notes(rows), size[0])
+        save(figure, folder, name)
+    return rows
+
+
+def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines for below the figure: what lines and bands are.
+
+    Args:
+        rows: see `learning_rows`.
+    """
+    steps = max((row["steps"] for row in rows), default=1)
+    points = f" Points are means of {steps} steps, but for evaluations." if steps > 1 else ""
+    monitored = any(row["quantity"] == GSTAR for row in rows)
+    gstar = GSTAR_NOTE * monitored
+    missing = Counter(row["quantity"] for row in rows if row["mean"] is None)
+    for quantity, count in missing.items():
+        why = "it is not decided" if quantity == GSTAR else "metrics.jsonl has no number"
+        points += (
+            f" Gaps of {LABELS.get(quantity, quantity)}: at {count} point{'s' * (count > 1)} {why}."
+        )
+    if any(row["seeds"] > 1 for row in rows):
+        thin = ", thin lines single seeds"
+        if len({row["series"] for row in rows}) > MOST_WITH_SEEDS:
+            thin = ", bands 95 % intervals over seeds, conditional on these questions (t)"
+        return [
+            f"Bold lines: means over seeds, at the steps that all runs of a series have{thin}."
+            f"{gstar}{points}"
+        ]
+    name = next((row["quantity"] for row in rows if row["quantity"] in EVALUATIONS.values()), "")
+    band = f"; band: 95 % interval of {name}, generalising to new questions" * bool(name)
+    return [f"One seed{band}.{gstar}{points}"]
+
+
+def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
+    """Mean over seeds of every quantity, series and step, with its interval.
+
+    Only steps that every run of the series has: a mean over other seeds at every step would show
+    the seeds, not the steps. A run without any row of a quantity is left out of it. Of long runs
+    each point is the mean of several steps, taken in each run first.
+
+    Returns:
+        Rows of `series`, `quantity`, `step` (the last averaged), `steps` (how many), `mean`,
+        `low`, `high` (None with one seed, but for evaluations and for G* of one step) and `seeds`.
+        A `mean` of None is a gap: the runs have no number there, or their G* is not decided.
+    """
+    block, evaluation = _block(runs), evaluation_name(runs)
+    rows = []
+    for series in dict.fromkeys(run.series for run in runs):
+        members = [run for run in runs if run.series == series]
+        for quantity in (evaluation, *LABELS):
+            curves = [curve for run in members if (curve := _curve(run, quantity, block))]
+            shared = set.intersection(*map(set, curves)) if curves else set()
+            for step in sorted(shared):
+                mean, low, high = curves[0][step]
+                if len(curves) > 1 and quantity == GSTAR:
+                    parts = [_monitored(run, block).get(step) for run in members]
+                    known = [part for part in parts if part]
+                    unknown = len(known) < len(curves)
+                    mean, low, high = UNKNOWN if unknown else _joint_gstar(known)
+                elif len(curves) > 1:
+                    values = np.array([[curve[step][0]] for curve in curves])
+                    mean, low, high = clustered_mean(values)
+                if not math.isfinite(mean):
+                    mean = low = high = None
+                point = {"series": series, "quantity": quantity, "step": step, "mean": mean}
+                point |= {"low": low, "high": high, "seeds": len(curves)}
+                rows.append(point | {"steps": 1 if quantity == evaluation else block})
+    drawn = {row["quantity"] for row in rows if row["mean"] is not None}
+    return [row for row in rows if row["quantity"] in drawn]
+
+
+def evaluation_name(runs: Sequence[Learning]) -> str:
+    """What the runs' evaluations are, held-out accuracies or mean rewards."""
+    return EVALUATIONS[joint_quantity(row["quantity"] for run in runs for row in run.evals)]
+
+
+def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
+    """The curve of every run of a series of several: rows of `series`, `quantity`, `steps` and
+    `values`, each a list over the run's points.
+    """
+    block = _block(runs)
+    counts = Counter(run.series for run in runs)
+    rows = []
+    for run in runs:
+        for quantity in (evaluation_name(runs), *LABELS) if counts[run.series] > 1 else ():
+            curve = _curve(run, quantity, block)
+            values = [estimate[0] for estimate in curve.values()]
+            point = {"series": run.series, "quantity": quantity}
+            rows.append(point | {"steps": list(curve), "values": values})
+    return rows
+
+
+def _block(runs: Sequence[Learning]) -> int:
+    """How many steps a point is the mean of."""
+    longest = max((row["step"] for run in runs for row in run.metrics), default=0)
+    return max(1, -(-longest // POINTS))
+
+
+Estimate = tuple[float, float | None, float | None]  # value and its interval, None where unknown
+UNKNOWN: Estimate = (math.nan, None, None)
+
+
+def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
+    """A quantity of one run at each evaluation, or its mean at the last step of each block."""
+    if quantity in EVALUATIONS.values():
+        return {row["step"]: (row["mean_reward"], row["low"], row["high"]) for row in run.evals}
+    if quantity == GSTAR:
+        curve = {}
+        for step, rows in _monitored(run, block).items():
+            if len(rows) > 1:
+                curve[step] = _joint_gstar([[row] for row in rows])
+            else:  # of one step with its own interval
+                best, low, high = (rows[0].get(f"{GSTAR}{end}") for end in ("", "_low", "_high"))
+                curve[step] = math.nan if best is None else best, low, high
+        blocks_known = {(step - 1) // block for step in curve}
+        without = {
+            (row["step"] - 1) // block: row["step"]
+            for row in run.metrics
+            if GSTAR in row and (row["step"] - 1) // block not in blocks_known
+        }
+        return dict(sorted((curve | dict.fromkeys(without.values(), UNKNOWN)).items()))
+    blocks: dict[int, list[dict[str, Any]]] = {}
+    for row in run.metrics:
+        if quantity in row:
+            blocks.setdefault((row["step"] - 1) // block, []).append(row)
+    curve = {}
+    for rows in blocks.values():
+        values = [row[quantity] for row in rows if row[quantity] is not None]
+        curve[rows[-1]["step"]] = (float(np.mean(values)), None, None) if values else UNKNOWN
+    return curve if any(math.isfinite(value) for value, *_ in curve.values()) else {}
+
+
+def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
+    """The rows of each block of steps that have C1, C2 and C3, by the block's last step."""
+    blocks: dict[int, list[dict[str, Any]]] = {}
+    for row in run.metrics:
+        if all(row.get(name) is not None for name in CONSTANTS):
+            blocks.setdefault((row["step"] - 1) // block, []).append(row)
+    return {rows[-1]["step"]: rows for rows in blocks.values()}
+
+
+def _joint_gstar(parts: list[list[dict[str, Any]]]) -> Estimate:
+    """G* of the mean constants of several parts, seeds or steps, with its interval over them: a
+    mean of their own G* would be biased, for `1 + sqrt(C3/C1)` is no linear function.
+    """
+    means_KN = np.array([
+        [np.mean([row[name] for row in rows]) for rows in parts] for name in CONSTANTS
+    ])  # fmt: skip
+    count = means_KN.shape[1]
+    delete_one_KN = (means_KN.sum(axis=1, keepdims=True) - means_KN) / (count - 1)
+    names = ("c1", "c2", "c3")
+    best, low, high = group_size_interval(
+        dict(zip(names, means_KN.mean(axis=1), strict=True)),
+        {name: one[None] for name, one in zip(names, delete_one_KN, strict=True)},
+        1.0,
+    )
+    low, high = (end if math.isfinite(end) else None for end in (low, high))
+    return float(best), low, high
+
+
+def _panel(
+    axes: Axes,
+    rows: Sequence[dict[str, Any]],
+    seeds: Sequence[dict[str, Any]],
+    names: Sequence[str],
+) -> None:
+    """One quantity: of every series a line, its seeds thin or else its band, cut off where the
+    quantity ends: a share lies in [0, 1], a length above 0, a reward anywhere.
+
+    Args:
+        axes: where to.
+        rows: see `learning_rows`.
+        seeds: see `seed_rows`; empty: bands.
+        names: of the series.
+    """
+    quantity = rows[0]["quantity"] if rows else ""
+    least, most = (-math.inf if quantity in UNBOUNDED else 0), (1 if quantity in SHARES else None)
+    for i, name in enumerate(names):
+        line = [row for row in rows if row["series"] == name]
+        colour, marker = series_style(name, i)
+        own = [row for row in seeds if row["series"] == name]
+        for row in own:
+            axes.plot(row["steps"], row["values"], color=colour, linewidth=0.6, alpha=0.28)
+        means = [math.nan if row["mean"] is None else row["mean"] for row in line]  # a gap
+        axes.plot(
+            [row["step"] for row in line], means, color=colour,
+            marker=marker if len(line) <= 25 else "", markersize=3,
+            linewidth=2.0 if own else 1.2, label=legend_label(name),
+        )  # fmt: skip
+        if quantity == GSTAR:
+            span = max((row["step"] for row in rows), default=0)
+            _gstar_bars(axes, line, colour, 0.012 * span * i)
+        elif not own:
+            band = [row for row in line if row["low"] is not None]
+            low, high = (
+                [float(np.clip(row[end], least, most)) for row in band] for end in ("low", "high")
+            )
+            axes.fill_between(
+                [row["step"] for row in band], low, high, color=colour, alpha=0.12, linewidth=0
+            )
+    if quantity == GSTAR:  # powers of two from below the intervals to well above most estimates
+        lows = [max(row["low"], 1.0) for row in rows if row["low"] is not None]
+        means = [row["mean"] for row in rows if row["mean"] is not None]
+        bottom = max(min([*means, *lows]), 1.0) / 1.15
+        top = min(2.0 * max(means), 8.0 * float(np.median(means)))
+        axes.set_yscale("log", base=2)
+        ticks = [2**k for k in range(20) if bottom <= 2**k <= top]
+        axes.set_yticks(ticks, [str(tick) for tick in ticks])
+        axes.set_yticks([], minor=True)
+        axes.set_ylim(bottom, top)
+    elif quantity in SHARES and not any(row["mean"] for row in rows):
+        axes.set_ylim(-0.005, 0.1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3, linewidth=0.5)
+
+
+def _gstar_bars(axes: Axes, line: Sequence[dict[str, Any]], colour: str, shift: float) -> None:
+    """The interval of G* at every step, a little to the right of it; one without an upper end
+    leaves the picture.
+    """
+    for row in line:
+        if row["low"] is not None:
+            high = BEYOND if row["high"] is None else row["high"]
+            axes.plot(
+                [row["step"] + shift] * 2, [max(row["low"], 1.0), high], color=colour, linewidth=1,
+                alpha=0.6,
+            )  # fmt: skip

@@ -1,0 +1,154 @@
+"""What to type after a study, and the overrides that choose the same policy and study again."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.folders import CONF
+from grpo_ustat.pages.decision import ROLLOUTS, group_size_costs, is_decided, prompts_needed
+
+FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
+OF_ONE_STUDY = ("questions", "part", "cut_at")  # fields of a study that the next one has not
+
+
+def next_step(
+    result: Mapping[str, Any],
+    config: Mapping[str, Any],
+    folder: Path | None = None,
+    rollouts: int = ROLLOUTS,
+) -> str:
+    """What to do next, a command where there is one: train with the best G, or study more.
+
+    Args:
+        result: content of the study's `result.json`.
+        config: the study's configuration.
+        folder: of the study, whose pool the next one goes on with; None: it draws its own.
+        rollouts: n of a training step, halved where there are too few training questions.
+    """
+    if equal := result.get("equal_rewards"):
+        return _equal_rewards_step(equal, config)
+    best = (
+        group_size_costs(result["scaling"], rollouts).best
+        if is_decided(result["scaling"])
+        else None
+    )
+    if (config.get("pool") or "").endswith(".parquet"):  # of another framework, which trains
+        if best is None:
+            return (
+                "import more prompts of this same policy, or let mse sample them: "
+                + command_line("mse", "model=CHECKPOINT", "dataset=jsonl", "dataset.path=PROMPTS")
+            )
+        return f"train with num_generations={best} where these rollouts were logged"
+    shared = policy_overrides(config)
+    if result["assumption2"].get("corr") is None:
+        return command_line("mse", *shared, "debug=prompts")
+    if best is not None:
+        most = config["dataset"].get("train_size") or math.inf
+        while rollouts // best > most and rollouts // 2 % best == 0:  # too few training questions
+            rollouts //= 2
+        return command_line("train", *shared, f"budget.rollouts={rollouts}", f"group_size={best}")
+    questions, (low, high) = result["questions"], prompts_needed(result)
+    more = int(min(high, max(low, FOLLOW_UP * questions)))
+    budget = config["budget"] | {"pool_completions": result["pool_completions"]}
+    sizes = [f"study.questions={questions + more}", *study_overrides({**config, "budget": budget})]
+    if questions + more > (config["dataset"].get("study_size") or math.inf):
+        shared = [one for one in shared if not one.startswith("dataset.study_size=")]
+        sizes.insert(0, f"dataset.study_size={questions + more}")
+    if pool := config.get("pool") or (folder and str(folder / "pool")):
+        sizes.append(f"pool={pool}")
+    return command_line("mse", *shared, *sizes)
+
+
+def _equal_rewards_step(equal: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What to do where all rewards are equal, by what became of most completions."""
+    names = ("right", "cut", "no_answer", "wrong")
+    fate = max(names, key=lambda name: equal.get(name, 0))
+    if (config.get("pool") or "").endswith(".parquet"):
+        which = "longer completions" if fate == "cut" and equal["cut"] else "other questions"
+        return f"log {which}, some of them right and some wrong, and import these"
+    shared = [*policy_overrides(config), *study_overrides(config)]
+    if config["study"]["questions"] is not None:
+        shared.append(f"study.questions={config['study']['questions']}")
+
+    def without(*groups: str) -> list[str]:
+        return [one for one in shared if not one.startswith(groups)]
+
+    if not equal.get(fate) or fate == "no_answer":
+        return command_line("mse", *policy_overrides(config), "debug=prompts")
+    if fate == "right":
+        return "harder questions: " + command_line("mse", *without("dataset"), "dataset=NAME")
+    if fate == "cut":
+        longer = f"max_completion_length={2 * config['max_completion_length']}"
+        return command_line("mse", *without("max_completion_length"), longer)
+    shots = "examples in the prompt (prompt.shots=4), " * (not config["prompt"]["shots"])
+    return f"easier questions (dataset=NAME), {shots}or another model: " + command_line(
+        "mse", *without("model"), "model=MODEL"
+    )
+
+
+def policy_overrides(config: Mapping[str, Any]) -> list[str]:
+    """Overrides that choose the model, the questions, the sampling and the rewards of a
+    configuration.
+    """
+    overrides = []
+    for group, other in (("model", "hub"), ("dataset", "own"), ("prompt", "plain")):
+        node = config[group]
+        shipped = f"{node['name']}.yaml" in {file.name for file in (CONF / group).iterdir()}
+        of_kind = "jsonl" if node.get("kind") == "jsonl" else other
+        name = node["name"] if shipped else of_kind
+        values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+        changes = list(_changes(node, values, f"{group}."))
+        if name == "hub" and "/" in node["model_name_or_path"]:
+            place = next(x for x in changes if x.startswith("model.model_name_or_path="))
+            changes.remove(place)
+            overrides += [place.replace(".model_name_or_path", "", 1), *changes]
+        else:
+            overrides += [f"{group}={name}", *changes]
+    values = yaml.safe_load((CONF / "common.yaml").read_text())
+    values["max_completion_length"] = config["dataset"].get("max_completion_length")
+    sampling = {key: config[key] for key in ("temperature", "max_completion_length")}
+    # configurations of before had no reward functions
+    rewards = {key: config[key] for key in ("reward_funcs", "reward_weights") if key in config}
+    return [*overrides, *_changes(sampling | rewards, values)]
+
+
+def study_overrides(config: Mapping[str, Any]) -> list[str]:
+    """Overrides that choose what a study measures, and on which draws: its rules, sizes, methods,
+    seed, sampler and budget.
+    """
+    values = yaml.safe_load((CONF / "mse.yaml").read_text())
+    budget = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())
+    seed = yaml.safe_load((CONF / "common.yaml").read_text())["seed"]
+    study = {key: x for key, x in config["study"].items() if key not in OF_ONE_STUDY}
+    sampler = config["rollout"]["name"]
+    engine = yaml.safe_load((CONF / "rollout" / f"{sampler}.yaml").read_text())
+    chosen = {key: config[key] for key in ("seed", "baselines", "group_sizes", "tf32")}
+    return [
+        *_changes(chosen, values | {"seed": seed}),
+        *_changes(study, values["study"], "study."),
+        *([] if sampler == "local" else [f"rollout={sampler}"]),
+        *_changes(config["rollout"], engine, "rollout."),
+        *_changes(config["budget"], budget, "budget."),
+    ]
+
+
+def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Overrides of the fields of a node that are not as in its file."""
+    for key, value in node.items():
+        default = values.get(key)
+        if value == default or isinstance(value, dict) or str(default).startswith("${"):
+            continue
+        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
+        if isinstance(value, str) and not re.fullmatch(r"[\w./:@+-]+", value):
+            text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+            text = text.replace("${", "\\${")  # which OmegaConf would look up
+        if isinstance(value, list) and not {"'", '"'} & set(text):
+            text = text.replace(", ", ",")  # as one types it
+        yield f"{prefix}{key}={text}"

@@ -1,0 +1,275 @@
+"""One self-contained HTML page: the answer, figures, tables and completions; no network.
+
+What models wrote is hostile. Every text goes through jinja2's autoescape, or into a block of JSON
+that no parser leaves, and from there into the page as text alone. The page's own style and script
+are the only ones that its Content-Security-Policy lets run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
+
+from grpo_ustat.config.schema import flatten
+from grpo_ustat.pages.svg import dark_rules, inlined
+from grpo_ustat.pages.symbols import legend, parts
+from grpo_ustat.pages.tables import Cell, Table, as_cell, cell_text, sort_value
+from grpo_ustat.terminal.console import visible
+
+NAME = "report.html"
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture.
+
+    Attributes:
+        title: above it, and its name for those who do not see it.
+        svg: text of a matplotlib SVG, made with `svg.fonttype: none`.
+        caption: below it.
+        data: path, relative to the page, of the CSV that it shows.
+    """
+
+    title: str
+    svg: str
+    caption: str = ""
+    data: str | None = None
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What models wrote, to be searched and filtered by reward.
+
+    Attributes:
+        rows: with the keys `prompt`, `completion` and `reward`; others, such as `run`, `step`,
+            `advantage`, `length`, `ended`, `prompt_id`, `answer` or `extracted`, are shown too.
+            All rows have the same keys.
+        note: which these are, of how many.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page shows, in this order.
+
+    Attributes:
+        title: of the run or the report.
+        provenance: when, on which machine and by which command; "" where that is not known.
+        answer: to what was asked of the runs, a line for each kind of runs.
+        next_step: mostly a command to copy into a shell; "" shows none.
+        notes: warnings and what is missing, a line each.
+        facts: what was run: names and values.
+        overview: a table that says most of it, above all figures; None where there is none.
+        figures, tables: below the overview.
+        completions: None where there are none.
+        difference: configuration keys whose values differ between runs, `key -> run -> value`; see
+            `differences`.
+        configuration: of the one run, or what all runs share; None shows none.
+    """
+
+    title: str
+    answer: str
+    next_step: str = ""
+    notes: Sequence[str] = ()
+    facts: Sequence[tuple[str, Cell]] = ()
+    overview: Table | None = None
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+    completions: Completions | None = None
+    difference: Mapping[str, Mapping[str, Any]] | None = None
+    configuration: Mapping[str, Any] | None = None
+    provenance: str = ""
+
+
+def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The keys whose values differ between runs, `key -> run -> value`.
+
+    Args:
+        configurations: nested ones, by the run's name.
+
+    >>> differences({"a": {"seed": 0, "model": {"name": "x"}}, "b": {"seed": 1, "model": {}}})
+    {'seed': {'a': 0, 'b': 1}, 'model.name': {'a': 'x', 'b': None}}
+    >>> differences({"a": {"seed": 0}, "b": {"seed": 0}})
+    {}
+    """
+    runs = {run: flatten(config) for run, config in configurations.items()}
+    keys = dict.fromkeys(key for config in runs.values() for key in config)
+    by_key = {key: {run: config.get(key) for run, config in runs.items()} for key in keys}
+    return {
+        key: values
+        for key, values in by_key.items()
+        if len({json.dumps(value, default=str) for value in values.values()}) > 1
+    }
+
+
+def render(page: Page) -> str:
+    """The page's HTML; equal pages give equal text.
+
+    Raises:
+        ValueError: completions have not the same keys, or a figure is not matplotlib's SVG.
+    """
+    pictures = [inlined(one.svg, f"figure-{i}") for i, one in enumerate(page.figures, 1)]
+    dark = "".join(dark_rules({colour for one in pictures for colour in one.colours}))
+    style = _asset("page.css").replace("/* dark colours of figures */", dark)
+    script = _asset("page.js")
+    configuration = None
+    if page.configuration:
+        text = yaml.safe_dump(dict(page.configuration), sort_keys=False, allow_unicode=True)
+        configuration = visible(text)
+    html = _template().render(
+        page=page,
+        symbols=legend(_printed(page, [one.markup for one in pictures])),
+        policy=_content_policy(style, script),
+        style=Markup(style),
+        script=Markup(script),
+        figures=list(zip(page.figures, pictures, strict=True)),
+        difference=difference_table(page.difference) if page.difference else None,
+        completions=Markup(completions_json(page.completions)) if page.completions else None,
+        configuration=configuration,
+    )
+    return html.encode("ascii", "xmlcharrefreplace").decode()  # the same in every encoding
+
+
+def provenance_line(what: str, time: str, host: str | None, command: str | None) -> str:
+    """A line on when, where and by which command a run or a page was made.
+
+    Args:
+        what: the participle that begins it.
+        time: in ISO format, UTC.
+        host, command: None where not known.
+
+    >>> provenance_line("made", "2026-03-01T04:20:59+00:00", "node7", "grpo-ustat mse")
+    'made 2026-03-01 04:20 UTC on node7 by `grpo-ustat mse`'
+    """
+    moment = datetime.fromisoformat(time).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    place = f" on {host}" if host else ""
+    return f"{what} {moment}{place}" + (f" by `{command}`" if command else "")
+
+
+def _printed(page: Page, pictures: Sequence[str]) -> Iterator[str]:
+    """All texts of a page but completions, configuration, and differences."""
+    yield from (page.title, page.answer, *page.notes)
+    yield from (str(text) for fact in page.facts for text in fact)
+    for table in filter(None, (page.overview, *page.tables)):
+        yield from (table.title, *table.columns, *table.notes)
+        yield from (cell for row in table.rows for cell in row if isinstance(cell, str))
+    for figure in page.figures:
+        yield from (figure.title, figure.caption)
+    for picture in pictures:
+        yield from re.findall(">([^<>]+)</(?:text|tspan)>", picture)
+
+
+def _explained(text: str) -> Markup:
+    """The text with the meaning of each symbol where it is pointed at; escaped."""
+    pieces = (
+        escape(piece)
+        if meaning is None
+        else Markup('<abbr title="{}">{}</abbr>').format(meaning, piece)  # noqa: S704
+        for piece, meaning in parts(text)
+    )
+    return Markup("").join(pieces)
+
+
+def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for every run and a column for every key whose values differ; or the other way round,
+    where there are more keys than runs.
+    """
+    runs = list(dict.fromkeys(run for values in difference.values() for run in values))
+    rows = [
+        [key, *(as_cell(values.get(run)) for run in runs)] for key, values in difference.items()
+    ]
+    columns = ["key", *runs]
+    if len(rows) <= len(runs):
+        columns, *rows = map(list, zip(["run", *runs], *rows, strict=True))
+    return Table("What differs between the runs", columns, rows)
+
+
+def completions_json(completions: Completions) -> str:
+    """Rows as JSON that is safe within a `script` element: no `<`, no `>`, no `&`, ASCII alone.
+
+    A prompt that many completions share is written once.
+
+    Raises:
+        ValueError: the rows have not the same keys.
+    """
+    keys = list(completions.rows[0]) if completions.rows else []
+    for row in completions.rows:
+        if list(row) != keys:
+            raise ValueError(f"completions have not the same keys: {keys} and {list(row)}")
+
+    def json_value(value: Any) -> Any:
+        if isinstance(value, str):
+            return visible(value)
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    prompts = dict.fromkeys(row["prompt"] for row in completions.rows)
+    places = {prompt: i for i, prompt in enumerate(prompts)}
+    rows = [
+        [places[v] if k == "prompt" else json_value(v) for k, v in row.items()]
+        for row in completions.rows
+    ]
+    content = {"keys": keys, "prompts": [json_value(prompt) for prompt in prompts], "rows": rows}
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _content_policy(style: str, script: str) -> str:
+    """What a browser may do for the page: apply its style, run its script, nothing else."""
+
+    def source(text: str) -> str:
+        digest = hashlib.sha256(text.encode()).digest()
+        return "'sha256-" + base64.b64encode(digest).decode() + "'"
+
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"style-src {source(style)}",
+            f"script-src {source(script)}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return (TEMPLATES / name).read_text()
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+
+    def beside(path: str) -> str:
+        """A link to a file beside the page, never to another place."""
+        return "./" + quote(path.replace("\\", "/").lstrip("/"))
+
+    environment.filters |= {"visible": visible, "cell": cell_text, "beside": beside}
+    environment.filters |= {"sort_value": sort_value, "explained": _explained}
+    return environment.get_template("page.html.j2")

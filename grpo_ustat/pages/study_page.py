@@ -1,0 +1,377 @@
+"""What the page of a study says: of a theorem claims and verdicts, of the gradient its errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_ustat.config.gap import STUDIES
+from grpo_ustat.pages.decision import (
+    decision_sentence,
+    noise_sentence,
+    open_interval,
+    percent,
+    row_interval,
+)
+from grpo_ustat.pages.next_step import next_step
+from grpo_ustat.pages.recipes import recipe_table
+from grpo_ustat.pages.reward_functions import reward_tables
+from grpo_ustat.pages.symbols import baseline_word
+from grpo_ustat.pages.tables import (
+    Cell,
+    Table,
+    as_cell,
+    rows_table,
+    with_interval,
+)
+from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord
+
+MOST_ROWS = 200  # that a page holds
+P_VALUE = "p (Holm)"  # raw, and corrected for the claims of a study
+FAMILY_RULE = (
+    "p: the p-value of the hypothesis that the prediction holds; in brackets with Holm's "
+    "correction "
+    "over the claims of the study that have one. A claim disagrees if the corrected one is at most "
+    "0.05, so that at most 5 % of studies without an error disagree. Intervals are of each claim "
+    "by "
+    "itself. Without p: enumerated, or not tested. Severity: what else would have agreed."
+)
+VERDICT_WORDS = {
+    AGREES: "Theory and measurement agree.",
+    DISAGREES: "Theory and measurement disagree in at least one claim.",
+    OPEN: "Not enough data to say whether theory and measurement agree in every claim.",
+}
+TITLES = {kind: schema.title for kind, schema in STUDIES.items()}
+
+DYNAMIC = {
+    "kept": "groups kept", "generated": "generated for a kept one",
+    "break_even": "break-even share thrown away",
+}  # fmt: skip
+NOISE = {"rollouts": "n_c, rollouts", "tokens": "n_c, tokens", "prompt_share": "from prompts"}
+QUANTITIES = {  # of the scaling law and of Assumption 2
+    "c1": "C1", "c2": "C2", "c3": "C3",
+    "gstar": "G*, rollouts", "gstar_paper": "G*, as in the paper",
+    "gstar_tokens": "G*, tokens", "gstar_seconds": "G*, seconds",
+    "corr": "corr(q, Z)", "a0": "A_0, vanilla (no baseline)", "a_v": "A_V, oracle",
+    "a_bstar": "A_b*, best",
+    "av_minus_a0": "A_V - A_0", "av_minus_abstar": "A_V - A_b*", "share": "(A_V - A_b*) / A_V",
+    "crossover_group_size": "G from which GRPO beats vanilla (no baseline)",
+}  # fmt: skip
+
+
+def gap_title(run: RunRecord) -> str:
+    """Which result, on which test problem."""
+    kind, bed = str(run.value("study.kind")), run.value("bed.name")
+    on_bed = "" if run.value("bed.kind") == "none" else f", on {bed}"
+    return f"{TITLES.get(kind, kind)}{on_bed}, seed {run.value('seed')}"
+
+
+def gap_answer(run: RunRecord) -> str:
+    """The verdict and the study's answer."""
+    if run.result is None:
+        return "Unfinished: nothing is measured yet."
+    return f"{VERDICT_WORDS[run.result['verdict']]} {run.result['answer']}"
+
+
+def gap_facts(run: RunRecord) -> list[tuple[str, Cell]]:
+    """Test problem and cost."""
+    if run.result is None:
+        return []
+    bed = "\n".join(f"{name}: {number_text(value)}" for name, value in run.result["bed"].items())
+    rollouts = run.result["cost"]["rollouts"]
+    return [
+        ("Test problem", bed),
+        ("Completions drawn", f"{rollouts:,}".replace(",", " ") if rollouts else "0: enumerated"),
+    ]
+
+
+def gap_tables(run: RunRecord) -> list[Table]:
+    """Predictions beside measurements."""
+    if run.result is None:
+        return []
+    rows = [
+        [
+            claim["what"],
+            number_text(claim["predicted"]),
+            number_text(claim["measured"]),
+            interval_text(claim),
+            p_value_text(claim),
+            claim["verdict"],
+            claim.get("severity", ""),
+            claim["how"],
+        ]
+        for claim in run.result["claims"]
+    ]
+    columns = ("claim", "predicted", "measured", "95 % interval", P_VALUE, "verdict", "severity",
+               "how it is decided")  # fmt: skip
+    tables = [Table("Predicted and measured", columns, rows, [FAMILY_RULE])]
+    numbers = run.csv_rows("curves.csv")
+    if numbers:
+        note = f"The first {MOST_ROWS} of {len(numbers)}, all in curves.csv."
+        note = note if len(numbers) > MOST_ROWS else ""
+        tables.append(rows_table("Numbers", numbers[:MOST_ROWS], note))
+    return tables
+
+
+def number_text(value: float | str) -> str:
+    """A number with four significant digits; a text as it is.
+
+    >>> number_text(0.123456), number_text("<= 1"), number_text(-0.0)
+    ('0.1235', '<= 1', '0')
+    """
+    return value if isinstance(value, str) else f"{value + 0.0:.4g}"
+
+
+def interval_text(claim: dict[str, Any]) -> str:
+    """Interval of a claim; "" where it was enumerated."""
+    if claim["low"] is None or claim["high"] is None:
+        return ""
+    return f"[{number_text(claim['low'])}, {number_text(claim['high'])}]"
+
+
+def p_value_text(claim: dict[str, Any]) -> str:
+    """p-value of a claim, raw and with Holm's correction; "" where it has none.
+
+    >>> p_value_text({"p_value": 0.0312, "holm_p": 0.312}), p_value_text({"p_value": None})
+    ('0.0312 (0.312)', '')
+    """
+    if claim.get("p_value") is None:
+        return ""
+    return f"{claim['p_value']:.3g} ({claim.get('holm_p', claim['p_value']):.3g})"
+
+
+def mse_title(run: RunRecord) -> str:
+    """Model, data set and seed."""
+    names = (run.value(key) for key in ("model.name", "dataset.name", "seed"))
+    return "Gradient MSE study of {} on {}, seed {}".format(*names)
+
+
+def mse_answer(run: RunRecord) -> str:
+    """Which G is best, what its neighbours cost, and how much of a step is noise."""
+    if run.result is None:
+        parts = (run.folder / "pool").glob("*.safetensors")
+        scored = len({part.name.split("-")[0] for part in parts})
+        questions = run.value("study.questions")
+        return (
+            f"Unfinished: completions of {scored} of {questions} questions are scored, no curve "
+            "is drawn."
+        )
+    return f"{decision_sentence(run.result)} {noise_sentence(run.result)}".rstrip()
+
+
+def mse_next_step(run: RunRecord) -> str:
+    """What to type next; "" while the study is unfinished."""
+    if run.result is None:
+        return ""
+    return next_step(run.result, run.config, run.folder)
+
+
+def mse_facts(run: RunRecord) -> list[tuple[str, Cell]]:
+    """Settings and cost."""
+    if run.result is None:
+        return []
+    result, value = run.result, run.value
+    policy, metric, cost = (result.get(key) or {} for key in ("policy", "metric", "cost"))
+    unjudged = sum(cost.get(key, 0) for key in ("judge_timeouts", "judge_failures"))
+    return [
+        (
+            f"{policy['quantity'].capitalize()} of the policy",
+            with_interval(policy, "mean_reward", "mean_reward_"),
+        ),
+        ("Mean length", f"{policy['mean_length']:.1f} tokens"),
+        ("Questions", as_cell(result.get("questions"))),
+        ("Completions a question", as_cell(result.get("pool_completions"))),
+        ("Methods", ", ".join(map(str, value("study.methods") or ()))),
+        *([("Parameters measured", f"{metric['parameters']}; {metric['norm']}"),
+           ("Products between questions", as_cell(metric.get("between_questions")))]
+          if metric else []),
+        ("Sampling", f"temperature {value('temperature')}, at most "
+                     f"{value('max_completion_length')} tokens"),
+        ("Rollouts in all", as_cell(cost.get("rollouts"))),
+        ("Tokens sampled", as_cell(cost.get("tokens"))),
+        ("Answers not judged", unjudged),
+    ]  # fmt: skip
+
+
+def mse_tables(run: RunRecord) -> list[Table]:
+    """Curves, the scaling law with Assumption 2, and what was not measured; none of equal
+    rewards.
+    """
+    if run.result is None or "equal_rewards" in run.result:
+        return []
+    estimates = run.result["scaling"] | run.result["assumption2"]
+    rows = [
+        [name, *(estimates.get(f"{key}{end}") for end in ("", "_low", "_high"))]
+        for key, name in QUANTITIES.items()
+        if key in estimates
+    ]
+    reasons = [run.result[key].get("reason") for key in ("scaling", "assumption2", "grad_sq")]
+    note = ". ".join(dict.fromkeys(reason for reason in reasons if reason))
+    columns = ["quantity", "estimate", "low", "high"]
+    tables = [
+        _curves_table(run.result["curves"]),
+        Table("Scaling law and Assumption 2", columns, rows, [note] if note else []),
+    ]
+    tables += reward_tables(run.result)
+    published = recipe_table(run.result["scaling"])
+    if published is not None:
+        tables.append(published)
+    if "noise" in run.result:
+        tables.append(_noise_table(run.result["noise"]))
+    if run.result.get("dynamic_sampling"):
+        tables.append(dynamic_sampling_table(run.result["dynamic_sampling"]))
+    if run.result.get("proxies"):
+        tables.append(proxies_table(run.result["proxies"]))
+    if run.result.get("allocation"):
+        tables.append(allocation_table(run.result["allocation"]))
+    if run.result["scaling"].get("rules"):
+        tables.append(rule_sizes_table(run.result["scaling"]["rules"]))
+    ratios = run.result.get("ratio_to_oracle")
+    if ratios:
+        ratio_rows = [
+            row
+            | {"ratio": with_interval(row, "ratio", "ratio_")}
+            | {"baseline": baseline_word(row["baseline"]), "ratio_low": None, "ratio_high": None}
+            for row in ratios
+        ]
+        note = "In brackets: 95 % intervals, paired."
+        tables.append(rows_table("Error of the gradient over the oracle's", ratio_rows, note))
+    if run.result.get("not_measured"):
+        tables.append(rows_table("Not measured", run.result["not_measured"]))
+    return tables
+
+
+def dynamic_sampling_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """What dynamic sampling costs at every G."""
+    cells = [
+        [str(row["group_size"]), *(open_interval(row, name) for name in DYNAMIC)] for row in rows
+    ]
+    notes = [
+        "Groups are drawn until enough have rewards that differ (DAPO). The gradient then has the "
+        "right direction, and the length of the column generated. Per rollout it beats leaving "
+        "zero-variance groups out, without new ones for them, only while it throws away less than "
+        "the last column of its kept groups. In brackets 95 % intervals over prompts, of the last "
+        "column 90 % at least.",
+    ]
+    return Table("Dynamic sampling", ["G", *DYNAMIC.values()], cells, notes)
+
+
+def proxies_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """How well cheap proxies go with what they stand for, see `estimators.proxies`."""
+    plain = ("uncorrected", "proxy_reliability", "target_reliability")
+    cells = [
+        [row["units"], row["proxy"], row["target"], open_interval(row, "correlation")]
+        + ["-" if row[name] is None else f"{row[name]:.2f}" for name in plain]
+        for row in rows
+    ]
+    notes = [
+        "VIP and SPEED take p(1-p) of a prompt, VL-Norm the length of a completion, for its noise. "
+        "Over prompts: correlations of the true values, corrected for the errors of estimates by "
+        "halves of the pool; uncorrected, errors that both sides share count as agreement. Over "
+        "completions: Spearman's, of ranks. Reliability: of half a pool. In brackets 95 % "
+        "intervals for other prompts.",
+    ]
+    columns = ["over", "proxy", "stands for", "correlation", "uncorrected",
+               "reliability of the proxy", "of the target"]  # fmt: skip
+    return Table("Proxies", columns, cells, notes)
+
+
+def allocation_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """What unequal group sizes do to the error, see `estimators.allocation`."""
+    sizes = list(dict.fromkeys(row["group_size"] for row in rows))
+    cells = []
+    for plan in dict.fromkeys(row["plan"] for row in rows):
+        of_plan = {row["group_size"]: row for row in rows if row["plan"] == plan}
+        cells.append([plan, *(_change_text(of_plan[size], "change") for size in sizes)])
+    own = {row["group_size"]: row for row in rows if row["in_sample"] is not None}
+    if own:
+        changes = (percent(own[size]["in_sample"]) if size in own else "-" for size in sizes)
+        cells.append(["the best sizes, in sample", *changes])
+    notes = [
+        "Error at the same number of rollouts over that of equal groups, less 1: planned from one "
+        "half of the pool, judged on the other, both ways; at least 2 completions a prompt. In "
+        "brackets 95 % intervals for other prompts, of all plans of a column together. In sample "
+        "the plan follows the errors of its own estimates, so it saves less than that.",
+    ]
+    columns = ["plan", *(f"mean G = {size}" for size in sizes)]
+    return Table("Unequal group sizes", columns, cells, notes)
+
+
+def _change_text(row: dict[str, Any], name: str) -> str:
+    """A change in percent with its interval; `-` where it is not known."""
+    change, low, high = row_interval(row, name)
+    if math.isnan(change):
+        return "-"
+    return f"{percent(change)} [{percent(low)}, {percent(high)}]"
+
+
+def rule_sizes_table(rules: Sequence[dict[str, Any]]) -> Table:
+    """The best group size of each rule at every number of rollouts, see `mse.rule_sizes`."""
+    counts = sorted({cell["n"] for row in rules for cell in row["sizes"]})
+    rows = []
+    for row in rules:
+        cells = {cell["n"]: cell for cell in row["sizes"]}
+        rate = row.get("growth")
+        rows.append([
+            baseline_word(row["baseline"]),
+            row["target"] + ("" if row["measure"] == "mse" else ", best multiple"),
+            *(_best_and_alike(cells.get(n)) for n in counts),
+            "yes" if row["grows"] else "not shown",
+            "" if rate is None else open_interval(row, "growth"),
+        ])  # fmt: skip
+    notes = [
+        "Of the measured G, n / G prompts drawn independently; in brackets those that are "
+        "not significantly worse (paired intervals, 95 % for all G of a line's n). Grows: none of "
+        "the sizes for the smallest n is one of those for the largest.",
+        "For large n the best G of a rule with a bias b/G is (n x 2 ||b||^2 / C1)^(1/3); the last "
+        "column has 2 ||b||^2 / C1, from the largest G.",
+    ]
+    columns = ["rule", "against", *(f"n = {n}" for n in counts), "grows with n", "2 ||b||^2 / C1"]
+    return Table("Best group size of each rule", columns, rows, notes)
+
+
+def _best_and_alike(cell: dict[str, Any] | None) -> str:
+    """The best size, and the smallest and the largest that are not worse."""
+    if cell is None:
+        return "-"
+    alike = cell["alike"]
+    ends = f" [{alike[0]}, {alike[-1]}]" if len(alike) > 1 else ""
+    return f"{cell['group_size']}{ends}"
+
+
+def _noise_table(noise: dict[str, Any]) -> Table:
+    """The noise scale at every G, and at the best one in rollouts and in tokens."""
+    best = noise["best"]
+    rows = [
+        [number_text(row["group_size"]), *(open_interval(row, name) for name in NOISE)]
+        for row in noise["curve"]
+    ]
+    if best["group_size"] is not None:
+        size, size_tokens = best["group_size"], best["group_size_tokens"]
+        sizes = f"G* = {size:.1f}" + (f", of tokens {size_tokens:.1f}" if size_tokens else "")
+        rows.append([sizes, *(open_interval(best, name) for name in NOISE)])
+    notes = [
+        "n_c: rollouts of a step (tokens, prompts read once a group) at which half of E||ghat||^2 "
+        "is noise. leave_one_out, prompts drawn independently; in brackets 95 % intervals.",
+        *([noise["reason"]] if "reason" in noise else []),
+    ]
+    return Table("Noise scale", ["G", *NOISE.values()], rows, notes)
+
+
+def _curves_table(rows: list[dict[str, Any]]) -> Table:
+    """A row for every point; a column with one value stands once, in the note."""
+    rows = [
+        row
+        | {"baseline": baseline_word(row["baseline"]), "mse": with_interval(row, "mse")}
+        | {"low": None, "high": None}
+        for row in rows
+    ]
+    axes = {"baseline", "group_size", "mse"}
+    same = [key for key in rows[0] if key not in axes and len({row[key] for row in rows}) == 1]
+    values = [
+        f"{key.replace('_', ' ')}: {rows[0][key]}" for key in same if rows[0][key] is not None
+    ]
+    differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
+    note = f"Of all rows: {'; '.join(values)}. In brackets: 95 % intervals."
+    return rows_table("Mean squared error of the gradient", differing, note)

@@ -1,0 +1,427 @@
+"""A table with its data: on the terminal, on a page, as CSV, as LaTeX, as Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as TerminalTable
+
+from grpo_ustat.runs.files import FORMULA, write_whole
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.terminal.console import excerpt, visible
+from grpo_ustat.terminal.streams import percentage
+
+Cell = str | int | float | bool | None
+MISSING = "–"
+MOST_CHARACTERS = 300  # of a cell on a terminal
+OFTEN_CUT = 0.1  # share of completions, from which on a run says at once that they were cut
+NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
+LATEX_SENTENCES = r"p{0.3\linewidth}"  # a column of them
+LATEX_SPECIAL = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "\u2212": "$-$",
+    "±": r"$\pm$", "×": r"$\times$", "≤": r"$\le$", "≥": r"$\ge$", "≈": r"$\approx$", "–": "--",
+    "→": r"$\to$", "…": r"\dots{}", "∞": r"$\infty$", "σ": r"$\sigma$", "τ": r"$\tau$",
+    "·": r"$\cdot$", "—": "---", "√": r"$\surd$", "²": "$^2$",
+}  # fmt: skip
+LATEX_SYMBOLS = {
+    "A_V - A_0": "$A_V - A_0$", "A_V": "$A_V$", "A_0": "$A_0$", "G*": "$G^*$",
+    "corr(q, Z)": r"$\mathrm{corr}(q, Z)$", "1 + sqrt(C3/C1)": r"$1 + \sqrt{C_3/C_1}$",
+    "C1": "$C_1$", "C2": "$C_2$", "C3": "$C_3$", "infinity": r"$\infty$",
+    "n_c": "$n_c$", "||grad J||^2": r"$\|\nabla J\|^2$",
+}  # fmt: skip
+MATH_SYMBOLS = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, LATEX_SYMBOLS))})(?!\w)")
+HTML_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+MARKDOWN_SPECIAL = re.compile(r"([\\`*_{}\[\]()#|~$@]|:(?=//)|(?<=www)\.)")  # last two: bare links
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        title: above it.
+        columns: their names.
+        rows: a cell for every column; None is missing. The lines of a text belong together; on a
+            page a text such as `0.35 [0.18, 0.57]` sorts by its first number.
+        notes: below it: what intervals are over, what marks mean, what is missing and why.
+        name: of its files, `<name>.csv` and `<name>.tex`.
+        data: its numbers for the CSV file; what a row lacks is an empty field.
+        figure_notes: for below the figure of the same name, None where there is no such figure.
+        headings: whether the first column holds headings, blank where they repeat those above.
+        sentences: columns that hold sentences, for which a terminal has no room.
+        marks: of cells (row, column) that LaTeX sets bold, True, the best, or underlines, False,
+            not significantly different from it; what marks them in their first line, `*` or `~`,
+            is left out there.
+        latex_notes: in place of `notes` where LaTeX marks cells otherwise.
+
+    Raises:
+        ValueError: a row has not as many cells as there are columns.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[str] = ()
+    name: str = ""
+    data: Sequence[dict[str, Any]] = ()
+    figure_notes: Sequence[str] | None = None
+    headings: bool = False
+    sentences: Sequence[str] = ()
+    marks: Mapping[tuple[int, int], bool] = field(default_factory=dict)
+    latex_notes: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(
+                    f"table {self.title!r} has {len(self.columns)} columns and a row of {len(row)}"
+                )
+
+    def terminal(self) -> TerminalTable:
+        """For a terminal, without the columns of sentences."""
+        table = TerminalTable(
+            title=self.title, caption="\n".join(self.notes), box=SIMPLE_HEAD, show_edge=False,
+            pad_edge=False,
+        )  # fmt: skip
+        table.min_width = 64
+        places = [i for i, column in enumerate(self.columns) if column not in self.sentences]
+        for i in places:
+            justify = "left" if self.headings and i == 0 else "right"
+            table.add_column(excerpt(self.columns[i], MOST_CHARACTERS), justify=justify)
+        for row in self._text_rows():
+            table.add_row(*(excerpt(row[i], MOST_CHARACTERS) for i in places))
+        return table
+
+    def csv(self) -> str:
+        """Its data as CSV."""
+        keys = dict.fromkeys(key for row in self.data for key in row)
+        return csv_text([dict.fromkeys(keys) | row for row in self.data])
+
+    def latex(self) -> str:
+        r"""A floating `table` for a paper, as wide as the page at most; it needs the packages
+        booktabs and graphicx.
+
+        A cell is one line, its interval small after its value. Headings of several lines that
+        repeat, such as those of a study, are a line of their own above their rows. No row begins
+        with `[` or `*`, which LaTeX would read as an option of the `\\` before it.
+        """
+        headings = [row[0] for row in self.rows]
+        grouped = self.headings and len(set(headings)) < len(headings)
+        grouped = grouped and any("\n" in str(heading) for heading in headings)
+        first = int(grouped)  # of the columns
+        kinds = ["r"] * len(self.columns)
+        kinds[0] = "l"
+        for i, column in enumerate(self.columns):
+            if column in self.sentences:
+                kinds[i] = LATEX_SENTENCES
+
+        lines = [f"\\begin{{tabular}}{{{''.join(kinds[first:])}}}", "\\toprule"]
+        lines += [_latex_row([tex_cell(x) for x in self.columns[first:]]), "\\midrule"]
+        for i, row in enumerate(self._text_rows()):
+            if grouped and row[0]:
+                lines += ["\\addlinespace"] if i else []
+                span = f"\\multicolumn{{{len(self.columns) - 1}}}{{l}}"
+                lines.append(_latex_row([f"{span}{{{tex(', '.join(row[0].splitlines()))}}}"]))
+            cells = [tex_cell(row[j], self.marks.get((i, j))) for j in range(1, len(row))]
+            heading = [] if grouped else [tex(", ".join(row[0].splitlines()))]
+            lines.append(_latex_row([*heading, *cells]))
+        tabular = "\n".join([*lines, "\\bottomrule", "\\end{tabular}%"])
+
+        title = " ".join(self.title.split()).rstrip(".")
+        notes = self.notes if self.latex_notes is None else self.latex_notes
+        caption = tex(" ".join(f"{x.rstrip('.')}." for x in (title, *notes)))
+        label = re.sub(r"[^A-Za-z0-9.=:-]+", "-", self.name)
+        width = r"\ifdim\width>\linewidth\linewidth\else\width\fi"
+        return "\n".join([
+            "% \\usepackage{booktabs,graphicx}",
+            "\\begin{table}",
+            "\\centering",
+            f"\\caption[{{{tex(title)}}}]{{{caption}}}",
+            f"\\label{{tab:{label}}}",
+            f"\\resizebox{{{width}}}{{!}}{{%",
+            tabular,
+            "}",
+            "\\end{table}",
+            "",
+        ])  # fmt: skip
+
+    def markdown(self) -> str:
+        """Columns and rows, on one line each."""
+        lines = ["| " + " | ".join(map(plain, row)) + " |" for row in (self.columns, *self.rows)]
+        return "\n".join([lines[0], "|---" * len(self.columns) + "|", *lines[1:]])
+
+    def numeric_columns(self) -> list[bool]:
+        """Whether all cells of a column, but for missing ones, sort by a number; for a page."""
+        columns = list(zip(*self.rows, strict=True)) or [(None,)] * len(self.columns)
+        return [
+            bool(self.rows)
+            and all(sort_value(x) is not None for x in cells if cell_text(x) != MISSING)
+            for cells in columns
+        ]
+
+    def write(self, folder: Path) -> None:
+        """Write `<name>.csv` and `<name>.tex`."""
+        write_whole(folder / f"{self.name}.csv", self.csv())
+        write_whole(folder / f"{self.name}.tex", self.latex())
+
+    def _text_rows(self) -> list[list[str]]:
+        """Cells as texts; a heading that repeats the one above is blank."""
+        rows = [[x if isinstance(x, str) else cell_text(x) for x in row] for row in self.rows]
+        if not self.headings:
+            return rows
+        above = [None, *(row[0] for row in rows)]
+        return [
+            ["" if row[0] == heading else row[0], *row[1:]]
+            for row, heading in zip(rows, above, strict=False)
+        ]
+
+
+def rows_table(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> Table:
+    """A table of rows by key; columns without any value are left out."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = [key for key in keys if any(row.get(key) is not None for row in rows)]
+    cells = [[as_cell(row.get(key)) for key in columns] for row in rows]
+    return Table(title, [key.replace("_", " ") for key in columns], cells, [note] if note else [])
+
+
+def as_cell(value: Any) -> Cell:
+    """A value of a configuration or of a file as what a cell can hold."""
+    return value if isinstance(value, Cell) else json.dumps(value, default=str)
+
+
+def cell_text(cell: Cell) -> str:
+    """Text of a cell.
+
+    >>> cell_text(0.123456), cell_text(12), cell_text(True), cell_text(None)
+    ('0.1235', '12', 'yes', '–')
+    """
+    if cell in (None, "", "-"):
+        return MISSING
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    return f"{cell:.4g}" if isinstance(cell, float) else visible(str(cell))
+
+
+def sort_value(cell: Cell) -> float | None:
+    """The number that a cell sorts by: its own, or what its text begins with.
+
+    >>> sort_value("0.35 [0.18, 0.57]"), sort_value("12 %"), sort_value(3)
+    (0.35, 12.0, 3.0)
+    >>> sort_value("2024-11-22"), sort_value("tiny"), sort_value(None)
+    (None, None, None)
+    """
+    if cell is None or isinstance(cell, bool):
+        return None
+    if isinstance(cell, str):
+        match = NUMBER.match(cell.strip())
+        return float(match[0]) if match else None
+    return float(cell) if math.isfinite(cell) else None
+
+
+def tex(text: str) -> str:
+    r"""Text as LaTeX shows it, symbols of the statistics in math mode; a character that its fonts
+    lack as the number of it.
+
+    >>> tex("n_0 = 5 %, ~"), tex("-0.5 ± 1 ≤ x\x00\n中")
+    ('n\\_0 = 5 \\%, \\textasciitilde{}', '$-$0.5 $\\pm$ 1 $\\le$ x\\textbackslash{}x00 U+4E2D')
+    >>> print(tex("A_V - A_0 and G*, [2.0, infinity)"))
+    $A_V - A_0$ and $G^*$, [2.0, $\infty$)
+    """
+    text = re.sub(r"(?<![\w.)-])-(?=[\d.])", "\u2212", " ".join(visible(text).split()))
+    text = text.replace("->", "→")
+    parts = MATH_SYMBOLS.split(text)
+    return "".join(
+        LATEX_SYMBOLS[part] if i % 2 else "".join(map(_tex_letter, part))
+        for i, part in enumerate(parts)
+    )
+
+
+def _tex_letter(letter: str) -> str:
+    if letter in LATEX_SPECIAL:
+        return LATEX_SPECIAL[letter]
+    if letter in "&%$#_{}":
+        return f"\\{letter}"
+    return letter if letter.isascii() else f"U+{ord(letter):04X}"
+
+
+def tex_cell(cell: str, best: bool | None = None) -> str:
+    r"""A cell's lines as one for LaTeX, what is below its value, or its half interval, small.
+
+    Args:
+        cell: its text.
+        best: True sets the value bold, False underlines it.
+
+    >>> print(tex_cell("23.1\n[21.3, 25.0]", True), tex_cell("0.378~", False))
+    \textbf{23.1} {\scriptsize [21.3, 25.0]} \underline{0.378}
+    """
+    value, *rest = cell.split("\n")
+    if best is not None:
+        value = f"\\{'textbf' if best else 'underline'}{{{tex(value.rstrip('*~'))}}}"
+    else:
+        value = tex(value)
+    return f"{value} {{\\scriptsize {tex(', '.join(rest))}}}" if rest else value
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    """A row that begins with nothing that the line before could read as its option."""
+    text = " & ".join(cells)
+    return ("{}" if text.lstrip()[:1] in ("[", "*") else "") + text + r" \\"
+
+
+def plain(value: Any) -> str:
+    r"""A value as one line of text that Markdown leaves as it is; None as an empty one.
+
+    >>> print(plain("<b>[x](http://y)</b> | a_b"))
+    &lt;b&gt;\[x\]\(http\://y\)&lt;/b&gt; \| a\_b
+    """
+    text = "" if value is None else "".join(c if c.isprintable() else " " for c in str(value))
+    text = re.sub("[&<>]", lambda match: HTML_ENTITIES[match[0]], " ".join(text.split()))
+    return MARKDOWN_SPECIAL.sub(r"\\\1", text)
+
+
+def fenced(text: str, language: str = "") -> str:
+    """A block of code for Markdown that no backticks of the text end.
+
+    >>> print(fenced("a ``` b", "text"))
+    ````text
+    a ``` b
+    ````
+    """
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def csv_text(rows: Sequence[dict[str, Any]]) -> str:
+    r"""Rows of equal keys; None becomes an empty field.
+
+    A text that a spreadsheet would run begins with `'`, which `files.csv_rows` takes away again;
+    invisible characters are spelt out.
+
+    >>> print(csv_text([{"name": "=1+1", "low": -0.5, "text": "-0.5"}]), end="")
+    name,low,text
+    '=1+1,-0.5,-0.5
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: _csv_cell(value) for key, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    runs = FORMULA.match(value) and not NUMBER.fullmatch(value)
+    return visible(f"'{value}" if runs else value)
+
+
+def write_csv(folder: RunFolder, name: str, rows: list[dict[str, Any]]) -> None:
+    """Write rows of equal keys; None becomes an empty field."""
+    folder.write(name, csv_text(rows))
+
+
+def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
+    """The first so many lines, and how many more there are.
+
+    >>> shorten(["a", "b", "c"], 1, "runs.csv")
+    ['a', 'and 2 more, see runs.csv']
+    """
+    rest = len(lines) - most
+    return [*lines[:most], f"and {rest} more, see {where}"] if rest > 0 else list(lines)
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits, trailing zeros kept; thousands without an exponent.
+
+    >>> [three_digits(x) for x in (0.001234, -0.5, 62.4, 2647.0, 1234567.0, math.inf)]
+    ['0.00123', '-0.500', '62.4', '2650', '1.23e+06', 'infinity']
+    """
+    if math.isinf(value):
+        return "infinity" if value > 0 else "-infinity"
+    if 999.5 <= abs(value) < 999_500:
+        return f"{float(f'{value:.3g}'):.0f}"
+    return f"{value:#.3g}".removesuffix(".")
+
+
+def with_interval(row: dict[str, Any], key: str, prefix: str = "") -> str | None:
+    """A number with its interval after it, in `<prefix>low` and `<prefix>high`."""
+    value, low, high = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
+    if not isinstance(value, int | float):
+        return None
+    if low is None or high is None:
+        return f"{three_digits(value)} (no interval)"
+    return f"{three_digits(value)} [{three_digits(low)}, {three_digits(high)}]"
+
+
+def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
+    """G* with its interval; None where not even a lower end above 2, the smallest group, is known.
+
+    Args:
+        best: estimate, null or NaN where there is none.
+        low, high: its interval; a null or infinite `high` has no end.
+
+    >>> best_size(4.25, 3.0, 9.0), best_size(4.25, 3.0, None), best_size(4.25, 1.0, None)
+    ('4.2 [3.0, 9.0]', 'at least 3.0', None)
+    """
+    bounded = high is not None and math.isfinite(high)
+    if low is None or not math.isfinite(low) or (low <= 2 and not bounded):
+        return None
+    if not bounded:
+        return f"at least {low:.1f}"
+    estimate = f"{best:.1f}" if best is not None and math.isfinite(best) else MISSING
+    return f"{estimate} [{low:.1f}, {high:.1f}]"
+
+
+def often_cut(clipped_ratio: float) -> bool:
+    """Whether so many completions were cut that a run should say so at once."""
+    return clipped_ratio >= OFTEN_CUT
+
+
+def cut_text(clipped_ratio: float, of: str, max_completion_length: int) -> str:
+    """What a share of cut completions means, and what to set.
+
+    >>> cut_text(0.31, "the first 256", 96).partition(": ")[0][:70]
+    '31 % of the first 256 completions were cut at max_completion_length=96'
+    """
+    return (
+        f"{percentage(clipped_ratio)} of {of} completions were cut at max_completion_length="
+        f"{max_completion_length} and rarely hold an answer: try max_completion_length="
+        f"{2 * max_completion_length}, or set prompt.stop to what ends an answer"
+    )
+
+
+def clipped_warning(of: str, clipped_ratio: float, max_completion_length: int | None) -> str:
+    """A sentence where many completions `of` something were cut: they rarely hold an answer.
+
+    Without a length, they were cut elsewhere.
+    """
+    if clipped_ratio <= 0.05:
+        return ""
+    where = f" at max_completion_length={max_completion_length}: raise it"
+    if max_completion_length is None:
+        where = " where they were made: let them be longer there"
+    return (
+        f" WARNING: {percentage(clipped_ratio)} of the {of} completions were cut{where}, unless "
+        "that is the point."
+    )
+
+
+def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
+    """A sentence where answers could not be judged: they earned nothing, right or wrong."""
+    if not timeouts + failures:
+        return ""
+    return (
+        f" WARNING: {timeouts + failures} of {rollouts} answers could not be judged ({timeouts} "
+        f"timed out, {failures} failed) and count as wrong."
+    )

@@ -1,1 +1,0 @@
-"""How far the sweeps in a folder are."""

@@ -1,0 +1,1 @@
+"""Standard output, what a terminal shows, and progress."""

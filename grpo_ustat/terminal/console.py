@@ -1,0 +1,56 @@
+"""What a terminal shows: data as text. None of it is markup, and no control character acts."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from typing import Any, TextIO
+
+import rich.console
+from rich.text import Text
+
+from grpo_ustat.terminal.streams import visible
+
+
+def excerpt(text: str, most: int) -> str:
+    """A text that is not longer than so many characters; of a longer one both ends.
+
+    >>> excerpt("a name", 9), excerpt("a very long name", 9)
+    ('a name', 'a ve…name')
+    """
+    if len(text) <= most:
+        return text
+    half = (most - 1) // 2
+    return f"{text[: most - 1 - half]}…{text[-half:]}"
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """A sentence in lines, of which none begins with a percent sign.
+
+    >>> print(wrapped("of them 12 % are equal", 11))
+    of them
+    12 % are
+    equal
+    """
+    glued = re.sub(r"(?<=\d) %", "\0%", text)
+    lines = textwrap.fill(glued, width, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\0", " ")
+
+
+def tell(*lines: str, file: TextIO | None = None) -> None:
+    """Print lines, by default on standard output."""
+    for line in lines:
+        print(visible(line), file=file or sys.stdout)
+
+
+class Console(rich.console.Console):
+    """Rich's, in which a text is a text: styles come from `style=` and `rich.text.Text` alone."""
+
+    def __init__(self, **options: Any):
+        settings: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
+        super().__init__(**settings | options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A text or a table's cell, with invisible characters spelt out."""
+        return super().render_str(visible(text), **options)

@@ -1,0 +1,275 @@
+"""When it measures, what it logs and says, on how many ranks, and that training does not notice.
+
+Scores are made up here; tests/integrations/test_real_trl.py has those of a policy in the real trainer.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+
+import hostile
+import numpy as np
+import pytest
+import torch
+from trl_room import GRPOTrainer
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.moments import pool_gradient_weights
+from grpo_ustat.estimators.noise import group_terms, noise_estimate
+from grpo_ustat.integrations.trl import callback as module
+from grpo_ustat.integrations.trl.callback import GradientNoiseCallback, unchanged
+from grpo_ustat.integrations.trl.generation import Completion, Group
+from grpo_ustat.policy.scores.groups import GroupScores
+
+SIZE, PROMPTS = 4, 6
+
+
+def batch(seed):
+    """Prompts, completions and rewards of 6 groups of 4; one of them has zero variance."""
+    rng = np.random.default_rng(seed)
+    prompts = [[p + 1, p + 2] for p in range(PROMPTS) for _ in range(SIZE)]
+    completions = [[seed + 1, 10 + i] + [3] * (i % 3) for i in range(PROMPTS * SIZE)]
+    rewards = rng.integers(0, 2, PROMPTS * SIZE).astype(float)
+    rewards[SIZE : 2 * SIZE] = 1.0
+    rewards[0], rewards[1] = 0.0, 1.0
+    return prompts, completions, rewards.tolist()
+
+
+def made_up(group):
+    """Scores of a group that depend on its tokens alone, in three dimensions."""
+    scores_GD = np.array([
+        np.random.default_rng(one.completion_ids + one.prompt_ids).standard_normal(3)
+        for one in group.completions
+    ])  # fmt: skip
+    ghat_D = pool_gradient_weights(group.rewards_G) @ scores_GD
+    return GroupScores(np.square(scores_GD).sum(axis=1), float(ghat_D @ ghat_D), ghat_D)
+
+
+def expected_terms(prompts, completions, rewards):
+    """The terms from all of a batch's scores at once."""
+    rows = [
+        SimpleNamespace(prompt_ids=p, completion_ids=c)
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    rewards_PG = np.array(rewards).reshape(-1, SIZE)
+    groups = [
+        made_up(SimpleNamespace(completions=rows[k * SIZE : (k + 1) * SIZE], rewards_G=rewards_G))
+        for k, rewards_G in enumerate(rewards_PG)
+    ]
+    ghat_PD = np.stack([group.ghat_R for group in groups])
+    norms_PG = np.stack([group.sq_norm_G for group in groups])
+    return group_terms(rewards_PG, norms_PG, ghat_PD @ ghat_PD.T)
+
+
+@pytest.fixture(autouse=True)
+def scores_are_made_up(monkeypatch):
+    monkeypatch.setattr(GradientNoiseCallback, "_scores", lambda self, group: made_up(group))
+
+
+def generate(trainer, seed, step):
+    """A generation batch at an update, as the trainer asks for it."""
+    prompts, completions, rewards = batch(seed)
+    share = len(prompts) // trainer.accelerator.num_processes
+    own = slice(trainer.accelerator.process_index * share, None)
+    trainer.rows = prompts[own][:share], completions[own][:share]
+    trainer.rewards = {"right": rewards}
+    trainer.state.global_step = step
+    return trainer._generate_and_score_completions(None)
+
+
+def measured(**changes):
+    trainer = GRPOTrainer(SIZE, **changes)
+    return trainer, GradientNoiseCallback(trainer, every=2)
+
+
+def test_it_measures_every_so_many_updates_of_training():
+    trainer, callback = measured()
+    for seed, step in enumerate([0, 0, 1, 2, 5, 6, 7]):
+        generate(trainer, seed, step)
+    assert [one.step for one in callback.measurements] == [0, 2, 5, 7]
+    trainer.model.eval()
+    generate(trainer, 9, 20)
+    assert len(callback.measurements) == 4
+    callback.on_train_begin(trainer.args, SimpleNamespace(global_step=21), None)
+    trainer.model.train()
+    generate(trainer, 9, 20)
+    generate(trainer, 9, 21)
+    assert [one.step for one in callback.measurements][4:] == [21]
+
+
+def test_what_is_logged_are_ratios_of_running_means(capsys):
+    trainer, callback = measured()
+    steps = [expected_terms(*batch(seed)) for seed in range(3)]
+    for seed in range(3):
+        output = generate(trainer, seed, 2 * seed)
+        assert set(output) >= {"prompt_ids", "completion_ids", "advantages"}
+    expected = noise_estimate(steps, SIZE).intervals
+    logged = trainer._metrics["train"]
+    for name, interval in expected.items():
+        values = logged.get(f"grpo_ustat/{name}")
+        if np.isfinite(interval.estimate):
+            assert values == [pytest.approx(interval.estimate)], name
+    alone = noise_estimate(steps[2:], SIZE).intervals
+    for name in ("c1", "c2", "c3", "grad_sq"):
+        assert logged[f"grpo_ustat/step/{name}"] == [pytest.approx(alone[name].estimate)]
+    assert logged["grpo_ustat/zero_variance"] == [
+        pytest.approx(np.mean([np.isnan(step.norm_P).mean() for step in steps]))
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"grpo_ustat step {k}" for k in (0, 2, 4)]
+    assert "G* " in lines[-1] and "noise scale" in lines[-1] and "of the time so far" in lines[-1]
+
+
+def test_running_means_forget_the_first_half():
+    """Of the steps so far, but keep four."""
+    trainer, callback = measured()
+    for seed, step in enumerate([0, 2, 4, 6, 8]):
+        generate(trainer, seed, step)
+    assert [one.step for one in callback.recent()] == [2, 4, 6, 8]
+    for step in range(10, 30, 2):
+        generate(trainer, step, step)
+    assert [one.step for one in callback.recent()] == list(range(14, 30, 2))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_find_what_one_finds(world, monkeypatch):
+    """24 rows of 6 groups: 12, 8 or 6 rows a rank; of four ranks' groups some straddle."""
+    heard, barrier = {}, threading.Barrier(world)
+
+    def gather(mine):
+        heard[threading.current_thread().name] = mine
+        barrier.wait(20)
+        everything = [one for name in sorted(heard) for one in heard[name]]
+        barrier.wait(20)
+        return everything
+
+    monkeypatch.setattr(module, "gather_object", gather)
+    callbacks = [measured(rank=rank, world=world) for rank in range(world)]
+    threads = [
+        threading.Thread(target=generate, args=(trainer, 0, 0), name=str(rank))
+        for rank, (trainer, _) in enumerate(callbacks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    expected = expected_terms(*batch(0))
+    for _, callback in callbacks:
+        (measurement,) = callback.measurements
+        for one, other in zip(measurement.terms, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+def test_a_fault_ends_the_measuring_and_not_the_training(monkeypatch, capsys):
+    def fails(self, group):
+        raise RuntimeError("no rule\nfor this layer")
+
+    monkeypatch.setattr(GradientNoiseCallback, "_scores", fails)
+    trainer, callback = measured()
+    assert "prompt_ids" in generate(trainer, 0, 0)
+    generate(trainer, 1, 2)
+    expected = "measures no more at step 0: RuntimeError: no rule for this layer"
+    assert capsys.readouterr().out == f"grpo_ustat: {expected}\n"
+    assert callback.summary() == [
+        "grpo_ustat: nothing was measured: RuntimeError: no rule for this layer."
+    ]
+    assert trainer.model.training and not trainer._metrics["train"]
+
+
+@pytest.mark.parametrize("message", ["CUDA out of memory.", "shapes differ"])
+def test_a_comparison_that_has_no_memory_is_left_out(message, monkeypatch, capsys):
+    """Of the two shortest completions; any other error is one."""
+    compared = []
+
+    def fails(model, ids, attention, completion, *, contiguous):
+        compared.append(completion.sum(dim=1).tolist())
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(module, "check_scores", fails)
+    monkeypatch.setattr(module, "can_read_contiguous", lambda policy: True)
+    _, callback = measured()
+    prompts, completions, _ = batch(0)
+    rows = [Completion(p, c) for p, c in zip(prompts[:SIZE], completions[:SIZE], strict=True)]
+    policy = SimpleNamespace(model=SimpleNamespace(device="cpu"), pad_token=0)
+    rollouts = Group(rows, np.zeros(SIZE)).rollouts()
+    if "memory" in message:
+        callback._check(policy, rollouts)
+        assert "no memory to compare scores" in capsys.readouterr().out
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            callback._check(policy, rollouts)
+    assert compared == [[2, 2]]
+
+
+def test_the_end_says_what_to_do(capsys):
+    trainer, callback = measured()
+    for seed in range(8):
+        generate(trainer, seed, 2 * seed)
+    capsys.readouterr()
+    callback.on_train_end(trainer.args, trainer.state, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert "num_generations" in lines[0] and lines[0].startswith("grpo_ustat: ")
+    assert any("From 30 groups of 5 batches, steps 6 to 14" in line for line in lines) or any(
+        "From 24 groups of 4 batches, steps 8 to 14" in line for line in lines
+    )
+    assert "Measuring took" in lines[-1]
+
+
+def test_raise_or_lower_is_said_as_advise_says_it():
+    """Prompts whose gradients hardly differ: G* is about 11, and the run has 4."""
+    trainer, callback = measured()
+    trainer.args.gradient_accumulation_steps = 32
+    rng = np.random.default_rng(0)
+    for step in range(8):
+        mean_PD = 0.1 * rng.standard_normal((200, 3))
+        scores = rng.standard_normal((200, SIZE, 3))
+        rewards = np.einsum("pgd,pd->pg", scores, mean_PD) + rng.standard_normal((200, SIZE))
+        ghat = np.einsum("pg,pgd->pd", pool_gradient_weights(rewards), scores)
+        terms = group_terms(rewards, np.square(scores).sum(axis=2), ghat @ ghat.T)
+        callback.measurements.append(module.Measurement(step, terms, step == 7))
+    lines = callback.summary()
+    assert lines[0].startswith("grpo_ustat: Raise num_generations from 4 to ")
+    assert lines[1].startswith("Extra error at n = 256: 2: ")
+    assert "Groups left out, since a completion of theirs has no reward: 1." in lines
+
+
+def test_modes_and_random_states_are_as_before():
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Dropout(0.5))
+    model.train()
+    model[1].eval()
+    states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    with pytest.raises(ConfigError), unchanged(model):
+        assert not model[0].training and torch.is_grad_enabled()
+        random.random(), np.random.rand(), torch.rand(1)
+        raise ConfigError("stop")
+    assert model.training and model[0].training and not model[1].training
+    assert random.getstate() == states[0]
+    np.testing.assert_array_equal(np.random.get_state()[1], states[1])
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_a_forward_that_accelerate_wrapped_is_set_aside():
+    """Its mixed precision; afterwards it is there again."""
+    model = torch.nn.Linear(2, 2)
+    model._original_forward = model.forward
+    model.forward = lambda x: model._original_forward(x).bfloat16()
+    with unchanged(model):
+        assert model(torch.ones(1, 2)).dtype == torch.float32
+    assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+def test_too_small_a_step_between_measurements_is_refused():
+    with pytest.raises(ConfigError, match="every=0: at least 1"):
+        GradientNoiseCallback(GRPOTrainer(SIZE), every=0)
+
+
+@pytest.mark.parametrize("name", hostile.NAMES.values(), ids=hostile.NAMES)
+def test_what_it_prints_are_texts(name, capsys):
+    """Such as a layer's name within an error."""
+    _, callback = measured()
+    callback.fault = name
+    callback._print(*callback.summary())
+    text = capsys.readouterr().out
+    assert not set(text) & set(hostile.TERMINAL_ACTS) and text.encode()

@@ -1,0 +1,187 @@
+"""In TRL's own GRPOTrainer: the numbers are those of our pool and of plain differentiation, and the
+weights those of a run without the callback, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ABSENT = 'TRL is not installed: pip install -e ".[trl]"'
+if not hasattr(pytest.importorskip("trl", reason=ABSENT), "GRPOTrainer"):  # this folder's own name
+    pytest.skip(ABSENT, allow_module_level=True)
+
+import trl_run  # noqa: E402
+from forks import free_port  # noqa: E402
+from pyarrow import parquet  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from grpo_ustat.estimators.moments import pool_gradient_weights  # noqa: E402
+from grpo_ustat.estimators.noise import group_terms, noise_estimate  # noqa: E402
+from grpo_ustat.integrations.trl import GradientNoiseCallback  # noqa: E402
+from grpo_ustat.logs.formats import FORMATS, Options  # noqa: E402
+from grpo_ustat.logs.table import convert  # noqa: E402
+
+pytestmark = pytest.mark.slow(minutes=0.5)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Three steps, measured at 0 and 2."""
+    folder = tmp_path_factory.mktemp("run")
+    trainer, callback = trl_run.train(folder, every=2, dropout=0.1)
+    assert isinstance(callback, GradientNoiseCallback)
+    return folder, trainer, callback
+
+
+def logged_rows(folder, step):
+    """Rows of the completions that the policy after `step` updates wrote."""
+    rows = parquet.read_table(
+        folder / f"completions/completions_{step + 1:05d}.parquet"
+    ).to_pylist()
+    assert {row["policy_step"] for row in rows} == {step}
+    return rows
+
+
+def reference_terms(model, rows, size, weights):
+    """Of a step's groups, each completion differentiated by itself."""
+    model.eval()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    scores = []
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(dim=-1)
+        chosen = logprobs.gather(1, ids[0, 1:, None])[len(row["prompt_ids"]) - 1 :]
+        gradient = torch.autograd.grad(chosen.sum(), trained)
+        scores.append(torch.cat([g.flatten() for g in gradient]).double().numpy())
+    rewards = sum(
+        weight * np.array([row[name] or 0.0 for row in rows]) for name, weight in weights.items()
+    )
+    rewards_PG = rewards.reshape(-1, size)
+    scores_PGD = np.stack(scores).reshape(*rewards_PG.shape, -1)
+    ghat_PD = np.einsum("pg,pgd->pd", pool_gradient_weights(rewards_PG), scores_PGD)
+    return group_terms(rewards_PG, np.square(scores_PGD).sum(axis=2), ghat_PD @ ghat_PD.T)
+
+
+def assert_same(terms, expected, rtol=2e-4):
+    """To the rounding of float32."""
+    for one, other in zip(terms, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol * np.nanmax(np.abs(other)))
+    assert np.isfinite(expected[4]).sum() >= 2, "nothing varies: the test shows nothing"
+
+
+def test_training_ends_in_the_same_weights(run, tmp_path):
+    """Dropout is on. Optimizer and random states too."""
+    folder, _, callback = run
+    trl_run.train(tmp_path, measure=False, dropout=0.1)
+    assert [one.step for one in callback.measurements] == [0, 2]
+    measured, plain = folder / "checkpoint-3", tmp_path / "checkpoint-3"
+    weights, expected = (load_file(one / "model.safetensors") for one in (measured, plain))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+    start = load_file(trl_run.MODEL / "model.safetensors")
+    assert any(not torch.equal(weights[name], start[name]) for name in start if name in weights)
+    assert (measured / "optimizer.pt").read_bytes() == (plain / "optimizer.pt").read_bytes()
+    states = [torch.load(one / "rng_state.pth", weights_only=False) for one in (measured, plain)]
+    assert states[0]["python"] == states[1]["python"]
+    assert torch.equal(states[0]["cpu"], states[1]["cpu"])
+    np.testing.assert_array_equal(states[0]["numpy"][1], states[1]["numpy"][1])
+
+
+def test_the_log_has_its_numbers(run):
+    _, trainer, callback = run
+    rows = [row for row in trainer.state.log_history if "grpo_ustat/c1" in row]
+    assert [row["step"] for row in rows] == [1, 3]
+    intervals = callback.estimate().intervals
+    for name in ("c1", "c2", "c3", "grad_sq", "zero_variance"):
+        assert rows[-1][f"grpo_ustat/{name}"] == pytest.approx(intervals[name].estimate)
+    assert rows[-1]["grpo_ustat/zero_variance"] == pytest.approx(
+        np.mean([row["frac_reward_zero_std"] for row in trainer.state.log_history[:3:2]])
+    )
+
+
+def test_numbers_are_those_of_our_pool(run, tmp_path):
+    """The same completions through `convert`, and `mse pool=FILE` with the checkpoint of theirs."""
+    folder, _, callback = run
+    conversion = convert(folder, FORMATS["trl"], tmp_path / "rows.parquet", Options())
+    assert conversion.exact and conversion.kept == 64
+    study = [
+        f"pool={tmp_path}/rows.parquet", f"model={folder}/checkpoint-2", "study.questions=500",
+        "study.interval=questions", "budget.gradient_sketch=1000000",
+        f"hydra.run.dir={tmp_path}/study",
+    ]  # fmt: skip
+    subprocess.run([sys.executable, "-m", "grpo_ustat", "mse", *study], check=True, cwd=tmp_path)
+    scaling = json.loads((tmp_path / "study/result.json").read_text())["scaling"]
+    intervals = noise_estimate([callback.measurements[-1].terms], 8).intervals
+    for name in ("c1", "c2", "c3", "gstar"):
+        for end, value in zip(("", "_low", "_high"), intervals[name], strict=True):
+            expected = scaling[f"{name}{end}"]
+            if expected is None:
+                assert not np.isfinite(value), (name, end)
+            else:
+                assert value == pytest.approx(expected, rel=1e-4), (name, end)
+
+
+def test_numbers_are_those_of_plain_differentiation(run):
+    folder, _, callback = run
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2")
+    expected = reference_terms(model, logged_rows(folder, 2), 8, {"right": 1.0})
+    assert_same(callback.measurements[-1].terms, expected)
+
+
+def test_weighted_rewards_and_masked_truncated_completions(tmp_path):
+    """Of 32 tokens most completions are truncated; they are scored as they were written, and in
+    float32 where training computes in bfloat16.
+    """
+    trainer, callback = trl_run.train(
+        tmp_path, rewards=(trl_run.right, trl_run.ones), reward_weights=[1.0, -3.0, 1.0],
+        mask_truncated_completions=True, max_completion_length=32, max_steps=1, bf16=True,
+    )  # fmt: skip
+    rows = logged_rows(tmp_path, 0)
+    assert 0 < trainer.state.log_history[0]["completions/clipped_ratio"] <= 1
+    model = AutoModelForCausalLM.from_pretrained(trl_run.MODEL)
+    expected = reference_terms(model, rows, 8, {"right": 1.0, "ones": -3.0})
+    assert_same(callback.measurements[0].terms, expected)
+
+
+def test_adapters_alone_are_scored(tmp_path):
+    from peft import AutoPeftModelForCausalLM, LoraConfig
+
+    _, callback = trl_run.train(
+        tmp_path, rewards=(trl_run.right, trl_run.ones), max_steps=2,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
+    )  # fmt: skip
+    path = tmp_path / "checkpoint-1"
+    model = AutoPeftModelForCausalLM.from_pretrained(path, is_trainable=True)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) < 20_000
+    expected = reference_terms(model, logged_rows(tmp_path, 1), 8, {"right": 1.0, "ones": 1.0})
+    assert_same(callback.measurements[-1].terms, expected)
+
+
+def test_groups_straddle_two_processes(tmp_path):
+    """Ten rows a rank, five groups of four: the third is half on each."""
+    changes = dict(num_generations=4, per_device_train_batch_size=10, gradient_accumulation_steps=1,
+                   max_steps=2)  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+               f"--master_port={free_port()}", str(ROOT / "tests/helpers/trl_run.py"),
+               str(tmp_path), json.dumps(changes)]  # fmt: skip
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = logged_rows(tmp_path, 1)
+    assert len(rows) == 20
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    expected = reference_terms(model, rows, 4, {"right": 1.0, "ones": 1.0})
+    for rank in range(2):
+        terms = np.load(tmp_path / f"terms-{rank}.npz")
+        assert_same([terms[name] for name in terms.files], expected)

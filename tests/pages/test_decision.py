@@ -1,0 +1,374 @@
+"""Which G a study recommends: sentences and commands from numbers worked by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import shlex
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import compose
+
+from grpo_ustat.estimators.noise import noise_scale, prompt_share
+from grpo_ustat.estimators.scaling import group_size_interval, scaling_estimate, widening
+from grpo_ustat.mse.pool_store import draws_of
+from grpo_ustat.pages.decision import (
+    allocation_sentence,
+    decision_sentence,
+    dynamic_sampling_sentence,
+    group_size_costs,
+    interval_note,
+    noise_sentence,
+    noise_text,
+    rule_sizes_sentence,
+    training_noise_sentence,
+    verdicts,
+)
+from grpo_ustat.pages.next_step import next_step
+
+# n MSE = G + 2 + 9/(G-1): G* = 4, and 13, 9, 11.286, 18.6 at G = 2, 4, 8, 16
+RESULT = {
+    "scaling": {"c1": 1.0, "c2": 2.0, "c3": 9.0, "gstar": 4.0, "gstar_low": 3.5,
+                "gstar_high": 4.6, "covariance": (1e-4 * np.eye(3)).tolist(), "dof": 99.0},
+    "assumption2": {"corr": -0.5, "corr_low": -0.6, "corr_high": -0.4, "av_minus_a0": -2.0,
+                    "av_minus_a0_low": -3.0, "av_minus_a0_high": -1.0, "refuted": True,
+                    "crossover_group_size": 3.0, "crossover_group_size_low": 2.5,
+                    "crossover_group_size_high": 5.5},
+    "policy": {"quantity": "accuracy"},
+    "questions": 100, "pool_completions": 8, "summary": "No reward. WARNING: cut.",
+}  # fmt: skip
+
+
+def changed(**scaling):
+    result = copy.deepcopy(RESULT)
+    result["scaling"] |= scaling
+    return result
+
+
+def test_a_decided_study_names_the_best_size_and_what_its_neighbours_cost():
+    """At the ends r of G = 2, 13 - 9 r is 2.485 x .01 sqrt((2 - 4 r)^2 + (1 - r)^2 + (1 - r/3)^2)
+    from 0: 1.4340 and 1.4552.
+    """
+    assert decision_sentence(RESULT) == (
+        "Best G is about 4.0 [3.5, 4.6]: at 256 rollouts a step use G = 4 (G = 2: +44 % error "
+        "[+43 %, +46 %]; G = 8: +25 % [+25 %, +26 %])."
+    )
+
+
+@pytest.mark.parametrize(
+    "rollouts, best, sizes",
+    [
+        (256, 4, [2, 4, 8, 16, 32, 64, 128, 256]),
+        (6, 3, [2, 3, 6]),
+        (7, 7, [7]),
+        (10, 5, [2, 5, 10]),
+    ],
+)
+def test_only_sizes_that_divide_the_rollouts_are_admissible(rollouts, best, sizes):
+    """At n = 10 the errors of G = 2 and 5 are 13 and 9.25."""
+    costs = group_size_costs(RESULT["scaling"], rollouts)
+    assert (costs.best, list(costs.extra)) == (best, sizes)
+    assert all(extra.estimate >= 0 for extra in costs.extra.values())
+
+
+def test_one_rollout_has_no_group():
+    with pytest.raises(ValueError, match="rollouts=1: a group needs at least 2"):
+        group_size_costs(RESULT["scaling"], 1)
+
+
+def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
+    wide = changed(covariance=np.diag([0.5, 0.01, 0.01]).tolist())
+    assert decision_sentence(wide).endswith(
+        "G = 2: +44 % error [+3 %, +382 %]; G = 8 may be as good)."
+    )
+
+
+@pytest.mark.parametrize(
+    "scaling, sentence",
+    [
+        ({"gstar_high": None, "covariance": np.diag([0.25, 1.0, 0.81]).tolist(), "dof": 1e9},
+         "Best G is at least 3.5; for an upper end up to 470 more prompts are needed (now 100)."),
+        ({"gstar_high": None, "gstar_low": 1.0, "covariance": np.full((3, 3), np.nan).tolist()},
+         "Not enough data for a best G: more prompts are needed, how many cannot be said yet (now "
+         "100)."),
+        ({"gstar_high": None, "gstar_low": None, "covariance": np.diag([9.0, 1, 1]).tolist()},
+         "Not enough data for a best G: at least 6 more prompts are needed (now 100)."),
+    ],
+)  # fmt: skip
+def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):
+    assert decision_sentence(changed(**scaling)) == sentence
+
+
+def test_without_any_signal_the_studys_own_words_are_the_answer():
+    result = RESULT | {"assumption2": {"corr": None}}
+    assert decision_sentence(result) == "No reward."
+
+
+def test_intervals_say_what_they_speak_of():
+    assert "from these 100 to new questions" in interval_note(RESULT)
+
+
+UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolist(), dof=1e9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "result, overrides, command",
+    [
+        (RESULT, ("model=tiny",),
+         "train model=tiny dataset=arithmetic prompt=bare budget.rollouts=256 group_size=4"),
+        (RESULT, ("model=tiny_base", "dataset=plus_one", "prompt=few_shot", "temperature=0.7"),
+         "train model=tiny_base dataset=plus_one prompt=few_shot temperature=0.7 "
+         "budget.rollouts=64 group_size=4"),
+        (RESULT, ("model=tiny_base", "dataset=plus_one", "prompt=few_shot",
+                  "max_completion_length=4"),
+         "train model=tiny_base dataset=plus_one prompt=few_shot max_completion_length=4 "
+         "budget.rollouts=64 group_size=4"),
+        (UNDECIDED, (), "mse model=tiny_base dataset=arithmetic prompt=bare study.questions=400 "
+         "budget.pool_completions=8 pool=runs/a/pool"),
+        (UNDECIDED, ("model=tiny", "dataset.study_size=100", "pool=pools/b"),
+         "mse model=tiny dataset=arithmetic prompt=bare dataset.study_size=400 "
+         "study.questions=400 budget.pool_completions=8 pool=pools/b"),
+        (RESULT, ("model=hub", "model.model_name_or_path=org/a"),
+         "train model=org/a dataset=arithmetic prompt=bare "
+         "budget.rollouts=256 group_size=4"),
+    ],
+)  # fmt: skip
+def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrides, command):
+    config = asdict(compose("mse", *overrides))
+    step = next_step(result, config, Path("runs/a"))
+    assert step == f"grpo-ustat {command}"
+    _, verb, *words = step.split()
+    composed = compose(verb, *words)
+    assert composed.model.model_name_or_path == config["model"]["model_name_or_path"]
+    assert composed.temperature == config["temperature"]
+    assert composed.max_completion_length == config["max_completion_length"]
+    assert asdict(composed.prompt) == config["prompt"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("seed=3", "budget.feature_sketch=61", "study.parameters=mlp"),
+        ("baselines=[leave_one_out,group_std]", "group_sizes=[2,4]", "study.methods=[replay]"),
+        ("study.metric=adam", "study.interval=questions", "study.adam_group_size=4"),
+        ("reward_funcs=[task,brevity]", "temperature=0.7"),
+    ],
+)
+def test_more_questions_are_of_the_same_study_and_go_on_with_its_pool(overrides):
+    """Another seed or sketch would be refused by the pool, other rules answer another question."""
+    config = compose("mse", *overrides)
+    _, verb, *words = shlex.split(next_step(UNDECIDED, asdict(config), Path("runs/a")))
+    following = compose(verb, *words)
+    assert draws_of(following) == draws_of(config)
+    budget = replace(config.budget, pool_completions=8)
+    study = replace(config.study, questions=following.study.questions)
+    assert (following.study, following.budget) == (study, budget)
+    assert following.baselines == config.baselines and following.group_sizes == config.group_sizes
+
+
+def test_the_next_command_has_the_same_reward_functions():
+    """Otherwise it would be about another reward: the task's alone."""
+    rewards = ("reward_funcs=[task,brevity]", "reward_weights=[1,0.5]")
+    step = next_step(RESULT, asdict(compose("mse", *rewards)))
+    _, verb, *words = shlex.split(step)
+    composed = compose(verb, *words)
+    assert (composed.reward_funcs, composed.reward_weights) == (["task", "brevity"], [1.0, 0.5])
+    assert "'reward_funcs=[task,brevity]'" in step  # as one types it
+    before = {k: v for k, v in asdict(compose("mse")).items() if not k.startswith("reward_")}
+    assert "reward" not in next_step(RESULT, before)
+
+
+def test_a_prompt_of_ones_own_is_quoted_for_hydra_and_for_the_shell():
+    own = compose("mse", "prompt=plain", "prompt.template='Q: {question}, it is '")
+    step = next_step(RESULT, asdict(own))
+    _, verb, *words = shlex.split(step)
+    assert compose(verb, *words).prompt.template == "Q: {question}, it is "
+
+
+def test_rollouts_of_another_framework_are_not_trained_on_here():
+    config = asdict(compose("mse")) | {"pool": "logged/rows.parquet"}
+    assert next_step(RESULT, config) == (
+        "train with num_generations=4 where these rollouts were logged"
+    )
+    assert next_step(UNDECIDED, config) == (
+        "import more prompts of this same policy, or let mse sample them: grpo-ustat mse "
+        "model=CHECKPOINT dataset=jsonl dataset.path=PROMPTS"
+    )
+
+
+NOISE = {
+    "curve": [
+        {"group_size": size, "rollouts": scale, "rollouts_low": low, "rollouts_high": high,
+         "prompt_share": 0.25, "prompt_share_low": 0.2, "prompt_share_high": 0.3}
+        for size, scale, low, high in ((4, 768, 512, 1024), (8, 1000, 100, None), (64, 9, 5, 20))
+    ]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "size, sentence",
+    [
+        (None, "A step of 256 rollouts is 75 % noise [67 %, 80 %] (half at n = 770); doubling it "
+         "gains 60 % more."),
+        (8, "A step of 256 rollouts is 80 % noise [28 %, 100 %] (half at n = 1000); doubling it "
+         "gains 66 % more."),
+        (50, "A step of 256 rollouts is 3 % noise [2 %, 7 %] (half at n = 9); halving it loses 3 "
+         "%."),
+    ],
+)  # fmt: skip
+def test_the_noise_of_a_step_is_said_with_what_more_rollouts_gain(size, sentence):
+    assert noise_sentence(RESULT | {"noise": NOISE}, 256, size) == sentence
+
+
+def test_without_a_noise_scale_nothing_is_said():
+    assert noise_sentence(RESULT | {"noise": NOISE, "assumption2": {"corr": None}}) == ""
+    unknown = {"group_size": 4, "rollouts": None, "rollouts_low": 400, "rollouts_high": None}
+    assert noise_sentence(RESULT | {"noise": {"curve": [unknown]}}) == (
+        "A step of 256 rollouts is at least 61 % noise."
+    )
+    nothing = unknown | {"rollouts_low": 0.0}
+    assert noise_sentence(RESULT | {"noise": {"curve": [nothing]}}) == ""
+
+
+def test_no_sentence_has_an_empty_or_reversed_interval(rng):
+    """Of random estimates with random errors: every pair in brackets is ordered and has two ends,
+    no number is missing, and the answer fits into three lines of 80 characters.
+    """
+    seen = set()
+    for _ in range(2000):
+        count = int(4 * 50 ** rng.random())
+        centre = rng.normal(size=4) * 10.0 ** rng.uniform(-3, 3, size=4)
+        units = centre + rng.normal(size=(count, 4)) * 10.0 ** rng.uniform(-3, 3)
+        without = (units.sum(axis=0) - units) / (count - 1)
+        names = ("c1", "c2", "c3", "grad_sq")
+        whole = dict(zip(names, units.mean(axis=0), strict=True))
+        delete_one = {name: x[None] for name, x in zip(names, without.T, strict=True)}
+        factor = widening(count, 8)
+        best = group_size_interval(whole, delete_one, factor)
+        scaling = scaling_estimate(whole, delete_one, factor)
+        result = changed(
+            **{k: whole[k] for k in names[:3]}, covariance=scaling.covariance_33.tolist(),
+            dof=scaling.dof,
+            **{f"gstar{end}": x if math.isfinite(x) else None
+               for end, x in zip(("", "_low", "_high"), best, strict=True)},
+        )  # fmt: skip
+        scale = noise_scale(whole, delete_one, 8)
+        share = prompt_share(whole, delete_one, 8)
+        for ends in (scale, share):
+            assert 0 <= ends.low <= ends.high
+            assert math.isnan(ends.estimate) or ends.low <= ends.estimate <= ends.high
+        rollouts = int(rng.choice([2, 64, 256, 4096]))
+        text = f"{decision_sentence(result, rollouts)} {noise_text(scale, rollouts)}".strip()
+        seen |= set(re.findall("nearly all|at least|doubling|halving|use G|up to|cannot", text))
+        assert "nan" not in text and "inf" not in text and "  " not in text
+        for low, high in re.findall(r"\[(.*?), (.*?)\]", text):
+            ends = [math.inf if x == "no upper end" else float(x.strip("% +")) for x in (low, high)]
+            assert ends[0] <= ends[1], text
+        assert len(text) <= 240, text
+    assert seen >= {"nearly all", "at least", "doubling", "halving", "use G", "up to"}
+
+
+def test_the_noise_of_a_training_run_is_that_of_its_second_half():
+    names = ("c1", "c2", "c3", "grad_sq")
+    rows = [
+        {"step": step} | {f"monitor/{x}": v for x, v in zip(names, values, strict=True)}
+        for step, values in enumerate([(9, 9, 9, 9)] * 3 + [(1, 2, 9, 0.1)] * 4)
+    ]
+    text = training_noise_sentence(rows, 4, 90)
+    assert text.startswith("A step of 90 rollouts is 50 % noise [50 %, 50 %] (half at n = 90);")
+    assert text.endswith("Steps 3 to 6 together.")
+    assert training_noise_sentence(rows[:3], 4, 90) == ""
+
+
+def dynamic(**changes):
+    row = {"group_size": 8, "kept": 0.5, "kept_low": 0.4, "kept_high": 0.6}
+    row |= {"generated": 2.0, "generated_low": 1.67, "generated_high": 2.5}
+    row |= {"break_even": 0.01, "break_even_low": 0.005, "break_even_high": 0.02}
+    return RESULT | {"dynamic_sampling": [row | {"group_size": 2}, row | changes]}
+
+
+def test_dynamic_sampling_is_said_not_to_pay_where_it_saves_next_to_nothing():
+    assert dynamic_sampling_sentence(dynamic()) == (
+        "Dynamic sampling does not pay here: at the same rollouts it saves less than 2 % of the "
+        "error."
+    )
+    assert dynamic_sampling_sentence(dynamic(break_even_high=0.06)) == ""
+    unknown = dynamic(break_even=None, break_even_low=None, break_even_high=None)
+    assert dynamic_sampling_sentence(unknown) == dynamic_sampling_sentence(RESULT) == ""
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({}, "Assumption 2 fails: wrong answers have the longer gradients; GRPO beats vanilla from "
+         "G = 6 on here."),
+        ({"av_minus_a0_low": 1.0, "av_minus_a0_high": 3.0},
+         "Assumption 2 fails: wrong answers have the longer gradients, so vanilla beats GRPO "
+         "here."),
+        ({"corr_high": 0.1, "av_minus_a0_high": 1.0},
+         "Assumption 2 fails, in different directions at different prompts; which of vanilla and "
+         "GRPO is better is not known."),
+        ({"refuted": False},
+         "Assumption 2 is not refuted; GRPO beats vanilla from G = 6 on here."),
+        ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6, "av_minus_a0_high": 1.0},
+         "Assumption 2 fails: right answers have the longer gradients; which of vanilla and GRPO "
+         "is better is not known."),
+        ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6},
+         "Assumption 2 fails: right answers have the longer gradients, so GRPO beats vanilla from "
+         "G = 6 on here."),
+    ],
+)  # fmt: skip
+def test_assumption_2_is_said_with_what_follows(changes, sentence):
+    result = copy.deepcopy(RESULT)
+    result["assumption2"] |= changes
+    assert verdicts(result) == [sentence]
+    result["policy"]["quantity"] = "mean reward"
+    graded = sentence.replace("wrong", "low-reward").replace("right", "high-reward")
+    assert verdicts(result) == [graded]
+    assert verdicts(result | {"assumption2": {"corr": None}}) == []
+    result["assumption2"] |= {"refuted": False, "av_minus_a0_low": -1.0, "av_minus_a0_high": 1.0}
+    assert verdicts(result) == []  # neither is known
+
+
+def plan(name, change, low, high, in_sample=None, group_size=8):
+    return {"plan": name, "group_size": group_size, "change": change, "change_low": low,
+            "change_high": high, "in_sample": in_sample}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ((-0.1, -0.2, -0.05), "help, by p(1-p) (-10 % error [-20 %, -5 %])."),
+        ((0.02, -0.01, 0.05), "do not help (+2 % error [-1 %, +5 %])."),
+        ((0.02, -0.2, 0.3), "are not shown to help (+2 % error [-20 %, +30 %])."),
+    ],
+)
+def test_unequal_groups_are_said_with_a_verdict(change, sentence):
+    other_size = plan("measured noise", -0.9, -0.95, -0.8, -0.9, group_size=4)
+    rows = [other_size, plan("measured noise", 0.2, 0.1, 0.3, -0.06), plan("p(1-p)", *change)]
+    rows.append(plan("unknown", None, None, None))
+    result = RESULT | {"allocation": rows}
+    assert allocation_sentence(result) == f"Unequal group sizes {sentence}"
+    assert allocation_sentence(RESULT) == allocation_sentence(RESULT | {"allocation": []}) == ""
+    assert verdicts(result)[-1] == allocation_sentence(result)
+
+
+def test_the_best_sizes_of_rules_are_said_with_whether_they_grow():
+    sizes = [{"n": n, "group_size": g, "alike": [g]} for n, g in ((64, 4), (65536, 32))]
+    rules = [
+        {"baseline": "group_std", "target": "limit g/sigma", "measure": m, "sizes": sizes,
+         "grows": m == "mse"}
+        for m in ("mse", "best_scalar")
+    ]  # fmt: skip
+    assert rule_sizes_sentence(changed(rules=rules)) == (
+        "Best of the measured G by rule: group_std against the limit g/sigma: 4 at n = 64, 32 at "
+        "n = 65536."
+    )
+    unsure = changed(rules=[rules[0] | {"grows": False}])
+    assert rule_sizes_sentence(unsure).endswith("32 at n = 65536 (growth not shown).")
+    assert rule_sizes_sentence(RESULT) == ""

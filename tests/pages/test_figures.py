@@ -1,0 +1,105 @@
+"""Figures of studies: every baseline has a colour and a marker, one of somebody's own too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from folders import studied
+
+from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.pages.error_figures import joint_mse_figure, ratio_rows, scaling_panel
+from grpo_ustat.pages.figures import STYLE, baseline_style, plt
+from grpo_ustat.report.aggregate import report_runs
+from grpo_ustat.runs.record import RunRecord
+
+OWN = ("median", "trimmed_mean", "Mittelwert", "x")  # no package offers them here
+
+
+def test_a_baseline_of_ones_own_looks_like_none_of_ours_and_has_its_name():
+    of_ours = {name: baseline_style(name, True)[:2] for name in BASELINES if name not in OWN}
+    for name in OWN:
+        colour, marker, label = baseline_style(name, unbiased=True)
+        assert (colour, marker) not in of_ours.values()
+        assert label == name
+    assert baseline_style("median", unbiased=False)[2] == "median (biased)"
+    assert baseline_style("none", unbiased=True) == STYLE["none"]
+
+
+@pytest.mark.slow
+def test_its_style_is_the_same_in_every_process_and_once_it_is_loaded(monkeypatch):
+    """Python's own `hash` of a text differs from process to process."""
+    before = [baseline_style(name, True) for name in OWN]
+    code = "from grpo_ustat.pages.figures import baseline_style as style; "
+    code += f"print([style(name, True) for name in {OWN}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == str(before), done.stderr
+    for name in ("others", *OWN):  # a study has them among the rules, in whatever order
+        monkeypatch.setitem(BASELINES, name, BASELINES["leave_one_out"])
+    assert [baseline_style(name, True) for name in OWN] == before
+
+
+@pytest.mark.slow
+def test_a_figure_of_studies_shows_it(tmp_path):
+    errors = {(name, size): 8.0 / size for name in ("leave_one_out", "median") for size in (2, 4)}
+    folder = studied(tmp_path / "study", "tiny", errors)
+    joint_mse_figure(tmp_path, "mse", [RunRecord(folder, "study", None, None)], [])
+    assert ">median</text>" in (tmp_path / "mse.svg").read_text()
+
+
+def test_no_size_is_recommended_where_the_best_is_not_known():
+    """Neither a bold "G = 256" nor a band over the picture: a line at what G* is at least."""
+    law = {"c1": 0.01, "c2": 2.0, "c3": 9.0, "dof": 20.0}
+    law |= {"covariance": np.diag([1.0, 0.01, 0.01]).tolist()}
+    ends = {"gstar": 31.0, "gstar_low": 5.8, "gstar_high": None}
+    figure, (known, unknown) = plt.subplots(1, 2)
+    scaling_panel(unknown, law | ends)
+    scaling_panel(known, law | ends | {"gstar_high": 40.0})
+    for axes, labels, bands in ((unknown, 0, 0), (known, 1, 1)):
+        bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
+        spans = [patch for patch in axes.patches if patch.get_alpha() == 0.3]
+        assert (len(bold), len(spans)) == (labels, bands)
+    assert "dotted: G* is at least 5.8" in unknown.get_xlabel()
+    plt.close(figure)
+
+
+def test_ratios_of_a_study_without_any_are_those_of_its_curves(tmp_path):
+    """8/G and 4/G: 2; with ratios of its own, these and their intervals."""
+    errors = {(name, g): x / g for name, x in (("none", 8.0), ("oracle", 4.0)) for g in (2, 4)}
+    result = RunRecord(studied(tmp_path / "study", "tiny", errors)).final_result
+    rows = ratio_rows(result, "all_questions_once", 8)
+    assert [(r["baseline"], r["group_size"], r["ratio"], r["ratio_low"]) for r in rows] == [
+        ("none", 2, 2.0, None),
+        ("none", 4, 2.0, None),
+    ]
+    own = {"baseline": "none", "setting": "all_questions_once", "num_prompts": 8, "group_size": 4}
+    own |= {"ratio": 2.5, "ratio_low": 2.0, "ratio_high": 3.0}
+    rows = ratio_rows(result | {"ratio_to_oracle": [own]}, "all_questions_once", 8)
+    assert {r["group_size"]: (r["ratio"], r["ratio_high"]) for r in rows} == {
+        2: (2.0, None), 4: (2.5, 3.0)
+    }  # fmt: skip
+    assert ratio_rows(result, "one_question", 1) == []
+
+
+@pytest.mark.slow
+def test_panels_of_studies_have_the_order_of_the_sweep(tmp_path):
+    """As they were started, whatever their folders are called; the batch is named."""
+    errors = {
+        (name, size): 8.0 / size for name in ("none", "group_mean", "oracle") for size in (2, 4)
+    }
+    for second, name in enumerate(("tiny_base", "tiny", "tiny_direct")):
+        folder = studied(tmp_path / "studies" / name, name, errors)
+        time = f"2026-01-01T00:00:0{second}+00:00"
+        start = f'{{"event": "start", "time": "{time}", "host": "h", "pid": 1}}'
+        end = '{"event": "end", "outcome": "done"}'
+        (folder / "launches.jsonl").write_text(f"{start}\n{end}\n")
+    report_runs([str(tmp_path / "studies")], tmp_path / "report", None)
+    picture = (tmp_path / "report/mse.svg").read_text()
+    places = [
+        picture.index(f">{name}, bare</text>") for name in ("tiny_base", "tiny", "tiny_direct")
+    ]
+    assert places == sorted(places)
+    assert "batch: all 8 questions x G completions" in picture
+    assert "group mean (biased)" in picture and "MSE over the oracle's" in picture

@@ -1,0 +1,169 @@
+"""A number that is missing draws a gap and is said, in figures, tables and on pages."""
+
+from __future__ import annotations
+
+import json
+import math
+from copy import deepcopy
+
+import pytest
+from folders import studied, trained
+
+from grpo_ustat.pages import error_figures, figures, learning, recipes
+from grpo_ustat.pages.figures import plt
+from grpo_ustat.pages.gradient_error import mse_table, scaling_table, study_tables
+from grpo_ustat.pages.learning import GSTAR, Learning, learning_rows, notes
+from grpo_ustat.pages.page import render
+from grpo_ustat.pages.run_page import run_page
+from grpo_ustat.pages.study_page import mse_facts
+from grpo_ustat.report.aggregate import without_unreadable
+from grpo_ustat.report.collect import entries_in, read_runs
+from grpo_ustat.runs.contents import RESULTS, misfit
+from grpo_ustat.runs.record import RunRecord
+
+ERRORS = {(name, size): 1 / size for name in ("none", "oracle") for size in (2, 4, 8)}
+MISSING = [  # where a result may have null for a number
+    "curves.1.mse", "curves.1.low", "curves.1.high", "curves.4.mse", "ratio_to_oracle.1.ratio",
+    "ratio_to_oracle.1.ratio_low", "ratio_to_oracle.1.ratio_high", "scaling.gstar",
+    "scaling.gstar_low", "scaling.gstar_high", "scaling.c1_low", "scaling.c3_high",
+    "scaling.curve.0.low", "scaling.curve.1.high", "assumption2.corr", "assumption2.corr_low",
+    "assumption2.av_minus_a0", "assumption2.crossover_group_size",
+]  # fmt: skip
+
+
+def study(path, key=None):
+    """A study's folder, of whose result one number is missing, and the result."""
+    folder = studied(path, "tiny", ERRORS)
+    result = json.loads((folder / "result.json").read_text())
+    kind = {"setting": "all_questions_once", "num_prompts": 8, "baseline": "none"}
+    result["ratio_to_oracle"] = [
+        kind | {"group_size": size, "ratio": 1.5, "ratio_low": 1.2, "ratio_high": 2.0}
+        for size in (2, 4, 8)
+    ]
+    result["summary"] = "All rewards are equal."
+    result["policy"]["mean_length"], result["grad_sq"] = 20.0, {"reason": None}
+    if key:
+        *way, last = key.split(".")
+        node = result
+        for name in way:
+            node = node[int(name)] if isinstance(node, list) else node[name]
+        node[last] = None
+        assert misfit(result, RESULTS["mse"]) is None
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder, result
+
+
+def drawn_lines(monkeypatch, *modules):
+    """Heights of the lines of every figure that is saved, and the words below it."""
+    lines, words = [], []
+
+    def save(figure, *_):
+        figures.show_names_as_texts(figure)
+        lines.extend(line.get_ydata() for axes in figure.axes for line in axes.lines)
+        words.append(figure.get_supxlabel())
+        plt.close(figure)
+
+    for module in modules:
+        monkeypatch.setattr(module, "save", save)
+    return lines, words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", MISSING)
+def test_a_study_without_one_of_its_numbers_is_shown(key, tmp_path, monkeypatch):
+    lines, words = drawn_lines(monkeypatch, error_figures, recipes)
+    folder, result = study(tmp_path / "runs/study", key)
+    error_figures.mse_figure(folder, result)
+    error_figures.scaling_figure(folder, result)
+    recipes.recipes_figure(folder, result)
+    assert render(run_page(folder, result))
+    runs = without_unreadable(read_runs(entries_in([str(tmp_path)])))
+    assert not runs.damaged
+    for table in (mse_table(runs.runs, ()), scaling_table(runs.runs, ())):
+        assert table.latex() and table.csv() and table.terminal()
+    error_figures.joint_mse_figure(tmp_path, "mse", runs.runs, [])
+    error_figures.joint_fixed_n_figure(tmp_path, "fixed_n", runs.runs, [])
+
+
+def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path, monkeypatch):
+    """In titles, tables and facts alike; of several studies where one has such rewards."""
+    titles = []
+
+    def save(figure, *_):
+        titles.extend(axes.get_title(loc="left") for axes in figure.axes)
+        plt.close(figure)
+
+    for module in (error_figures, recipes):
+        monkeypatch.setattr(module, "save", save)
+    for name, quantity in (("a", "accuracy"), ("b", "mean reward")):
+        folder, result = study(tmp_path / name)
+        result["policy"] |= {"quantity": quantity, "mean_reward": 0.5}
+        (folder / "result.json").write_text(json.dumps(result))
+        error_figures.scaling_figure(folder, result)
+        recipes.recipes_figure(folder, result)
+        assert titles
+        words = [*titles, study_tables(result)[0].title, mse_facts(RunRecord(folder))[0][0]]
+        (other,) = {"accuracy", "mean reward"} - {quantity}
+        for text in words:
+            assert quantity in text.lower() and other not in text.lower()
+        titles.clear()
+    both = [RunRecord(tmp_path / name, name) for name in ("a", "b")]
+    for runs, quantity in ((both[:1], "accuracy"), (both, "mean reward")):
+        assert scaling_table(runs, ()).columns[1] == quantity
+        assert f"those of {quantity} generalising" in " ".join(mse_table(runs, ()).notes)
+
+
+def test_a_missing_error_is_a_gap_and_is_said(tmp_path, monkeypatch):
+    lines, words = drawn_lines(monkeypatch, error_figures)
+    folder, result = study(tmp_path, "curves.1.mse")
+    result["not_measured"] = [{"baseline": "none", "method": "replay", "reason": "too few"}]
+    error_figures.mse_figure(folder, result)
+    assert any([math.isnan(x) for x in line] == [False, True, False] for line in lines)
+    assert "No error of vanilla (no baseline) at G = 4: too few." in " ".join(words[0].split())
+    (table,) = study_tables(result)
+    assert any("at G = 4: too few" in note for note in table.notes)
+    assert table.rows[1][1] == "-"
+
+
+def test_a_missing_ratio_is_a_gap(tmp_path):
+    _, result = study(tmp_path, "ratio_to_oracle.1.ratio")
+    rows = error_figures.ratio_rows(result, "all_questions_once", 8)
+    figure, axes = plt.subplots()
+    error_figures.ratio_panel(axes, rows)
+    assert [math.isnan(x) for x in axes.lines[-1].get_ydata()] == [False, True, False]
+    plt.close(figure)
+    for row in result["ratio_to_oracle"]:
+        row["ratio"] = None
+    assert error_figures.ratio_rows(result, "all_questions_once", 8) == []
+
+
+def test_a_step_without_a_number_is_a_gap_of_its_curve():
+    metrics = [{"step": s, "reward": None if s == 2 else 0.5, "grad_norm": None} for s in (1, 2, 3)]
+    rows = learning_rows([Learning("", metrics, [])])
+    assert [row["mean"] for row in rows] == [0.5, None, 0.5]
+    assert "at 1 point metrics.jsonl has no number." in notes(rows)[0]
+
+
+def test_an_undecided_best_size_is_a_gap():
+    constants = {f"monitor/c{k}": 1.0 for k in (1, 2, 3)}
+    metrics = [constants | {"step": s, GSTAR: g} for s, g in ((1, 3.0), (2, None), (3, 4.0))]
+    metrics.append({"step": 4, GSTAR: None, "monitor/c1": None})
+    rows = [row for row in learning_rows([Learning("", metrics, [])]) if row["quantity"] == GSTAR]
+    assert [row["mean"] for row in rows] == [3.0, None, 4.0, None]
+    assert "at 2 points it is not decided." in notes(rows)[0]
+    undecided = [row | {GSTAR: None} for row in metrics]
+    assert not any(row["quantity"] == GSTAR for row in learning_rows([Learning("", undecided, [])]))
+
+
+@pytest.mark.slow
+def test_learning_with_gaps_is_drawn(tmp_path, monkeypatch):
+    lines, words = drawn_lines(monkeypatch, learning)
+    folder = trained(tmp_path / "run", 4, 0, {0: 0.2, 8: 0.4})
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for row in rows[2:4]:
+        row["reward"] = None
+    run = RunRecord(folder)
+    learning.learning_figure(folder, "learning", [Learning("", rows, run.evals)])
+    assert any(sum(map(math.isnan, line)) == 2 for line in lines)
+    assert "Gaps of" in words[0]
+    assert deepcopy(rows) == rows

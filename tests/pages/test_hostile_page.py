@@ -1,0 +1,115 @@
+"""The page in a real browser: what models wrote never runs, and the page's own script does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hostile
+import pytest
+from jinja2 import Environment, FileSystemLoader
+from test_page import page_of
+
+from grpo_ustat.pages import page as page_module
+from grpo_ustat.pages.page import TEMPLATES, render, visible
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import browser as browsers  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if why := browsers.missing():
+        pytest.skip(why)
+    with browsers.Browser() as one:
+        yield one
+
+
+@pytest.fixture
+def unescaped(monkeypatch):
+    """A page whose author forgot to escape."""
+    careless = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=False)  # noqa: S701
+    careless.filters |= page_module._template().environment.filters
+    careless.filters["visible"] = careless.filters["cell"] = str
+    template = careless.get_template("page.html.j2")
+    monkeypatch.setattr(page_module, "_template", lambda: template)
+
+
+def opened(browser, tmp_path, text, **options):
+    file = tmp_path / "report.html"
+    file.write_text(text, errors="replace")
+    browser.open(file, **options)
+
+
+def hits(browser) -> int:
+    return browser.value("window.HIT || 0")
+
+
+def test_nothing_that_the_data_says_is_run(browser, tmp_path):
+    """In every place of the page; through searching, sorting, turning and clicking."""
+    page = page_of(hostile.TEXTS)
+    opened(browser, tmp_path, render(page))
+    assert browser.value("document.title") == visible(page.title)
+    shown = []
+    for _ in range(5):  # pages of completions
+        shown += browser.value("[...document.querySelectorAll('article')].map(a => a.innerText)")
+        more = browser.value("!document.getElementById('forth').disabled")
+        browser.value("document.getElementById('forth').click()")
+        if not more:
+            break
+    for text in hostile.MARKUP + hostile.UNSEEN:
+        assert sum(visible(text) in one for one in shown) >= 1, text
+    browser.value(
+        "document.querySelectorAll('th button, summary').forEach(one => one.click());"
+        "document.querySelectorAll('article, td, dd, p, a').forEach(one => one.dispatchEvent("
+        "new Event('mouseover', {bubbles: true})))"
+    )
+    for text in hostile.MARKUP:
+        browser.value(f"search.value = {text!r}; filters.dispatchEvent(new Event('input'))")
+        assert browser.value("document.querySelectorAll('mark').length") > 0
+    assert hits(browser) == 0
+    for place in browser.value("[...document.links].map(a => a.href)"):
+        assert place.startswith("file://")
+    browser.settle()
+    assert browser.value("document.title") == visible(page.title)
+    assert browser.requests() == browser.dialogs() == []
+    assert browser.value("document.querySelectorAll('script').length") == 2
+    assert browser.value("document.querySelectorAll('iframe,object,base,link,img').length") == 0
+
+
+def test_without_escaping_the_same_data_run(browser, tmp_path, monkeypatch, unescaped):
+    """So that the test above can fail: twice careless, then with the policy alone."""
+    page = page_of(hostile.TEXTS)
+    with monkeypatch.context() as without_policy:
+        without_policy.setattr(page_module, "_content_policy", lambda *_: "")
+        opened(browser, tmp_path, render(page))
+        assert hits(browser) > 0 and browser.requests()
+    opened(browser, tmp_path, render(page_of([hostile.MARKUP[0], hostile.MARKUP[5]])))
+    assert hits(browser) == 0 and browser.requests() == []
+
+
+def test_the_page_fits_and_its_controls_work(browser, tmp_path):
+    texts = ["10 [9, 11]", "9.5", "", "-1e-3", "b", "a"]
+    opened(browser, tmp_path, render(page_of(hostile.LONG + texts, rewards=[0, 1, 0.5])))
+    rows = "[...document.querySelectorAll('#tables tbody tr')]"
+    column = f"{rows}.map(row => row.cells[1].innerText)"
+    first = browser.value(column)
+    orders = []
+    for _ in range(3):
+        browser.value("document.querySelectorAll('#tables th button')[1].click()")
+        orders.append([text for text in browser.value(column) if len(text) < 99])
+    assert orders[0] == ["-1e-3", "9.5", "10 [9, 11]", "a", "b", "–"]
+    assert orders[1] == ["b", "a", "10 [9, 11]", "9.5", "-1e-3", "–"]
+    assert browser.value(column) == first
+    assert browser.value("document.querySelector('#tables th').ariaSort") == "none"
+    browser.value("filters.querySelectorAll('select')[0].value = '1'")  # the second of 0, 0.5, 1
+    browser.value("filters.dispatchEvent(new Event('input'))")
+    assert browser.value("document.getElementById('count').innerText").startswith("3 of 9 ")
+    for width in (390, 1280):
+        for dark in (False, True):
+            browser.open(tmp_path / "report.html", width, dark)
+            assert browser.value("document.scrollingElement.scrollWidth") <= width
+            ground = browser.value("getComputedStyle(document.documentElement).backgroundColor")
+            assert (ground == "rgb(255, 255, 255)") is not dark

@@ -1,0 +1,345 @@
+"""The page of a run folder: finished, unfinished, damaged, hostile, large."""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from types import SimpleNamespace
+
+import hostile
+import pytest
+import yaml
+from commands import compose
+from test_page import SVG, Skeleton
+
+from grpo_ustat.pages import run_page as pages
+from grpo_ustat.pages.page import render, visible
+from grpo_ustat.pages.run_page import leave_page, run_page
+from grpo_ustat.runs.log import write_rows
+
+CONFIG = {
+    "model": {"name": "small", "model_name_or_path": "here", "dtype": "float32"},
+    "dataset": {"name": "sums"}, "prompt": {"name": "bare"}, "launch": {"device": "cpu"},
+    "baseline": {"name": "leave_one_out"}, "objective": {"name": "algorithm1"},
+    "optimizer": {"name": "adamw"}, "budget": {"rollouts": 64}, "group_size": 8,
+    "learning_rate": 1e-4, "temperature": 1.0, "max_completion_length": 32, "seed": 3,
+}  # fmt: skip
+TRAIN = CONFIG | {"max_steps": 4}
+MSE = CONFIG | {"study": {"methods": ["closed_form"], "questions": 10}}
+RESULT = {
+    "quantity": "accuracy", "final_mean_reward": 0.5, "gain": 0.25, "gain_low": 0.125,
+    "gain_high": 0.375, "steps": 4,
+    "rollouts": 256, "tokens": 4096, "seconds": 8.0, "alarms": {"no_signal": 2},
+    "failed_saves": 0, "left_out": {"too long": 7}, "config_hash": "0123456789ab",
+    "summary": "Accuracy rose. WARNING: 10% of the completions were cut.",
+}  # fmt: skip
+EVAL = """step,split,decoding,quantity,mean_reward,low,high,n,clipped_ratio
+0,test,sampled,accuracy,0.25,0.2,0.3,100,0.0
+0,test,greedy,accuracy,0.35,0.2,0.3,100,0.0
+4,test,sampled,accuracy,0.5,0.45,0.55,100,0.1
+4,test,greedy,accuracy,0.6,0.45,0.55,100,0.1
+"""
+STUDIED = {
+    "curves": [
+        {"method": "closed_form", "baseline": "none", "group_size": g, "mse": 8.0 / g,
+         "low": 7.0 / g, "high": None if g == 4 else 9.0 / g, "cosine": None,
+         "interval": "completions"}
+        for g in (2, 4)
+    ],
+    "scaling": {"c1": 1.0, "c1_low": 0.5, "c1_high": 2.0, "c2": 2.0, "c3": 9.0,
+                "gstar": 4.25, "gstar_low": 4.0, "gstar_high": 4.5},
+    "assumption2": {"corr": -0.5, "av_minus_a0": -2.0, "av_minus_a0_low": -3.0,
+                    "av_minus_a0_high": -1.0, "crossover_group_size": 3.0,
+                    "crossover_group_size_low": 2.5, "crossover_group_size_high": None},
+    "grad_sq": {"reason": "not above 0"},
+    "metric": {"parameters": 12, "norm": "Euclidean", "between_questions": "exact"},
+    "policy": {"quantity": "accuracy", "mean_reward": 0.5, "mean_reward_low": 0.4,
+               "mean_reward_high": 0.6, "mean_length": 9.0},
+    "noise": {"curve": [{"group_size": 4}], "best": {"group_size": None}},
+    "questions": 10, "pool_completions": 8, "summary": "corr(q, Z) = -0.5.", "not_measured": [],
+    "cost": {"rollouts": 80, "tokens": 720, "judge_timeouts": 1, "judge_failures": 2,
+             "seconds_generate": 1.0, "seconds_score": 2.0},
+    "config_hash": "0123456789ab",
+}  # fmt: skip
+
+
+def completion(step, reward=1.0, text="42"):
+    return {"step": step, "prompt": "6*7=", "completion": text, "reward": reward}
+
+
+def folder_of(path, config, result=None, steps=4, rows=None):
+    (path / ".hydra").mkdir(parents=True)
+    (path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+    code = {"commit": "f" * 40, "diff": "+one\n-two\n", "versions": {"torch": "2"}}
+    (path / "code.json").write_text(json.dumps(code))
+    launches = [{"event": "start"}, {"event": "start"}, {"event": "resumed", "step": 2}]
+    (path / "launches.jsonl").write_text("".join(json.dumps(row) + "\n" for row in launches))
+    if "max_steps" in config:
+        metrics = [{"step": s, "reward": s / 8, "tokens": 10} for s in range(1, steps + 1)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+        (path / "eval.csv").write_text(EVAL)
+        write_rows(path, rows or [completion(step) for step in range(1, steps + 1)])
+    if result:
+        (path / "result.json").write_text(json.dumps(result))
+    return path
+
+
+def test_a_page_says_when_where_and_by_which_command_its_run_started(tmp_path):
+    folder = folder_of(tmp_path, TRAIN, RESULT)
+    assert run_page(folder).provenance == ""  # of an earlier version, which kept no times
+    start = {"event": "start", "time": "2026-03-01T04:20:59+00:00", "host": "node7"}
+    row = start | {"command": "grpo-ustat train -m group_size=4,8"}
+    (folder / "launches.jsonl").write_text(json.dumps(row) + "\n")
+    now = datetime(2026, 3, 1, 5, 20, 59, tzinfo=UTC)
+    page = run_page(folder, now=now)
+    line = "started 2026-03-01 04:20 UTC on node7 by `grpo-ustat train -m group_size=4,8`"
+    assert page.provenance == line and line in html.unescape(render(page))
+    assert dict(page.facts)["Wall time"] == "1:00:00"
+    assert dict(run_page(folder).facts)["Wall time"] is None  # killed
+
+
+def test_a_finished_training_run_says_what_it_found(tmp_path):
+    page = run_page(folder_of(tmp_path, TRAIN, RESULT))
+    assert page.answer == (
+        "Held-out accuracy went from 0.250 [0.200, 0.300] to 0.500 [0.450, 0.550] in 4 steps of "
+        "64 rollouts, G = 8 (paired difference +0.250 [+0.125, +0.375]; the same 100 questions, "
+        "sampled)."
+    )
+    assert page.notes == [
+        "WARNING: 10% of the completions were cut.", "WARNING: 7 questions left out: too long",
+    ]  # fmt: skip
+    facts = dict(page.facts)
+    assert facts["Rollouts a step"] == "64 = 8 prompts x G = 8"
+    assert facts["Starts"] == "2; went on from step 2" and facts["Alarms"] == "no_signal in 2 steps"
+    assert facts["Commit"] == "f" * 40 + ", with 2 lines of uncommitted changes"
+    assert (facts["Steps"], facts["Wall time of training steps"]) == ("4 of 4", "8 s")
+    accuracy = page.tables[0]
+    assert list(accuracy.columns) == ["step", "decoding", "accuracy", "questions", "cut"]
+    assert accuracy.rows[2] == [4, "sampled", "0.500 [0.450, 0.550]", 100, 0.1]
+    assert [row["step"] for row in page.completions.rows] == [1, 2, 3, 4]
+    assert set(page.completions.rows[0]) == {"step", "prompt", "completion", "reward"}
+
+
+def test_what_the_monitor_measured_is_on_the_page(tmp_path):
+    folder = folder_of(tmp_path, TRAIN, RESULT, steps=1)
+    assert "Best group size" not in render(run_page(folder))
+    monitored = {f"monitor/{name}": 2.0 for name in ("c1", "c1_low", "c1_high", "mse")}
+    sizes = {"monitor/gstar": 8.94, "monitor/gstar_low": 7.1, "monitor/gstar_high": None}
+    unknown = dict.fromkeys([*monitored, *sizes])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "tokens": 1} | monitored | sizes) + "\n")
+        file.write(json.dumps({"step": 4, "tokens": 1} | unknown) + "\n")
+    page = run_page(folder)
+    (table,) = (one for one in page.tables if one.title.startswith("Best group size"))
+    first, last = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    assert first["G*"] == "at least 7.1" and first["MSE of leave one out's gradient"] == 2.0
+    assert first["C1"] == "2.00 [2.00, 2.00]" and (last["step"], last["G*"]) == (
+        4,
+        "not enough data",
+    )
+    assert dict(page.facts)["G* of the gradient, latest"] == "not enough data, step 4"
+
+
+def test_a_page_before_its_result_is_that_after_it(tmp_path):
+    """As a run leaves it, the result being written last."""
+    folder = folder_of(tmp_path, TRAIN)
+    early = render(run_page(folder, RESULT))
+    (folder / "result.json").write_text(json.dumps(RESULT))
+    assert render(run_page(folder)) == early
+
+
+@pytest.mark.parametrize(
+    "evals, answer",
+    [
+        (0, "Unfinished, 2 of 4 steps are done; nothing was evaluated yet."),
+        (1, "Unfinished, 2 of 4 steps are done: held-out accuracy was 0.250 [0.200, 0.300] after "
+            "0 steps of 64 rollouts, G = 8."),
+        (3, "Unfinished, 2 of 4 steps are done: held-out accuracy went from 0.250 [0.200, 0.300] "
+            "to 0.500 [0.450, 0.550] after 4 steps of 64 rollouts, G = 8."),
+    ],
+)  # fmt: skip
+def test_an_unfinished_training_run_says_so(tmp_path, evals, answer):
+    folder = folder_of(tmp_path, TRAIN, steps=2)
+    (folder / "eval.csv").write_text("".join(EVAL.splitlines(keepends=True)[: evals + 1]))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')  # as a killed run leaves it
+    page = run_page(folder)
+    assert (page.answer, page.notes) == (answer, [])
+    assert dict(page.facts)["Tokens sampled"] == 20
+    assert page.title in render(page)
+
+
+def test_a_study_says_its_best_size_and_what_to_type_next(tmp_path):
+    folder = folder_of(tmp_path, MSE, STUDIED)
+    (folder / "figure.svg").write_text(SVG)
+    (folder / "scaling.svg").write_text(SVG)
+    (folder / "own.svg").write_text(SVG)
+    (folder / "curves.csv").write_text("mse\n")
+    page = run_page(folder)
+    assert page.answer.startswith(
+        "Best G is about 4.2 [4.0, 4.5]: at 256 rollouts a step use G = 4."
+    )
+    assert page.next_step.startswith("grpo-ustat train model=") and "group_size=4" in page.next_step
+    assert page.next_step in render(page)
+    assert page.notes[0].startswith("Intervals of 95 %") and page.notes[1] == "corr(q, Z) = -0.5."
+    assert [(f.title, f.data) for f in page.figures] == [
+        ("What each group size costs at the same number of rollouts", None),
+        ("Mean squared error of the gradient against group size", "curves.csv"), ("own", None),
+    ]  # fmt: skip
+    curves, law = page.tables[:2]
+    vanilla = "vanilla (no baseline)"
+    assert curves.rows == [[vanilla, 2, "4.00 [3.50, 4.50]"], [vanilla, 4, "2.00 (no interval)"]]
+    assert "method: closed_form" in curves.notes[0] and law.notes == ["not above 0"]
+    assert law.rows[0] == ["C1", 1.0, 0.5, 2.0]
+    assert dict(page.facts)["Answers not judged"] == 3
+
+
+def test_a_study_without_signal_answers_in_its_own_words_once(tmp_path):
+    result = STUDIED | {"assumption2": STUDIED["assumption2"] | {"corr": None}}
+    page = run_page(folder_of(tmp_path, MSE, result))
+    assert page.answer == "corr(q, Z) = -0.5." and page.answer not in page.notes
+
+
+def test_a_study_of_equal_rewards_has_an_answer_and_no_table(tmp_path):
+    result = {
+        "curves": [], "equal_rewards": {"reward": 0.0, "completions": 80, "right": 80},
+        "scaling": dict.fromkeys(("gstar", "gstar_low", "gstar_high")),
+        "assumption2": {"corr": None}, "summary": "All are right. WARNING: 2 were not judged.",
+    }  # fmt: skip
+    result |= {key: STUDIED[key] for key in ("policy", "cost", "questions", "pool_completions")}
+    page = run_page(folder_of(tmp_path, asdict(compose("mse")), result))
+    assert page.answer == "All are right." and page.notes == ["WARNING: 2 were not judged."]
+    assert page.next_step.startswith("harder questions: grpo-ustat mse ")
+    assert [table.title for table in page.tables] == ["Starts and ends"] and page.figures == []
+    assert dict(page.facts)["Questions"] == 10 and "Parameters measured" not in dict(page.facts)
+    assert "All are right." in render(page)
+
+
+def test_an_unfinished_study_counts_its_questions(tmp_path):
+    folder = folder_of(tmp_path, MSE)
+    (folder / "pool").mkdir()
+    for name in ("aa-0-4", "aa-4-4", "bb-0-4"):
+        (folder / "pool" / f"{name}.safetensors").touch()
+    page = run_page(folder)
+    assert page.answer.startswith("Unfinished: completions of 2 of 10 questions are scored")
+    render(page)
+
+
+def test_damaged_files_are_named_and_cost_nothing_else(tmp_path):
+    folder = folder_of(tmp_path, TRAIN, RESULT)
+    for name, text in {
+        "code.json": "{", "eval.csv": "\x00\udcff", "completions.parquet": "PAR1",
+        "own.svg": "<svg><script/></svg>", "result.json": "[]", "metrics.jsonl": "{}\n{\n",
+    }.items():  # fmt: skip
+        (folder / name).write_text(text, errors="surrogateescape")
+    page = run_page(folder)
+    named = [note.split()[0] for note in page.notes]
+    assert sorted(named) == [
+        "code.json", "completions.parquet", "metrics.jsonl", "own.svg", "result.json",
+    ]  # fmt: skip
+    assert "small" in render(page)
+
+
+def test_hostile_folders_show_their_texts(tmp_path):
+    """Names of models and data sets, completions, and what the history says."""
+    rows = [completion(1, text=text.replace("\ud800", "")) for text in hostile.TEXTS]
+    name = hostile.MARKUP[0]
+    config = TRAIN | {"model": {"name": name, "model_name_or_path": hostile.MARKUP[5]}}
+    folder = folder_of(tmp_path, config, RESULT | {"alarms": {hostile.MARKUP[1]: 1}}, rows=rows)
+    (folder / "own.svg").write_text(SVG.replace("a title", "&lt;script&gt;HIT&lt;/script&gt;"))
+    found = Skeleton(render(run_page(folder)))
+    assert sum(tag[0] == "script" for tag in found.tags) == 2
+    assert not {"img", "iframe", "object", "base", "link"} & {tag[0] for tag in found.tags}
+    assert any(visible(name) in text for text in found.texts)
+    assert "<script>HIT</script>" in found.texts  # of the picture
+
+
+def test_a_page_that_cannot_be_made_costs_only_the_page(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise KeyError("whatever")
+
+    folder = SimpleNamespace(path=tmp_path, config_hash="x", write=None)
+    monkeypatch.setattr(pages, "run_page", fail)
+    leave_page(folder, RESULT)
+    said = capsys.readouterr().err
+    assert "report.html could not be made, the run goes on without it: KeyError" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_long_run_has_a_page_of_some_thousand_completions_within_a_second(tmp_path):
+    """Whole steps of it, evenly spaced, the first and the last among them, and the page says so."""
+    rows = [completion(s, i % 2, f"{s} {i} " * 60) for s in range(1, 1001) for i in range(8)]
+    folder = folder_of(tmp_path, TRAIN | {"max_steps": 1000}, RESULT, steps=1000, rows=rows)
+    start = time.perf_counter()
+    page = run_page(folder)
+    text = render(page)
+    assert time.perf_counter() - start < 1
+    shown = [row["step"] for row in page.completions.rows]
+    assert shown == [step for step in dict.fromkeys(shown) for _ in range(8)]
+    assert 2500 < len(shown) <= 3000 and {1, 1000} <= set(shown)
+    gaps = {
+        b - a for a, b in zip(dict.fromkeys(shown), list(dict.fromkeys(shown))[1:], strict=False)
+    }
+    assert gaps <= {2, 3}
+    assert f"holds 8000 completions; here are {len(shown)}, those of evenly spaced steps" in text
+    steps = next(table for table in page.tables if table.title == "Steps")
+    assert len(steps.rows) == 200 and steps.notes[0].startswith("200 of 1000 steps")
+
+
+def test_few_large_steps_are_cut_to_what_a_page_holds(tmp_path):
+    rows = [completion(None, text="x" * 10_000) for _ in range(2000)]
+    page = run_page(folder_of(tmp_path, TRAIN, RESULT, rows=rows))
+    assert 700 <= len(page.completions.rows) <= 800
+    assert "holds 2000 completions; here are 7" in page.completions.note
+
+
+def test_the_page_of_a_study_has_noise_dynamic_sampling_proxies_allocation_and_rules(tmp_path):
+    """Numbers with their intervals, unknown ends said, all in tables of their own."""
+    noise = {"rollouts": 768.0, "rollouts_low": 512.0, "rollouts_high": None,
+             "tokens": None, "tokens_low": None, "tokens_high": None,
+             "prompt_share": 0.25, "prompt_share_low": 0.2, "prompt_share_high": 0.3}  # fmt: skip
+    dynamic = {"group_size": 4, "kept": 0.5, "kept_low": 0.25, "kept_high": 0.75,
+               "generated": 2.0, "generated_low": 4 / 3, "generated_high": 4.0,
+               "break_even": 0.01, "break_even_low": 0.0, "break_even_high": 0.02}  # fmt: skip
+    proxy = {"units": "prompts", "proxy": "p(1-p)", "target": "noise", "uncorrected": None,
+             "correlation": 0.5, "correlation_low": 0.25, "correlation_high": 0.75,
+             "proxy_reliability": 0.5, "target_reliability": 0.25}  # fmt: skip
+    rule = {"baseline": "group_std", "target": "limit g/sigma", "measure": "mse", "grows": True,
+            "growth": 0.5, "growth_low": 0.25, "growth_high": None,
+            "sizes": [{"n": 64, "group_size": 4, "alike": [4, 8]},
+                      {"n": 256, "group_size": 16, "alike": [16]}]}  # fmt: skip
+    result = STUDIED | {
+        "noise": {"curve": [noise | {"group_size": 4}],
+                  "best": noise | {"group_size": 4.25, "group_size_tokens": None},
+                  "reason": "no upper end"},
+        "dynamic_sampling": [dynamic],
+        "proxies": [proxy],
+        "allocation": [
+            {"plan": name, "group_size": 8, "change": 0.02, "change_low": -0.01,
+             "change_high": 0.05, "in_sample": in_sample}
+            for name, in_sample in (("measured noise", -0.06), ("p(1-p)", None))
+        ],
+        "scaling": STUDIED["scaling"] | {"rules": [rule]},
+    }  # fmt: skip
+    folder = folder_of(tmp_path, MSE, result)
+    tables = {table.title: table for table in run_page(folder).tables}
+    row = ["768 [512, infinity)", "-", "0.250 [0.200, 0.300]"]
+    assert tables["Noise scale"].rows == [["4", *row], ["G* = 4.2", *row]]
+    assert tables["Noise scale"].notes[1] == "no upper end"
+    assert tables["Dynamic sampling"].rows == [
+        ["4", "0.500 [0.250, 0.750]", "2.00 [1.33, 4.00]", "0.0100 [0.00, 0.0200]"]
+    ]
+    assert tables["Proxies"].rows == [
+        ["prompts", "p(1-p)", "noise", "0.500 [0.250, 0.750]", "-", "0.50", "0.25"]
+    ]
+    assert tables["Unequal group sizes"].rows == [
+        ["measured noise", "+2 % [-1 %, +5 %]"],
+        ["p(1-p)", "+2 % [-1 %, +5 %]"],
+        ["the best sizes, in sample", "-6 %"],
+    ]
+    assert tables["Best group size of each rule"].rows == [
+        ["group_std", "limit g/sigma", "4 [4, 8]", "16", "yes", "0.500 [0.250, infinity)"]
+    ]

@@ -1,0 +1,110 @@
+"""The page of a study of a theorem: verdict, statement, bed, claims beside measurements."""
+
+from __future__ import annotations
+
+import json
+
+import hostile
+import pytest
+from test_page import SVG, Skeleton
+from test_run_page import folder_of
+
+from grpo_ustat.pages.page import render, visible
+from grpo_ustat.pages.run_page import run_page
+
+CONFIG = {
+    "seed": 2, "study": {"kind": "theorem8", "steps": [10, 100]},
+    "bed": {"name": "valley", "kind": "softmax"}, "launch": {"workers": 2},
+}  # fmt: skip
+CLAIMS = [
+    {"what": "T times the gap", "predicted": 0.123456, "measured": 0.12, "low": 0.1, "high": 0.14,
+     "verdict": "agrees", "how": "95 %, 2000 replicates", "p_value": 0.04, "holm_p": 0.2,
+     "severity": "2 of 8 alternatives would also have agreed"},
+    {"what": "gap over the bound", "predicted": "<= 1", "measured": 1.5, "low": None, "high": None,
+     "verdict": "disagrees", "how": "enumerated"},
+]  # fmt: skip
+RESULT = {
+    "study": "theorem8", "statement": "T (J* - J) tends to a weighted sum of chi-squares.",
+    "bed": {"prompts": 4, "mu": 0.54321, "assumption 2": "fails"}, "claims": CLAIMS,
+    "answer": "The limit is there, the bound is not.", "notes": ["3 replicates left the set"],
+    "verdict": "disagrees", "cost": {"rollouts": 1234567, "seconds": 12.25},
+    "summary": "not shown", "versions": {"grpo-ustat": "0.1"}, "config_hash": "0123456789ab",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = folder_of(tmp_path, CONFIG, RESULT)
+    (folder / "figure.svg").write_text(SVG)
+    (folder / "curves.csv").write_text("step,gap\n")
+    return folder
+
+
+def test_a_finished_study_says_what_it_found(folder):
+    page = run_page(folder)
+    assert page.title == "Theorem 8, the law of the gap, on valley, seed 2"
+    assert page.answer == (
+        "Theory and measurement disagree in at least one claim. The limit is there, the bound is "
+        "not."
+    )
+    statement = "T (J* - J) tends to a weighted sum of chi-squares."
+    assert page.notes == [statement, "3 replicates left the set"]
+    facts = dict(page.facts)
+    assert facts["Test problem"] == "prompts: 4\nmu: 0.5432\nassumption 2: fails"
+    assert (facts["Completions drawn"], facts["Wall time"]) == ("1 234 567", "12 s")
+    assert facts["Fingerprint"] == "0123456789ab" and "Model" not in facts
+    (figure,) = page.figures
+    assert (figure.title, figure.data) == (
+        "Predictions are lines, measurements markers with 95 % intervals", "curves.csv",
+    )  # fmt: skip
+
+
+def test_predictions_stand_beside_measurements(folder):
+    table = run_page(folder).tables[0]
+    assert table.title == "Predicted and measured"
+    assert table.rows == [
+        ["T times the gap", "0.1235", "0.12", "[0.1, 0.14]", "0.04 (0.2)", "agrees",
+         "2 of 8 alternatives would also have agreed", "95 %, 2000 replicates"],
+        ["gap over the bound", "<= 1", "1.5", "", "", "disagrees", "", "enumerated"],
+    ]  # fmt: skip
+
+
+def test_a_study_that_enumerates_says_so_and_one_of_runs_has_no_bed(tmp_path):
+    config = CONFIG | {
+        "study": {"kind": "best_group_size"},
+        "bed": {"name": "none", "kind": "none"},
+    }
+    result = RESULT | {"bed": {}, "cost": {"rollouts": 0, "seconds": 0.5}}
+    page = run_page(folder_of(tmp_path, config, result))
+    assert page.title == "The scaling law in training, seed 2"
+    assert dict(page.facts)["Completions drawn"] == "0: enumerated"
+
+
+def test_an_unfinished_study_says_so(tmp_path):
+    page = run_page(folder_of(tmp_path, CONFIG))
+    assert page.answer == "Unfinished: nothing is measured yet." and page.notes == []
+    assert [table.title for table in page.tables] == ["Starts and ends"]
+    assert page.title in render(page)
+
+
+def test_a_page_before_its_result_is_that_after_it(tmp_path):
+    """As a study leaves it, the result being written last."""
+    folder = folder_of(tmp_path, CONFIG)
+    early = render(run_page(folder, RESULT))
+    (folder / "result.json").write_text(json.dumps(RESULT))
+    assert render(run_page(folder)) == early
+
+
+def test_hostile_claims_show_their_texts(tmp_path):
+    """Claims, answer, notes, statement and facts of the test problem add no tag to the page."""
+    texts = [text.replace("\ud800", "") for text in hostile.TEXTS]
+    claims = [CLAIMS[1] | {"what": text, "predicted": text, "how": text} for text in texts]
+    told = {"statement": texts[0], "answer": texts[1], "notes": texts, "bed": {texts[2]: texts[3]}}
+    config = CONFIG | {"bed": {"name": texts[4], "kind": "softmax"}, "study": {"kind": texts[5]}}
+    found = Skeleton(
+        render(run_page(folder_of(tmp_path, config, RESULT | told | {"claims": claims})))
+    )
+    assert sum(tag[0] == "script" for tag in found.tags) == 1  # the page's own
+    assert not {"img", "iframe", "object", "base", "link", "form"} & {tag[0] for tag in found.tags}
+    for text in texts:
+        assert visible(text) in found.texts, text
