@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ MAY_IMPORT = {  # each room, from the top, and the rooms below it that it may im
     # machinery
     "cli": ("launch", "logs", "policy", "tasks", "runs", "distributed", *GROUND),
     "launch": ("runs", "distributed", *GROUND),
-    "costs": ("policy", "runs", *GROUND),
+    "costs": ("policy", "runs", "config", "terminal"),
     "pages": ("runs", *GROUND),
     "logs": ("runs", *GROUND),
     # parts
@@ -118,3 +119,28 @@ def test_no_room_imports_a_room_above_it():
         if rooms.index(below) <= place
     ]
     assert not climbs, f"(a room, what it imports from above itself): {climbs}"
+
+
+WHOLE = {"TrainConfig", "MseConfig", "GapConfig", "ReportConfig", "Common", "Shared"}
+
+
+@pytest.mark.parametrize("room", ["policy", "rollout", "tasks", "costs"])
+def test_parts_never_see_the_configuration_of_a_command(room):
+    """They would have to ask which command it is of."""
+    fix = (
+        "hand it what it needs: a record of config/parts.py (`config.policy_options`), a group of "
+        "the configuration (`config.model`), or plain arguments"
+    )
+    for file in sorted((PACKAGE / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            place = f"{file.relative_to(TESTS.parent)}:{getattr(node, 'lineno', '?')}"
+            if isinstance(node, ast.Name | ast.Attribute | ast.alias):
+                name = getattr(node, "id", None) or getattr(node, "attr", None)
+                name = node.name if isinstance(node, ast.alias) else name
+                assert name not in WHOLE, f"{place} names {name}, all that a command knows: {fix}"
+            if isinstance(node, ast.arg) and node.arg in ("config", "configs"):
+                text = "" if node.annotation is None else ast.unparse(node.annotation)
+                assert text and not re.search(r"\b(Any|object)\b", text), (
+                    f"{place} takes {node.arg} of no type, which may be all that a command knows: "
+                    f"{fix}"
+                )

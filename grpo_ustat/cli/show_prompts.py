@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from grpo_ustat.config.common import Common
-from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.policy.chat import writes_turns
 from grpo_ustat.policy.loading import (
     configured_task,
@@ -26,9 +25,9 @@ def show_prompts(config: Common, split: str) -> None:
     Raises:
         ConfigError: data set or tokenizer cannot be loaded, or no token holds `prompt.stop`.
     """
-    tokenizer = configured_tokenizer(config)
-    task = configured_task(config, tokenizer)
-    limit = config.study.questions if isinstance(config, MseConfig) else None
+    tokenizer = configured_tokenizer(config.model)
+    task = configured_task(config.task_options, config.model, tokenizer)
+    limit = config.most_questions
     questions, prompts = task.questions(split)[:limit], task.prompts(split)[:limit]
     texts = [prompt.text for prompt in prompts]
     in_turns = writes_turns(config.prompt.chat, tokenizer)
@@ -50,7 +49,7 @@ def show_prompts(config: Common, split: str) -> None:
         tell(f"{len(stops)} tokens hold prompt.stop={config.prompt.stop!r} and end a completion")
 
     longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
-    count, limit = len(tokens[longest]), context_length(config)
+    count, limit = len(tokens[longest]), context_length(config.model)
     total = count + config.max_completion_length
     tell(
         f"longest of {len(prompts)} {split} prompts: {count} tokens "

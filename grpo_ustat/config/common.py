@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ustat.config.model import ModelConfig, PromptConfig
+from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, TaskOptions
 from grpo_ustat.config.reward_funcs import check_reward_funcs, reward_text, summed_weights
+from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 
@@ -67,6 +69,53 @@ class Common(Shared):
     def rewards_plan(self) -> str:
         """The reward functions with their weights; "" of the task's alone."""
         return reward_text(self.reward_funcs, self.reward_weights)
+
+    @property
+    def policy_options(self) -> PolicyOptions:
+        """What loads the policy."""
+        return PolicyOptions(self.model, self.prompt, self.launch.device, self.launch.num_threads)
+
+    @property
+    def task_options(self) -> TaskOptions:
+        """What makes the task."""
+        return TaskOptions(
+            dataset=self.dataset,
+            prompt=self.prompt,
+            reward_funcs=self.reward_funcs,
+            reward_weights=self.weights,
+            max_completion_length=self.max_completion_length,
+            judge_workers=self.launch.judge_workers,
+        )
+
+    @property
+    def shared_settings(self) -> dict[str, str | float | None]:
+        """What a dry run shows of either command, as one types it; length is
+        max_completion_length.
+        """
+        return {
+            "model": self.model.name,
+            "dataset": self.dataset.name,
+            "prompt": self.prompt.name,
+            "prompt.max_length": self.prompt.max_length,
+            "length": self.max_completion_length,
+            "temperature": self.temperature,
+        }
+
+    def sampling_by(self, rollout: RolloutConfig) -> SamplerOptions:
+        """What samples, with an engine of `train` or of `mse`."""
+        return SamplerOptions(
+            rollout=rollout,
+            seed=self.seed,
+            temperature=self.temperature,
+            max_prompt_length=self.prompt.max_length,
+            max_completion_length=self.max_completion_length,
+            rows=self.rollout_batch_size,
+        )
+
+    @property
+    def most_questions(self) -> int | None:
+        """How many questions of a split are asked at most, the first; None: all."""
+        return None
 
     def check(self) -> None:
         """See `Shared.check`."""

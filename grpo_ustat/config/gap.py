@@ -323,6 +323,23 @@ class GapLaunch(ProcessConfig):
     )
 
 
+@dataclass(frozen=True)
+class Experiment:
+    """What a theorem's study is asked.
+
+    Attributes:
+        study: which result, with the numbers of its study; a class of this module.
+        bed: the test problem, a class of `config.beds`.
+        seed: of every draw.
+        workers: local processes.
+    """
+
+    study: Any
+    bed: Any
+    seed: int
+    workers: int
+
+
 @dataclass
 class GapConfig(Shared):
     """What `grpo-ustat gap` runs."""
@@ -334,6 +351,11 @@ class GapConfig(Shared):
     bed: Any = field(
         "the test problem: a policy whose truth is enumerated; fields of others: bed=NAME --help"
     )
+
+    @property
+    def experiment(self) -> Experiment:
+        """What its theorem's study is asked."""
+        return Experiment(self.study, self.bed, self.seed, self.launch.workers)
 
     @property
     def run_name(self) -> str:

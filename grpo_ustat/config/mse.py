@@ -6,7 +6,7 @@ A check refuses in one line that names values and fix.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_ustat.config.baseline import (
@@ -18,6 +18,7 @@ from grpo_ustat.config.baseline import (
 )
 from grpo_ustat.config.common import Common, LaunchConfig
 from grpo_ustat.config.model import tf32_in_use
+from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
@@ -231,6 +232,34 @@ class MseConfig(Common):
         return tf32_in_use(self.tf32, self.launch.device, self.model.dtype)
 
     @property
+    def policy_options(self) -> PolicyOptions:
+        """See `Common.policy_options`."""
+        parameters = self.study.parameters
+        return replace(super().policy_options, tf32=self.computes_tf32, parameters=parameters)
+
+    @property
+    def sampler_options(self) -> SamplerOptions:
+        """What samples completions."""
+        return self.sampling_by(self.rollout)
+
+    @property
+    def rule_options(self) -> dict[str, dict[str, float]]:
+        """Options of each baseline that is compared, by its name."""
+        return {name: self.rules[name].options for name in self.baselines}
+
+    @property
+    def sampling(self) -> StudySampling:
+        """What its processes sample with."""
+        return StudySampling(
+            self.policy_options, self.sampler_options, self.task_options, self.sampling_workers
+        )
+
+    @property
+    def most_questions(self) -> int | None:
+        """See `Common.most_questions`."""
+        return self.study.questions
+
+    @property
     def fills_part(self) -> bool:
         """Whether only a part of the pool is asked for, which several jobs may fill at once."""
         return self.study.part is not None
@@ -435,7 +464,7 @@ class MseConfig(Common):
                 f"study.questions={questions} of dataset.study_size={size}: choose 1 to {size}, or "
                 f"dataset.study_size={questions} where there are as many"
             )
-        check_questions(self, size if questions is None else questions)
+        self.check_questions(size if questions is None else questions)
         pool, largest = self.budget.pool_completions, self.budget.max_pool_completions
         if self.target_halfwidth is not None and largest < pool:
             raise ConfigError(
@@ -460,6 +489,35 @@ class MseConfig(Common):
             )
         if "monte_carlo" in self.study.methods:
             self.budget.check_monte_carlo()
+
+    def check_questions(self, count: int) -> None:
+        """Refuse fewer questions than baselines, interval and settings need.
+
+        Args:
+            count: how many questions there are.
+
+        Raises:
+            ConfigError: naming the values and the fix.
+        """
+        key = "study.questions"
+        if self.imports_pool:
+            key = f"study.questions, or the number of prompts in {self.pool}"
+        for name in self.baselines:
+            check_shape(name, count, min(self.group_sizes), key)
+        if self.study.metric == "adam" and count < 8:
+            raise ConfigError(
+                f"study.metric=adam needs 8 questions, 4 a half, got {count}: raise {key}"
+            )
+        if self.study.interval == "questions" and count < 4:
+            raise ConfigError(
+                f"study.interval=questions needs 4 questions, got {count}: raise {key}"
+            )
+        largest = max(self.study.num_prompts, default=0)
+        if "without_replacement" in self.study.settings and largest > count:
+            raise ConfigError(
+                f"study.num_prompts={largest} of {count} questions without replacement: use at "
+                f"most {count}, or raise {key}"
+            )
 
 
 def _only_trains(name: str) -> ConfigError:
@@ -498,33 +556,4 @@ def check_pool_folder(pool: str) -> None:
         raise ConfigError(
             f"pool={pool} is neither empty nor a pool, it holds {files} and no pool.json: give a "
             f"new folder, such as pool={folder / 'pool'}"
-        )
-
-
-def check_questions(config: MseConfig, count: int) -> None:
-    """Refuse fewer questions than baselines, interval and settings need.
-
-    Args:
-        config: the study's.
-        count: how many questions there are.
-
-    Raises:
-        ConfigError: naming the values and the fix.
-    """
-    key = "study.questions"
-    if config.imports_pool:
-        key = f"study.questions, or the number of prompts in {config.pool}"
-    for name in config.baselines:
-        check_shape(name, count, min(config.group_sizes), key)
-    if config.study.metric == "adam" and count < 8:
-        raise ConfigError(
-            f"study.metric=adam needs 8 questions, 4 a half, got {count}: raise {key}"
-        )
-    if config.study.interval == "questions" and count < 4:
-        raise ConfigError(f"study.interval=questions needs 4 questions, got {count}: raise {key}")
-    largest = max(config.study.num_prompts, default=0)
-    if "without_replacement" in config.study.settings and largest > count:
-        raise ConfigError(
-            f"study.num_prompts={largest} of {count} questions without replacement: use at "
-            f"most {count}, or raise {key}"
         )

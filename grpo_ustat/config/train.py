@@ -16,6 +16,7 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
+from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
@@ -387,6 +388,11 @@ class TrainConfig(Common):
             f"{self.group_size} completions{reward}, {self.optimizer.name} at "
             f"{self.learning_rate:g}, seed {self.seed}"
         )
+
+    @property
+    def sampler_options(self) -> SamplerOptions:
+        """What samples completions."""
+        return self.sampling_by(self.rollout)
 
     @property
     def prompts_per_step(self) -> int:

@@ -1,4 +1,4 @@
-"""What runs would cost in completions, tokens, memory and disk, from their configurations alone.
+"""What runs would cost in completions, tokens, memory and disk, from what they would do.
 
 Nothing is loaded. Prompts' tokens are not known without a tokenizer and are in none of the figures.
 A figure that is not known is None.
@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
+from grpo_ustat.config.data import DatasetConfig, Gsm8kConfig, MathConfig
 from grpo_ustat.config.model import ModelConfig, ModelSize, model_folder
-from grpo_ustat.config.mse import MseConfig
-from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH
+from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
 ENTRY = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
-MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer stores for a parameter
 PUBLISHED = {  # test questions by hub id and subset, as their cards and papers give them
     ("openai/gsm8k", "main"): 1319,  # Cobbe et al. 2021
     ("DigitalLearningGmbH/MATH-lighteval", "default"): 5000,  # Hendrycks et al. 2021
@@ -27,10 +24,66 @@ PUBLISHED = {  # test questions by hub id and subset, as their cards and papers 
 HEADER = 1000  # bytes of a safetensors file beside its arrays, about
 PROCESS = 580_000_000  # bytes of Python with PyTorch, transformers and tasks; on a GPU none of them
 READ = 2.5  # times its files that a pool takes in the process that reads them
-RAGGED = 1 / 4  # of micro_batch_tokens in a pass, where answers differ in length: from 1/8 to all
 GRAPH_ROOM = 96  # columns of rollout/graphs.py beyond prompt and completion, on average
 HELD = 4.5  # times a chunk of logits that their log-probabilities and derivatives hold
 WHOLE = 32 * 2**30  # bytes of a graph from which on scores are taken layer by layer: half of a GPU
+
+
+@dataclass(frozen=True)
+class KeptPool:
+    """Scored completions that a study keeps.
+
+    Attributes:
+        questions: of the study.
+        completions: of each, N.
+        feature_sketch, gradient_sketch: numbers of the two sketches at most.
+        in_adams_metric: whether they are scored once more, in the metric of AdamW's step.
+    """
+
+    questions: int
+    completions: int
+    feature_sketch: int
+    gradient_sketch: int
+    in_adams_metric: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run samples, scores, updates and keeps; its command says it.
+
+    Attributes:
+        model: the policy.
+        sampler: what writes completions.
+        device: torch device, as configured.
+        rollouts: completions that gradients or errors are computed from.
+        values: others, behind baselines, at most.
+        evaluation: completions of test questions; None where their number is unknown.
+        sampled_together: completions to sample at a time, of which `sampler.rows` are side by side.
+        pass_tokens: of a backward pass.
+        by_layer: whether a backward pass holds one layer's graph at a time; None: where the whole
+            graph is more than `WHOLE`.
+        bf16: whether it computes in bfloat16 over weights of a wider type.
+        kept_per_weight: numbers of gradient and optimizer.
+        has_reference: whether a frozen copy of the weights is kept.
+        most_checkpoints, last_checkpoints: on the disk at a time, and when it has finished.
+        pool: what a study keeps; None of training.
+    """
+
+    model: ModelConfig
+    sampler: SamplerOptions
+    device: str
+    rollouts: int
+    values: int
+    evaluation: int | None
+    sampled_together: int
+    pass_tokens: int
+    by_layer: bool | None
+    bf16: bool = False
+    kept_per_weight: int = 0
+    has_reference: bool = False
+    most_checkpoints: int = 0
+    last_checkpoints: int = 0
+    pool: KeptPool | None = None
 
 
 @dataclass(frozen=True)
@@ -85,158 +138,90 @@ class Cost:
         return None if working is None else max(working, self.process + (self.pool or 0))
 
 
-def cost(config: TrainConfig | MseConfig) -> Cost:
-    """What a run costs, see `train_cost` and `study_cost`."""
-    return train_cost(config) if isinstance(config, TrainConfig) else study_cost(config)
+def cost(work: Work) -> Cost:
+    """What a run costs, from what it does.
 
-
-def train_cost(config: TrainConfig) -> Cost:
-    """n completions a step; evaluations at step 0, every eval_steps and the last.
-
-    Values, at most, per step and prompt: budget.value_completions for `oracle` and `optimal`, one
-    greedy for `remax`; `spo` spends budget.value_completions on a prompt's first visit.
-
-    Bytes, for P parameters of E bytes: weights E P; a reference E P with a penalty, none with
-    adapters; training E P (1 + 2) with AdamW, so 16 P in all in float32, 0 with adapters, whose few
-    parameters are not counted. A checkpoint has E P (1 + 2); while one is written there are
-    save_total_limit + 1, afterwards save_total_limit.
+    Bytes, for P parameters of E bytes: weights E P; a reference E P; with AdamW a gradient and two
+    moments, so training E P (1 + 2), 16 P in all with the weights in float32. A checkpoint has E P
+    (1 + 2). A question's file of a pool has 8 N^2 for inner products, 4 N R and 8 R' for sketches
+    of R = feature_sketch and R' = gradient_sketch numbers (P where that is smaller), 4 N tokens,
+    17 N for rewards, lengths and ends. Where a sketch is smaller than P, each parameter has a sign
+    of one bit. AdamW's metric holds a gradient and the factors of every entry beside the weights,
+    or on a CPU the six sums of group gradients of both halves, and keeps these and a second pool.
     """
-    needs, each = BASELINES[config.baseline.name].needs, config.budget.value_completions
-    visits = config.prompts_per_step * config.max_steps
-    values = visits * (each * bool(needs & {"value_P", "optimal_P"}) + ("greedy_P" in needs))
-    if "tracker_P" in needs:
-        values += each * min(visits, config.dataset.train_size or visits)
+    size, entry, on_cpu = model_size(work.model), ENTRY[work.model.dtype], work.device == "cpu"
+    length, computed = work.sampler.max_completion_length, 2 if work.bf16 else entry
+    graph = _graph(size, work.pass_tokens, computed, by_layer=bool(work.by_layer))
+    if work.by_layer is None and graph is not None and graph > WHOLE:
+        graph = _graph(size, work.pass_tokens, computed, by_layer=True)
+    if work.bf16:
+        graph = _sum([graph, _product(size.parameters, 2)])  # autocast's weights
 
-    evaluations = 1 + math.ceil(config.max_steps / config.eval_steps)
-    decoding = config.eval.decoding
-    of_question = config.eval.num_generations * ("sampled" in decoding) + ("greedy" in decoding)
-    tests = _product(count_test_questions(config), of_question * evaluations)
-    rollouts = config.budget.rollouts * config.max_steps
-    tokens = (rollouts + values + (tests or 0)) * config.max_completion_length
-
-    size, entry, lora = model_size(config.model), ENTRY[config.model.dtype], config.lora.r > 0
     weights = _product(size.parameters, entry)
-    trained = 0 if lora else 1 + MOMENTS[config.optimizer.name]  # gradient, moments
-    checkpoints, limit = math.ceil(config.max_steps / config.save_steps), config.save_total_limit
-    most = checkpoints if limit is None else min(checkpoints, limit + 1)
-    last = checkpoints if limit is None else min(checkpoints, limit)
-    side = max(config.budget.rollouts, (tests or 0) // evaluations)
-    update = math.ceil(config.objective.update_size(config.budget.rollouts) / processes(config))
-    whole = update * config.max_completion_length
-    pass_tokens = int(min(RAGGED * config.micro_batch_tokens, whole))
-    computed = 2 if config.bf16 else entry
-    graph = _graph(size, pass_tokens, computed, by_layer=config.gradient_checkpointing)
+    training = _product(weights, work.kept_per_weight)
+    disk, disk_after = (
+        _product(training, count) for count in (work.most_checkpoints, work.last_checkpoints)
+    )
+    signs, pool = 0, work.pool
+    if pool is not None:
+        most = math.inf if size.parameters is None else size.parameters
+        features, gradients = min(pool.feature_sketch, most), min(pool.gradient_sketch, most)
+        row = 8 * pool.completions + 4 * features + 4 * length + 17
+        disk = pool.questions * int(pool.completions * row + 8 * gradients + HEADER)
+        if pool.in_adams_metric:
+            moment = max(entry, ENTRY["float32"])
+            disk = _sum([2 * disk, _product(size.parameters, 6 * moment)])
+            weights = _product(size.parameters, entry + (6 if on_cpu else 2) * moment)
+        disk_after = disk
+        has_signs = most > min(pool.feature_sketch, pool.gradient_sketch)
+        signs = _product(size.parameters and -(-size.parameters // 8), int(has_signs))
     return Cost(
-        rollouts=rollouts,
-        values=values,
-        evaluation=tests,
-        tokens=tokens,
+        rollouts=work.rollouts,
+        values=work.values,
+        evaluation=work.evaluation,
+        tokens=(work.rollouts + work.values + (work.evaluation or 0)) * length,
         weights=weights,
-        reference=_product(weights, bool(config.objective.beta and not lora)),
-        training=_product(weights, trained),
-        process=_process(config),
-        signs=0,
-        cache=_cache(config, size, side, 2 if config.bf16 else entry),
-        logits=_logits(config, size, side, pass_tokens),
-        graph=_sum([graph, _product(size.parameters, 2 * config.bf16)]),  # autocast's weights
-        pool=0,
-        disk=_product(weights, trained * most),
-        disk_after=_product(weights, trained * last),
+        reference=_product(weights, 1) if work.has_reference else 0,
+        training=training,
+        process=PROCESS if on_cpu else 0,
+        signs=signs,
+        cache=_cache(work, size, computed),
+        logits=_logits(work, size),
+        graph=graph,
+        pool=int(READ * disk) if pool is not None and on_cpu and disk is not None else 0,
+        disk=disk,
+        disk_after=disk_after,
     )
 
 
-def count_test_questions(config: TrainConfig) -> int | None:
-    """`dataset.test_size`, or where it is null the published size; None where that is unknown."""
-    size = config.dataset.test_size
-    return published_size(config) if size is None else size
-
-
-def published_size(config: TrainConfig) -> int | None:
-    """Number of all test questions, where `dataset` names a hub id of PUBLISHED and filters
+def published_size(dataset: DatasetConfig) -> int | None:
+    """Number of all test questions, where a data set names a hub id of PUBLISHED and filters
     nothing.
     """
-    dataset = config.dataset
-    if dataset.kind not in ("gsm8k", "math") or dataset.test_split != "test":
+    if not isinstance(dataset, Gsm8kConfig) or dataset.test_split != "test":
         return None
-    if dataset.kind == "math" and (dataset.filter_test or dataset.test_ids is not None):
+    if isinstance(dataset, MathConfig) and (dataset.filter_test or dataset.test_ids is not None):
         return None
-    source = (dataset.path, dataset.subset) if dataset.test_path is None else None
-    return PUBLISHED.get(source or (dataset.test_path, None))
+    if dataset.test_path is not None:
+        return PUBLISHED.get((dataset.test_path, None))
+    return PUBLISHED.get((dataset.path, dataset.subset))
 
 
-def study_cost(config: MseConfig) -> Cost:
-    """N completions of each question, up to max_pool_completions with target_halfwidth.
-
-    monte_carlo adds, a question: `replicates` groups of the largest size and
-    reference_completions, and value_completions where a baseline needs them. Bytes, for P
-    parameters of E bytes: weights E P in each worker; a question's file has 8 N^2 for inner
-    products, 4 N R and 8 R' for sketches of R = feature_sketch and R' = gradient_sketch numbers (P
-    where that is smaller), 4 N tokens, 17 N for rewards, lengths and ends. The scores of a question
-    hold the graph of N completions, layer by layer where that is more than `WHOLE`; where a
-    sketch is smaller than P, each parameter has a sign of one bit. AdamW's metric holds a
-    gradient and the factors of every entry beside the weights, or on a CPU the six sums of group
-    gradients of both halves, and keeps these and a second pool.
-    """
-    budget, size = config.budget, model_size(config.model)
-    questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
-    fixed = config.target_halfwidth is None
-    count = budget.pool_completions if fixed else budget.max_pool_completions
-
-    needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
-    of_errors, of_baselines = count, int("greedy_P" in needs)
-    if "monte_carlo" in config.study.methods:
-        of_errors += budget.replicates * max(config.group_sizes) + budget.reference_completions
-        if needs - OF_THE_BATCH:
-            of_baselines += budget.value_completions + ("greedy_P" in needs)
-
-    most = math.inf if size.parameters is None else size.parameters
-    features, gradients = min(budget.feature_sketch, most), min(budget.gradient_sketch, most)
-    row = 8 * count + 4 * features + 4 * config.max_completion_length + 17
-    disk = _product(questions, int(count * row + 8 * gradients + HEADER))
-    beside = 0  # bytes for a parameter
-    if config.study.metric == "adam":
-        moment = max(ENTRY[config.model.dtype], ENTRY["float32"])
-        disk = _sum([disk, disk, _product(size.parameters, 6 * moment)])
-        beside = (6 if config.launch.device == "cpu" else 2) * moment
-    rollouts, values = questions * of_errors, questions * of_baselines
-    entry, tokens = ENTRY[config.model.dtype], count * config.max_completion_length
-    graph = _graph(size, tokens, entry)
-    if graph is not None and graph > WHOLE:
-        graph = _graph(size, tokens, entry, by_layer=True)
-    sketches = (budget.feature_sketch, budget.gradient_sketch)
-    return Cost(
-        rollouts=rollouts,
-        values=values,
-        evaluation=0,
-        tokens=(rollouts + values) * config.max_completion_length,
-        weights=_product(size.parameters, ENTRY[config.model.dtype] + beside),
-        reference=0,
-        training=0,
-        process=_process(config),
-        signs=_product(size.parameters and -(-size.parameters // 8), int(most > min(sketches))),
-        cache=_cache(config, size, questions * count, entry),
-        logits=_logits(config, size, questions * count, tokens),
-        graph=graph,
-        pool=int(READ * disk) if config.launch.device == "cpu" and disk is not None else 0,
-        disk=disk,
-        disk_after=disk,
-    )
-
-
-def score_memory(config: MseConfig) -> tuple[int, int, int] | None:
+def score_memory(
+    model: ModelConfig, completions: int, max_completion_length: int
+) -> tuple[int, int, int] | None:
     """Bytes of scoring N completions of a question, beside the weights: with the whole graph, layer
     by layer, and of one completion layer by layer; prompts left out. None where the sizes are
     unknown.
     """
-    size, length = model_size(config.model), config.max_completion_length
+    size, length = model_size(model), max_completion_length
     layers, hidden, inner = size.layers, size.hidden, size.inner
     if layers is None or hidden is None or not isinstance(inner, int):
         return None
-    shape = (ENTRY[config.model.dtype], layers, hidden, inner)
-    many = config.budget.pool_completions * length
+    shape = (ENTRY[model.dtype], layers, hidden, inner)
     return (
-        pass_bytes(many, *shape, by_layer=False),
-        pass_bytes(many, *shape, by_layer=True),
+        pass_bytes(completions * length, *shape, by_layer=False),
+        pass_bytes(completions * length, *shape, by_layer=True),
         pass_bytes(length, *shape, by_layer=True),
     )
 
@@ -299,40 +284,33 @@ def model_size(model: ModelConfig) -> ModelSize:
     return replace(of_folder, **configured)
 
 
-def _cache(config: Any, size: ModelSize, side: int, computed: int) -> int | None:
+def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
     """Bytes of keys and values of the completions sampled side by side, prompts and room to grow
     left out; CUDA graphs have buffers for the longest completion and `GRAPH_ROOM` more.
 
     A token leaves kv_width keys and as many values in each layer; keys have passed through rotary
-    embeddings, in the weights' type, values have the type of the computation.
-
-    Args:
-        side: completions to sample, of which at most `rollout_batch_size` at a time.
-        computed: bytes of a number of the computation.
+    embeddings, in the weights' type, values have the type of the computation, of `computed` bytes.
     """
-    if config.rollout.name != "local":
+    sampler = work.sampler
+    if sampler.rollout.name != "local":
         return 0
     if size.layers is None or size.kv_width is None:
         return None
-    row = size.layers * size.kv_width * (ENTRY[config.model.dtype] + computed)
-    graphs = config.launch.device.startswith("cuda") and bool(config.rollout.cuda_graphs)
-    columns = config.max_completion_length + GRAPH_ROOM * graphs
-    return min(config.rollout_batch_size, side) * row * columns
+    row = size.layers * size.kv_width * (ENTRY[work.model.dtype] + computed)
+    graphs = work.device.startswith("cuda") and bool(sampler.rollout.cuda_graphs)
+    columns = sampler.max_completion_length + GRAPH_ROOM * graphs
+    return min(sampler.rows, work.sampled_together) * row * columns
 
 
-def _logits(config: Any, size: ModelSize, side: int, tokens: int) -> int | None:
+def _logits(work: Work, size: ModelSize) -> int | None:
     """Bytes of float32 logits: of the next token of all rows, or of one chunk of those of
     log-probabilities with all that is computed from them, whichever is more.
-
-    Args:
-        side: completions to sample.
-        tokens: of a backward pass.
     """
     if size.vocabulary is None:
         return None
-    rows = min(config.rollout_batch_size, side)
-    chunk = LOGIT_BYTES["cuda" if config.launch.device.startswith("cuda") else "cpu"]
-    whole = 4 * size.vocabulary * tokens
+    rows = min(work.sampler.rows, work.sampled_together)
+    chunk = LOGIT_BYTES["cuda" if work.device.startswith("cuda") else "cpu"]
+    whole = 4 * size.vocabulary * work.pass_tokens
     return max(4 * size.vocabulary * rows, int(HELD * min(chunk, whole)))
 
 
@@ -349,17 +327,6 @@ def _graph(size: ModelSize, tokens: int, entry: int, by_layer: bool = False) -> 
     layer = 16 * size.hidden + 4 * size.inner
     held = layer + size.layers * size.hidden if by_layer else size.layers * layer
     return entry * tokens * held
-
-
-def processes(config: TrainConfig | MseConfig) -> int:
-    """How many processes share out a run: its ranks, or the local workers of a study."""
-    if config.launch.num_processes > 1 or isinstance(config, TrainConfig):
-        return config.launch.num_processes
-    return config.sampling_workers
-
-
-def _process(config: TrainConfig | MseConfig) -> int:
-    return PROCESS if config.launch.device == "cpu" else 0
 
 
 def _product(number: int | None, factor: int) -> int | None:

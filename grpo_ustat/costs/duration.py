@@ -8,8 +8,8 @@ time is left out.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, islice
 from pathlib import Path
@@ -17,12 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_ustat.config.mse import MseConfig
-from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.costs.cost import Cost, processes
+from grpo_ustat.costs.cost import Cost
 from grpo_ustat.runs.contents import is_number
 from grpo_ustat.runs.record import RunRecord
-from grpo_ustat.runs.status import PlannedRun
 
 WIDER = 2.0  # runs of another shape: so much faster or slower a token may be sampled and read
 AGAIN = 1.3  # runs of the same shape, from one time to another
@@ -57,6 +54,45 @@ class Span(NamedTuple):
     def times(self, low: float, high: float | None = None) -> Span:
         """Both ends scaled, by one factor or by one each."""
         return Span(self.low * low, self.high * (low if high is None else high))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planned run as its command describes it to costs.
+
+    Attributes:
+        command: `train` or `mse`.
+        settings: what decides its cost, as one types it; what is None is not shown.
+        cost: what it takes beside time.
+        model: name of the policy.
+        device: torch device, as configured.
+        processes: that share it out, its ranks or local workers.
+        gpus: number of GPUs in use.
+        steps: of training; None of a study.
+        max_completion_length: tokens.
+        conditions: see `conditions`.
+        usual_place: where runs of this command are, by date.
+        folder: of the run; None where only the running job knows it.
+        batch: how a step's batch is divided, in words.
+        notes: on its memory.
+        published_tests: number of test questions that was taken from a publication.
+    """
+
+    command: str
+    settings: Mapping[str, object]
+    cost: Cost
+    model: str
+    device: str
+    processes: int
+    gpus: int
+    steps: int | None
+    max_completion_length: int
+    conditions: Mapping[str, object]
+    usual_place: Path
+    folder: Path | None
+    batch: str = ""
+    notes: Sequence[str] = ()
+    published_tests: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,33 +133,27 @@ class EarlierRun:
     wall: float | None
 
 
-def duration(planned: PlannedRun, cost: Cost) -> Duration:
+def duration(plan: Plan) -> Duration:
     """What a run would take, see the module."""
-    config = planned.config
-    gpus = 0
-    if config.launch.device.startswith("cuda"):  # workers of a named one share it
-        ranks = config.launch.num_processes
-        gpus = processes(config) if config.launch.device == "cuda" else ranks
-    trains = isinstance(config, TrainConfig)
-    runs = [run for run in earlier_runs(planned) if (run.steps if trains else run.cost)]
-    device = config.launch.device
+    trains, device = plan.steps is not None, plan.device
+    runs = [run for run in earlier_runs(plan) if (run.steps if trains else run.cost)]
     if not runs:
-        debug = "debug=train" if trains else "debug=mse"
-        reason = f"left out, for no run of {config.model.name} on {device} is known on this machine"
-        return Duration(None, f"{reason}; run {debug} with this model and device first", gpus)
+        reason = f"left out, for no run of {plan.model} on {device} is known on this machine"
+        hint = f"run debug={plan.command} with this model and device first"
+        return Duration(None, f"{reason}; {hint}", plan.gpus)
 
-    seconds = step_seconds(config, cost, runs) if trains else study_seconds(config, cost, runs)
+    seconds = step_seconds(plan, runs) if trains else study_seconds(plan, runs)
     steps = f"{sum(len(run.steps) for run in runs)} steps of " if trains else ""
     count = f"{len(runs)} earlier run{'s' * (len(runs) > 1)}"
     shape = "this shape" if runs[0].same_shape else f"another shape, so {WIDER:g} times either way"
     basis = (
-        f"measured: {steps}{count} of {config.model.name} on {device} here, of {shape}; "
+        f"measured: {steps}{count} of {plan.model} on {device} here, of {shape}; "
         "on a machine as busy as then"
     )
-    return Duration(seconds, basis, gpus)
+    return Duration(seconds, basis, plan.gpus)
 
 
-def step_seconds(config: TrainConfig, cost: Cost, runs: list[EarlierRun]) -> Span:
+def step_seconds(plan: Plan, runs: list[EarlierRun]) -> Span:
     """Seconds of all steps and evaluations of a training run, from the steps of earlier ones.
 
     Of the same shape: steps between the 10th and the 90th percentile of those before; evaluations
@@ -133,23 +163,23 @@ def step_seconds(config: TrainConfig, cost: Cost, runs: list[EarlierRun]) -> Spa
     rows = [row for run in runs for row in run.steps]
     length = _percentiles([row["completions/mean_length"] for row in rows])
     sampling = _percentiles([row["seconds_generate"] / row["tokens"] for row in rows])
-    tests = cost.evaluation or 0
+    tests = plan.cost.evaluation or 0
     evaluations = sampling.times(tests * length.low, tests * length.high)
     if runs[0].same_shape:
         outside = [evaluations.high]  # evaluations, saving and all else of whole runs
         for run in runs:
             if run.wall is not None and run.steps[0]["step"] == 1:
                 outside.append(run.wall - sum(row["step_time"] for row in run.steps))
-        steps = _percentiles([row["step_time"] for row in rows]).times(config.max_steps)
+        steps = _percentiles([row["step_time"] for row in rows]).times(plan.steps or 0)
         return (steps + Span(evaluations.low, max(outside))).times(1 / AGAIN, AGAIN)
-    length = Span(length.low, min(length.high, config.max_completion_length))
+    length = Span(length.low, min(length.high, plan.max_completion_length))
     token = _percentiles([row["step_time"] / row["tokens"] for row in rows])
-    completions = cost.rollouts + cost.values
+    completions = plan.cost.rollouts + plan.cost.values
     steps = token.times(completions * length.low, completions * length.high)
     return (steps + evaluations).times(1 / WIDER, WIDER)
 
 
-def study_seconds(config: MseConfig, cost: Cost, runs: list[EarlierRun]) -> Span:
+def study_seconds(plan: Plan, runs: list[EarlierRun]) -> Span:
     """Seconds of a study, by what workers took for a completion in earlier ones, the least and the
     most.
 
@@ -159,10 +189,10 @@ def study_seconds(config: MseConfig, cost: Cost, runs: list[EarlierRun]) -> Span
     each, beside = [], []
     for run in runs:
         seconds = run.cost["seconds_generate"] + run.cost["seconds_score"]
-        seconds /= processes(config)
+        seconds /= plan.processes
         each.append(seconds / run.cost["rollouts"])
         beside.append(max(run.wall - seconds, 0.0) if run.wall else 0.0)
-    work = Span(min(each), max(each)).times(cost.rollouts + cost.values)
+    work = Span(min(each), max(each)).times(plan.cost.rollouts + plan.cost.values)
     wide = AGAIN if runs[0].same_shape else WIDER
     return (work + Span(min(beside), max(beside))).times(1 / wide, wide)
 
@@ -172,25 +202,37 @@ def _percentiles(values: Sequence[float]) -> Span:
     return Span(float(low), float(high))
 
 
-def earlier_runs(planned: PlannedRun) -> list[EarlierRun]:
+def earlier_runs(plan: Plan) -> list[EarlierRun]:
     """Runs of the same model on the same kind of device of this host, beside the planned run and in
     the usual place; if any has the planned shape, only those that have.
     """
-    entry = "train" if isinstance(planned.config, TrainConfig) else "mse"
-    config = asdict(planned.config)
-    folders = newest_folders(planned, entry)
-    runs = [run for folder in folders if (run := _read(folder, config)) is not None]
+    folders = newest_folders(plan.usual_place, plan.folder)
+    runs = [run for folder in folders if (run := _read(folder, plan.conditions)) is not None]
     return [run for run in runs if run.same_shape] or runs
 
 
-def newest_folders(planned: PlannedRun, entry: str) -> list[Path]:
-    """Run folders beside the planned run and in a command's usual place, at most MOST."""
-    places = [(Path(planned.config.output_root) / entry, "*/*/code.json")]
-    if planned.folder is not None:
-        path = planned.folder.path
-        places.append((path.parent, "*/code.json"))
-        if path.name.startswith("seed-"):
-            places.append((path.parent.parent, "*/*/code.json"))
+def conditions(values: Mapping[str, object]) -> dict[str, object]:
+    """The values, of those that a run folder stores, on which a run's time depends, by dotted key;
+    None where its command does not know the key.
+    """
+
+    def value(key: str) -> object:
+        group, _, name = key.rpartition(".")
+        inner = values.get(group) if group else values
+        return inner.get(name) if isinstance(inner, Mapping) else None
+
+    return {key: value(key) for key in SAME + SHAPE}
+
+
+def newest_folders(usual_place: Path, folder: Path | None) -> list[Path]:
+    """Run folders beside the planned run's, if it has one, and in its command's usual place; at
+    most MOST.
+    """
+    places = [(usual_place, "*/*/code.json")]
+    if folder is not None:
+        places.append((folder.parent, "*/code.json"))
+        if folder.name.startswith("seed-"):
+            places.append((folder.parent.parent, "*/*/code.json"))
     marks = chain.from_iterable(islice(place.glob(name), 1000) for place, name in places)
     times = {file.resolve(): file.stat().st_mtime for file in marks}
     return [file.parent for file in sorted(times, key=lambda x: times[x], reverse=True)[:MOST]]
@@ -202,26 +244,18 @@ def started_here(launches: Sequence[dict[str, Any]]) -> bool:
     return hosts == {socket.gethostname()}
 
 
-def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
+def _read(folder: Path, planned: Mapping[str, object]) -> EarlierRun | None:
     """What an earlier run has measured; None where it is of another model, device or machine,
     damaged, or has measured nothing.
     """
-
-    def value(config: Any, key: str) -> Any:
-        for part in key.split("."):  # None where one of the commands does not know the key
-            config = config.get(part) if isinstance(config, dict) else None
-        return config
-
-    def same(keys: tuple[str, ...]) -> bool:
-        return all(value(stored, key) == value(planned, key) for key in keys)
-
     run = RunRecord(folder)
     stored = run.config
     stored.setdefault("rollout", {"name": "local"})  # studies of before had no other
     if isinstance(stored.get("study"), dict):  # nor another metric
         stored["study"].setdefault("metric", "euclidean")
+    own = conditions(stored)
     launches = run.launches
-    if not started_here(launches) or not same(SAME):
+    if not started_here(launches) or any(own[key] != planned[key] for key in SAME):
         return None
     steps = [
         row
@@ -233,7 +267,7 @@ def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
     names = ("rollouts", "seconds_generate", "seconds_score")  # 0 of equal rewards, unscored
     if not all(cost.get(name, 0) > 0 for name in names):
         cost = {}
-    wall = None
+    same_shape, wall = all(own[key] == planned[key] for key in SHAPE), None
     if len(launches) == 2 and launches[1].get("outcome") == "done":
         times = [row["time"] for row in launches if "time" in row]
         if len(times) == 2:
@@ -241,7 +275,7 @@ def _read(folder: Path, planned: dict[str, Any]) -> EarlierRun | None:
             seconds = (end - start).total_seconds() + 0.5  # times are cut to seconds
             before = launches[0].get("seconds_before", 0.0)  # runs of before have none
             wall = seconds + float(before if is_number(before) else 0.0) if seconds > 0 else None
-    return EarlierRun(same(SHAPE), steps, cost, wall) if steps or cost else None
+    return EarlierRun(same_shape, steps, cost, wall) if steps or cost else None
 
 
 def span_text(span: Span | None) -> str:

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE
 from rich.filesize import decimal
 from rich.table import Table
 
-from grpo_ustat.config.mse import MseConfig
-from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.costs.cost import (
-    Cost,
-    cost,
-    published_size,
-    score_memory,
-    sharded_memory,
-    total,
-)
-from grpo_ustat.costs.duration import Duration, Span, duration, hours_text, span_text
-from grpo_ustat.runs.status import PlannedRun
+from grpo_ustat.config.model import ModelConfig
+from grpo_ustat.costs.cost import Cost, score_memory, sharded_memory, total
+from grpo_ustat.costs.duration import Duration, Plan, Span, duration, hours_text, span_text
 from grpo_ustat.terminal.console import Console
 
 BATCHES = 6  # different ones that are printed in words
 PROCESSES = 8  # of the example of FSDP2
 
 
-def show_costs(planned_runs: Sequence[PlannedRun]) -> None:
+def show_costs(plans: Sequence[Plan]) -> None:
     """Print what all runs share, a line for each run, their totals, and their durations."""
-    console = Console()
-    configs = [planned.config for planned in planned_runs]
-    costs, rows = [cost(config) for config in configs], [settings(config) for config in configs]
+    console, rows = Console(), [settings_in_words(plan.settings) for plan in plans]
     shared = {k: v for k, v in rows[0].items() if all(row.get(k) == v for row in rows)}
     labels = [
         ", ".join(f"{key} {value}" for key, value in row.items() if key not in shared)
@@ -44,58 +31,18 @@ def show_costs(planned_runs: Sequence[PlannedRun]) -> None:
     text = ", ".join(f"{key}\xa0{value}" for key, value in shared.items())
     lines = textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False)
     console.print("\n".join(lines).replace("\xa0", " "))
-    for line in batches_in_words(configs):
+    for line in batch_lines(plans):
         console.print(line)
-    console.print(cost_table(labels, costs))
-    for note in cost_notes(configs, costs):
+    console.print(cost_table(labels, [plan.cost for plan in plans]))
+    for note in cost_notes(plans):
         console.print(note)
-    durations = [duration(*pair) for pair in zip(planned_runs, costs, strict=True)]
-    show_durations(labels, durations, console)
+    show_durations(labels, [duration(plan) for plan in plans], console)
 
 
-def settings(config: TrainConfig | MseConfig) -> dict[str, str]:
-    """What a run is, and what decides its cost, as one types it.
-
-    length: max_completion_length, P: prompts a step, N: completions a question.
-    """
-    values: dict[str, Any] = {
-        "model": config.model.name,
-        "dataset": config.dataset.name,
-        "prompt": config.prompt.name,
-        "prompt.max_length": config.prompt.max_length,
-        "length": config.max_completion_length,
-        "temperature": config.temperature,
-        "rollout": config.rollout.name,
-        "reward": config.rewards_plan or None,
-    }
-    if isinstance(config, TrainConfig):
-        values |= {
-            "objective": config.objective.name,
-            "baseline": config.baseline.name,
-            "G": config.group_size,
-            "n": config.budget.rollouts,
-            "P": config.prompts_per_step,
-            "steps": config.max_steps,
-            "learning_rate": f"{config.learning_rate:g}",
-            "lora": f"r={config.lora.r}" if config.lora.r else None,
-            "bf16": config.bf16,
-            "eval_steps": config.eval_steps,
-            "decoding": config.eval.decoding,
-            "save_steps": config.save_steps,
-            "seed": config.seed,
-        }
-    else:
-        values |= {
-            "questions": config.study.questions or config.dataset.study_size,
-            "N": config.budget.pool_completions,
-            "G": config.group_sizes,
-            "baselines": config.baselines,
-            "methods": config.study.methods,
-            "seed": config.seed,
-        }
-    values["device"] = config.launch.device
+def settings_in_words(settings: Mapping[str, object]) -> dict[str, str]:
+    """The settings that are not None, each value as one types it."""
     texts = {}
-    for key, value in values.items():
+    for key, value in settings.items():
         if isinstance(value, bool):
             texts[key] = str(value).lower()
         elif value is not None:
@@ -103,29 +50,9 @@ def settings(config: TrainConfig | MseConfig) -> dict[str, str]:
     return texts
 
 
-def batches_in_words(configs: Sequence[TrainConfig | MseConfig]) -> list[str]:
-    """How each different batch of training is divided: `n = P x G`, what each process has of it,
-    its updates and their backward passes.
-    """
-    lines: list[str] = []
-    for config in configs:
-        if not isinstance(config, TrainConfig):
-            continue
-        rollouts, prompts = config.budget.rollouts, config.prompts_per_step
-        ranks, objective = config.launch.num_processes, config.objective
-        size = objective.update_size(rollouts)
-        updates = objective.num_iterations * math.ceil(rollouts / size)
-        share = f"up to {math.ceil(prompts / ranks)} prompts on each of {ranks} processes; "
-        longest = math.ceil(size / ranks) * config.max_completion_length
-        passes = max(1, math.ceil(longest / config.micro_batch_tokens))
-        lines.append(
-            f"Batch: n = {rollouts} completions a step = {prompts} prompts x G = "
-            f"{config.group_size}; {share if ranks > 1 else ''}{updates} "
-            f"update{'s' * (updates > 1)} a step, each of {size} completions in at most about "
-            f"{passes} backward pass{'es' * (passes > 1)} of {config.micro_batch_tokens} padded "
-            "tokens, prompts left out."
-        )
-    lines = list(dict.fromkeys(lines))
+def batch_lines(plans: Sequence[Plan]) -> list[str]:
+    """How each different batch of training is divided."""
+    lines = list(dict.fromkeys(plan.batch for plan in plans if plan.batch))
     more = [f"and {len(lines) - BATCHES} other batches"] if len(lines) > BATCHES else []
     return lines[:BATCHES] + more
 
@@ -157,9 +84,10 @@ def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
     return table
 
 
-def cost_notes(configs: Sequence[TrainConfig | MseConfig], costs: Sequence[Cost]) -> list[str]:
+def cost_notes(plans: Sequence[Plan]) -> list[str]:
     """What the largest run's memory consists of, and what the figures leave out."""
-    config, most = max(zip(configs, costs, strict=True), key=lambda pair: pair[1].memory or 0)
+    largest = max(plans, key=lambda plan: plan.cost.memory or 0)
+    most = largest.cost
     notes = [
         "values: fresh completions behind a baseline; tests: of evaluations. Prompts' tokens are "
         "not counted: they are not known without a tokenizer."
@@ -175,17 +103,8 @@ def cost_notes(configs: Sequence[TrainConfig | MseConfig], costs: Sequence[Cost]
             f"{_bytes(most.logits)}, activations of a backward pass {_bytes(most.graph)}{program}; "
             "keys and values and activations are not held at once; without prompts."
         )
-
-    if isinstance(config, MseConfig):
-        notes += score_notes(config)
-        notes.append(
-            f"Each of launch.workers={config.launch.workers} has this memory."
-            if config.rollout.name == "local"
-            else "One process has this memory, and vLLM has what "
-            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives it; "
-            f"launch.workers={config.launch.workers} share out replay alone."
-        )
-    elif config.launch.device.startswith("cuda") and most.memory is not None and most.training:
+    notes += largest.notes
+    if largest.device.startswith("cuda") and most.memory is not None and most.training:
         shards, whole = sharded_memory(most, PROCESSES)
         names = "weights and reference" if most.reference else "weights"
         notes.append(
@@ -193,37 +112,38 @@ def cost_notes(configs: Sequence[TrainConfig | MseConfig], costs: Sequence[Cost]
             f"optimizer in each, and {decimal(whole)} of whole {names} while it samples."
         )
 
-    training = [one for one in configs if isinstance(one, TrainConfig)]
-    sizes = {published_size(one) for one in training if one.dataset.test_size is None}
+    sizes = {plan.published_tests for plan in plans}
     notes += [
         f"Tests: dataset.test_size=null, published size {size} taken."
         for size in sorted(size for size in sizes if size is not None)
     ]
-    if any(one.evaluation is None for one in costs):
+    if any(plan.cost.evaluation is None for plan in plans):
         notes.append(
             "Tests unknown: dataset.test_size=null asks all test questions; tokens leave them out."
         )
     return notes
 
 
-def score_notes(config: MseConfig) -> list[str]:
-    """How a question's completions are scored, what that holds, and what to change where it does
-    not fit.
+def score_notes(
+    model: ModelConfig, completions: int, max_completion_length: int, weights: int
+) -> list[str]:
+    """How N completions of a question are scored, what that holds beside the bytes of the weights,
+    and what to change where it does not fit.
     """
-    memory = score_memory(config)
+    memory = score_memory(model, completions, max_completion_length)
     if memory is None:
         return []
-    count, weights = config.budget.pool_completions, cost(config).weights or 0
     whole, by_layer, _ = memory
     text = (
-        f"Scores of N = {count} completions at once, beside the weights: {decimal(whole)} with the "
-        f"whole graph, or layer by layer {decimal(by_layer)}, at a quarter more time, where the "
-        f"first is over half of the free memory; so {decimal(weights + by_layer)} at least."
+        f"Scores of N = {completions} completions at once, beside the weights: {decimal(whole)} "
+        f"with the whole graph, or layer by layer {decimal(by_layer)}, at a quarter more time, "
+        "where the first is over half of the free memory; so "
+        f"{decimal(weights + by_layer)} at least."
     )
-    if count >= 8:
+    if completions >= 8:
         text += (
-            f" Where that does not fit: budget.pool_completions={count // 2} first, then {count} "
-            "on the same pool=DIR."
+            f" Where that does not fit: budget.pool_completions={completions // 2} first, then "
+            f"{completions} on the same pool=DIR."
         )
     return [text]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import minimize
 
-from grpo_ustat.config.gap import CorollariesConfig, GapConfig
+from grpo_ustat.config.gap import CorollariesConfig, Experiment
 from grpo_ustat.estimators.convergence import limit_weights
 from grpo_ustat.estimators.covariance import baseline_values
 from grpo_ustat.estimators.intervals import LEVEL
@@ -269,25 +269,25 @@ def _panels(bed: Testbed, c: float, rows: Sequence[dict]) -> list[Panel]:
     ]
 
 
-def study(config: GapConfig) -> Evidence:
+def study(experiment: Experiment) -> Evidence:
     """`corollaries` with the group sizes and the learning rate of a configuration."""
-    design: CorollariesConfig = config.study
+    design: CorollariesConfig = experiment.study
     (rate,) = learning_rates(design)
     return corollaries(
-        build_testbed(config.bed),
+        build_testbed(experiment.bed),
         design.rollouts,
         design.group_sizes,
         rate,
         design.steps,
         design.replicates,
-        config.seed,
-        config.launch.workers,
+        experiment.seed,
+        experiment.workers,
     )
 
 
-def completions(config: GapConfig) -> int:
+def completions(experiment: Experiment) -> int:
     """How many completions all replicates draw, with both estimators at every G."""
-    design: CorollariesConfig = config.study
+    design: CorollariesConfig = experiment.study
     return 2 * len(design.group_sizes) * design.rollouts * design.steps * design.replicates
 
 

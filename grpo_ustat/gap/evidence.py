@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.config.gap import GapConfig, TheoryConfig
-from grpo_ustat.runs.claims import Claim, correct_family, worst_verdict
+from grpo_ustat.config.gap import Experiment, TheoryConfig
+from grpo_ustat.runs.claims import correct_family, worst_verdict
+from grpo_ustat.runs.result import Claim
 
 Points = Sequence[float] | np.ndarray
 
@@ -122,9 +123,9 @@ class Theorem:
 
     schema: type[TheoryConfig]
     statement: str
-    study: Callable[[GapConfig], Evidence]
-    check: Callable[[GapConfig], None]
-    completions: Callable[[GapConfig], int] = lambda config: 0
+    study: Callable[[Experiment], Evidence]
+    check: Callable[[Experiment], None]
+    completions: Callable[[Experiment], int] = lambda experiment: 0
 
     @property
     def title(self) -> str:

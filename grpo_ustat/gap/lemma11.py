@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_ustat.config.gap import GapConfig, Lemma11Config
+from grpo_ustat.config.gap import Experiment, Lemma11Config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.normalised import (
     NormalisedMoments,
@@ -306,17 +306,17 @@ def _notes(exact: ExactValues) -> list[str]:
     return notes
 
 
-def study(config: GapConfig) -> Evidence:
+def study(experiment: Experiment) -> Evidence:
     """`lemma11` of the bed's first policy."""
-    bed, design = build_testbed(config.bed), config.study
+    bed, design = build_testbed(experiment.bed), experiment.study
     probability_PYR, score_PYKR = bed.law(bed.start_K[:, None])
     law = probability_PYR[..., 0], score_PYKR[..., 0], bed.rewards_PY
     return lemma11(*law, design.group_sizes, design.epsilon)
 
 
-def check(config: GapConfig) -> None:
+def check(experiment: Experiment) -> None:
     """Refuse a bed that is no policy, see `build_testbed`."""
-    build_testbed(config.bed)
+    build_testbed(experiment.bed)
 
 
 THEOREM = Theorem(Lemma11Config, STATEMENT, study, check)

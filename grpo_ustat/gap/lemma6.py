@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from grpo_ustat.config.gap import GapConfig, Lemma6Config
+from grpo_ustat.config.gap import Experiment, Lemma6Config
 from grpo_ustat.estimators.convergence import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.estimators.intervals import LEVEL
 from grpo_ustat.gap.claims import mean_interval, mean_p_value
@@ -207,30 +207,30 @@ def _panel(rate: Rate, rows: list[dict]) -> Panel:
     return Panel(rate.name, "step T", label, curves, "xy")
 
 
-def study(config: GapConfig) -> Evidence:
+def study(experiment: Experiment) -> Evidence:
     """`lemma6` with the estimators and learning rates of a configuration."""
-    design: Lemma6Config = config.study
+    design: Lemma6Config = experiment.study
     prompts = design.rollouts // design.group_size
     return lemma6(
-        build_testbed(config.bed),
+        build_testbed(experiment.bed),
         [Estimator(name, prompts, design.group_size) for name in design.baselines],
         learning_rates(design),
         design.steps,
         design.replicates,
-        config.seed,
-        config.launch.workers,
+        experiment.seed,
+        experiment.workers,
     )
 
 
-def check(config: GapConfig) -> None:
+def check(experiment: Experiment) -> None:
     """Refuse learning rates outside the bounds, see `check_rates`; mu is the inequality's."""
-    bed = build_testbed(config.bed)
-    check_rates(config, bed, bed.constants[0])
+    bed = build_testbed(experiment.bed)
+    check_rates(experiment, bed, bed.constants[0])
 
 
-def completions(config: GapConfig) -> int:
+def completions(experiment: Experiment) -> int:
     """How many completions all replicates draw, with every estimator at every learning rate."""
-    design: Lemma6Config = config.study
+    design: Lemma6Config = experiment.study
     pairs = len(design.baselines) * (len(design.constant_rates) + 1)
     return pairs * design.rollouts * design.steps * design.replicates
 

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 from scipy.optimize import brentq
 
-from grpo_ustat.config.gap import GapConfig, Proposition13Config
+from grpo_ustat.config.gap import Experiment, Proposition13Config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import LEVEL, Interval
 from grpo_ustat.gap.claims import interval_p_value, limit_claim, mean_interval
@@ -383,19 +383,19 @@ def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
     return [PlotLine(label, x, y, low, high), PlotLine(label, x, roots, predicted=True)]
 
 
-def study(config: GapConfig) -> Evidence:
+def study(experiment: Experiment) -> Evidence:
     """`proposition13` on a configuration's bed."""
-    bed = build_testbed(config.bed)
-    return proposition13(bed, config.study, config.seed, config.launch.workers)
+    bed = build_testbed(experiment.bed)
+    return proposition13(bed, experiment.study, experiment.seed, experiment.workers)
 
 
-def check(config: GapConfig) -> None:
+def check(experiment: Experiment) -> None:
     """Refuse a bed of several coordinates, a reference outside it, and a rate too small.
 
     Raises:
         ConfigError: naming the values and the fix.
     """
-    bed, design = build_testbed(config.bed), config.study
+    bed, design = build_testbed(experiment.bed), experiment.study
     if len(bed.start_K) != 1:
         raise ConfigError(
             f"study=proposition13 with {len(bed.start_K)} coordinates in bed.start: it needs one"
@@ -403,17 +403,17 @@ def check(config: GapConfig) -> None:
     reference, half = design.reference, half_width(bed)
     if len(reference) != 1 or not abs(reference[0] - bed.best_K[0]) <= half:
         raise ConfigError(
-            f"study.reference={reference} on bed={config.bed.name}: give one number within "
+            f"study.reference={reference} on bed={experiment.bed.name}: give one number within "
             f"{half:.3g} of {bed.best_K[0] + 0.0:.3g}"
         )
-    check_rates(config, bed, bed.least_curvature)
+    check_rates(experiment, bed, bed.least_curvature)
 
 
-def completions(config: GapConfig) -> int:
+def completions(experiment: Experiment) -> int:
     """How many completions all replicates draw: GRPO and the normalised estimator, and three
     variants at each of their sizes.
     """
-    design: Proposition13Config = config.study
+    design: Proposition13Config = experiment.study
     sizes, variant_sizes = sum(design.group_sizes), sum(design.variant_sizes)
     whole = design.num_prompts * (sizes + max(design.group_sizes) + variant_sizes)
     split = 2 * design.num_prompts // design.minibatches * variant_sizes

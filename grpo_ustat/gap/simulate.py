@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_ustat.config.gap import GapConfig, SimulatedConfig
+from grpo_ustat.config.gap import Experiment, SimulatedConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.covariance import baseline_values
@@ -275,11 +275,11 @@ def learning_rates(study: SimulatedConfig) -> list[Rate]:
     return [*constant, Rate("decaying", study.decaying_rate, study.offset)]
 
 
-def check_rates(config: GapConfig, bed: Testbed, curvature: float) -> None:
+def check_rates(experiment: Experiment, bed: Testbed, curvature: float) -> None:
     """Refuse learning rates that theorems say nothing about: eta >= 2/L, 2 mu c <= 1.
 
     Args:
-        config: whose study has the rates.
+        experiment: whose study has the rates.
         bed: with L.
         curvature: mu of the falling rate.
 
@@ -287,27 +287,27 @@ def check_rates(config: GapConfig, bed: Testbed, curvature: float) -> None:
         ConfigError: naming both.
     """
     smoothness, least = bed.constants[1], 0.5 / curvature
-    for rate in getattr(config.study, "constant_rates", []):
+    for rate in getattr(experiment.study, "constant_rates", []):
         if rate >= 2 / smoothness:
             raise ConfigError(
-                f"study.constant_rates has {rate}, L of bed={config.bed.name} is {smoothness:.4g}: "
-                f"use rates below {2 / smoothness:.4g}"
+                f"study.constant_rates has {rate}, L of bed={experiment.bed.name} is "
+                f"{smoothness:.4g}: use rates below {2 / smoothness:.4g}"
             )
-    if config.study.decaying_rate <= least:
+    if experiment.study.decaying_rate <= least:
         raise ConfigError(
-            f"study.decaying_rate={config.study.decaying_rate} on bed={config.bed.name}: use more "
-            f"than {least:.4g}, so that 2 mu c > 1"
+            f"study.decaying_rate={experiment.study.decaying_rate} on bed={experiment.bed.name}: "
+            f"use more than {least:.4g}, so that 2 mu c > 1"
         )
 
 
-def check_limit_rates(config: GapConfig) -> None:
+def check_limit_rates(experiment: Experiment) -> None:
     """`check_rates` for theorems on the limit, where the curvature at the maximisers counts.
 
     Raises:
         ConfigError: naming the values and the fix; of the bed too.
     """
-    bed = build_testbed(config.bed)
-    check_rates(config, bed, bed.least_curvature)
+    bed = build_testbed(experiment.bed)
+    check_rates(experiment, bed, bed.least_curvature)
 
 
 @dataclass(frozen=True)

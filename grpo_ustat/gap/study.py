@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
@@ -43,7 +44,7 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
     console = Console(quiet=not is_main())
     result = main_only(folder.result)
     if result is None:
-        theorem(config.study.kind).check(config)
+        theorem(config.study.kind).check(config.experiment)
         with folder.lock():  # which another process may have finished just now
             result = main_only(folder.result) or run_study(config, folder)
     else:
@@ -68,7 +69,7 @@ def run_study(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     main_only(folder.open)
     start, record = time.perf_counter(), theorem(config.study.kind)
     try:
-        evidence = record.study(config)
+        evidence = record.study(config.experiment)
     except Stopped:
         if is_main():
             leave_page(folder)
@@ -128,7 +129,7 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     spans, measured = [], []
     for planned in runs:
         config = planned.config
-        completions = theorem(config.study.kind).completions(config)
+        completions = theorem(config.study.kind).completions(config.experiment)
         earlier = earlier_seconds(planned, completions)
         measured.append(earlier is not None)
         spans.append(earlier or assumed_seconds(completions, config.launch.workers))
@@ -161,10 +162,11 @@ def earlier_seconds(planned: PlannedRun, completions: int) -> Span | None:
     """Seconds of a study by what earlier ones of the same kind, bed and workers took on this
     machine, in proportion to the completions; None where there is none.
     """
-    config = planned.config
+    config, own = planned.config, planned.folder
+    usual_place = Path(config.output_root) / "gap"
     of_this_size: list[Span] = []
     of_others: list[Span] = []
-    for folder in newest_folders(planned, "gap"):
+    for folder in newest_folders(usual_place, own and own.path):
         run = RunRecord(folder)
         groups = [(run.config.get(key), name) for key, name in SAME]
         names = [group.get(name) for group, name in groups if isinstance(group, dict)]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.config.gap import GapConfig, Theorem12Config
+from grpo_ustat.config.gap import Experiment, Theorem12Config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.advantage_moments import Normalisation
 from grpo_ustat.estimators.scaling import ScalingLaw
@@ -475,18 +475,22 @@ def _crossing(paths: PathErrors, limit: float) -> str:
     )
 
 
-def study(config: GapConfig) -> Evidence:
+def study(experiment: Experiment) -> Evidence:
     """`theorem12` on the policy that a configuration draws."""
-    return theorem12(*build_sequences(config.bed), config.study, config.seed)
+    return theorem12(*build_sequences(experiment.bed), experiment.study, experiment.seed)
 
 
-def check(config: GapConfig) -> None:
-    """Refuse what the study cannot be read from, and prompts of one reward."""
-    check_design(config.bed.length, config.study)
-    for prompt, reward_Y in enumerate(build_sequences(config.bed)[2]):
+def check(experiment: Experiment) -> None:
+    """Refuse what the study cannot be read from, and prompts of one reward.
+
+    Raises:
+        ConfigError: naming the values and the fix.
+    """
+    check_design(experiment.bed.length, experiment.study)
+    for prompt, reward_Y in enumerate(build_sequences(experiment.bed)[2]):
         if np.ptp(reward_Y) == 0:
             raise ConfigError(
-                f"bed.difficulties={config.bed.difficulties} leaves prompt {prompt} with "
+                f"bed.difficulties={experiment.bed.difficulties} leaves prompt {prompt} with "
                 f"reward {reward_Y[0]:g} alone: use less for it, or more bed.reward_levels"
             )
 

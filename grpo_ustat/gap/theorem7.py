@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from grpo_ustat.config.gap import GapConfig, Theorem7Config
+from grpo_ustat.config.gap import Experiment, Theorem7Config
 from grpo_ustat.estimators.convergence import quadratic_recursion, recursion
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value
@@ -380,25 +380,25 @@ def _panels(
     return panels
 
 
-def study(config: GapConfig) -> Evidence:
+def study(experiment: Experiment) -> Evidence:
     """`theorem7` with the budgets and learning rates of a configuration."""
-    design: Theorem7Config = config.study
+    design: Theorem7Config = experiment.study
     return theorem7(
-        build_testbed(config.bed),
+        build_testbed(experiment.bed),
         design.rollouts,
         design.group_sizes,
         learning_rates(design),
         design.steps,
         design.replicates,
-        config.seed,
-        config.launch.workers,
+        experiment.seed,
+        experiment.workers,
         totals=design.totals,
     )
 
 
-def completions(config: GapConfig) -> int:
+def completions(experiment: Experiment) -> int:
     """Completions of all replicates, every G that divides n at every learning rate."""
-    design: Theorem7Config = config.study
+    design: Theorem7Config = experiment.study
     pairs = [(n, max(design.steps)) for n in design.rollouts]
     pairs += [(total // step, step) for total in design.totals for step in design.steps]
     of_one_rate = sum(n * t for n, t in pairs for size in design.group_sizes if n % size == 0)

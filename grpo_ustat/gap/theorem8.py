@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy import stats
 
-from grpo_ustat.config.gap import GapConfig, Theorem8Config
+from grpo_ustat.config.gap import Experiment, Theorem8Config
 from grpo_ustat.estimators.convergence import limit_weights, mixture_cdf, mixture_quantiles
 from grpo_ustat.estimators.intervals import LEVEL
 from grpo_ustat.gap.claims import mean_interval, replicates_converge
@@ -316,27 +316,27 @@ def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
     return np.interp(QUANTILES, cdf, grid)
 
 
-def study(config: GapConfig) -> Evidence:
+def study(experiment: Experiment) -> Evidence:
     """`theorem8` of vanilla, of GRPO at every G, and of the oracle."""
-    design: Theorem8Config = config.study
+    design: Theorem8Config = experiment.study
     first = design.group_sizes[0]
     rules = [("none", first), *(("leave_one_out", g) for g in design.group_sizes)]
     rules.append(("oracle", first))
     (rate,) = learning_rates(design)
     return theorem8(
-        build_testbed(config.bed),
+        build_testbed(experiment.bed),
         [Estimator(name, design.rollouts // size, size) for name, size in rules],
         rate,
         design.steps,
         design.replicates,
-        config.seed,
-        config.launch.workers,
+        experiment.seed,
+        experiment.workers,
     )
 
 
-def completions(config: GapConfig) -> int:
+def completions(experiment: Experiment) -> int:
     """How many completions all replicates draw, with every estimator."""
-    design: Theorem8Config = config.study
+    design: Theorem8Config = experiment.study
     estimators = len(design.group_sizes) + 2
     return estimators * design.rollouts * max(design.steps) * design.replicates
 

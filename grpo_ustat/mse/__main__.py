@@ -20,8 +20,9 @@ def load_run() -> Run:
 def show_costs(points: Sequence[PlannedRun]) -> None:
     """What planned runs would cost."""
     from grpo_ustat.costs import table
+    from grpo_ustat.mse.plan import plan
 
-    table.show_costs(points)
+    table.show_costs([plan(point) for point in points])
 
 
 def preload(config: MseConfig) -> Sequence[str]:

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.mse import MseConfig, StudyBudget
+from grpo_ustat.config.parts import PolicyOptions, StudySampling
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
@@ -60,10 +61,16 @@ def adam_pool(
     of |= {"rollouts": config.study.adam_rollouts, "group_size": config.study.adam_group_size}
     store = PoolStore(folder, draws_of(config) | of)
     main_only(store.open)
+    sampling, step_prompts = config.sampling, config.study.adam_prompts
+    group_size = config.study.adam_group_size
+    groups = config.budget.pool_completions // group_size
     for half in range(2):
-        main_only(_keep_gradients, config, prompts, source, store, rewards_PN, half)
-    moved = main_only(_shift, config, store, count)
-    workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
+        main_only(
+            _keep_gradients, sampling.policy, sampling.sampler.temperature, group_size, prompts,
+            source, store, rewards_PN, half,
+        )  # fmt: skip
+    moved = main_only(_shift, store, groups, count, step_prompts)
+    workers = one_on_each_gpu(sampling.workers, sampling.policy.device)
     missing = main_only(
         lambda: [
             (half, p)
@@ -73,8 +80,8 @@ def adam_pool(
         ]
     )
     _, cost = share(
-        _score, missing, workers, "score in AdamW's metric", len(missing) * size, config, source,
-        store, size, count,
+        _score, missing, workers, "score in AdamW's metric", len(missing) * size, sampling,
+        config.budget, source, store, size, groups, count, step_prompts,
     )  # fmt: skip
     pool, _ = read_pool(store, prompts, size, config.weights)
     greedy_P = None if plain.greedy_P is None else plain.greedy_P[:count]
@@ -102,7 +109,9 @@ def group_gradients(
 
 
 def _keep_gradients(
-    config: MseConfig,
+    options: PolicyOptions,
+    temperature: float,
+    group_size: int,
     prompts: list[Prompt],
     source: PoolStore,
     store: PoolStore,
@@ -114,14 +123,14 @@ def _keep_gradients(
     Raises:
         ConfigError: no group has two different rewards.
     """
-    file, group_size = _file(store, half), config.study.adam_group_size
+    file = _file(store, half)
     if file.exists():
         return
-    policy, size = configured_policy(config), rewards_PN.shape[1]
+    policy, size = configured_policy(options), rewards_PN.shape[1]
     sums = GroupGradients(size // group_size)
     for prompt, rewards_N in zip(prompts[half::2], rewards_PN[half::2], strict=True):
         rollouts, _ = _stored_rollouts(policy, prompt, source, size)
-        sums.add(group_gradients(policy, rollouts, rewards_N, group_size, config.temperature))
+        sums.add(group_gradients(policy, rollouts, rewards_N, group_size, temperature))
     if not sums.squares:
         raise ConfigError(
             f"study.metric=adam: in {sums.questions} questions no group of study.adam_group_size="
@@ -141,13 +150,12 @@ def _file(store: PoolStore, half: int) -> Path:
     return store.folder / f"group_gradients-{half}.safetensors"
 
 
-def _shift(config: MseConfig, store: PoolStore, count: int) -> float:
-    halves = [_read_half(config, store, half, count) for half in range(2)]
-    return shift(halves, config.study.adam_prompts)
+def _shift(store: PoolStore, groups: int, count: int, step_prompts: int) -> float:
+    return shift([_read_half(store, half, groups, count) for half in range(2)], step_prompts)
 
 
-def _read_half(config: MseConfig, store: PoolStore, half: int, count: int) -> GroupGradients:
-    """The sums of one half of `count` questions.
+def _read_half(store: PoolStore, half: int, groups: int, count: int) -> GroupGradients:
+    """The sums of one half of `count` questions, of `groups` groups each.
 
     Raises:
         ConfigError: their file is damaged.
@@ -157,7 +165,6 @@ def _read_half(config: MseConfig, store: PoolStore, half: int, count: int) -> Gr
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file} is damaged: delete it, it will be made again") from error
-    groups = config.budget.pool_completions // config.study.adam_group_size
     sums = GroupGradients(groups, count // 2)
     for key, tensor in tensors.items():
         kind, name = key.split("/", 1)
@@ -167,30 +174,33 @@ def _read_half(config: MseConfig, store: PoolStore, half: int, count: int) -> Gr
 
 def _score(
     items: list[tuple[int, Prompt]],
-    config: MseConfig,
+    sampling: StudySampling,
+    budget: StudyBudget,
     source: PoolStore,
     store: PoolStore,
     size: int,
+    groups: int,
     count: int,
+    step_prompts: int,
 ) -> Iterator[WorkCost]:
-    policy = configured_policy(config)
-    sketches = score_sketches(config, policy)
+    policy, sampler = configured_policy(sampling.policy), sampling.sampler
+    sketches = score_sketches(budget, policy)
     metric, metric_of = None, -1
     for half, prompt in items:
         if metric_of != half:
             metric_of = half
-            metric = _metric(config, policy, _read_half(config, store, 1 - half, count))
+            metric = _metric(policy, _read_half(store, 1 - half, groups, count), step_prompts)
         rollouts, rewards_NF = _stored_rollouts(policy, prompt, source, size)
-        part = score_part(policy, rollouts, 0, rewards_NF, config, sketches, WorkCost(), metric)
+        part = score_part(policy, rollouts, 0, rewards_NF, sampler, sketches, WorkCost(), metric)
         store.write(prompt, 0, part)
         yield WorkCost(rollouts=size)
 
 
-def _metric(config: MseConfig, policy: Policy, gradients: GroupGradients) -> Metric:
+def _metric(policy: Policy, gradients: GroupGradients, step_prompts: int) -> Metric:
     device = policy.model.device
     return adam_metric(
         {
-            name: gradients.second_moments(name, config.study.adam_prompts).to(device)
+            name: gradients.second_moments(name, step_prompts).to(device)
             for name, _ in trainable(policy.model)
         }
     )

@@ -76,8 +76,8 @@ def completion_counts(config: MseConfig, equal: EqualRewards) -> CompletionCount
     cut = int((~ended).sum())
     if config.imports_pool:
         return CompletionCounts(reward=reward, completions=ended.size, cut=cut)
-    tokenizer = configured_tokenizer(config)
-    task, no_answer = configured_task(config, tokenizer), 0
+    tokenizer = configured_tokenizer(config.model)
+    task, no_answer = configured_task(config.task_options, config.model, tokenizer), 0
     for part in parts:
         pairs = zip(part.tokens_NT, part.lengths_N, strict=True)
         texts = tokenizer.batch_decode([row[:n] for row, n in pairs], skip_special_tokens=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_ustat.config.identity import file_digest
-from grpo_ustat.config.mse import MseConfig, check_questions
+from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
@@ -58,7 +58,7 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     """
     logged = logged_rollouts(config)
     assert config.pool is not None  # `config.imports_pool`
-    policy = configured_policy(config)
+    policy = configured_policy(config.policy_options)
     if not logged[0].is_exact and not isinstance(logged[0].prompt, str):
         _check_template(policy, config)
         policy = replace(policy, special_tokens=False)  # the template has written them
@@ -83,19 +83,19 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     rewards_PN = np.array([[x.reward for x in group] for group in groups.values()])
     if rollouts.logprobs_PGT is not None:
         check_sampler(policy, rollouts, config)
-    sketches = score_sketches(config, policy)
+    sketches, sampler = score_sketches(config.budget, policy), config.sampler_options
     if (rewards_PN == rewards_PN[0, 0]).all():
         for row, prompt in enumerate(prompts):
             cost = question_cost(rollouts, row)
             rewards_N1 = rewards_PN[row, :, None]
-            store.write(prompt, 0, completions_of(policy, rollouts, row, rewards_N1, config, cost))
+            store.write(prompt, 0, completions_of(policy, rollouts, row, rewards_N1, sampler, cost))
         raise EqualRewards(prompts, [list(store.completions(prompt)) for prompt in prompts])
     check_batch(policy, rollouts, rewards_PN.shape[1])
     for row, prompt in enumerate(prompts):
         if not store.parts(prompt):
             cost = question_cost(rollouts, row)
             part = score_part(
-                policy, rollouts, row, rewards_PN[row, :, None], config, sketches, cost
+                policy, rollouts, row, rewards_PN[row, :, None], sampler, sketches, cost
             )
             store.write(prompt, 0, part)
     pool, cost = read_pool(store, prompts, rewards_PN.shape[1])
@@ -223,7 +223,7 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
         _print_on_main(
             f"{config.pool}: {len(chosen)} of {len(large)} prompts kept, see study.questions"
         )
-    check_questions(config, len(chosen))
+    config.check_questions(len(chosen))
     surplus = sum(map(len, chosen.values())) - size * len(chosen)
     if surplus:
         _print_on_main(
@@ -247,7 +247,7 @@ def _tokenise(
         _check_vocabulary(groups, policy, config)
     else:
         prompt_ids, end = policy.encode([prompt.text for prompt in prompts]), _end_token(policy)
-    limit, cut_at = context_length(config), config.study.cut_at
+    limit, cut_at = context_length(config.model), config.study.cut_at
     completion_ids, other_length = [], 0
     ended = np.zeros((len(groups), len(groups[0])), dtype=bool)
     for p, group in enumerate(groups):

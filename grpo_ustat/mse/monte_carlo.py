@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.mse import StudyBudget
+from grpo_ustat.config.parts import StudySampling
 from grpo_ustat.distributed.ranks import one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import (
@@ -41,7 +42,7 @@ from grpo_ustat.mse.pool import (
     sample_with_cost,
 )
 from grpo_ustat.mse.sampler import start_sampler
-from grpo_ustat.policy.loading import Policy, configured_task
+from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
@@ -92,19 +93,32 @@ class _Replicates:
 
 
 def monte_carlo(
-    config: MseConfig, prompts: list[Prompt]
+    sampling: StudySampling,
+    budget: StudyBudget,
+    options: Mapping[str, Mapping[str, float]],
+    group_sizes: Sequence[int],
+    prompts: list[Prompt],
 ) -> tuple[dict[tuple[str, int], Curve], WorkCost]:
-    """Curves by (baseline, group size) from `budget.replicates` replicates, and what they took."""
-    reference, reference_cost = _reference(config, prompts)
-    total = config.budget.replicates * max(config.group_sizes) * len(prompts)
-    workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
+    """Curves by (baseline, group size) from `budget.replicates` replicates, and what they took.
+
+    Args:
+        sampling: with what every process samples.
+        budget: how many completions.
+        options: of each baseline, by its name.
+        group_sizes: every G of the curves.
+        prompts: the study's questions.
+    """
+    needs = frozenset().union(*(BASELINES[name].needs for name in options))
+    reference, reference_cost = _reference(sampling, budget, needs, prompts)
+    total = budget.replicates * max(group_sizes) * len(prompts)
+    workers = one_on_each_gpu(sampling.workers, sampling.policy.device)
     parts, cost = share(
-        _replicate, list(range(config.budget.replicates)), workers, "replicates", total,
-        config, prompts, reference.blocks_HD, reference.context,
+        _replicate, list(range(budget.replicates)), workers, "replicates", total, sampling,
+        options, group_sizes, prompts, reference.blocks_HD, reference.context,
     )  # fmt: skip
     gram_HH = reference.blocks_HD @ reference.blocks_HD.T
     curves = {}
-    for name, size in itertools.product(config.baselines, config.group_sizes):
+    for name, size in itertools.product(options, group_sizes):
         key, sum_D = (name, size), np.zeros(reference.blocks_HD.shape[1])
         for part in parts:
             sum_D += part.sums_D[key]
@@ -115,16 +129,21 @@ def monte_carlo(
     return curves, reference_cost + cost
 
 
-def _reference(config: MseConfig, prompts: list[Prompt]) -> tuple[_Reference, WorkCost]:
-    budget, cost, context = config.budget, WorkCost(), BaselineContext()
-    needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
+def _reference(
+    sampling: StudySampling, budget: StudyBudget, needs: frozenset[str], prompts: list[Prompt]
+) -> tuple[_Reference, WorkCost]:
+    cost, context = WorkCost(), BaselineContext()
     if needs - OF_THE_BATCH:
         each = budget.value_completions + ("greedy_P" in needs)
-        (context,), cost = share(_context, [prompts], 1, "values", len(prompts) * each, config)
-    workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
+        (context,), cost = share(
+            _context, [prompts], 1, "values", len(prompts) * each, sampling,
+            budget.value_completions, needs,
+        )  # fmt: skip
+    workers = one_on_each_gpu(sampling.workers, sampling.policy.device)
     parts, block_cost = share(
         _blocks, list(range(budget.reference_blocks)), workers, "reference",
-        len(prompts) * budget.reference_completions, config, prompts,
+        len(prompts) * budget.reference_completions, sampling,
+        budget.reference_completions // budget.reference_blocks, prompts,
     )  # fmt: skip
     parts.sort(key=lambda part: part[0])
     value_P = np.zeros(len(prompts)) if context.value_P is None else context.value_P
@@ -144,27 +163,28 @@ def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray)
     return float((a_v_hat - moments.a_v).mean() / len(value_P))
 
 
-def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
+def _context(
+    items: list[list[Prompt]], sampling: StudySampling, size: int, needs: frozenset[str]
+) -> Iterator:
     """What baselines may read beside the group, estimated from completions outside every replicate.
 
     At a fixed policy a running mean settles at the mean reward of all questions. An estimated b* is
     used as it is; only the oracle's price of an estimated V is subtracted.
     """
-    (policy, engine), task = start_sampler(config), configured_task(config)
-    size = config.budget.value_completions
-    needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
+    policy, engine, task = start_sampler(sampling)
+    sampler = sampling.sampler
     for prompts in items:
-        rollouts, cost = sample_with_cost(engine, prompts, size, Sampling.of(config, "value"))
+        rollouts, cost = sample_with_cost(engine, prompts, size, Sampling.of(sampler, "value"))
         z_PKF, judge_cost = reward_completions(task, rollouts)
         z_PK = weighted_sum(z_PKF, task.reward_weights_F)
         yield cost + judge_cost + WorkCost(rollouts=len(prompts) * size)
         optimal_P, greedy_P = None, None
         if "optimal_P" in needs:
             no_weights = np.zeros((1, *z_PK.shape))
-            _, q_PK = _gradients(policy, rollouts, no_weights, config.temperature)
+            _, q_PK = _gradients(policy, rollouts, no_weights, sampler.temperature)
             optimal_P = best_constant(q_PK, z_PK)
         if "greedy_P" in needs:
-            greedy_P, cost = greedy_rewards_with_cost(config, engine, task, prompts)
+            greedy_P, cost = greedy_rewards_with_cost(sampler, engine, task, prompts)
             yield cost
         yield BaselineContext(
             value_P=z_PK.mean(axis=1),
@@ -174,17 +194,18 @@ def _context(items: list[list[Prompt]], config: MseConfig) -> Iterator:
         )
 
 
-def _blocks(items: list[int], config: MseConfig, prompts: list[Prompt]) -> Iterator:
-    (policy, engine), task = start_sampler(config), configured_task(config)
-    size = config.budget.reference_completions // config.budget.reference_blocks
-    sampling = Sampling.of(config, "reference")
+def _blocks(
+    items: list[int], sampling: StudySampling, size: int, prompts: list[Prompt]
+) -> Iterator:
+    policy, engine, task = start_sampler(sampling)
+    temperature, draws = sampling.sampler.temperature, Sampling.of(sampling.sampler, "reference")
     for h in items:
-        rollouts, cost = sample_with_cost(engine, prompts, size, sampling, first=h * size)
+        rollouts, cost = sample_with_cost(engine, prompts, size, draws, first=h * size)
         start = time.perf_counter()
         rewards_PNF, judge_cost = reward_completions(task, rollouts)
         rewards_PN = weighted_sum(rewards_PNF, task.reward_weights_F)
         weights_PN = pool_gradient_weights(rewards_PN) / len(prompts)
-        gradient, q_PN = _gradients(policy, rollouts, weights_PN[None], config.temperature)
+        gradient, q_PN = _gradients(policy, rollouts, weights_PN[None], temperature)
         scored = WorkCost(rollouts=len(prompts) * size, seconds_score=time.perf_counter() - start)
         yield cost + judge_cost + scored
         yield h, gradient[0], q_PN, rewards_PN
@@ -218,17 +239,25 @@ def _gradients(
     return total_CD, np.concatenate(squared)
 
 
-def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterator:
-    (policy, engine), task = start_sampler(config), configured_task(config)
-    largest, sampling = max(config.group_sizes), Sampling.of(config, "replicate")
-    keys = [(name, size) for name in config.baselines for size in config.group_sizes]
+def _replicate(
+    items: list[int],
+    sampling: StudySampling,
+    options: Mapping[str, Mapping[str, float]],
+    group_sizes: Sequence[int],
+    prompts: list[Prompt],
+    blocks_HD: np.ndarray,
+    context: BaselineContext,
+) -> Iterator:
+    policy, engine, task = start_sampler(sampling)
+    largest, draws = max(group_sizes), Sampling.of(sampling.sampler, "replicate")
+    keys = [(name, size) for name in options for size in group_sizes]
     result = _Replicates(
         squared={key: [] for key in keys},
         products_H={key: [] for key in keys},
         sums_D={key: np.zeros(blocks_HD.shape[1]) for key in keys},
     )
     for r in items:
-        rollouts, cost = sample_with_cost(engine, prompts, largest, sampling, step=r)
+        rollouts, cost = sample_with_cost(engine, prompts, largest, draws, step=r)
         began = time.perf_counter()
         rewards_PGF, judge_cost = reward_completions(task, rollouts)
         rewards_PG = weighted_sum(rewards_PGF, task.reward_weights_F)
@@ -240,13 +269,11 @@ def _replicate(items, config: MseConfig, prompts, blocks_HD, context) -> Iterato
             reward_weights_F=task.reward_weights_F,
         )
         weights = {
-            (name, size): group_weights(
-                rewards_PG, name, size, group_context, config.rules[name].options
-            )
+            (name, size): group_weights(rewards_PG, name, size, group_context, options[name])
             for name, size in keys
         }
         stacked = np.concatenate(list(weights.values()))
-        gradients_CD, _ = _gradients(policy, rollouts, stacked, config.temperature)
+        gradients_CD, _ = _gradients(policy, rollouts, stacked, sampling.sampler.temperature)
         products_CH, squared_C = gradients_CD @ blocks_HD.T, np.square(gradients_CD).sum(axis=1)
         start = 0
         for key in keys:

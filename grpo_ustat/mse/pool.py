@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.mse import MseConfig, StudyBudget
+from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.costs.cost import score_memory, study_cost
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
@@ -31,7 +31,7 @@ from grpo_ustat.mse.pool_store import (
 )
 from grpo_ustat.mse.sampler import sampler_gap, start_sampler
 from grpo_ustat.pages.caveats import cut_text, often_cut
-from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
+from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.memory import check_weights, free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import causal
@@ -113,19 +113,22 @@ def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> 
     """
     store = PoolStore(folder, draws_of(config))
     main_only(store.open)
-    workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
+    sampling, budget = config.sampling, config.budget
+    workers = one_on_each_gpu(sampling.workers, sampling.policy.device)
     while True:
         seen = main_only(_rewards_so_far, store)
         kind = UNSCORED if seen is not None else SCORED
-        chunks = main_only(_chunks_to_sample, config, prompts, store, size, kind)
+        chunks = main_only(
+            _chunks_to_sample, sampling, config.study.share, prompts, store, size, kind
+        )
         if not chunks:
             return store
         total = sum((size - first) * len(chunk) for first, chunk in chunks)
         work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]
         try:
             share(
-                _score_chunks, chunks, workers, "score pool", total, config, prompts, store, size,
-                seen, weights=work,
+                _score_chunks, chunks, workers, "score pool", total, sampling, budget, prompts,
+                store, size, seen, weights=work,
             )  # fmt: skip
         except Stopped as stopped:
             complete = _complete_questions(store, prompts, size)
@@ -166,18 +169,28 @@ class ModelFacts:
     prompt_seconds: float
 
 
-def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
+def model_facts(
+    options: PolicyOptions,
+    prompts: list[Prompt],
+    weights: int | None = None,
+    one_completion: int | None = None,
+) -> ModelFacts:
     """Count parameters and tokens, and time the reading of a few prompts.
+
+    Args:
+        options: of the policy.
+        prompts: the study's.
+        weights: bytes of the policy; None: unknown.
+        one_completion: bytes of scoring one completion beside them; None: unknown.
 
     Raises:
         ConfigError: the model does not fit on the GPU, known before it is loaded.
     """
-    weights, memory = study_cost(config).weights, score_memory(config)
-    device = torch.device(own_device(config.launch.device))
+    device = torch.device(own_device(options.device))
     is_there = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
-    if is_there and weights is not None and memory is not None:
-        check_weights(weights, memory[2], free_bytes(device), str(device))
-    policy = configured_policy(config)
+    if is_there and weights is not None and one_completion is not None:
+        check_weights(weights, one_completion, free_bytes(device), str(device))
+    policy = configured_policy(options)
     encoded = policy.encode([prompt.text for prompt in prompts])
     few = [torch.tensor([ids], device=policy.model.device) for ids in encoded[:8]]
     with torch.inference_mode():
@@ -190,27 +203,27 @@ def model_facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
     return ModelFacts(parameters, float(np.mean([len(ids) for ids in encoded])), seconds)
 
 
-def greedy_rewards(config: MseConfig, prompts: list[Prompt]) -> Array:
+def greedy_rewards(sampling: StudySampling, prompts: list[Prompt]) -> Array:
     """Reward of each prompt's greedy completion, [P]."""
-    (rewards_P,), _ = share(_greedy, [prompts], 1, "greedy", len(prompts), config)
+    (rewards_P,), _ = share(_greedy, [prompts], 1, "greedy", len(prompts), sampling)
     return rewards_P
 
 
-def _greedy(items: list[list[Prompt]], config: MseConfig) -> Iterator[WorkCost | Array]:
+def _greedy(items: list[list[Prompt]], sampling: StudySampling) -> Iterator[WorkCost | Array]:
     """The work of `greedy_rewards`, for a process of its own."""
-    (_, engine), task = start_sampler(config), configured_task(config)
+    _, engine, task = start_sampler(sampling)
     for prompts in items:
-        rewards_P, cost = greedy_rewards_with_cost(config, engine, task, prompts)
+        rewards_P, cost = greedy_rewards_with_cost(sampling.sampler, engine, task, prompts)
         yield cost
         yield rewards_P
 
 
 def greedy_rewards_with_cost(
-    config: MseConfig, engine: Engine, task: Task, prompts: list[Prompt]
+    sampler: SamplerOptions, engine: Engine, task: Task, prompts: list[Prompt]
 ) -> tuple[Array, WorkCost]:
     """Rewards of the prompts' greedy completions, [P], and the cost of these."""
-    sampling = Sampling.of(config, "greedy", greedy=True)
-    rollouts, cost = sample_with_cost(engine, prompts, 1, sampling)
+    greedy = Sampling.of(sampler, "greedy", greedy=True)
+    rollouts, cost = sample_with_cost(engine, prompts, 1, greedy)
     rewards_P1F, judge_cost = reward_completions(task, rollouts)
     rewards_P1 = weighted_sum(rewards_P1F, task.reward_weights_F)
     return rewards_P1[:, 0], cost + judge_cost + WorkCost(rollouts=len(prompts))
@@ -223,23 +236,29 @@ def reward_completions(task: Task, rollouts: Rollouts) -> tuple[Array, WorkCost]
 
 
 def _chunks_to_sample(
-    config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int, kind: str = SCORED
+    sampling: StudySampling,
+    own: tuple[int, int],
+    prompts: list[Prompt],
+    store: PoolStore,
+    size: int,
+    kind: str = SCORED,
 ) -> list[tuple[int, list[int]]]:
     """(first missing completion, questions) of every chunk that has any to make of this kind.
 
     Parts of a pool share out whole chunks, the same whatever the pool holds already: what others
     have added in the meantime moves no chunk from one part to another. A chunk is what fits side by
     side; on an accelerator up to BATCHES times as much, where waiting completions take the places
-    of finished ones, as long as each part has CHUNKS of them for its devices to share.
+    of finished ones, as long as each part has CHUNKS of them for its devices to share. `own` is
+    (k, n) of this job's part.
     """
-    part, parts = config.study.share
+    part, parts = own
     most = math.ceil(len(prompts) / (CHUNKS * parts))
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
     missing: list[tuple[int, list[int]]] = []
     firsts = [_stored_completions(store, prompt, size, kind) for prompt in prompts]
     for first in sorted(set(firsts) - {size}):
-        per_chunk = max(1, config.rollout_batch_size // (size - first))
-        if config.launch.device != "cpu":
+        per_chunk = max(1, sampling.sampler.rows // (size - first))
+        if sampling.policy.device != "cpu":
             per_chunk = max(per_chunk, min(BATCHES * per_chunk, most))
         chunks = [order[i : i + per_chunk] for i in range(0, len(order), per_chunk)]
         own_chunks = chunks[part - 1 :: parts]
@@ -268,7 +287,8 @@ def _stored_completions(store: PoolStore, prompt: Prompt, size: int, kind: str =
 
 def _score_chunks(
     items: list[tuple[int, list[int]]],
-    config: MseConfig,
+    sampling: StudySampling,
+    budget: StudyBudget,
     prompts: list[Prompt],
     store: PoolStore,
     size: int,
@@ -278,24 +298,26 @@ def _score_chunks(
     after the first one where many were cut.
 
     Args:
-        items, config, prompts, store, size: what is missing, and where to.
+        items, prompts, store, size: what is missing, and where to.
+        sampling, budget: with what, and how much is kept of scores.
         seen: the rewards so far, at most one, see `_rewards_so_far`. As long as there is no other,
             here and in the folder, chunks are stored unscored and kept in memory; with the first
             other one they are scored, in order. None: all are scored at once.
     """
-    (policy, engine), task = start_sampler(config), configured_task(config)
-    sampling, sketches = Sampling.of(config, "pool"), score_sketches(config, policy)
+    policy, engine, task = start_sampler(sampling)
+    sampler = sampling.sampler
+    draws, sketches = Sampling.of(sampler, "pool"), score_sketches(budget, policy)
     checked, unscored = False, []
     for place, (first, chunk) in enumerate(items):
         chunk_prompts = [prompts[p] for p in chunk]
         rollouts, chunk_cost = sample_with_cost(
-            engine, chunk_prompts, size - first, sampling, first=first
+            engine, chunk_prompts, size - first, draws, first=first
         )
         yield chunk_cost
         share_cut = float((~rollouts.ended_PG).mean())
         if place == first == 0 and often_cut(share_cut):
             of = f"the first {rollouts.ended_PG.size}"
-            yield Notice(f"WARNING: {cut_text(share_cut, of, config.max_completion_length)}")
+            yield Notice(f"WARNING: {cut_text(share_cut, of, sampler.max_completion_length)}")
         rewards_PNF, judge_cost = reward_completions(task, rollouts)
         seconds = chunk_cost.seconds_generate / len(chunk_prompts)
         costs_P = [question_cost(rollouts, row, seconds) for row in range(len(chunk_prompts))]
@@ -304,7 +326,9 @@ def _score_chunks(
         if seen is not None:
             seen = seen | distinct_rewards(np.concatenate(rewards_PNF))
             for row, prompt in enumerate(chunk_prompts):
-                part = completions_of(policy, rollouts, row, rewards_PNF[row], config, costs_P[row])
+                part = completions_of(
+                    policy, rollouts, row, rewards_PNF[row], sampler, costs_P[row]
+                )
                 store.write(prompt, first, part)
             if len(seen) < 2 and store.kind == UNSCORED:
                 unscored.append(sampled)
@@ -321,18 +345,18 @@ def _score_chunks(
             for row, prompt in enumerate(rollouts.prompts):
                 if _stored_completions(store, prompt, size) == first:
                     part = score_part(
-                        policy, rollouts, row, rewards_PNF[row], config, sketches, costs_P[row]
+                        policy, rollouts, row, rewards_PNF[row], sampler, sketches, costs_P[row]
                     )
                     store.write(prompt, first, part)
                 yield WorkCost(rollouts=(size - first) * (before is sampled))
         unscored = []
 
 
-def score_sketches(config: MseConfig, policy: Policy) -> tuple[Sketch, Sketch]:
+def score_sketches(budget: StudyBudget, policy: Policy) -> tuple[Sketch, Sketch]:
     """Sketches of a completion's score and of sums of scores, the latter with more numbers."""
     sizes = parameter_sizes(policy.model)
-    features = Sketch(sizes, config.budget.feature_sketch)
-    return features, Sketch(sizes, config.budget.gradient_sketch, signs=features.signs)
+    features = Sketch(sizes, budget.feature_sketch)
+    return features, Sketch(sizes, budget.gradient_sketch, signs=features.signs)
 
 
 def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -> WorkCost:
@@ -350,15 +374,15 @@ def completions_of(
     rollouts: Rollouts,
     row: int,
     rewards_NF: Array,
-    config: MseConfig,
+    sampler: SamplerOptions,
     cost: WorkCost,
 ) -> Completions:
     """One question's completions as a pool keeps them unscored, see `score_part`."""
     gap, count = None, len(rewards_NF)
-    if config.rollout.name != "local" and rollouts.logprobs_PGT is not None:
+    if sampler.rollout.name != "local" and rollouts.logprobs_PGT is not None:
         read = row * count + np.unique(np.linspace(0, count - 1, READ).astype(int))
         tokens = int(rollouts.lengths_PG.ravel()[read].sum())
-        gap = np.array([sampler_gap(policy, rollouts, read, config.temperature), tokens])
+        gap = np.array([sampler_gap(policy, rollouts, read, sampler.temperature), tokens])
     return Completions(
         rewards_N=rewards_NF[:, 0],
         lengths_N=rollouts.lengths_PG[row],
@@ -375,7 +399,7 @@ def score_part(
     rollouts: Rollouts,
     row: int,
     rewards_NF: Array,
-    config: MseConfig,
+    sampler: SamplerOptions,
     sketches: tuple[Sketch, Sketch],
     cost: WorkCost,
     metric: Metric | None = None,
@@ -387,7 +411,7 @@ def score_part(
         rollouts: completions of all questions.
         row: the question's place among them.
         rewards_NF: the rewards of its completions by every reward function.
-        config: the study's configuration.
+        sampler: what wrote them.
         sketches: see `score_sketches`.
         cost: what the completions took so far; scoring is added.
         metric: of the scores; None: Euclidean.
@@ -401,7 +425,7 @@ def score_part(
         policy,
         rollouts,
         row * count + np.arange(count),
-        config.temperature,
+        sampler.temperature,
         weights_KB=np.concatenate([rewards_NF.T, np.ones((1, count))]),
         gram=True,
         features=sketches[0],
@@ -411,15 +435,16 @@ def score_part(
     assert scores.gram_BB is not None  # `gram`, `features` and `pooled` ask for them
     assert scores.features_BR is not None and scores.pooled_KR is not None
     sums_KR, gram_NN = scores.pooled_KR.float().cpu().numpy(), scores.gram_BB.cpu().numpy()
+    dtype = str(policy.model.dtype).removeprefix("torch.")
     for i in np.flatnonzero(~np.isfinite(gram_NN).all(axis=1)):
         raise ConfigError(
             f"the score of completion {i} of prompt {rollouts.prompts[row].id} has squared norm "
-            f"{gram_NN[i, i]} in {config.model.dtype}: use model.dtype=float64, and look whether "
+            f"{gram_NN[i, i]} in {dtype}: use model.dtype=float64, and look whether "
             "the model's weights are finite"
         )
     cost += WorkCost(seconds_score=time.perf_counter() - start)
     return Part(
-        **vars(completions_of(policy, rollouts, row, rewards_NF, config, cost)),
+        **vars(completions_of(policy, rollouts, row, rewards_NF, sampler, cost)),
         gram_NN=gram_NN,
         features_NR=scores.features_BR.float().cpu().numpy(),
         reward_sum_R=sums_KR[0],

@@ -37,6 +37,7 @@ from grpo_ustat.config.identity import (
     weights_fingerprint,
 )
 from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.parts import StudySampling
 from grpo_ustat.config.reward_funcs import TASK, as_typed
 from grpo_ustat.config.schema import ConfigError, flatten
 from grpo_ustat.distributed.workers import WorkCost
@@ -349,14 +350,17 @@ def _load(path: Path, record: type[Stored]) -> tuple[Stored, dict[str, str], str
     return record(**arrays, packages=facts.get("packages")), facts, _digest(arrays)
 
 
-def reuse_pool(config: MseConfig, folder: Path, prompts: list[Prompt], size: int) -> str:
+def reuse_pool(
+    output_root: Path, draws: dict[str, Any], folder: Path, prompts: list[Prompt], size: int
+) -> str:
     """Take over the completions that a study of the same output root has drawn of the same policy.
 
     Of all such pools the one with the most of what is asked for; its files are linked where the
     file system can, so that each run folder stays whole when the other is deleted.
 
     Args:
-        config: the study's configuration.
+        output_root: below which the studies are.
+        draws: of this study, see `draws_of`.
         folder: of this study's own pool, below its run folder.
         prompts: the study's.
         size: completions of each that are asked for, N.
@@ -364,11 +368,11 @@ def reuse_pool(config: MseConfig, folder: Path, prompts: list[Prompt], size: int
     Returns:
         A line on what was taken over; "" where there is nothing.
     """
-    root = Path(config.output_root).resolve()
+    root = output_root.resolve()
     if root not in folder.resolve().parents:
         return ""  # a run folder placed elsewhere
-    own = PoolStore(folder, draws_of(config))
-    draws = json.loads(json.dumps(own.draws))
+    own = PoolStore(folder, draws)
+    draws = json.loads(json.dumps(draws))
     best, most = folder, sum(count for _, count in own.usable_parts(prompts, size))
     for note in sorted((root / "mse").glob("*/*/pool/pool.json")):
         with suppress(OSError, ValueError):
@@ -430,18 +434,23 @@ def _create(path: Path, text: str) -> None:
     staged.unlink(missing_ok=True)
 
 
-def leave_sample(config: MseConfig, prompts: list[Prompt], pool: Path, folder: Path) -> None:
+def leave_sample(
+    sampling: StudySampling, prompts: list[Prompt], pool: Path, folder: Path, is_imported: bool
+) -> None:
     """Write completions.parquet: the first few completions of every question, or of evenly spaced
-    ones; the study goes on without it where the disk refuses.
+    ones; the study goes on without it where the disk refuses. Answers of imported completions are
+    not read.
     """
     prompts = prompts[:: -(-len(prompts) // MOST)]
     count, store = MOST // len(prompts), PoolStore(pool, {})
-    tokenizer = configured_tokenizer(config)
-    extract = None if config.imports_pool else configured_task(config, tokenizer).extract
+    model = sampling.policy.model
+    tokenizer, extract = configured_tokenizer(model), None
+    if not is_imported:
+        extract = configured_task(sampling.task, model, tokenizer).extract
     rows: list[dict[str, Any]] = []
     for prompt in prompts:
         part = next(store.completions(prompt))
-        rewards_N = weighted_sum(part.rewards_NF, np.array(config.weights))
+        rewards_N = weighted_sum(part.rewards_NF, np.array(sampling.task.reward_weights))
         pairs = zip(part.tokens_NT[:count], part.lengths_N, strict=False)
         texts = tokenizer.batch_decode([row[:n] for row, n in pairs], skip_special_tokens=True)
         rows += [

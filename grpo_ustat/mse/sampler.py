@@ -7,19 +7,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.parts import StudySampling
 from grpo_ustat.distributed.ranks import RefusedByRank, world
-from grpo_ustat.policy.loading import Policy, configured_policy
+from grpo_ustat.policy.loading import Policy, configured_policy, configured_task
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.engine import Engine, LocalEngine, make_engine
+from grpo_ustat.tasks.base import Task
 
 MOST_GAP = 0.05  # nats a token, between log-probabilities of a sampler and of the same model
 _STARTED: dict[str, tuple[list[Any], Policy, Engine]] = {}  # this process's vLLM, at most one
 
 
-def start_sampler(config: MseConfig) -> tuple[Policy, Engine]:
-    """The configured policy, and the engine that samples from it.
+def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
+    """The configured policy, the engine that samples from it, and the task that judges.
 
     vLLM is started once in a process, where its first completions are needed: a study that extends
     its pool or draws replicates, and the next study of a sweep over the same model, go on with the
@@ -28,22 +29,22 @@ def start_sampler(config: MseConfig) -> tuple[Policy, Engine]:
     Raises:
         ConfigError: vLLM is missing, or cannot run this model; several ranks would sample with it.
     """
-    if config.rollout.name == "local":
-        policy = configured_policy(config)
-        return policy, LocalEngine(policy)
+    options, sampler = sampling.policy, sampling.sampler
+    if sampler.rollout.name == "local":
+        policy = configured_policy(options)
+        return policy, LocalEngine(policy), configured_task(sampling.task, options.model)
     if world() > 1:
         raise RefusedByRank(
             f"rollout=vllm on {world()} ranks: one process of a study samples with vLLM; start it "
             "without a launcher, and use study.part=k/n for several GPUs"
         )
-    needs = [config.model, config.prompt, config.rollout, config.rollout_batch_size]
-    needs += [config.max_completion_length, config.launch.device, config.tf32]
-    if "vllm" in _STARTED and _STARTED["vllm"][0] == needs:
-        return _STARTED["vllm"][1:]
-    _STARTED.clear()  # its memory is needed for the next one
-    policy = configured_policy(config)
-    _STARTED["vllm"] = (needs, policy, make_engine(config, policy))
-    return _STARTED["vllm"][1:]
+    needs = [options, sampler.rollout, sampler.rows, sampler.max_completion_length]
+    if "vllm" not in _STARTED or _STARTED["vllm"][0] != needs:
+        _STARTED.clear()  # its memory is needed for the next one
+        policy = configured_policy(options)
+        _STARTED["vllm"] = (needs, policy, make_engine(sampler, options.model, policy))
+    _, policy, engine = _STARTED["vllm"]
+    return policy, engine, configured_task(sampling.task, options.model)
 
 
 def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperature: float) -> float:

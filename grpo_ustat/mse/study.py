@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.config.mse import MseConfig, check_questions
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.costs.cost import score_memory
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
@@ -20,6 +21,7 @@ from grpo_ustat.mse.closed_form import ClosedForm, closed_form
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
+from grpo_ustat.mse.plan import study_cost
 from grpo_ustat.mse.pool import (
     EqualRewards,
     ModelFacts,
@@ -31,6 +33,7 @@ from grpo_ustat.mse.pool import (
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, reuse_pool
 from grpo_ustat.mse.replay import (
     TARGET_WORDS,
+    Setting,
     limit_refusal,
     own_mean_refusal,
     replay,
@@ -166,11 +169,14 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             facts = _facts(config, prompts)
             if not config.pool:
                 size = config.budget.pool_completions
-                if line := main_only(reuse_pool, config, pool_folder, prompts, size):
+                root, draws = Path(config.output_root), draws_of(config)
+                if line := main_only(reuse_pool, root, draws, pool_folder, prompts, size):
                     Console(quiet=not is_main()).print(line, soft_wrap=True)
             pool, statistics, pool_cost = _pool(config, prompts, pool_folder, facts)
     except EqualRewards as equal:
-        main_only(leave_sample, config, equal.prompts, pool_folder, folder)
+        main_only(
+            leave_sample, config.sampling, equal.prompts, pool_folder, folder, config.imports_pool
+        )
         return equal_rewards_result(config, equal, left_out)
     if config.study.metric == "adam":
         pool, extra_cost, moved = adam_pool(
@@ -181,7 +187,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         statistics = closed_form(pool, request, config.study.interval)
     request = of_population(closed_form_request(config, pool, facts, pool_cost))
     population = closed_form(pool, request, "questions")
-    main_only(leave_sample, config, prompts, pool_folder, folder)
+    main_only(leave_sample, config.sampling, prompts, pool_folder, folder, config.imports_pool)
     curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:
         curves += closed_form_rows(config, statistics)
@@ -190,7 +196,9 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         replay_points, refusals, sizes = run_replay(config, pool, statistics)
         curves += replay_points
     if "monte_carlo" in config.study.methods:
-        curves_by_rule, replicate_cost = monte_carlo(config, prompts)
+        curves_by_rule, replicate_cost = monte_carlo(
+            config.sampling, config.budget, config.rule_options, config.group_sizes, prompts
+        )
         curves += monte_carlo_rows(curves_by_rule, statistics, len(prompts))
     logged = logged_rollouts(config) if config.imports_pool else []
     remarks = repeated_sentence(logged)
@@ -206,20 +214,24 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
 
 
 def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
+    completions, length = config.budget.pool_completions, config.max_completion_length
+    memory = score_memory(config.model, completions, length)
     with waiting(f"loading {config.model.name}", visible=is_main()):
-        return model_facts(config, prompts)
+        return model_facts(
+            config.policy_options, prompts, study_cost(config).weights, memory and memory[2]
+        )
 
 
 def _prompts(config: MseConfig) -> tuple[list[Prompt], dict[str, int]]:
     """The study's prompts, and how many questions were left out by reason; refuses too few or too
     long prompts.
     """
-    tokenizer = configured_tokenizer(config)
-    task = configured_task(config, tokenizer)
+    tokenizer = configured_tokenizer(config.model)
+    task = configured_task(config.task_options, config.model, tokenizer)
     prompts = task.prompts("study")[: config.study.questions]
     tell_dropped(task)
-    check_questions(config, len(prompts))
-    check_lengths(config, tokenizer, prompts)
+    config.check_questions(len(prompts))
+    check_lengths(config.policy_options, config.sampler_options, tokenizer, prompts)
     return prompts, task.dropped
 
 
@@ -231,10 +243,10 @@ def run_replay(
     """
     settings = batch_settings(config, len(pool.rewards_PN))
     items = [(name, size) for name in config.baselines for size in config.group_sizes]
-    total = len(items) * config.budget.replay_draws
+    draws = config.budget.replay_draws
     parts, _ = share(
-        _replay, items, config.launch.workers, "replay", total, config, pool, settings,
-        unit="groups",
+        _replay, items, config.launch.workers, "replay", len(items) * draws, pool,
+        config.rule_options, settings, draws, config.seed, config.study.interval, unit="groups",
     )  # fmt: skip
     parts.sort(key=lambda part: items.index(part[0]))
     rows = [row for _, replay_points in parts for row in replay_points]
@@ -272,11 +284,17 @@ def _replay_refusals(
             )  # fmt: skip
 
 
-def _replay(items: list[tuple[str, int]], config: MseConfig, pool: ScorePool, settings) -> Iterator:
-    options = {name: config.rules[name].options for name in config.baselines}
-    draws = config.budget.replay_draws
+def _replay(
+    items: list[tuple[str, int]],
+    pool: ScorePool,
+    options: dict[str, dict[str, float]],
+    settings: list[Setting],
+    draws: int,
+    seed: int,
+    interval: str,
+) -> Iterator:
     for name, size in items:
-        arguments = (settings, draws, config.seed, config.study.interval)
+        arguments = (settings, draws, seed, interval)
         yield (name, size), replay(pool, [name], options, [size], *arguments)
         yield WorkCost(rollouts=draws)
 
@@ -288,7 +306,7 @@ def _pool(
     size, largest = config.budget.pool_completions, config.budget.max_pool_completions
     greedy_P = None
     if any("greedy_P" in BASELINES[name].needs for name in config.baselines):
-        greedy_P = greedy_rewards(config, prompts)
+        greedy_P = greedy_rewards(config.sampling, prompts)
     while True:
         pool, pool_cost = build_pool(config, prompts, pool_folder, size)
         pool = replace(pool, greedy_P=greedy_P)

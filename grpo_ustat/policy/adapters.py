@@ -16,27 +16,36 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ustat.config.command_line import install_line
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.config.train import LoraConfig
 from grpo_ustat.terminal.streams import single_line
 
 
-def with_adapters(config: TrainConfig, model: PreTrainedModel) -> torch.nn.Module:
+def with_adapters(
+    lora: LoraConfig, model: PreTrainedModel, *, seed: int, revision: str | None, rollout: str
+) -> torch.nn.Module:
     """The model frozen, with the configured adapters to be trained; they name it as their base.
+
+    Args:
+        lora: the adapters.
+        model: whose layers get them.
+        seed: of their random start.
+        revision: of the model on the hub, which they name.
+        rollout: the name of what samples.
 
     Raises:
         ConfigError: peft is missing, the model has no such modules, or vLLM would sample from
             another model.
     """
-    lora, names = config.lora, config.lora.target_modules
+    names = lora.target_modules
     assert names is not None
     peft = _peft(f"lora.r={lora.r}")
-    torch.manual_seed(config.seed)  # adapters start at random, the same on every rank
+    torch.manual_seed(seed)  # adapters start at random, the same on every rank
     options = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         lora_dropout=0.0,
         target_modules=names if names == "all-linear" else names.split(","),
-        revision=config.model.revision,
+        revision=revision,
     )
     try:
         with _quiet():
@@ -45,10 +54,10 @@ def with_adapters(config: TrainConfig, model: PreTrainedModel) -> torch.nn.Modul
         reason = single_line(error, 300)
         raise ConfigError(f"lora.target_modules={names}: {reason}") from error
     shared = adapted_shared_layers(adapted)
-    if shared and config.rollout.name != "local":
+    if shared and rollout != "local":
         layer = next(iter(shared)).rpartition(".")[2]
         raise ConfigError(
-            f"lora.target_modules={names} with rollout={config.rollout.name}: {layer} shares its "
+            f"lora.target_modules={names} with rollout={rollout}: {layer} shares its "
             "weight with another layer, which vLLM would change too: leave it out, or use "
             "rollout=local"
         )

@@ -32,11 +32,15 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from grpo_ustat.config.common import Common
-from grpo_ustat.config.model import adapter_base, check_stored_config, model_folder
-from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.model import (
+    ModelConfig,
+    PromptConfig,
+    adapter_base,
+    check_stored_config,
+    model_folder,
+)
+from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, TaskOptions
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.distributed.ranks import RefusedByRank, own_device
 from grpo_ustat.policy.adapters import merged
 from grpo_ustat.policy.chat import ChatFormat, writes_turns
@@ -314,7 +318,7 @@ def _one_line(model_name_or_path: str) -> Iterator[None]:
 
 
 def configured_policy(
-    config: Common,
+    options: PolicyOptions,
     device: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Policy:
@@ -322,24 +326,24 @@ def configured_policy(
     `prompt.stop`. Sets this process's number of threads and whether its products are TF32; loads
     the tokenizer unless it is an argument.
     """
-    device = device or own_device(config.launch.device)
+    device = device or own_device(options.device)
     check_device(device)
-    torch.set_num_threads(config.launch.num_threads)
-    set_tf32(isinstance(config, MseConfig) and config.computes_tf32)
-    model = config.model
+    torch.set_num_threads(options.num_threads)
+    set_tf32(options.tf32)
+    model, prompt = options.model, options.prompt
     Progress(f"loading {model.name}")
     policy = load_policy(
         model.model_name_or_path, revision=model.revision, dtype=model.dtype, device=device,
         attn_implementation=model.attn_implementation, trust_remote_code=model.trust_remote_code,
         tokenizer=tokenizer,
     )  # fmt: skip
-    if isinstance(config, MseConfig) and config.study.parameters is not None:
-        train_only(policy.model, config.study.parameters)
-    in_turns = writes_turns(config.prompt.chat, policy.tokenizer)
+    if options.parameters is not None:
+        train_only(policy.model, options.parameters)
+    in_turns = writes_turns(prompt.chat, policy.tokenizer)
     policy = replace(policy, special_tokens=not in_turns)
-    if config.prompt.stop is None:
+    if prompt.stop is None:
         return policy
-    stops = stop_tokens(policy.tokenizer, config.prompt.stop)
+    stops = stop_tokens(policy.tokenizer, prompt.stop)
     return replace(policy, end_tokens=policy.end_tokens | stops)
 
 
@@ -361,37 +365,35 @@ def train_only(model: nn.Module, pattern: str) -> None:
         parameter.requires_grad_(name in matches)
 
 
-def configured_tokenizer(config: Common) -> PreTrainedTokenizerBase:
+def configured_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The configured model's tokenizer.
 
     Raises:
         ConfigError: none can be loaded.
     """
-    model = config.model
     return load_tokenizer(
         model.model_name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
     )
 
 
-def context_length(config: Common) -> int | None:
+def context_length(model: ModelConfig) -> int | None:
     """Tokens of prompt and completion that the configured model has positions for; None: unknown.
 
     Raises:
         ConfigError: its config.json cannot be loaded.
     """
-    trust = config.model.trust_remote_code
-    name, revision = config.model.model_name_or_path, config.model.revision
+    name, revision = model.model_name_or_path, model.revision
     while adapters := adapter_base(model_folder(name)):
         name, revision = adapters
     with _one_line(name):
         model_config = AutoConfig.from_pretrained(
-            resolve(name), revision=revision, trust_remote_code=trust
+            resolve(name), revision=revision, trust_remote_code=model.trust_remote_code
         )
     return getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def chat_format(
-    config: Common, tokenizer: PreTrainedTokenizerBase | None = None
+    model: ModelConfig, prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> ChatFormat | None:
     """The function that writes turns in the configured model's chat format, up to the beginning of
     the answer; None where `prompt.chat` is false, or null and the model has no such format. The
@@ -401,15 +403,17 @@ def chat_format(
         ConfigError: `prompt.chat` is true and the model has no chat format, as base models have
             none.
     """
-    if config.prompt.chat is False:
+    if prompt.chat is False:
         return None
-    tokenizer = tokenizer or configured_tokenizer(config)
-    if not writes_turns(config.prompt.chat, tokenizer):
+    tokenizer = tokenizer or configured_tokenizer(model)
+    if not writes_turns(prompt.chat, tokenizer):
         return None
-    return ChatFormat(tokenizer, config.model.model_name_or_path)
+    return ChatFormat(tokenizer, model.model_name_or_path)
 
 
-def configured_task(config: Common, tokenizer: PreTrainedTokenizerBase | None = None) -> Task:
+def configured_task(
+    options: TaskOptions, model: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Task:
     """The configured task, its prompts in the model's chat format where `prompt.chat` asks for it,
     without those longer than `prompt.max_length`. The tokenizer is loaded where it is needed and
     not given.
@@ -419,11 +423,11 @@ def configured_task(config: Common, tokenizer: PreTrainedTokenizerBase | None = 
     """
 
     def lengths(texts: list[str]) -> list[int]:
-        reader = tokenizer or configured_tokenizer(config)
-        in_turns = writes_turns(config.prompt.chat, reader)
+        reader = tokenizer or configured_tokenizer(model)
+        in_turns = writes_turns(options.prompt.chat, reader)
         return list(map(len, encode(reader, texts, special_tokens=not in_turns)))
 
-    return make_task(config, chat_format(config, tokenizer), lengths)
+    return make_task(options, chat_format(model, options.prompt, tokenizer), lengths)
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: str) -> frozenset[int]:
@@ -469,7 +473,10 @@ def out_of_memory(error: RuntimeError) -> bool:
 
 
 def check_lengths(
-    config: Common, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+    policy: PolicyOptions,
+    sampler: SamplerOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
 ) -> None:
     """Refuse prompts that do not fit, with a completion, into the positions of the model and of
     vLLM.
@@ -478,17 +485,18 @@ def check_lengths(
         ConfigError: naming the longest prompt and the limit; on all ranks.
     """
     texts = [prompt.text for prompt in prompts]
-    in_turns = writes_turns(config.prompt.chat, tokenizer)
+    in_turns = writes_turns(policy.prompt.chat, tokenizer)
     lengths = list(map(len, encode(tokenizer, texts, special_tokens=not in_turns)))
     if not min(lengths):
         raise RefusedByRank(
-            f"the tokenizer of {config.model.model_name_or_path} makes no token of "
+            f"the tokenizer of {policy.model.model_name_or_path} makes no token of "
             f"{texts[lengths.index(0)]!r}: does it have its tokenizer files?"
         )
-    limits = [(context_length(config), "the model's")]
-    if isinstance(config, TrainConfig | MseConfig):
-        limits.append((config.rollout.max_model_len, "rollout.max_model_len, vLLM's"))
-    longest, completion_length = max(lengths), config.max_completion_length
+    limits = [
+        (context_length(policy.model), "the model's"),
+        (sampler.rollout.max_model_len, "rollout.max_model_len, vLLM's"),
+    ]
+    longest, completion_length = max(lengths), sampler.max_completion_length
     for limit, name in limits:
         if limit is not None and longest + completion_length > limit:
             fixes = []

@@ -9,9 +9,10 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.model import ModelConfig
+from grpo_ustat.config.parts import SamplerOptions
+from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.policy.loading import Policy, context_length
 from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.records import Prompt, Rollouts
@@ -74,18 +75,18 @@ def check_cache(model: PreTrainedModel) -> None:
     )
 
 
-def make_engine(config: TrainConfig | MseConfig, policy: Policy) -> Engine:
-    """The configured engine.
+def make_engine(sampler: SamplerOptions, model: ModelConfig, policy: Policy) -> Engine:
+    """The configured engine, which samples from `policy`, loaded from `model`.
 
     Raises:
         ConfigError: vLLM is missing or cannot run this model, or its server is not as it must be.
     """
-    if config.rollout.name == "local":
+    options, longest = sampler.rollout, sampler.max_prompt_length
+    if options.name == "local":
         return LocalEngine(policy)
-    if isinstance(config, TrainConfig) and config.rollout.name == "vllm_server":
-        return VllmServerEngine(policy, config.rollout, rows=config.rollout_batch_size)
-    options, longest = config.rollout, config.prompt.max_length
+    if isinstance(options, TrainRollout) and options.name == "vllm_server":
+        return VllmServerEngine(policy, options, rows=sampler.rows)
     if options.max_model_len is None and longest is not None:
-        room, limit = longest + config.max_completion_length, context_length(config)
+        room, limit = longest + sampler.max_completion_length, context_length(model)
         options = replace(options, max_model_len=min(room, limit or room))
-    return VllmEngine(policy, options, rows=config.rollout_batch_size)
+    return VllmEngine(policy, options, rows=sampler.rows)

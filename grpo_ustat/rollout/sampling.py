@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_ustat.config.mse import MseConfig
-from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.config.parts import SamplerOptions
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,14 @@ class Sampling:
     cuda_graphs: bool = False
 
     @classmethod
-    def of(cls, config: TrainConfig | MseConfig, stream: str, greedy: bool = False) -> Sampling:
+    def of(cls, sampler: SamplerOptions, stream: str, greedy: bool = False) -> Sampling:
         """The configured options for one stream of draws."""
         return cls(
-            seed=config.seed,
+            seed=sampler.seed,
             stream=stream,
-            max_completion_length=config.max_completion_length,
-            temperature=config.temperature,
-            rows=config.rollout_batch_size,
+            max_completion_length=sampler.max_completion_length,
+            temperature=sampler.temperature,
+            rows=sampler.rows,
             greedy=greedy,
-            cuda_graphs=bool(config.rollout.cuda_graphs),
+            cuda_graphs=bool(sampler.rollout.cuda_graphs),
         )

@@ -1,11 +1,11 @@
-"""From configuration to task."""
+"""A task from its options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpo_ustat.config.common import Common
 from grpo_ustat.config.data import REWARDS, TASKS, reward_file
+from grpo_ustat.config.parts import TaskOptions
 from grpo_ustat.tasks.arithmetic import Arithmetic, Ranges
 from grpo_ustat.tasks.base import Fitting, Judge, NumberJudge, Source, Task
 from grpo_ustat.tasks.gsm8k import gsm8k
@@ -27,14 +27,14 @@ from grpo_ustat.tasks.verifier import Verifier
 
 
 def make_task(
-    config: Common,
+    options: TaskOptions,
     chat: Callable[[list[Turn]], str] | None = None,
     lengths: Callable[[list[str]], list[int]] | None = None,
 ) -> Task:
     """The configured task.
 
     Args:
-        config: the run's.
+        options: which questions, prompt and reward functions.
         chat: writes turns in the model's chat format, see `policy.loading.chat_format`; read where
             `prompt.chat` asks for it.
         lengths: tokens of each text; read where `prompt.max_length` asks for it.
@@ -42,19 +42,20 @@ def make_task(
     Raises:
         ConfigError: the data set cannot be read, or holds too few questions.
     """
-    source, prompt = make_source(config), config.prompt
+    source, prompt = make_source(options), options.prompt
     examples = tuple(source.questions("examples")) if prompt.shots else ()
     prompting = Prompting(prompt.template, prompt.reply, examples, prompt.system, chat)
-    judge = make_judge(config, source)
+    judge = make_judge(options, source)
     if prompt.max_length is not None:
         assert lengths is not None, "prompt.max_length needs the lengths of prompts"
         source = Fitting(source, prompting, lengths, prompt.max_length)
-    return Task(source, prompting, judge, make_reward_funcs(config, judge), config.weights)
+    further = make_reward_funcs(options.reward_funcs, options.max_completion_length, judge)
+    return Task(source, prompting, judge, further, options.reward_weights)
 
 
-def make_source(config: Common) -> Source:
+def make_source(options: TaskOptions) -> Source:
     """The configured data set."""
-    dataset, prompt = config.dataset, config.prompt
+    dataset, prompt = options.dataset, options.prompt
     sizes = {split: getattr(dataset, f"{split}_size") for split in ("train", "test", "study")}
     sizes["examples"] = prompt.shots
     if dataset.kind == "one_step":
@@ -74,17 +75,17 @@ def make_source(config: Common) -> Source:
     return Arithmetic(ranges, sizes, dataset.seed, prompt.seed)
 
 
-def make_judge(config: Common, source: Source) -> Judge:
+def make_judge(options: TaskOptions, source: Source) -> Judge:
     """The configured judge. A user's own reward replaces the data set's, which still extracts
     answers.
     """
-    dataset = config.dataset
+    dataset = options.dataset
     if dataset.kind == "own":
         assert isinstance(source, OwnSource)
         own = source.task
         judge = OwnJudge(own.reward, getattr(own, "extract", None), describe(TASKS, dataset.name))
     elif dataset.kind == "math":
-        limits = (config.launch.judge_workers, dataset.judge_seconds, dataset.judge_memory_gb)
+        limits = (options.judge_workers, dataset.judge_seconds, dataset.judge_memory_gb)
         judge = MathJudge(Verifier(*limits), dataset.max_answer_length)
     elif dataset.kind == "jsonl":
         judge = ExactJudge()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from grpo_ustat.config.common import Common
 from grpo_ustat.config.data import REWARDS, reward_file
 from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.records import Array, Rollouts
@@ -16,27 +15,29 @@ from grpo_ustat.tasks.plugins import OwnJudge, describe, entry_point, file_funct
 RewardFunction = Callable[[Rollouts], Array]  # rewards_PG of completions
 
 
-def make_reward_funcs(config: Common, judge: Judge) -> dict[str, RewardFunction]:
+def make_reward_funcs(
+    reward_funcs: list[str], max_completion_length: int, judge: Judge
+) -> dict[str, RewardFunction]:
     """The configured functions after the data set's own, by the name that metrics have.
 
     Args:
-        config: the run's.
+        reward_funcs: as configured, the data set's own first.
+        max_completion_length: in tokens, which `brevity` is relative to.
         judge: of the data set, which reads answers.
 
     Raises:
         ConfigError: one of the user's own cannot be loaded.
     """
-    most = config.max_completion_length
     of_any_dataset: dict[str, RewardFunction] = {
         "format": lambda rollouts: answer_format(rollouts, judge),
         "termination": termination,
-        "brevity": lambda rollouts: brevity(rollouts, most),
+        "brevity": lambda rollouts: brevity(rollouts, max_completion_length),
     }
     functions = [
         of_any_dataset[name] if name in of_any_dataset else own_reward(name)
-        for name in config.reward_funcs[1:]
+        for name in reward_funcs[1:]
     ]
-    return dict(zip(reward_names(config.reward_funcs)[1:], functions, strict=True))
+    return dict(zip(reward_names(reward_funcs)[1:], functions, strict=True))
 
 
 def answer_format(rollouts: Rollouts, judge: Judge) -> Array:

@@ -19,8 +19,9 @@ def load_run() -> Run:
 def show_costs(planned_runs: Sequence[PlannedRun]) -> None:
     """Print what planned runs would cost."""
     from grpo_ustat.costs import table
+    from grpo_ustat.train.plan import plan
 
-    table.show_costs(list(planned_runs))
+    table.show_costs([plan(planned) for planned in planned_runs])
 
 
 COMMAND = Command("train", load_run, show_costs, "train")

@@ -53,7 +53,9 @@ def sample_extra(
     """
     rollouts, cost = None, (0, 0)
     if prompts:
-        sampling = Sampling.of(run.config, "greedy" if greedy else "value", greedy=greedy)
+        sampling = Sampling.of(
+            run.config.sampler_options, "greedy" if greedy else "value", greedy=greedy
+        )
         rollouts = run.engine.sample(prompts, count, sampling, step=step)
         cost = (len(prompts) * count, int(rollouts.lengths_PG.sum()))
     totals = (sum(column) for column in zip(*gather_object([cost]), strict=True))

@@ -29,7 +29,7 @@ def sample_eval(run: TrainContext, decoding: str) -> Batch:
     """
     greedy = decoding == "greedy"
     count = 1 if greedy else run.config.eval.num_generations
-    sampling = Sampling.of(run.config, "eval", greedy=greedy)
+    sampling = Sampling.of(run.config.sampler_options, "eval", greedy=greedy)
     return sample_batch(run, run.test_prompts, count, sampling)
 
 

@@ -44,16 +44,22 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
     """
     accelerator = join_ranks(config)
     device = str(accelerator.device)
-    tokenizer = configured_tokenizer(config)
-    task = configured_task(config, tokenizer)
+    tokenizer = configured_tokenizer(config.model)
+    task = configured_task(config.task_options, config.model, tokenizer)
     train_prompts, test_prompts = task.prompts("train"), task.prompts("test")
     tell_dropped(task)
     check_sizes(config, len(train_prompts), len(test_prompts), accelerator.num_processes)
-    check_lengths(config, tokenizer, train_prompts + test_prompts)
+    check_lengths(
+        config.policy_options, config.sampler_options, tokenizer, train_prompts + test_prompts
+    )
 
-    policy = configured_policy(config, device, tokenizer)
+    policy = configured_policy(config.policy_options, device, tokenizer)
     if config.lora.r:
-        policy = replace(policy, model=with_adapters(config, policy.model))
+        adapted = with_adapters(
+            config.lora, policy.model, seed=config.seed, revision=config.model.revision,
+            rollout=config.rollout.name,
+        )  # fmt: skip
+        policy = replace(policy, model=adapted)
     if config.gradient_checkpointing:
         checkpoint_layers(policy.model)
     policy = replace(policy, bf16=config.bf16)
@@ -63,10 +69,12 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
         sharded_policy = fsdp2.shard(policy, accelerator.device)
     optimizer, scheduler = make_optimizer(config, sharded_policy or policy)
     zero = deepspeed.ZeroOptimizer(policy, optimizer) if deepspeed.is_configured() else None
-    engine = make_engine(config, policy)
+    engine = make_engine(config.sampler_options, config.model, policy)
     reference = None
     if config.objective.beta and not config.lora.r:
-        reference = replace(configured_policy(config, device, tokenizer), bf16=config.bf16)
+        reference = replace(
+            configured_policy(config.policy_options, device, tokenizer), bf16=config.bf16
+        )
         reference.model.requires_grad_(False)
     return TrainContext(
         config=config,

@@ -230,7 +230,7 @@ def train_step(
     start, step, config = time.perf_counter(), progress.step, run.config
     with name_failed_step(run, step + 1):
         prompts = choose_prompts(config, run.train_prompts, step)
-        sampling = Sampling.of(config, "rollout")
+        sampling = Sampling.of(config.sampler_options, "rollout")
         batch = sample_batch(run, prompts, config.group_size, sampling, step)
         context, extra_cost = baseline_context(run, batch, step)
         seconds_generate = time.perf_counter() - start

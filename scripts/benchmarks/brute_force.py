@@ -182,7 +182,7 @@ class BruteForce:
 
     def _draw(self, stream: str, size: int, **key):
         with self.state.spent.on("draw" if stream == "replicate" else "reference"):
-            sampling = Sampling.of(self.config, f"{self.way} {stream}")
+            sampling = Sampling.of(self.config.sampler_options, f"{self.way} {stream}")
             rollouts = sample(self.policy, self.prompts, size, sampling, **key)
             self.state.spent.rollouts += rollouts.lengths_PG.size
             return rollouts, summed_rewards(self.task, rollouts)

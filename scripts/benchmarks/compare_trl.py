@@ -168,10 +168,9 @@ def given(prompts_wanted: int, dtype: str) -> Given:
 
     Such rewards and their means are exact in float32 too.
     """
-    policy = load_policy(MODEL, dtype=dtype)
-    prompts = several_lengths(
-        configured_task(configured(dtype, ())).prompts("train"), prompts_wanted
-    )
+    policy, config = load_policy(MODEL, dtype=dtype), configured(dtype, ())
+    task = configured_task(config.task_options, config.model)
+    prompts = several_lengths(task.prompts("train"), prompts_wanted)
     rollouts = sample(policy, prompts, GROUP, Sampling(0, "compare", LENGTH))
     rewards_PG = generator(0, "reward").integers(0, 9, rollouts.lengths_PG.shape) / 8
     moved = [moved_weights(policy.model, stream) for stream in ("current", "reference")]

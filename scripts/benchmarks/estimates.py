@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 
 from grpo_ustat.cli.compose import parse
-from grpo_ustat.costs.cost import cost, total
+from grpo_ustat.costs.cost import total
 from grpo_ustat.costs.duration import duration
 
 SMALL = ("dataset=plus_one", "prompt=plain", "max_completion_length=24", "study.questions=4")
@@ -66,10 +67,11 @@ def measure(verb: str, words: list[str]) -> None:
 def estimated(verb: str, words: list[str], root: str) -> dict[str, float | None]:
     """The middle of the range of seconds, None where nothing is known, and MB."""
     planned_runs = parse(verb, [*words, f"output_root={root}"]).planned_runs
-    costs = [cost(planned.config) for planned in planned_runs]
-    spans = [duration(*pair).seconds for pair in zip(planned_runs, costs, strict=True)]
+    planner = import_module(f"grpo_ustat.{verb}.plan")
+    plans = [planner.plan(planned) for planned in planned_runs]
+    spans = [duration(plan).seconds for plan in plans]
     seconds = None if None in spans else sum(math.sqrt(x.low * x.high) for x in spans)
-    memory = total(costs).memory
+    memory = total([plan.cost for plan in plans]).memory
     return {"seconds": seconds, "peak_mb": None if memory is None else memory / 1e6}
 
 

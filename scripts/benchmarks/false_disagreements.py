@@ -96,7 +96,7 @@ def row(name: str, case: str, words: list[str], seeds: range) -> dict[str, Any]:
     start, verdicts, claims = time.process_time(), Counter(), Counter()
     config = compose_config("gap", [*words, "launch.workers=1"])
     for seed in seeds:
-        evidence = theorem(config.study.kind).study(replace(config, seed=seed))
+        evidence = theorem(config.study.kind).study(replace(config, seed=seed).experiment)
         verdicts[evidence.verdict] += 1
         claims.update(claim.what for claim in evidence.claims if claim.verdict == "disagrees")
     rate = stats.binomtest(verdicts["disagrees"], len(seeds)).proportion_ci(method="exact")

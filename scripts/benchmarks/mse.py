@@ -53,7 +53,7 @@ class ClosedForms:
     def __init__(self, config, prompts, folder: Path, state):
         self.config, self.prompts, self.folder = config, prompts, folder
         self.spent, self.size, self.found = Spent(), config.budget.pool_completions, None
-        self.facts = pool.model_facts(config, prompts)
+        self.facts = pool.model_facts(config.policy_options, prompts)
         self.keys = [(name, size) for name in config.baselines for size in config.group_sizes]
         if state is not None:
             self.spent, self.size = Spent(**state["spent"]), state["size"]
@@ -112,7 +112,10 @@ def configured(asked):
 def methods(asked, config):
     """All three with one loaded model, from the state file where there is one."""
     kept = read(asked.state) if asked.state.is_file() else {}
-    policy, task = configured_policy(config), configured_task(config)
+    policy, task = (
+        configured_policy(config.policy_options),
+        configured_task(config.task_options, config.model),
+    )
     pool.configured_policy = monte_carlo.configured_policy = lambda *_: policy
     prompts = task.prompts("study")[: config.study.questions]
     folder = asked.state.with_suffix(".pool")

@@ -45,7 +45,10 @@ def main() -> None:
         parser.error("pool=DIR is needed: the folder that keeps the completions")
     prompts, _ = _prompts(config)
     pool, _ = build_pool(config, prompts, Path(config.pool))
-    policy, store = configured_policy(config), PoolStore(Path(config.pool), draws_of(config))
+    policy, store = (
+        configured_policy(config.policy_options),
+        PoolStore(Path(config.pool), draws_of(config)),
+    )
     size, rows = config.budget.pool_completions, []
     for prompt, ids in zip(
         prompts, policy.encode([prompt.text for prompt in prompts]), strict=True

@@ -20,8 +20,13 @@ BANDS = {"tiny_base": (0.2, 0.4), "tiny": (0.6, 0.85), "tiny_direct": (0.6, 0.85
 def test_accuracy_on_the_study_questions(name):
     """At temperature 1, 8 completions of each of the 500 questions."""
     config = compose("mse", f"model={name}")
-    policy, task = configured_policy(config), configured_task(config)
-    rollouts = sample(policy, task.prompts("study"), 8, Sampling.of(config, "accuracy"))
+    policy, task = (
+        configured_policy(config.policy_options),
+        configured_task(config.task_options, config.model),
+    )
+    rollouts = sample(
+        policy, task.prompts("study"), 8, Sampling.of(config.sampler_options, "accuracy")
+    )
     accuracy = clustered_mean(summed_rewards(task, rollouts))
     low, high = BANDS[name]
     assert low <= accuracy.low and accuracy.high <= high, accuracy

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-from commands import run  # noqa: E402
+from commands import cost_of, plan_of, run  # noqa: E402
 
 from grpo_ustat.cli import app
 from grpo_ustat.cli.compose import parse
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.costs.cost import cost, model_size, total
+from grpo_ustat.costs.cost import model_size, total
 from grpo_ustat.costs.table import show_costs
 from grpo_ustat.launch import run as job
 from grpo_ustat.launch.command import load_command  # noqa: E402
@@ -180,7 +180,7 @@ def test_steps_of_a_report_must_be_evaluated():
 
 def shown(found, capsys):
     """The lines printed, the cells of a table's line apart."""
-    show_costs(found)
+    show_costs([plan_of(one) for one in found])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     return [re.split(r" {2,}", line.strip()) for line in lines]
@@ -233,12 +233,12 @@ def test_a_reference_is_whole_beside_the_shards(capsys):
     """4 P = 30.46 GB each for weights and reference, 16 P / 8 = 15.23 GB in shards."""
     arguments = ("experiment=table2_math", "hydra.mode=RUN", "group_size=8", "objective=grpo")
     found = points("train", *arguments)
-    one = cost(found[0].config)
+    one = cost_of(found[0].config)
     assert (one.weights, one.reference) == (4 * 7_615_616_512, 4 * 7_615_616_512)
     text = " ".join(" ".join(line) for line in shown(found, capsys))
     assert "15.2 GB of weights, gradients" in text and "60.9 GB of whole weights and ref" in text
     (point,) = points("train", *arguments, "lora=r16")
-    assert cost(point.config).reference == 0
+    assert cost_of(point.config).reference == 0
     assert "lora r=16" in " ".join(" ".join(line) for line in shown([point], capsys))
 
 
@@ -258,7 +258,7 @@ SIZES_OF_TESTS = {
 def test_published_sizes_stand_in_for_unknown_ones(overrides, size):
     arguments = ("prompt=qwen_math_cot", "max_steps=2", "eval_steps=2", "eval.decoding=[greedy]")
     (point,) = points("train", *arguments, *overrides)
-    assert cost(point.config).evaluation == (None if size is None else 2 * size)
+    assert cost_of(point.config).evaluation == (None if size is None else 2 * size)
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ def test_what_is_known_of_a_model_comes_from_its_folder():
     assert size.parameters == model.num_parameters() == 204_032
     assert (size.layers, size.kv_width, size.vocabulary) == (4, 32, 99)
     (point,) = points("train", "model=hub", "model.model_name_or_path=org/name", "prompt=plain")
-    assert cost(point.config).memory is None and cost(point.config).rollouts == 80 * 256
+    assert cost_of(point.config).memory is None and cost_of(point.config).rollouts == 80 * 256
 
 
 @pytest.mark.slow
@@ -312,7 +312,7 @@ def test_costs_by_hand():
         "dataset.test_size=500",
     )
     (point,) = points("train", *arguments)
-    found, parameters = cost(point.config), 7_615_616_512
+    found, parameters = cost_of(point.config), 7_615_616_512
     assert (found.rollouts, found.values, found.evaluation) == (102_400, 0, 6 * 500)
     assert found.tokens == 105_400 * 3000
     assert found.weights + found.training == 16 * parameters
@@ -320,7 +320,7 @@ def test_costs_by_hand():
     assert (found.disk, found.disk_after) == (2 * 12 * parameters, 12 * parameters)
     assert total([found] * 3).disk == (3 + 1) * 12 * parameters
     (point,) = points("train", *arguments, "baseline=oracle", "lora=r16", "objective.beta=0")
-    found = cost(point.config)
+    found = cost_of(point.config)
     assert found.values == 100 * 128 * 64 and found.training == 0
 
 
@@ -336,7 +336,7 @@ def test_a_training_sweep_leaves_its_table_and_its_costs_were_right(tmp_path):
         "save_steps=1", "budget.rollouts=16", "dataset.test_size=20", "report.steps=null",
         "baseline=oracle", "budget.value_completions=3",
     )  # fmt: skip
-    expected = [cost(point.config) for point in points("train", *arguments)]
+    expected = [cost_of(point.config) for point in points("train", *arguments)]
     code, out, err = run("train", *arguments, cwd=tmp_path)
     assert code == 0, err
     home = tmp_path / "outputs/train/figure5_offline"
@@ -375,7 +375,7 @@ def test_a_sweep_of_studies_leaves_its_table_and_its_costs_were_right(tmp_path):
         "group_sizes=[4,8]", "budget.replicates=3", "budget.reference_completions=16",
         "budget.reference_blocks=4", "budget.value_completions=4",
     )  # fmt: skip
-    one = cost(points("mse", *arguments)[0].config)
+    one = cost_of(points("mse", *arguments)[0].config)
     code, out, err = run("mse", *arguments, cwd=tmp_path)
     assert code == 0, err
     home = tmp_path / "outputs/mse/figure4_offline"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from commands import compose
+from commands import compose, cost_of
 
 from grpo_ustat.config.model import ModelSize
-from grpo_ustat.costs.cost import cost, processes
+from grpo_ustat.mse.plan import shared_by
 
 SIZE = ModelSize(
     parameters=7_615_616_512, layers=28, kv_width=512, vocabulary=152_064, hidden=3584, inner=18_944
@@ -26,7 +26,7 @@ def study():
 
 
 def test_a_studys_scores_and_signs_are_memory(study):
-    one = cost(study)
+    one = cost_of(study)
     assert one.graph == 32 * 96 * TOKEN
     assert one.signs == -(-SIZE.parameters // 8)  # a bit each, once for both sketches
     assert one.logits == int(4.5 * 2**30) and one.process == 0
@@ -35,39 +35,39 @@ def test_a_studys_scores_and_signs_are_memory(study):
 
 
 def test_long_answers_are_scored_layer_by_layer(study):
-    one = cost(replace(study, max_completion_length=3200))
+    one = cost_of(replace(study, max_completion_length=3200))
     assert one.graph == 32 * 3200 * 2 * (16 * 3584 + 4 * 18_944 + 28 * 3584)
 
 
 def test_vllm_keeps_the_keys_of_its_own(study):
-    assert cost(replace(study, rollout=replace(study.rollout, name="vllm"))).cache == 0
+    assert cost_of(replace(study, rollout=replace(study.rollout, name="vllm"))).cache == 0
 
 
 def test_a_program_on_a_cpu_has_its_own_memory(study):
     here = replace(study, launch=replace(study.launch, device="cpu"))
-    assert cost(here).process == 580_000_000
-    assert cost(here).logits == 4 * 152_064 * 512  # of the next tokens of all rows
+    assert cost_of(here).process == 580_000_000
+    assert cost_of(here).logits == 4 * 152_064 * 512  # of the next tokens of all rows
 
 
 def test_what_is_unknown_of_a_model_leaves_memory_unknown(study):
     size = replace(SIZE, hidden=None)
-    assert cost(replace(study, model=replace(study.model, size=size))).memory is None
+    assert cost_of(replace(study, model=replace(study.model, size=size))).memory is None
 
 
 def test_the_first_process_of_a_large_study_holds_its_pool(study):
     here = replace(study.launch, device="cpu")
     size = replace(SIZE, parameters=1000, layers=1, vocabulary=10, hidden=64, inner=64, kv_width=8)
     small = replace(study, launch=here, model=replace(study.model, size=size))
-    assert cost(small).memory == 580_000_000 + int(2.5 * cost(small).disk)
+    assert cost_of(small).memory == 580_000_000 + int(2.5 * cost_of(small).disk)
 
 
 def test_cuda_graphs_have_buffers_of_96_more_columns(study):
     on = replace(study, rollout=replace(study.rollout, cuda_graphs=True))
-    assert cost(on).cache * 96 == cost(study).cache * (96 + 96)
+    assert cost_of(on).cache * 96 == cost_of(study).cache * (96 + 96)
 
 
 def test_adams_metric_keeps_a_second_pool_and_six_numbers_a_parameter(study):
-    plain, adam = cost(study), cost(replace(study, study=replace(study.study, metric="adam")))
+    plain, adam = cost_of(study), cost_of(replace(study, study=replace(study.study, metric="adam")))
     assert adam.disk == 2 * plain.disk + 24 * SIZE.parameters
     assert adam.weights == plain.weights + 8 * SIZE.parameters
 
@@ -77,8 +77,8 @@ def test_an_update_holds_one_pass(study):
     config = compose("train", "micro_batch_tokens=4000", "bf16=true")
     model = replace(config.model, model_name_or_path="org/name", size=SIZE)
     config = replace(config, model=model)
-    assert cost(config).graph == 1000 * TOKEN + 2 * SIZE.parameters
-    by_layer = cost(replace(config, gradient_checkpointing=True)).graph
+    assert cost_of(config).graph == 1000 * TOKEN + 2 * SIZE.parameters
+    by_layer = cost_of(replace(config, gradient_checkpointing=True)).graph
     assert by_layer == 1000 * 2 * (16 * 3584 + 4 * 18_944 + 28 * 3584) + 2 * SIZE.parameters
 
 
@@ -88,4 +88,4 @@ def test_an_update_holds_one_pass(study):
 def test_a_study_is_shared_out_by_ranks_or_workers(study, ranks, workers, sampler, count):
     launch = replace(study.launch, num_processes=ranks, workers=workers)
     rollout = replace(study.rollout, name=sampler)
-    assert processes(replace(study, launch=launch, rollout=rollout)) == count
+    assert shared_by(replace(study, launch=launch, rollout=rollout)) == count

@@ -11,12 +11,11 @@ from functools import cache, reduce
 
 import pytest
 import yaml
-from commands import compose
+from commands import compose, plan_of
 from folders import completed
 
-from grpo_ustat.costs.cost import cost
 from grpo_ustat.costs.duration import Span, duration, span_text
-from grpo_ustat.costs.table import batches_in_words, show_costs
+from grpo_ustat.costs.table import batch_lines, show_costs
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.result import StudyResult
 from grpo_ustat.runs.status import PlannedRun
@@ -46,7 +45,7 @@ def planned(entry="train", *overrides, path=None, **changes):
 
 
 def of(planned_run):
-    return duration(planned_run, cost(planned_run.config))
+    return duration(plan_of(planned_run))
 
 
 def left(path, planned_run, host=None, **changes):
@@ -197,7 +196,7 @@ def test_without_an_earlier_run_the_time_is_left_out_and_said_how_to_know_it(ent
     """Also for a model of known size on a known device: nothing is assumed."""
     planned_run = planned(entry)
     assert of(planned_run).seconds is None and of(planned_run).gpu_hours is None
-    show_costs([planned_run])
+    show_costs([plan_of(planned_run)])
     text = " ".join(capsys.readouterr().out.split())
     name = planned_run.config.model.name
     assert (
@@ -210,7 +209,7 @@ def test_without_an_earlier_run_the_time_is_left_out_and_said_how_to_know_it(ent
 def test_a_sweep_of_which_only_some_runs_are_known_has_no_sum(tmp_path, capsys):
     stepped(left(tmp_path / "outputs/train/x/seed-0", planned()), [360.0] * 4, generate=0)
     other = planned("train", model__name="another", model__model_name_or_path="embedded:tiny")
-    show_costs([planned(seed=4), other])
+    show_costs([plan_of(one) for one in (planned(seed=4), other)])
     text = capsys.readouterr().out
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
     assert ["model tiny_base, seed 4", "46 to 78 min"] in rows
@@ -222,7 +221,7 @@ def test_a_sweep_of_which_only_some_runs_are_known_has_no_sum(tmp_path, capsys):
 def test_a_sweep_adds_up_its_runs(tmp_path, capsys):
     for seed in (0, 1):
         stepped(left(tmp_path / f"outputs/train/x/seed-{seed}", planned()), [360.0] * 4, generate=0)
-    show_costs([planned(seed=4), planned(seed=5)])
+    show_costs([plan_of(one) for one in (planned(seed=4), planned(seed=5))])
     text = capsys.readouterr().out
     lines = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
     assert ["seed 4", "46 to 78 min"] in lines
@@ -234,15 +233,15 @@ def test_a_dry_run_of_gpus_shows_their_hours(tmp_path, capsys):
     """4 GPUs for 46 to 78 min, 10 steps of 360 s and 1.3 either way: 3.1 to 5.2 GPU hours."""
     four = planned("train", *LARGE, launch__num_processes=4, max_steps=10)
     stepped(left(tmp_path / "outputs/train/x/seed-0", four), [360.0] * 4, generate=0)
-    show_costs([four])
+    show_costs([plan_of(four)])
     assert (
         "Wall time 46 to 78 min, 3.1 to 5.2 GPU hours: measured: 4 steps" in capsys.readouterr().out
     )
 
 
-def test_batches_in_words():
+def test_batches_are_said_in_words():
     """16 384 // 96 padded tokens: 256 of 96 are two passes; PPO's minibatches are updates."""
-    (text,) = batches_in_words([planned(budget__rollouts=256, group_size=8).config])
+    (text,) = batch_lines([plan_of(planned(budget__rollouts=256, group_size=8))])
     assert text == (
         "Batch: n = 256 completions a step = 32 prompts x G = 8; 1 update a step, each of 256 "
         "completions in at most about 2 backward passes of 16384 padded tokens, prompts left out."
@@ -250,11 +249,11 @@ def test_batches_in_words():
     several = planned(
         objective__num_iterations=2, objective__minibatch_size=8, launch__num_processes=3
     )
-    (text,) = batches_in_words([several.config])
+    (text,) = batch_lines([plan_of(several)])
     assert "= 4 prompts x G = 4; up to 2 prompts on each of 3 processes; 4 updates a step" in text
     assert "each of 8 completions in at most about 1 backward pass of" in text
-    many = [planned(budget__rollouts=4 * n).config for n in range(2, 10)]
-    assert batches_in_words(many)[-1] == "and 2 other batches" and len(batches_in_words(many)) == 7
+    many = [plan_of(planned(budget__rollouts=4 * n)) for n in range(2, 10)]
+    assert batch_lines(many)[-1] == "and 2 other batches" and len(batch_lines(many)) == 7
 
 
 @pytest.mark.parametrize(

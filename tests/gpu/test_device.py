@@ -33,7 +33,8 @@ FEATURES = 1021
 
 @pytest.fixture(scope="module")
 def prompts():
-    return configured_task(compose("mse", "model=tiny")).prompts("study")[:QUESTIONS]
+    config = compose("mse", "model=tiny")
+    return configured_task(config.task_options, config.model).prompts("study")[:QUESTIONS]
 
 
 @pytest.fixture

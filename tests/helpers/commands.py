@@ -15,6 +15,7 @@ from warm import run_python
 
 from grpo_ustat.cli.compose import check_trust, compose_config, hydra_session, register
 from grpo_ustat.config.load import SCHEMAS, build_config
+from grpo_ustat.runs.status import PlannedRun
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = {path.name for path in CONF.iterdir() if path.is_dir()}
@@ -36,6 +37,20 @@ def compose(entry, *overrides):
     if any(place in word for word in overrides for place in OUTSIDE):
         return _checked(entry, overrides)
     return copy.deepcopy(_checked_once(entry, overrides))
+
+
+def plan_of(planned_run):
+    """A planned run of `train` or `mse` as costs see it."""
+    from grpo_ustat.mse import plan as of_mse
+    from grpo_ustat.train import plan as of_train
+
+    trains = isinstance(planned_run.config, SCHEMAS["train"])
+    return (of_train if trains else of_mse).plan(planned_run)
+
+
+def cost_of(config):
+    """What a run of this configuration of `train` or `mse` costs."""
+    return plan_of(PlannedRun("", config, None, None)).cost
 
 
 def _checked(entry, overrides):

@@ -30,5 +30,5 @@ def first_batch(tmp_path, *overrides):
     config = config_of(*overrides)
     run = set_up(config, RunFolder(tmp_path, config))
     prompts = trainer.choose_prompts(config, run.train_prompts, 0)
-    sampling = Sampling.of(config, "rollout")
+    sampling = Sampling.of(config.sampler_options, "rollout")
     return run, trainer.sample_batch(run, prompts, config.group_size, sampling, 0)

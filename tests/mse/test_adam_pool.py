@@ -32,7 +32,7 @@ SMALL = (
 def build(tmp_path, *words):
     """Of nine questions, the last of which has no half."""
     config = compose("mse", *SMALL, "study.questions=9", *words)
-    prompts = configured_task(config).prompts("study")[:9]
+    prompts = configured_task(config.task_options, config.model).prompts("study")[:9]
     plain, _ = build_pool(config, prompts, tmp_path / "pool")
     plain = replace(plain, greedy_P=np.arange(9.0))
     pool, *_ = adam_pool(config, prompts, plain, tmp_path / "pool", tmp_path / "pool_adam")
@@ -41,7 +41,7 @@ def build(tmp_path, *words):
 
 def slow_scores(config, prompts, source):
     """Every completion's score by autograd, [P, N, D]."""
-    policy = configured_policy(config)
+    policy = configured_policy(config.policy_options)
     scores_PND = []
     for prompt in prompts:
         rollouts, _ = _stored_rollouts(policy, prompt, source, 6)
@@ -74,7 +74,9 @@ def test_each_half_has_scores_of_autograd_over_the_root_mean_square_of_the_other
     config, prompts, plain, pool = build(tmp_path, *words)
     source = PoolStore(tmp_path / "pool", draws_of(config))
     scores_PND, rewards_PN = slow_scores(config, prompts[:8], source), plain.rewards_PN[:8]
-    sizes = {name: p.numel() for name, p in trainable(configured_policy(config).model)}
+    sizes = {
+        name: p.numel() for name, p in trainable(configured_policy(config.policy_options).model)
+    }
     names = sorted(sizes)
     ends = np.cumsum([sizes[name] for name in names])
     v_2D = [slow_second_moments(rewards_PN[k::2], scores_PND[k::2]) for k in (1, 0)]
@@ -97,7 +99,7 @@ def test_each_half_has_scores_of_autograd_over_the_root_mean_square_of_the_other
 @pytest.mark.slow
 def test_questions_whose_groups_are_all_alike_have_no_second_moments(tmp_path):
     config = compose("mse", *SMALL)
-    prompts = configured_task(config).prompts("study")[:8]
+    prompts = configured_task(config.task_options, config.model).prompts("study")[:8]
     plain, _ = build_pool(config, prompts, tmp_path / "pool")
     plain = replace(plain, rewards_PN=np.ones_like(plain.rewards_PN))
     with pytest.raises(ConfigError, match="in 4 questions no group of study.adam_group_size=2 has"):

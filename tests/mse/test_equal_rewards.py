@@ -41,7 +41,9 @@ SIX = ("debug=mse", "model=tiny_base", "study.questions=6")
 
 def asked(*overrides):
     config = compose("mse", *SMALL, *overrides)
-    return config, configured_task(config).prompts("study")[: config.study.questions]
+    return config, configured_task(config.task_options, config.model).prompts("study")[
+        : config.study.questions
+    ]
 
 
 @pytest.fixture(params=["len(text) % 2", "True"], ids=["some", "all"])

@@ -28,8 +28,13 @@ SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
 def sampled(*overrides):
     """Completions of the first six study questions, their rewards and the policy."""
     config = compose("mse", *SMALL, *overrides)
-    policy, task = configured_policy(config), configured_task(config)
-    rollouts = sample(policy, task.prompts("study")[:6], 8, Sampling.of(config, "pool"))
+    policy, task = (
+        configured_policy(config.policy_options),
+        configured_task(config.task_options, config.model),
+    )
+    rollouts = sample(
+        policy, task.prompts("study")[:6], 8, Sampling.of(config.sampler_options, "pool")
+    )
     return rollouts, summed_rewards(task, rollouts), policy
 
 
@@ -107,10 +112,10 @@ def test_the_limit_lies_between_rounding_and_another_policy(exact):
     rollouts, _, policy = exact
     index = np.arange(48)
     assert sampler_gap(policy, rollouts, index, 1.0) < 1e-5
-    rounded = configured_policy(compose("mse", *SMALL, "model.dtype=bfloat16"))
+    rounded = configured_policy(compose("mse", *SMALL, "model.dtype=bfloat16").policy_options)
     rounding = sampler_gap(rounded, rollouts, index, 1.0)
     assert 1e-5 < rounding < MOST_GAP / 2
-    other = configured_policy(compose("mse", *SMALL, "model=tiny"))
+    other = configured_policy(compose("mse", *SMALL, "model=tiny").policy_options)
     assert sampler_gap(other, rollouts, index, 1.0) > 2 * MOST_GAP
 
 

@@ -33,9 +33,12 @@ CUT = "study.cut_at=96"  # TRL's log does not say which completions ended
 def logged(path, **changes):
     """Completions of the first six study questions, in the columns that TRL logs."""
     config = compose("mse", *SMALL)
-    policy, task = configured_policy(config), configured_task(config)
+    policy, task = (
+        configured_policy(config.policy_options),
+        configured_task(config.task_options, config.model),
+    )
     prompts = task.prompts("study")[:6]
-    rollouts = sample(policy, prompts, 8, Sampling.of(config, "pool"))
+    rollouts = sample(policy, prompts, 8, Sampling.of(config.sampler_options, "pool"))
     z = summed_rewards(task, rollouts)
     rows = [
         {"step": 1, "prompt": p.text, "completion": text, "accuracy_reward": reward}
@@ -250,7 +253,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path, table, overrides, message):
 def chat_model(tmp_path):
     """The embedded model with a chat template of its own letters, in a folder."""
     folder = tmp_path / "chat"
-    policy = configured_policy(compose("mse", "debug=mse", "model=tiny_base"))
+    policy = configured_policy(compose("mse", "debug=mse", "model=tiny_base").policy_options)
     policy.tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}= {% endif %}"

@@ -33,7 +33,9 @@ SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
 
 def build(folder, *overrides, size=None):
     config = compose("mse", *SMALL, *overrides)
-    prompts = configured_task(config).prompts("study")[: config.study.questions]
+    prompts = configured_task(config.task_options, config.model).prompts("study")[
+        : config.study.questions
+    ]
     return build_pool(config, prompts, Path(folder), size)
 
 
@@ -196,7 +198,7 @@ def test_half_written_parts_do_not_count(tmp_path):
     shutil.move(part, part.with_name(f".{part.name}.1.tmp"))
     config = compose("mse", *SMALL)
     store = PoolStore(tmp_path, draws_of(config))
-    prompts = configured_task(config).prompts("study")[:6]
+    prompts = configured_task(config.task_options, config.model).prompts("study")[:6]
     assert sorted(len(store.parts(p)) for p in prompts) == [0, 1, 1, 1, 1, 1]
 
 
@@ -247,11 +249,14 @@ def test_a_score_beyond_its_numbers_names_the_prompt(monkeypatch):
     gram[1, 1] = torch.inf
     scores = SimpleNamespace(gram_BB=gram, features_BR=torch.ones(3, 2), pooled_KR=torch.ones(2, 2))
     monkeypatch.setattr(pool_module, "score_rollouts", lambda *_, **__: scores)
-    config = compose("mse", *SMALL)
+    policy = SimpleNamespace(model=SimpleNamespace(dtype=torch.float32))
+    sampler = compose("mse", *SMALL).sampler_options
     rollouts = SimpleNamespace(prompts=[SimpleNamespace(id="6*41")])
     message = "completion 1 of prompt 6.41 has squared norm inf in float32: use model.dtype=float64"
     with pytest.raises(ConfigError, match=message):
-        pool_module.score_part(None, rollouts, 0, np.ones((3, 1)), config, (None, None), WorkCost())
+        pool_module.score_part(
+            policy, rollouts, 0, np.ones((3, 1)), sampler, (None, None), WorkCost()
+        )
 
 
 def test_scores_of_exactly_zero_are_counted():
@@ -262,6 +267,7 @@ def test_scores_of_exactly_zero_are_counted():
 
 
 def test_a_pool_that_is_moved_while_it_is_read_is_one_line(tmp_path):
-    prompts = configured_task(compose("mse", *SMALL)).prompts("study")[:2]
+    config = compose("mse", *SMALL)
+    prompts = configured_task(config.task_options, config.model).prompts("study")[:2]
     with pytest.raises(ConfigError, match="parts of it were moved or removed while this study"):
         pool_module.read_pool(PoolStore(tmp_path, {}), prompts, 8)

@@ -19,7 +19,7 @@ from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.mse import pool as pool_module
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import _chunks_to_sample, build_part, build_pool
-from grpo_ustat.mse.pool_store import reuse_pool
+from grpo_ustat.mse.pool_store import draws_of, reuse_pool
 from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
@@ -38,7 +38,9 @@ SECONDS = [field.name.startswith("seconds") for field in fields(WorkCost)]
 
 def asked(*overrides):
     config = compose("mse", *SMALL, *overrides)
-    return config, configured_task(config).prompts("study")[: config.study.questions]
+    return config, configured_task(config.task_options, config.model).prompts("study")[
+        : config.study.questions
+    ]
 
 
 def part(folder, which, *overrides):
@@ -86,10 +88,9 @@ def test_parts_share_out_every_chunk_whatever_is_there(rng):
     owner = {}
     for _ in range(30):
         shelf = Shelf({prompt.id: int(rng.choice([0, 4, 6])) for prompt in prompts})
-        whole = _chunks_to_sample(config, prompts, shelf, 6)
+        whole = _chunks_to_sample(config.sampling, (1, 1), prompts, shelf, 6)
         for k in (1, 2, 3):
-            study = replace(config.study, part=f"{k}/3")
-            for first, chunk in _chunks_to_sample(replace(config, study=study), prompts, shelf, 6):
+            for first, chunk in _chunks_to_sample(config.sampling, (k, 3), prompts, shelf, 6):
                 assert owner.setdefault((first, tuple(chunk)), k) == k
                 whole.remove((first, chunk))
         assert whole == []
@@ -114,7 +115,7 @@ def test_a_chunk_on_an_accelerator_holds_more_than_fits_side_by_side(
     config = replace(config, launch=launch, study=study)
     prompts = [Prompt(str(i), str(i), "", "", "") for i in range(questions)]
     shelf = Shelf(dict.fromkeys(map(str, range(questions)), 0))
-    chunks = _chunks_to_sample(config, prompts, shelf, 4)
+    chunks = _chunks_to_sample(config.sampling, config.study.share, prompts, shelf, 4)
     assert [len(chunk) for _, chunk in chunks] == sizes
     assert part or sorted(sum((chunk for _, chunk in chunks), [])) == list(range(questions))
 
@@ -202,7 +203,9 @@ def test_a_study_goes_on_with_an_equal_pool_of_its_output_root(tmp_path, capsys)
         folder = root / "mse" / name / "seed-0"
         config, prompts = asked(f"output_root={root}", *overrides)
         size = config.budget.pool_completions
-        line = reuse_pool(config, folder / "pool", prompts, size)
+        line = reuse_pool(
+            Path(config.output_root), draws_of(config), folder / "pool", prompts, size
+        )
         build_pool(config, prompts, folder / "pool", size)
         return line, contents(folder / "pool"), folder / "pool"
 
@@ -222,4 +225,5 @@ def test_a_study_goes_on_with_an_equal_pool_of_its_output_root(tmp_path, capsys)
     assert line.startswith("20 completions") and files.keys() < between.keys()
     assert made("b", "group_sizes=[2]")[0] == ""  # it has them all itself
     config, prompts = asked(f"output_root={root}")
-    assert reuse_pool(config, tmp_path / "elsewhere" / "pool", prompts, 4) == ""
+    root, elsewhere = Path(config.output_root), tmp_path / "elsewhere" / "pool"
+    assert reuse_pool(root, draws_of(config), elsewhere, prompts, 4) == ""

@@ -66,7 +66,7 @@ def test_minibatches_of_tiny_follow_the_prediction(tmp_path):
     one = compose("mse", *small, "budget.pool_completions=96")
     two = compose("mse", *small, "seed=1", "budget.pool_completions=128",
                   "budget.feature_sketch=4093")  # fmt: skip
-    prompts = configured_task(one).prompts("study")[:24]
+    prompts = configured_task(one.task_options, one.model).prompts("study")[:24]
     first, _ = build_pool(one, prompts, tmp_path / "one")
     second, _ = build_pool(two, prompts, tmp_path / "two")
     law = predicted(first, "without_replacement", points)

@@ -58,7 +58,7 @@ def test_ranks_of_a_launcher_are_refused_before_anything_is_loaded(monkeypatch):
     config = compose("mse", *VLLM)
     monkeypatch.setattr(sampler, "world", lambda: 4)
     with pytest.raises(RefusedByRank, match="rollout=vllm on 4 ranks: one process of a study"):
-        start_sampler(config)
+        start_sampler(config.sampling)
     assert ranks.world() == 1
 
 
@@ -114,13 +114,15 @@ def test_gaps_of_parts_count_by_their_tokens(tmp_path):
 def weights(monkeypatch):
     """A stand-in for vLLM that has the policy's shape; no engine is started yet."""
     config = compose("mse", *SMALL, *VLLM)
-    install(monkeypatch, configured_policy(config).model)
+    install(monkeypatch, configured_policy(config.policy_options).model)
     monkeypatch.setattr(sampler, "_STARTED", {})
     return config
 
 
 def prompts_of(config):
-    return configured_task(config).prompts("study")[: config.study.questions]
+    return configured_task(config.task_options, config.model).prompts("study")[
+        : config.study.questions
+    ]
 
 
 @pytest.mark.slow(minutes=0.5)
@@ -189,11 +191,14 @@ def test_a_sampler_of_other_weights_is_warned_of(weights, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_the_next_study_of_a_sweep_keeps_the_engine_unless_the_model_changes(weights):
-    _, first = start_sampler(weights)
-    assert start_sampler(replace(weights, seed=1, group_sizes=[2]))[1] is first
+    _, first, _ = start_sampler(weights.sampling)
+    assert start_sampler(replace(weights, seed=1, group_sizes=[2]).sampling)[1] is first
     other = replace(weights, rollout=replace(weights.rollout, max_model_len=96))
-    assert start_sampler(other)[1] is not first
+    assert start_sampler(other.sampling)[1] is not first
     assert len(sampler._STARTED) == 1 and len(FakeLLM.made) == 2
     longer = replace(other, max_completion_length=other.max_completion_length + 1)
-    start_sampler(longer)  # vLLM's room follows the length of completions
+    start_sampler(longer.sampling)  # vLLM's room follows the length of completions
     assert len(sampler._STARTED) == 1 and len(FakeLLM.made) == 3
+    part = replace(longer, study=replace(longer.study, parameters="mlp"))
+    start_sampler(part.sampling)  # others of its policy's parameters have a gradient
+    assert len(sampler._STARTED) == 1 and len(FakeLLM.made) == 4

@@ -58,7 +58,10 @@ def test_a_question_of_ones_own_is_passed_on_as_it_stands(template, tmp_path):
     """`prompt=as_is`: in the chat format of a model that has one, else as text, beginning once."""
     path = toys.folder(tmp_path / "m", template)
     config = compose("mse", "model=hub", f"model.model_name_or_path={path}", "prompt=as_is")
-    policy, (prompt, *_) = configured_policy(config), configured_task(config).prompts("study")
+    policy, (prompt, *_) = (
+        configured_policy(config.policy_options),
+        configured_task(config.task_options, config.model).prompts("study"),
+    )
     if template is None:
         assert prompt.text == prompt.question
     else:
@@ -80,7 +83,10 @@ def test_no_prompt_has_two_beginnings_or_none(chat, tmp_path):
         f"prompt.chat={str(chat).lower()}",
     ]
     config = compose("mse", *overrides, "model.dtype=float64")
-    policy, (prompt, *_) = configured_policy(config), configured_task(config).prompts("study")
+    policy, (prompt, *_) = (
+        configured_policy(config.policy_options),
+        configured_task(config.task_options, config.model).prompts("study"),
+    )
     (ids,) = policy.encode([prompt.text])
     assert ids.count(0) == 1 and ids[0] == 0
     if chat:
@@ -94,8 +100,9 @@ def test_no_prompt_has_two_beginnings_or_none(chat, tmp_path):
 
 
 def test_a_base_model_has_no_chat_format():
+    config = compose("mse", "prompt=chat")
     with pytest.raises(ConfigError, match="embedded:tiny_base has no chat format.*prompt=plain"):
-        chat_format(compose("mse", "prompt=chat"))
+        chat_format(config.model, config.prompt)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +124,10 @@ def test_a_format_without_a_system_turn_says_so(template, what):
 @pytest.mark.slow
 def test_smollm2_reads_its_own_format():
     config = compose("mse", "model=smollm2_135m", "prompt=chat", "prompt.system=Short.")
-    prompt = configured_task(config).prompts("study")[0]
+    prompt = configured_task(config.task_options, config.model).prompts("study")[0]
     assert prompt.text.startswith("<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n")
     assert prompt.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-    (ids,) = encode(configured_tokenizer(config), [prompt.text], special_tokens=False)
+    (ids,) = encode(configured_tokenizer(config.model), [prompt.text], special_tokens=False)
     assert ids.count(1) == 3  # <|im_start|> is one token, of each turn
 
 

@@ -49,8 +49,9 @@ def longer(split, count, most):
 def test_only_longer_prompts_are_left_out_and_counted_by_split(tmp_path, most):
     """A token is a byte: "train 01 ?" has 10, and <s>; long ones have 40 more."""
     config = configured("train", tmp_path, f"prompt.max_length={most}")
-    whole = configured_task(compose_without(config))
-    task = configured_task(config)
+    without = compose_without(config)
+    whole = configured_task(without.task_options, without.model)
+    task = configured_task(config.task_options, config.model)
     left_out = {}
     for split in ("train", "test", "study"):
         every, kept = whole.prompts(split), task.prompts(split)
@@ -71,8 +72,8 @@ def compose_without(config):
 @pytest.mark.slow
 def test_a_prompt_of_just_the_limit_stays(tmp_path):
     config = configured("train", tmp_path, "prompt.max_length=51")
-    assert configured_task(config).dropped == {}
-    task = configured_task(config)
+    assert configured_task(config.task_options, config.model).dropped == {}
+    task = configured_task(config.task_options, config.model)
     task.prompts("train")
     assert task.dropped == {}
 
@@ -82,9 +83,12 @@ def test_the_turns_of_a_chat_count(tmp_path):
     config = configured(
         "train", tmp_path, "prompt.chat=true", "prompt.max_length=80", chat_template=toys.CHATML
     )
-    task, whole = configured_task(config), configured_task(compose_without(config))
+    task = configured_task(config.task_options, config.model)
+    whole = configured_task(compose_without(config).task_options, config.model)
     texts = [prompt.text for prompt in whole.prompts("test")]
-    lengths = [len(x) for x in encode(configured_tokenizer(config), texts, special_tokens=False)]
+    lengths = [
+        len(x) for x in encode(configured_tokenizer(config.model), texts, special_tokens=False)
+    ]
     assert len(task.prompts("test")) == sum(x <= 80 for x in lengths) == 6
 
 
@@ -92,7 +96,7 @@ def test_the_turns_of_a_chat_count(tmp_path):
 def test_nothing_left_is_refused_with_the_lengths(tmp_path):
     config = configured("mse", tmp_path, "prompt.max_length=5")
     with pytest.raises(ConfigError, match="all 10 study questions, .* have 11 to 51 tokens"):
-        configured_task(config).prompts("study")
+        configured_task(config.task_options, config.model).prompts("study")
 
 
 @pytest.mark.parametrize("value", [0, -1])

@@ -288,6 +288,7 @@ def test_the_emulation_computes_nothing_in_a_recording_and_refuses_the_host():
 @pytest.mark.slow
 def test_graphs_are_of_rollout_local():
     assert not (compose("mse").rollout.cuda_graphs or compose("train").rollout.cuda_graphs)
-    assert Sampling.of(compose("mse", "rollout.cuda_graphs=true"), "pool").cuda_graphs
+    config = compose("mse", "rollout.cuda_graphs=true")
+    assert Sampling.of(config.sampler_options, "pool").cuda_graphs
     with pytest.raises(ConfigError, match=r"cuda_graphs=true is for rollout=local"):
         compose("mse", "rollout=vllm", "rollout.cuda_graphs=true")

@@ -130,8 +130,8 @@ def test_a_completion_ends_with_its_first_stop_token():
 
 
 def test_the_configured_stop_ends_completions_beside_the_end_token():
-    plain = configured_policy(compose("mse"))
-    stopped = configured_policy(compose("mse", "prompt.stop='#'"))
+    plain = configured_policy(compose("mse").policy_options)
+    stopped = configured_policy(compose("mse", "prompt.stop='#'").policy_options)
     added = stopped.end_tokens - plain.end_tokens
     assert plain.end_tokens < stopped.end_tokens
     assert stopped.tokenizer.batch_decode([[t] for t in added]) == ["#"]

@@ -174,10 +174,10 @@ def test_the_process_keeps_its_threads_and_its_random_state(policy):
 
 def test_the_configured_engine(policy):
     config = compose("train", "rollout=vllm", "rollout_batch_size=11")
-    assert isinstance(make_engine(config, policy), VllmEngine)
+    assert isinstance(make_engine(config.sampler_options, config.model, policy), VllmEngine)
     options = FakeLLM.made[0].options
     assert options["max_num_seqs"] == 11 and "max_model_len" not in options
-    local = make_engine(compose("train"), policy)
+    local = make_engine(compose("train").sampler_options, config.model, policy)
     assert local.sample(PROMPTS, 2, SAMPLING, step=3, first=1).texts_PG == [
         texts[1:] for texts in sample(policy, PROMPTS, 3, SAMPLING, step=3).texts_PG
     ]
@@ -187,8 +187,8 @@ def test_the_configured_engine(policy):
 def test_vllm_has_room_for_the_longest_prompt_and_completion(policy, longest, room):
     """As far as the model has positions."""
     config = compose("train", "rollout=vllm", f"prompt.max_length={longest}")
-    assert config.max_completion_length == 96 and context_length(config) == 512
-    make_engine(config, policy)
+    assert config.max_completion_length == 96 and context_length(config.model) == 512
+    make_engine(config.sampler_options, config.model, policy)
     assert FakeLLM.made[-1].options["max_model_len"] == room
 
 

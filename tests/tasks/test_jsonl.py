@@ -40,7 +40,7 @@ def configured(path, *overrides, entry="train"):
 
 
 def task(path, *overrides):
-    return make_task(configured(path, *overrides, "budget.rollouts=8"))
+    return make_task(configured(path, *overrides, "budget.rollouts=8").task_options)
 
 
 def texts(a_task, split):
@@ -68,9 +68,9 @@ def test_sizes_can_be_set_and_a_study_may_take_all(tmp_path):
     made = task(path, "dataset.study_size=5", "dataset.test_size=15")
     assert [len(made.questions(s)) for s in ("study", "test", "train")] == [5, 15, 20]
     whole = configured(path, "dataset.study_size=40", entry="mse")
-    assert len(make_task(whole).questions("study")) == 40
+    assert len(make_task(whole.task_options).questions("study")) == 40
     with pytest.raises(ConfigError, match="no row is left for test, lower dataset.study_size"):
-        make_task(whole).questions("test")
+        make_task(whole.task_options).questions("test")
     with pytest.raises(ConfigError, match="study_size=30 and dataset.test_size=20 of 40 rows"):
         configured(path, "dataset.study_size=30", "dataset.test_size=20")
 
@@ -242,7 +242,7 @@ def test_a_reward_file_that_fails_is_one_line(source, message, tmp_path):
 
 def test_a_reward_of_a_file_is_for_every_data_set(tmp_path):
     _, reward = reward_in(tmp_path, "def score(p, t):\n return 0.25")
-    made = make_task(compose("train", reward))
+    made = make_task(compose("train", reward).task_options)
     assert made.rewards(made.prompts("train")[:1], ["x"]) == [0.25]
 
 

@@ -194,7 +194,7 @@ def test_every_decoding_has_its_rows(tmp_path):
     ]  # fmt: skip
     run = set_up(config_of(*asked), RunFolder(tmp_path, config_of(*asked)))
     for row, greedy, count in ((rows[0], True, 1), (rows[1], False, 4)):
-        sampling = Sampling.of(run.config, "eval", greedy=greedy)
+        sampling = Sampling.of(run.config.sampler_options, "eval", greedy=greedy)
         right_PK = summed_rewards(run.task, sample(run.policy, run.test_prompts, count, sampling))
         assert float(row["mean_reward"]) == right_PK.mean()
     solved = pass_at_k(right_PK.sum(axis=1), 4, 2).mean()

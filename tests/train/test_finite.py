@@ -50,9 +50,9 @@ def in_step(number, monkeypatch, owner, name, then):
 def test_a_reward(tmp_path, monkeypatch, through, bad):
     """It names the prompt."""
     config = config_of()
-    prompts = configured_task(config).prompts("train")
+    prompts = configured_task(config.task_options, config.model).prompts("train")
     victim = trainer.choose_prompts(config, prompts, 2)[1].id
-    kind = type(configured_task(config))
+    kind = type(configured_task(config.task_options, config.model))
     rewards, step = kind.rewards, trainer.train_step
     now = []
 
@@ -118,7 +118,8 @@ def test_a_moment_of_the_optimizer(tmp_path, monkeypatch, through, bad):
 
 
 def test_a_reward_of_the_evaluation(tmp_path, monkeypatch):
-    kind = type(configured_task(config_of()))
+    config = config_of()
+    kind = type(configured_task(config.task_options, config.model))
     monkeypatch.setattr(kind, "rewards", lambda self, prompts, texts: [math.nan] * len(texts))
     with pytest.raises(FloatingPointError, match="run stopped in step 0: the reward of completion"):
         fit(tmp_path / "run")

@@ -86,9 +86,10 @@ def test_adapters_on_merged_adapters_name_them_as_their_base(tmp_path):
 
 def test_adapters_on_a_tied_embedding_are_not_sampled_by_vllm(tmp_path):
     """vLLM ties the weights anew, and would sample from another policy."""
-    config = config_of("lora=r16", "lora.target_modules=embed_tokens", "rollout=vllm")
+    config = config_of("lora=r16", "lora.target_modules=embed_tokens")
+    model = load_policy("embedded:tiny").model
     with pytest.raises(ConfigError, match="embed_tokens shares its weight .* rollout=local"):
-        with_adapters(config, load_policy("embedded:tiny").model)
+        with_adapters(config.lora, model, seed=0, revision=None, rollout="vllm")
 
 
 def test_a_checkpoint_names_the_revision_of_its_base(tmp_path):

@@ -1,0 +1,102 @@
+"""A planned study as costs see it: what it samples, scores and keeps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.costs.cost import Cost, KeptPool, Work, cost
+from grpo_ustat.costs.duration import Plan, conditions
+from grpo_ustat.costs.table import score_notes
+from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH
+from grpo_ustat.runs.status import PlannedRun
+
+
+def plan(planned: PlannedRun) -> Plan:
+    """One study, with what it costs."""
+    config: MseConfig = planned.config
+    device, ranks, workers = config.launch.device, config.launch.num_processes, shared_by(config)
+    expected, completions = study_cost(config), config.budget.pool_completions
+    notes = score_notes(
+        config.model, completions, config.max_completion_length, expected.weights or 0
+    )
+    notes.append(
+        f"Each of launch.workers={config.launch.workers} has this memory."
+        if config.rollout.name == "local"
+        else "One process has this memory, and vLLM has what "
+        f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives it; "
+        f"launch.workers={config.launch.workers} share out replay alone."
+    )
+    gpus = workers if device == "cuda" else ranks  # workers of a named one share it
+    return Plan(
+        command="mse",
+        settings={
+            **config.shared_settings,
+            "rollout": config.rollout.name,
+            "reward": config.rewards_plan or None,
+            "questions": config.study.questions or config.dataset.study_size,
+            "N": completions,
+            "G": config.group_sizes,
+            "baselines": config.baselines,
+            "methods": config.study.methods,
+            "seed": config.seed,
+            "device": device,
+        },
+        cost=expected,
+        model=config.model.name,
+        device=device,
+        processes=workers,
+        gpus=gpus if device.startswith("cuda") else 0,
+        steps=None,
+        max_completion_length=config.max_completion_length,
+        conditions=conditions(asdict(config)),
+        usual_place=Path(config.output_root) / "mse",
+        folder=None if planned.folder is None else planned.folder.path,
+        notes=notes,
+    )
+
+
+def shared_by(config: MseConfig) -> int:
+    """How many processes share out a study: its ranks, or its local workers."""
+    ranks = config.launch.num_processes
+    return ranks if ranks > 1 else config.sampling_workers
+
+
+def study_cost(config: MseConfig) -> Cost:
+    """N completions of each question, up to max_pool_completions with target_halfwidth.
+
+    monte_carlo adds, a question: `replicates` groups of the largest size and
+    reference_completions, and value_completions where a baseline needs them.
+    """
+    budget = config.budget
+    questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
+    fixed = config.target_halfwidth is None
+    count = budget.pool_completions if fixed else budget.max_pool_completions
+
+    needs = frozenset().union(*(BASELINES[name].needs for name in config.baselines))
+    of_errors, of_baselines = count, int("greedy_P" in needs)
+    if "monte_carlo" in config.study.methods:
+        of_errors += budget.replicates * max(config.group_sizes) + budget.reference_completions
+        if needs - OF_THE_BATCH:
+            of_baselines += budget.value_completions + ("greedy_P" in needs)
+    return cost(
+        Work(
+            model=config.model,
+            sampler=config.sampler_options,
+            device=config.launch.device,
+            rollouts=questions * of_errors,
+            values=questions * of_baselines,
+            evaluation=0,
+            sampled_together=questions * count,
+            pass_tokens=count * config.max_completion_length,
+            by_layer=None,
+            pool=KeptPool(
+                questions=questions,
+                completions=count,
+                feature_sketch=budget.feature_sketch,
+                gradient_sketch=budget.gradient_sketch,
+                in_adams_metric=config.study.metric == "adam",
+            ),
+        )
+    )

@@ -1,0 +1,124 @@
+"""A planned run of `train` as costs see it: what it samples, updates and keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from grpo_ustat.config.train import TrainConfig
+from grpo_ustat.costs.cost import Cost, Work, cost, published_size
+from grpo_ustat.costs.duration import Plan, conditions
+from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.runs.status import PlannedRun
+
+MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer stores for a parameter
+RAGGED = 1 / 4  # of micro_batch_tokens in a pass, where answers differ in length: from 1/8 to all
+
+
+def plan(planned: PlannedRun) -> Plan:
+    """One run, with what it costs."""
+    config: TrainConfig = planned.config
+    is_open = config.dataset.test_size is None
+    return Plan(
+        command="train",
+        settings={
+            **config.shared_settings,
+            "rollout": config.rollout.name,
+            "reward": config.rewards_plan or None,
+            "objective": config.objective.name,
+            "baseline": config.baseline.name,
+            "G": config.group_size,
+            "n": config.budget.rollouts,
+            "P": config.prompts_per_step,
+            "steps": config.max_steps,
+            "learning_rate": f"{config.learning_rate:g}",
+            "lora": f"r={config.lora.r}" if config.lora.r else None,
+            "bf16": config.bf16,
+            "eval_steps": config.eval_steps,
+            "decoding": config.eval.decoding,
+            "save_steps": config.save_steps,
+            "seed": config.seed,
+            "device": config.launch.device,
+        },
+        cost=training_cost(config),
+        model=config.model.name,
+        device=config.launch.device,
+        processes=config.launch.num_processes,
+        gpus=config.launch.num_processes if config.launch.device.startswith("cuda") else 0,
+        steps=config.max_steps,
+        max_completion_length=config.max_completion_length,
+        conditions=conditions(asdict(config)),
+        usual_place=Path(config.output_root) / "train",
+        folder=None if planned.folder is None else planned.folder.path,
+        batch=batch_in_words(config),
+        published_tests=published_size(config.dataset) if is_open else None,
+    )
+
+
+def training_cost(config: TrainConfig) -> Cost:
+    """n completions a step; evaluations at step 0, every eval_steps and the last.
+
+    Values, at most, per step and prompt: budget.value_completions for `oracle` and `optimal`, one
+    greedy for `remax`; `spo` spends budget.value_completions on a prompt's first visit. A gradient
+    and the optimizer's moments are kept beside each weight, none with adapters, whose few
+    parameters are not counted. While a checkpoint is written there are save_total_limit + 1 of
+    them, afterwards save_total_limit.
+    """
+    needs, each = BASELINES[config.baseline.name].needs, config.budget.value_completions
+    visits = config.prompts_per_step * config.max_steps
+    values = visits * (each * bool(needs & {"value_P", "optimal_P"}) + ("greedy_P" in needs))
+    if "tracker_P" in needs:
+        values += each * min(visits, config.dataset.train_size or visits)
+
+    evaluations = 1 + math.ceil(config.max_steps / config.eval_steps)
+    decoding, questions = config.eval.decoding, config.dataset.test_size
+    if questions is None:
+        questions = published_size(config.dataset)
+    of_question = config.eval.num_generations * ("sampled" in decoding) + ("greedy" in decoding)
+    tests = None if questions is None else questions * of_question * evaluations
+
+    ranks, rollouts = config.launch.num_processes, config.budget.rollouts
+    update_tokens = (
+        math.ceil(config.objective.update_size(rollouts) / ranks) * config.max_completion_length
+    )
+    checkpoints, limit = math.ceil(config.max_steps / config.save_steps), config.save_total_limit
+    adapts = config.lora.r > 0
+    return cost(
+        Work(
+            model=config.model,
+            sampler=config.sampler_options,
+            device=config.launch.device,
+            rollouts=rollouts * config.max_steps,
+            values=values,
+            evaluation=tests,
+            sampled_together=max(rollouts, (tests or 0) // evaluations),
+            pass_tokens=int(min(RAGGED * config.micro_batch_tokens, update_tokens)),
+            by_layer=config.gradient_checkpointing,
+            bf16=config.bf16,
+            kept_per_weight=0 if adapts else 1 + MOMENTS[config.optimizer.name],
+            has_reference=bool(config.objective.beta and not adapts),
+            most_checkpoints=checkpoints if limit is None else min(checkpoints, limit + 1),
+            last_checkpoints=checkpoints if limit is None else min(checkpoints, limit),
+        )
+    )
+
+
+def batch_in_words(config: TrainConfig) -> str:
+    """How a step's batch is divided: `n = P x G`, what each process has of it, its updates and
+    their backward passes.
+    """
+    rollouts, prompts = config.budget.rollouts, config.prompts_per_step
+    ranks, objective = config.launch.num_processes, config.objective
+    size = objective.update_size(rollouts)
+    updates = objective.num_iterations * math.ceil(rollouts / size)
+    share = f"up to {math.ceil(prompts / ranks)} prompts on each of {ranks} processes; "
+    longest = math.ceil(size / ranks) * config.max_completion_length
+    passes = max(1, math.ceil(longest / config.micro_batch_tokens))
+    return (
+        f"Batch: n = {rollouts} completions a step = {prompts} prompts x G = "
+        f"{config.group_size}; {share if ranks > 1 else ''}{updates} "
+        f"update{'s' * (updates > 1)} a step, each of {size} completions in at most about "
+        f"{passes} backward pass{'es' * (passes > 1)} of {config.micro_batch_tokens} padded "
+        "tokens, prompts left out."
+    )
