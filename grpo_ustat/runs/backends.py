@@ -106,20 +106,20 @@ class Wandb:
             return
         if self._offset is None:  # where it has more than we know of
             self._offset = max(0, self._run.starting_step - index)
-        step = index + self._offset
-        ours = {} if event.step is None else {"step": event.step}
+        values: dict[str, Any]
         if event.kind == "figure":
-            image = self._wandb.Image(str(event.content))
-            self._tracker.log({event.name: image} | ours, step=step)
+            values = {event.name: self._wandb.Image(str(event.content))}
         elif event.kind in ("completions", "table"):
             rows = [row for one in events for row in one.content]
             columns = list(dict.fromkeys(key for row in rows for key in row))
             cells: list[Any] = [[row.get(key) for key in columns] for row in rows]
-            table = self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
             name = "completions" if event.kind == "completions" else event.name
-            self._tracker.log({name: table} | ours, step=step)
+            values = {name: self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)}
         else:
-            self._tracker.log(flat_values(event) | ours, step=step)
+            values = flat_values(event)
+        ours = {} if event.step is None else {"step": event.step}
+        # else it would keep them until the next ones come, and lose them with a run that is killed
+        self._tracker.log(values | ours, step=index + self._offset, commit=True)
 
     def close(self, outcome: str) -> str | None:
         """See `Tracker`."""
@@ -258,10 +258,8 @@ def _text(content: Any) -> str:
 
 
 def unsent_runs(folder: Path) -> list[Path]:
-    """Places where wandb keeps what it has not sent of a run folder.
-
-    One for each start of the run off line, or whose end on line came too late; also where the
-    folder was moved since.
+    """Folders of what wandb has not sent of a run folder: one for each start of the run off line,
+    or on line where it was left before its end; also where the folder was moved since.
     """
     file = folder / TRACKER / UNSENT
     lines = file.read_text().splitlines() if file.is_file() else []

@@ -88,16 +88,14 @@ class FolderReader:
             row_event(row) for row in contents.typed_rows(read_rows(self.folder / METRICS)[0])[0]
         ]
 
-    def others(self) -> Iterator[Event]:
-        """All evaluations, completions, figures and tables, and the result, of the files that have
-        changed since the last call; at the first one, everything.
+    def logs(self) -> Iterator[Event]:
+        """Evaluations and completions, all of a file that has changed since the last call.
 
         Raises:
             Damaged: a file.
         """
         yield from self._evals()
         yield from self._completions()
-        yield from self._result()
 
     def _evals(self) -> Iterator[Event]:
         if not self._changed(EVALS):
@@ -127,8 +125,12 @@ class FolderReader:
             mark = _digest(of_step) if step is None else step
             yield Event("completions", "", step, of_step, mark)
 
-    def _result(self) -> Iterator[Event]:
-        """Written last of all, after the figures and tables that come first here."""
+    def result(self) -> Iterator[Event]:
+        """Figures, tables and the result, once it is there or where it has changed.
+
+        Raises:
+            Damaged: a file.
+        """
         if not self._changed(RESULT):
             return
         command = contents.command_of(

@@ -86,11 +86,11 @@ class Sender:
 
     def send_folder(self) -> None:
         """Send what the folder holds and the tracker was not given yet."""
-        self._send([*self._reader.rows(), *self._reader.others()])
+        self._send([*self._reader.rows(), *self._reader.logs(), *self._reader.result()])
 
     def send_row(self, row: dict[str, Any]) -> None:
-        """Send a row of metrics.jsonl, and what other files have changed since."""
-        self._send([row_event(row), *self._reader.others()])
+        """Send a row of metrics.jsonl, and what was logged beside it since the one before."""
+        self._send([row_event(row), *self._reader.logs()])
 
     def _send(self, events: Iterable[Event]) -> None:
         sent = self._state["sent"]
@@ -106,7 +106,7 @@ class Sender:
 
     def close(self, outcome: str) -> str | None:
         """Send the run's last files and end it there; returns where to look at it, if anywhere."""
-        self._send(self._reader.others())
+        self._send([*self._reader.logs(), *self._reader.result()])
         return self._tracker.close(outcome)
 
 

@@ -196,13 +196,14 @@ def tracked(path, folder, *arguments):
 def test_a_run_that_is_stopped_and_killed_is_one_run_off_line(tmp_path, monkeypatch):
     """No row twice, none missing, and the same results as without a tracker."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    asked = ("max_steps=8", "logger=wandb", "logger.finish_seconds=60")
-    run = tmp_path / "with"
+    asked = ("max_steps=60", "logger=wandb", "logger.finish_seconds=60")
+    run, starts = tmp_path / "with", tmp_path / "with" / "tracker" / "wandb-unsent.txt"
     with tracked(tmp_path, "with", *asked) as first:
         until(lambda: lines(run / "metrics.jsonl") >= 2)
         os.kill(first.pid, signal.SIGTERM)
         assert first.end()[0] == 75
     with tracked(tmp_path, "with", *asked) as second:
+        until(lambda: lines(starts) == 2)
         until(lambda: lines(run / "metrics.jsonl") >= 6)
         os.kill(second.pid, signal.SIGKILL)
         left = [process for process in second.family() if alive(process)]
@@ -211,14 +212,14 @@ def test_a_run_that_is_stopped_and_killed_is_one_run_off_line(tmp_path, monkeypa
     with tracked(tmp_path, "with", *asked) as third:
         code, text = third.end(120)
     assert code == 0, text
-    with tracked(tmp_path, "without", "max_steps=8") as alone:
-        assert alone.end()[0] == 0
+    with tracked(tmp_path, "without", "max_steps=60") as alone:
+        assert alone.end(120)[0] == 0
     others = [n for n in differences(run, tmp_path / "without") if "tracker" not in n]
     # a stop saves before it evaluates, so the checkpoint of its step is another one
-    ends = [n for n in others if not n.startswith("checkpoint-") or n.startswith("checkpoint-8/")]
+    ends = [n for n in others if not n.startswith("checkpoint-") or n.startswith("checkpoint-60/")]
     assert [n for n in ends if n != ".hydra/config.yaml"] == []
     rows = [r for r in wandb_history(run) if "reward" in r]
-    assert [r["step"] for r in rows] == list(range(1, 9))
+    assert [r["step"] for r in rows] == list(range(1, 61))
     for kept, sent in zip(stored(run), rows, strict=True):
         known = {k: v for k, v in timeless(kept).items() if "seconds" not in k}
         assert len(known) > 15 and known.items() <= sent.items()

@@ -14,7 +14,7 @@ from grpo_ustat.terminal.streams import visible
 
 def everything(path):
     reader = FolderReader(path)
-    return [*reader.rows(), *reader.others()]
+    return [*reader.rows(), *reader.logs(), *reader.result()]
 
 
 def test_all_events_in_order(tmp_path):
@@ -39,9 +39,10 @@ def test_only_files_that_changed_are_read_again(tmp_path):
     folder, reader = Folder(tmp_path / "run"), FolderReader(tmp_path / "run")
     folder.evals(0)
     folder.finish(steps=2)
-    assert len([*reader.others()]) == 3 and [*reader.others()] == []
+    for number in (1, 0):
+        assert len([*reader.logs()]) == number and len([*reader.result()]) == 2 * number
     folder.evals(0, 2)
-    assert [event.step for event in reader.others()] == [0, 2]
+    assert [event.step for event in reader.logs()] == [0, 2] and not [*reader.result()]
 
 
 def test_a_result_with_other_numbers_is_another_one_and_a_resumed_step_is_not(tmp_path):
