@@ -38,7 +38,7 @@ from grpo_ustat.config.identity import (
 )
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.parts import StudySampling
-from grpo_ustat.config.reward_funcs import TASK, as_typed
+from grpo_ustat.config.reward_funcs import as_typed
 from grpo_ustat.config.schema import ConfigError, flatten
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.baselines import weighted_sum
@@ -61,7 +61,8 @@ class Completions:
     Attributes:
         rewards_N, lengths_N, ended_N, tokens_NT: the completions; tokens are padded with 0.
         cost: what it took, as the fields of `WorkCost`.
-        packages: versions of the packages that made it, as `scored_with`; None in pools of before.
+        packages: versions of the packages that made it, as `scored_with`; None until it is
+            written.
         sampler_gap: of some of them, the mean absolute difference of the sampler's and the model's
             own log-probabilities, nats a token, and the number of those tokens; None where the
             model itself sampled.
@@ -131,17 +132,15 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
     draws = {key: keys[key] for key in chosen} | {key: keys["budget"][key] for key in budget}
     for key in ("study_size", "train_size", "test_size"):
         draws["dataset"].pop(key, None)
-    if config.rollout.name != "local":  # pools of before have no such key
-        draws["rollout"] = config.rollout.name
-    if config.computes_tf32:  # as above
-        draws["tf32"] = True
-    if config.study.parameters is not None:
-        draws["parameters"] = config.study.parameters
-    if config.reward_funcs != [TASK]:  # as above; weights are of the sum alone, which no pool holds
-        draws["reward_funcs"] = local_reward_funcs(config.reward_funcs)
-        draws["own_reward_funcs"] = reward_funcs_fingerprint(config.reward_funcs)
-    draws["weights"] = weights_fingerprint(config.model.model_name_or_path)
-    return draws | {"data": data_fingerprint(config.dataset)}
+    return draws | {  # weights of reward functions are of the sum alone, which no pool holds
+        "rollout": config.rollout.name,
+        "tf32": config.computes_tf32,
+        "parameters": config.study.parameters,
+        "reward_funcs": local_reward_funcs(config.reward_funcs),
+        "own_reward_funcs": reward_funcs_fingerprint(config.reward_funcs),
+        "weights": weights_fingerprint(config.model.model_name_or_path),
+        "data": data_fingerprint(config.dataset),
+    }
 
 
 class PoolStore:
@@ -165,11 +164,6 @@ class PoolStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not note.is_file():
-                if None in self._marks():
-                    raise ConfigError(
-                        f"{self.folder} has lost its pool.json, and a part of it, of an earlier "
-                        "version, does not say which settings it is of: use another pool=DIR"
-                    )
                 _create(note, json.dumps(self.draws, indent=1))
             text = note.read_text(errors="replace")
         except OSError as error:
@@ -181,8 +175,7 @@ class PoolStore:
         if not isinstance(stored, dict):
             raise ConfigError(f"{note} is damaged: delete it, it will be made again")
         for key in dict.fromkeys([*stored, *self.draws]):
-            absent = {"rollout": "local", "tf32": False, "reward_funcs": [TASK]}.get(key)
-            there, own = stored.get(key, absent), self.draws.get(key, absent)
+            there, own = stored.get(key), self.draws.get(key)
             if there != own and self._marks() == {fingerprint(self.draws)}:
                 raise ConfigError(
                     f"{note} is damaged: delete it, it will be made again; it says {key}={there}, "
@@ -217,7 +210,7 @@ class PoolStore:
                 )
 
     def _marks(self) -> set[str | None]:
-        """What the readable parts say of their settings; None is a part that says nothing."""
+        """What the readable parts say of their settings."""
         marks: set[str | None] = set()
         for path in [*self._files(SCORED), *self._files(UNSCORED)]:
             with suppress(OSError, SafetensorError), safe_open(path, framework="numpy") as file:
@@ -288,8 +281,7 @@ class PoolStore:
 
         Raises:
             ConfigError: the file is damaged: no part, of another length, or with content that is
-                not what was written (parts of before have no checksum); or it holds other draws, as
-                after the loss of pool.json.
+                not what was written; or it holds other draws, as after the loss of pool.json.
         """
         return self._read(self._path(prompt, first, count), count, Part)
 
@@ -311,12 +303,12 @@ class PoolStore:
             part, facts, digest = _load(path, record)
         except (OSError, SafetensorError, TypeError) as error:
             raise ConfigError(f"{path} is damaged: delete it, it will be made again") from error
-        if facts.get("digest", digest) != digest or len(part.rewards_N) != count:
+        if facts.get("digest") != digest or len(part.rewards_N) != count:
             raise ConfigError(f"{path} is damaged: delete it, it will be made again")
-        own = fingerprint(self.draws)
-        if self.draws and facts.get("draws", own) != own:
+        own, there = fingerprint(self.draws), facts.get("draws")
+        if self.draws and there != own:
             raise ConfigError(
-                f"{path} holds completions of settings {facts['draws']}, asked are {own}: use "
+                f"{path} holds completions of settings {there}, asked are {own}: use "
                 "another pool=DIR"
             )
         return part

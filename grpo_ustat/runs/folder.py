@@ -346,7 +346,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
     """Which of a finished run's files are not as it left them: result.json, or tables that are
-    still there. Results of before have no digests: nothing is known of their files.
+    still there.
 
     Args:
         folder: of the run.

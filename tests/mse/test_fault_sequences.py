@@ -28,7 +28,6 @@ import pytest
 from commands import compose
 from resuming import timeless
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse import study as study_run
@@ -363,15 +362,3 @@ def test_parts_without_their_pool_json_are_of_the_settings_they_were_made_with(t
     (tmp_path / "pool.json").unlink()
     PoolStore(tmp_path, own).open()
     assert PoolStore(tmp_path, own).read(prompt, 0, 2).rewards_N.tolist() == [0, 1]
-
-
-def test_parts_of_before_are_read_and_need_their_pool_json(tmp_path):
-    prompt, store = Prompt("id", "1+1=", "1+1", "2", "sum"), PoolStore(tmp_path, {"seed": 0})
-    store.open()
-    store.write(prompt, 0, part_of(np.random.default_rng(0)))
-    (file,) = tmp_path.glob("*.safetensors")
-    save_file(load_file(file), file, {"prompt": "id"})
-    assert store.read(prompt, 0, 2).packages is None
-    (tmp_path / "pool.json").unlink()
-    with pytest.raises(ConfigError, match="does not say which settings it is of"):
-        store.open()
