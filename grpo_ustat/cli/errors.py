@@ -45,6 +45,12 @@ NAMES = ("name", "report.name")  # of a report's folder, which hold no comma
 OF_NO_SWEEP = ("hydra", "reward_funcs", "reward_weights")  # nor what makes no run another one
 EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}  # that are no fields of the schema
 
+HYDRA_PARTS = {  # of Hydra's own node: a field of each, "" of those that are chosen by a name
+    "hydra.run": "dir", "hydra.sweep": "dir", "hydra.job": "name",
+    **dict.fromkeys(("hydra.launcher", "hydra.sweeper"), ""),
+    **dict.fromkeys(("hydra.job_logging", "hydra.hydra_logging"), ""),
+}  # fmt: skip
+
 
 def refuse_words(words: Sequence[str], arguments: Sequence[str], flags: Sequence[str]) -> NoReturn:
     """Refuse what the parser of flags did not take.
@@ -85,6 +91,12 @@ def check_words(words: Sequence[str], schema: type) -> None:
         key, equals, value = word.partition("=")
         if not (key and equals) and not word.startswith("~"):
             raise ConfigError(_no_override(word, words[:i], words[i:], schema))
+        part, inner = key.removeprefix("hydra."), HYDRA_PARTS.get(key)
+        if inner is not None:
+            written = f"{key}.{inner}=..." if inner else f"hydra/{part}={value}"
+            raise ConfigError(f"{word}: {key} has fields of its own, write {written}")
+        if key in _groups_of(schema) and re.fullmatch(r"-?[\d.]+|true|false", value):
+            raise ConfigError(f"{word}: a name is needed, see --help {key}")
         field = field_at(key, all_fields(schema))
         number = re.fullmatch(r"-?[\d.]+", value) and value not in ("0", "1")
         if number and field and field.kind == "bool":
@@ -100,7 +112,7 @@ def _no_override(word: str, before: Sequence[str], rest: Sequence[str], schema: 
         rest: the word and those after it.
         schema: of the command.
     """
-    choices = re.findall(r"(?m)^  - (\w+):", (CONF / f"{_command_of(schema)}.yaml").read_text())
+    choices = _groups_of(schema)
     files = [CONF / group / f"{word}.yaml" for group in choices if "/" not in word]
     groups = [file.parent.name for file in files if file.is_file() and fits(file, schema)]
     field = field_at(word, all_fields(schema))
@@ -124,6 +136,11 @@ def _no_override(word: str, before: Sequence[str], rest: Sequence[str], schema: 
     if "=" in word:
         return f"{word}: no field stands before the =, write FIELD{word}"
     return unknown_key(word, schema)
+
+
+def _groups_of(schema: type) -> list[str]:
+    """The groups of a command's main file."""
+    return re.findall(r"(?m)^  - (\w+):", (CONF / f"{_command_of(schema)}.yaml").read_text())
 
 
 def _command_of(schema: type) -> str:

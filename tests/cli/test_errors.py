@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_ustat.cli.compose import parse
 from grpo_ustat.cli.errors import fits, is_overlay, one_line
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.load import SCHEMAS
+from grpo_ustat.config.schema import ConfigError
 
 FILES = {  # file: the entries that know all it sets
     "study/lemma6": {"gap"}, "study/figure4": {"mse"},
@@ -68,3 +70,18 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
 def test_messages_name_the_entry_that_knows(text):
     entry, said = MESSAGES[text]
     assert one_line(ValueError(text), SCHEMAS[entry]).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "word, line",
+    [
+        ("hydra.launcher=submitit_slurm", "write hydra/launcher=submitit_slurm"),
+        ("hydra.sweeper=basic", "write hydra/sweeper=basic"),
+        ("hydra.run=x", r"hydra.run has fields of its own, write hydra.run.dir=\.\.\."),
+        ("objective=3", "objective=3: a name is needed, see --help objective"),
+        ("model=true", "model=true: a name is needed"),
+    ],
+)
+def test_a_part_is_no_value_and_a_choice_no_number(word, line):
+    with pytest.raises(ConfigError, match=line):
+        parse("train", [word])
