@@ -259,7 +259,7 @@ def _words(process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("logger", ["wandb", "tensorboard"])
-def test_a_study_of_a_theorem_is_tracked(tmp_path, monkeypatch, logger):
+def test_a_study_of_a_theorem_is_tracked(tmp_path, monkeypatch, every_format, logger):
     """Figure, claims and result, stored when the command ends."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     asked = ("study=lemma11", f"logger={logger}", "logger.finish_seconds=60")
