@@ -282,4 +282,5 @@ def sync_command(places: Sequence[Path], sweep: Path | None = None) -> str:
         every = {Path(name).resolve() for name in glob.glob(str(pattern))}
         if every == {place.resolve() for place in places} and shlex.quote(str(sweep)) == str(sweep):
             names = [str(sweep / pattern.relative_to(sweep.absolute()))]
-    return " ".join(["wandb sync", *names])
+    online = [] if all(x.name.startswith("offline-run-") for x in places) else ["--include-online"]
+    return " ".join(["wandb sync", *online, *names])

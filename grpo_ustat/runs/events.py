@@ -115,7 +115,10 @@ class FolderReader:
         from pyarrow import parquet
 
         try:
-            rows = parquet.read_table(self.folder / COMPLETIONS).to_pylist()
+            with (self.folder / COMPLETIONS).open(
+                "rb"
+            ) as file:  # once: it may be replaced meanwhile
+                rows = parquet.read_table(file).to_pylist()
             steps = {row["step"] for row in rows}
         except (OSError, LookupError, pyarrow.ArrowException) as error:
             line = single_line(error, 200)

@@ -170,6 +170,8 @@ class Tracking:
             if self._thread.is_alive():
                 self._switch_off(f"did not end in {patience:.0f} s and is left to itself")
                 leave_alone(self._exit_hooks)
+                if self._exit_hooks:
+                    self._thread.join(PATIENCE)  # wandb's forgets its process, see `give_up`
         if self._dropped:
             tell(f"logger={name}: {self._dropped} rows were dropped", file=sys.stderr)
 

@@ -211,7 +211,7 @@ def test_a_run_that_is_stopped_and_killed_is_one_run_off_line(tmp_path, monkeypa
         until(lambda: not any(map(alive, left)))  # wandb's own process ends by itself
     with tracked(tmp_path, "with", *asked) as third:
         code, text = third.end(120)
-    assert code == 0, text
+    assert code == 0 and "warning: logger" not in text, text
     with tracked(tmp_path, "without", "max_steps=60") as alone:
         assert alone.end(120)[0] == 0
     others = [n for n in differences(run, tmp_path / "without") if "tracker" not in n]
@@ -226,7 +226,7 @@ def test_a_run_that_is_stopped_and_killed_is_one_run_off_line(tmp_path, monkeypa
     steps = [r["_step"] for r in wandb_history(run)]
     assert steps == sorted(set(steps))
     records = [r for r in wandb_records(run) if r.WhichOneof("record_type") == "run"]
-    assert len({r.run.run_id for r in records}) == 1 and len(records) >= 3
+    assert len({r.run.run_id for r in records}) == 1 and len(records) >= 2
     assert {i.key for i in records[0].run.config.update} >= {"group_size", "model", "logger"}
 
 
@@ -259,7 +259,7 @@ def _words(process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("logger", ["wandb", "tensorboard"])
-def test_a_study_of_a_theorem_is_tracked(tmp_path, monkeypatch, logger):
+def test_a_study_of_a_theorem_is_tracked(tmp_path, monkeypatch, every_format, logger):
     """Figure, claims and result, stored when the command ends."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     asked = ("study=lemma11", f"logger={logger}", "logger.finish_seconds=60")
@@ -285,37 +285,45 @@ def server(monkeypatch):
 
 
 TRACKED = """
-import json, sys, time
+import sys
 from types import SimpleNamespace
 from pathlib import Path
 from grpo_ustat.runs.trackers import Tracking
-tracking = Tracking(Path(sys.argv[1]), SimpleNamespace(name="wandb", project="p", finish_seconds=6))
-tracking.finish("done", grace_seconds=60)
-print("ended", flush=True)
+for folder in sys.argv[1:]:
+    logger = SimpleNamespace(name="wandb", project="p", finish_seconds=6)
+    Tracking(Path(folder), logger).finish("done", grace_seconds=60)
+    print("ended", flush=True)
+    input()
 sys.exit(7)
 """
 
 
 @pytest.mark.slow(minutes=1)
 @pytest.mark.parametrize("fault", [401, "hang"])
-def test_a_server_that_refuses_or_hangs_holds_up_no_exit_and_all_arrives_later(
+def test_a_server_that_refuses_or_hangs_holds_up_nothing_and_all_arrives_later(
     tmp_path, server, fault
 ):
-    """One warning, the exit status of the run, and each row once when the server is well again."""
-    folder = whole(tmp_path / "run")
+    """One warning, the exit status of the run, the next run of a sweep is sent, and each row of the
+    first one once when the server is well again.
+    """
+    folder, second = whole(tmp_path / "run"), Folder(tmp_path / "second")
+    second.rows(1)
     server.fault = fault
-    command = [sys.executable, "-c", TRACKED, str(folder.path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 7 and done.stdout == "ended\n"
-    assert not any(server.history.values())
-    assert "Traceback" not in done.stderr and done.stderr.count("warning") == 1
-    assert f"grpo-ustat mirror {folder.path} logger=wandb" in done.stderr
+    command = [sys.executable, "-c", TRACKED, str(folder.path), str(second.path)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout.readline() == "ended\n" and not any(server.history.values())
+        server.fault = None
+        _, errors = process.communicate("\n\n", timeout=60)
+    assert process.returncode == 7 and "Traceback" not in errors and errors.count("warning") == 1
+    assert f"grpo-ustat mirror {folder.path} logger=wandb" in errors
+    assert [r["reward"] for r in max(server.history.values(), key=len)] == [1 / 7]
     server.fault = None
     for _ in range(2):
         command = [sys.executable, "-m", "grpo_ustat.cli.mirror", str(folder.path), "logger=wandb"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=90)
         assert done.returncode == 0, done.stderr
-    (rows,) = server.history.values()
+    rows = max(server.history.values(), key=len)
     expected = [timeless(row(step)) | {"_step": 0} for step in (1, 2, 3)]
     assert [timeless(r) | {"_step": 0} for r in rows if "reward" in r] == expected
     assert sum("completions" in r for r in rows) == 1
