@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 from pathlib import Path
 
 from grpo_ustat.config.command_line import command_line
@@ -23,6 +24,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     checks = [check for check in CHECKS if options.only is None or check.name in options.only]
+    faulthandler.enable()  # where a library kills the process, stderr says in which check
     failures = (show_json if options.json else show)(checks, options.output)
     raise SystemExit(int(failures > 0))
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.command_line import install_line
+from grpo_ustat.doctor.hardware import cuda_error
 from grpo_ustat.doctor.runner import Finding, failed, ok, warning
 from grpo_ustat.terminal.streams import single_line
 
 SCONTROL_DEADLINE = 10.0  # seconds; scontrol needs 0.03
-SUM_DEADLINE = 12.0  # seconds for the ranks to add up their numbers
+SUM_DEADLINE = 30.0  # seconds for the ranks to import torch and add up their numbers
 PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 
 
@@ -61,7 +62,6 @@ def ranks(_: Path) -> Finding:
     """Two processes of this machine add two numbers by gloo; those of GPUs by NCCL too."""
     import torch
 
-    torch.set_num_threads(1)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     error = all_reduce_error("gloo", 2)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -78,7 +78,7 @@ def ranks(_: Path) -> Finding:
             "see that a firewall lets 127.0.0.1 through, and GLOO_SOCKET_IFNAME and MASTER_ADDR",
         )
     message = "gloo: two ranks add up" + (f" over {interface}" if interface else "")
-    gpus = min(2, torch.cuda.device_count())  # without starting CUDA, which no fork survives
+    gpus = 0 if cuda_error() else min(2, torch.cuda.device_count())
     if not gpus:
         return ok(message)
     error = all_reduce_error("nccl", gpus)
@@ -97,10 +97,12 @@ def all_reduce_error(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # no fork survives a CUDA that has started
     answers = context.SimpleQueue()
     arguments = (backend, count, port, dict(environment or {}), answers)
-    processes = [context.Process(target=_rank, args=(r, *arguments)) for r in range(count)]
+    processes = [
+        context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(count)
+    ]
     for process in processes:
         process.start()
     until = time.monotonic() + SUM_DEADLINE
@@ -119,10 +121,13 @@ def all_reduce_error(
 def _rank(
     rank: int, backend: str, count: int, port: int, environment: dict[str, str], answers: Any
 ) -> None:
-    """One rank: put the sum, or the error, into the queue `answers`."""
+    """One rank, which prints nothing: put the sum, or the error, into the queue `answers`."""
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     import torch
     import torch.distributed as dist
 
+    torch.set_num_threads(1)
     os.environ.update(environment, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         dist.init_process_group(backend, rank=rank, world_size=count)

@@ -10,6 +10,8 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+CUDA_DEADLINE = 20.0  # seconds; importing torch and starting CUDA takes 5
 MATRIX_SIZE = 256
 FLOAT32_ERROR = 1e-3  # the largest relative error of a float32 product; TF32's is 3e-4
 BF16_ERROR = (3e-4, 2e-2)  # that of a product in bfloat16, which has 8 bits, lies between these
@@ -34,6 +37,11 @@ def torch_devices(_: Path) -> Finding:
     from rich.filesize import decimal
 
     driver = _gpu_driver()
+    if error := cuda_error():
+        return failed(
+            f"{torch.__version__}, CUDA {torch.version.cuda}: {error}",
+            "see dmesg and nvidia-smi: the GPU or its driver may need a restart",
+        )
     if torch.cuda.is_available():
         names = []
         for number in range(torch.cuda.device_count()):
@@ -70,20 +78,42 @@ def torch_devices(_: Path) -> Finding:
     )
 
 
+@cache
+def cuda_error() -> str | None:
+    """Why CUDA does not start; None where it does, and without a CUDA or a GPU.
+
+    A start that hangs or crashes would take this process with it, so another one tries.
+    """
+    import torch
+
+    if torch.version.cuda is None or shutil.which("nvidia-smi") is None:
+        return None
+    code = "import torch; torch.cuda.is_available() and torch.cuda.init()"
+    try:
+        process = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, timeout=CUDA_DEADLINE
+        )
+    except subprocess.TimeoutExpired:
+        return f"its start did not answer in {CUDA_DEADLINE:g} s"
+    return f"its start ends with code {process.returncode}" if process.returncode else None
+
+
+def _devices() -> list[str]:
+    """Kinds of devices that torch can use."""
+    import torch
+
+    return ["cpu", *(["cuda"] if cuda_error() is None and torch.cuda.is_available() else [])]
+
+
 def _gpu_driver() -> str | None:
     """Version of the first GPU's driver; None where nvidia-smi is missing or sees no GPU."""
-    if shutil.which("nvidia-smi") is None:
-        return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return (
-        process.stdout.strip().splitlines()[0]
-        if process.returncode == 0 and process.stdout
-        else None
-    )
+    lines = process.stdout.strip().splitlines()
+    return lines[0] if process.returncode == 0 and lines else None
 
 
 def bf16(_: Path) -> Finding:
@@ -91,7 +121,7 @@ def bf16(_: Path) -> Finding:
     import torch
 
     messages = []
-    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+    for device in _devices():
         error = _product_error(device, torch.bfloat16)
         messages.append(f"{device} computes with a relative error of {error:.1e}")
         if not BF16_ERROR[0] < error < BF16_ERROR[1]:
@@ -100,7 +130,7 @@ def bf16(_: Path) -> Finding:
                 "bf16=false and model.dtype=float32",
             )
     message = ", ".join(messages)
-    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if "cuda" in _devices() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return warning(f"{message}; this GPU only emulates it", "bf16=false is faster")
     return ok(message)
 
@@ -120,12 +150,11 @@ def _product_error(device: str, dtype: torch.dtype) -> float:
 
 def attention(_: Path) -> Finding:
     """A random model of two layers on every kind of device: eager against sdpa, padded or not."""
-    import torch
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     messages = []
-    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+    for device in _devices():
         between_kernels, by_padding = _logit_errors(
             attention_model("eager").to(device),  # pyright: ignore[reportArgumentType]  # `to` is
             attention_model("sdpa").to(device),  # pyright: ignore[reportArgumentType]  # wrapped

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from grpo_ustat import __version__
-from grpo_ustat.doctor.runner import Finding, failed, ok, warning
+from grpo_ustat.doctor.runner import Finding, answer_within, failed, ok, warning
 
 PACKAGE = "grpo-ustat"
 OF_COMMANDS = ("", "torch", "cli")  # extras that every command needs
@@ -83,18 +82,13 @@ def packages(_: Path) -> Finding:
         one for one in declared
         if one.marker is None or any(one.marker.evaluate({"extra": x}) for x in OF_COMMANDS)
     ]  # fmt: skip
-    problems = [problem for one in needed for problem in _problems(one)]
-    if problems:
-        message = ", ".join(f"{one.name} is {own}, needed is {one}" for one, own in problems)
-        fix = " ".join(f"'{requirement}'" for requirement, _ in problems)
-        return failed(message, f"pip install -c constraints.txt {fix}")
     optional = {str(one): one for one in declared if one not in needed}.values()
     installed = [one for one in optional if _installed_version(one.name) is not None]
-    problems = [problem for one in installed for problem in _problems(one)]
-    if problems:
-        message = ", ".join(f"{one.name} is {own}, needed is {one}" for one, own in problems)
-        fix = " ".join(f"'{requirement}'" for requirement, _ in problems)
-        return warning(f"optional: {message}", f"pip install -c constraints.txt {fix}")
+    for level, prefix, group in ((failed, "", needed), (warning, "optional: ", installed)):
+        if problems := [problem for one in group for problem in _problems(one)]:
+            message = ", ".join(f"{one.name} is {own}, needed is {one}" for one, own in problems)
+            fix = " ".join(f"'{requirement}'" for requirement, _ in problems)
+            return level(prefix + message, f"pip install -c constraints.txt {fix}")
     names = ("torch", "transformers", "accelerate", "hydra-core", "math-verify")
     versions = ", ".join(f"{name} {_installed_version(name)}" for name in names)
     extras = ", ".join(sorted({one.name for one in installed})) or "none"
@@ -260,22 +254,20 @@ def trackers(_: Path) -> Finding:
 def connection_error(url: str, seconds: float = CONNECT_DEADLINE) -> str | None:
     """Why a server, or the proxy before it, cannot be reached; None where it can.
 
-    Looking up a name knows no deadline, so a thread that is not waited for does it.
+    Looking up a name knows no deadline of its own.
     """
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
     parts = urlsplit(proxy or url)
     port = parts.port or {"http": 80}.get(parts.scheme, 443)
-    errors: list[str | None] = []
 
-    def connect() -> None:
+    def connect() -> str:
         try:
             socket.create_connection((parts.hostname or "", port), timeout=seconds).close()
-            errors.append(None)
         except OSError as error:
-            errors.append(error.strerror or str(error) or type(error).__name__)
+            return error.strerror or str(error) or type(error).__name__
+        return ""
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(seconds + 0.5)
-    error = errors[0] if errors else f"no answer in {seconds:g} s"
-    return None if error is None else f"{parts.hostname}:{port} cannot be reached ({error})"
+    error = answer_within(seconds + 0.5, connect)
+    if error is None:
+        error = f"no answer in {seconds:g} s"
+    return f"{parts.hostname}:{port} cannot be reached ({error})" if error else None

@@ -21,6 +21,7 @@ PIECES = 16  # MiB that are written
 LITTLE = 5e9  # bytes free
 SLOW = 20e6  # bytes a second: a checkpoint of 0.5 B parameters with its optimizer takes 5 minutes
 ELSEWHERE = "choose another folder with --output DIR, and hydra.run.dir=DIR for runs"
+FORK_LIFETIME = 30  # seconds, more than the deadline of the check
 TRIAL = ".grpo_ustat_doctor_"  # prefix of folders that are removed afterwards
 
 
@@ -137,12 +138,16 @@ def _try_lock(folder: Path) -> tuple[bool, bool]:
 
 
 def _fork(work: Callable[[], int]) -> int:
-    """Id of a process whose exit code is what `work` returns, 1 if it raises; it prints nothing."""
+    """Id of a process whose exit code is what `work` returns, 1 if it raises; it prints nothing.
+
+    An alarm of the system ends it where nobody waits for it any more.
+    """
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
+        signal.alarm(FORK_LIFETIME)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         code = work()
     finally:

@@ -19,42 +19,19 @@ from grpo_ustat.config.secrets import (
 )
 from grpo_ustat.runs import history
 
-KEYS = {
+KEYS = {  # put together here, so that no scanner takes them for keys
     "hugging face": "hf_" + "aB3" * 10,
     "wandb": "wandb_v1_" + "a1" * 20,
+    "wandb, of before": "WANDB_API_KEY=" + "0f" * 20,
     "openai": "sk-proj-" + "a1" * 20,
+    "anthropic": "sk-ant-" + "api03-" + "a1" * 20,
     "github": "ghp_" + "a1" * 18,
+    "github, of few rights": "github" + "_pat_" + "a1" * 20,
     "aws": "AKIA" + "A1" * 8,
-    "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.x",
-    "private": "-----BEGIN RSA PRIVATE KEY----- MIIEpAIBAAKCAQEA7 -----END RSA PRIVATE KEY-----",
+    "aws, for a session": "ASIA" + "A1" * 8,
     "bearer": "Authorization: Bearer abcdefgh12",
     "password in an address": "https://me:secret@host.example/path",
     "token in an address": "https://:secret@host.example/path",
-}
-KEYS |= {  # put together here, so that no scanner takes them for keys
-    "anthropic": "sk-ant-" + "api03-" + "a1" * 20,
-    "openrouter": "sk-or-v1-" + "a1" * 20,
-    "stripe": "sk" + "_live_" + "a1" * 12,
-    "aws, for a session": "ASIA" + "A1" * 8,
-    "google": "AIza" + "a1B-_" * 7,
-    "google, for an hour": "ya29." + "a1" * 20,
-    "azure sas": "https://x.blob.core.windows.net/c?sv=1&sig=" + "a1%2B" * 8,
-    "azure client": "abc8Q~" + "a1" * 17,
-    "github, for an app": "ghr_" + "a1" * 18,
-    "github, of few rights": "github" + "_pat_" + "a1" * 20,
-    "gitlab": "glpat-" + "a1" * 10,
-    "slack": "xoxb-" + "1234567890-" * 2 + "a1" * 10,
-    "slack, of an app": "xapp-1-" + "A1" * 10,
-    "slack, of a hook": "https://hooks.slack.com/services/T0/B0/" + "a1" * 12,
-    "groq": "gsk_" + "a1" * 20,
-    "nvidia": "nvapi-" + "a1" * 20,
-    "npm": "npm_" + "a1" * 18,
-    "pypi": "pypi-" + "A1" * 30,
-    "databricks": "dapi" + "a1" * 16,
-    "vault": "hvs." + "a1" * 20,
-    "basic": "Authorization: Basic " + "a1" * 10,
-    "user alone in an address": "https://" + "a1" * 15 + "@host.example/path",
-    "query of an address": "https://host/x?access_token=" + "a1" * 10,
 }
 HARMLESS = {
     "revision": "8f1d3c5a" * 5, "path": "/data/hf_models/tiny", "address": "https://host:8080/a@b",
@@ -89,18 +66,10 @@ def test_all_else_is_kept():
 
 
 SHOWN = {  # what may be read beside a key; of the others nothing
+    "wandb, of before": "WANDB_API_KEY=***",
     "bearer": "Authorization: ***",
     "password in an address": "https://***@host.example/path",
     "token in an address": "https://***@host.example/path",
-}
-
-
-SHOWN |= {
-    "azure sas": "https://x.blob.core.windows.net/c?sv=1&sig=***",
-    "slack, of a hook": "https://hooks.slack.com/services/***",
-    "basic": "Authorization: ***",
-    "user alone in an address": "https://***@host.example/path",
-    "query of an address": "https://host/x?access_token=***",
 }
 
 

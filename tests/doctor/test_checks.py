@@ -10,9 +10,11 @@ import os
 import socket
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import faults
 import hostile
 import pytest
 import torch
@@ -231,6 +233,22 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "start, told",
+    [("exec sleep 20", "did not answer in 0.2 s"), ("kill -9 $$", "ends with code -9")],
+)
+def test_a_cuda_that_hangs_or_crashes_when_it_starts(monkeypatch, tmp_path, start, told):
+    _program(tmp_path / "nvidia-smi", "echo 550.1")
+    _program(tmp_path / "python", start)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(torch.version, "cuda", "99.0")
+    monkeypatch.setattr(hardware, "CUDA_DEADLINE", 0.2)
+    monkeypatch.setattr(hardware, "cuda_error", hardware.cuda_error.__wrapped__)
+    found = hardware.torch_devices(tmp_path)
+    assert found.status == "failed" and told in found.message
+
+
 def test_attention_that_ignores_padding_or_order(monkeypatch):
     assert hardware.attention(Path()).status == "ok"
     right = torch.nn.functional.scaled_dot_product_attention
@@ -402,30 +420,21 @@ def test_ranks(monkeypatch, tmp_path):
 
 def test_ranks_that_hang_die_or_cannot_find_each_other(monkeypatch, tmp_path):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    real = cluster._rank
-
-    def faulty(rank, backend, count, port, environment, found):
-        if not environment:  # the machine's own name leads nowhere
-            os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
-        real(rank, backend, count, port, environment, found)
-
-    monkeypatch.setattr(cluster, "_rank", faulty)
+    monkeypatch.setattr(cluster, "_rank", faults.rank_without_a_way)
     found = cluster.ranks(tmp_path)
     assert found.status == "warning" and "export GLOO_SOCKET_IFNAME=lo" in found.fix
-    monkeypatch.setattr(cluster, "_rank", lambda *_: os._exit(9))
+    monkeypatch.setattr(cluster, "_rank", faults.rank_that_dies)
     assert cluster.all_reduce_error("gloo", 2) == "a rank died"
     monkeypatch.setattr(cluster, "SUM_DEADLINE", 0.2)
-    monkeypatch.setattr(cluster, "_rank", lambda *_: time.sleep(30))
+    monkeypatch.setattr(cluster, "_rank", faults.rank_that_hangs)
     assert cluster.all_reduce_error("gloo", 2) == "no sum after 0.2 s"
 
 
 @pytest.mark.parametrize("name", hostile.NAMES.values(), ids=hostile.NAMES)
 def test_what_doctor_prints_are_texts(name, monkeypatch, capsys):
     """Of a folder's name, and of what a check has found in files."""
-    found = runner.Outcome(
-        "disk", runner.warning(runner.shareable(name), runner.shareable(name)), 0.0
-    )
-    monkeypatch.setattr(runner, "examine", lambda *_: iter([found]))
+    found = runner.warning(runner.shareable(name), runner.shareable(name))
+    monkeypatch.setattr(runner, "examine", lambda *_: iter([("disk", found, 0.0)]))
     runner.show([], Path(name.replace("\x00", "")))
     runner.show_json([], Path("outputs"))
     text = capsys.readouterr().out

@@ -6,15 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
-import psutil
 import pytest
 
 from grpo_ustat.doctor.runner import CHECKS, Check, examine, shareable
-
-HERE = Path(__file__).parents[1] / "helpers"
 
 
 def doctor(*arguments, path=None, **environment):
@@ -25,29 +20,23 @@ def doctor(*arguments, path=None, **environment):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=known)
 
 
-@pytest.mark.slow
-def test_whatever_a_check_does_it_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+def test_whatever_a_check_does_it_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-    names = ("well", "crash", "segfault", "silence", "nonsense", "missing", "hang", "absent")
-    checks = [Check(name, f"faults:{name}", 1.5 if name == "hang" else 20) for name in names]
-    found = {one.name: one.finding for one in examine(checks, tmp_path)}
+    names = ("well", "crash", "leave", "missing", "hang", "absent")
+    checks = [Check(name, f"faults:{name}", 0.5 if name == "hang" else 20) for name in names]
+    found = {name: finding for name, finding, _ in examine(checks, tmp_path)}
     assert list(found) == list(names)
-    assert [one.status for one in found.values()] == ["ok"] + ["failed"] * 7
+    assert [one.status for one in found.values()] == ["ok"] + ["failed"] * 5
     assert found["well"].message == f"well in {tmp_path}; WANDB_API_KEY=***"
-    assert "exit code 1): RuntimeError: *** was refused" in found["crash"].message
-    assert "signal 11): it said nothing" in found["segfault"].message
-    assert "exit code 0)" in found["silence"].message
-    assert "TypeError" in found["nonsense"].message
+    assert "broke: RuntimeError: *** was refused" in found["crash"].message
+    assert "import faults as m" in found["crash"].fix
+    assert "broke: SystemExit: 3" in found["leave"].message
     assert "No module named 'no_such_package'" in found["missing"].message
     assert found["missing"].fix == "pip install -e '.[cli]'"
-    assert found["hang"].message == "no answer within 1.5 s; it was stopped"
+    assert found["hang"].message == "did not answer in 0.5 s"
     assert "module 'faults' has no attribute 'absent'" in found["absent"].message
     assert all(one.fix and "\n" not in one.message + one.fix for one in list(found.values())[1:])
-    left = [
-        p for p in psutil.process_iter(["cmdline"]) if "faults:hang" in (p.info["cmdline"] or [])
-    ]
-    assert left == []
+    assert capsys.readouterr().out == ""
 
 
 def test_exit_codes_lines_and_json(tmp_path):
@@ -70,9 +59,7 @@ def test_a_missing_package_stops_only_what_needs_it(tmp_path):
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\")")
     done = doctor("--only", "memory", "threads", path=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
-    assert "failed  memory     the check itself broke (exit code 1): ModuleNotFoundError" in (
-        done.stdout
-    )
+    assert "failed  memory     the check itself broke: ModuleNotFoundError" in done.stdout
 
 
 def test_nothing_secret_and_no_home_is_shown(monkeypatch):
@@ -100,11 +87,10 @@ def test_every_check_is_a_function_of_the_folder():
 @pytest.mark.slow
 def test_a_sound_machine(tmp_path):
     """All checks for real; caches, trackers and SLURM are as they are here."""
-    start = time.monotonic()
     done = doctor("--json", "--output", tmp_path / "not" / "yet" / "there")
     told = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
     own = set(told) - {"cache", "trackers", "slurm", "memory", "disk"}
     assert {name: told[name] for name in own if told[name]["status"] != "ok"} == {}
     assert list(told) == [check.name for check in CHECKS]
     assert all(row["fix"] for row in told.values() if row["status"] != "ok")
-    assert list(tmp_path.iterdir()) == [] and time.monotonic() - start < 60
+    assert list(tmp_path.iterdir()) == []

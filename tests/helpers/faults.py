@@ -1,13 +1,12 @@
-"""Checks that go wrong in every way in which a process can."""
+"""Checks that go wrong in every way in which a function can, and ranks that do."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import time
 
+from grpo_ustat.doctor import cluster
 from grpo_ustat.doctor.runner import ok
 
 
@@ -20,23 +19,28 @@ def crash(_):
     raise RuntimeError("Bearer hf_abcdefghijklmnop was refused")
 
 
-def segfault(_):
-    os.kill(os.getpid(), signal.SIGSEGV)
+def leave(_):
+    sys.exit(3)
 
 
 def hang(_):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # holds the pipes
-    time.sleep(60)
-
-
-def silence(_):
-    os._exit(0)
-
-
-def nonsense(_):
-    return "not a finding"
+    time.sleep(5)
 
 
 def missing(_):
     import no_such_package  # noqa: F401
+
+
+def rank_without_a_way(rank, backend, count, port, environment, answers):
+    """The machine's own name leads nowhere; what `environment` names does."""
+    if not environment:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    cluster._rank(rank, backend, count, port, environment, answers)
+
+
+def rank_that_dies(*_):
+    os._exit(9)
+
+
+def rank_that_hangs(*_):
+    time.sleep(30)
