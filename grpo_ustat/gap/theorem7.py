@@ -39,7 +39,7 @@ KINDS = {
     "bounds": "G nearest to our exact G* = 1 + sqrt(C3/C1)",
     "recursion": "best G of the quadratic recursion (ours)",
 }
-SAME = 1e-4  # relative distance of a numerical minimiser from the formula
+MINIMISER_TOLERANCE = 1e-4  # relative distance of a numerical minimiser from the formula
 
 GridPoint = tuple[Rate, int, int]  # learning rate, n of a step, T: a cell, with every G
 Gaps = dict[int, np.ndarray]  # gap_R of each G
@@ -191,9 +191,10 @@ def _bound_claims(bed: Testbed, points: Sequence[GridPoint]) -> list[Claim]:
                 "the bound holds G in s^2 alone, with C1, C2, C3 at the maximum",
                 predicted=gstar,
                 measured=furthest,
-                agrees=abs(furthest / gstar - 1) < SAME,
+                agrees=abs(furthest / gstar - 1) < MINIMISER_TOLERANCE,
                 how=f"Lemma 6's recursion minimised over real G in {len(points)} cells, relative "
-                f"distance below {SAME:g}: algebra, of constants that are not suprema over a path",
+                f"distance below {MINIMISER_TOLERANCE:g}: algebra, of constants that are not suprema "
+                "over a path",
             )
         )
     return claims

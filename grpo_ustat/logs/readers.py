@@ -27,7 +27,7 @@ from grpo_ustat.runs.files import parsed_row
 from grpo_ustat.terminal.streams import single_line
 
 EVALUATION = "of an evaluation"
-UNLIKE = "its row is not as the framework writes it"  # and the error, in parentheses
+NOT_AS_WRITTEN = "its row is not as the framework writes it"  # and the error, in parentheses
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
 TYPES = {
@@ -60,10 +60,12 @@ def rows_of(
             if isinstance(error, ConfigError):
                 raise
             reason = f"{type(error).__name__}: {single_line(error, 80)}"
-            made = [Rollout(path, place, run=str(path.parent), fault=f"{UNLIKE} ({reason})")]
+            made = [
+                Rollout(path, place, run=str(path.parent), fault=f"{NOT_AS_WRITTEN} ({reason})")
+            ]
         for one in made:
             if found := _unlike(one):
-                one.fault = f"{UNLIKE} ({found})"
+                one.fault = f"{NOT_AS_WRITTEN} ({found})"
             yield one
 
 

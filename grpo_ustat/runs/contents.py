@@ -26,7 +26,7 @@ USUAL_BYTES = 256_000_000  # of all other files
 MOST_DEPTH, MOST_VALUES, MOST_LETTERS = 40, 2_000_000, 1_000_000
 MOST_SETTINGS = 50_000  # values of a configuration, aliases as often as they stand
 MOST_ROWS = 20_000  # of a table within a result
-LARGEST = 1e100  # of a number; what is squared, or drawn, stays finite
+LARGEST_NUMBER = 1e100  # of a number; what is squared, or drawn, stays finite
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ def is_number(value: Any) -> bool:
     """Whether it is a finite number of a usual size, and no boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= LARGEST and math.isfinite(value)
+    return abs(value) <= LARGEST_NUMBER and math.isfinite(value)
 
 
 def count(value: Any) -> bool:
