@@ -156,7 +156,8 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     if any(measured):
         notes.append(
             f"Time: measured, earlier studies of this kind and bed here, {SAME_SHAPE_FACTOR:g} "
-            f"times either way, {OTHER_SHAPE_FACTOR:g} where sizes differ; on a machine as busy as then."
+            f"times either way, {OTHER_SHAPE_FACTOR:g} where sizes differ; on a machine as busy "
+            "as then."
         )
     if not all(measured):
         workers = runs[0].config.launch.workers

@@ -193,8 +193,8 @@ def _bound_claims(bed: Testbed, points: Sequence[GridPoint]) -> list[Claim]:
                 measured=furthest,
                 agrees=abs(furthest / gstar - 1) < MINIMISER_TOLERANCE,
                 how=f"Lemma 6's recursion minimised over real G in {len(points)} cells, relative "
-                f"distance below {MINIMISER_TOLERANCE:g}: algebra, of constants that are not suprema "
-                "over a path",
+                f"distance below {MINIMISER_TOLERANCE:g}: algebra, of constants that are not "
+                "suprema over a path",
             )
         )
     return claims
