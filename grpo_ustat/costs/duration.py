@@ -43,7 +43,7 @@ UNITS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("days", 86400.0))
 
 
 class Span(NamedTuple):
-    """From the least to the most, seconds unless said."""
+    """A range of a quantity, its least and its largest value; seconds unless said otherwise."""
 
     low: float
     high: float
@@ -186,11 +186,9 @@ def step_seconds(plan: Plan, runs: list[EarlierRun]) -> Span:
 
 
 def study_seconds(plan: Plan, runs: list[EarlierRun]) -> Span:
-    """Seconds of a study, by what workers took for a completion in earlier ones, the least and the
-    most.
-
-    What these took beside, of which one launch tells, does not grow with completions: start,
-    formulas, figures.
+    """Seconds of a study: the least and the most that earlier ones took for a completion, times its
+    completions, and what they took for all else (start, formulas, figures), which does not grow
+    with completions and is known of studies of a single launch.
     """
     each, beside = [], []
     for run in runs:
@@ -218,8 +216,8 @@ def earlier_runs(plan: Plan) -> list[EarlierRun]:
 
 
 def conditions(values: Mapping[str, object]) -> dict[str, object]:
-    """The values, of those that a run folder stores, on which a run's time depends, by dotted key;
-    None where its command does not know the key.
+    """Configured values on which a run's time depends, by dotted key; None where the command has no
+    such key.
     """
 
     def value(key: str) -> object:

@@ -149,7 +149,7 @@ def score_notes(
 
 
 def show_durations(labels: Sequence[str], durations: Sequence[Duration], console: Console) -> None:
-    """Print how long each run and all of them would take one after the other, and what says so."""
+    """Print the time of each run and of all one after the other, and the runs that it rests on."""
     has_estimate = any(one.seconds is not None for one in durations)
     hours = any(one.gpus for one in durations)
     if len(durations) > 1 and has_estimate:

@@ -200,7 +200,7 @@ def shifted_sum(bed: Testbed, c: float, shift_P: np.ndarray | float) -> float:
 
 
 def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
-    """V beside other numbers for each prompt; in the order of matrices too where it can be."""
+    """Claims on V beside other numbers for each prompt; where possible also as matrices."""
     holds = assumption2(bed, bed.best_K) < ROUNDING
     value_P, moments = value_at(bed), second_moments(bed)
     weighting, oracle = limit_weighting(bed.curvature_KK, c), covariance(moments, value_P)

@@ -146,7 +146,9 @@ class SequencePolicy:
         return np.eye(self.theta_LVV.shape[1])[self.completions_YL]
 
     def _in_rows(self, block_PYLV: np.ndarray) -> np.ndarray:
-        """A block of token t stands in row (t, previous token) of the parameters, [P, Y, D]."""
+        """Blocks [P, Y, L, V] of tokens as parameters [P, Y, D]: that of token t stands in row (t,
+        previous token).
+        """
         prompts, count, length, size = block_PYLV.shape
         rows = np.zeros((prompts, count, length, size, size))
         rows[:, np.arange(count)[:, None], np.arange(length), self._previous_YL] = block_PYLV

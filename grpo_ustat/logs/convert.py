@@ -247,9 +247,9 @@ def _fault(rollout: Rollout) -> str:
 
 
 def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
-    """Rows that all have tokens or all have none, and so with log-probabilities, and whose prompts
-    and completions are texts or messages: `mse` takes no mixture. What most rows have the others
-    are left out for; what few have is not written.
+    """Rows that are logged alike, since `mse` takes no mixture: tokens in all or in none,
+    log-probabilities too, prompts and completions all texts or all messages. Rows without what most
+    others have are left out; tokens or log-probabilities that only a minority has are dropped.
     """
     for name in ("prompt", "completion"):
         kinds = Counter(KINDS[type(getattr(row, name))] for row in rows)

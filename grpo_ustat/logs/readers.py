@@ -350,8 +350,8 @@ def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
 
 
 def _is_below_evaluations(path: Path, source: Path | None) -> bool:
-    """Whether the nearest folder whose name says what it holds has evaluations, of those from the
-    file up to the source, and the source's own and its parent.
+    """Whether a file holds evaluations, by the nearest folder above it whose name says evaluation
+    or training, up to the parent of the source.
     """
     folder = absolute(path).parent
     given = folder if source is None or source.is_file() else absolute(source)

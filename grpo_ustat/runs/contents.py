@@ -103,8 +103,8 @@ def parsed_json(text: str) -> Any:
 
 
 def parsed_code(text: str) -> Any:
-    """The content of `code.json`, as it was written: a changed letter in a version or in the
-    fingerprint of the weights would be believed.
+    """The content of `code.json`, checked by its digest: nothing else would show a changed letter
+    in a version or in the fingerprint of the weights.
 
     Raises:
         ValueError: it is no JSON file, or its digest is of other values.
@@ -187,8 +187,8 @@ def scalar(value: Any) -> bool:
 
 @cache
 def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
-    """The keys that a record has in a file: the type of each, and whether it has to be there, as
-    those have to whose field has no default.
+    """Keys of a record in a file: the type of each, and whether it is required, as it is where the
+    field has no default.
 
     >>> @dataclass
     ... class Law:
@@ -245,7 +245,7 @@ def _typed_fields(record: type) -> list[tuple[str, Any, Any]]:
 
 
 def _sometimes(kind: Any) -> tuple[Any, bool]:
-    """The type that `Sometimes` was given, and whether it was."""
+    """The type within `Sometimes[...]`, and True; any other type as it is, and False."""
     if get_origin(kind) is not Annotated or get_args(kind)[1] != get_args(Sometimes[int])[1]:
         return kind, False
     (inner,) = [x for x in get_args(get_args(kind)[0]) if x is not NoneType]
@@ -266,8 +266,8 @@ def _finite(value: float | None) -> float | None:
 
 
 def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str | None:
-    """What the first key holds that does not fit, and what it should, or which key is missing; None
-    where all fit. Unknown keys fit.
+    """A line on the first key that does not fit: its value and the type that is expected, or that
+    it is missing; None where all fit. Unknown keys are ignored.
 
     Args:
         content: of a JSON or YAML file.

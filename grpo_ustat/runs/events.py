@@ -42,11 +42,11 @@ class Event:
 
     @property
     def key(self) -> str:
-        """Kind and name: what the latest mark that was sent is kept by."""
+        """Kind and name, under which the latest mark that was sent is stored."""
         return f"{self.kind} {self.name}".strip()
 
     def is_new(self, sent: dict[str, int | str]) -> bool:
-        """Whether it comes after the mark that was sent, or is another content than that."""
+        """Whether it comes after the latest event of its key that was sent, or differs from it."""
         before = sent.get(self.key)
         if isinstance(before, int) and isinstance(self.mark, int):
             return self.mark > before
@@ -128,7 +128,7 @@ class FolderReader:
             yield Event("completions", "", step, of_step, mark)
 
     def _result(self) -> Iterator[Event]:
-        """Written last of all, after the figures and tables that come first here."""
+        """Figures, tables and values of a finished run; `result.json` is written after the others."""
         if not self._changed(RESULT):
             return
         command = contents.command_of(
