@@ -255,11 +255,7 @@ def _read(folder: Path, planned: Mapping[str, object]) -> EarlierRun | None:
     damaged, or has measured nothing.
     """
     run = RunRecord(folder)
-    stored = run.config
-    stored.setdefault("rollout", {"name": "local"})  # studies of before had no other
-    if isinstance(stored.get("study"), dict):  # nor another metric
-        stored["study"].setdefault("metric", "euclidean")
-    own = conditions(stored)
+    own = conditions(run.config)
     launches = run.launches
     if not started_here(launches) or any(own[key] != planned[key] for key in SHARED_KEYS):
         return None
@@ -279,7 +275,7 @@ def _read(folder: Path, planned: Mapping[str, object]) -> EarlierRun | None:
         if len(times) == 2:
             start, end = map(datetime.fromisoformat, times)
             seconds = (end - start).total_seconds() + 0.5  # times are cut to seconds
-            before = launches[0].get("seconds_before", 0.0)  # runs of before have none
+            before = launches[0].get("seconds_before")
             wall = seconds + float(before if is_number(before) else 0.0) if seconds > 0 else None
     return EarlierRun(same_shape, steps, cost, wall) if steps or cost else None
 

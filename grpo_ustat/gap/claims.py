@@ -10,7 +10,7 @@ from grpo_ustat.runs.claims import verdict_of
 from grpo_ustat.runs.result import Claim
 
 RATE_EXPONENT = 0.25  # distances that shrink at least like T^-RATE_EXPONENT are on their way to 0
-CLOSER = 0.9
+CLOSER = 0.9  # share of the distance before that one which falls towards 0 has at most
 
 
 # Whether something tends to its limit: of numbers without error, and of replicates

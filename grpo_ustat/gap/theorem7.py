@@ -25,7 +25,7 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
-from grpo_ustat.runs.claims import FAMILY, Claim, comma_list
+from grpo_ustat.runs.claims import FAMILY_ERROR, Claim, comma_list
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 STATEMENT = (
@@ -112,7 +112,7 @@ def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
 
 def may_be_best(gaps: Gaps) -> set[int]:
     """The group sizes that are best or not significantly different from it, at 5 %."""
-    return {size for size in gaps if p_value_of_best(gaps, size) > FAMILY}
+    return {size for size in gaps if p_value_of_best(gaps, size) > FAMILY_ERROR}
 
 
 def p_value_of_all(cells: dict[GridPoint, Gaps], sizes: dict[GridPoint, int]) -> float:
@@ -287,7 +287,7 @@ def total_claim(
         measured=float(lowest[1]),
         low=None,
         high=None,
-        verdict=AGREES if any(p <= FAMILY for p in by_size.values()) else OPEN,
+        verdict=AGREES if any(p <= FAMILY_ERROR for p in by_size.values()) else OPEN,
         how=f"smallest at T = {lowest[0]}, B = {total // lowest[0] // lowest[1]}; paired t tests "
         f"of every pair with all others (Bonferroni over {len(gaps) - 1}), the p-value is the "
         "largest over T of the G nearest to the paper's G*",

@@ -128,7 +128,7 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         row.fault = row.fault or _fault(row)
         if row.untrained.startswith(EVALUATION) or row.fault.startswith(NOT_AS_WRITTEN):
             row.left_out = row.untrained or row.fault
-    rows = sieve.once(sieve.kept(rollouts))
+    rows = sieve.without_copies(sieve.kept(rollouts))
     rows = sieve.last_written(rows)
     rows = sieve.of_one_run(rows, options.version)
     step_rollouts = sieve.rollouts_of_step(rows)

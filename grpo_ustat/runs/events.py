@@ -128,7 +128,7 @@ class FolderReader:
             yield Event("completions", "", step, of_step, mark)
 
     def _result(self) -> Iterator[Event]:
-        """Figures, tables and values of a finished run; `result.json` is written after the others."""
+        """Figures, tables and values of a finished run, of which `result.json` is written last."""
         if not self._changed(RESULT):
             return
         command = contents.command_of(

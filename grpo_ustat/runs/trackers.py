@@ -189,7 +189,7 @@ class Tracking:
             except BaseException as error:  # a tracker may raise SystemExit
                 self._switch_off(describe(error))
                 leave_alone(self._exit_hooks)
-                give_up(self._logger.name)
+                forget_service(self._logger.name)
 
     def _switch_off(self, reason: str) -> None:
         """Send nothing more, and say so once."""
@@ -244,7 +244,7 @@ def leave_alone(exit_hooks: Sequence[Callable[..., object]]) -> None:
                 child.kill()
 
 
-def give_up(name: str) -> None:
+def forget_service(name: str) -> None:
     """Have wandb forget its process, so that a later run of this sweep starts another one."""
     if name == "wandb" and "wandb" in sys.modules:
         with suppress(BaseException):
