@@ -275,7 +275,7 @@ def _read(folder: Path, planned: Mapping[str, object]) -> EarlierRun | None:
         if len(times) == 2:
             start, end = map(datetime.fromisoformat, times)
             seconds = (end - start).total_seconds() + 0.5  # times are cut to seconds
-            before = launches[0].get("seconds_before")
+            before = launches[0].get("seconds_before", 0.0)
             wall = seconds + float(before if is_number(before) else 0.0) if seconds > 0 else None
     return EarlierRun(same_shape, steps, cost, wall) if steps or cost else None
 
