@@ -131,13 +131,13 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
     draws = {key: keys[key] for key in chosen} | {key: keys["budget"][key] for key in budget}
     for key in ("study_size", "train_size", "test_size"):
         draws["dataset"].pop(key, None)
-    if config.rollout.name != "local":  # pools of before have no such key
+    if config.rollout.name != "local":  # defaults of this and of what follows are not in a pool
         draws["rollout"] = config.rollout.name
-    if config.computes_tf32:  # as above
+    if config.computes_tf32:
         draws["tf32"] = True
     if config.study.parameters is not None:
         draws["parameters"] = config.study.parameters
-    if config.reward_funcs != [TASK]:  # as above; weights are of the sum alone, which no pool holds
+    if config.reward_funcs != [TASK]:  # weights are of the sum alone, which no pool holds
         draws["reward_funcs"] = local_reward_funcs(config.reward_funcs)
         draws["own_reward_funcs"] = reward_funcs_fingerprint(config.reward_funcs)
     draws["weights"] = weights_fingerprint(config.model.model_name_or_path)
