@@ -1,1 +1,1 @@
-"""Command lines: from what is typed to checked runs, help, completion, errors in one line."""
+"""Command lines: from what is typed to checked runs; sweeps, help, completion, messages."""

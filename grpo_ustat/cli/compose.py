@@ -208,8 +208,8 @@ def check_trust(config: Any, overrides: list[str]) -> None:
 
 
 def _one_or_several(name: str, overrides: list[str], multirun: bool) -> DictConfig:
-    """The configuration of a line's only run, or that of its sweep before any run is chosen: with
-    `-m`, or with several values where a file of the line says that it is a sweep.
+    """The configuration of a single run; or that of a sweep without the values that it sweeps
+    over, where `-m` is typed or a file that the line names sets `hydra.mode=MULTIRUN`.
     """
     if multirun:
         return sweep_node(name, overrides)

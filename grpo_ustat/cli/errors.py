@@ -148,7 +148,7 @@ def _command_of(schema: type) -> str:
 
 
 def _is_text(key: str, schema: type) -> bool:
-    """Whether a field, or the model that a place names, is any text; and what is no field."""
+    """Whether any text is a value of the key: a text field, `model`, or a key of no field."""
     field = field_at(key.lstrip("+~"), all_fields(schema))
     return key == "model" or field is None or field.kind.startswith(("str", "any"))
 

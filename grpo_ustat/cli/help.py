@@ -22,9 +22,9 @@ from grpo_ustat.cli.options import CommandOptions, Field, command_options
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
 
-WIDE = 110  # columns from which on a field's meaning stands beside it
-WIDEST = 160  # columns
-LONGEST = 48  # characters of a value
+SIDE_BY_SIDE_COLUMNS = 110  # of a terminal; in narrower ones a field's meaning stands below it
+MOST_COLUMNS = 160  # that a page of help uses
+LONGEST_VALUE = 48  # characters; longer ones are cut
 NAME, VALUE, DIM, TITLE = "cyan", "green", "dim", "bold"
 
 
@@ -43,13 +43,13 @@ def show_help(entry: str, words: Namespace) -> None:
         page = _search(page, search)
 
     console = Console(highlight=False, markup=False, emoji=False)
-    console.width = min(console.width, WIDEST)
+    console.width = min(console.width, MOST_COLUMNS)
     with console.capture() as capture:
         if not search:
             for part in _opening(page):
                 command = isinstance(part, str)
                 console.print(part, soft_wrap=command, style=NAME if command else None)
-        for part in _groups_and_fields(page, wide=console.width >= WIDE):
+        for part in _groups_and_fields(page, wide=console.width >= SIDE_BY_SIDE_COLUMNS):
             console.print(part)
     try:
         print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
@@ -117,7 +117,7 @@ def _groups_and_fields(page: CommandOptions, wide: bool) -> Iterator[RenderableT
         table = Table.grid(padding=(0, 2))
         for field in fields:
             key, value = field.key, field.value
-            value = value if len(value) <= LONGEST else value[: LONGEST - 3] + "..."
+            value = value if len(value) <= LONGEST_VALUE else value[: LONGEST_VALUE - 3] + "..."
             head = Text.assemble((f"{key.path}=", NAME), (value, VALUE), overflow="fold")
             kind = Text(key.kind, DIM)
             choices = f" [{' | '.join(key.choices)}]" if key.choices else ""

@@ -20,7 +20,7 @@ from grpo_ustat.config.schema import ConfigError, check_choice
 from grpo_ustat.distributed.lock import peek
 from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.record import CONFIG, RESULT
-from grpo_ustat.runs.trackers import Sender, describe, give_up, leave_alone, noted_exit_hooks
+from grpo_ustat.runs.trackers import Sender, describe, forget_service, leave_alone, noted_exit_hooks
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import single_line
 
@@ -97,7 +97,7 @@ def send_folder(folder: Path, logger: LoggerConfig) -> bool:
             where = sender.close(outcome)
     except BaseException as error:
         leave_alone(exit_hooks)
-        give_up(logger.name)
+        forget_service(logger.name)
         if isinstance(error, KeyboardInterrupt):
             raise
         tell(f"error: {folder}: {describe(error)}", file=sys.stderr)

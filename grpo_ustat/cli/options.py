@@ -32,7 +32,7 @@ MEANINGS = {  # of groups that set fields of several nodes, or that have no node
     LAUNCHER: "where a sweep (-m) starts its runs",
 }
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
-LONG = 100  # characters of a choice's words from which on the first sentence must do
+MOST_COMMENT_CHARACTERS = 100  # of a choice's meaning; of a longer one the first sentence is shown
 
 
 @dataclass(frozen=True)
@@ -175,4 +175,4 @@ def first_comment(file: Path) -> str:
             break
         lines.append(line.removeprefix("# "))
     text = " ".join(lines).removesuffix(":")
-    return text if len(text) <= LONG else SENTENCE.split(text)[0]
+    return text if len(text) <= MOST_COMMENT_CHARACTERS else SENTENCE.split(text)[0]

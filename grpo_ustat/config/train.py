@@ -21,7 +21,8 @@ from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import TrainRollout
 from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive, field, node
 
-FRESH = {"value_P", "optimal_P", "tracker_P"}  # context that budget.value_completions pays for
+# context of a rule that budget.value_completions pays for
+FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
 OBJECTIVES = (
     "algorithm1", "grpo", "grpo_original", "dr_grpo", "dapo", "gspo", "whole_sequence"
 )  # fmt: skip
@@ -475,7 +476,7 @@ class TrainConfig(Common):
                 f"budget.rollouts={rollouts} is not a multiple of group_size={size}: "
                 f"use budget.rollouts={' or '.join(map(str, near))}, or another group_size"
             )
-        if rule.needs & FRESH:
+        if rule.needs & FROM_FRESH_COMPLETIONS:
             check_positive(self.budget, "value_completions", prefix="budget.")
         check_shape(rule.name, self.prompts_per_step, size, "budget.rollouts")
         if self.prompts_per_step > (self.dataset.train_size or math.inf):

@@ -15,18 +15,18 @@ from grpo_ustat.config.model import ModelConfig, ModelSize, model_folder
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
-ENTRY = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
-PUBLISHED = {  # test questions by hub id and subset, as their cards and papers give them
+NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
+PUBLISHED_TESTS = {  # test questions by hub id and subset, as their cards and papers give them
     ("openai/gsm8k", "main"): 1319,  # Cobbe et al. 2021
     ("DigitalLearningGmbH/MATH-lighteval", "default"): 5000,  # Hendrycks et al. 2021
     ("HuggingFaceH4/MATH-500", None): 500,  # Lightman et al. 2023
 }
-HEADER = 1000  # bytes of a safetensors file beside its arrays, about
-PROCESS = 580_000_000  # bytes of Python with PyTorch, transformers and tasks; on a GPU none of them
-READ = 2.5  # times its files that a pool takes in the process that reads them
-GRAPH_ROOM = 96  # columns of rollout/graphs.py beyond prompt and completion, on average
-HELD = 4.5  # times a chunk of logits that their log-probabilities and derivatives hold
-WHOLE = 32 * 2**30  # bytes of a graph from which on scores are taken layer by layer: half of a GPU
+HEADER_BYTES = 1000  # of a safetensors file beside its arrays, about
+PROCESS_BYTES = 580_000_000  # of Python with PyTorch, transformers and tasks; not on a GPU
+POOL_MEMORY_FACTOR = 2.5  # memory of the process that reads a pool, over its files
+GRAPH_SPARE_COLUMNS = 96  # columns of rollout/graphs.py beyond prompt and completion, on average
+LOGIT_MEMORY_FACTOR = 4.5  # memory of log-probabilities and derivatives, over their logits
+MOST_GRAPH_BYTES = 32 * 2**30  # half of a GPU; a larger graph is scored layer by layer
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Work:
         sampled_together: completions to sample at a time, of which `sampler.rows` are side by side.
         pass_tokens: of a backward pass.
         by_layer: whether a backward pass holds one layer's graph at a time; None: where the whole
-            graph is more than `WHOLE`.
+            graph is more than `MOST_GRAPH_BYTES`.
         bf16: whether it computes in bfloat16 over weights of a wider type.
         kept_per_weight: numbers of gradient and optimizer.
         has_reference: whether a frozen copy of the weights is kept.
@@ -149,10 +149,14 @@ def cost(work: Work) -> Cost:
     of one bit. AdamW's metric holds a gradient and the factors of every entry beside the weights,
     or on a CPU the six sums of group gradients of both halves, and keeps these and a second pool.
     """
-    size, entry, on_cpu = model_size(work.model), ENTRY[work.model.dtype], work.device == "cpu"
+    size, entry, on_cpu = (
+        model_size(work.model),
+        NUMBER_BYTES[work.model.dtype],
+        work.device == "cpu",
+    )
     length, computed = work.sampler.max_completion_length, 2 if work.bf16 else entry
     graph = _graph(size, work.pass_tokens, computed, by_layer=bool(work.by_layer))
-    if work.by_layer is None and graph is not None and graph > WHOLE:
+    if work.by_layer is None and graph is not None and graph > MOST_GRAPH_BYTES:
         graph = _graph(size, work.pass_tokens, computed, by_layer=True)
     if work.bf16:
         graph = _sum([graph, _product(size.parameters, 2)])  # autocast's weights
@@ -167,9 +171,9 @@ def cost(work: Work) -> Cost:
         most = math.inf if size.parameters is None else size.parameters
         features, gradients = min(pool.feature_sketch, most), min(pool.gradient_sketch, most)
         row = 8 * pool.completions + 4 * features + 4 * length + 17
-        disk = pool.questions * int(pool.completions * row + 8 * gradients + HEADER)
+        disk = pool.questions * int(pool.completions * row + 8 * gradients + HEADER_BYTES)
         if pool.in_adams_metric:
-            moment = max(entry, ENTRY["float32"])
+            moment = max(entry, NUMBER_BYTES["float32"])
             disk = _sum([2 * disk, _product(size.parameters, 6 * moment)])
             weights = _product(size.parameters, entry + (6 if on_cpu else 2) * moment)
         disk_after = disk
@@ -183,19 +187,21 @@ def cost(work: Work) -> Cost:
         weights=weights,
         reference=_product(weights, 1) if work.has_reference else 0,
         training=training,
-        process=PROCESS if on_cpu else 0,
+        process=PROCESS_BYTES if on_cpu else 0,
         signs=signs,
         cache=_cache(work, size, computed),
         logits=_logits(work, size),
         graph=graph,
-        pool=int(READ * disk) if pool is not None and on_cpu and disk is not None else 0,
+        pool=int(POOL_MEMORY_FACTOR * disk)
+        if pool is not None and on_cpu and disk is not None
+        else 0,
         disk=disk,
         disk_after=disk_after,
     )
 
 
 def published_size(dataset: DatasetConfig) -> int | None:
-    """Number of all test questions, where a data set names a hub id of PUBLISHED and filters
+    """Number of all test questions, where a data set names a hub id of PUBLISHED_TESTS and filters
     nothing.
     """
     if not isinstance(dataset, Gsm8kConfig) or dataset.test_split != "test":
@@ -203,8 +209,8 @@ def published_size(dataset: DatasetConfig) -> int | None:
     if isinstance(dataset, MathConfig) and (dataset.filter_test or dataset.test_ids is not None):
         return None
     if dataset.test_path is not None:
-        return PUBLISHED.get((dataset.test_path, None))
-    return PUBLISHED.get((dataset.path, dataset.subset))
+        return PUBLISHED_TESTS.get((dataset.test_path, None))
+    return PUBLISHED_TESTS.get((dataset.path, dataset.subset))
 
 
 def score_memory(
@@ -218,7 +224,7 @@ def score_memory(
     layers, hidden, inner = size.layers, size.hidden, size.inner
     if layers is None or hidden is None or not isinstance(inner, int):
         return None
-    shape = (ENTRY[model.dtype], layers, hidden, inner)
+    shape = (NUMBER_BYTES[model.dtype], layers, hidden, inner)
     return (
         pass_bytes(completions * length, *shape, by_layer=False),
         pass_bytes(completions * length, *shape, by_layer=True),
@@ -286,7 +292,7 @@ def model_size(model: ModelConfig) -> ModelSize:
 
 def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
     """Bytes of keys and values of the completions sampled side by side, prompts and room to grow
-    left out; CUDA graphs have buffers for the longest completion and `GRAPH_ROOM` more.
+    left out; CUDA graphs have buffers for the longest completion and `GRAPH_SPARE_COLUMNS` more.
 
     A token leaves kv_width keys and as many values in each layer; keys have passed through rotary
     embeddings, in the weights' type, values have the type of the computation, of `computed` bytes.
@@ -296,9 +302,9 @@ def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
         return 0
     if size.layers is None or size.kv_width is None:
         return None
-    row = size.layers * size.kv_width * (ENTRY[work.model.dtype] + computed)
+    row = size.layers * size.kv_width * (NUMBER_BYTES[work.model.dtype] + computed)
     graphs = work.device.startswith("cuda") and bool(sampler.rollout.cuda_graphs)
-    columns = sampler.max_completion_length + GRAPH_ROOM * graphs
+    columns = sampler.max_completion_length + GRAPH_SPARE_COLUMNS * graphs
     return min(sampler.rows, work.sampled_together) * row * columns
 
 
@@ -311,7 +317,7 @@ def _logits(work: Work, size: ModelSize) -> int | None:
     rows = min(work.sampler.rows, work.sampled_together)
     chunk = LOGIT_BYTES["cuda" if work.device.startswith("cuda") else "cpu"]
     whole = 4 * size.vocabulary * work.pass_tokens
-    return max(4 * size.vocabulary * rows, int(HELD * min(chunk, whole)))
+    return max(4 * size.vocabulary * rows, int(LOGIT_MEMORY_FACTOR * min(chunk, whole)))
 
 
 def _graph(size: ModelSize, tokens: int, entry: int, by_layer: bool = False) -> int | None:

@@ -1,8 +1,8 @@
 """How long runs would take, from earlier runs of the same model on this machine.
 
-Always a range, with what it stands on; where no earlier run was measured as a whole, without
-start-up, closed forms and figures. Where there is no earlier run, nothing is assumed: the
-time is left out.
+A time is always a range, with the earlier runs that it rests on. Where none of them was timed from
+start to end, start-up, closed forms and figures are not counted. Where there is no earlier run, no
+time is given.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from grpo_ustat.costs.cost import Cost
 from grpo_ustat.runs.contents import is_number
 from grpo_ustat.runs.record import RunRecord
 
-WIDER = 2.0  # runs of another shape: so much faster or slower a token may be sampled and read
-AGAIN = 1.3  # runs of the same shape, from one time to another
+OTHER_SHAPE_FACTOR = 2.0  # a token of a run of another shape may be so much faster or slower
+SAME_SHAPE_FACTOR = 1.3  # a run of the same shape may be so much faster or slower
 
-MOST = 50  # folders that are read, the newest
-STEPS = 500  # of each, the last
-SAME = (  # keys that an earlier run must share, or nothing can be learnt from it
+MOST_FOLDERS = 50  # that are read, the newest
+MOST_STEPS = 500  # of each that are read, the last
+SHARED_KEYS = (  # keys that an earlier run must share, or nothing can be learnt from it
     "model.model_name_or_path", "model.dtype", "launch.device", "launch.num_threads",
     "launch.num_processes", "launch.workers", "bf16", "lora.r", "rollout.name",
 )  # fmt: skip
-SHAPE = (  # keys with which its steps take as long as the planned ones
+SHAPE_KEYS = (  # keys with which its steps take as long as the planned ones
     "budget.rollouts", "budget.value_completions", "group_size", "max_completion_length",
     "dataset.name", "prompt.name", "prompt.shots", "baseline.name", "objective.num_iterations",
     "objective.num_minibatches", "objective.minibatch_size", "objective.beta",
@@ -43,7 +43,7 @@ UNITS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("days", 86400.0))
 
 
 class Span(NamedTuple):
-    """From the least to the most, seconds unless said."""
+    """A range of a quantity, its least and its largest value; seconds unless said otherwise."""
 
     low: float
     high: float
@@ -120,7 +120,7 @@ class EarlierRun:
     """One run, finished or interrupted.
 
     Attributes:
-        same_shape: whether it has the planned run's values of `SHAPE`.
+        same_shape: whether it has the planned run's values of `SHAPE_KEYS`.
         steps: rows of metrics.jsonl.
         cost: of a study's result.json.
         wall: seconds from the start of its process to the end of a run that one launch finished,
@@ -145,7 +145,11 @@ def duration(plan: Plan) -> Duration:
     seconds = step_seconds(plan, runs) if trains else study_seconds(plan, runs)
     steps = f"{sum(len(run.steps) for run in runs)} steps of " if trains else ""
     count = f"{len(runs)} earlier run{'s' * (len(runs) > 1)}"
-    shape = "this shape" if runs[0].same_shape else f"another shape, so {WIDER:g} times either way"
+    shape = (
+        "this shape"
+        if runs[0].same_shape
+        else f"another shape, so {OTHER_SHAPE_FACTOR:g} times either way"
+    )
     basis = (
         f"measured: {steps}{count} of {plan.model} on {device} here, of {shape}; "
         "on a machine as busy as then"
@@ -171,20 +175,20 @@ def step_seconds(plan: Plan, runs: list[EarlierRun]) -> Span:
             if run.wall is not None and run.steps[0]["step"] == 1:
                 outside.append(run.wall - sum(row["step_time"] for row in run.steps))
         steps = _percentiles([row["step_time"] for row in rows]).times(plan.steps or 0)
-        return (steps + Span(evaluations.low, max(outside))).times(1 / AGAIN, AGAIN)
+        return (steps + Span(evaluations.low, max(outside))).times(
+            1 / SAME_SHAPE_FACTOR, SAME_SHAPE_FACTOR
+        )
     length = Span(length.low, min(length.high, plan.max_completion_length))
     token = _percentiles([row["step_time"] / row["tokens"] for row in rows])
     completions = plan.cost.rollouts + plan.cost.values
     steps = token.times(completions * length.low, completions * length.high)
-    return (steps + evaluations).times(1 / WIDER, WIDER)
+    return (steps + evaluations).times(1 / OTHER_SHAPE_FACTOR, OTHER_SHAPE_FACTOR)
 
 
 def study_seconds(plan: Plan, runs: list[EarlierRun]) -> Span:
-    """Seconds of a study, by what workers took for a completion in earlier ones, the least and the
-    most.
-
-    What these took beside, of which one launch tells, does not grow with completions: start,
-    formulas, figures.
+    """Seconds of a study: the least and the most that earlier ones took for a completion, times its
+    completions, and what they took for all else (start, formulas, figures), which does not grow
+    with completions and is known of studies of a single launch.
     """
     each, beside = [], []
     for run in runs:
@@ -193,7 +197,7 @@ def study_seconds(plan: Plan, runs: list[EarlierRun]) -> Span:
         each.append(seconds / run.cost["rollouts"])
         beside.append(max(run.wall - seconds, 0.0) if run.wall else 0.0)
     work = Span(min(each), max(each)).times(plan.cost.rollouts + plan.cost.values)
-    wide = AGAIN if runs[0].same_shape else WIDER
+    wide = SAME_SHAPE_FACTOR if runs[0].same_shape else OTHER_SHAPE_FACTOR
     return (work + Span(min(beside), max(beside))).times(1 / wide, wide)
 
 
@@ -212,8 +216,8 @@ def earlier_runs(plan: Plan) -> list[EarlierRun]:
 
 
 def conditions(values: Mapping[str, object]) -> dict[str, object]:
-    """The values, of those that a run folder stores, on which a run's time depends, by dotted key;
-    None where its command does not know the key.
+    """Configured values on which a run's time depends, by dotted key; None where the command has no
+    such key.
     """
 
     def value(key: str) -> object:
@@ -221,12 +225,12 @@ def conditions(values: Mapping[str, object]) -> dict[str, object]:
         inner = values.get(group) if group else values
         return inner.get(name) if isinstance(inner, Mapping) else None
 
-    return {key: value(key) for key in SAME + SHAPE}
+    return {key: value(key) for key in SHARED_KEYS + SHAPE_KEYS}
 
 
 def newest_folders(usual_place: Path, folder: Path | None) -> list[Path]:
     """Run folders beside the planned run's, if it has one, and in its command's usual place; at
-    most MOST.
+    most MOST_FOLDERS.
     """
     places = [(usual_place, "*/*/code.json")]
     if folder is not None:
@@ -235,7 +239,9 @@ def newest_folders(usual_place: Path, folder: Path | None) -> list[Path]:
             places.append((folder.parent.parent, "*/*/code.json"))
     marks = chain.from_iterable(islice(place.glob(name), 1000) for place, name in places)
     times = {file.resolve(): file.stat().st_mtime for file in marks}
-    return [file.parent for file in sorted(times, key=lambda x: times[x], reverse=True)[:MOST]]
+    return [
+        file.parent for file in sorted(times, key=lambda x: times[x], reverse=True)[:MOST_FOLDERS]
+    ]
 
 
 def started_here(launches: Sequence[dict[str, Any]]) -> bool:
@@ -249,17 +255,13 @@ def _read(folder: Path, planned: Mapping[str, object]) -> EarlierRun | None:
     damaged, or has measured nothing.
     """
     run = RunRecord(folder)
-    stored = run.config
-    stored.setdefault("rollout", {"name": "local"})  # studies of before had no other
-    if isinstance(stored.get("study"), dict):  # nor another metric
-        stored["study"].setdefault("metric", "euclidean")
-    own = conditions(stored)
+    own = conditions(run.config)
     launches = run.launches
-    if not started_here(launches) or any(own[key] != planned[key] for key in SAME):
+    if not started_here(launches) or any(own[key] != planned[key] for key in SHARED_KEYS):
         return None
     steps = [
         row
-        for row in run.metrics[-STEPS:]
+        for row in run.metrics[-MOST_STEPS:]
         if all(is_number(row.get(name)) and row[name] >= 0 for name in STEP_COSTS)
         and row["tokens"] > 0
     ]
@@ -267,13 +269,13 @@ def _read(folder: Path, planned: Mapping[str, object]) -> EarlierRun | None:
     names = ("rollouts", "seconds_generate", "seconds_score")  # 0 of equal rewards, unscored
     if not all(cost.get(name, 0) > 0 for name in names):
         cost = {}
-    same_shape, wall = all(own[key] == planned[key] for key in SHAPE), None
+    same_shape, wall = all(own[key] == planned[key] for key in SHAPE_KEYS), None
     if len(launches) == 2 and launches[1].get("outcome") == "done":
         times = [row["time"] for row in launches if "time" in row]
         if len(times) == 2:
             start, end = map(datetime.fromisoformat, times)
             seconds = (end - start).total_seconds() + 0.5  # times are cut to seconds
-            before = launches[0].get("seconds_before", 0.0)  # runs of before have none
+            before = launches[0].get("seconds_before", 0.0)
             wall = seconds + float(before if is_number(before) else 0.0) if seconds > 0 else None
     return EarlierRun(same_shape, steps, cost, wall) if steps or cost else None
 

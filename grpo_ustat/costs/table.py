@@ -15,8 +15,8 @@ from grpo_ustat.costs.cost import Cost, score_memory, sharded_memory, total
 from grpo_ustat.costs.duration import Duration, Plan, Span, duration, hours_text, span_text
 from grpo_ustat.terminal.console import Console
 
-BATCHES = 6  # different ones that are printed in words
-PROCESSES = 8  # of the example of FSDP2
+MOST_BATCHES = 6  # different ones that are described in words
+EXAMPLE_PROCESSES = 8  # of the example of FSDP2
 
 
 def show_costs(plans: Sequence[Plan]) -> None:
@@ -53,8 +53,8 @@ def settings_in_words(settings: Mapping[str, object]) -> dict[str, str]:
 def batch_lines(plans: Sequence[Plan]) -> list[str]:
     """How each different batch of training is divided."""
     lines = list(dict.fromkeys(plan.batch for plan in plans if plan.batch))
-    more = [f"and {len(lines) - BATCHES} other batches"] if len(lines) > BATCHES else []
-    return lines[:BATCHES] + more
+    more = [f"and {len(lines) - MOST_BATCHES} other batches"] if len(lines) > MOST_BATCHES else []
+    return lines[:MOST_BATCHES] + more
 
 
 def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
@@ -105,10 +105,10 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
         )
     notes += largest.notes
     if largest.device.startswith("cuda") and most.memory is not None and most.training:
-        shards, whole = sharded_memory(most, PROCESSES)
+        shards, whole = sharded_memory(most, EXAMPLE_PROCESSES)
         names = "weights and reference" if most.reference else "weights"
         notes.append(
-            f"FSDP2 on {PROCESSES} processes: {decimal(shards)} of weights, gradients and "
+            f"FSDP2 on {EXAMPLE_PROCESSES} processes: {decimal(shards)} of weights, gradients and "
             f"optimizer in each, and {decimal(whole)} of whole {names} while it samples."
         )
 
@@ -149,7 +149,7 @@ def score_notes(
 
 
 def show_durations(labels: Sequence[str], durations: Sequence[Duration], console: Console) -> None:
-    """Print how long each run and all of them would take one after the other, and what says so."""
+    """Print the time of each run and of all one after the other, and the runs that it rests on."""
     has_estimate = any(one.seconds is not None for one in durations)
     hours = any(one.gpus for one in durations)
     if len(durations) > 1 and has_estimate:

@@ -15,7 +15,9 @@ from grpo_ustat.distributed.signals import Stopped
 
 PARENT = "GRPO_USTAT_PARENT"  # environment: process id of the command that started the ranks
 WORKER = "GRPO_USTAT_WORKER"  # environment: which of the local workers a process is
-LONGEST = timedelta(days=20)  # that a rank waits for the others; gloo's own 30 minutes are short
+LONGEST_WAIT = timedelta(
+    days=20
+)  # that a rank waits for the others; gloo's own 30 minutes are short
 
 
 class RefusedByRank(ConfigError):
@@ -180,7 +182,7 @@ class _Peers:
             self._store, number, size = next(rendezvous("env://"))
             # Returns once all ranks have come: until then none has touched a folder.
             dist.init_process_group("gloo", store=self._store, rank=number, world_size=size)
-        self._group = dist.new_group(backend="gloo", timeout=LONGEST)
+        self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         self._gather = dist.all_gather_object
         atexit.register(_leave)
 

@@ -38,7 +38,9 @@ from grpo_ustat.terminal.console import tell
 Ending = Literal["requeue", "comes_back", "for_good"]
 AT_WORK = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")
 PATIENCE = 20.0  # seconds that scontrol has; it answers within 0.03 on an idle controller
-DEAF = 'trap "" TERM USR1 USR2; exec "$@"'  # a second signal reaches all that a task has started
+# A shell that ignores signals, as what it runs then does: a second signal reaches every process
+# that a task has started.
+IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'
 OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")  # SBATCH_ is what the user prefers
 OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SUBMITIT_PREEMPT_SIGNAL")
 _first_record: dict[str, dict[str, str]] = {}  # of each job
@@ -208,7 +210,10 @@ def _query(*words: str) -> str | None:
     for _ in range(2 if shutil.which(words[0]) else 0):
         try:
             process = subprocess.run(
-                ["sh", "-c", DEAF, "sh", *words], capture_output=True, text=True, timeout=PATIENCE
+                ["sh", "-c", IGNORE_SIGNALS, "sh", *words],
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
             )
         except subprocess.TimeoutExpired:
             why = f"no answer in {PATIENCE:g} s"

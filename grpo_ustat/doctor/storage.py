@@ -18,8 +18,8 @@ from grpo_ustat.doctor.runner import Finding, failed, ok, warning
 
 PIECE = 2**20  # bytes
 PIECES = 16  # MiB that are written
-LITTLE = 5e9  # bytes free
-SLOW = 20e6  # bytes a second: a checkpoint of 0.5 B parameters with its optimizer takes 5 minutes
+LITTLE_SPACE = 5e9  # bytes free
+SLOW_DISK = 20e6  # bytes a second: 5 minutes for a checkpoint of 0.5 B parameters
 ELSEWHERE = "choose another folder with --output DIR, and hydra.run.dir=DIR for runs"
 FORK_LIFETIME = 30  # seconds, more than the deadline of the check
 TRIAL = ".grpo_ustat_doctor_"  # prefix of folders that are removed afterwards
@@ -46,9 +46,9 @@ def disk(folder: Path) -> Finding:
     if not whole:
         return failed(f"{place} gave back other bytes than were written", ELSEWHERE)
     message = f"{decimal(free)} free in {place}, {decimal(int(speed))} a second written and synced"
-    if free < LITTLE or 0 < files < 1000:
+    if free < LITTLE_SPACE or 0 < files < 1000:
         return warning(f"{message}, {files} more files", "dry_run=true says what a run needs of it")
-    if speed < SLOW:
+    if speed < SLOW_DISK:
         return warning(f"{message}: checkpoints will take long", "save less often, or " + ELSEWHERE)
     return ok(message)
 

@@ -50,11 +50,11 @@ from grpo_ustat.estimators.intervals import LEVEL, Interval, is_binary, jackknif
 from grpo_ustat.estimators.noise import NOTHING
 from grpo_ustat.records import Array, ScorePool
 
-LEAST = 2  # a group of leave_one_out
+LEAST_GROUP_SIZE = 2  # a group of leave_one_out
 HALVINGS = 4
 MEAN_SIZES = (4, 8, 16)
 MEASURED = "measured noise"
-MOST = 16  # times the mean group size that a plan may give to one prompt
+MOST_TIMES_MEAN = 16  # times the mean group size that a plan may give to one prompt
 
 
 class AllocationSaving(NamedTuple):
@@ -90,12 +90,14 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
     >>> allocate(lambda sizes: noise_P1 / (sizes * (sizes + 1)), 3, 15).tolist()
     [9.0, 3.0, 3.0]
     """
-    if total < LEAST * count:
-        raise ValueError(f"{total} completions for {count} prompts: {LEAST * count} are needed")
-    most = MOST * (total // count)
-    saved_PK = savings(np.arange(LEAST, most, dtype=float)[None])
-    order = np.argsort(-saved_PK.T.ravel(), kind="stable")[: total - LEAST * count]
-    return LEAST + np.bincount(order % count, minlength=count).astype(np.float64)
+    if total < LEAST_GROUP_SIZE * count:
+        raise ValueError(
+            f"{total} completions for {count} prompts: {LEAST_GROUP_SIZE * count} are needed"
+        )
+    most = MOST_TIMES_MEAN * (total // count)
+    saved_PK = savings(np.arange(LEAST_GROUP_SIZE, most, dtype=float)[None])
+    order = np.argsort(-saved_PK.T.ravel(), kind="stable")[: total - LEAST_GROUP_SIZE * count]
+    return LEAST_GROUP_SIZE + np.bincount(order % count, minlength=count).astype(np.float64)
 
 
 def allocation_savings(

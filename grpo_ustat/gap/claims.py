@@ -10,7 +10,7 @@ from grpo_ustat.runs.claims import verdict_of
 from grpo_ustat.runs.result import Claim
 
 RATE_EXPONENT = 0.25  # distances that shrink at least like T^-RATE_EXPONENT are on their way to 0
-CLOSER = 0.9
+CLOSER = 0.9  # share of the distance before that one which falls towards 0 has at most
 
 
 # Whether something tends to its limit: of numbers without error, and of replicates
@@ -114,7 +114,7 @@ def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
 
 
 def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
-    """From replicates: that their mean is 0; with `above` that it is 0 or less.
+    """The p-value, from replicates, that their mean is 0; with `above` that it is 0 or less.
 
     >>> round(mean_p_value(np.array([1.0, 2.0, 3.0])), 4)  # t_2 = 2 sqrt(3)
     0.0742
@@ -130,7 +130,7 @@ def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
 def interval_p_value(
     interval: Interval, dof: float, predicted: float, tolerance: float = 0.0
 ) -> float:
-    """From an interval alone, a jackknife's too: that the true value is as predicted, two-sided.
+    """The two-sided p-value, from an interval alone, that the true value is as predicted.
 
     Below 0.05 exactly where the prediction is further than the tolerance from the interval; with a
     tolerance above 0 it errs towards large values.

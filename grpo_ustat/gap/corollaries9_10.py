@@ -34,12 +34,12 @@ STATEMENT = (
     "weights, times n, falls like 1/(G-1). And if E[S S' (Z - V) | X] = 0 no baseline that depends "
     "on the prompt alone has smaller weights than V."
 )
-LARGE = tuple(2**k for k in range(1, 12))  # group sizes of enumerated weights
-SHIFTS = tuple(np.linspace(-0.5, 0.5, 21))  # of a baseline from V, the same for all prompts
-RANDOM = 1000  # shifts, of each prompt its own
-STARTS = 8  # of an optimiser over shifts
+ENUMERATED_SIZES = tuple(2**k for k in range(1, 12))  # group sizes of enumerated weights
+COMMON_SHIFTS = tuple(np.linspace(-0.5, 0.5, 21))  # of a baseline from V, the same for all prompts
+RANDOM_SHIFTS = 1000  # with one for each prompt
+OPTIMISER_STARTS = 8  # of an optimiser over shifts
 ROUNDING = 1e-9
-STILL = 1e-5  # a shift that an optimiser leaves
+SHIFT_TOLERANCE = 1e-5  # a shift below it is none: an optimiser stops there
 OTHER_DIFFERENCES = (0.0, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0)  # as shares of the predicted one
 
 
@@ -124,14 +124,16 @@ def weight_excess(bed: Testbed, c: float, size: int) -> float:
 
 def _weight_claims(bed: Testbed, c: float) -> list[Claim]:
     """Slopes in G of what is enumerated; n or B is 1, since both only divide."""
-    sizes = np.array(LARGE, dtype=float)
-    excess = np.array([weight_excess(bed, c, size) for size in LARGE])
+    sizes = np.array(ENUMERATED_SIZES, dtype=float)
+    excess = np.array([weight_excess(bed, c, size) for size in ENUMERATED_SIZES])
     flat = sizes * excess * (sizes - 1)
     spread = float(flat.max() / flat.min() - 1)
-    oracle = np.array([weight_sum(bed, c, Estimator("oracle", 1, size)) for size in LARGE[-2:]])
+    oracle = np.array(
+        [weight_sum(bed, c, Estimator("oracle", 1, size)) for size in ENUMERATED_SIZES[-2:]]
+    )
     share = excess[-2:] / oracle
     slope = float(np.log(share[1] / share[0]) / np.log(sizes[-1] / sizes[-2]))
-    how = f"enumerated, G = {LARGE[0]} ... {LARGE[-1]}"
+    how = f"enumerated, G = {ENUMERATED_SIZES[0]} ... {ENUMERATED_SIZES[-1]}"
     return [
         enumerated_claim(
             "n (sum w_grpo - sum w_oracle) (G - 1) at fixed n, largest over smallest - 1", 0.0,
@@ -198,7 +200,7 @@ def shifted_sum(bed: Testbed, c: float, shift_P: np.ndarray | float) -> float:
 
 
 def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
-    """V beside other numbers for each prompt; in the order of matrices too where it can be."""
+    """Claims on V beside other numbers for each prompt; where possible also as matrices."""
     holds = assumption2(bed, bed.best_K) < ROUNDING
     value_P, moments = value_at(bed), second_moments(bed)
     weighting, oracle = limit_weighting(bed.curvature_KK, c), covariance(moments, value_P)
@@ -210,10 +212,10 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
         """Smallest eigenvalue of Sigma(b) - Sigma(V): 0 or more where no weight is smaller."""
         return float(np.linalg.eigvalsh(covariance(moments, baseline_P) - oracle)[0])
 
-    shift_MP = generator(0, "corollary10").uniform(-0.5, 0.5, size=(RANDOM, len(value_P)))
-    ends = [minimize(weights, start_P, tol=1e-12).x for start_P in shift_MP[:STARTS]]
+    shift_MP = generator(0, "corollary10").uniform(-0.5, 0.5, size=(RANDOM_SHIFTS, len(value_P)))
+    ends = [minimize(weights, start_P, tol=1e-12).x for start_P in shift_MP[:OPTIMISER_STARTS]]
     furthest = max(float(np.abs(end_P).max()) for end_P in ends)
-    sums = {shift: shifted_sum(bed, c, shift) for shift in SHIFTS}
+    sums = {shift: shifted_sum(bed, c, shift) for shift in COMMON_SHIFTS}
     common = min(sums, key=sums.__getitem__)
     least = [least_excess(value_P + shift_P) for shift_P in shift_MP]
     worst = minimize(
@@ -232,18 +234,19 @@ def baseline_claims(bed: Testbed, c: float) -> list[Claim]:
     return [
         claim(
             "shift from V, the same for all prompts, of the smallest weights", 0.0, common,
-            abs(common) < ROUNDING, f"{how}, {len(SHIFTS)} shifts",
+            abs(common) < ROUNDING, f"{how}, {len(COMMON_SHIFTS)} shifts",
         ),
         claim(
             "shifts from V, of each prompt its own, of the smallest sum of weights: largest", 0.0,
-            furthest, furthest < STILL,
-            f"{how}; BFGS over the shifts from {STARTS} random ones, within {STILL:g}",
+            furthest, furthest < SHIFT_TOLERANCE,
+            f"{how}; BFGS over the shifts from {OPTIMISER_STARTS} random ones, within "
+            f"{SHIFT_TOLERANCE:g}",
         ),
         below(
             "smallest eigenvalue of Sigma(V + shifts) - Sigma(V), shifts of each prompt its own",
             min(*least, float(worst.fun)),
-            f"{how}, of {RANDOM} random shifts and the worst that Nelder-Mead reaches from the "
-            "worst of them; B = G = 1",
+            f"{how}, of {RANDOM_SHIFTS} random shifts and the worst that Nelder-Mead reaches from "
+            "the worst of them; B = G = 1",
         ),
         *(
             below(
@@ -259,9 +262,9 @@ def _panels(bed: Testbed, c: float, rows: Sequence[dict]) -> list[Panel]:
     """The difference against G, and the weights of baselines shifted from V."""
     measured = line_of("GRPO - oracle", rows, "group_size", "difference")
     line = [size * weight_excess(bed, c, size) for size in map(int, measured.x)]
-    weights = [shifted_sum(bed, c, shift) for shift in SHIFTS]
+    weights = [shifted_sum(bed, c, shift) for shift in COMMON_SHIFTS]
     differences = [measured, PlotLine(measured.label, measured.x, line, predicted=True)]
-    shifted = [PlotLine("V + shift", list(SHIFTS), weights, predicted=True)]
+    shifted = [PlotLine("V + shift", list(COMMON_SHIFTS), weights, predicted=True)]
     ylabel = "n T x difference of the mean gaps"
     return [
         Panel("fixed n = B G", "group size G", ylabel, differences, "xy"),

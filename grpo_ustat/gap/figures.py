@@ -20,14 +20,14 @@ from grpo_ustat.pages.figures import (
 )
 
 RULES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle", "group_mean": "group_mean"}
-ACROSS = 3  # panels side by side
+PANELS_ACROSS = 3  # panels side by side
 SIZE = (4.6, 3.8)  # inches of a panel
 
 
 def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
     """`figure.{pdf,svg,png}`: all panels, and the answer below them."""
     panels = evidence.panels
-    columns = min(ACROSS, len(panels))
+    columns = min(PANELS_ACROSS, len(panels))
     rows = -(-len(panels) // columns)
     size = (SIZE[0] * columns, SIZE[1] * rows + 0.6)
     with plt.rc_context(FONTS):

@@ -27,8 +27,8 @@ from grpo_ustat.runs.claims import Claim, comma_list
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
-FAR = (2**14, 2**15, 2**16)  # group sizes from which limits are extrapolated
-CURVES = 6  # prompts with a curve of their own, at most
+LIMIT_SIZES = (2**14, 2**15, 2**16)  # group sizes from which limits are extrapolated
+MOST_CURVES = 6  # prompts with a curve of their own, at most
 
 STATEMENT = (
     "Lemma 11: divided by the standard deviation of the group's own rewards, the estimate is, as "
@@ -46,7 +46,7 @@ class ExactValues:
         epsilon: added to the standard deviation.
         with_epsilon: at each group size.
         without: the same with epsilon = 0, as the lemma has it.
-        far_with_epsilon, far_without: the same at the sizes of `FAR`.
+        far_with_epsilon, far_without: the same at `LIMIT_SIZES`.
     """
 
     moments: RightAndWrong
@@ -68,8 +68,8 @@ class ExactValues:
         return bool(self.moments.shift.mean() > 1e-9 * self.u_variance)
 
     def far(self, name: str) -> np.ndarray:
-        """G times a quantity with epsilon = 0 at the sizes of `FAR`, [3, P]."""
-        pairs = zip(FAR, self.far_without, strict=True)
+        """G times a quantity with epsilon = 0 at `LIMIT_SIZES`, [3, P]."""
+        pairs = zip(LIMIT_SIZES, self.far_without, strict=True)
         return np.array([size * getattr(values, name) for size, values in pairs])
 
 
@@ -91,7 +91,7 @@ def lemma11(
         probability_PY: of the outcomes of an enumerable policy.
         score_PYK: their scores.
         reward_PY: their rewards, each 0 or 1.
-        group_sizes: at least three, for the curves and the rate; limits come from `FAR`.
+        group_sizes: at least three, for the curves and the rate; limits come from `LIMIT_SIZES`.
         epsilon: added to the group's standard deviation.
 
     Raises:
@@ -113,8 +113,8 @@ def lemma11(
         epsilon,
         with_epsilon=[normalised_moments(moments, size, epsilon) for size in sizes],
         without=[normalised_moments(moments, size, 0.0) for size in sizes],
-        far_with_epsilon=[normalised_moments(moments, size, epsilon) for size in FAR],
-        far_without=[normalised_moments(moments, size, 0.0) for size in FAR],
+        far_with_epsilon=[normalised_moments(moments, size, epsilon) for size in LIMIT_SIZES],
+        far_without=[normalised_moments(moments, size, 0.0) for size in LIMIT_SIZES],
     )
     return Evidence(
         bed={
@@ -191,9 +191,9 @@ def _rate_claim(exact: ExactValues) -> Claim:
 
 
 def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) -> Claim:
-    """Values at the sizes of `FAR` against the delta method's constant."""
+    """Values at `LIMIT_SIZES` against the delta method's constant."""
     how = (
-        f"exact at G = {comma_list(FAR)}, epsilon = 0, mean over prompts, extrapolated in "
+        f"exact at G = {comma_list(LIMIT_SIZES)}, epsilon = 0, mean over prompts, extrapolated in "
         f"1/G; within {percentage(TOLERANCE)} of the delta method's, not decided where coming "
         "closer"
     )
@@ -219,7 +219,7 @@ def _panels(exact: ExactValues) -> list[Panel]:
     ]
     shares = []
     share_P = moments.shift / (moments.within + 4 * moments.shift)
-    for prompt in np.argsort(moments.value)[:: -(-len(moments.value) // CURVES)]:
+    for prompt in np.argsort(moments.value)[:: -(-len(moments.value) // MOST_CURVES)]:
         label = f"V = {moments.value[prompt]:.3g}"
         share = np.array([x.difference[prompt] / x.plain_variance[prompt] for x in exact.without])
         shares.append(PlotLine(label, exact.sizes, share))

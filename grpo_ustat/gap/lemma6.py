@@ -29,8 +29,8 @@ from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
-LARGE = 1.1  # the recursion's bound over that of order 1/T, below which T counts as large
-LOWER = (0.9, 0.7, 0.5, 0.3)  # other bounds, as shares of the bound
+LARGE_T_RATIO = 1.1  # the recursion's bound over that of order 1/T, below which T counts as large
+OTHER_BOUNDS = (0.9, 0.7, 0.5, 0.3)  # other bounds, as shares of the bound
 OTHER_NOISE = (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.4, 2.0)  # other noise, as shares of the noise
 STATEMENT = (
     "If J is L-smooth and satisfies a Polyak-Lojasiewicz inequality with mu, and the gradient's "
@@ -76,7 +76,7 @@ def lemma6(
             after = np.arange(1.0, len(bound)) + rate.offset
             limit[1:] = decaying_bound(mu, smoothness, s2, rate.value, after)
             what = f"{name}: mean gap over the bound of order 1/T, at T = {steps}"
-            holds = bool(bound[steps] <= LARGE * limit[steps])
+            holds = bool(bound[steps] <= LARGE_T_RATIO * limit[steps])
             claims.append(_bound_claim(what, run, limit, [steps], holds))
         if isinstance(bed, CoinTestbed):
             claims.append(_next_step_claim(bed, simulation, run, curve))
@@ -154,7 +154,9 @@ def _bound_claim(
         how=how,
         p_value=p_value(1.0) if holds else None,
         when_rejected=DISAGREES,
-        alternatives={f"bound x {share}": p_value(share) for share in LOWER} if holds else {},
+        alternatives={f"bound x {share}": p_value(share) for share in OTHER_BOUNDS}
+        if holds
+        else {},
     )
 
 

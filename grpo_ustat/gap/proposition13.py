@@ -287,7 +287,7 @@ def _limit_claim(bed: Testbed, design: Proposition13Config, **changes: Any) -> C
 
 
 def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
-    """From the verdicts on the maximisers that the paper names, in the order of the ends."""
+    """What the claims, in the order of the ends, say of the maximisers that the paper names."""
     verdict = {end.name: claim.verdict for end, claim in zip(ends, claims, strict=False)}
     grpo, *by_size = (end for end in ends if not variant(end.estimator))
     variants = [end for end in ends if variant(end.estimator)]

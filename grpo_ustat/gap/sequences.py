@@ -19,7 +19,7 @@ from scipy.special import logsumexp
 from grpo_ustat.config.beds import SequencesConfig
 from grpo_ustat.rollout.draws import generator
 
-MOST = 2**14  # completions that are listed
+MOST_COMPLETIONS = 2**14  # completions that are listed
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class SequencePolicy:
         length, size, _ = self.theta_LVV.shape
         assert self.theta_LVV.shape == (length, size, size) and self.offset_PV.shape[1] == size
         assert self.theta_LVV.dtype == self.offset_PV.dtype == np.float64
-        if size**length > MOST:
+        if size**length > MOST_COMPLETIONS:
             raise ValueError(
                 f"{size} tokens at {length} positions make {size**length} completions, at most "
-                f"{MOST} are listed: use fewer"
+                f"{MOST_COMPLETIONS} are listed: use fewer"
             )
 
     def at(self, theta_D: np.ndarray) -> SequencePolicy:
@@ -146,7 +146,9 @@ class SequencePolicy:
         return np.eye(self.theta_LVV.shape[1])[self.completions_YL]
 
     def _in_rows(self, block_PYLV: np.ndarray) -> np.ndarray:
-        """A block of token t stands in row (t, previous token) of the parameters, [P, Y, D]."""
+        """Blocks [P, Y, L, V] of tokens as parameters [P, Y, D]: that of token t stands in row (t,
+        previous token).
+        """
         prompts, count, length, size = block_PYLV.shape
         rows = np.zeros((prompts, count, length, size, size))
         rows[:, np.arange(count)[:, None], np.arange(length), self._previous_YL] = block_PYLV

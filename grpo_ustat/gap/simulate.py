@@ -18,8 +18,8 @@ from grpo_ustat.estimators.covariance import baseline_values
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
 from grpo_ustat.rollout.draws import generator
 
-BLOCK = 500  # replicates side by side: their arrays stay in a core's cache
-STRETCH = 50  # steps whose uniforms are drawn at once
+REPLICATES_AT_ONCE = 500  # replicates side by side: their arrays stay in a core's cache
+STEPS_AT_ONCE = 50  # steps whose uniforms are drawn at once
 STREAM = "algorithm1"
 
 
@@ -126,8 +126,8 @@ def _uniforms(
     """For each step [B + B G, R] float32 uniforms, then once more, for the step after the last."""
     generators = [generator(seed, STREAM, number) for number in replicates]
     width = estimator.num_prompts + estimator.rollouts
-    for first in range(0, count, STRETCH):
-        size = min(STRETCH, count - first)
+    for first in range(0, count, STEPS_AT_ONCE):
+        size = min(STEPS_AT_ONCE, count - first)
         uniform_RTn = np.empty((len(replicates), size, width), dtype=np.float32)
         for uniform_Tn, source in zip(uniform_RTn, generators, strict=True):
             source.random(dtype=np.float32, out=uniform_Tn)
@@ -337,9 +337,9 @@ def run_simulations(
         workers: processes that share the replicates.
     """
     items = [
-        (place, range(first, min(first + BLOCK, replicates)))
+        (place, range(first, min(first + REPLICATES_AT_ONCE, replicates)))
         for place in range(len(simulations))
-        for first in range(0, replicates, BLOCK)
+        for first in range(0, replicates, REPLICATES_AT_ONCE)
     ]
     weights = [float(simulations[place].work * len(block)) for place, block in items]
     total = int(sum(weights))

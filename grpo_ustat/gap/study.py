@@ -11,7 +11,14 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from grpo_ustat.config.gap import GapConfig
-from grpo_ustat.costs.duration import AGAIN, WIDER, Span, newest_folders, span_text, started_here
+from grpo_ustat.costs.duration import (
+    OTHER_SHAPE_FACTOR,
+    SAME_SHAPE_FACTOR,
+    Span,
+    newest_folders,
+    span_text,
+    started_here,
+)
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.gap.evidence import theorem
@@ -29,10 +36,11 @@ from grpo_ustat.terminal.console import Console
 RATE = Span(1.5e6, 2e7)
 ENUMERATED = Span(1.0, 60.0)  # seconds of a study that draws next to nothing
 
-SAME = (("study", "kind"), ("bed", "name"), ("launch", "workers"))  # of studies that tell the time
-CLOSE = 0.05  # by which their completions may differ and be of the same size
+# keys of studies by which an earlier one tells the time of a planned one
+SHARED_KEYS = (("study", "kind"), ("bed", "name"), ("launch", "workers"))
+SAME_SIZE_TOLERANCE = 0.05  # relative difference in completions of studies of one size
 
-WIDE = 120  # columns of a terminal from which on severities are shown
+SEVERITY_COLUMNS = 120  # columns of a terminal from which on severities are shown
 
 
 def run(config: GapConfig, folder: RunFolder) -> float | None:
@@ -51,7 +59,9 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
         text = f"{folder.path} is complete; on_existing=overwrite runs it again."
         console.print(text, soft_wrap=True)
     console.print(claims_table(result, console.width))
-    if console.width < WIDE and any(claim.get("severity") for claim in result["claims"]):
+    if console.width < SEVERITY_COLUMNS and any(
+        claim.get("severity") for claim in result["claims"]
+    ):
         console.print("- which alternatives would also have agreed: see report.html")
     for note in result["notes"]:
         console.print(f"- {note}")
@@ -110,7 +120,7 @@ def claims_table(result: dict[str, Any], width: int) -> Table:
     rows = [claim_cells(claim) for claim in result["claims"]]
     columns = {name: [row[i] for row in rows] for i, name in enumerate(CLAIM_COLUMNS)}
     columns = {name: cells for name, cells in columns.items() if any(cells)}
-    if width < WIDE:
+    if width < SEVERITY_COLUMNS:
         columns.pop("severity", None)
     for name in columns:
         words = name in ("claim", "verdict", "severity")
@@ -145,8 +155,9 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     notes = []
     if any(measured):
         notes.append(
-            f"Time: measured, earlier studies of this kind and bed here, {AGAIN:g} times either "
-            f"way, {WIDER:g} where sizes differ; on a machine as busy as then."
+            f"Time: measured, earlier studies of this kind and bed here, {SAME_SHAPE_FACTOR:g} "
+            f"times either way, {OTHER_SHAPE_FACTOR:g} where sizes differ; on a machine as busy "
+            "as then."
         )
     if not all(measured):
         workers = runs[0].config.launch.workers
@@ -168,7 +179,7 @@ def earlier_seconds(planned: PlannedRun, completions: int) -> Span | None:
     of_others: list[Span] = []
     for folder in newest_folders(usual_place, own and own.path):
         run = RunRecord(folder)
-        groups = [(run.config.get(key), name) for key, name in SAME]
+        groups = [(run.config.get(key), name) for key, name in SHARED_KEYS]
         names = [group.get(name) for group, name in groups if isinstance(group, dict)]
         cost = (run.result or {}).get("cost") or {}
         same = names == [config.study.kind, config.bed.name, config.launch.workers]
@@ -177,10 +188,14 @@ def earlier_seconds(planned: PlannedRun, completions: int) -> Span | None:
             continue
         seconds, drawn = float(cost["seconds"]), float(cost["rollouts"])
         ratio = completions / drawn if completions and drawn > 0 else 1.0
-        if abs(ratio - 1) < CLOSE:
-            of_this_size.append(Span(seconds * ratio / AGAIN, seconds * ratio * AGAIN))
+        if abs(ratio - 1) < SAME_SIZE_TOLERANCE:
+            of_this_size.append(
+                Span(seconds * ratio / SAME_SHAPE_FACTOR, seconds * ratio * SAME_SHAPE_FACTOR)
+            )
         else:
-            of_others.append(Span(seconds * ratio / WIDER, seconds * ratio * WIDER))
+            of_others.append(
+                Span(seconds * ratio / OTHER_SHAPE_FACTOR, seconds * ratio * OTHER_SHAPE_FACTOR)
+            )
     spans = of_this_size or of_others
     if not spans:
         return None

@@ -19,8 +19,8 @@ import numpy as np
 from grpo_ustat.config.beds import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
 from grpo_ustat.config.schema import ConfigError
 
-LEAST = 0.02  # probability that any outcome of a coin keeps within the box
-CELLS = 41  # of a grid, along each coordinate
+LEAST_PROBABILITY = 0.02  # probability that any outcome of a coin keeps within the box
+GRID_POINTS = 41  # along each coordinate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Testbed(ABC):
         """
         half_K = np.sqrt(2 * self.reach * np.diag(np.linalg.inv(self.curvature_KK)))
         for _ in range(60):
-            axes = [np.linspace(-half, half, CELLS) for half in half_K]
+            axes = [np.linspace(-half, half, GRID_POINTS) for half in half_K]
             grid_KR = self.best_K[:, None] + np.array(list(product(*axes))).T
             inside_R = self.gap(grid_KR) <= self.reach
             edge_R = (np.abs(grid_KR - self.best_K[:, None]) > 0.999 * half_K[:, None]).any(axis=0)
@@ -165,7 +165,7 @@ class CoinTestbed(Testbed):
             raise ValueError(f"slopes {self.slope_PK.tolist()} must have mean 0 over prompts")
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
         probability = self.law(corners_KR)[0]  # concave or linear in u, so smallest in a corner
-        if probability.min() < LEAST**2:
+        if probability.min() < LEAST_PROBABILITY**2:
             raise ValueError(
                 f"reach={self.reach} lets a probability fall to {probability.min():.3g}: lower it"
             )
@@ -229,7 +229,7 @@ class RidgeCoinTestbed(Testbed):
             )
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
         probability = self.law(corners_KR)[0]  # concave or linear in v and in w
-        if probability.min() < LEAST**2:
+        if probability.min() < LEAST_PROBABILITY**2:
             raise ValueError(
                 f"reach={self.reach} width={self.width} let a probability fall to "
                 f"{probability.min():.3g}: lower them"
@@ -282,7 +282,7 @@ class RidgeCoinTestbed(Testbed):
 
     def sublevel_grid(self) -> np.ndarray:
         """See `Testbed.sublevel_grid`; within the box."""
-        axes = [np.linspace(-half, half, CELLS) for half in self.box_K]
+        axes = [np.linspace(-half, half, GRID_POINTS) for half in self.box_K]
         grid_KR = np.array(list(product(*axes))).T
         return grid_KR[:, self.gap(grid_KR) <= self.reach]
 

@@ -32,7 +32,7 @@ from grpo_ustat.gap.claims import (
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.offpolicy import ZERO, ByLength, Setting, by_length
 from grpo_ustat.gap.offpolicy_paths import PathErrors, path_errors
-from grpo_ustat.gap.sequences import MOST, SequencePolicy, build_sequences
+from grpo_ustat.gap.sequences import MOST_COMPLETIONS, SequencePolicy, build_sequences
 from grpo_ustat.gap.theorem12_on_policy import OnPolicy, row
 from grpo_ustat.runs.claims import Claim, correct_family, verdict_of, worst_verdict
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
@@ -114,7 +114,7 @@ def check_design(tokens: int, design: Theorem12Config) -> None:
     rates, lengths = design.learning_rates, design.lengths
     if len(set(rates)) < 3 or min(rates) <= 0:
         raise ConfigError(f"learning_rates={rates}: use at least three, all above 0")
-    longest = MOST.bit_length() - 1
+    longest = MOST_COMPLETIONS.bit_length() - 1
     if len(set(lengths)) < 2 or min(lengths) < 1 or max(lengths) > longest:
         raise ConfigError(f"lengths={lengths}: use at least two, all of 1 to {longest}")
     least = {

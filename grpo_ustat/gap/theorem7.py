@@ -25,7 +25,7 @@ from grpo_ustat.gap.simulate import (
     run_simulations,
 )
 from grpo_ustat.gap.testbeds import Testbed, build_testbed
-from grpo_ustat.runs.claims import FAMILY, Claim, comma_list
+from grpo_ustat.runs.claims import FAMILY_ERROR, Claim, comma_list
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 STATEMENT = (
@@ -39,7 +39,7 @@ KINDS = {
     "bounds": "G nearest to our exact G* = 1 + sqrt(C3/C1)",
     "recursion": "best G of the quadratic recursion (ours)",
 }
-SAME = 1e-4  # relative distance of a numerical minimiser from the formula
+MINIMISER_TOLERANCE = 1e-4  # relative distance of a numerical minimiser from the formula
 
 GridPoint = tuple[Rate, int, int]  # learning rate, n of a step, T: a cell, with every G
 Gaps = dict[int, np.ndarray]  # gap_R of each G
@@ -112,7 +112,7 @@ def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
 
 def may_be_best(gaps: Gaps) -> set[int]:
     """The group sizes that are best or not significantly different from it, at 5 %."""
-    return {size for size in gaps if p_value_of_best(gaps, size) > FAMILY}
+    return {size for size in gaps if p_value_of_best(gaps, size) > FAMILY_ERROR}
 
 
 def p_value_of_all(cells: dict[GridPoint, Gaps], sizes: dict[GridPoint, int]) -> float:
@@ -191,9 +191,10 @@ def _bound_claims(bed: Testbed, points: Sequence[GridPoint]) -> list[Claim]:
                 "the bound holds G in s^2 alone, with C1, C2, C3 at the maximum",
                 predicted=gstar,
                 measured=furthest,
-                agrees=abs(furthest / gstar - 1) < SAME,
+                agrees=abs(furthest / gstar - 1) < MINIMISER_TOLERANCE,
                 how=f"Lemma 6's recursion minimised over real G in {len(points)} cells, relative "
-                f"distance below {SAME:g}: algebra, of constants that are not suprema over a path",
+                f"distance below {MINIMISER_TOLERANCE:g}: algebra, of constants that are not "
+                "suprema over a path",
             )
         )
     return claims
@@ -286,7 +287,7 @@ def total_claim(
         measured=float(lowest[1]),
         low=None,
         high=None,
-        verdict=AGREES if any(p <= FAMILY for p in by_size.values()) else OPEN,
+        verdict=AGREES if any(p <= FAMILY_ERROR for p in by_size.values()) else OPEN,
         how=f"smallest at T = {lowest[0]}, B = {total // lowest[0] // lowest[1]}; paired t tests "
         f"of every pair with all others (Bonferroni over {len(gaps) - 1}), the p-value is the "
         "largest over T of the G nearest to the paper's G*",

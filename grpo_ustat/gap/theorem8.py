@@ -167,7 +167,7 @@ def ks_p_value(uniform_R: np.ndarray) -> float:
 
 
 def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
-    """Two-sided, that the mean of `sum_j w_j chi2_1 / sum_j w_j` is as the weights have it.
+    """Two-sided p-value that the mean of `sum_j w_j chi2_1 / sum_j w_j` is as the weights have it.
 
     The law of the total is known, and skew: a chi-square of three cumulants in common with it (Hall
     1983, Buckley-Eagleson 1988), exact for a single weight. Student's t errs in the tails where

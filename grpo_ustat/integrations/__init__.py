@@ -1,1 +1,1 @@
-"""Hooks in other frameworks' trainers."""
+"""Other trainers: a callback for TRL, and our baselines in verl, SkyRL and slime."""

@@ -1,1 +1,1 @@
-"""How processes start, stop and go on: the ways in, ranks of our own, sweeps."""
+"""A run starts, in this process or in ranks, and goes back into a queue when it is stopped."""

@@ -115,6 +115,6 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
 
 
 def note_failed_ranks(folder: RunFolder, error: RanksFailed) -> None:
-    """Note in the folder why ranks failed: the first one knows at best that it lost another."""
+    """Note in the folder why ranks failed; rank 0 itself may know only that another one is gone."""
     if folder.path.is_dir():
         history.append(folder.path, history.end_row(error) | {"config_hash": folder.config_hash})

@@ -1,1 +1,1 @@
-"""Rollouts that other programs have logged."""
+"""Rollouts that other programs have logged: readers, one kind of row, conversion."""

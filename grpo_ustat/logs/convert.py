@@ -12,7 +12,7 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs import sieve
 from grpo_ustat.logs.formats import Format, files_of, packed_files, split_by_name
-from grpo_ustat.logs.readers import EVALUATION, UNLIKE
+from grpo_ustat.logs.readers import EVALUATION, NOT_AS_WRITTEN
 from grpo_ustat.logs.rows import (
     LEAST_COMPLETIONS,
     STEP_ROLLOUTS,
@@ -126,9 +126,9 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
     ]
     for row in rollouts:
         row.fault = row.fault or _fault(row)
-        if row.untrained.startswith(EVALUATION) or row.fault.startswith(UNLIKE):
+        if row.untrained.startswith(EVALUATION) or row.fault.startswith(NOT_AS_WRITTEN):
             row.left_out = row.untrained or row.fault
-    rows = sieve.once(sieve.kept(rollouts))
+    rows = sieve.without_copies(sieve.kept(rollouts))
     rows = sieve.last_written(rows)
     rows = sieve.of_one_run(rows, options.version)
     step_rollouts = sieve.rollouts_of_step(rows)
@@ -205,8 +205,8 @@ def _rollouts_of(
             )
     if damaged and not rollouts:
         raise next(iter(damaged.values()))
-    if rollouts and all(row.fault.startswith(UNLIKE) for row in rollouts):
-        reason = rollouts[0].fault.removeprefix(UNLIKE).strip(" ()")
+    if rollouts and all(row.fault.startswith(NOT_AS_WRITTEN) for row in rollouts):
+        reason = rollouts[0].fault.removeprefix(NOT_AS_WRITTEN).strip(" ()")
         raise ConfigError(
             f"{rollouts[0].path} is not as {one.name} writes it ({reason:.120}): choose another "
             "--from"
@@ -247,9 +247,9 @@ def _fault(rollout: Rollout) -> str:
 
 
 def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
-    """Rows that all have tokens or all have none, and so with log-probabilities, and whose prompts
-    and completions are texts or messages: `mse` takes no mixture. What most rows have the others
-    are left out for; what few have is not written.
+    """Rows that are logged alike, since `mse` takes no mixture: tokens in all or in none,
+    log-probabilities too, prompts and completions all texts or all messages. Rows without what most
+    others have are left out; tokens or log-probabilities that only a minority has are dropped.
     """
     for name in ("prompt", "completion"):
         kinds = Counter(KINDS[type(getattr(row, name))] for row in rows)

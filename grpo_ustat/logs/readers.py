@@ -27,7 +27,7 @@ from grpo_ustat.runs.files import parsed_row
 from grpo_ustat.terminal.streams import single_line
 
 EVALUATION = "of an evaluation"
-UNLIKE = "its row is not as the framework writes it"  # and the error, in parentheses
+NOT_AS_WRITTEN = "its row is not as the framework writes it"  # and the error, in parentheses
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
 TYPES = {
@@ -60,10 +60,12 @@ def rows_of(
             if isinstance(error, ConfigError):
                 raise
             reason = f"{type(error).__name__}: {single_line(error, 80)}"
-            made = [Rollout(path, place, run=str(path.parent), fault=f"{UNLIKE} ({reason})")]
+            made = [
+                Rollout(path, place, run=str(path.parent), fault=f"{NOT_AS_WRITTEN} ({reason})")
+            ]
         for one in made:
             if found := _unlike(one):
-                one.fault = f"{UNLIKE} ({found})"
+                one.fault = f"{NOT_AS_WRITTEN} ({found})"
             yield one
 
 
@@ -348,8 +350,8 @@ def read_verl(path: Path, options: Options) -> Iterator[Rollout]:
 
 
 def _is_below_evaluations(path: Path, source: Path | None) -> bool:
-    """Whether the nearest folder whose name says what it holds has evaluations, of those from the
-    file up to the source, and the source's own and its parent.
+    """Whether a file holds evaluations, by the nearest folder above it whose name says evaluation
+    or training, up to the parent of the source.
     """
     folder = absolute(path).parent
     given = folder if source is None or source.is_file() else absolute(source)

@@ -198,8 +198,8 @@ def as_float(value: Any) -> float:
 def reward_columns(
     columns: Mapping[str, list[Any]], known: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Columns most of whose values are numbers, nulls aside, and those of nulls alone or without a
-    value; beside those that are known.
+    """Columns that may hold rewards, without the `known` ones: those of which most values that are
+    not null are numbers, and those that hold nothing but nulls.
     """
     own = {
         name: [one for one in values if one is not None]

@@ -29,7 +29,7 @@ def kept(rows: Sequence[Rollout]) -> list[Rollout]:
     return [row for row in rows if not row.left_out]
 
 
-def content(row: Rollout) -> bytes:
+def copy_digest(row: Rollout) -> bytes:
     """A digest of all that two copies share."""
     shared = (
         row.run, row.policy_version, row.group, row.prompt_ids or row.prompt,
@@ -38,9 +38,11 @@ def content(row: Rollout) -> bytes:
     return hashlib.blake2b(repr(shared).encode(), digest_size=16).digest()
 
 
-def once(rows: Sequence[Rollout]) -> list[Rollout]:
-    """Rows without copies, see above; of a run that tells what it trained on, those rows alone."""
-    contents = [content(row) for row in rows]
+def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
+    """Rows without copies, see the module; of a run that logs which rows it trained on, those
+    alone.
+    """
+    contents = [copy_digest(row) for row in rows]
     shipped: dict[str, set[str | bytes]] = {}
     for row, own in zip(rows, contents, strict=True):
         if not row.arrived:

@@ -40,7 +40,7 @@ from grpo_ustat.terminal.streams import single_line
 
 LEAST_GAP = 0.002  # below which no other temperature is nearer than rounding
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-CHECKED = 64  # completions
+MOST_CHECKED = 64  # completions whose log-probabilities are compared with the model's
 
 
 def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, list[Prompt]]:
@@ -345,13 +345,13 @@ def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseCo
 def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None:
     """Refuse rollouts that the model did not write so: its log-probabilities of their tokens are
     far from the sampler's, which were logged, or less than half as far at another temperature. At
-    most CHECKED completions are read.
+    most MOST_CHECKED completions are read.
 
     Raises:
         ConfigError: naming the mean absolute gap a token and its likely cause.
     """
     count = rollouts.ended_PG.size
-    index = np.unique(np.linspace(0, count - 1, min(CHECKED, count)).astype(int))
+    index = np.unique(np.linspace(0, count - 1, min(MOST_CHECKED, count)).astype(int))
     gap = sampler_gap(policy, rollouts, index, config.temperature)
     gaps = {one: sampler_gap(policy, rollouts, index[::4], one) for one in TEMPERATURES}
     nearest = min(gaps, key=lambda one: gaps[one])

@@ -50,8 +50,8 @@ from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.terminal.progress import Progress
 
-ROWS = 512  # at most so many completions are scored side by side
-NUMBERS = 262139  # kept of a gradient, a prime; smaller models are kept in full
+MOST_ROWS = 512  # completions that are scored side by side
+SKETCH_SIZE = 262139  # numbers kept of a gradient, a prime; smaller models are kept in full
 
 
 @dataclass(frozen=True)
@@ -220,10 +220,10 @@ def _gradients(
     product is off by about 0.2 % of the product of the norms.
     """
     count, size = rollouts.mask_PGT.shape[:2]
-    sketch = Sketch(parameter_sizes(policy.model), NUMBERS)
+    sketch = Sketch(parameter_sizes(policy.model), SKETCH_SIZE)
     total_CD, squared = np.zeros((len(weights_CPG), sketch.dimension)), []
     tokens = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
-    per_call = max(1, min(ROWS, rows_that_fit(policy, tokens) // 4) // size)
+    per_call = max(1, min(MOST_ROWS, rows_that_fit(policy, tokens) // 4) // size)
     progress = Progress("scoring", count * size)
     for start in range(0, count, per_call):
         prompts = np.arange(start, min(start + per_call, count))

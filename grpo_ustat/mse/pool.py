@@ -47,7 +47,7 @@ from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.tasks.base import Task, rewards
 from grpo_ustat.terminal.progress import Notice
 
-READ = 4  # completions of a question's part, in which the sampler is compared with the model
+COMPARED_COMPLETIONS = 4  # of a question's part; there sampler and model are compared
 BATCHES, CHUNKS = 4, 16  # see `_chunks_to_sample`
 CHECKED_TOKENS = 64  # of a completion whose score is compared with plain differentiation
 
@@ -380,7 +380,7 @@ def completions_of(
     """One question's completions as a pool keeps them unscored, see `score_part`."""
     gap, count = None, len(rewards_NF)
     if sampler.rollout.name != "local" and rollouts.logprobs_PGT is not None:
-        read = row * count + np.unique(np.linspace(0, count - 1, READ).astype(int))
+        read = row * count + np.unique(np.linspace(0, count - 1, COMPARED_COMPLETIONS).astype(int))
         tokens = int(rollouts.lengths_PG.ravel()[read].sum())
         gap = np.array([sampler_gap(policy, rollouts, read, sampler.temperature), tokens])
     return Completions(

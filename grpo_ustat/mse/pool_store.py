@@ -49,7 +49,7 @@ from grpo_ustat.runs.files import atomic_write, hidden_path
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.log import attempt, write_rows
 
-MOST = 2000
+MOST_SAMPLED = 2000  # completions of a study's completions.parquet
 SCORED, UNSCORED = ".safetensors", ".unscored"  # kinds of parts, by the ends of their names
 SCORED_WITH = ("torch", "transformers")  # packages that a completion and its score depend on
 
@@ -433,8 +433,8 @@ def leave_sample(
     ones; the study goes on without it where the disk refuses. Answers of imported completions are
     not read.
     """
-    prompts = prompts[:: -(-len(prompts) // MOST)]
-    count, store = MOST // len(prompts), PoolStore(pool, {})
+    prompts = prompts[:: -(-len(prompts) // MOST_SAMPLED)]
+    count, store = MOST_SAMPLED // len(prompts), PoolStore(pool, {})
     model = sampling.policy.model
     tokenizer, extract = configured_tokenizer(model), None
     if not is_imported:

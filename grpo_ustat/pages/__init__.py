@@ -1,1 +1,1 @@
-"""Pages, tables and figures of a run."""
+"""The page of one run: its tables, figures and sentences."""

@@ -107,8 +107,8 @@ def note(figure: Figure, lines: Sequence[str], width: float) -> None:
 
 
 def show_names_as_texts(figure: Figure) -> None:
-    """Before a figure is drawn: no text of it is a formula, but for numbers along its axes; lines
-    have an end, and invisible characters are spelt out.
+    """Make all texts of a figure plain: formulas are read in numbers along its axes alone, long
+    lines are cut, and invisible characters are spelt out.
     """
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
@@ -128,7 +128,7 @@ def show_names_as_texts(figure: Figure) -> None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    """Write it as PDF, SVG and PNG, and close it; laid out once for all three."""
+    """Write a figure as PDF, SVG and PNG, laid out once for all three, and close it."""
     show_names_as_texts(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine(None)

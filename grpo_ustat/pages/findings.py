@@ -34,8 +34,8 @@ WHY_FIXED_ROLLOUTS = (
     "questions; a training step has a fixed number of rollouts, where a larger G means fewer "
     "prompts, so one G is best."
 )
-PAYS = 0.05  # share of the error, below which no saving pays for drawing groups anew
-NO_HELP = 0.05  # a saving of less is no help
+WORTHWHILE_SAVING = 0.05  # share of the error; less does not pay for drawing groups anew
+HELPFUL_SAVING = 0.05  # share of the error; plans of unequal groups that save less do not help
 USUAL_SIZE = 8  # TRL's G where none is chosen
 NEIGHBOURS = (-1, 1)  # of the best admissible G, whose costs the sentence names
 
@@ -273,7 +273,7 @@ def dynamic_sampling_sentence(result: Mapping[str, Any], group_size: int | None 
         return ""
     row = min(rows, key=lambda row: abs(math.log(row["group_size"] / (group_size or USUAL_SIZE))))
     saved = row_interval(row, "break_even")
-    if saved.high < PAYS:
+    if saved.high < WORTHWHILE_SAVING:
         return (
             "Dynamic sampling does not pay here: at the same rollouts it saves less than "
             f"{100 * saved.high:.1g} % of the error."
@@ -297,7 +297,8 @@ def allocation_sentence(result: Mapping[str, Any], group_size: int = USUAL_SIZE)
     ends = f"({percent(change)} error [{percent(low)}, {percent(high)}])"
     if high < 0:
         return f"Unequal group sizes help, by {best['plan']} {ends}."
-    return f"Unequal group sizes {'do not' if low > -NO_HELP else 'are not shown to'} help {ends}."
+    verb = "do not" if low > -HELPFUL_SAVING else "are not shown to"
+    return f"Unequal group sizes {verb} help {ends}."
 
 
 def training_noise_sentence(

@@ -17,8 +17,8 @@ INTERVAL_WORDS = {  # what an interval speaks of
     "questions": "generalising to new questions",
 }
 NEED_VALUES = ("oracle", "optimal")
-SMALLEST = "Bold: the least error of a line among unbiased rules that know no values"
-ALIKE = "underlined: its 95 % interval reaches that of the least"
+SMALLEST_NOTE = "Bold: the least error of a line among unbiased rules that know no values"
+ALIKE_NOTE = "underlined: its 95 % interval reaches that of the least"
 MOST_BASELINES = 4  # side by side on a terminal of 80 characters
 
 
@@ -134,7 +134,7 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
                 marks[len(rows), 2 + names.index(name)] = best
             rows.append([heading, str(size), *(cells.get((size, name), "-") for name in names)])
     notes = [_interval_note(studies), *_missing_points(studies), *missing_in(studies)]
-    words = [SMALLEST] * (True in marks.values()) + [ALIKE] * (False in marks.values())
+    words = [SMALLEST_NOTE] * (True in marks.values()) + [ALIKE_NOTE] * (False in marks.values())
     legend = [f"{'; '.join(words)}."] if words else []
     return Table(
         name="mse",

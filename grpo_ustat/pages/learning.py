@@ -43,7 +43,7 @@ GSTAR_NOTE = (
     " G*: 95 % bars over seeds, of one seed over the step's prompts; those that leave the picture "
     "have no upper end, or a far one."
 )
-BEYOND = 1e9  # the end of a line that leaves the picture
+OFF_THE_PICTURE = 1e9  # where an interval without an upper end is drawn to
 MOST_WITH_SEEDS = 6  # lines; of more, their seeds would hide them
 
 
@@ -329,7 +329,7 @@ def _gstar_bars(axes: Axes, line: Sequence[dict[str, Any]], colour: str, shift: 
     """
     for row in line:
         if row["low"] is not None:
-            high = BEYOND if row["high"] is None else row["high"]
+            high = OFF_THE_PICTURE if row["high"] is None else row["high"]
             axes.plot(
                 [row["step"] + shift] * 2, [max(row["low"], 1.0), high], color=colour, linewidth=1,
                 alpha=0.6,

@@ -34,7 +34,7 @@ from grpo_ustat.terminal.streams import single_line, visible
 NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
 WIDEST_HALF = 800  # pixels of a picture that leaves room for another beside it
-WIDEST = 100_000  # points of any picture
+WIDEST_PICTURE = 100_000  # points
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Figure:
             _, _, width, _ = map(float, root.get("viewBox", "").split())
         except (ElementTree.ParseError, ValueError) as error:
             raise ValueError(f"not an SVG with a viewBox: {error}") from error
-        if root.tag != "{http://www.w3.org/2000/svg}svg" or not 0 < width < WIDEST:
+        if root.tag != "{http://www.w3.org/2000/svg}svg" or not 0 < width < WIDEST_PICTURE:
             raise ValueError(f"not an SVG with a viewBox: it is <{root.tag}>, {width:g} wide")
         return round(width * 4 / 3)
 

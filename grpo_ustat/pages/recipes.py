@@ -20,7 +20,7 @@ RECIPES = {  # whose group size, and where it is published
     "DeepSeekMath (arXiv 2402.03300)": 64,
     "BroRL (arXiv 2510.01180)": 512,
 }
-LARGEST = 1024  # of the group sizes among which the best is looked for
+LARGEST_SIZE = 1024  # of the group sizes among which the best is looked for
 TICKS = (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500)
 
 
@@ -51,7 +51,7 @@ def recipes(scaling: Mapping[str, Any], rollouts: int = ROLLOUTS) -> list[Recipe
     estimate = scaling_estimate_of(scaling)
     if not is_decided(scaling) or not np.isfinite(estimate.covariance_33).all():
         return []
-    best = estimate.best_of(range(2, LARGEST))
+    best = estimate.best_of(range(2, LARGEST_SIZE))
     rows = []
     for name, size in sorted({**RECIPES, "the best G": best}.items(), key=lambda pair: pair[1]):
         weights_3 = np.array([size, 1.0, 1 / (size - 1)]) / rollouts

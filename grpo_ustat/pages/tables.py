@@ -274,7 +274,9 @@ def tex_cell(cell: str, best: bool | None = None) -> str:
 
 
 def _latex_row(cells: Sequence[str]) -> str:
-    """A row that begins with nothing that the line before could read as its option."""
+    r"""A row of LaTeX; `{}` guards one that begins with `[` or `*`, which the row before would
+    read as its option.
+    """
     text = " & ".join(cells)
     return ("{}" if text.lstrip()[:1] in ("[", "*") else "") + text + r" \\"
 
@@ -343,7 +345,7 @@ def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
 
 
 def enumeration(names: Sequence[str]) -> str:
-    """Names as a sentence has them.
+    """Names joined by commas, the last one by `and`.
 
     >>> enumeration(["a"]), enumeration(["a", "b", "c"])
     ('a', 'a, b and c')

@@ -1,1 +1,1 @@
-"""The model: loading, log-probabilities, scores, and an enumerable policy with exact truth."""
+"""The model: loading, log-probabilities, exact scores."""

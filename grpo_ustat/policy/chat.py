@@ -18,7 +18,7 @@ from grpo_ustat.tasks.prompts import Turn
 from grpo_ustat.terminal.streams import single_line
 
 SECONDS, BYTES = 5.0, 2**30  # that writing one conversation may take, beside what is there
-LONGEST = 10_000_000  # letters of its text
+MOST_LETTERS = 10_000_000  # letters of its text
 
 
 def in_chat_format(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> str:
@@ -42,8 +42,8 @@ def in_chat_format(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> 
         raise ValueError(f"it takes more than {BYTES / 2**30:g} GiB") from error
     except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(str(error) or type(error).__name__) from error
-    if not isinstance(text, str) or len(text) > LONGEST:
-        raise ValueError(f"it writes more than {LONGEST:,} letters")
+    if not isinstance(text, str) or len(text) > MOST_LETTERS:
+        raise ValueError(f"it writes more than {MOST_LETTERS:,} letters")
     return text
 
 

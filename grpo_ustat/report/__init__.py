@@ -1,1 +1,1 @@
-"""Pages, tables and figures of a run, and of any set of run folders together."""
+"""What `report` does: tables, figures and one page of any set of run folders together."""

@@ -1,1 +1,1 @@
-"""Completions: keyed randomness and the in-process sampler."""
+"""Completions: keyed draws, the in-process sampler, vLLM and its server."""

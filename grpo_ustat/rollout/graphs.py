@@ -26,10 +26,11 @@ from grpo_ustat.rollout.batch import DecodingBatch
 from grpo_ustat.rollout.cache import GrowingLayer
 from grpo_ustat.terminal.streams import single_line
 
-LEAST = 128  # columns that are read at least
-ROOM = 64  # columns beyond those of the longest text: tokens until the next look, and alignment
+LEAST_COLUMNS = 128  # that a graph reads
+SPARE_COLUMNS = 64  # beyond the longest text: tokens until the next look, and alignment
 ATTENTION = ("sdpa", "eager")  # implementations that add a mask of four axes
-APART = {torch.float64: 1e-8, torch.float32: 2e-3}  # logits, of the largest; other types 0.1
+# difference of logits with and without graphs, over the largest of them; other types 0.1
+LOGIT_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3}
 STATE = (
     *("prompt_lengths_R", "lengths_R", "unfinished_R", "token_R"),
     *("uniforms_RT", "tokens_RT", "logprobs_RT", "entropy_RT"),
@@ -105,7 +106,9 @@ class TokenGraphs:
 
     def __init__(self, batch: DecodingBatch):
         self.rows, self.columns = len(batch.rows), 0
-        self.most = -(-(batch.length + batch.width) // ROOM) * ROOM + ROOM
+        self.most = (
+            -(-(batch.length + batch.width) // SPARE_COLUMNS) * SPARE_COLUMNS + SPARE_COLUMNS
+        )
         self.state = {name: torch.empty_like(getattr(batch, name)) for name in STATE}
         self.goes_on_V = batch.goes_on_V
         self.buffers = [
@@ -137,7 +140,7 @@ class TokenGraphs:
         if batch.length + count > self.columns:
             batch.drop_columns()
             needed = batch.length + count
-            self.columns = min(max(LEAST, 1 << (needed - 1).bit_length()), self.most)
+            self.columns = min(max(LEAST_COLUMNS, 1 << (needed - 1).bit_length()), self.most)
         self._take_in(batch)
         key, written = (len(batch.rows), self.columns), 0
         if key not in self.graphs:
@@ -212,7 +215,7 @@ class TokenGraphs:
         self._hand_back(batch)
         found_RV = self._read(batch)
         scale = expected_RV.nan_to_num(posinf=0, neginf=0).abs().max()
-        room = APART.get(expected_RV.dtype, 0.1) * float(scale)
+        room = LOGIT_TOLERANCE.get(expected_RV.dtype, 0.1) * float(scale)
         if not torch.allclose(found_RV, expected_RV, rtol=0, atol=room, equal_nan=True):
             raise ValueError("its logits are others than one operation after the other")
 

@@ -230,7 +230,9 @@ OPENERS: dict[str, Callable[[About], Tracker]] = {
 
 
 def _accelerates(name: str) -> Any:
-    """One of accelerate's classes of trackers, to be used by the process that this is."""
+    """A tracker class of accelerate that works in any process; accelerate's own do nothing outside
+    of the main one.
+    """
     from accelerate import tracking
 
     # accelerate's loggers and its look for the main process need its state, which a study lacks
@@ -241,7 +243,7 @@ def _accelerates(name: str) -> Any:
 
 
 def flat_values(event: Event) -> dict[str, Any]:
-    """Under the names of metrics.jsonl; evaluations as `eval/<decoding>/<column>`."""
+    """Values of an event, named as in metrics.jsonl; of evaluations `eval/<decoding>/<column>`."""
     if event.kind == "row":
         return dict(event.content)
     if event.kind == "eval":

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, Claim
 
-FAMILY = 0.05  # studies without an error in theory that disagree, at most
+FAMILY_ERROR = 0.05  # share of studies that may disagree although the theory holds, at most
 
 
 def correct_family(claims: Sequence[Claim]) -> list[Claim]:
@@ -26,13 +26,13 @@ def correct_family(claims: Sequence[Claim]) -> list[Claim]:
     for claim in claims:
         if claim.p_value is not None:
             holm_p, verdict, severity = next(holm), claim.verdict, claim.severity
-            if holm_p <= FAMILY:
+            if holm_p <= FAMILY_ERROR:
                 verdict = claim.when_rejected or (OPEN if verdict == OPEN else DISAGREES)
             elif verdict == DISAGREES:
                 verdict = AGREES
             if claim.alternatives:
                 p_of = claim.alternatives.items()
-                agreeing = [name for name, p in p_of if p * len(p_values) > FAMILY]
+                agreeing = [name for name, p in p_of if p * len(p_values) > FAMILY_ERROR]
                 severity = f"{len(agreeing)} of {len(p_of)} alternatives would also have agreed"
                 severity += f": {', '.join(agreeing)}" if agreeing else ""
             claim = replace(claim, verdict=verdict, holm_p=holm_p, severity=severity)

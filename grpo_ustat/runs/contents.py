@@ -26,7 +26,7 @@ USUAL_BYTES = 256_000_000  # of all other files
 MOST_DEPTH, MOST_VALUES, MOST_LETTERS = 40, 2_000_000, 1_000_000
 MOST_SETTINGS = 50_000  # values of a configuration, aliases as often as they stand
 MOST_ROWS = 20_000  # of a table within a result
-LARGEST = 1e100  # of a number; what is squared, or drawn, stays finite
+LARGEST_NUMBER = 1e100  # of a number; what is squared, or drawn, stays finite
 
 T = TypeVar("T")
 
@@ -103,8 +103,8 @@ def parsed_json(text: str) -> Any:
 
 
 def parsed_code(text: str) -> Any:
-    """The content of `code.json`, as it was written: a changed letter in a version or in the
-    fingerprint of the weights would be believed.
+    """The content of `code.json`, checked by its digest: nothing else would show a changed letter
+    in a version or in the fingerprint of the weights.
 
     Raises:
         ValueError: it is no JSON file, or its digest is of other values.
@@ -172,7 +172,7 @@ def is_number(value: Any) -> bool:
     """Whether it is a finite number of a usual size, and no boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= LARGEST and math.isfinite(value)
+    return abs(value) <= LARGEST_NUMBER and math.isfinite(value)
 
 
 def count(value: Any) -> bool:
@@ -187,8 +187,8 @@ def scalar(value: Any) -> bool:
 
 @cache
 def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
-    """The keys that a record has in a file: the type of each, and whether it has to be there, as
-    those have to whose field has no default.
+    """Keys of a record in a file: the type of each, and whether it is required, as it is where the
+    field has no default.
 
     >>> @dataclass
     ... class Law:
@@ -245,7 +245,7 @@ def _typed_fields(record: type) -> list[tuple[str, Any, Any]]:
 
 
 def _sometimes(kind: Any) -> tuple[Any, bool]:
-    """The type that `Sometimes` was given, and whether it was."""
+    """The type within `Sometimes[...]`, and True; any other type as it is, and False."""
     if get_origin(kind) is not Annotated or get_args(kind)[1] != get_args(Sometimes[int])[1]:
         return kind, False
     (inner,) = [x for x in get_args(get_args(kind)[0]) if x is not NoneType]
@@ -266,8 +266,8 @@ def _finite(value: float | None) -> float | None:
 
 
 def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str | None:
-    """What the first key holds that does not fit, and what it should, or which key is missing; None
-    where all fit. Unknown keys fit.
+    """A line on the first key that does not fit: its value and the type that is expected, or that
+    it is missing; None where all fit. Unknown keys are ignored.
 
     Args:
         content: of a JSON or YAML file.

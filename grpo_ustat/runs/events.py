@@ -42,11 +42,11 @@ class Event:
 
     @property
     def key(self) -> str:
-        """Kind and name: what the latest mark that was sent is kept by."""
+        """Kind and name, under which the latest mark that was sent is stored."""
         return f"{self.kind} {self.name}".strip()
 
     def is_new(self, sent: dict[str, int | str]) -> bool:
-        """Whether it comes after the mark that was sent, or is another content than that."""
+        """Whether it comes after the latest event of its key that was sent, or differs from it."""
         before = sent.get(self.key)
         if isinstance(before, int) and isinstance(self.mark, int):
             return self.mark > before
@@ -129,7 +129,8 @@ class FolderReader:
             yield Event("completions", "", step, of_step, mark)
 
     def result(self) -> Iterator[Event]:
-        """Figures, tables and the result, once it is there or where it has changed.
+        """Figures, tables and values of a finished run, of which `result.json` is written last;
+        nothing where it is not there, or as it was before.
 
         Raises:
             Damaged: a file.

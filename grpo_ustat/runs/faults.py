@@ -119,7 +119,7 @@ def fault_line(error: BaseException) -> str | None:
 
 @contextmanager
 def faults_of(folder: Path) -> Iterator[None]:
-    """Within, what the system refuses a run is one line that names its folder.
+    """Turn what the operating system refuses within the block into one line that names the folder.
 
     Raises:
         NotSaved: the same command goes on from what is on the disk.
@@ -141,7 +141,9 @@ def faults_of(folder: Path) -> Iterator[None]:
 
 
 def _emptied(folder: Path, error: Exception) -> tuple[str, str, bool] | None:
-    """See `refusal`: the run folder was replaced by another, in which a file of ours is missing."""
+    """Reason and remedy, as in `refusal`, where a file is missing because the run folder was moved
+    or removed; None of other errors.
+    """
     file = getattr(error, "filename", None)
     if not isinstance(error, FileNotFoundError) or not isinstance(file, str):
         return None

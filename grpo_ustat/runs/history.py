@@ -97,7 +97,7 @@ def note_failure(folder: Path, error: BaseException, config_hash: str, before: l
 
 
 def note_done(folder: Path) -> None:
-    """Add that a finished run is one again, after a launch that failed to replace it."""
+    """Note that a finished run still stands, after a launch that was to replace it and failed."""
     if any(row.get("outcome") == "failed" for row in launches(folder)[-1:]):
         append(folder, end_row(None))
 

@@ -89,7 +89,7 @@ class MetricsLog:
         attempt(f"step {row['step']} of {self._file}", self.sync)
 
     def sync(self) -> None:
-        """See to it that every row is on the disk.
+        """Append the rows that wait, and wait until the disk has them.
 
         Raises:
             OSError: it is not; nothing is lost, the next call tries again.
@@ -126,12 +126,12 @@ class RunLog:
         self._completions = CompletionLog(folder, keep_up_to)
 
     def write(self, row: dict[str, Any], completions: list[dict[str, Any]]) -> None:
-        """A step's metrics, at once, and its completions, until they are kept."""
+        """Write a step's metrics at once; keep its completions until `sync`."""
         self._metrics.write(row)
         self._completions.add(completions)
 
     def sync(self) -> None:
-        """Put what waits on the disk; before each checkpoint, which then has all rows up to it.
+        """Write all rows that wait; called before each checkpoint, which then has all up to it.
 
         Raises:
             OSError: it is not; nothing is lost, the next call tries again.
@@ -141,7 +141,7 @@ class RunLog:
 
 
 class CompletionLog:
-    """Rows wait in memory until `sync`; a Parquet file cannot grow, so it is replaced.
+    """`completions.parquet`: rows wait in memory until `sync`, which replaces the file.
 
     Synced before every checkpoint, the file holds every step up to it, however the run ends; what
     goes beyond the checkpoint that a run resumes from is dropped, so that no step comes twice.
@@ -169,11 +169,11 @@ class CompletionLog:
                 _replace(self._file, self._table)
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        """Rows with the keys of `COLUMNS`."""
+        """Keep rows with the keys of `COLUMNS` until `sync`."""
         self._waiting += rows
 
     def sync(self) -> None:
-        """Write what waits.
+        """Write the rows that wait.
 
         Raises:
             OSError: it is not on the disk; nothing is lost, the next call tries again.
@@ -187,12 +187,13 @@ class CompletionLog:
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Rows with keys of `COLUMNS`, in place of what the file held."""
+    """Write rows with keys of `COLUMNS` in place of what the file held."""
     _replace(folder / NAME, arrow_table(rows, COLUMNS))
 
 
 def arrow_table(rows: list[dict[str, Any]], schema: pyarrow.Schema) -> pyarrow.Table:
-    """What `pyarrow.Table.from_pylist` makes; that imports pandas, a twentieth of a short run.
+    """A table of rows, as `pyarrow.Table.from_pylist` makes it, but without importing pandas, which
+    takes a twentieth of the time of a short run.
 
     Raises:
         ValueError: a row has another column, or a value of another type.

@@ -164,7 +164,7 @@ class Claim:
         measured: the estimate.
         low, high: its interval; both None where it was enumerated and has no error.
         verdict: `agrees`, `disagrees` or `not decided`; with a p-value that where Holm's correction
-            does not reject the prediction, see `gap.claims.correct_family`.
+            does not reject the prediction, see `runs.claims.correct_family`.
         how: the criterion, the level and the number of replicates.
         p_value: of the hypothesis that the prediction holds; None where it was enumerated and the
             verdict is certain.

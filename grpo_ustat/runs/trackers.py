@@ -36,9 +36,9 @@ from grpo_ustat.terminal.streams import single_line, visible
 MOST_WAITING = 10_000  # rows that wait for a tracker which is slow
 MOST_STEPS = 200  # completions of so many steps at most go into one table
 LONGEST_NAME = 120  # of a run, in letters; wandb takes 128
-MARGIN = 10.0  # seconds of a stop's grace that are not the tracker's
+STOP_MARGIN = 10.0  # seconds before a stopped run is killed that no tracker may use
 WITH_EXIT_HOOKS = ("wandb", "opentelemetry", "trackio")  # packages that wait for a server at exit
-PATIENCE = 2.0  # seconds after which a line tells of the waiting
+QUIET_SECONDS = 2.0  # of waiting at the end of a run, before a line says so
 STATE = {"run_id": str, "count": contents.Count, "sent": {}}  # of what was sent, see `Sender`
 
 
@@ -111,7 +111,7 @@ class Sender:
 
 
 class Tracking:
-    """A tracker as its run sees it; nothing here raises, or waits but in `finish`.
+    """A tracker as its run sees it: no method raises, and only `finish` waits.
 
     Args:
         folder: the run folder, with its configuration.
@@ -154,24 +154,26 @@ class Tracking:
             return
         patience = self._logger.finish_seconds
         if outcome == "stopped":
-            remaining = grace_seconds - seconds_since_request() - MARGIN
+            remaining = grace_seconds - seconds_since_request() - STOP_MARGIN
             patience = max(0.0, min(patience, remaining))
         name, self._outcome, until = self._logger.name, outcome, time.monotonic() + patience
         self._ending.set()
         with suppress(queue.Full):  # else the thread does not wait, and looks when it is empty
             self._rows.put_nowait(None)
         try:
-            self._thread.join(min(PATIENCE, patience))
-            if self._thread.is_alive() and patience > PATIENCE and not self._over.is_set():
+            self._thread.join(min(QUIET_SECONDS, patience))
+            if self._thread.is_alive() and patience > QUIET_SECONDS and not self._over.is_set():
                 line = f"waiting up to {patience:.0f} s for logger={name}; all files are written"
                 tell(line, file=sys.stderr)
                 self._thread.join(max(0.0, until - time.monotonic()))
-        finally:  # also where someone is tired of waiting
+        finally:  # also where the waiting is interrupted
             if self._thread.is_alive():
                 self._switch_off(f"did not end in {patience:.0f} s and is left to itself")
                 leave_alone(self._exit_hooks)
                 if self._exit_hooks:
-                    self._thread.join(PATIENCE)  # wandb's forgets its process, see `give_up`
+                    self._thread.join(
+                        QUIET_SECONDS
+                    )  # wandb forgets its process, see `forget_service`
         if self._dropped:
             tell(f"logger={name}: {self._dropped} rows were dropped", file=sys.stderr)
 
@@ -191,7 +193,7 @@ class Tracking:
             except BaseException as error:  # a tracker may raise SystemExit
                 self._switch_off(describe(error))
                 leave_alone(self._exit_hooks)
-                give_up(self._logger.name)
+                forget_service(self._logger.name)
 
     def _switch_off(self, reason: str) -> None:
         """Send nothing more, and say so once."""
@@ -235,8 +237,8 @@ def noted_exit_hooks(found: list[Callable[..., object]]) -> Iterator[None]:
 
 
 def leave_alone(exit_hooks: Sequence[Callable[..., object]]) -> None:
-    """See to it that a tracker which failed or hangs holds up nothing at exit: neither by what it
-    has registered to be called then, nor by wandb's own process.
+    """Keep a tracker that failed or hangs from delaying the exit of this process: take back what it
+    registered with `atexit`, and kill wandb's own process.
     """
     for hook in exit_hooks:
         atexit.unregister(hook)
@@ -246,7 +248,7 @@ def leave_alone(exit_hooks: Sequence[Callable[..., object]]) -> None:
                 child.kill()
 
 
-def give_up(name: str) -> None:
+def forget_service(name: str) -> None:
     """Have wandb forget its process, so that a later run of this sweep starts another one."""
     if name == "wandb" and "wandb" in sys.modules:
         with suppress(BaseException):

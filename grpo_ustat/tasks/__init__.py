@@ -1,1 +1,1 @@
-"""Questions, prompts and judging."""
+"""Questions, prompts, reward functions and the judging of answers."""

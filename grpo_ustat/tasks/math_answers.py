@@ -47,7 +47,7 @@ from grpo_ustat.tasks.math_latex import (
 )
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
-LONGEST = 300  # characters of a box
+LONGEST_BOX = 300  # characters of a box
 CANARIES = (  # question, gold, completion, for the steps before math-verify
     ("", "1101_2", r"\boxed{1101_{2}}", Verdict.RIGHT),
     ("", "1101_2", r"\boxed{1101_3}", Verdict.WRONG),
@@ -64,7 +64,7 @@ class MathJudge:
         longest: characters of a box; longer ones earn nothing.
     """
 
-    def __init__(self, verifier: Verifier, longest: int = LONGEST) -> None:
+    def __init__(self, verifier: Verifier, longest: int = LONGEST_BOX) -> None:
         self.counts: Counter[str] = Counter(timeouts=0, failures=0)
         self._verifier, self._longest = verifier, longest
 
@@ -107,7 +107,7 @@ class MathJudge:
 
 def _prove() -> None:
     for question, gold, text, expected in CANARIES:
-        judged = without_sympy(question, gold, last_boxed(text, LONGEST))
+        judged = without_sympy(question, gold, last_boxed(text, LONGEST_BOX))
         if judged is not expected:
             result = "undecided" if judged is None else judged.value
             raise JudgeError(

@@ -27,7 +27,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import LARGEST_REWARD, Prompt, Question, is_number
 from grpo_ustat.terminal.streams import HALF
 
-APART = {  # what a split must not share questions with
+DISJOINT_FROM = {  # splits that a split must share no question with
     "train": ("test", "examples"),
     "test": ("examples",),
     "study": ("examples",),
@@ -63,14 +63,17 @@ class OwnSource:
                 also in a split that this one must not share questions with.
         """
         questions = self._cut(split)
-        others = [q for other in APART[split] if self._sizes[other] != 0 for q in self._cut(other)]
+        others = [
+            q for other in DISJOINT_FROM[split] if self._sizes[other] != 0 for q in self._cut(other)
+        ]
         counts = Counter(question.id for question in questions)
         counts.update({question.id for question in others})
         twice = next((name for name, count in counts.items() if count > 1), None)
         if twice is not None:
             raise ConfigError(
                 f"{self._name} has two {split} questions of id {twice!r}, or one that is also in "
-                f"{' or '.join(APART[split])}: every id must be another, and no question in two"
+                f"{' or '.join(DISJOINT_FROM[split])}: every id must be another, and no "
+                "question in two"
             )
         return questions
 

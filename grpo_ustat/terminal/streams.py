@@ -31,7 +31,7 @@ def visible(text: str) -> str:
 
 
 def single_line(text: object, most: int | None = None) -> str:
-    r"""What is said of an error, on one line: a blank for each run of white space.
+    r"""An error's message on one line, a blank for each run of white space.
 
     Args:
         text: an error, or its text.
@@ -44,8 +44,8 @@ def single_line(text: object, most: int | None = None) -> str:
 
 
 class LastingFile(io.FileIO):
-    """A stream's file whose writes end nothing: what its reader or the disk does not take is lost,
-    and all that comes after, also of processes that are started from here.
+    """A file that swallows errors of writing: after the first one all output goes to the null
+    device, also that of child processes.
 
     Attributes:
         refusal: the first error of a write; None where all was written.
@@ -54,7 +54,7 @@ class LastingFile(io.FileIO):
     refusal: OSError | None = None
 
     def write(self, data: Any) -> int | None:
-        """Write, to nowhere from the first error on."""
+        """Write to the file, or to the null device from the first error on."""
         try:
             return super().write(data)
         except BlockingIOError:
@@ -69,8 +69,9 @@ class LastingFile(io.FileIO):
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Within, output that nobody reads any more, as after `| head -1`, ends nothing: a run's files
-    are its results. A standard stream that is closed leads nowhere, so that no file has its number.
+    """Let the block go on where nobody reads its output any more, as after `| head -1`: a run's
+    results are its files. Closed standard streams lead to the null device, so that no file that is
+    opened later gets their number.
 
     Raises:
         SystemExit: at the end, where all went well but a disk took not all of standard output.
@@ -101,7 +102,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO | None, number: int) -> TextIO:
-    """The stream with a lasting file below it; as it is where it is none of the process's own."""
+    """The stream on a `LastingFile`; unchanged where it is not the process's own stream."""
     if stream is None:
         return open(number, "w", closefd=False)  # noqa: SIM115  # until this process ends
     file = _file_of(stream)

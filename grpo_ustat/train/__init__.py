@@ -1,1 +1,1 @@
-"""What `train` does: objectives, updates, held-out evaluation, checkpoints."""
+"""What `train` does: the loop, objectives, updates, held-out evaluation, checkpoints."""

@@ -13,7 +13,8 @@ from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.runs.status import PlannedRun
 
 MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer stores for a parameter
-RAGGED = 1 / 4  # of micro_batch_tokens in a pass, where answers differ in length: from 1/8 to all
+# share of micro_batch_tokens that a pass has where answers differ in length: from 1/8 to all
+PASS_FILL = 1 / 4
 
 
 def plan(planned: PlannedRun) -> Plan:
@@ -93,7 +94,7 @@ def training_cost(config: TrainConfig) -> Cost:
             values=values,
             evaluation=tests,
             sampled_together=max(rollouts, (tests or 0) // evaluations),
-            pass_tokens=int(min(RAGGED * config.micro_batch_tokens, update_tokens)),
+            pass_tokens=int(min(PASS_FILL * config.micro_batch_tokens, update_tokens)),
             by_layer=config.gradient_checkpointing,
             bf16=config.bf16,
             kept_per_weight=0 if adapts else 1 + MOMENTS[config.optimizer.name],

@@ -14,7 +14,7 @@ from commands import compose
 from shipped_files import group_files
 
 import grpo_ustat.cli.help
-from grpo_ustat.cli.help import LONGEST, show_help
+from grpo_ustat.cli.help import LONGEST_VALUE, show_help
 from grpo_ustat.cli.options import command_options, first_comment, typed_value
 from grpo_ustat.config.baseline import OPTIONS
 from grpo_ustat.config.folders import CONF
@@ -148,7 +148,7 @@ def test_help_says_every_field_and_its_value_in_80_columns(entry, capsys, monkey
 
 def cut(value):
     """As help shows it."""
-    return value if len(value) <= LONGEST else value[: LONGEST - 3] + "..."
+    return value if len(value) <= LONGEST_VALUE else value[: LONGEST_VALUE - 3] + "..."
 
 
 def test_meanings_stand_beside_their_fields_where_there_is_room(capsys, monkeypatch):

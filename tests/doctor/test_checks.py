@@ -156,14 +156,14 @@ def test_a_place_that_is_no_folder(tmp_path):
 
 def test_a_sound_disk_and_its_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BUSY", 0.1)
-    monkeypatch.setattr(storage, "LITTLE", 0)
+    monkeypatch.setattr(storage, "LITTLE_SPACE", 0)
     assert storage.disk(tmp_path).status == storage.locks(tmp_path / "not/yet").status == "ok"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_loses_bytes_or_takes_long(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "PIECES", 1)
-    monkeypatch.setattr(storage, "LITTLE", 0)
+    monkeypatch.setattr(storage, "LITTLE_SPACE", 0)
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: time.sleep(0.1) or fsync(file))
     found = storage.disk(tmp_path)

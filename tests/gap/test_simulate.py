@@ -9,7 +9,7 @@ from beds import coins, softmax, unequal
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.covariance import baseline_values, covariance_parts
 from grpo_ustat.gap.simulate import (
-    BLOCK,
+    REPLICATES_AT_ONCE,
     STREAM,
     Estimator,
     Rate,
@@ -114,8 +114,8 @@ def test_mean_and_covariance_are_the_enumerated_ones(baseline, rng):
 
 def test_a_replicate_run_again_alone_takes_the_same_path():
     bed, one, rates = softmax(), Estimator("leave_one_out", 2, 3), np.full(130, 0.3)
-    whole = simulate(bed, one, rates, range(BLOCK + 5), 7, [0, 60, 130])
-    for number in (0, 3, BLOCK + 4):
+    whole = simulate(bed, one, rates, range(REPLICATES_AT_ONCE + 5), 7, [0, 60, 130])
+    for number in (0, 3, REPLICATES_AT_ONCE + 4):
         alone = simulate(bed, one, rates, range(number, number + 1), 7, [0, 60, 130])
         assert (alone.u_SKR[..., 0] == whole.u_SKR[..., number]).all()
         assert (alone.gap_SR[:, 0] == whole.gap_SR[:, number]).all()
@@ -148,9 +148,9 @@ def test_the_number_of_processes_changes_nothing():
         Simulation(Estimator(name, 2, 2), Rate("constant", 0.1), (3, 9))
         for name in ("none", "oracle")
     ]
-    one, drawn = run_simulations(jobs, unequal(), BLOCK + 20, 3, 1)
-    two, _ = run_simulations(jobs, unequal(), BLOCK + 20, 3, 2)
-    assert drawn == 2 * (BLOCK + 20) * 9 * 4
+    one, drawn = run_simulations(jobs, unequal(), REPLICATES_AT_ONCE + 20, 3, 1)
+    two, _ = run_simulations(jobs, unequal(), REPLICATES_AT_ONCE + 20, 3, 2)
+    assert drawn == 2 * (REPLICATES_AT_ONCE + 20) * 9 * 4
     for a, b in zip(one, two, strict=True):
         assert (a.u_SKR == b.u_SKR).all() and (a.exit_R == b.exit_R).all()
 

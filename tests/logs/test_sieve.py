@@ -34,7 +34,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS
 from grpo_ustat.logs.rows import Options, Rollout, step_rollouts
-from grpo_ustat.logs.sieve import COPY, once, rollouts_of_step
+from grpo_ustat.logs.sieve import COPY, rollouts_of_step, without_copies
 
 
 @pytest.mark.parametrize("named", ["traces", "episodes", "nothing"])
@@ -342,7 +342,7 @@ def nameless(file, contents, group="g"):
 )
 def test_rows_without_names_are_copies_as_whole_groups_alone(files, kept):
     rows = [row for k, contents in enumerate(files) for row in nameless(f"f{k}", contents)]
-    assert len(once(rows)) == kept
+    assert len(without_copies(rows)) == kept
     assert [row.left_out for row in rows if row.left_out] == [COPY] * (len(rows) - kept)
 
 

@@ -41,8 +41,8 @@ class Letters(LetterTokenizer):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Several buckets of columns, and rows that are replaced wherever some are finished."""
-    monkeypatch.setattr(graphs, "LEAST", 4)
-    monkeypatch.setattr(graphs, "ROOM", 16)
+    monkeypatch.setattr(graphs, "LEAST_COLUMNS", 4)
+    monkeypatch.setattr(graphs, "SPARE_COLUMNS", 16)
     monkeypatch.setattr(graphs, "_one_by_one", set())
     monkeypatch.setattr(local, "UNEQUAL", 0)
 
@@ -130,7 +130,7 @@ def test_graphs_are_of_the_whole_batch_of_half_of_it_and_so_on(monkeypatch):
 def test_a_token_is_two_launches(monkeypatch):
     """16 more tokens of rows that end nowhere, in a bucket that is recorded already: 16 replays, a
     look, and what begins a stretch of tokens."""
-    monkeypatch.setattr(graphs, "LEAST", 64)
+    monkeypatch.setattr(graphs, "LEAST_COLUMNS", 64)
     policy, found = policy_of(build("llama", tied=False), NEVER), []
     for longest in (18, 34):
         sampling = dataclasses.replace(SAMPLING, rows=20, max_completion_length=longest)

@@ -180,7 +180,7 @@ def test_a_tracker_that_hangs_is_left_when_its_time_is_over(
 def test_a_stop_leaves_a_tracker_the_rest_of_its_grace(tmp_path, opened, monkeypatch):
     monkeypatch.setattr(Kept, "act", hanging("open"))
     tracking = Tracking(Folder(tmp_path / "run").path, logger(1e6))
-    tracking.finish("stopped", grace_seconds=trackers.MARGIN)  # else for ever
+    tracking.finish("stopped", grace_seconds=trackers.STOP_MARGIN)  # else for ever
 
 
 def test_a_full_queue_drops_rows_and_never_waits(tmp_path, opened, monkeypatch, capsys):

@@ -326,8 +326,8 @@ def _text(interval: Interval, least: float = 0, digits: int = 0) -> str:
 
 @contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Within, the model is in evaluation mode and computes in its own precision; after it, modes
-    and random states are as before. Scores are formed outside of `grad`.
+    """Put the model into evaluation mode and its own precision for the block, and restore modes and
+    random states after it. Scores are formed outside of `grad`.
     """
     modes = {module: module.training for module in model.modules()}
     generators = random.getstate(), np.random.get_state()
