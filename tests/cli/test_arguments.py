@@ -135,7 +135,7 @@ GAP = {
     ("bed.seed=true",): "bed.seed=true: a whole number is needed, such as bed.seed=0",
     ("bed.kind=coin",): (
         "unknown bed.kind 'coin': did you mean coins? "
-        "choose from coins, ridge_coins, softmax, sequences, none"
+        "choose from coins, ridge_coins, softmax, sequences"
     ),
 }
 REPORT = {
