@@ -48,7 +48,6 @@ def plan(planned: PlannedRun) -> Plan:
         device=device,
         processes=workers,
         gpus=gpus if device.startswith("cuda") else 0,
-        steps=None,
         max_completion_length=config.max_completion_length,
         conditions=conditions(asdict(config)),
         usual_place=Path(config.output_root) / "mse",
