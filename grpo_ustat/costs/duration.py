@@ -69,7 +69,7 @@ class Duration:
 
     Attributes:
         seconds: None where no earlier run says it.
-        start: of these, until a process begins its first run; its other runs do not wait again.
+        start: of these, until a process begins its first run, which its other runs need not.
         basis: the earlier run, or what to run to have one.
         gpus: number of GPUs in use.
     """
@@ -90,14 +90,15 @@ class Pace:
     """How fast a finished run was.
 
     Attributes:
-        rate: tokens of its completions, those of evaluations too, a second of wall time after the
-            start of the process.
+        rate: tokens a second of its steps, or of a study's sampling and scoring.
         length: tokens of a completion, on average.
-        start: seconds of the start.
+        rest: seconds of the run beside its tokens, those of evaluations too: setup, figures.
+        start: seconds until its process began its first run.
     """
 
     rate: float
     length: float
+    rest: float
     start: float
 
 
@@ -112,7 +113,7 @@ def duration(plan: Plan) -> Duration:
         if pace is None:
             continue
         length = min(pace.length, plan.max_completion_length)
-        seconds = completions * length / pace.rate + pace.start
+        seconds = completions * length / pace.rate + pace.rest + pace.start
         basis = (
             f"{number_text(pace.rate)} tokens/s in {path_text(run.folder)}, "
             f"{number_text(length)} tokens a completion"
@@ -126,27 +127,25 @@ def duration(plan: Plan) -> Duration:
 
 
 def pace_of(run: RunRecord, processes: int) -> Pace | None:
-    """Pace of a finished run that so many processes shared out; None where its wall time is not
-    that of all its completions: several launches, a pool that was there before, rewards that were
-    all equal.
+    """Pace of a finished run that so many processes shared out; None where its history or result
+    does not tell it: several launches, a pool that was there before, rewards that were all equal.
     """
     launches, result = run.launches, run.final_result
     if [row.get("event") for row in launches] != ["start", "end"]:
         return None
-    work = result.get("cost", result)
-    of_workers = [work[key] for key in ("seconds_generate", "seconds_score") if key in work]
     wall, start = wall_seconds(launches), launches[0].get("seconds_before", 0.0)
     if wall is None or launches[1].get("outcome") != "done" or not is_number(start):
         return None
-    wall = max(wall, 1.0)  # times are cut to seconds
-    if 0 in of_workers or sum(of_workers) > (wall + 1) * processes:
-        return None
+    work = result.get("cost", result)
+    parts = [work[key] for key in ("seconds_generate", "seconds_score") if key in work]
+    seconds = sum(parts) / processes if parts else work["seconds"]  # parts are sums over workers
     drawn = work["rollouts"] + work.get("value_rollouts", 0)
-    tests = sum(row["n"] * row["num_generations"] for row in result.get("evals", ()))
-    if not work["tokens"] or not drawn:
+    whole = all(number > 0 for number in (*parts, seconds, drawn, work["tokens"]))
+    if not whole or seconds > wall + 1:  # times are cut to seconds
         return None
-    length = work["tokens"] / drawn
-    return Pace((drawn + tests) * length / wall, length, max(start, 0.0))
+    rate, length = work["tokens"] / seconds, work["tokens"] / drawn
+    tests = sum(row["n"] * row["num_generations"] for row in result.get("evals", ()))
+    return Pace(rate, length, max(wall - (drawn + tests) * length / rate, 0.0), max(start, 0.0))
 
 
 def finished_runs(
