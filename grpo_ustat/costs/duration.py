@@ -42,6 +42,7 @@ class Plan:
         conditions: see `conditions`.
         usual_place: where runs of this command are, by date.
         folder: of the run; None where only the running job knows it.
+        short_run: words that make a run of seconds to minutes of it, at the same rate.
         batch: how a step's batch is divided, in words.
         notes: on its memory.
         published_tests: number of test questions that was taken from a publication.
@@ -58,6 +59,7 @@ class Plan:
     conditions: Mapping[str, object]
     usual_place: Path
     folder: Path | None
+    short_run: str
     batch: str = ""
     notes: Sequence[str] = ()
     published_tests: int | None = None
@@ -91,12 +93,14 @@ class Pace:
 
     Attributes:
         rate: tokens a second of its steps, or of a study's sampling and scoring.
+        sampling_rate: tokens a second of a training run's sampling, as in evaluations.
         length: tokens of a completion, on average.
-        rest: seconds of the run beside its tokens, those of evaluations too: setup, figures.
+        rest: seconds of the run beside all of these: setup, figures.
         start: seconds until its process began its first run.
     """
 
     rate: float
+    sampling_rate: float
     length: float
     rest: float
     start: float
@@ -105,7 +109,7 @@ class Pace:
 def duration(plan: Plan) -> Duration:
     """Its completions, as long as those of the newest run that says its pace, at that pace."""
     cost = plan.cost
-    completions = cost.rollouts + cost.values + (cost.evaluation or 0)
+    completions, tests = cost.rollouts + cost.values, cost.evaluation or 0
     if not completions:
         return Duration(None, 0.0, "left out, for it samples no completions", plan.gpus)
     for run in finished_runs(plan.command, plan.conditions, plan.usual_place, plan.folder):
@@ -113,16 +117,15 @@ def duration(plan: Plan) -> Duration:
         if pace is None:
             continue
         length = min(pace.length, plan.max_completion_length)
-        seconds = completions * length / pace.rate + pace.rest + pace.start
+        seconds = completions * length / pace.rate + tests * length / pace.sampling_rate
+        seconds += pace.rest + pace.start
         basis = (
             f"{number_text(pace.rate)} tokens/s in {path_text(run.folder)}, "
             f"{number_text(length)} tokens a completion"
         )
         return Duration(seconds, pace.start, basis, plan.gpus)
     reason = f"left out, for no finished run of {plan.model} on {plan.device} is known here"
-    workers = plan.conditions.get("launch.workers")
-    words = f"debug={plan.command}" + ("" if workers is None else f" launch.workers={workers}")
-    hint = f"run {words} with this model and device first"
+    hint = f"run it with {plan.short_run} first"
     return Duration(None, 0.0, f"{reason}; {hint}", plan.gpus)
 
 
@@ -144,8 +147,13 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
     if not whole or seconds > wall + 1:  # times are cut to seconds
         return None
     rate, length = work["tokens"] / seconds, work["tokens"] / drawn
+    keys = ("tokens", "seconds_generate")
+    rows = [row for row in run.metrics if all(is_number(row.get(key)) for key in keys)]
+    tokens, generating = (sum(row[key] for row in rows) for key in keys)
+    sampling_rate = tokens / generating if min(tokens, generating) > 0 else rate
     tests = sum(row["n"] * row["num_generations"] for row in result.get("evals", ()))
-    return Pace(rate, length, max(wall - (drawn + tests) * length / rate, 0.0), max(start, 0.0))
+    rest = max(wall - seconds - tests * length / sampling_rate, 0.0)
+    return Pace(rate, sampling_rate, length, rest, max(start, 0.0))
 
 
 def finished_runs(

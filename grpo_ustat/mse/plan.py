@@ -52,6 +52,7 @@ def plan(planned: PlannedRun) -> Plan:
         conditions=conditions(asdict(config)),
         usual_place=Path(config.output_root) / "mse",
         folder=None if planned.folder is None else planned.folder.path,
+        short_run="study.questions=8",
         notes=notes,
     )
 

@@ -50,6 +50,7 @@ def plan(planned: PlannedRun) -> Plan:
         conditions=conditions(asdict(config)),
         usual_place=Path(config.output_root) / "train",
         folder=None if planned.folder is None else planned.folder.path,
+        short_run="max_steps=2",
         batch=batch_in_words(config),
         published_tests=config.dataset.published_test_size if is_open else None,
     )

@@ -30,9 +30,9 @@ COMMANDS = {  # name: verb, words, words of the short run before it
     "train": (
         "train",
         ["model=tiny", "max_steps=4", "eval_steps=4"],
-        ["model=tiny", "debug=train"],
+        ["model=tiny", "max_steps=2"],
     ),
-    "mse": ("mse", ["study.questions=100"], ["study.questions=16"]),
+    "mse": ("mse", ["study.questions=100"], ["study.questions=8"]),
     "mse, another model": (
         "mse",
         ["model={model}", *SMALL, "budget.pool_completions=16", "baselines=[none,oracle]"],
@@ -41,7 +41,7 @@ COMMANDS = {  # name: verb, words, words of the short run before it
     "sweep": (
         "mse",
         ["-m", "model=tiny_direct", "study.questions=40", "budget.pool_completions=16,32"],
-        ["model=tiny_direct", "study.questions=16"],
+        ["model=tiny_direct", "study.questions=8"],
     ),
 }
 

@@ -92,6 +92,17 @@ def test_training_takes_its_tokens_by_the_rate_of_an_earlier_run(tmp_path):
     assert found.basis == "50 tokens/s in outputs/train/x/seed-3, 25 tokens a completion"
 
 
+def test_evaluations_take_what_sampling_takes(tmp_path):
+    """1000 tokens in 5 s: 20 x 25 of an evaluation are 2.5 s, so 7.5 of 50 s are rest. 60 take 7.5
+    s; steps, rest and start are 80, 7.5 and 4.
+    """
+    path = left(tmp_path / "outputs/train/x/seed-3", planned())
+    rows = [{"step": i, "tokens": 500, "seconds_generate": 2.5} for i in (1, 2)]
+    rows.append({"step": 3, "tokens": 500, "seconds_generate": "damaged"})
+    (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 9, "tok')
+    assert of(planned()).seconds == pytest.approx(99)
+
+
 def test_completions_are_no_longer_than_they_may_be(tmp_path):
     """220 of 20 tokens: 88 s, and 4."""
     left(tmp_path / "outputs/train/x/seed-3", planned())
@@ -203,15 +214,13 @@ LARGE = ("model=qwen2_5_math_7b", "dataset=math", "prompt=qwen_math_cot", "launc
          "baseline=leave_one_out", "dataset.train_size=null")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "entry, words", [("train", "debug=train"), ("mse", "debug=mse launch.workers=2")]
-)
+@pytest.mark.parametrize("entry, words", [("train", "max_steps=2"), ("mse", "study.questions=8")])
 def test_without_an_earlier_run_the_time_is_left_out_and_said_how_to_know_it(entry, words, capsys):
     show_costs([plan_of(planned(entry))])
     text = " ".join(capsys.readouterr().out.split())
     assert (
-        "Wall time: left out, for no finished run of tiny_base on cpu is known here; run "
-        f"{words} with this model and device first." in text
+        "Wall time: left out, for no finished run of tiny_base on cpu is known here; run it with "
+        f"{words} first." in text
     )
     assert "Wall time is rough" not in text
 
