@@ -254,7 +254,7 @@ def test_a_dry_run_of_gpus_shows_their_hours(tmp_path, capsys):
     show_costs([plan_of(four)])
     text = " ".join(capsys.readouterr().out.split())
     assert "Wall time about 43 min, 2.8 GPU hours: 2.5 tokens/s in outputs/train/x/seed-0" in text
-    assert "Wall time is rough: with other batches" in text
+    assert "Wall time is rough: half to twice that" in text
 
 
 def test_batches_are_said_in_words():
