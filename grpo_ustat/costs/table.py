@@ -181,8 +181,8 @@ def show_durations(labels: Sequence[str], durations: Sequence[Duration], console
         console.print(f"{line}: {basis}{of if runs < len(durations) else ''}.")
     if has_estimate:
         console.print(
-            "Wall time is rough: half to twice that, and further off where batches were much smaller "
-            "there or the machine is busier now; waiting in a queue is left out."
+            "Wall time is rough: half to twice that, and further off where batches were much "
+            "smaller there or the machine is busier now; waiting in a queue is left out."
         )
 
 
