@@ -20,6 +20,12 @@ KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry points
 MOST_HELD_OUT = 500  # questions of a file of one's own, for tests and for studies alike
+# test questions by hub id and subset, as their cards and papers give them
+PUBLISHED_TESTS: dict[tuple[str, str | None], int] = {
+    ("openai/gsm8k", "main"): 1319,  # Cobbe et al. 2021
+    ("DigitalLearningGmbH/MATH-lighteval", "default"): 5000,  # Hendrycks et al. 2021
+    ("HuggingFaceH4/MATH-500", None): 500,  # Lightman et al. 2023
+}
 FILES = (".jsonl", ".json", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
@@ -57,6 +63,11 @@ class DatasetConfig:
             check_reward_file(self.reward, "dataset.reward")
         else:
             check_entry_point(REWARDS, self.reward, "dataset.reward")
+
+    @property
+    def published_test_size(self) -> int | None:
+        """Number of all test questions, where a publication says it."""
+        return None
 
 
 @dataclass
@@ -147,6 +158,15 @@ class Gsm8kConfig(DatasetConfig):
         """Every path that questions come from."""
         return [path for path in (self.path, self.test_path) if path is not None]
 
+    @property
+    def published_test_size(self) -> int | None:
+        """See `DatasetConfig.published_test_size`; of a hub id of `PUBLISHED_TESTS`."""
+        if self.test_split != "test":
+            return None
+        if self.test_path is not None:
+            return PUBLISHED_TESTS.get((self.test_path, None))
+        return PUBLISHED_TESTS.get((self.path, self.subset))
+
 
 @dataclass
 class MathConfig(Gsm8kConfig):
@@ -190,6 +210,12 @@ class MathConfig(Gsm8kConfig):
     def sources(self) -> list[str]:
         """See `Gsm8kConfig.sources`."""
         return [*super().sources, *([self.test_ids] if self.test_ids else [])]
+
+    @property
+    def published_test_size(self) -> int | None:
+        """See `Gsm8kConfig.published_test_size`; None where test rows are left out."""
+        whole = not self.filter_test and self.test_ids is None
+        return super().published_test_size if whole else None
 
 
 @dataclass

@@ -10,17 +10,11 @@ import json
 import math
 from dataclasses import dataclass, replace
 
-from grpo_ustat.config.data import DatasetConfig, Gsm8kConfig, MathConfig
 from grpo_ustat.config.model import ModelConfig, ModelSize, model_folder
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
-PUBLISHED_TESTS = {  # test questions by hub id and subset, as their cards and papers give them
-    ("openai/gsm8k", "main"): 1319,  # Cobbe et al. 2021
-    ("DigitalLearningGmbH/MATH-lighteval", "default"): 5000,  # Hendrycks et al. 2021
-    ("HuggingFaceH4/MATH-500", None): 500,  # Lightman et al. 2023
-}
 HEADER_BYTES = 1000  # of a safetensors file beside its arrays, about
 PROCESS_BYTES = 580_000_000  # of Python with PyTorch, transformers and tasks; not on a GPU
 POOL_MEMORY_FACTOR = 2.5  # memory of the process that reads a pool, over its files
@@ -198,19 +192,6 @@ def cost(work: Work) -> Cost:
         disk=disk,
         disk_after=disk_after,
     )
-
-
-def published_size(dataset: DatasetConfig) -> int | None:
-    """Number of all test questions, where a data set names a hub id of PUBLISHED_TESTS and filters
-    nothing.
-    """
-    if not isinstance(dataset, Gsm8kConfig) or dataset.test_split != "test":
-        return None
-    if isinstance(dataset, MathConfig) and (dataset.filter_test or dataset.test_ids is not None):
-        return None
-    if dataset.test_path is not None:
-        return PUBLISHED_TESTS.get((dataset.test_path, None))
-    return PUBLISHED_TESTS.get((dataset.path, dataset.subset))
 
 
 def score_memory(

@@ -1,59 +1,29 @@
-"""How long runs would take, from earlier runs of the same model on this machine.
+"""How long runs would take: their tokens, by the tokens a second of an earlier run on this machine.
 
-A time is always a range, with the earlier runs that it rests on. Where none of them was timed from
-start to end, start-up, closed forms and figures are not counted. Where there is no earlier run, no
-time is given.
+A rough figure: batches of another size, longer answers and a busier machine change the rate. Where
+no earlier run has finished nothing is assumed, and the time is left out.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
-
+from grpo_ustat.config.schema import flatten
 from grpo_ustat.costs.cost import Cost
 from grpo_ustat.runs.contents import is_number
+from grpo_ustat.runs.history import wall_seconds
 from grpo_ustat.runs.record import RunRecord
 
-OTHER_SHAPE_FACTOR = 2.0  # a token of a run of another shape may be so much faster or slower
-SAME_SHAPE_FACTOR = 1.3  # a run of the same shape may be so much faster or slower
-
-MOST_FOLDERS = 50  # that are read, the newest
-MOST_STEPS = 500  # of each that are read, the last
-SHARED_KEYS = (  # keys that an earlier run must share, or nothing can be learnt from it
+MOST_READ = 50  # finished runs, the newest
+SAME = (  # keys of model and device, in which an earlier run must agree
     "model.model_name_or_path", "model.dtype", "launch.device", "launch.num_threads",
     "launch.num_processes", "launch.workers", "bf16", "lora.r", "rollout.name",
 )  # fmt: skip
-SHAPE_KEYS = (  # keys with which its steps take as long as the planned ones
-    "budget.rollouts", "budget.value_completions", "group_size", "max_completion_length",
-    "dataset.name", "prompt.name", "prompt.shots", "baseline.name", "objective.num_iterations",
-    "objective.num_minibatches", "objective.minibatch_size", "objective.beta",
-    "gradient_checkpointing", "rollout_batch_size",
-    "monitor.gradient_mse_every", "budget.pool_completions", "study.questions", "study.methods",
-    "study.metric", "study.parameters",
-)  # fmt: skip
-STEP_COSTS = ("step_time", "seconds_generate", "tokens", "completions/mean_length")
-UNITS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("days", 86400.0))
-
-
-class Span(NamedTuple):
-    """A range of a quantity, its least and its largest value; seconds unless said otherwise."""
-
-    low: float
-    high: float
-
-    def __add__(self, other: Span) -> Span:  # type: ignore[override]
-        return Span(self.low + other.low, self.high + other.high)
-
-    def times(self, low: float, high: float | None = None) -> Span:
-        """Both ends scaled, by one factor or by one each."""
-        return Span(self.low * low, self.high * (low if high is None else high))
+UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
 @dataclass(frozen=True)
@@ -68,11 +38,11 @@ class Plan:
         device: torch device, as configured.
         processes: that share it out, its ranks or local workers.
         gpus: number of GPUs in use.
-        steps: of training; None of a study.
         max_completion_length: tokens.
         conditions: see `conditions`.
         usual_place: where runs of this command are, by date.
         folder: of the run; None where only the running job knows it.
+        short_run: words that make a run of seconds to minutes of it, at the same rate.
         batch: how a step's batch is divided, in words.
         notes: on its memory.
         published_tests: number of test questions that was taken from a publication.
@@ -85,11 +55,11 @@ class Plan:
     device: str
     processes: int
     gpus: int
-    steps: int | None
     max_completion_length: int
     conditions: Mapping[str, object]
     usual_place: Path
     folder: Path | None
+    short_run: str
     batch: str = ""
     notes: Sequence[str] = ()
     published_tests: int | None = None
@@ -101,205 +71,160 @@ class Duration:
 
     Attributes:
         seconds: None where no earlier run says it.
-        basis: the earlier runs, or what to run to have one.
+        start: of these, until a process begins its first run, which its other runs need not.
+        basis: the earlier run, or what to run to have one.
         gpus: number of GPUs in use.
     """
 
-    seconds: Span | None
+    seconds: float | None
+    start: float
     basis: str
     gpus: int
 
     @property
-    def gpu_hours(self) -> Span | None:
+    def gpu_hours(self) -> float | None:
         """Hours of all GPUs together."""
-        return None if self.seconds is None else self.seconds.times(self.gpus / 3600)
+        return None if self.seconds is None else self.seconds * self.gpus / 3600
 
 
 @dataclass(frozen=True)
-class EarlierRun:
-    """One run, finished or interrupted.
+class Pace:
+    """How fast a finished run was.
 
     Attributes:
-        same_shape: whether it has the planned run's values of `SHAPE_KEYS`.
-        steps: rows of metrics.jsonl.
-        cost: of a study's result.json.
-        wall: seconds from the start of its process to the end of a run that one launch finished,
-            else None.
+        rate: tokens a second of its steps, or of a study's sampling and scoring.
+        sampling_rate: tokens a second of a training run's sampling, as in evaluations.
+        length: tokens of a completion, on average.
+        rest: seconds of the run beside all of these: setup, figures.
+        start: seconds until its process began its first run.
     """
 
-    same_shape: bool
-    steps: list[dict[str, Any]]
-    cost: dict[str, float]
-    wall: float | None
+    rate: float
+    sampling_rate: float
+    length: float
+    rest: float
+    start: float
 
 
 def duration(plan: Plan) -> Duration:
-    """What a run would take, see the module."""
-    trains, device = plan.steps is not None, plan.device
-    runs = [run for run in earlier_runs(plan) if (run.steps if trains else run.cost)]
-    if not runs:
-        reason = f"left out, for no run of {plan.model} on {device} is known on this machine"
-        hint = f"run debug={plan.command} with this model and device first"
-        return Duration(None, f"{reason}; {hint}", plan.gpus)
-
-    seconds = step_seconds(plan, runs) if trains else study_seconds(plan, runs)
-    steps = f"{sum(len(run.steps) for run in runs)} steps of " if trains else ""
-    count = f"{len(runs)} earlier run{'s' * (len(runs) > 1)}"
-    shape = (
-        "this shape"
-        if runs[0].same_shape
-        else f"another shape, so {OTHER_SHAPE_FACTOR:g} times either way"
-    )
-    basis = (
-        f"measured: {steps}{count} of {plan.model} on {device} here, of {shape}; "
-        "on a machine as busy as then"
-    )
-    return Duration(seconds, basis, plan.gpus)
-
-
-def step_seconds(plan: Plan, runs: list[EarlierRun]) -> Span:
-    """Seconds of all steps and evaluations of a training run, from the steps of earlier ones.
-
-    Of the same shape: steps between the 10th and the 90th percentile of those before; evaluations
-    by the seconds of sampling one token, at most what earlier runs took beside their steps. Of
-    another shape: by the seconds of one token.
-    """
-    rows = [row for run in runs for row in run.steps]
-    length = _percentiles([row["completions/mean_length"] for row in rows])
-    sampling = _percentiles([row["seconds_generate"] / row["tokens"] for row in rows])
-    tests = plan.cost.evaluation or 0
-    evaluations = sampling.times(tests * length.low, tests * length.high)
-    if runs[0].same_shape:
-        outside = [evaluations.high]  # evaluations, saving and all else of whole runs
-        for run in runs:
-            if run.wall is not None and run.steps[0]["step"] == 1:
-                outside.append(run.wall - sum(row["step_time"] for row in run.steps))
-        steps = _percentiles([row["step_time"] for row in rows]).times(plan.steps or 0)
-        return (steps + Span(evaluations.low, max(outside))).times(
-            1 / SAME_SHAPE_FACTOR, SAME_SHAPE_FACTOR
+    """Its completions, as long as those of the newest run that says its pace, at that pace."""
+    cost = plan.cost
+    completions, tests = cost.rollouts + cost.values, cost.evaluation or 0
+    if not completions:
+        return Duration(None, 0.0, "left out, for it samples no completions", plan.gpus)
+    for run in finished_runs(plan.command, plan.conditions, plan.usual_place, plan.folder):
+        pace = pace_of(run, plan.processes)
+        if pace is None:
+            continue
+        length = min(pace.length, plan.max_completion_length)
+        seconds = completions * length / pace.rate + tests * length / pace.sampling_rate
+        seconds += pace.rest + pace.start
+        basis = (
+            f"{number_text(pace.rate)} tokens/s in {path_text(run.folder)}, "
+            f"{number_text(length)} tokens a completion"
         )
-    length = Span(length.low, min(length.high, plan.max_completion_length))
-    token = _percentiles([row["step_time"] / row["tokens"] for row in rows])
-    completions = plan.cost.rollouts + plan.cost.values
-    steps = token.times(completions * length.low, completions * length.high)
-    return (steps + evaluations).times(1 / OTHER_SHAPE_FACTOR, OTHER_SHAPE_FACTOR)
+        return Duration(seconds, pace.start, basis, plan.gpus)
+    reason = f"left out, for no finished run of {plan.model} on {plan.device} is known here"
+    hint = f"run it with {plan.short_run} first"
+    return Duration(None, 0.0, f"{reason}; {hint}", plan.gpus)
 
 
-def study_seconds(plan: Plan, runs: list[EarlierRun]) -> Span:
-    """Seconds of a study: the least and the most that earlier ones took for a completion, times its
-    completions, and what they took for all else (start, formulas, figures), which does not grow
-    with completions and is known of studies of a single launch.
+def pace_of(run: RunRecord, processes: int) -> Pace | None:
+    """Pace of a finished run that so many processes shared out; None where its history or result
+    does not tell it: several launches, a pool that was there before, rewards that were all equal.
     """
-    each, beside = [], []
-    for run in runs:
-        seconds = run.cost["seconds_generate"] + run.cost["seconds_score"]
-        seconds /= plan.processes
-        each.append(seconds / run.cost["rollouts"])
-        beside.append(max(run.wall - seconds, 0.0) if run.wall else 0.0)
-    work = Span(min(each), max(each)).times(plan.cost.rollouts + plan.cost.values)
-    wide = SAME_SHAPE_FACTOR if runs[0].same_shape else OTHER_SHAPE_FACTOR
-    return (work + Span(min(beside), max(beside))).times(1 / wide, wide)
+    launches, result = run.launches, run.final_result
+    if [row.get("event") for row in launches] != ["start", "end"]:
+        return None
+    wall, start = wall_seconds(launches), launches[0].get("seconds_before", 0.0)
+    if wall is None or launches[1].get("outcome") != "done" or not is_number(start):
+        return None
+    work = result.get("cost", result)
+    parts = [work[key] for key in ("seconds_generate", "seconds_score") if key in work]
+    seconds = sum(parts) / processes if parts else work["seconds"]  # parts are sums over workers
+    drawn = work["rollouts"] + work.get("value_rollouts", 0)
+    whole = all(number > 0 for number in (*parts, seconds, drawn, work["tokens"]))
+    if not whole or seconds > wall + 1:  # times are cut to seconds
+        return None
+    rate, length = work["tokens"] / seconds, work["tokens"] / drawn
+    keys = ("tokens", "seconds_generate")
+    rows = [row for row in run.metrics if all(is_number(row.get(key)) for key in keys)]
+    tokens, generating = (sum(row[key] for row in rows) for key in keys)
+    sampling_rate = tokens / generating if min(tokens, generating) > 0 else rate
+    tests = sum(row["n"] * row["num_generations"] for row in result.get("evals", ()))
+    rest = max(wall - seconds - tests * length / sampling_rate, 0.0)
+    return Pace(rate, sampling_rate, length, rest, max(start, 0.0))
 
 
-def _percentiles(values: Sequence[float]) -> Span:
-    low, high = np.quantile(values, [0.1, 0.9])
-    return Span(float(low), float(high))
+def finished_runs(
+    command: str, conditions: Mapping[str, object], usual_place: Path, folder: Path | None
+) -> Iterator[RunRecord]:
+    """Finished runs of a command on this machine, the newest first; at most `MOST_READ` are read.
 
-
-def earlier_runs(plan: Plan) -> list[EarlierRun]:
-    """Runs of the same model on the same kind of device of this host, beside the planned run and in
-    the usual place; if any has the planned shape, only those that have.
+    Args:
+        command: `train`, `mse` or `gap`.
+        conditions: values that their configurations must have, by dotted key.
+        usual_place: where runs of this command are, by date.
+        folder: of the planned run, beside which others are; None: it has none.
     """
-    folders = newest_folders(plan.usual_place, plan.folder)
-    runs = [run for folder in folders if (run := _read(folder, plan.conditions)) is not None]
-    return [run for run in runs if run.same_shape] or runs
+    places = [(usual_place, "*/*/result.json")]
+    if folder is not None:
+        places.append((folder.parent, "*/result.json"))
+        if folder.name.startswith("seed-"):
+            places.append((folder.parent.parent, "*/*/result.json"))
+    files = chain.from_iterable(islice(place.glob(name), 1000) for place, name in places)
+    times = {file.resolve(): file.stat().st_mtime for file in files}
+    for file in sorted(times, key=lambda file: times[file], reverse=True)[:MOST_READ]:
+        run = RunRecord(file.parent)
+        hosts = {row.get("host") for row in run.launches if row.get("event") == "start"}
+        if not run.config or run.command != command or hosts != {socket.gethostname()}:
+            continue
+        same = all(run.value(key) == value for key, value in conditions.items())
+        if same and run.result is not None:
+            yield run
 
 
 def conditions(values: Mapping[str, object]) -> dict[str, object]:
-    """Configured values on which a run's time depends, by dotted key; None where the command has no
-    such key.
+    """The values of `SAME`, by dotted key; None where the command does not know the key.
+
+    Args:
+        values: all that a run folder stores, nested.
     """
-
-    def value(key: str) -> object:
-        group, _, name = key.rpartition(".")
-        inner = values.get(group) if group else values
-        return inner.get(name) if isinstance(inner, Mapping) else None
-
-    return {key: value(key) for key in SHARED_KEYS + SHAPE_KEYS}
+    by_key = flatten(values)
+    return {key: by_key.get(key) for key in SAME}
 
 
-def newest_folders(usual_place: Path, folder: Path | None) -> list[Path]:
-    """Run folders beside the planned run's, if it has one, and in its command's usual place; at
-    most MOST_FOLDERS.
+def one_after_the_other(durations: Sequence[Duration]) -> float | None:
+    """Seconds of runs that one process makes in turn; None where one of them is not known."""
+    known = [one.seconds - one.start for one in durations if one.seconds is not None]
+    start = max(one.start for one in durations)
+    return sum(known) + start if len(known) == len(durations) else None
+
+
+def time_text(seconds: float | None) -> str:
+    """Seconds in the unit that suits them, with two digits.
+
+    >>> time_text(40), time_text(5400), time_text(86400 * 2000), time_text(None)
+    ('40 s', '1.5 h', '2 000 days', 'unknown')
     """
-    places = [(usual_place, "*/*/code.json")]
-    if folder is not None:
-        places.append((folder.parent, "*/code.json"))
-        if folder.name.startswith("seed-"):
-            places.append((folder.parent.parent, "*/*/code.json"))
-    marks = chain.from_iterable(islice(place.glob(name), 1000) for place, name in places)
-    times = {file.resolve(): file.stat().st_mtime for file in marks}
-    return [
-        file.parent for file in sorted(times, key=lambda x: times[x], reverse=True)[:MOST_FOLDERS]
-    ]
-
-
-def started_here(launches: Sequence[dict[str, Any]]) -> bool:
-    """Whether all launches of a run were on this machine."""
-    hosts = {row.get("host") for row in launches if row.get("event") == "start"}
-    return hosts == {socket.gethostname()}
-
-
-def _read(folder: Path, planned: Mapping[str, object]) -> EarlierRun | None:
-    """What an earlier run has measured; None where it is of another model, device or machine,
-    damaged, or has measured nothing.
-    """
-    run = RunRecord(folder)
-    own = conditions(run.config)
-    launches = run.launches
-    if not started_here(launches) or any(own[key] != planned[key] for key in SHARED_KEYS):
-        return None
-    steps = [
-        row
-        for row in run.metrics[-MOST_STEPS:]
-        if all(is_number(row.get(name)) and row[name] >= 0 for name in STEP_COSTS)
-        and row["tokens"] > 0
-    ]
-    cost = (run.result or {}).get("cost") or {}
-    names = ("rollouts", "seconds_generate", "seconds_score")  # 0 of equal rewards, unscored
-    if not all(cost.get(name, 0) > 0 for name in names):
-        cost = {}
-    same_shape, wall = all(own[key] == planned[key] for key in SHAPE_KEYS), None
-    if len(launches) == 2 and launches[1].get("outcome") == "done":
-        times = [row["time"] for row in launches if "time" in row]
-        if len(times) == 2:
-            start, end = map(datetime.fromisoformat, times)
-            seconds = (end - start).total_seconds() + 0.5  # times are cut to seconds
-            before = launches[0].get("seconds_before", 0.0)
-            wall = seconds + float(before if is_number(before) else 0.0) if seconds > 0 else None
-    return EarlierRun(same_shape, steps, cost, wall) if steps or cost else None
-
-
-def span_text(span: Span | None) -> str:
-    """A range of seconds, each end in the unit that suits it.
-
-    >>> span_text(Span(40, 5400)), span_text(Span(3, 4.04)), span_text(None)
-    ('40 s to 1.5 h', '3 to 4 s', 'unknown')
-    """
-    if span is None:
+    if seconds is None:
         return "unknown"
-    ends = []
-    for seconds in span:
-        unit, size = next((one for one in UNITS[::-1] if seconds >= 1.5 * one[1]), UNITS[0])
-        ends.append((_short(seconds / size), unit))
-    (low, unit), (high, upper) = ends
-    return f"{low} to {high} {upper}" if unit == upper else f"{low} {unit} to {high} {upper}"
+    unit, size = next((one for one in UNITS if seconds >= 1.5 * one[1]), UNITS[-1])
+    return f"{number_text(seconds / size)} {unit}"
 
 
-def hours_text(span: Span | None) -> str:
-    """A range of hours."""
-    return "unknown" if span is None else f"{_short(span.low)} to {_short(span.high)}"
+def number_text(number: float | None) -> str:
+    """A number with two digits, from 100 on with all before the point.
+
+    >>> number_text(3.14159), number_text(1901.6), number_text(None)
+    ('3.1', '1 902', 'unknown')
+    """
+    if number is None:
+        return "unknown"
+    return f"{number:.2g}" if number < 99.5 else f"{number:,.0f}".replace(",", " ")
 
 
-def _short(number: float) -> str:
-    return f"{number:.2g}" if number < 100 else f"{number:,.0f}".replace(",", " ")
+def path_text(folder: Path) -> str:
+    """The folder, from the working directory where it is in there."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

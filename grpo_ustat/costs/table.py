@@ -12,7 +12,14 @@ from rich.table import Table
 
 from grpo_ustat.config.model import ModelConfig
 from grpo_ustat.costs.cost import Cost, score_memory, sharded_memory, total
-from grpo_ustat.costs.duration import Duration, Plan, Span, duration, hours_text, span_text
+from grpo_ustat.costs.duration import (
+    Duration,
+    Plan,
+    duration,
+    number_text,
+    one_after_the_other,
+    time_text,
+)
 from grpo_ustat.terminal.console import Console
 
 MOST_BATCHES = 6  # different ones that are described in words
@@ -149,34 +156,33 @@ def score_notes(
 
 
 def show_durations(labels: Sequence[str], durations: Sequence[Duration], console: Console) -> None:
-    """Print the time of each run and of all one after the other, and the runs that it rests on."""
+    """Print how long each run and all of them would take one after the other, and what says so."""
+    several, hours = len(durations) > 1, any(one.gpus for one in durations)
     has_estimate = any(one.seconds is not None for one in durations)
-    hours = any(one.gpus for one in durations)
-    if len(durations) > 1 and has_estimate:
-        table = Table(title="wall time", box=SIMPLE, pad_edge=False)
+    if several and has_estimate:
+        table = Table(title="wall time, about", box=SIMPLE, pad_edge=False)
         table.add_column("")
         for name in ("wall time", "GPU hours") if hours else ("wall time",):
             table.add_column(name, justify="right", no_wrap=True)
         for label, one in zip(labels, durations, strict=True):
-            gpu_hours = [hours_text(one.gpu_hours)] if hours else []
-            table.add_row(label, span_text(one.seconds), *gpu_hours)
+            table.add_row(label, time_text(one.seconds), *[number_text(one.gpu_hours)] * hours)
         table.add_section()
-        gpu_hours = [hours_text(_sum([one.gpu_hours for one in durations]))] if hours else []
-        seconds = _sum([one.seconds for one in durations])
-        table.add_row("one after the other", span_text(seconds), *gpu_hours)
+        seconds, gpu_hours = one_after_the_other(durations), [one.gpu_hours for one in durations]
+        known = [one for one in gpu_hours if one is not None]
+        total_hours = sum(known) if len(known) == len(gpu_hours) else None
+        cells = [number_text(total_hours)] * hours
+        table.add_row("one after the other", time_text(seconds), *cells)
         console.print(table)
     for basis, runs in Counter(one.basis for one in durations).items():
-        time, of = (
-            "Wall time",
-            f" ({runs} of {len(durations)} runs)" if runs < len(durations) else "",
-        )
-        if len(durations) == 1 and has_estimate:
-            time += f" {span_text(durations[0].seconds)}"
-            time += f", {hours_text(durations[0].gpu_hours)} GPU hours" if hours else ""
-        console.print(f"{time}: {basis}{of}.")
+        line, of = "Wall time", f" ({runs} of {len(durations)} runs)"
+        if has_estimate and not several:
+            line += f" about {time_text(durations[0].seconds)}"
+            line += f", {number_text(durations[0].gpu_hours)} GPU hours" if hours else ""
+        console.print(f"{line}: {basis}{of if runs < len(durations) else ''}.")
     if has_estimate:
         console.print(
-            "Wall time leaves out start-up, saving, and waiting in a queue.",
+            "Wall time is rough: half to twice that, and further off where batches were much "
+            "smaller there or the machine is busier now; waiting in a queue is left out."
         )
 
 
@@ -186,13 +192,3 @@ def _bytes(number: int | None) -> str:
 
 def _count(number: int | None) -> str:
     return "unknown" if number is None else f"{number:,}".replace(",", " ")
-
-
-def _sum(spans: Sequence[Span | None]) -> Span | None:
-    """Sum of numbers; None where one of them is not known."""
-    total_span = Span(0.0, 0.0)
-    for span in spans:
-        if span is None:
-            return None
-        total_span += span
-    return total_span

@@ -11,34 +11,19 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from grpo_ustat.config.gap import GapConfig
-from grpo_ustat.costs.duration import (
-    OTHER_SHAPE_FACTOR,
-    SAME_SHAPE_FACTOR,
-    Span,
-    newest_folders,
-    span_text,
-    started_here,
-)
+from grpo_ustat.costs.duration import finished_runs, time_text
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.gap.evidence import theorem
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.study_page import CLAIM_COLUMNS, TITLES, claim_cells
 from grpo_ustat.pages.tables import write_csv
-from grpo_ustat.runs.contents import content_of, is_number
+from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.folder import RunFolder, versions
-from grpo_ustat.runs.record import RunRecord, verdict_counts
+from grpo_ustat.runs.record import verdict_counts
 from grpo_ustat.runs.result import AGREES, TheoremCost, TheoremResult
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import Console
-
-# completions a second and worker, beds of 2 to 5 outcomes, groups of 2 to 32
-RATE = Span(1.5e6, 2e7)
-ENUMERATED = Span(1.0, 60.0)  # seconds of a study that draws next to nothing
-
-# keys of studies by which an earlier one tells the time of a planned one
-SHARED_KEYS = (("study", "kind"), ("bed", "name"), ("launch", "workers"))
-SAME_SIZE_TOLERANCE = 0.05  # relative difference in completions of studies of one size
 
 SEVERITY_COLUMNS = 120  # columns of a terminal from which on severities are shown
 
@@ -136,78 +121,51 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     for name in ("study", "bed", "replicates", "steps", "completions", "time"):
         side = "left" if name in ("study", "bed") else "right"
         table.add_column(name, justify=side, no_wrap=name in ("completions", "time"))
-    spans, measured = [], []
+    times = []
     for planned in runs:
         config = planned.config
         completions = theorem(config.study.kind).completions(config.experiment)
-        earlier = earlier_seconds(planned, completions)
-        measured.append(earlier is not None)
-        spans.append(earlier or assumed_seconds(completions, config.launch.workers))
+        times.append(earlier_seconds(planned, completions))
         sizes = [_size_text(getattr(config.study, name, None)) for name in ("replicates", "steps")]
         millions = f"{completions / 1e6:,.1f} M" if completions else "-"
-        cells = [config.study.kind, config.bed.name, *sizes, millions, span_text(spans[-1])]
+        cells = [config.study.kind, config.bed.name, *sizes, millions, time_text(times[-1])]
         table.add_row(*cells)
+    known = [seconds for seconds in times if seconds is not None]
     if len(runs) > 1:
         table.add_section()
-        table.add_row("one after the other", *[""] * 4, span_text(sum(spans[1:], spans[0])))
+        seconds = sum(known) if len(known) == len(times) else None
+        table.add_row("one after the other", *[""] * 4, time_text(seconds))
     console = Console()
     console.print(table)
     notes = []
-    if any(measured):
+    if known:
         notes.append(
-            f"Time: measured, earlier studies of this kind and bed here, {SAME_SHAPE_FACTOR:g} "
-            f"times either way, {OTHER_SHAPE_FACTOR:g} where sizes differ; on a machine as busy "
-            "as then."
+            "Time, about: at the rate of the newest finished study of this kind, bed and "
+            "launch.workers here."
         )
-    if not all(measured):
-        workers = runs[0].config.launch.workers
+    if len(known) < len(times):
         notes.append(
-            f"Time{' of others' if any(measured) else ''}: a guess, {RATE.low / 1e6:g} to "
-            f"{RATE.high / 1e6:g} million completions a second for each of {workers} workers on a "
-            "core of its own; after one study of this kind and bed here, its time is used."
+            "Time unknown: no study of this kind, bed and launch.workers has finished here; "
+            "the first that does says it."
         )
     console.print(*notes, "Folders hold less than 10 MB each.")
 
 
-def earlier_seconds(planned: PlannedRun, completions: int) -> Span | None:
-    """Seconds of a study by what earlier ones of the same kind, bed and workers took on this
-    machine, in proportion to the completions; None where there is none.
+def earlier_seconds(planned: PlannedRun, completions: int) -> float | None:
+    """Seconds of a study at the rate of the newest finished one of the same kind, bed and workers
+    on this machine, or as long where nothing is drawn; None where there is none.
     """
     config, own = planned.config, planned.folder
-    usual_place = Path(config.output_root) / "gap"
-    of_this_size: list[Span] = []
-    of_others: list[Span] = []
-    for folder in newest_folders(usual_place, own and own.path):
-        run = RunRecord(folder)
-        groups = [(run.config.get(key), name) for key, name in SHARED_KEYS]
-        names = [group.get(name) for group, name in groups if isinstance(group, dict)]
-        cost = (run.result or {}).get("cost") or {}
-        same = names == [config.study.kind, config.bed.name, config.launch.workers]
-        numbers = all(is_number(cost.get(key)) for key in ("seconds", "rollouts"))
-        if not same or not numbers or not started_here(run.launches):
-            continue
-        seconds, drawn = float(cost["seconds"]), float(cost["rollouts"])
-        ratio = completions / drawn if completions and drawn > 0 else 1.0
-        if abs(ratio - 1) < SAME_SIZE_TOLERANCE:
-            of_this_size.append(
-                Span(seconds * ratio / SAME_SHAPE_FACTOR, seconds * ratio * SAME_SHAPE_FACTOR)
-            )
-        else:
-            of_others.append(
-                Span(seconds * ratio / OTHER_SHAPE_FACTOR, seconds * ratio * OTHER_SHAPE_FACTOR)
-            )
-    spans = of_this_size or of_others
-    if not spans:
-        return None
-    return Span(min(span.low for span in spans), max(span.high for span in spans))
-
-
-def assumed_seconds(completions: int, workers: int) -> Span:
-    """Seconds that a study of so many completions takes, from the least to the most."""
-    if not completions:
-        return ENUMERATED
-    least, most = (completions / rate / workers for rate in (RATE.high, RATE.low))
-    return Span(least, most)
+    same = {
+        "study.kind": config.study.kind,
+        "bed.name": config.bed.name,
+        "launch.workers": config.launch.workers,
+    }
+    earlier = finished_runs("gap", same, Path(config.output_root) / "gap", own and own.path)
+    for run in earlier:
+        seconds, drawn = (run.final_result["cost"][key] for key in ("seconds", "rollouts"))
+        return seconds * completions / drawn if completions and drawn else seconds
+    return None
 
 
 def _size_text(value: int | list[int] | None) -> str:

@@ -48,11 +48,11 @@ def plan(planned: PlannedRun) -> Plan:
         device=device,
         processes=workers,
         gpus=gpus if device.startswith("cuda") else 0,
-        steps=None,
         max_completion_length=config.max_completion_length,
         conditions=conditions(asdict(config)),
         usual_place=Path(config.output_root) / "mse",
         folder=None if planned.folder is None else planned.folder.path,
+        short_run="study.questions=8",
         notes=notes,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.costs.cost import Cost, Work, cost, published_size
+from grpo_ustat.costs.cost import Cost, Work, cost
 from grpo_ustat.costs.duration import Plan, conditions
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.runs.status import PlannedRun
@@ -47,13 +47,13 @@ def plan(planned: PlannedRun) -> Plan:
         device=config.launch.device,
         processes=config.launch.num_processes,
         gpus=config.launch.num_processes if config.launch.device.startswith("cuda") else 0,
-        steps=config.max_steps,
         max_completion_length=config.max_completion_length,
         conditions=conditions(asdict(config)),
         usual_place=Path(config.output_root) / "train",
         folder=None if planned.folder is None else planned.folder.path,
+        short_run="max_steps=2",
         batch=batch_in_words(config),
-        published_tests=published_size(config.dataset) if is_open else None,
+        published_tests=config.dataset.published_test_size if is_open else None,
     )
 
 
@@ -75,7 +75,7 @@ def training_cost(config: TrainConfig) -> Cost:
     evaluations = 1 + math.ceil(config.max_steps / config.eval_steps)
     decoding, questions = config.eval.decoding, config.dataset.test_size
     if questions is None:
-        questions = published_size(config.dataset)
+        questions = config.dataset.published_test_size
     of_question = config.eval.num_generations * ("sampled" in decoding) + ("greedy" in decoding)
     tests = None if questions is None else questions * of_question * evaluations
 

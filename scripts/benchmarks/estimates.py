@@ -3,15 +3,14 @@
     python scripts/benchmarks/estimates.py --model FOLDER --json estimates.json
 
 Each command runs once to be measured. Time is estimated from a short run of the same model before
-it, as `dry_run=true` advises; the middle of the range is compared. Seconds are of the wall clock
-with start-up; memory is the largest process's peak.
+it, as `dry_run=true` advises. Seconds are of the wall clock with start-up; memory is the largest
+process's peak.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from grpo_ustat.cli.compose import parse
 from grpo_ustat.costs.cost import total
-from grpo_ustat.costs.duration import duration
+from grpo_ustat.costs.duration import duration, one_after_the_other
 
 SMALL = ("dataset=plus_one", "prompt=plain", "max_completion_length=24", "study.questions=4")
 COMMANDS = {  # name: verb, words, words of the short run before it
@@ -31,9 +30,9 @@ COMMANDS = {  # name: verb, words, words of the short run before it
     "train": (
         "train",
         ["model=tiny", "max_steps=4", "eval_steps=4"],
-        ["model=tiny", "debug=train"],
+        ["model=tiny", "max_steps=2"],
     ),
-    "mse": ("mse", ["study.questions=100"], ["study.questions=16"]),
+    "mse": ("mse", ["study.questions=100"], ["study.questions=8"]),
     "mse, another model": (
         "mse",
         ["model={model}", *SMALL, "budget.pool_completions=16", "baselines=[none,oracle]"],
@@ -42,7 +41,7 @@ COMMANDS = {  # name: verb, words, words of the short run before it
     "sweep": (
         "mse",
         ["-m", "model=tiny_direct", "study.questions=40", "budget.pool_completions=16,32"],
-        ["model=tiny_direct", "study.questions=16"],
+        ["model=tiny_direct", "study.questions=8"],
     ),
 }
 
@@ -65,12 +64,11 @@ def measure(verb: str, words: list[str]) -> None:
 
 
 def estimated(verb: str, words: list[str], root: str) -> dict[str, float | None]:
-    """The middle of the range of seconds, None where nothing is known, and MB."""
+    """Seconds, None where nothing is known, and MB."""
     planned_runs = parse(verb, [*words, f"output_root={root}"]).planned_runs
     planner = import_module(f"grpo_ustat.{verb}.plan")
     plans = [planner.plan(planned) for planned in planned_runs]
-    spans = [duration(plan).seconds for plan in plans]
-    seconds = None if None in spans else sum(math.sqrt(x.low * x.high) for x in spans)
+    seconds = one_after_the_other([duration(plan) for plan in plans])
     memory = total([plan.cost for plan in plans]).memory
     return {"seconds": seconds, "peak_mb": None if memory is None else memory / 1e6}
 

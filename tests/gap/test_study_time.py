@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from dataclasses import asdict
 
@@ -11,7 +12,7 @@ import yaml
 from commands import compose
 from folders import completed
 
-from grpo_ustat.gap.study import RATE, assumed_seconds, earlier_seconds, show_plan
+from grpo_ustat.gap.study import earlier_seconds, show_plan
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.result import TheoremResult
 from grpo_ustat.runs.status import PlannedRun
@@ -36,40 +37,30 @@ def left(root, name, seconds, rollouts, *words, host=None, **changes):
     return path
 
 
-def test_nothing_earlier_is_a_wide_assumption(tmp_path, capsys):
-    """30 M completions of two workers: 0.75 to 10 s."""
-    assert assumed_seconds(30_000_000, 2) == pytest.approx((0.75, 10))
-    assert RATE.high / RATE.low == pytest.approx(40 / 3)
+def test_nothing_earlier_leaves_the_time_out(tmp_path, capsys):
     assert earlier_seconds(planned(tmp_path), 1000) is None
     show_plan([planned(tmp_path)])
     text = " ".join(capsys.readouterr().out.split())
-    assert "Time: a guess, 1.5 to 20 million completions a second for each of 2 workers" in text
+    assert "unknown" in text and "Time unknown: no study of this kind, bed and" in text
+    assert "Time, about" not in text
 
 
-def test_an_earlier_study_of_the_same_size_tells_to_1_3_times(tmp_path):
-    """8 s, and 13 s of another; 1030 completions in place of 1000 are the same size."""
-    left(tmp_path, "a", 8.0, 1030)
-    assert earlier_seconds(planned(tmp_path), 1000) == pytest.approx(
-        (8 / 1.03 / 1.3, 8 / 1.03 * 1.3)
-    )
-    left(tmp_path, "b", 13.0, 1000)
-    left(tmp_path, "c", 90.0, 9000)  # of another size: says less than those
-    assert earlier_seconds(planned(tmp_path), 1000) == pytest.approx((8 / 1.03 / 1.3, 13 * 1.3))
-
-
-def test_of_another_size_it_tells_to_twice(tmp_path, capsys):
-    left(tmp_path, "a", 8.0, 1000)
-    assert earlier_seconds(planned(tmp_path), 3000) == pytest.approx((12, 48))
+def test_the_newest_study_tells_the_rate(tmp_path, capsys):
+    """1000 completions in 8 s: 3000 take 24 s. A sum needs all of them."""
+    old = left(tmp_path, "a", 90.0, 1000) / "result.json"
+    os.utime(old, (old.stat().st_mtime - 60,) * 2)
+    left(tmp_path, "b", 8.0, 1000)
+    assert earlier_seconds(planned(tmp_path), 3000) == pytest.approx(24)
     other = compose("gap", "study=theorem8", f"output_root={tmp_path}")
     show_plan([planned(tmp_path), PlannedRun("", other, None, None)])
     text = " ".join(capsys.readouterr().out.split())
-    assert "Time: measured, earlier studies of this kind and bed here" in text
-    assert "Time of others: a guess" in text
+    assert "Time, about: at the rate of the newest" in text and "Time unknown" in text
+    assert text.count(" unknown ") == 2  # of the other study, and of the sum
 
 
 def test_a_study_without_draws_takes_what_it_took(tmp_path):
     left(tmp_path, "a", 8.0, 0)
-    assert earlier_seconds(planned(tmp_path), 0) == pytest.approx((8 / 1.3, 8 * 1.3))
+    assert earlier_seconds(planned(tmp_path), 0) == 8
 
 
 @pytest.mark.parametrize("words, changes", [
