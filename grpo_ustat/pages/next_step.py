@@ -114,7 +114,7 @@ def policy_overrides(config: Mapping[str, Any]) -> list[str]:
     values = yaml.safe_load((CONF / "common.yaml").read_text())
     values["max_completion_length"] = config["dataset"].get("max_completion_length")
     sampling = {key: config[key] for key in ("temperature", "max_completion_length")}
-    rewards = {key: config[key] for key in ("reward_funcs", "reward_weights")}
+    rewards = {key: config[key] for key in ("reward_funcs", "reward_weights") if key in config}
     return [*overrides, *_changes(sampling | rewards, values)]
 
 

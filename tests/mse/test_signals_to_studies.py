@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -75,7 +76,8 @@ def check_stopped(place, way, number, everyone, undisturbed, begun=None):
         until(lambda: begun(run, place) if begun else parts(place), seconds=60)
         family = [one for one in run.family() if "resource_tracker" not in command_of(one)]
         for pid in (run.pid, *(one.pid for one in family if everyone)):
-            os.kill(pid, signal.Signals[f"SIG{number}"])
+            with suppress(ProcessLookupError):  # ended by the first, which was told before
+                os.kill(pid, signal.Signals[f"SIG{number}"])
         code, said = run.end()
         assert code == 75, said
         assert len(family) == others
