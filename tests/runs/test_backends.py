@@ -192,7 +192,7 @@ def tracked(path, folder, *arguments):
     return Command("train", *given, cwd=path)
 
 
-@pytest.mark.nightly(1)(minutes=1)
+@pytest.mark.nightly(minutes=1)
 def test_a_run_that_is_stopped_and_killed_is_one_run_off_line(tmp_path, monkeypatch):
     """No row twice, none missing, and the same results as without a tracker."""
     monkeypatch.setenv("WANDB_MODE", "offline")
