@@ -17,6 +17,7 @@ OTHER_COMMANDS = {  # that show results of the paper which are no study of gap
     "figure4": "mse study=figure4_offline",
     "figure5": "train experiment=figure5_offline",
     "table2": "train experiment=table2_math",
+    "best_group_size": "report runs=[outputs/best_group_size,outputs/best_group_size_start]",
 }
 NORMALISATIONS = ("none", "group_std")
 SIMULATED = ("none", "oracle", "optimal", "leave_one_out")

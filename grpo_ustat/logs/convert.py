@@ -128,13 +128,13 @@ def convert(source: Path, one: Format, target: Path, options: Options) -> Conver
         row.fault = row.fault or _fault(row)
         if row.untrained.startswith(EVALUATION) or row.fault.startswith(NOT_AS_WRITTEN):
             row.left_out = row.untrained or row.fault
-    rows = sieve.without_copies(sieve.kept(rollouts))
+    rows = sieve.without_copies(sieve.remaining_rows(rollouts))
     rows = sieve.last_written(rows)
     rows = sieve.of_one_run(rows, options.version)
     step_rollouts = sieve.rollouts_of_step(rows)
     for row in rows:
         row.left_out = row.untrained or row.fault
-    if rows := sieve.kept(rows):
+    if rows := sieve.remaining_rows(rows):
         rows = sieve.of_one_policy(rows, options.version)
         rows = _equally_logged(rows, notes)
     groups = sieve.in_groups(rows)
@@ -258,13 +258,13 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
             for row in rows:
                 if (own := KINDS[type(getattr(row, name))]) != kind:
                     row.left_out = f"its {name} is {own}, most others have {kind}"
-            rows = sieve.kept(rows)
+            rows = sieve.remaining_rows(rows)
     for name in ("completion_ids", "logprobs"):
         lacking = [row for row in rows if getattr(row, name) is None]
         if 0 < len(lacking) <= len(rows) / 2:
             for row in lacking:
                 row.left_out = f"it has no {name}, which others have"
-            rows = sieve.kept(rows)
+            rows = sieve.remaining_rows(rows)
         elif 0 < len(lacking) < len(rows):
             notes.append(f"{name} not written: {len(lacking)} of {len(rows)} rows have none")
             for row in rows:

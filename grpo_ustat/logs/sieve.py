@@ -24,7 +24,7 @@ from grpo_ustat.logs.rows import LEAST_COMPLETIONS, Rollout
 COPY = "a copy of a row that is counted"
 
 
-def kept(rows: Sequence[Rollout]) -> list[Rollout]:
+def remaining_rows(rows: Sequence[Rollout]) -> list[Rollout]:
     """Rows that no step has left out."""
     return [row for row in rows if not row.left_out]
 
@@ -69,7 +69,7 @@ def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
                     row.left_out = COPY
             else:
                 groups.append(group)
-    return kept(rows)
+    return remaining_rows(rows)
 
 
 def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
@@ -91,7 +91,7 @@ def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
             row.left_out = "written again later: the run was resumed before it"
         for row in (row for attempt in own[last + 1 :] for row in attempt.values()):
             row.left_out = "written again, less than half of what it would replace"
-    return kept(rows)
+    return remaining_rows(rows)
 
 
 def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
@@ -107,7 +107,7 @@ def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
         if row.run != run:
             other = f"of another run than {run}, which is kept (name the other's folder)"
             row.left_out = row.untrained or other
-    return kept(rows)
+    return remaining_rows(rows)
 
 
 def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
@@ -154,7 +154,7 @@ def of_one_policy(rows: Sequence[Rollout], version: str | None) -> list[Rollout]
             row.left_out = (
                 f"of another policy than {chosen}, which is kept (--version takes another)"
             )
-    return kept(rows)
+    return remaining_rows(rows)
 
 
 def _age(version: str | None) -> tuple[list[int], str]:

@@ -18,13 +18,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from grpo_ustat.config.mse import MseConfig, StudyBudget
+from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.parts import PolicyOptions, StudySampling
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.study import StudyBudget
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
-from grpo_ustat.mse.pool import read_pool, score_part, score_sketches
+from grpo_ustat.mse.pool import read_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.scoring import score_part, score_sketches
 from grpo_ustat.mse.second_moments import GroupGradients, shift
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.scores.backward import trainable

@@ -20,18 +20,17 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.logs.rows import LEAST_COMPLETIONS, Rollout, read_rollouts
-from grpo_ustat.mse.pool import (
-    EqualRewards,
-    check_batch,
-    completions_of,
-    question_cost,
-    read_pool,
-    score_part,
-    score_sketches,
-)
+from grpo_ustat.mse.pool import EqualRewards, read_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.replay_draws import LEAST_REST
 from grpo_ustat.mse.sampler import MOST_GAP, sampler_gap
+from grpo_ustat.mse.scoring import (
+    check_batch,
+    completions_of,
+    question_cost,
+    score_part,
+    score_sketches,
+)
 from grpo_ustat.policy.chat import in_chat_format
 from grpo_ustat.policy.loading import Policy, configured_policy, context_length, encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool

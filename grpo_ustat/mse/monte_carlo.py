@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_ustat.config.mse import StudyBudget
 from grpo_ustat.config.parts import StudySampling
+from grpo_ustat.config.study import StudyBudget
 from grpo_ustat.distributed.ranks import one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import (
@@ -35,13 +35,9 @@ from grpo_ustat.estimators.baselines import (
 from grpo_ustat.estimators.intervals import Interval, jackknife_variance, positive_interval
 from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
-from grpo_ustat.mse.pool import (
-    greedy_rewards_with_cost,
-    reward_completions,
-    rows_that_fit,
-    sample_with_cost,
-)
+from grpo_ustat.mse.pool import greedy_rewards_with_cost, reward_completions, sample_with_cost
 from grpo_ustat.mse.sampler import start_sampler
+from grpo_ustat.mse.scoring import rows_that_fit
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.rollouts import score_rollouts

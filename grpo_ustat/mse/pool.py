@@ -6,15 +6,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from grpo_ustat.config.mse import MseConfig, StudyBudget
+from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.study import StudyBudget
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost, share
@@ -29,27 +30,25 @@ from grpo_ustat.mse.pool_store import (
     draws_of,
     mean_sampler_gap,
 )
-from grpo_ustat.mse.sampler import sampler_gap, start_sampler
+from grpo_ustat.mse.sampler import start_sampler
+from grpo_ustat.mse.scoring import (
+    check_batch,
+    completions_of,
+    question_cost,
+    score_part,
+    score_sketches,
+)
 from grpo_ustat.pages.caveats import cut_text, often_cut
-from grpo_ustat.policy.loading import Policy, configured_policy
-from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.memory import check_weights, free_bytes, score_bytes
-from grpo_ustat.policy.output_layer import causal
-from grpo_ustat.policy.prompt_sharing import can_read_contiguous
-from grpo_ustat.policy.scores.backward import check_scores, parameter_sizes
-from grpo_ustat.policy.scores.by_layer import LayerByLayer
-from grpo_ustat.policy.scores.metric import Metric
-from grpo_ustat.policy.scores.rollouts import score_rollouts
-from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.policy.loading import configured_policy
+from grpo_ustat.policy.memory import check_weights, free_bytes
+from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 from grpo_ustat.rollout.engine import Engine
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.tasks.base import Task, rewards
 from grpo_ustat.terminal.progress import Notice
 
-COMPARED_COMPLETIONS = 4  # of a question's part; there sampler and model are compared
 BATCHES, CHUNKS = 4, 16  # see `_chunks_to_sample`
-CHECKED_TOKENS = 64  # of a completion whose score is compared with plain differentiation
 
 
 class EqualRewards(Exception):
@@ -352,107 +351,6 @@ def _score_chunks(
         unscored = []
 
 
-def score_sketches(budget: StudyBudget, policy: Policy) -> tuple[Sketch, Sketch]:
-    """Sketches of a completion's score and of sums of scores, the latter with more numbers."""
-    sizes = parameter_sizes(policy.model)
-    features = Sketch(sizes, budget.feature_sketch)
-    return features, Sketch(sizes, budget.gradient_sketch, signs=features.signs)
-
-
-def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -> WorkCost:
-    """The cost of sampling one question's completions, before they are scored."""
-    return WorkCost(
-        rollouts=rollouts.mask_PGT.shape[1],
-        tokens=int(rollouts.lengths_PG[row].sum()),
-        clipped=int((~rollouts.ended_PG[row]).sum()),
-        seconds_generate=seconds_generate,
-    )
-
-
-def completions_of(
-    policy: Policy,
-    rollouts: Rollouts,
-    row: int,
-    rewards_NF: Array,
-    sampler: SamplerOptions,
-    cost: WorkCost,
-) -> Completions:
-    """One question's completions as a pool keeps them unscored, see `score_part`."""
-    gap, count = None, len(rewards_NF)
-    if sampler.rollout.name != "local" and rollouts.logprobs_PGT is not None:
-        read = row * count + np.unique(np.linspace(0, count - 1, COMPARED_COMPLETIONS).astype(int))
-        tokens = int(rollouts.lengths_PG.ravel()[read].sum())
-        gap = np.array([sampler_gap(policy, rollouts, read, sampler.temperature), tokens])
-    return Completions(
-        rewards_N=rewards_NF[:, 0],
-        lengths_N=rollouts.lengths_PG[row],
-        ended_N=rollouts.ended_PG[row],
-        tokens_NT=rollouts.tokens_PGT[row].astype(np.int32),
-        cost=np.array(astuple(cost), dtype=np.float64),
-        sampler_gap=gap,
-        further_rewards_NF=rewards_NF[:, 1:] if rewards_NF.shape[1] > 1 else None,
-    )
-
-
-def score_part(
-    policy: Policy,
-    rollouts: Rollouts,
-    row: int,
-    rewards_NF: Array,
-    sampler: SamplerOptions,
-    sketches: tuple[Sketch, Sketch],
-    cost: WorkCost,
-    metric: Metric | None = None,
-) -> Part:
-    """Score one question's completions.
-
-    Args:
-        policy: whose scores are taken.
-        rollouts: completions of all questions.
-        row: the question's place among them.
-        rewards_NF: the rewards of its completions by every reward function.
-        sampler: what wrote them.
-        sketches: see `score_sketches`.
-        cost: what the completions took so far; scoring is added.
-        metric: of the scores; None: Euclidean.
-
-    Raises:
-        ConfigError: a score is beyond what its numbers can hold; names the prompt.
-    """
-    start = time.perf_counter()
-    count = len(rewards_NF)
-    scores = score_rollouts(
-        policy,
-        rollouts,
-        row * count + np.arange(count),
-        sampler.temperature,
-        weights_KB=np.concatenate([rewards_NF.T, np.ones((1, count))]),
-        gram=True,
-        features=sketches[0],
-        pooled=sketches[1],
-        metric=metric,
-    )
-    assert scores.gram_BB is not None  # `gram`, `features` and `pooled` ask for them
-    assert scores.features_BR is not None and scores.pooled_KR is not None
-    sums_KR, gram_NN = scores.pooled_KR.float().cpu().numpy(), scores.gram_BB.cpu().numpy()
-    dtype = str(policy.model.dtype).removeprefix("torch.")
-    for i in np.flatnonzero(~np.isfinite(gram_NN).all(axis=1)):
-        raise ConfigError(
-            f"the score of completion {i} of prompt {rollouts.prompts[row].id} has squared norm "
-            f"{gram_NN[i, i]} in {dtype}: use model.dtype=float64, and look whether "
-            "the model's weights are finite"
-        )
-    cost += WorkCost(seconds_score=time.perf_counter() - start)
-    return Part(
-        **vars(completions_of(policy, rollouts, row, rewards_NF, sampler, cost)),
-        gram_NN=gram_NN,
-        features_NR=scores.features_BR.float().cpu().numpy(),
-        reward_sum_R=sums_KR[0],
-        score_sum_R=sums_KR[-1],
-        further_reward_sums_FR=sums_KR[1:-1] if rewards_NF.shape[1] > 1 else None,
-    )
-
-
 def read_pool(
     store: PoolStore, prompts: list[Prompt], size: int, weights: Sequence[float] = (1.0,)
 ) -> tuple[ScorePool, WorkCost]:
@@ -535,45 +433,3 @@ def sample_with_cost(
     seconds, cut = time.perf_counter() - start, int((~rollouts.ended_PG).sum())
     tokens = int(rollouts.lengths_PG.sum())
     return rollouts, WorkCost(tokens=tokens, clipped=cut, seconds_generate=seconds)
-
-
-def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
-    """Compare scores with plain differentiation on the two shortest completions, of which at most
-    CHECKED_TOKENS; refuse what cannot fit.
-    """
-    check_memory(policy, rows, int(max(map(len, rollouts.prompt_tokens))), rollouts)
-    prompt_R = np.repeat(list(map(len, rollouts.prompt_tokens)), rollouts.mask_PGT.shape[1])
-    shortest = np.argsort(prompt_R + rollouts.lengths_PG.ravel(), kind="stable")[:2]
-    few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
-    columns = few.input_ids_BT.shape[1] - few.width + min(few.width, CHECKED_TOKENS)
-    if not few.completion_mask_BT[:, :columns].any():  # a tool wrote all of these
-        columns = few.input_ids_BT.shape[1]
-    masks = (few.attention_mask_BT[:, :columns], few.completion_mask_BT[:, :columns])
-    check_scores(
-        policy.model,
-        few.input_ids_BT[:, :columns],
-        *masks,
-        contiguous=can_read_contiguous(policy),
-    )
-
-
-def rows_that_fit(policy: Policy, tokens: int, by_layer: bool = False) -> int:
-    """About how many rows of so many tokens can be scored at once in the free memory."""
-    free, row = free_bytes(policy.model.device), score_bytes(policy.model, tokens, by_layer)
-    return free // row
-
-
-def check_memory(policy: Policy, rows: int, prompt_tokens: int, rollouts: Rollouts) -> None:
-    """Refuse a batch whose activations do not fit.
-
-    Raises:
-        ConfigError: with the number of completions that would fit.
-    """
-    tokens = prompt_tokens + rollouts.mask_PGT.shape[-1]
-    fit = rows_that_fit(policy, tokens, by_layer=LayerByLayer(causal(policy.model)).fits)
-    if rows > fit:
-        raise ConfigError(
-            f"scoring {rows} completions of up to {tokens} tokens at once does not fit, {fit} do: "
-            "build the pool in parts, a smaller budget.pool_completions first, then larger ones on "
-            "the same pool=DIR"
-        )

@@ -1,24 +1,18 @@
-"""What a study reports: rows of curves, the scaling law, Assumption 2, policy and cost."""
+"""What a study reports beside its curves: the scaling law, Assumption 2, policy and cost."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
 
 import numpy as np
-import pyarrow
-from pyarrow import parquet
 
 from grpo_ustat.config.mse import CLOSED_FORMS, MseConfig
 from grpo_ustat.config.reward_funcs import reward_names
-from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.estimators.allocation import allocation_savings
-from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval, mean_reward, quantity
-from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.estimators.proxies import proxy_correlations
 from grpo_ustat.estimators.scaling import ScalingLaw
@@ -30,9 +24,9 @@ from grpo_ustat.mse.closed_form import (
     CurvePoint,
     Request,
 )
+from grpo_ustat.mse.curves import oracle_ratios
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
-from grpo_ustat.mse.replay import TARGET_WORDS, ReplayPoint
 from grpo_ustat.mse.reward_functions import function_correlations, function_statistics
 from grpo_ustat.mse.sampler import sampler_text
 from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
@@ -46,25 +40,15 @@ from grpo_ustat.pages.caveats import (
 from grpo_ustat.pages.findings import summary_sentences
 from grpo_ustat.records import Array, Integers, ScorePool
 from grpo_ustat.runs import study_parts as parts
-from grpo_ustat.runs.files import atomic_write
-from grpo_ustat.runs.folder import RunFolder, versions
-from grpo_ustat.runs.log import arrow_table
+from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.result import StudyResult
 from grpo_ustat.terminal.streams import percentage
 
-NAME = "curves.parquet"
 NORMS = {
     "euclidean": "Euclidean",
     "adam": "of AdamW's step, v that of steps of {} rollouts in groups of {},",
 }
 TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}  # scripts/benchmarks/precision.py
-ARROW = {
-    str: pyarrow.string(), int: pyarrow.int64(), bool: pyarrow.bool_(), float: pyarrow.float64()
-}  # fmt: skip
-COLUMNS = {
-    name: ARROW[(get_args(kind) or (kind,))[0]]
-    for name, kind in get_type_hints(parts.CurveRow).items()
-}
 
 
 def batch_settings(config: MseConfig, questions: int) -> list[tuple[str, int]]:
@@ -237,95 +221,6 @@ def tf32_text(config: MseConfig) -> str:
         f"sum by at most {percentage(total, 2)}, as measured on three policies; tf32=false "
         "computes in full float32."
     )
-
-
-def closed_form_rows(config: MseConfig, statistics: ClosedForm) -> list[parts.CurveRow]:
-    """One row per baseline, group size and setting."""
-    result = []
-    for row, (bias2, variance, energy, cross, target_sq) in statistics.parts.items():
-        mse, tau_sq = statistics[row.key], _target_sq(statistics, row.setting)
-        result.append(
-            _row(
-                row, mse, method="closed_form", target=TARGET_WORDS["expected_reward"],
-                interval=config.study.interval, unbiased=BASELINES[row.baseline].unbiased,
-                replicates=None, bias2=bias2, variance=variance,
-                **_comparable(mse, *scale_free(energy, cross, target_sq), tau_sq),
-            )
-        )  # fmt: skip
-    return result
-
-
-def oracle_ratios(statistics: ClosedForm) -> list[parts.OracleRatio]:
-    """One row per baseline other than the oracle, group size and setting; no ratio where the
-    oracle's error is not above 0.
-    """
-    return [
-        parts.OracleRatio(
-            baseline=point.baseline, setting=point.setting, group_size=point.group_size,
-            num_prompts=point.num_prompts, ratio=statistics[point.ratio_key],
-        )
-        for point in statistics.parts
-        if point.baseline != "oracle"
-    ]  # fmt: skip
-
-
-def replay_rows(
-    config: MseConfig, replay_points: list[ReplayPoint], statistics: ClosedForm
-) -> list[parts.CurveRow]:
-    """One row per rule, group size, setting and target."""
-    result = []
-    for x in replay_points:
-        target_sq = _target_sq(statistics, x.setting) if x.target == "expected_reward" else None
-        result.append(
-            _row(
-                x, x.mse, method="replay", target=TARGET_WORDS[x.target],
-                interval=config.study.interval, replicates=x.draws, bias2=x.bias2,
-                unbiased=x.target == "own_mean" or BASELINES[x.baseline].unbiased,
-                variance=x.variance, **_comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq),
-            )
-        )  # fmt: skip
-    return result
-
-
-def monte_carlo_rows(curves_by_rule, statistics: ClosedForm, prompts: int) -> list[parts.CurveRow]:
-    """One row per baseline and group size; intervals are conditional on these questions."""
-    target_sq = _target_sq(statistics, "all_questions_once")
-    return [
-        _row(
-            CurvePoint(name, size, "all_questions_once", prompts), x.mse, method="monte_carlo",
-            target=TARGET_WORDS["expected_reward"], interval="completions",
-            unbiased=BASELINES[name].unbiased, replicates=x.replicates, bias2=x.bias2,
-            variance=x.variance, **_comparable(x.mse, x.cosine, x.best_scalar_mse, target_sq),
-        )
-        for (name, size), x in curves_by_rule.items()
-    ]  # fmt: skip
-
-
-def _row(point: CurvePoint | ReplayPoint, mse: Interval, **others: Any) -> parts.CurveRow:
-    assert point.num_prompts is not None  # see `batch_settings`
-    return parts.CurveRow(
-        baseline=point.baseline, setting=point.setting, group_size=point.group_size,
-        num_prompts=point.num_prompts, mse=mse.estimate, low=mse.low, high=mse.high, **others,
-    )  # fmt: skip
-
-
-def _target_sq(statistics: ClosedForm, setting: str) -> Interval:
-    """||tau||^2 of the gradient that a setting is judged against."""
-    names = {"one_question": "g_sq", "with_replacement": "grad_sq"}
-    return statistics[names.get(setting, "grad_sq_at_hand")]
-
-
-def _comparable(
-    mse: Interval, cosine: float | None, best: float | None, target_sq: Interval | None
-) -> dict[str, float | None]:
-    """The columns free of scale; null where ||tau||^2 is not surely above 0.
-
-    Without `target_sq`, for targets of a rule's own, there is no relative error.
-    """
-    if target_sq is not None and not target_sq.low > 0:
-        return {"relative_mse": None, "best_scalar_mse": None, "cosine": None}
-    relative = None if target_sq is None else mse.estimate / target_sq.estimate
-    return {"relative_mse": relative, "best_scalar_mse": best, "cosine": cosine}
 
 
 def _clip(interval: Interval, low: float, high: float) -> Interval:
@@ -540,16 +435,3 @@ def policy_facts(
         mean_length=float(lengths_PN.mean()),
         clipped_ratio=pool_cost.clipped / pool_cost.rollouts,
     )
-
-
-def write_curves(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
-    """Write the rows, columns in the order of `curves.csv`; what is not known is null.
-
-    Raises:
-        ValueError: a value is of another type.
-    """
-    if not is_main():
-        return
-    folder.check_lock()
-    with atomic_write(folder.path / NAME) as staged:
-        parquet.write_table(arrow_table(rows, pyarrow.schema(COLUMNS)), staged)

@@ -18,6 +18,7 @@ from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.closed_form import ClosedForm, closed_form
+from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, replay_rows, write_curves
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.monte_carlo import monte_carlo
@@ -39,16 +40,7 @@ from grpo_ustat.mse.replay import (
     replay,
     replay_refusal,
 )
-from grpo_ustat.mse.result import (
-    batch_settings,
-    closed_form_request,
-    closed_form_rows,
-    monte_carlo_rows,
-    of_population,
-    replay_rows,
-    study_result,
-    write_curves,
-)
+from grpo_ustat.mse.result import batch_settings, closed_form_request, of_population, study_result
 from grpo_ustat.mse.rule_sizes import rule_sizes
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.error_figures import mse_figure, scaling_figure

@@ -268,6 +268,7 @@ def _at_a_point(*values: Any) -> list[Any]:
     import sympy
 
     def value(x: Any) -> Any:
+        """The expression that stands for an equation or a relation; another one as it is."""
         if isinstance(x, sympy.Eq | sympy.Ne):
             left, right = cast(Any, x.lhs), cast(Any, x.rhs)
             if left.is_Symbol or right.is_Symbol:

@@ -30,7 +30,7 @@ from grpo_ustat.mse.monte_carlo import (
     curve,
     group_weights,
 )
-from grpo_ustat.mse.pool import rows_that_fit
+from grpo_ustat.mse.scoring import rows_that_fit
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
 from grpo_ustat.policy.scores.backward import parameter_sizes, trainable
 from grpo_ustat.policy.scores.sketch import Sketch

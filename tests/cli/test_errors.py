@@ -60,6 +60,11 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
     "Could not find 'study/corollary5' Available options in 'study': lemma6 Config search path": (
         "gap", "study=corollary5 is shown by grpo-ustat mse"
     ),
+    "Could not find 'study/best_group_size' Available options in 'study': lemma6 Config search": (
+        "gap",
+        "study=best_group_size is shown by grpo-ustat report "
+        "runs=[outputs/best_group_size,outputs/best_group_size_start]",
+    ),
     "Could not find 'study/Theorem2' Available options in 'study': lemma6 Config search path": (
         "gap", "study=Theorem2 is shown by grpo-ustat mse experiment=monte_carlo_check"
     ),

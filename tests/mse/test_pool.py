@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.mse import pool as pool_module
+from grpo_ustat.mse import scoring
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import EqualRewards, build_pool
 from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
@@ -248,7 +249,7 @@ def test_a_score_beyond_its_numbers_names_the_prompt(monkeypatch):
     gram = torch.eye(3)
     gram[1, 1] = torch.inf
     scores = SimpleNamespace(gram_BB=gram, features_BR=torch.ones(3, 2), pooled_KR=torch.ones(2, 2))
-    monkeypatch.setattr(pool_module, "score_rollouts", lambda *_, **__: scores)
+    monkeypatch.setattr(scoring, "score_rollouts", lambda *_, **__: scores)
     policy = SimpleNamespace(model=SimpleNamespace(dtype=torch.float32))
     sampler = compose("mse", *SMALL).sampler_options
     rollouts = SimpleNamespace(prompts=[SimpleNamespace(id="6*41")])

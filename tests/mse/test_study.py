@@ -20,7 +20,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.result import COLUMNS, write_curves
+from grpo_ustat.mse.curves import COLUMNS, write_curves
 from grpo_ustat.pages.findings import (
     decision_sentence,
     further_findings,

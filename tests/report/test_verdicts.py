@@ -90,7 +90,7 @@ def test_results_come_in_the_order_of_the_paper_with_counts_verdict_and_answer(t
 
 
 def test_every_claim_has_prediction_measurement_interval_and_verdict(tmp_path):
-    """A result of before there were p-values is shown without them."""
+    """A claim that was enumerated has no p-value, and none is shown."""
     tested = {"p_value": 0.001, "holm_p": 0.003, "alternatives": {"half": 0.2, "twice": 1e-9}}
     tested |= {"severity": "1 of 2 alternatives would also have agreed"}
     proved(tmp_path / "a", "theorem8", AGREES, BOUND)

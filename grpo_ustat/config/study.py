@@ -1,0 +1,133 @@
+"""The parts of the schema of `mse`: a study's budget, what it measures, its processes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from grpo_ustat.config.common import LaunchConfig
+from grpo_ustat.config.schema import ConfigError, check_positive, field
+
+METHODS = ("closed_form", "replay", "monte_carlo")
+SETTINGS = ("all_questions_once", "with_replacement", "without_replacement", "one_question")
+INTERVALS = ("completions", "questions")
+METRICS = ("euclidean", "adam")
+
+
+@dataclass
+class StudyBudget:
+    """How many completions stand behind each number."""
+
+    pool_completions: int = field(
+        "of each question, N, scored: behind closed_form and replay", "completions"
+    )
+    max_pool_completions: int = field(
+        "of each question, where target_halfwidth stops asking for more", "completions"
+    )
+    replay_draws: int = field(
+        "that replay draws from each question's pool", "groups", positive=True
+    )
+    feature_sketch: int = field(
+        "kept of each completion's score; models with no more parameters are kept in full",
+        "numbers",
+        positive=True,
+    )
+    gradient_sketch: int = field(
+        "kept of each question's gradient; models with no more parameters are kept in full",
+        "numbers",
+        positive=True,
+    )
+    replicates: int = field("of the largest size that monte_carlo draws of each question", "groups")
+    reference_completions: int = field(
+        "of each question behind monte_carlo's reference gradient", "completions"
+    )
+    reference_blocks: int = field("that are independent, into which those are cut", "blocks")
+    value_completions: int = field(
+        "of each question, K, behind monte_carlo's V (oracle), b* (optimal) and running mean",
+        "completions",
+    )
+
+    def check_monte_carlo(self) -> None:
+        """Refuse counts from which monte_carlo makes no interval or no reference gradient.
+
+        Raises:
+            ConfigError: naming the values.
+        """
+        check_positive(self, "value_completions", prefix="budget.")
+        if self.replicates < 2:
+            raise ConfigError(f"budget.replicates={self.replicates}: an interval needs at least 2")
+        completions, blocks = self.reference_completions, self.reference_blocks
+        per_block, rest = divmod(completions, max(1, blocks))
+        if blocks < 3 or rest or per_block < 3:
+            raise ConfigError(
+                f"budget.reference_completions={completions} in budget.reference_blocks={blocks}: "
+                "use 3 or more equal blocks of 3 or more completions"
+            )
+
+
+@dataclass
+class StudyConfig:
+    """What is measured, and how."""
+
+    methods: list[str] = field(
+        "closed_form: exact formulas on the pool; replay: groups drawn from the pool, for every "
+        "baseline; monte_carlo: fresh rollouts and real gradients, as the paper",
+        choices=METHODS,
+    )
+    settings: list[str] = field("how a batch's questions are drawn", choices=SETTINGS)
+    num_prompts: list[int] = field(
+        "of a batch, B, in with_replacement and without_replacement", "questions", positive=True
+    )
+    interval: str = field(
+        "completions: conditional on these questions; questions: generalising to new questions",
+        choices=INTERVALS,
+    )
+    metric: str = field(
+        "of errors; euclidean: of the gradient; adam: of AdamW's step, each entry in units of its "
+        "own root mean square in steps of adam_rollouts",
+        choices=METRICS,
+    )
+    adam_rollouts: int = field(
+        "of a step, n, whose squared gradients AdamW's second moments average; the same for every "
+        "G of the study",
+        "rollouts",
+        positive=True,
+    )
+    adam_group_size: int = field("of that step, its G", "completions", at_least=2)
+    parameters: str | None = field(
+        "regular expression of the names of those whose entries count; null: all trainable ones"
+    )
+    questions: int | None = field(
+        "of the study, the first so many; null: all", "questions", positive=True
+    )
+    part: str | None = field(
+        "such as 3/8: fill the 3rd of 8 parts of pool=DIR and end; null: the study"
+    )
+    cut_at: int | None = field(
+        "from which a completion of pool=FILE.parquet counts as cut, below as ended; null: the "
+        "file's column ended says it",
+        "tokens",
+        positive=True,
+    )
+
+    @property
+    def adam_prompts(self) -> int:
+        """B of the step of `adam_rollouts`."""
+        return self.adam_rollouts // self.adam_group_size
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(k, n) of `part`, (1, 1) without; (0, 0) where it is not of the form k/n."""
+        match = re.fullmatch(r"(\d+)/(\d+)", "1/1" if self.part is None else self.part)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+@dataclass
+class StudyLaunch(LaunchConfig):
+    """`LaunchConfig` of studies."""
+
+    workers: int = field(
+        "that share the questions, with the same results; under torchrun its ranks do",
+        "processes",
+        positive=True,
+    )
