@@ -63,7 +63,7 @@ class Sender:
         if self._file.is_file():
             parts = (folder, f"{TRACKER}/{name}.json", contents.parsed_json)
             stored, wrong = contents.checked(*parts, STATE)
-            if wrong or stored.keys() < STATE.keys():
+            if wrong or not stored.keys() >= STATE.keys():
                 raise Damaged(f"{self._file} is damaged: delete it, a new run begins there")
             self._state |= stored
         else:  # before anything is sent under this id
