@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import socket
 import traceback
+from contextlib import suppress
 
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from grpo_ustat.distributed import ranks
@@ -66,5 +68,13 @@ def _rank(work, rank, environment, pipe):
     torch.set_num_threads(1)
     try:
         pipe.send(work(rank))
+        refused = False
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        refused = isinstance(error, ranks.RefusedByRank)
+        if not refused:
+            return
+    if refused or dist.is_initialized():
+        # Rank 0 holds the store: where it leaves first, others have lost it before they are told.
+        with suppress(SystemExit):
+            ranks.barrier()
