@@ -16,6 +16,7 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
+from grpo_ustat.config.objective import ObjectiveConfig
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import TrainRollout
@@ -23,31 +24,12 @@ from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive
 
 # context of a rule that budget.value_completions pays for
 FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
-OBJECTIVES = (
-    "algorithm1", "grpo", "grpo_original", "dr_grpo", "dapo", "gspo", "whole_sequence"
-)  # fmt: skip
-LEVELS = ("none", "token", "sequence", "whole_sequence")
-LOSS_TYPES = ("sum", "dr_grpo", "dapo", "grpo")
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")  # schedules that need no end
 ENDING = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
-KL_ESTIMATORS, KL_PLACES = ("k1", "k2", "k3"), ("loss", "reward")
 DECODINGS = ("sampled", "greedy")
 DEVICES = ("cpu", "cuda")
 SHARINGS = ("ddp", "deepspeed", "fsdp2")  # the files of launch/accelerate/
-ALGORITHM1 = {  # what the paper's Algorithm 1 has none of
-    "importance_sampling_level": "none",
-    "loss_type": "sum",
-    "num_iterations": 1,
-    "num_minibatches": 1,
-    "minibatch_size": None,
-    "epsilon": None,
-    "epsilon_high": None,
-    "beta": 0.0,
-    "kl_estimator": None,
-    "kl_in": None,
-    "entropy_coef": 0.0,
-}
 
 
 @dataclass
@@ -84,140 +66,6 @@ class ScheduleConfig:
             raise ConfigError(
                 f"schedule.warmup_steps={self.warmup_steps} with lr_scheduler_type=constant has no "
                 "effect: use constant_with_warmup"
-            )
-
-
-@dataclass
-class ObjectiveConfig:
-    """How advantages and log-probabilities become a gradient; formulas in train/objective.py."""
-
-    name: str = field("in the run folder's name; choose by objective=NAME", choices=OBJECTIVES)
-    importance_sampling_level: str = field(
-        "what the ratio to the sampling policy is of: none, each token, sequence (the geometric "
-        "mean of its tokens' ratios), whole_sequence (their product)",
-        choices=LEVELS,
-    )
-    loss_type: str = field(
-        "what divides the sum over tokens: sum, the n completions of the update; dr_grpo, n x "
-        "max_completion_length; dapo, all tokens of the update; grpo, n x each completion's own",
-        choices=LOSS_TYPES,
-    )
-    num_iterations: int = field("over each batch", "passes", positive=True)
-    num_minibatches: int = field(
-        "of equally many prompts that a batch is split into, an update for each; where "
-        "minibatch_size is given, that counts instead",
-        "minibatches",
-        positive=True,
-    )
-    minibatch_size: int | None = field(
-        "of an update; null: n / num_minibatches", "completions", positive=True
-    )
-    epsilon: float | None = field(
-        "ratios are clipped below at 1 - epsilon; null: not", positive=True, below=1
-    )
-    epsilon_high: float | None = field(
-        "ratios are clipped above at 1 + epsilon_high; null: not", positive=True
-    )
-    beta: float = field("coefficient of the penalty for leaving the reference model", at_least=0)
-    kl_estimator: str | None = field("of that penalty; null: none", choices=KL_ESTIMATORS)
-    kl_in: str | None = field("where that penalty counts; null: nowhere", choices=KL_PLACES)
-    entropy_coef: float = field("coefficient of the bonus for entropy", at_least=0)
-
-    def update_size(self, rollouts: int) -> int:
-        """Completions of one update, of a batch of `rollouts`."""
-        return self.minibatch_size or rollouts // self.num_minibatches
-
-    def check(self) -> None:
-        """Refuse what is no objective; the formulas are in train/objective.py.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
-        level, passes = self.importance_sampling_level, self.num_iterations
-        if self.name == "algorithm1":
-            for name, neutral in ALGORITHM1.items():
-                if getattr(self, name) != neutral:
-                    raise ConfigError(
-                        "objective=algorithm1 is a sum over tokens with one update, no ratio and "
-                        f"no penalty, but objective.{name}={getattr(self, name)}: use "
-                        "objective=grpo with it"
-                    )
-        if self.name == "whole_sequence" and passes > 1:
-            raise ConfigError(
-                "objective=whole_sequence is the unbiased reference, but "
-                f"objective.num_iterations={passes}: a second pass over the same completions is "
-                "biased whatever the ratio; use objective.num_minibatches for more updates, or "
-                "objective=grpo objective.importance_sampling_level=whole_sequence for such passes"
-            )
-        divisor = {"sequence": "grpo", "whole_sequence": "sum"}.get(level, self.loss_type)
-        if self.loss_type != divisor:  # the others would weigh a sequence by its length as well
-            raise ConfigError(
-                f"objective.importance_sampling_level={level} with loss_type={self.loss_type} "
-                f"would count a sequence's ratio once per token: use loss_type={divisor}"
-            )
-        low, high = self.epsilon, self.epsilon_high
-        if (low is None) != (high is None):
-            raise ConfigError(
-                f"objective.epsilon={low} epsilon_high={high}: give both (equal ones are PPO's) or "
-                "none"
-            )
-        if low is not None and level == "none":
-            raise ConfigError(
-                f"objective.epsilon={low} clips a ratio, and importance_sampling_level=none has "
-                "none: use token, or epsilon=null epsilon_high=null"
-            )
-        kind, place = self.kl_estimator, self.kl_in
-        if (kind is None) != (place is None):
-            raise ConfigError(
-                f"objective.kl_estimator={kind} kl_in={place}: give both or none, such as "
-                "kl_estimator=k3 kl_in=loss"
-            )
-        if self.beta and kind is None:
-            raise ConfigError(
-                f"objective.beta={self.beta} without a penalty: set kl_estimator=k3 kl_in=loss"
-            )
-        if (kind, place) == ("k1", "loss"):
-            raise ConfigError(
-                "objective.kl_estimator=k1 in the loss has a gradient of mean zero on-policy "
-                "(E grad log pi = 0): use kl_in=reward, or k2 or k3 in the loss"
-            )
-        if place == "reward" and kind != "k1":
-            raise ConfigError(
-                f"objective.kl_estimator={kind} in the reward: only the mean of k1, times the "
-                "score, has the gradient of the divergence: use k1, or kl_in=loss"
-            )
-
-    def check_updates(self, group_size: int, rollouts: int) -> None:
-        """Refuse updates that break groups, or that need a ratio and have none.
-
-        Args:
-            group_size: completions of a prompt.
-            rollouts: completions of a step.
-
-        Raises:
-            ConfigError: naming the values and the fix.
-        """
-        count, size, prompts = self.num_minibatches, self.minibatch_size, rollouts // group_size
-        if size is not None and (size % group_size or rollouts % size):
-            raise ConfigError(
-                f"objective.minibatch_size={size} must be a multiple of group_size={group_size} "
-                f"that divides budget.rollouts={rollouts}"
-            )
-        if size is None and prompts % count:
-            fitting = max(d for d in range(1, count + 1) if prompts % d == 0)
-            raise ConfigError(
-                f"objective.num_minibatches={count} does not divide the {prompts} prompts of a "
-                f"step (budget.rollouts={rollouts} / group_size={group_size}): use "
-                f"objective.num_minibatches={fitting}, or another budget.rollouts"
-            )
-        update_size = self.update_size(rollouts)
-        several = self.num_iterations > 1 or update_size < rollouts
-        if several and self.importance_sampling_level == "none":
-            raise ConfigError(
-                f"objective.num_iterations={self.num_iterations} with updates of {update_size} of "
-                f"budget.rollouts={rollouts} completions: all but the first are on completions of "
-                "an older policy, which needs a ratio: use "
-                "objective.importance_sampling_level=token, or one update"
             )
 
 

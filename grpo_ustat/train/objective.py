@@ -35,10 +35,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from grpo_ustat.config.train import ObjectiveConfig
+from grpo_ustat.config.objective import ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Part:
         old_BT: log-probabilities under the policy that sampled them; None while it is still the
             policy at hand.
         reference_BT: log-probabilities under the reference model, None without one.
-        weight_B: w_i, see `token_weights`.
+        weight_B: w_i, see `estimators.row_weights.token_weights`.
         num_rollouts: n.
     """
 
@@ -61,35 +60,6 @@ class Part:
     reference_BT: torch.Tensor | None
     weight_B: torch.Tensor
     num_rollouts: int
-
-
-def token_weights(
-    loss_type: str,
-    lengths_N: np.ndarray,
-    num_rollouts: int,
-    num_tokens: int,
-    max_completion_length: int,
-) -> np.ndarray:
-    """w_i of completions of these lengths, [N], float64.
-
-    Args:
-        loss_type: sum, dr_grpo, dapo or grpo.
-        lengths_N: L_i in tokens.
-        num_rollouts, num_tokens: n and sum L of the whole update.
-        max_completion_length: tokens after which a completion is cut.
-
-    >>> token_weights("grpo", np.array([2, 4]), 2, 6, 8).tolist()
-    [0.25, 0.125]
-    >>> token_weights("dapo", np.array([2, 4]), 2, 6, 8).tolist() == [1 / 6, 1 / 6]
-    True
-    """
-    ones_N = np.ones(len(lengths_N))
-    return {
-        "sum": ones_N / num_rollouts,
-        "dr_grpo": ones_N / (num_rollouts * max_completion_length),
-        "dapo": ones_N / num_tokens,
-        "grpo": 1 / (num_rollouts * np.asarray(lengths_N, dtype=np.float64)),
-    }[loss_type]
 
 
 def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from grpo_ustat.estimators.row_weights import token_weights
 from grpo_ustat.policy.adapters import recomputing
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.output_layer import Head
@@ -234,7 +235,7 @@ def backward_parts(
     config, objective = run.config, run.config.objective
     advantage_N = torch.from_numpy(advantage_PG.ravel())
     weight_N = torch.from_numpy(
-        objectives.token_weights(
+        token_weights(
             objective.loss_type, rollouts.lengths_PG.ravel(), minibatch.num_rollouts,
             minibatch.num_tokens, config.max_completion_length,
         )

@@ -6,8 +6,8 @@ import pytest
 from commands import compose, run
 
 from grpo_ustat.config.identity import drop_neutral_keys, folder_name
+from grpo_ustat.config.objective import OBJECTIVES
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.config.train import OBJECTIVES
 
 REFUSED = {
     "algorithm1 has no ratio": (

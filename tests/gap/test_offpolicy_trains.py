@@ -8,7 +8,7 @@ import torch
 from offpolicy_bed import BETA, LENGTH, small_setting
 from reference import plain_advantages
 
-from grpo_ustat.config.train import ObjectiveConfig
+from grpo_ustat.config.objective import ObjectiveConfig
 from grpo_ustat.gap.offpolicy import estimate
 from grpo_ustat.train.objective import Part, surrogate
 

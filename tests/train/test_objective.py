@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_ustat.config.train import ObjectiveConfig
-from grpo_ustat.train.objective import Part, diagnostics, factors, surrogate, token_weights
+from grpo_ustat.config.objective import ObjectiveConfig
+from grpo_ustat.estimators.row_weights import token_weights
+from grpo_ustat.train.objective import Part, diagnostics, factors, surrogate
 
 VOCAB = 3
 SEQUENCES = list(itertools.product(range(VOCAB), repeat=2))
