@@ -24,9 +24,13 @@ has the direction of the advantage's own estimate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 
-from grpo_ustat.records import Array, Integers
+from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.records import Array, BaselineContext, Integers
 
 LOSS_TYPES = ("sum", "dr_grpo", "dapo", "grpo", "bnpo", "luspo", "sapo", "cispo", "vespo")
 BY_TOKENS_OF_ALL = ("dapo", "cispo", "vespo")
@@ -72,3 +76,67 @@ def token_weights(
     tokens_M1 = length_N.reshape(-1, micro_batch_size).sum(axis=1, keepdims=True)
     weight_M1 = micro_batch_size / num_rollouts / np.maximum(tokens_M1, 1)
     return np.repeat(weight_M1, micro_batch_size)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss at the first update of a batch, all importance ratios being 1 and no penalty counting.
+
+    Attributes:
+        name: the preset's, or `own`.
+        rule, options: of its advantages, a key of `BASELINES` with its options.
+        loss_type: one of `LOSS_TYPES`.
+        max_completion_length: L_max.
+        micro_batch_size: rows of a micro-batch of `bnpo`.
+    """
+
+    name: str
+    rule: str
+    options: Mapping[str, float]
+    loss_type: str
+    max_completion_length: int
+    micro_batch_size: int | None = None
+
+    @property
+    def couples_prompts(self) -> bool:
+        """Whether a row's weight depends on other groups: the gradient is no mean over prompts."""
+        return self.loss_type in COUPLED or BASELINES[self.rule].couples_prompts
+
+    def scale(self, group_size: int) -> float | None:
+        """c with E ghat = c grad J for any policy and rewards; None of other losses."""
+        divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)
+        if divisor is None or self.couples_prompts:
+            return None
+        if self.rule == "group_mean":
+            return (group_size - 1) / group_size / divisor
+        return 1 / divisor if BASELINES[self.rule].unbiased else None
+
+    def length_factors(self, lengths: Integers) -> Array:
+        """The part of n w_i that depends on the row's own length alone, of the lengths' shape."""
+        if self.loss_type in ("grpo", "sapo"):
+            return 1 / np.maximum(lengths, 1)
+        constant = self.max_completion_length if self.loss_type == "dr_grpo" else 1
+        return np.full(lengths.shape, 1 / constant)
+
+
+def row_weights(loss: Loss, rewards_PG: Array, context: BaselineContext) -> Array:
+    """W of every row of a batch, [P, G]: the update's gradient is the sum of W s over its rows.
+
+    Args:
+        loss: which.
+        rewards_PG: rewards of all prompts of the update.
+        context: what the rule of advantages reads, and the rows' lengths.
+
+    >>> loss = Loss("dapo", "group_mean", {}, "dapo", 8)
+    >>> context = BaselineContext(lengths_PG=np.array([[1, 3], [2, 2]]))
+    >>> row_weights(loss, np.array([[0.0, 1.0], [1.0, 1.0]]), context).tolist()
+    [[-0.0625, 0.0625], [0.0, 0.0]]
+    """
+    assert context.lengths_PG is not None
+    lengths_N = context.lengths_PG.ravel()
+    weight_N = token_weights(
+        loss.loss_type, lengths_N, lengths_N.size, int(lengths_N.sum()),
+        loss.max_completion_length, loss.micro_batch_size,
+    )  # fmt: skip
+    advantage_PG = advantages(loss.rule, rewards_PG, context, loss.options)
+    return advantage_PG * weight_N.reshape(rewards_PG.shape)

@@ -1,0 +1,250 @@
+r"""What a rollout of a loss is worth: its gradient's error against that of the unbiased estimate.
+
+A loss's update is a random vector ghat of mean `mu = E ghat`. Its length is the learning rate's
+business, so it is judged by the multiple of it that is as long as the true gradient along it,
+
+    kappa = <mu, grad J> / ||grad J||^2
+    error = E|| ghat / kappa - grad J ||^2 = ( ||mu - kappa grad J||^2 + tr Cov ghat ) / kappa^2
+
+For an unbiased estimate it is the mean squared error. Along ghat, where the curvature of J is the
+same in all directions, the best step gains `e = ||grad J||^2 / (||grad J||^2 + error)` of what the
+true gradient's would, `e = cos^2(ghat, grad J)` in the sense of second moments; so two losses of
+one error serve alike, and with `n MSE(n, G) = G C1 + C2 + C3/(G-1)` of leave-one-out at G
+
+    worth = ( n MSE(n, G) / n ) / error
+
+rollouts of the unbiased estimate at the same G do what one rollout of the loss does; with the least
+of the measured `n MSE(n, G)`, at its best G. Two parts of the error are said apart:
+
+    direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, which no n mends
+    noise         tr Cov ghat / E||ghat||^2, the share of an update that is noise
+
+Where the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known, no signal
+is needed, and the worth is a ratio of variances. Inner products of means are taken over pairs of
+different prompts, whose terms are independent; second moments are exact within a prompt. Every
+number is a function of such means and has a delete-one-prompt jackknife, paired among losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_ustat.estimators.group_terms import GroupTerms
+from grpo_ustat.estimators.intervals import Interval, jackknife_interval, ratio_interval
+from grpo_ustat.records import Array
+
+# Axis D: a statistic of all prompts, then of all but each of them in turn, [1 + P].
+UNKNOWN = Interval(math.nan, 0.0, math.inf)
+
+
+@dataclass(frozen=True)
+class UpdateMoments:
+    """Moments of a loss's update of n rollouts in groups of G.
+
+    Attributes:
+        energy_D: E||ghat||^2.
+        mean_sq_D: ||mu||^2.
+        cross_D: <mu, grad J>.
+        scale: c with mu = c grad J for any policy; None of other losses.
+    """
+
+    energy_D: Array
+    mean_sq_D: Array
+    cross_D: Array
+    scale: float | None
+
+
+@dataclass(frozen=True)
+class LossError:
+    """The error of a loss's update and its parts, see the module's page.
+
+    Attributes:
+        error_D: E||ghat / kappa - grad J||^2.
+        apart_D: ||mu - kappa grad J||^2; 0 of losses of known scale.
+        mean_sq_D: ||mu||^2.
+        energy_D: E||ghat||^2.
+        known: whether kappa differs from 0 significantly, or is known.
+    """
+
+    error_D: Array
+    apart_D: Array
+    mean_sq_D: Array
+    energy_D: Array
+    known: bool
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What a rollout of a loss is worth at one group size.
+
+    Attributes:
+        worth: rollouts of the unbiased estimate at the same G that do as much as one of the loss.
+        worth_best: rollouts of the unbiased estimate at its own best G.
+        direction: cos^2 of the loss's mean and the gradient.
+        noise: share of an update's squared norm that is noise.
+    """
+
+    worth: Interval
+    worth_best: Interval
+    direction: Interval
+    noise: Interval
+
+
+def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
+    """The mean of the prompts' values and that without each of them, [D].
+
+    >>> mean_over_prompts(np.array([0.0, 3.0, 6.0])).tolist()
+    [3.0, 4.5, 3.0, 1.5]
+    """
+    values_hK = values_P.reshape(-1, metrics)
+    mean, count = values_P.mean(), len(values_hK)
+    without_hK = mean + (values_hK.mean(axis=0) - values_hK) / (count - 1) / metrics
+    return np.concatenate([[mean], without_hK.ravel()])
+
+
+def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array:
+    """<E left, E right> over pairs of different prompts, and that without each prompt, [D].
+
+    Args:
+        left_PR, right_PR: sketches of the prompts' vectors.
+        metrics: K, see `ScorePool.metrics`.
+
+    >>> product_of_means(np.array([[1.0], [2.0], [3.0]]), np.array([[1.0], [1.0], [2.0]])).round(3)
+    array([2.5, 3.5, 2.5, 1.5])
+    """
+    own: list[Array] = []
+    for metric in range(metrics):
+        left, right = left_PR[metric::metrics], right_PR[metric::metrics]
+        own.append(
+            ((right.sum(axis=0) - right) * left + (left.sum(axis=0) - left) * right).sum(axis=1) / 2
+        )
+    with_others_hK = np.stack(own, axis=1)
+    count, sums_K = len(with_others_hK), with_others_hK.sum(axis=0)
+    of_metric_K = sums_K / (count * (count - 1))
+    without_hK = (sums_K - 2 * with_others_hK) / ((count - 1) * (count - 2))
+    whole = of_metric_K.mean()
+    return np.concatenate([[whole], (whole + (without_hK - of_metric_K) / metrics).ravel()])
+
+
+def update_moments(
+    terms: GroupTerms,
+    gradient_PR: Array,
+    prompts: float,
+    scale: float | None,
+    metrics: int = 1,
+) -> UpdateMoments:
+    """Moments of an update that is the mean of independent terms of its prompts.
+
+    Args:
+        terms: of every prompt, at one G.
+        gradient_PR: sketches of the prompts' gradients, unbiased.
+        prompts: B = n / G; need not be whole.
+        scale: see `UpdateMoments`.
+        metrics: K, see `ScorePool.metrics`.
+    """
+    mean_sq_D = product_of_means(terms.mean_PR, terms.mean_PR, metrics)
+    cross_D = product_of_means(terms.mean_PR, gradient_PR, metrics)
+    if scale is not None:
+        signal_D = product_of_means(gradient_PR, gradient_PR, metrics)
+        mean_sq_D, cross_D = scale**2 * signal_D, scale * signal_D
+    energy_D = mean_sq_D + (mean_over_prompts(terms.energy_P, metrics) - mean_sq_D) / prompts
+    return UpdateMoments(energy_D, mean_sq_D, cross_D, scale)
+
+
+def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> LossError:
+    """The error of a loss's update.
+
+    Args:
+        moments: of the update.
+        signal_D: ||grad J||^2.
+        metrics: K, see `ScorePool.metrics`.
+    """
+    if moments.scale is not None:
+        variance_D = moments.energy_D - moments.mean_sq_D
+        return LossError(
+            error_D=variance_D / moments.scale**2,
+            apart_D=np.zeros_like(signal_D),
+            mean_sq_D=moments.mean_sq_D,
+            energy_D=moments.energy_D,
+            known=True,
+        )
+    kappa = ratio(moments.cross_D, signal_D, metrics)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        kappa_D = moments.cross_D / signal_D
+        error_D = moments.energy_D / kappa_D**2 - signal_D
+        apart_D = moments.mean_sq_D - kappa_D * moments.cross_D
+    known = kappa.low > 0 and math.isfinite(kappa.high)
+    return LossError(error_D, apart_D, moments.mean_sq_D, moments.energy_D, known)
+
+
+def worth(
+    loss: LossError, unbiased_D: Array, least_D: Array, rollouts: int, metrics: int = 1
+) -> Worth:
+    """What a rollout of a loss is worth.
+
+    Args:
+        loss: its error at n rollouts in groups of G.
+        unbiased_D: n times the error of the unbiased estimate at that G.
+        least_D: n times its error at its best G.
+        rollouts: n.
+        metrics: K, see `ScorePool.metrics`.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        same_D, best_D = (x / (rollouts * loss.error_D) for x in (unbiased_D, least_D))
+    apart = ratio(loss.apart_D, loss.mean_sq_D, metrics)
+    direction = Interval(*(1 - min(x, 1.0) for x in (apart.estimate, apart.high, apart.low)))
+    if not loss.apart_D.any():
+        direction = Interval(1.0, 1.0, 1.0)
+    noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics)
+    return Worth(
+        worth=positive(same_D, metrics) if loss.known else UNKNOWN,
+        worth_best=positive(best_D, metrics) if loss.known else UNKNOWN,
+        direction=direction,
+        noise=Interval(*(min(x, 1.0) for x in noise)),
+    )
+
+
+def alike(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
+    """The G of the smallest error, and all G that are not significantly worse.
+
+    A G is worse where the paired interval of its error less the smallest one's is above 0, the
+    level shared among the sizes (Bonferroni). The best one is chosen by the same data.
+
+    Args:
+        errors: error_D by G.
+        metrics: K, see `ScorePool.metrics`.
+    """
+    best = min(errors, key=lambda size: errors[size][0])
+    level = 1 - 0.05 / max(1, len(errors) - 1)
+    sizes = [best]
+    for size, error_D in errors.items():
+        if size != best:
+            more_D = error_D - errors[best]
+            if not jackknife_interval(more_D[0], without(more_D, metrics), level).low > 0:
+                sizes.append(size)
+    return best, sorted(sizes)
+
+
+def positive(values_D: Array, metrics: int = 1) -> Interval:
+    """A positive statistic with its jackknife interval on the log scale; nothing where it is not
+    above 0 or some prompt alone decides that it is.
+    """
+    if not (np.isfinite(values_D).all() and (values_D > 0).all()):
+        return UNKNOWN
+    return jackknife_interval(values_D[0], without(values_D, metrics), positive=True)
+
+
+def ratio(above_D: Array, below_D: Array, metrics: int = 1) -> Interval:
+    """A ratio of two statistics that are truly at least 0, see `ratio_interval`."""
+    return ratio_interval(
+        above_D[0], below_D[0], without(above_D, metrics), without(below_D, metrics)
+    )
+
+
+def without(values_D: Array, metrics: int = 1) -> Array:
+    """The statistics without each prompt, by metric, [K, h]."""
+    return values_D[1:].reshape(-1, metrics).T

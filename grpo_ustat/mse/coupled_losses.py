@@ -1,0 +1,179 @@
+r"""Losses whose rows weigh by the whole batch: batches drawn from a pool, and what is left to draw.
+
+A draw is two batches of B prompts that have none in common, with a group of G of each prompt's
+pool. With ghat and ghat' their updates and g_y the pool gradients of the prompts of neither batch
+
+    E||ghat||^2      Gram matrices within prompts, sketches between them
+    ||E ghat||^2     <ghat, ghat'>
+    <E ghat, grad J> <ghat, mean of g_y>
+
+are unbiased, but few batches say little. So only what coupling changes is drawn: beside each batch
+stands the update of an additive loss, the same but for the coupling, times the factor alpha that
+fits best; its moments are known from all groups (`estimators.group_terms`), and the mean difference
+of the two over the draws is added to them. Without a prompt the mean is over the draws that lack
+it, which are draws from the other prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from grpo_ustat.estimators.baselines import BASELINES
+from grpo_ustat.estimators.row_weights import COUPLED, Loss, row_weights
+from grpo_ustat.estimators.worth import UpdateMoments
+from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
+from grpo_ustat.rollout.draws import generator
+
+PROMPTS_BESIDE = 4  # that no batch of a draw has, so that one more may be left out
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of a draw: its prompts and the places of each group's members in the pool."""
+
+    prompt_B: Integers
+    place_BG: Integers
+
+
+def additive_part(loss: Loss) -> Loss:
+    """The loss without what couples its rows."""
+    rule, options = loss.rule, loss.options
+    if BASELINES[rule].couples_prompts:
+        rule, options = "group_mean", {}
+    loss_type = "sum" if loss.loss_type in COUPLED else loss.loss_type
+    return replace(loss, rule=rule, options=options, loss_type=loss_type, micro_batch_size=None)
+
+
+def most_prompts(questions: int) -> int:
+    """B of the largest batch that can be drawn twice from so many questions."""
+    return (questions - PROMPTS_BESIDE) // 2
+
+
+def drawn_batches(
+    questions: int, completions: int, prompts: int, group_size: int, draws: int, seed: int
+) -> Iterator[tuple[Batch, Batch]]:
+    """Draws of two batches without a prompt in common; a function of the arguments alone."""
+    for draw in range(draws):
+        rng = generator(seed, "losses", draw, str(group_size))
+        order_M = rng.permutation(questions)[: 2 * prompts]
+        place_MN = rng.permuted(np.tile(np.arange(completions), (2 * prompts, 1)), axis=1)
+        first, second = (
+            Batch(order_M[half], place_MN[half, :group_size])
+            for half in (slice(prompts), slice(prompts, None))
+        )
+        yield first, second
+
+
+def coupled_moments(
+    pool: ScorePool,
+    gradient_PR: Array,
+    losses: Sequence[Loss],
+    additive: Sequence[UpdateMoments],
+    draws: Sequence[tuple[Batch, Batch]],
+) -> list[UpdateMoments]:
+    """Moments of the updates of coupled losses, all on the same draws.
+
+    Args:
+        pool: scored completions, in one metric.
+        gradient_PR: sketches of its prompts' gradients.
+        losses: which.
+        additive: the moments of each one's `additive_part`, at the B and G of the draws.
+        draws: pairs of batches, such as `drawn_batches`.
+    """
+    questions, both = len(pool.rewards_PN), [*losses, *map(additive_part, losses)]
+    inside_DP = np.zeros((len(draws), 2, questions), dtype=bool)
+    energy = np.zeros((2, len(losses), len(draws), 2))
+    between = np.zeros((2, len(losses), len(draws)))
+    along_DP = np.zeros((2, len(losses), len(draws), questions))
+    products, squares = np.zeros(len(losses)), np.zeros(len(losses))
+    for draw, batches in enumerate(draws):
+        updates: list[Array] = []
+        for which, batch in enumerate(batches):
+            inside_DP[draw, which, batch.prompt_B] = True
+            weights = np.array([_weights(pool, loss, batch) for loss in both])
+            weights = weights.reshape(2, len(losses), *batch.place_BG.shape)
+            products += (weights[0] * weights[1]).sum(axis=(1, 2))
+            squares += np.square(weights[1]).sum(axis=(1, 2))
+            energy[:, :, draw, which], update = _update(pool, batch, weights)
+            updates.append(update)
+        between[:, :, draw] = (updates[0] * updates[1]).sum(axis=-1)
+        along_DP[:, :, draw] = (updates[0] + updates[1]) / 2 @ gradient_PR.T
+    outside_DP = ~inside_DP.any(axis=1)
+    moments: list[UpdateMoments] = []
+    for number, (alpha, plain) in enumerate(zip(products / squares, additive, strict=True)):
+        own = energy[0, number] - alpha**2 * energy[1, number]
+        pair = between[0, number] - alpha**2 * between[1, number]
+        toward = along_DP[0, number] - alpha * along_DP[1, number]
+        own_D = _mean_and_without(own.ravel(), ~inside_DP.reshape(-1, questions))
+        moments.append(
+            UpdateMoments(
+                energy_D=alpha**2 * plain.energy_D + own_D,
+                mean_sq_D=alpha**2 * plain.mean_sq_D + _mean_and_without(pair, outside_DP),
+                cross_D=alpha * plain.cross_D + _toward_others(toward, outside_DP),
+                scale=None,
+            )
+        )
+    return moments
+
+
+def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
+    """W of a batch's rows, [B, G]."""
+    rewards_BG, lengths_BG = (
+        np.take_along_axis(x[batch.prompt_B], batch.place_BG, axis=1)
+        for x in (pool.rewards_PN, pool.lengths_PN)
+    )
+    context = BaselineContext(lengths_PG=lengths_BG, history=np.zeros((2, 3)))
+    return row_weights(loss, rewards_BG, context)
+
+
+def _update(pool: ScorePool, batch: Batch, weights: Array) -> tuple[Array, Array]:
+    """||ghat||^2 and the sketch of ghat of weights [..., B, G]: [...] and [..., R]."""
+    rows = batch.prompt_B[:, None], batch.place_BG
+    features_BGR = pool.features_PNR[rows]
+    gram_BGG = pool.gram_PNN[
+        batch.prompt_B[:, None, None], batch.place_BG[:, :, None], batch.place_BG[:, None]
+    ]
+    by_prompt_BWG = np.moveaxis(weights, -2, 0).reshape(len(rows[0]), -1, weights.shape[-1])
+    sketch_BWR = by_prompt_BWG.astype(np.float32) @ features_BGR
+    sketch = np.moveaxis(sketch_BWR, 0, -2).reshape(*weights.shape[:-1], -1).astype(np.float64)
+    within = np.einsum("...bg,bgh,...bh->...", weights, gram_BGG, weights, optimize=True)
+    total = sketch.sum(axis=-2)
+    between = np.square(total).sum(axis=-1) - np.square(sketch).sum(axis=(-2, -1))
+    return within + between, total
+
+
+def _mean_and_without(values_D: Array, lacks_DP: Mask) -> Array:
+    """The mean over the draws, then for each prompt that over the draws that lack it, [1 + P]."""
+    return _without_drawing_noise(
+        values_D, values_D.mean(), values_D @ lacks_DP / lacks_DP.sum(axis=0), lacks_DP
+    )
+
+
+def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
+    """Mean products with the gradients of the prompts of neither batch, whole and without each."""
+    outside = along_DP * outside_DP
+    total_D, count_D = outside.sum(axis=1), outside_DP.sum(axis=1)
+    without_DP = (total_D[:, None] - outside) / (count_D[:, None] - 1)
+    without_P = (without_DP * outside_DP).sum(axis=0) / outside_DP.sum(axis=0)
+    values_D = total_D / count_D
+    return _without_drawing_noise(values_D, values_D.mean(), without_P, outside_DP)
+
+
+def _without_drawing_noise(
+    values_D: Array, whole: float, without_P: Array, lacks_DP: Mask
+) -> Array:
+    """A mean over draws and those without each prompt, [1 + P].
+
+    Leaving a prompt out changes which draws count, and that alone moves the mean: with v the
+    variance of a draw, by v (1/D_x - 1/D) in the square. The changes are shrunk so that the sum of
+    their squares, the jackknife's variance, is that of the prompts plus v/D, that of the drawing.
+    """
+    change_P = without_P - whole
+    variance, count = values_D.var(ddof=1), len(values_D)
+    noise = variance * (1 / lacks_DP.sum(axis=0) - 1 / count).sum()
+    total = np.square(change_P).sum()
+    share = (max(0.0, total - noise) + variance / count) / total if total > 0 else 1.0
+    return np.concatenate([[whole], whole + np.sqrt(min(1.0, share)) * change_P])

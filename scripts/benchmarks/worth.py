@@ -1,0 +1,127 @@
+"""How often the intervals of what a rollout of a loss is worth cover the truth, by simulation.
+
+Populations are those of decisions.py, with lengths of completions that go with their rewards. The
+truth is the estimate from 8000 prompts with 64 completions each. Of every study, m prompts with N
+completions each:
+
+    decided      share of the studies in which the worth has an interval with two ends
+    worth        of these, how often it covers; likewise at the unbiased estimate's best G
+    direction    of all studies, how often the interval of cos^2 covers
+    noise        of all studies, how often that of the share of noise covers
+
+    python scripts/benchmarks/worth.py --studies 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from dataclasses import fields
+
+import numpy as np
+from decisions import OUTCOMES, POPULATIONS, PROMPTS, Population
+
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.worth import Worth
+from grpo_ustat.mse.losses import loss_worths
+from grpo_ustat.records import ScorePool
+
+ROLLOUTS, LONGEST = 64, 60
+CELLS = ((20, 16), (40, 16), (100, 16), (200, 32))
+SIZES = (4, 8)
+STD = {"epsilon": 1e-4}
+LOSSES = [
+    Loss("none, sum", "none", {}, "sum", LONGEST),
+    Loss("group_std, sum", "group_std", STD, "sum", LONGEST),
+    Loss("leave_one_out, grpo", "leave_one_out", {}, "grpo", LONGEST),
+    Loss("group_std, grpo", "group_std", STD, "grpo", LONGEST),
+    Loss("group_std, dapo", "group_std", STD, "dapo", LONGEST),
+    Loss("batch_std, sum", "batch_std", STD, "sum", LONGEST),
+]
+
+
+def study(population: Population, lengths_PY, prompts: int, completions: int, rng) -> ScorePool:
+    """A scored pool of prompts drawn anew."""
+    chosen = rng.integers(PROMPTS, size=prompts)
+    draws = rng.random((prompts, completions, 1))
+    outcomes = (draws > population.ends_PY[chosen][:, None, :-1]).sum(axis=2)
+    rewards, lengths = (
+        np.take_along_axis(x[chosen], outcomes, axis=1)
+        for x in (population.rewards_PY, lengths_PY)
+    )
+    scores = np.take_along_axis(population.scores_PYD[chosen], outcomes[..., None], axis=1)
+    return ScorePool(
+        rewards_PN=rewards,
+        gram_PNN=scores @ scores.transpose(0, 2, 1),
+        lengths_PN=lengths,
+        features_PNR=scores,
+        reward_sums_PR=np.zeros((prompts, 1)),
+        score_sums_PR=np.zeros((prompts, 1)),
+    )
+
+
+def lengths_of(population: Population):
+    """Lengths of 1 to 60 tokens by prompt and outcome, shorter where the reward is 1."""
+    rng = np.random.default_rng(8)
+    spread = rng.normal(size=(PROMPTS, 1)) * 0.4 + rng.normal(size=(PROMPTS, OUTCOMES)) * 0.4
+    spread = np.concatenate([spread, spread], axis=1) - 0.3 * population.rewards_PY
+    return np.clip(20 * np.exp(spread), 1, LONGEST).astype(np.int64)
+
+
+def covers(interval: Interval, truth: float) -> bool:
+    """Whether the truth is within, but for rounding."""
+    return interval.low - 1e-9 <= truth <= interval.high + 1e-9
+
+
+def main() -> None:
+    """Entry."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--studies", type=int, default=300, help="of each cell")
+    parser.add_argument("--draws", type=int, default=100, help="of batches, of coupled losses")
+    parser.add_argument("--populations", nargs="+", default=list(POPULATIONS))
+    asked = parser.parse_args()
+    print(f"n = {ROLLOUTS}, {asked.studies} studies a cell")
+    print(f"{'G*':12}{'m x N':>10}{'G':>4}  {'loss':22}{'truth':>7}{'decided':>9}", end="")
+    print("".join(f"{field.name:>12}" for field in fields(Worth)))
+    for name in asked.populations:
+        population = Population(*POPULATIONS[name])
+        lengths_PY = lengths_of(population)
+        large = study(population, lengths_PY, PROMPTS, 64, np.random.default_rng(9))
+        truth = {
+            (row.loss.name, row.group_size): row.worth
+            for row in loss_worths(large, LOSSES, SIZES, ROLLOUTS, 4000, seed=1)
+        }
+        for prompts, completions in CELLS:
+            rng = np.random.default_rng(10)
+            hits = defaultdict(list)
+            for number in range(asked.studies):
+                pool = study(population, lengths_PY, prompts, completions, rng)
+                for row in loss_worths(pool, LOSSES, SIZES, ROLLOUTS, asked.draws, seed=number):
+                    if row.worth is None:
+                        continue
+                    key = row.loss.name, row.group_size
+                    decided = math.isfinite(row.worth.worth.high)
+                    hits[key, "decided"].append(decided)
+                    for field in fields(Worth):
+                        if decided or "worth" not in field.name:
+                            found = getattr(row.worth, field.name)
+                            right = getattr(truth[key], field.name).estimate
+                            hits[key, field.name].append(covers(found, right))
+            for key, right in truth.items():
+                if not hits[key, "decided"]:
+                    continue
+                print(f"{name:12}{f'{prompts} x {completions}':>10}{key[1]:4}  {key[0]:22}", end="")
+                print(f"{right.worth.estimate:7.2f}{np.mean(hits[key, 'decided']):9.2f}", end="")
+                for field in fields(Worth):
+                    seen = hits[key, field.name]
+                    text = f"{np.mean(seen):.3f}" if len(seen) >= 50 else "too few"
+                    print(f"{text:>12}", end="")
+                print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Terms of a prompt: all groups of a pool by levels, by enumeration, and without bias."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.estimators.group_terms import BY_LEVELS, LevelSums, drawn_terms, has_levels
+from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.records import BaselineContext, ScorePool
+
+OPTIONS = {"epsilon": 0.3, "value": 0.4}
+LENGTHS = np.array([[1, 4, 2, 7, 3], [5, 1, 6, 2, 2], [3, 3, 1, 8, 4]])
+REWARDS = {
+    "0 and 1": np.array([[1.0, 0, 0, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]),
+    "three levels": np.array([[1.0, 0, 0.5, 1, 1], [0, 0.5, 0, 0.5, 1], [0, 0, 0, 0, 0]]),
+}
+
+
+def pool_of(rewards_PN, lengths_PN, scores_PNR):
+    return ScorePool(
+        rewards_PN=rewards_PN,
+        gram_PNN=scores_PNR @ scores_PNR.transpose(0, 2, 1),
+        lengths_PN=lengths_PN,
+        features_PNR=scores_PNR,
+        reward_sums_PR=(rewards_PN[..., None] * scores_PNR).sum(axis=1),
+        score_sums_PR=scores_PNR.sum(axis=1),
+    )
+
+
+def a_pool(kind, seed=0):
+    scores = np.random.default_rng(seed).normal(size=(3, 5, 4))
+    return pool_of(REWARDS[kind], LENGTHS, scores)
+
+
+def loss_of(rule, loss_type):
+    options = {name: OPTIONS[name] for name in BASELINES[rule].options}
+    return Loss("own", rule, options, loss_type, 9)
+
+
+def term(loss, rewards_G, lengths_G, scores_GR):
+    """T of one group, row by row."""
+    factor = {"sum": lambda _: 1.0, "dr_grpo": lambda _: 1 / 9, "grpo": lambda length: 1 / length}
+    context = BaselineContext(lengths_PG=lengths_G[None])
+    advantage_G = advantages(loss.rule, rewards_G[None], context, loss.options)[0]
+    rows = zip(advantage_G, lengths_G, scores_GR, strict=True)
+    return sum(a * factor[loss.loss_type](n) * s for a, n, s in rows) / len(rewards_G)
+
+
+def of_groups(loss, pool, size):
+    """Mean of ||T||^2 and of T over all groups of every prompt's pool."""
+    energies, means = [], []
+    for z, lengths, scores in zip(
+        pool.rewards_PN, pool.lengths_PN, pool.features_PNR, strict=True
+    ):
+        groups = map(list, itertools.combinations(range(len(z)), size))
+        terms = np.array([term(loss, z[g], lengths[g], scores[g]) for g in groups])
+        energies.append(np.square(terms).sum(axis=1).mean())
+        means.append(terms.mean(axis=0))
+    return np.array(energies), np.array(means)
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+@pytest.mark.parametrize("loss_type", ["sum", "dr_grpo", "grpo"])
+@pytest.mark.parametrize("rule", BY_LEVELS)
+def test_all_groups_of_a_pool_count(rule, loss_type, kind):
+    pool, loss = a_pool(kind), loss_of(rule, loss_type)
+    sums = LevelSums(pool, loss.length_factors(pool.lengths_PN))
+    for size in range(BASELINES[rule].min_group_size, 6):
+        assert has_levels(pool, rule, size)
+        found = sums.terms(rule, loss.options, size)
+        energy, mean = of_groups(loss, pool, size)
+        np.testing.assert_allclose(found.energy_P, energy, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(found.mean_PR, mean, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("rule", ["group_std", "opo", "quantile", "pods"])
+def test_drawn_groups_are_averaged_as_they_are(rule):
+    """All orders of all groups drawn once are all groups."""
+    pool = a_pool("three levels")
+    options = dict.fromkeys(BASELINES[rule].options, 0.5)
+    loss = Loss("own", rule, options, "grpo", 9)
+    groups = np.array(list(itertools.combinations(range(5), 3)))
+    found = drawn_terms(pool, loss, np.tile(groups, (3, 1, 1)), rows=2)
+    energy, mean = of_groups(loss, pool, 3)
+    np.testing.assert_allclose(found.energy_P, energy, rtol=1e-12)
+    np.testing.assert_allclose(found.mean_PR, mean, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("loss_type", ["sum", "grpo"])
+@pytest.mark.parametrize("rule", ["group_std", "leave_one_out", "maxrl"])
+def test_the_means_over_pools_are_those_of_fresh_groups(rule, loss_type):
+    """All 81 pools of four completions of a policy of three outcomes, all 9 groups of two."""
+    chances, lengths = np.array([0.5, 0.3, 0.2]), np.array([1, 4, 2])
+    rewards, scores = np.array([1.0, 0.0, 1.0]), np.random.default_rng(1).normal(size=(3, 4))
+    loss = loss_of(rule, loss_type)
+    energy, mean = 0.0, 0.0
+    for pair in map(list, itertools.product(range(3), repeat=2)):
+        vector = term(loss, rewards[pair], lengths[pair], scores[pair])
+        energy += chances[pair].prod() * vector @ vector
+        mean += chances[pair].prod() * vector
+    drawn = np.array(list(itertools.product(range(3), repeat=4)))
+    pools = pool_of(rewards[drawn], lengths[drawn], scores[drawn])
+    weights = chances[drawn].prod(axis=1)
+    sums = LevelSums(pools, loss.length_factors(pools.lengths_PN))
+    found = sums.terms(rule, loss.options, 2)
+    assert weights @ found.energy_P == pytest.approx(energy, rel=1e-12)
+    np.testing.assert_allclose(weights @ found.mean_PR, mean, rtol=1e-12)
+
+
+def test_many_levels_are_not_listed():
+    pool = a_pool("0 and 1")
+    many = pool_of(np.arange(15.0).reshape(3, 5), LENGTHS, np.ones((3, 5, 4)))
+    assert has_levels(pool, "group_std", 64) and not has_levels(many, "group_std", 8)
+    assert not has_levels(pool, "opo", 2)

@@ -1,0 +1,161 @@
+"""What a rollout of a loss is worth: by the definition, on all joint batches of three prompts."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from grpo_ustat.estimators.group_terms import GroupTerms
+from grpo_ustat.estimators.row_weights import Loss, row_weights
+from grpo_ustat.estimators.worth import (
+    UpdateMoments,
+    alike,
+    loss_error,
+    mean_over_prompts,
+    product_of_means,
+    update_moments,
+    worth,
+)
+from grpo_ustat.records import BaselineContext
+
+CHANCES = np.array([[0.5, 0.3, 0.2], [0.7, 0.3, 0.0], [0.2, 0.4, 0.4]])
+REWARDS = np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.5, 0.0]])
+LENGTHS = np.array([[1, 4, 2], [3, 5, 1], [6, 2, 1]])
+SCORES = np.random.default_rng(2).normal(size=(3, 3, 4))
+SCORES -= np.einsum("py,pyr->pr", CHANCES, SCORES)[:, None]  # E s = 0
+GRADIENTS = np.einsum("py,py,pyr->pr", CHANCES, REWARDS, SCORES)
+TRUE = GRADIENTS.mean(axis=0)
+LOSSES = [
+    Loss("own", "leave_one_out", {}, "sum", 9),
+    Loss("own", "group_mean", {}, "dr_grpo", 9),
+    Loss("own", "group_std", {"epsilon": 0.1}, "grpo", 9),
+    Loss("own", "group_std", {"epsilon": 0.1}, "dapo", 9),
+    Loss("own", "batch_std", {"epsilon": 0.1}, "bnpo", 9, micro_batch_size=2),
+]
+
+
+def joint_batches(loss, prompts, size=2):
+    """Updates of all joint batches and their chances: prompts and completions drawn anew."""
+    rows = itertools.product(itertools.product(range(3), repeat=size), repeat=prompts)
+    updates, chances = [], []
+    for questions, outcomes in itertools.product(
+        itertools.product(range(3), repeat=prompts), list(rows)
+    ):
+        x, y = np.array(questions)[:, None], np.array(outcomes)
+        context = BaselineContext(lengths_PG=LENGTHS[x, y])
+        weights = row_weights(loss, REWARDS[x, y], context)
+        updates.append(np.einsum("pg,pgr->r", weights, SCORES[x, y]))
+        chances.append(CHANCES[x, y].prod() / 3**prompts)
+    return np.array(updates), np.array(chances)
+
+
+def exact(value):
+    """Of a sample that says the same without any of its prompts."""
+    return np.full(5, float(value))
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.rule}-{loss.loss_type}")
+def test_the_error_is_that_of_all_joint_batches(loss):
+    updates, chances = joint_batches(loss, prompts=2)
+    mean, energy = chances @ updates, chances @ np.square(updates).sum(axis=1)
+    signal = TRUE @ TRUE
+    moments = UpdateMoments(*map(exact, (energy, mean @ mean, mean @ TRUE)), scale=None)
+    found = loss_error(moments, exact(signal))
+    assert found.known
+    kappa = mean @ TRUE / signal
+    by_definition = chances @ np.square(updates / kappa - TRUE).sum(axis=1)
+    assert found.error_D[0] == pytest.approx(by_definition, rel=1e-12)
+    efficiency = (mean @ TRUE) ** 2 / (signal * energy)
+    assert signal / (signal + found.error_D[0]) == pytest.approx(efficiency, rel=1e-12)
+    if loss.scale(2) is not None:
+        np.testing.assert_allclose(mean, loss.scale(2) * TRUE, rtol=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES[:3], ids=lambda loss: f"{loss.rule}-{loss.loss_type}")
+def test_an_additive_update_is_the_mean_of_terms(loss):
+    """From exact terms of three prompts: what pairs of different prompts say of the population."""
+    terms = []
+    for prompt in range(3):
+        vectors, chances = [], []
+        for outcomes in itertools.product(range(3), repeat=2):
+            y = list(outcomes)
+            context = BaselineContext(lengths_PG=LENGTHS[None, prompt, y])
+            weights = row_weights(loss, REWARDS[None, prompt, y], context)[0]
+            vectors.append(weights @ SCORES[prompt, y])
+            chances.append(CHANCES[prompt, y].prod())
+        vectors, chances = np.array(vectors), np.array(chances)
+        terms.append((chances @ np.square(vectors).sum(axis=1), chances @ vectors))
+    energy, mean = (np.array(x) for x in zip(*terms, strict=True))
+    moments = update_moments(GroupTerms(energy, mean), GRADIENTS, 2.0, scale=None)
+    pairs = list(itertools.permutations(range(3), 2))  # a batch of two different prompts
+    assert moments.mean_sq_D[0] == pytest.approx(np.mean([mean[i] @ mean[j] for i, j in pairs]))
+    cross = np.mean([mean[i] @ GRADIENTS[j] for i, j in pairs])
+    assert moments.cross_D[0] == pytest.approx(cross, rel=1e-12)
+    of_pair = np.mean([(energy[i] + energy[j] + 2 * mean[i] @ mean[j]) / 4 for i, j in pairs])
+    assert moments.energy_D[0] == pytest.approx(of_pair, rel=1e-12)
+
+
+@pytest.mark.parametrize("metrics", [1, 2])
+def test_without_a_prompt_is_the_sample_without_it(metrics):
+    """With two metrics a prompt is missed among its own metric's alone."""
+    rng = np.random.default_rng(3)
+    left, right = rng.normal(size=(2, 8, 3))
+
+    def by_hand(kept):
+        means, products = [], []
+        for metric in range(metrics):
+            own = [x for x in kept if x % metrics == metric]
+            means.append(np.mean([left[x, 0] for x in own]))
+            pairs = itertools.permutations(own, 2)
+            products.append(np.mean([left[x] @ right[y] for x, y in pairs]))
+        return np.mean(means), np.mean(products)
+
+    mean_D = mean_over_prompts(left[:, 0], metrics)
+    product_D = product_of_means(left, right, metrics)
+    for place, missed in enumerate([None, *range(8)]):
+        kept = [x for x in range(8) if x != missed]
+        assert (mean_D[place], product_D[place]) == pytest.approx(by_hand(kept), rel=1e-12)
+
+
+def sample_of(prompts, completions, seed, signal=1.0):
+    """Exact-score pools of a population of Gaussian prompts with a common gradient."""
+    rng = np.random.default_rng(seed)
+    mean = rng.normal(size=(prompts, 5)) * 0.3
+    mean[:, 0] += signal
+    return GroupTerms(np.square(mean).sum(axis=1) + 20 / completions, mean), mean
+
+
+def test_the_unbiased_estimate_is_worth_itself_and_half_as_noisy_a_one_twice():
+    terms, gradient = sample_of(40, 4, 0)
+    signal = product_of_means(gradient, gradient)
+    error = loss_error(update_moments(terms, gradient, 16, scale=1.0), signal)
+    itself = worth(error, 64 * error.error_D, 64 * error.error_D, 64)
+    assert itself.worth == pytest.approx((1, 1, 1)) and itself.direction == (1, 1, 1)
+    better = worth(error, 128 * error.error_D, 64 * error.error_D, 64)
+    assert better.worth == pytest.approx((2, 2, 2))
+    assert 0 < itself.noise.low < itself.noise.estimate < itself.noise.high < 1
+
+
+def test_a_scaled_loss_is_worth_the_same_and_needs_no_signal():
+    terms, gradient = sample_of(40, 4, 1, signal=0.0)
+    tripled = GroupTerms(9 * terms.energy_P, 3 * terms.mean_PR)
+    signal = product_of_means(gradient, gradient)
+    one = loss_error(update_moments(terms, gradient, 16, scale=1.0), signal)
+    three = loss_error(update_moments(tripled, gradient, 16, scale=3.0), signal)
+    np.testing.assert_allclose(three.error_D, one.error_D, rtol=1e-9)
+    assert three.known
+    unknown = loss_error(update_moments(terms, gradient, 16, scale=None), signal)
+    assert not unknown.known
+    said = worth(unknown, one.error_D, one.error_D, 64)
+    assert np.isnan(said.worth.estimate) and said.worth[1:] == (0, np.inf)
+
+
+def test_sizes_that_are_not_worse_are_named_with_the_best():
+    noise = np.random.default_rng(4).normal(size=(3, 100)) * 1e-3
+    errors = {
+        size: np.concatenate([[value], value + noise[number]])
+        for number, (size, value) in enumerate({2: 2.0, 4: 1.0, 8: 1.01}.items())
+    }
+    assert alike(errors) == (4, [4, 8])

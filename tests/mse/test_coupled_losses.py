@@ -1,0 +1,126 @@
+"""Losses that couple their rows: all draws of a small pool give the very moments."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from grpo_ustat.estimators.group_terms import LevelSums
+from grpo_ustat.estimators.moments import pool_gradient_weights
+from grpo_ustat.estimators.row_weights import Loss, row_weights
+from grpo_ustat.estimators.worth import mean_over_prompts, update_moments
+from grpo_ustat.mse.coupled_losses import (
+    Batch,
+    additive_part,
+    coupled_moments,
+    drawn_batches,
+    most_prompts,
+)
+from grpo_ustat.records import BaselineContext, ScorePool
+
+QUESTIONS, SIZE = 6, 2
+LOSSES = [
+    Loss("own", "group_std", {"epsilon": 0.1}, "dapo", 9),
+    Loss("own", "batch_std", {"epsilon": 0.1}, "grpo", 9),
+    Loss("own", "leave_one_out", {}, "bnpo", 9, micro_batch_size=2),
+]
+
+
+def a_pool():
+    rng = np.random.default_rng(5)
+    rewards = rng.integers(0, 2, size=(QUESTIONS, SIZE)).astype(float)
+    scores = rng.normal(size=(QUESTIONS, SIZE, 4)).astype(np.float32).astype(float)
+    return ScorePool(
+        rewards_PN=rewards,
+        gram_PNN=scores @ scores.transpose(0, 2, 1),
+        lengths_PN=rng.integers(1, 9, size=(QUESTIONS, SIZE)),
+        features_PNR=scores,
+        reward_sums_PR=np.zeros((QUESTIONS, 4)),
+        score_sums_PR=np.zeros((QUESTIONS, 4)),
+    )
+
+
+def all_draws():
+    """All ordered pairs of disjoint batches of two prompts, whose pools are one group each."""
+    for prompts in itertools.permutations(range(QUESTIONS), 4):
+        if prompts[0] > prompts[1] or prompts[2] > prompts[3]:
+            continue
+        yield tuple(
+            Batch(np.array(prompts[half]), np.tile(np.arange(SIZE), (2, 1)))
+            for half in (slice(2), slice(2, 4))
+        )
+
+
+def update(pool, loss, batch):
+    rows = batch.prompt_B[:, None], batch.place_BG
+    context = BaselineContext(lengths_PG=pool.lengths_PN[rows])
+    weights = row_weights(loss, pool.rewards_PN[rows], context)
+    return np.einsum("bg,bgr->r", weights, pool.features_PNR[rows])
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.rule}-{loss.loss_type}")
+def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
+    """Whole and without each prompt, where nothing is taken off for drawing."""
+    monkeypatch.setattr(
+        "grpo_ustat.mse.coupled_losses._without_drawing_noise",
+        lambda _, whole, without_P, *__: np.concatenate([[whole], without_P]),
+    )
+    pool, draws = a_pool(), list(all_draws())
+    weights = pool_gradient_weights(pool.rewards_PN)
+    gradient = np.einsum("pn,pnr->pr", weights, pool.features_PNR)
+    part = additive_part(loss)
+    sums = LevelSums(pool, part.length_factors(pool.lengths_PN))
+    plain = update_moments(sums.terms(part.rule, part.options, SIZE), gradient, 2, scale=None)
+    (found,) = coupled_moments(pool, gradient, [loss], [plain], draws)
+
+    def by_hand(missed):
+        numbers = []
+        for first, second in draws:
+            inside = {*first.prompt_B, *second.prompt_B}
+            if missed in inside:
+                continue
+            one, two = update(pool, loss, first), update(pool, loss, second)
+            rest = gradient[[x for x in range(QUESTIONS) if x not in {*inside, missed}]].mean(axis=0)
+            numbers.append(((one @ one + two @ two) / 2, one @ two, (one + two) / 2 @ rest))
+        return np.mean(numbers, axis=0)
+
+    right = np.array([by_hand(missed) for missed in (None, *range(QUESTIONS))]).T
+    for found_D, right_D in zip(
+        (found.energy_D, found.mean_sq_D, found.cross_D), right, strict=True
+    ):
+        np.testing.assert_allclose(found_D, right_D, rtol=1e-5, atol=1e-7)  # float32 sketches
+
+
+def test_what_drawing_adds_to_the_jackknife_is_taken_off():
+    """Values that do not depend on the prompts: only the variance of their mean remains."""
+    from grpo_ustat.mse import coupled_losses
+
+    rng = np.random.default_rng(6)
+    inside = rng.random((4000, 200)).argsort(axis=1) < 20
+    values = rng.normal(size=4000)
+    found = coupled_losses._mean_and_without(values, ~inside)
+    plain = values @ ~inside / (~inside).sum(axis=0)
+    of_mean = values.var(ddof=1) / 4000
+    assert np.square(plain - values.mean()).sum() > 15 * of_mean
+    assert np.square(found[1:] - found[0]).sum() < 8 * of_mean
+    # values of the prompts: the mean over draws that lack one is nearly the mean of the others
+    worths = rng.normal(size=200)
+    of_draws = (inside * worths).sum(axis=1) / 20
+    found = coupled_losses._mean_and_without(of_draws, ~inside)
+    exact = mean_over_prompts(worths)
+    ratio = np.square(found[1:] - found[0]).sum() / np.square(exact[1:] - exact[0]).sum()
+    assert ratio == pytest.approx(1, abs=0.15)
+
+
+def test_draws_are_a_function_of_their_seed_and_disjoint():
+    arguments = (20, 6, 3, 4, 5)
+    once, again, other = (list(drawn_batches(*arguments, seed)) for seed in (0, 0, 1))
+    for (a, b), (c, d) in zip(once, again, strict=True):
+        np.testing.assert_array_equal(a.prompt_B, c.prompt_B)
+        np.testing.assert_array_equal(b.place_BG, d.place_BG)
+        assert not set(a.prompt_B) & set(b.prompt_B)
+        assert all(len(set(row)) == 4 for row in a.place_BG)
+    assert any((a[0].prompt_B != b[0].prompt_B).any() for a, b in zip(once, other, strict=True))
+    assert most_prompts(20) == 8
