@@ -18,12 +18,14 @@ from grpo_ustat.config.baseline import (
 )
 from grpo_ustat.config.common import Common
 from grpo_ustat.config.model import tf32_in_use
+from grpo_ustat.config.objective import OBJECTIVES, ObjectiveConfig, preset
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_distinct, field, node
 from grpo_ustat.config.study import SETTINGS, StudyBudget, StudyConfig, StudyLaunch
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
+from grpo_ustat.estimators.row_weights import Loss
 
 PART = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
 OF_A_POOL = re.compile(rf"\.?(pool\.json|{PART})(\.[0-9a-f]+\.tmp)?")
@@ -53,6 +55,14 @@ class MseConfig(Common):
     )
     budget: StudyBudget = node(StudyBudget, "how many completions stand behind each number")
     rules: dict[str, BaselineConfig] = field("the options of each baseline", factory=dict)
+    objective: ObjectiveConfig = node(
+        ObjectiveConfig, "the loss of whose rollouts the worth is measured, as train applies it"
+    )
+    baseline: BaselineConfig = node(BaselineConfig, "the rule of that loss's advantages")
+    objectives: list[str] = field(
+        "further losses to measure, presets with the advantages that they set, or with baseline",
+        choices=OBJECTIVES,
+    )
     baselines: list[str] = field(
         "the rules to compare, with their options under rules",
         choices=STUDIED,
@@ -121,6 +131,19 @@ class MseConfig(Common):
         return self.sampling_by(self.rollout)
 
     @property
+    def losses(self) -> list[Loss]:
+        """What a rollout of is measured: the objective, but for the unbiased estimate itself, and
+        further presets.
+        """
+        losses: list[Loss] = []
+        if (self.objective.name, self.baseline.name) != ("algorithm1", "leave_one_out"):
+            losses.append(self.objective.loss(self.baseline, self.max_completion_length))
+        for name in self.objectives:
+            objective, rule = preset(name)
+            losses.append(objective.loss(rule or self.baseline, self.max_completion_length))
+        return losses
+
+    @property
     def rule_options(self) -> dict[str, dict[str, float]]:
         """Options of each baseline that is compared, by its name."""
         return {name: self.rules[name].options for name in self.baselines}
@@ -154,6 +177,7 @@ class MseConfig(Common):
                 raise _only_trains(name)
         super().check()
         lists = {"baselines": self.baselines, "group_sizes": self.group_sizes}
+        lists["objectives"] = self.objectives
         of_study = ("methods", "settings", "num_prompts")
         lists |= {f"study.{name}": getattr(self.study, name) for name in of_study}
         for path, values in lists.items():
@@ -172,6 +196,7 @@ class MseConfig(Common):
         self._check_metric()
         self._check_rollout()
         self._check_baselines()
+        self._check_losses()
         self._check_pool()
         self._check_part()
         if not self.imports_pool:  # its file says how many questions and completions there are
@@ -279,6 +304,22 @@ class MseConfig(Common):
                 )
             for size in self.group_sizes:
                 check_group_size(name, size, "group_sizes")
+
+    def _check_losses(self) -> None:
+        """Refuse losses that are none, or whose first update a pool does not tell."""
+        self.objective.check()
+        load_rule("baseline", self.baseline.name)
+        check_options(self.baseline, "baseline.options")
+        if self.objective.name in self.objectives:
+            raise ConfigError(
+                f"objectives={self.objectives} names objective={self.objective.name} again: leave "
+                "it out of one"
+            )
+        if self.objective.entropy_coef:
+            raise ConfigError(
+                f"objective.entropy_coef={self.objective.entropy_coef}: a pool of scores says "
+                "nothing of the entropy's gradient, use objective.entropy_coef=0"
+            )
 
     def _check_pool(self) -> None:
         """Refuse a folder that is no pool, and what rollouts made elsewhere cannot give."""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import yaml
+
+from grpo_ustat.config.baseline import BaselineConfig
+from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError, field
+from grpo_ustat.estimators.row_weights import Loss
 
 OBJECTIVES = (
     "algorithm1", "grpo", "grpo_original", "dr_grpo", "dapo", "gspo", "whole_sequence"
@@ -61,6 +67,16 @@ class ObjectiveConfig:
     kl_estimator: str | None = field("of that penalty; null: none", choices=KL_ESTIMATORS)
     kl_in: str | None = field("where that penalty counts; null: nowhere", choices=KL_PLACES)
     entropy_coef: float = field("coefficient of the bonus for entropy", at_least=0)
+
+    def loss(self, rule: BaselineConfig, max_completion_length: int) -> Loss:
+        """The loss at a batch's first update, with the advantages of a rule."""
+        return Loss(
+            name=self.name,
+            rule=rule.name,
+            options=rule.options,
+            loss_type=self.loss_type,
+            max_completion_length=max_completion_length,
+        )
 
     def update_size(self, rollouts: int) -> int:
         """Completions of one update, of a batch of `rollouts`."""
@@ -158,3 +174,25 @@ class ObjectiveConfig:
                 "an older policy, which needs a ratio: use "
                 "objective.importance_sampling_level=token, or one update"
             )
+
+
+def preset(name: str) -> tuple[ObjectiveConfig, BaselineConfig | None]:
+    """A preset as `conf/objective/NAME.yaml` has it, and the rule that it sets; None where it sets
+    none.
+    """
+    fields, rule = _fields(name), None
+    if chosen := fields.pop("baseline", None):
+        rule = BaselineConfig(**yaml.safe_load((CONF / "baseline" / f"{chosen}.yaml").read_text()))
+    return ObjectiveConfig(**fields), rule
+
+
+def _fields(name: str) -> dict[str, Any]:
+    """Fields of a preset and of those that it is based on, and the `baseline` that they choose."""
+    own = yaml.safe_load((CONF / "objective" / f"{name}.yaml").read_text())
+    fields: dict[str, Any] = {}
+    for default in own.pop("defaults", ()):
+        if isinstance(default, str):
+            fields |= _fields(default)
+        else:
+            fields["baseline"] = default["override /baseline"]
+    return fields | own

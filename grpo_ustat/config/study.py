@@ -27,6 +27,11 @@ class StudyBudget:
     replay_draws: int = field(
         "that replay draws from each question's pool", "groups", positive=True
     )
+    loss_draws: int = field(
+        "of two batches each, behind the worth of losses that weigh rows by the whole batch",
+        "draws",
+        at_least=2,
+    )
     feature_sketch: int = field(
         "kept of each completion's score; models with no more parameters are kept in full",
         "numbers",
@@ -77,6 +82,12 @@ class StudyConfig:
     settings: list[str] = field("how a batch's questions are drawn", choices=SETTINGS)
     num_prompts: list[int] = field(
         "of a batch, B, in with_replacement and without_replacement", "questions", positive=True
+    )
+    rollouts: int = field(
+        "of an update, n, at which a rollout of a loss is compared with one of the unbiased "
+        "gradient",
+        "rollouts",
+        positive=True,
     )
     interval: str = field(
         "completions: conditional on these questions; questions: generalising to new questions",

@@ -123,14 +123,17 @@ def hypergeometric(counts_UL: Array, composition_CL: Integers) -> Array:
     """
     left_UCL = counts_UL[:, None] - composition_CL
     possible_UC = (left_UCL >= 0).all(axis=2)
-    size, total_U = composition_CL[0].sum(), counts_UL.sum(axis=1)
-    ways_UC = (
+    size = composition_CL[0].sum()
+    ways_UCL: Array = (
         gammaln(counts_UL[:, None] + 1)
         - gammaln(composition_CL + 1)
         - gammaln(np.maximum(left_UCL, 0) + 1)
-    ).sum(axis=2)
-    all_U = gammaln(total_U + 1) - gammaln(size + 1) - gammaln(total_U - size + 1)
-    return np.where(possible_UC, np.exp(ways_UC - all_U[:, None]), 0.0)
+    )
+    total_U = counts_UL.sum(axis=1)
+    of_groups_3U: Array = gammaln([total_U + 1, 0 * total_U + size + 1, total_U - size + 1])
+    ways_U = of_groups_3U[0] - of_groups_3U[1] - of_groups_3U[2]
+    chance_UC = np.exp(ways_UCL.sum(axis=2) - ways_U[:, None])
+    return np.where(possible_UC, chance_UC, 0.0)
 
 
 def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = 64) -> GroupTerms:
@@ -148,16 +151,18 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = 64
     means: list[Array] = []
     for first in range(0, prompts, rows):
         part = slice(first, first + rows)
-        order_PDG_, count = order_PDG[part], len(order_PDG[part])
-        rewards, lengths, factors = (
-            np.take_along_axis(x[part][:, None], order_PDG_, axis=2)
-            for x in (pool.rewards_PN, pool.lengths_PN, factors_PN)
+        places_PDG, count = order_PDG[part], len(order_PDG[part])
+        row_P11 = np.arange(first, first + count)[:, None, None]
+        rewards, lengths = (
+            pool.rewards_PN[row_P11, places_PDG],
+            pool.lengths_PN[row_P11, places_PDG],
         )
+        factors = factors_PN[row_P11, places_PDG]
         context = BaselineContext(lengths_PG=lengths.reshape(-1, size))
         advantage = advantages(loss.rule, rewards.reshape(-1, size), context, loss.options)
         weight = advantage.reshape(count, draws, size) * factors / size
         weight_PDN = np.zeros((count, draws, pool.rewards_PN.shape[1]))
-        np.put_along_axis(weight_PDN, order_PDG_, weight, axis=2)
+        np.put_along_axis(weight_PDN, places_PDG, weight, axis=2)
         energies.append(((weight_PDN @ pool.gram_PNN[part]) * weight_PDN).sum(axis=2).mean(axis=1))
         means.append(np.einsum("pn,pnr->pr", weight_PDN.mean(axis=1), pool.features_PNR[part]))
     return GroupTerms(np.concatenate(energies), np.concatenate(means))

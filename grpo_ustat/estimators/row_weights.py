@@ -25,7 +25,7 @@ has the direction of the advantage's own estimate.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class Loss:
 
     name: str
     rule: str
-    options: Mapping[str, float]
+    options: Mapping[str, float] = field(hash=False)
     loss_type: str
     max_completion_length: int
     micro_batch_size: int | None = None

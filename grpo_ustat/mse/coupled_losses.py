@@ -101,13 +101,14 @@ def coupled_moments(
             updates.append(update)
         between[:, :, draw] = (updates[0] * updates[1]).sum(axis=-1)
         along_DP[:, :, draw] = (updates[0] + updates[1]) / 2 @ gradient_PR.T
-    outside_DP = ~inside_DP.any(axis=1)
+    lacks_DP: Mask = np.logical_not(inside_DP.reshape(-1, questions))
+    outside_DP: Mask = np.logical_not(inside_DP.any(axis=1))
     moments: list[UpdateMoments] = []
     for number, (alpha, plain) in enumerate(zip(products / squares, additive, strict=True)):
         own = energy[0, number] - alpha**2 * energy[1, number]
         pair = between[0, number] - alpha**2 * between[1, number]
         toward = along_DP[0, number] - alpha * along_DP[1, number]
-        own_D = _mean_and_without(own.ravel(), ~inside_DP.reshape(-1, questions))
+        own_D = _mean_and_without(own.ravel(), lacks_DP)
         moments.append(
             UpdateMoments(
                 energy_D=alpha**2 * plain.energy_D + own_D,
@@ -121,10 +122,8 @@ def coupled_moments(
 
 def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
     """W of a batch's rows, [B, G]."""
-    rewards_BG, lengths_BG = (
-        np.take_along_axis(x[batch.prompt_B], batch.place_BG, axis=1)
-        for x in (pool.rewards_PN, pool.lengths_PN)
-    )
+    rows = batch.prompt_B[:, None], batch.place_BG
+    rewards_BG, lengths_BG = pool.rewards_PN[rows], pool.lengths_PN[rows]
     context = BaselineContext(lengths_PG=lengths_BG, history=np.zeros((2, 3)))
     return row_weights(loss, rewards_BG, context)
 

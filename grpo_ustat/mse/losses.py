@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from grpo_ustat.estimators.group_terms import GroupTerms, LevelSums, drawn_terms
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.worth import (
+    LossError,
     Worth,
     alike,
     loss_error,
@@ -20,12 +21,13 @@ from grpo_ustat.estimators.worth import (
     worth,
 )
 from grpo_ustat.mse.coupled_losses import (
+    PROMPTS_BESIDE,
     additive_part,
     coupled_moments,
     drawn_batches,
     most_prompts,
 )
-from grpo_ustat.records import Array, ScorePool
+from grpo_ustat.records import ScorePool
 from grpo_ustat.rollout.draws import generator
 
 LEAST_QUESTIONS = 4  # of which a delete-one interval can be made
@@ -73,31 +75,47 @@ def loss_worths(
         draws: pairs of batches behind losses that couple their rows.
         seed: of draws.
     """
-    measured = _Measured(pool, rollouts, draws, seed)
-    unbiased = {
-        size: rollouts * measured.errors([UNBIASED], size)[0].error_D
-        for size in group_sizes
-        if measured.refusal(UNBIASED, size) is None
+    refusals = {
+        (loss, size): refusal(pool, loss, size, rollouts) for loss in losses for size in group_sizes
     }
-    rows: list[LossRow] = []
+    rows = [
+        LossRow(loss, size, None, reason=reason)
+        for (loss, size), reason in refusals.items()
+        if reason is not None
+    ]
+    questions, completions = pool.rewards_PN.shape
+    sizes = [size for size in group_sizes if refusal(pool, UNBIASED, size, rollouts) is None]
+    weights_PN = pool_gradient_weights(pool.rewards_PN)
+    gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
+    errors: dict[tuple[Loss, int], LossError] = {}
+    sums: dict[tuple[str, int], LevelSums] = {}
+    for size in sizes:
+        own = [UNBIASED, *(loss for loss in losses if refusals[loss, size] is None)]
+        moments = [
+            update_moments(
+                _terms(pool, part, size, sums, seed), gradient_PR, rollouts / size,
+                None if loss.couples_prompts else loss.scale(size), pool.metrics,
+            )
+            for loss, part in zip(own, map(additive_part, own), strict=True)
+        ]  # fmt: skip
+        coupled = [place for place, loss in enumerate(own) if loss.couples_prompts]
+        if coupled:
+            batches = drawn_batches(questions, completions, rollouts // size, size, draws, seed)
+            whole = coupled_moments(
+                pool, gradient_PR, [own[i] for i in coupled], [moments[i] for i in coupled],
+                list(batches),
+            )  # fmt: skip
+            for place, of_batches in zip(coupled, whole, strict=True):
+                moments[place] = of_batches
+        signal_D = product_of_means(gradient_PR, gradient_PR, pool.metrics)
+        for loss, own_moments in zip(own, moments, strict=True):
+            errors[loss, size] = loss_error(own_moments, signal_D, pool.metrics)
+    unbiased = {size: rollouts * errors[UNBIASED, size].error_D for size in sizes}
     for loss in losses:
-        rows += [
-            LossRow(loss, size, None, reason=reason)
-            for size in group_sizes
-            if (reason := measured.refusal(loss, size)) is not None
-        ]
-    least_D = min(unbiased.values(), key=lambda values_D: values_D[0], default=None)
-    if least_D is None:
-        return rows
-    found = {}
-    for size in unbiased:
-        own = [loss for loss in losses if measured.refusal(loss, size) is None]
-        errors = measured.errors(own, size)
-        found |= {(loss.name, size): error for loss, error in zip(own, errors, strict=True)}
-    for loss in losses:
-        own = {size: found[loss.name, size] for size in unbiased if (loss.name, size) in found}
+        own = {size: errors[loss, size] for size in sizes if (loss, size) in errors}
         if not own:
             continue
+        least_D = min(unbiased.values(), key=lambda values_D: values_D[0])
         best, others = alike({size: x.error_D for size, x in own.items()}, pool.metrics)
         rows += [
             LossRow(
@@ -110,3 +128,55 @@ def loss_worths(
             for size, error in own.items()
         ]
     return sorted(rows, key=lambda row: (losses.index(row.loss), row.group_size))
+
+
+def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str | None:
+    """Why a pool does not tell what a loss is worth at G, or None where it does."""
+    questions, completions = pool.rewards_PN.shape
+    rule, prompts = BASELINES[loss.rule], rollouts // group_size
+    if questions < LEAST_QUESTIONS:
+        return f"{questions} questions have no interval: use {LEAST_QUESTIONS} or more"
+    if missing := sorted(rule.needs - FROM_A_POOL):
+        return f"baseline {loss.rule} reads {', '.join(missing)}, which no pool of one policy has"
+    if rule.only_trains:
+        return f"baseline {loss.rule} remembers past batches, which a pool has none of"
+    if group_size < rule.min_group_size:
+        return f"baseline {loss.rule} needs groups of {rule.min_group_size} or more"
+    if group_size > completions:
+        return (
+            f"groups of {group_size} need as many completions of each question, the pool has "
+            f"{completions}: use budget.pool_completions={group_size}"
+        )
+    if rollouts % group_size:
+        return f"study.rollouts={rollouts} is no multiple of {group_size}"
+    if not loss.couples_prompts:
+        return None
+    if pool.metrics > 1:
+        return "rows of several questions are weighed together, and each half has its own metric"
+    if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
+        return f"micro-batches of {loss.micro_batch_size} do not divide {rollouts} rollouts"
+    if prompts < max(rule.min_prompts, 1) or prompts > most_prompts(questions):
+        return (
+            f"an update has {prompts} questions whose rows are weighed together: batches of so "
+            f"many need a study of {2 * prompts + PROMPTS_BESIDE}, got {questions}"
+        )
+    return None
+
+
+def _terms(
+    pool: ScorePool,
+    loss: Loss,
+    group_size: int,
+    sums: dict[tuple[str, int], LevelSums],
+    seed: int,
+) -> GroupTerms:
+    """Terms of an additive loss; `sums` keeps those of each kind of length factor."""
+    if has_levels(pool, loss.rule, group_size):
+        key = loss.loss_type, loss.max_completion_length
+        if key not in sums:
+            sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN))
+        return sums[key].terms(loss.rule, loss.options, group_size)
+    questions, completions = pool.rewards_PN.shape
+    rng = generator(seed, "groups", group_size, loss.rule)
+    places = np.tile(np.arange(completions), (questions, DRAWN_GROUPS, 1))
+    return drawn_terms(pool, loss, rng.permuted(places, axis=2)[..., :group_size])

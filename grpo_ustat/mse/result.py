@@ -25,6 +25,7 @@ from grpo_ustat.mse.closed_form import (
     Request,
 )
 from grpo_ustat.mse.curves import oracle_ratios
+from grpo_ustat.mse.losses import LossRow
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
 from grpo_ustat.mse.reward_functions import function_correlations, function_statistics
@@ -99,6 +100,7 @@ def study_result(
     population: ClosedForm,
     request: Request,
     curves: list[parts.CurveRow],
+    losses: list[LossRow],
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
@@ -117,6 +119,7 @@ def study_result(
         population: the same over questions, without curves: what generalises to training.
         request: of `population`.
         curves: rows of all methods.
+        losses: what a rollout of each is worth.
         facts: of the model; see `model_facts`.
         pool_cost, replicate_cost: what the pool and Monte Carlo took.
         moved: of AdamW's metric the shift of G*, see `second_moments`; None in another metric.
@@ -133,6 +136,7 @@ def study_result(
         ratio_to_oracle=oracle_ratios(statistics),
         scaling=_scaling(population, sizes),
         noise=_noise(population),
+        losses=_losses(losses, config.study.rollouts) or None,
         dynamic_sampling=_dynamic_sampling(population, pool),
         proxies=_proxies(pool),
         allocation=_allocation(pool),
@@ -283,6 +287,25 @@ def _noise(population: ClosedForm) -> parts.Noise:
         grad_sq=population["grad_sq"],
         reason=reason,
     )
+
+
+def _losses(rows: list[LossRow], rollouts: int) -> list[parts.LossWorth]:
+    """What a rollout of each loss is worth, see `estimators.worth`."""
+    return [
+        parts.LossWorth(
+            loss=row.loss.name,
+            baseline=row.loss.rule,
+            loss_type=row.loss.loss_type,
+            rollouts=rollouts,
+            group_size=row.group_size,
+            unbiased_direction=row.loss.scale(row.group_size) is not None,
+            best=row.best,
+            alike=row.alike,
+            reason=row.reason,
+            **({} if row.worth is None else vars(row.worth)),
+        )
+        for row in rows
+    ]
 
 
 def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[parts.DynamicSampling]:

@@ -21,6 +21,7 @@ from grpo_ustat.mse.closed_form import ClosedForm, closed_form
 from grpo_ustat.mse.curves import closed_form_rows, monte_carlo_rows, replay_rows, write_curves
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
+from grpo_ustat.mse.losses import loss_worths
 from grpo_ustat.mse.monte_carlo import monte_carlo
 from grpo_ustat.mse.plan import study_cost
 from grpo_ustat.mse.pool import (
@@ -46,6 +47,7 @@ from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.error_figures import mse_figure, scaling_figure
 from grpo_ustat.pages.findings import further_findings, study_answer
 from grpo_ustat.pages.gradient_error import study_tables
+from grpo_ustat.pages.losses import losses_figure, losses_sentences, losses_tables
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.recipes import recipes_figure
 from grpo_ustat.pages.reward_functions import reward_tables
@@ -86,7 +88,9 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
             f"{folder.path} is complete; on_existing=overwrite runs it again.", soft_wrap=True
         )
     console.print(f"{wrapped(study_answer(result))}\n", soft_wrap=True)
-    for table in (*study_tables(result), *reward_tables(result)):
+    for sentence in losses_sentences(result):
+        console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
+    for table in (*losses_tables(result), *study_tables(result), *reward_tables(result)):
         console.print(table.terminal())
     if absent := dict.fromkeys(row["baseline"] for row in result["not_measured"]):
         console.print(
@@ -122,6 +126,7 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
             mse_figure(folder.path, content)
             scaling_figure(folder.path, content)
             recipes_figure(folder.path, content)
+            losses_figure(folder.path, content)
         leave_page(folder, content)
     folder.finish(result)
     return content
@@ -179,6 +184,10 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         statistics = closed_form(pool, request, config.study.interval)
     request = of_population(closed_form_request(config, pool, facts, pool_cost))
     population = closed_form(pool, request, "questions")
+    losses = main_only(
+        loss_worths, pool, config.losses, config.group_sizes, config.study.rollouts,
+        config.budget.loss_draws, config.seed,
+    )  # fmt: skip
     main_only(leave_sample, config.sampling, prompts, pool_folder, folder, config.imports_pool)
     curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:
@@ -200,8 +209,9 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             "split them otherwise, scores are those of other tokens, so this result is inexact."
         )
     return study_result(
-        config, pool, statistics, population, request, curves, facts, pool_cost, replicate_cost,
-        moved=moved, sizes=sizes, refusals=refusals, left_out=left_out, remarks=remarks,
+        config, pool, statistics, population, request, curves, losses, facts, pool_cost,
+        replicate_cost, moved=moved, sizes=sizes, refusals=refusals, left_out=left_out,
+        remarks=remarks,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from grpo_ustat.pages.findings import (
     interval_note,
     training_noise_sentence,
 )
+from grpo_ustat.pages.losses import losses_sentences
 from grpo_ustat.pages.page import (
     NAME,
     Completions,
@@ -78,11 +79,13 @@ NOISE_COLUMNS = {
 MOST_STEPS = 200  # that the table of steps holds
 ERRORS = "Mean squared error of the gradient against group size"
 COSTS = "What each group size costs at the same number of rollouts"
+WORTHS = "What a rollout of each loss is worth"
 PUBLISHED = "Published group sizes at the same number of rollouts"
 PREDICTED = "Predictions are lines, measurements markers with 95 % intervals"
 FIGURES = {  # that our runs draw: title, caption, data
     "train": {"learning": ("How training went", "Numbers:", "metrics.jsonl")},
     "mse": {
+        "losses": (WORTHS, "", None),
         "scaling": (COSTS, "", None),
         "recipes": (PUBLISHED, "", None),
         "figure": (ERRORS, "Numbers:", "curves.csv"),
@@ -175,6 +178,7 @@ def _result_notes(run: RunRecord) -> list[str]:
     details = []
     if run.command == "mse" and result and first != mse_answer(run):
         details = [
+            *losses_sentences(result),
             *further_findings(result),
             f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}",
             first,

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_ustat.config.gap import STUDIES
 from grpo_ustat.pages.findings import study_answer
+from grpo_ustat.pages.losses import loss_details, losses_tables
 from grpo_ustat.pages.next_step import next_step
 from grpo_ustat.pages.recipes import recipe_table
 from grpo_ustat.pages.reward_functions import reward_tables
@@ -209,6 +210,8 @@ def mse_tables(run: RunRecord) -> list[Table]:
     note = ". ".join(dict.fromkeys(reason for reason in reasons if reason))
     columns = ["quantity", "estimate", "low", "high"]
     tables = [
+        *losses_tables(run.result),
+        *loss_details(run.result),
         _curves_table(run.result["curves"]),
         Table("Scaling law and Assumption 2", columns, rows, [note] if note else []),
     ]

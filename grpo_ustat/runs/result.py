@@ -111,6 +111,7 @@ class StudyResult(RunResult):
     ratio_to_oracle: list[parts.OracleRatio]
     scaling: parts.Scaling
     noise: parts.Noise
+    losses: Sometimes[list[parts.LossWorth]] = None
     dynamic_sampling: list[parts.DynamicSampling]
     proxies: list[parts.Proxy]
     allocation: list[parts.Allocation]

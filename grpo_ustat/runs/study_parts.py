@@ -133,6 +133,36 @@ class Scaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossWorth:
+    """What a rollout of a loss is worth at one G, for new questions, see `estimators.worth`.
+
+    Attributes:
+        loss, baseline, loss_type: name, rule of the advantages, and what divides the tokens.
+        rollouts, group_size: n of an update, and G.
+        worth, worth_best: rollouts of the unbiased estimate, at the same G and at its best, that
+            do as much as one of the loss.
+        direction: cos^2 of the loss's mean and the gradient; 1 of an `unbiased_direction`.
+        noise: share of an update's squared norm that is noise.
+        best, alike: whether this G is the loss's best of the measured ones, or not worse.
+        reason: why it is not measured.
+    """
+
+    loss: str
+    baseline: str
+    loss_type: str
+    rollouts: Size
+    group_size: Size
+    unbiased_direction: bool
+    worth: Sometimes[Estimate] = None
+    worth_best: Sometimes[Estimate] = None
+    direction: Sometimes[Estimate] = None
+    noise: Sometimes[Estimate] = None
+    best: bool
+    alike: bool
+    reason: Sometimes[str] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoiseRow:
     """The noise scale of `leave_one_out` at one G in rollouts and tokens, and the share of the
     noise that comes from prompts, see `estimators.noise`.

@@ -48,8 +48,7 @@ def study(population: Population, lengths_PY, prompts: int, completions: int, rn
     draws = rng.random((prompts, completions, 1))
     outcomes = (draws > population.ends_PY[chosen][:, None, :-1]).sum(axis=2)
     rewards, lengths = (
-        np.take_along_axis(x[chosen], outcomes, axis=1)
-        for x in (population.rewards_PY, lengths_PY)
+        np.take_along_axis(x[chosen], outcomes, axis=1) for x in (population.rewards_PY, lengths_PY)
     )
     scores = np.take_along_axis(population.scores_PYD[chosen], outcomes[..., None], axis=1)
     return ScorePool(

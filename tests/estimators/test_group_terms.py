@@ -53,9 +53,7 @@ def term(loss, rewards_G, lengths_G, scores_GR):
 def of_groups(loss, pool, size):
     """Mean of ||T||^2 and of T over all groups of every prompt's pool."""
     energies, means = [], []
-    for z, lengths, scores in zip(
-        pool.rewards_PN, pool.lengths_PN, pool.features_PNR, strict=True
-    ):
+    for z, lengths, scores in zip(pool.rewards_PN, pool.lengths_PN, pool.features_PNR, strict=True):
         groups = map(list, itertools.combinations(range(len(z)), size))
         terms = np.array([term(loss, z[g], lengths[g], scores[g]) for g in groups])
         energies.append(np.square(terms).sum(axis=1).mean())

@@ -82,8 +82,9 @@ def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
             if missed in inside:
                 continue
             one, two = update(pool, loss, first), update(pool, loss, second)
-            rest = gradient[[x for x in range(QUESTIONS) if x not in {*inside, missed}]].mean(axis=0)
-            numbers.append(((one @ one + two @ two) / 2, one @ two, (one + two) / 2 @ rest))
+            rest = [x for x in range(QUESTIONS) if x not in {*inside, missed}]
+            toward = (one + two) / 2 @ gradient[rest].mean(axis=0)
+            numbers.append(((one @ one + two @ two) / 2, one @ two, toward))
         return np.mean(numbers, axis=0)
 
     right = np.array([by_hand(missed) for missed in (None, *range(QUESTIONS))]).T
