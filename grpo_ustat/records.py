@@ -174,6 +174,7 @@ class ScorePool:
         sampler_gap: mean absolute difference of the sampler's log-probabilities and the model's, in
             some of the completions, nats a token; None where the model itself sampled.
         packages: completions by the versions of the packages that scored them, where known.
+        ended_PN: whether each completion ended with the policy's end token; None: all did.
         rewards_PNF, reward_sums_PFR: rewards and `reward_sums_PR` of every reward function; None
             where there is one, of weight 1.
         reward_weights_F: of the functions in the weighted sum; None likewise.
@@ -190,6 +191,7 @@ class ScorePool:
     greedy_P: Array | None = None
     sampler_gap: float | None = None
     packages: dict[str, int] = field(default_factory=dict[str, int])
+    ended_PN: Mask | None = None
     rewards_PNF: Array | None = None
     reward_sums_PFR: Array | None = None
     reward_weights_F: Array | None = None

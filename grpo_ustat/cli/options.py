@@ -24,7 +24,6 @@ from grpo_ustat.config.values import typed_value
 
 LAUNCHER = "hydra/launcher"
 MEANINGS = {  # of groups that set fields of several nodes, or that have no node of their name
-    "baseline": "the rules to compare: baselines=[NAME,NAME]; all their options are under rules",
     "policy": "model, data set, prompt and length together, for sweeps",
     "study": "a study of the paper, or of ours",
     "experiment": "everything that one figure, table or check needs",

@@ -315,6 +315,12 @@ class MseConfig(Common):
                 f"objectives={self.objectives} names objective={self.objective.name} again: leave "
                 "it out of one"
             )
+        if self.objective.top_entropy_quantile < 1:
+            raise ConfigError(
+                f"objective.top_entropy_quantile={self.objective.top_entropy_quantile}: a pool of "
+                "scores weighs all tokens of a completion alike, use "
+                "objective.top_entropy_quantile=1"
+            )
         if self.objective.entropy_coef:
             raise ConfigError(
                 f"objective.entropy_coef={self.objective.entropy_coef}: a pool of scores says "

@@ -10,16 +10,27 @@ import yaml
 from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError, field
-from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
 
 OBJECTIVES = (
-    "algorithm1", "grpo", "grpo_original", "dr_grpo", "dapo", "gspo", "whole_sequence"
+    "algorithm1", "grpo", "grpo_original", "dr_grpo", "dapo", "gspo", "whole_sequence",
+    "trl_dapo", "trl_grpo", "trl_dr_grpo", "trl_bnpo", "trl_gspo", "trl_cispo", "trl_luspo",
+    "trl_sapo", "trl_vespo", "verl_token_mean", "verl_seq_mean_token_sum",
+    "verl_seq_mean_token_mean", "verl_seq_mean_token_sum_norm",
 )  # fmt: skip
 LEVELS = ("none", "token", "sequence", "whole_sequence")
+# loss types of a level whose ratio is one for all tokens, and of a loss type its only level: the
+# others would weigh a sequence by its length as well
+LOSS_TYPES_OF = {"sequence": ("grpo", "luspo"), "whole_sequence": ("sum", "vespo")}
+LEVEL_OF = {"luspo": "sequence", "vespo": "whole_sequence", "cispo": "token", "sapo": "token"}
+UNCLIPPED = ("sapo", "vespo")  # loss types with a smooth weight in place of clipping
 KL_ESTIMATORS, KL_PLACES = ("k1", "k2", "k3"), ("loss", "reward")
 ALGORITHM1 = {  # what the paper's Algorithm 1 has none of
     "importance_sampling_level": "none",
     "loss_type": "sum",
+    "micro_batch_size": None,
+    "mask_truncated_completions": False,
+    "top_entropy_quantile": 1.0,
     "num_iterations": 1,
     "num_minibatches": 1,
     "minibatch_size": None,
@@ -43,9 +54,23 @@ class ObjectiveConfig:
         choices=LEVELS,
     )
     loss_type: str = field(
-        "what divides the sum over tokens: sum, the n completions of the update; dr_grpo, n x "
-        "max_completion_length; dapo, all tokens of the update; grpo, n x each completion's own",
-        choices=("sum", "dr_grpo", "dapo", "grpo"),
+        "what divides the sum over tokens: sum and luspo, the n completions of the update; "
+        "dr_grpo, n x max_completion_length; dapo, cispo and vespo, all tokens of the update; grpo "
+        "and sapo, n x each completion's own; bnpo, those of its micro-batch x their number",
+        choices=LOSS_TYPES,
+    )
+    micro_batch_size: int | None = field(
+        "of a micro-batch, whose tokens divide with loss_type=bnpo; null with any other",
+        "completions",
+        positive=True,
+    )
+    mask_truncated_completions: bool = field(
+        "completions without an end token add nothing; they count in n and in the baseline"
+    )
+    top_entropy_quantile: float = field(
+        "share of the update's tokens that count, those of highest entropy; what divides them and "
+        "the penalty are of all tokens",
+        at_least=0,
     )
     num_iterations: int = field("over each batch", "passes", positive=True)
     num_minibatches: int = field(
@@ -61,7 +86,9 @@ class ObjectiveConfig:
         "ratios are clipped below at 1 - epsilon; null: not", positive=True, below=1
     )
     epsilon_high: float | None = field(
-        "ratios are clipped above at 1 + epsilon_high; null: not", positive=True
+        "ratios are clipped above at 1 + epsilon_high, with loss_type=cispo at epsilon_high "
+        "itself; null: not",
+        positive=True,
     )
     beta: float = field("coefficient of the penalty for leaving the reference model", at_least=0)
     kl_estimator: str | None = field("of that penalty; null: none", choices=KL_ESTIMATORS)
@@ -76,6 +103,8 @@ class ObjectiveConfig:
             options=rule.options,
             loss_type=self.loss_type,
             max_completion_length=max_completion_length,
+            micro_batch_size=self.micro_batch_size,
+            mask_truncated_completions=self.mask_truncated_completions,
         )
 
     def update_size(self, rollouts: int) -> int:
@@ -104,14 +133,10 @@ class ObjectiveConfig:
                 "biased whatever the ratio; use objective.num_minibatches for more updates, or "
                 "objective=grpo objective.importance_sampling_level=whole_sequence for such passes"
             )
-        divisor = {"sequence": "grpo", "whole_sequence": "sum"}.get(level, self.loss_type)
-        if self.loss_type != divisor:  # the others would weigh a sequence by its length as well
-            raise ConfigError(
-                f"objective.importance_sampling_level={level} with loss_type={self.loss_type} "
-                f"would count a sequence's ratio once per token: use loss_type={divisor}"
-            )
+        self._check_loss_type()
+        self._check_tokens()
         low, high = self.epsilon, self.epsilon_high
-        if (low is None) != (high is None):
+        if (low is None) != (high is None) and self.loss_type != "cispo":
             raise ConfigError(
                 f"objective.epsilon={low} epsilon_high={high}: give both (equal ones are PPO's) or "
                 "none"
@@ -142,6 +167,62 @@ class ObjectiveConfig:
                 "score, has the gradient of the divergence: use k1, or kl_in=loss"
             )
 
+    def _check_loss_type(self) -> None:
+        """Refuse a loss type with a ratio, clipping or micro-batches that it has not."""
+        level, loss_type = self.importance_sampling_level, self.loss_type
+        own_level = LEVEL_OF.get(loss_type, level)
+        if level != own_level:
+            raise ConfigError(
+                f"objective.loss_type={loss_type} with importance_sampling_level={level}: its "
+                f"ratio is that of level {own_level}: use "
+                f"objective.importance_sampling_level={own_level}"
+            )
+        fitting = LOSS_TYPES_OF.get(level, (loss_type,))
+        if loss_type not in fitting:
+            raise ConfigError(
+                f"objective.importance_sampling_level={level} with loss_type={loss_type} "
+                "would count a sequence's ratio once per token: use "
+                f"loss_type={' or '.join(fitting)}"
+            )
+        low, high = self.epsilon, self.epsilon_high
+        if loss_type in UNCLIPPED and (low is not None or high is not None):
+            raise ConfigError(
+                f"objective.epsilon={low} epsilon_high={high} with loss_type={loss_type}, which "
+                "clips no ratio: use epsilon=null epsilon_high=null"
+            )
+        if loss_type == "cispo" and (low is not None or (high is not None and high < 1)):
+            raise ConfigError(
+                f"objective.epsilon={low} epsilon_high={high} with loss_type=cispo, whose ratios "
+                "are cut from above alone, at epsilon_high itself, 1 or more: use epsilon=null "
+                "epsilon_high=5"
+            )
+        if (loss_type == "bnpo") != (self.micro_batch_size is not None):
+            fix = "objective.micro_batch_size=8" if loss_type == "bnpo" else "micro_batch_size=null"
+            raise ConfigError(
+                f"objective.loss_type={loss_type} with micro_batch_size={self.micro_batch_size}: "
+                f"bnpo alone divides by the tokens of a micro-batch: use {fix}"
+            )
+
+    def _check_tokens(self) -> None:
+        """Refuse a share of the tokens where it has no meaning."""
+        share, level = self.top_entropy_quantile, self.importance_sampling_level
+        if share > 1:
+            raise ConfigError(
+                f"objective.top_entropy_quantile={share} is a share: use one between 0 and 1"
+            )
+        if share < 1 and level in LOSS_TYPES_OF and self.loss_type != "vespo":
+            raise ConfigError(
+                f"objective.top_entropy_quantile={share} with importance_sampling_level={level}, "
+                "whose ratio is of all tokens together: use importance_sampling_level=token, or "
+                "top_entropy_quantile=1"
+            )
+        if share < 1 and self.entropy_coef:
+            raise ConfigError(
+                f"objective.top_entropy_quantile={share} with entropy_coef={self.entropy_coef}: "
+                "a bonus for some tokens alone is not there: use entropy_coef=0, or "
+                "top_entropy_quantile=1"
+            )
+
     def check_updates(self, group_size: int, rollouts: int) -> None:
         """Refuse updates that break groups, or that need a ratio and have none.
 
@@ -165,7 +246,13 @@ class ObjectiveConfig:
                 f"step (budget.rollouts={rollouts} / group_size={group_size}): use "
                 f"objective.num_minibatches={fitting}, or another budget.rollouts"
             )
-        update_size = self.update_size(rollouts)
+        update_size, micro = self.update_size(rollouts), self.micro_batch_size
+        if micro is not None and update_size % micro:
+            fitting = max(d for d in range(1, micro + 1) if update_size % d == 0)
+            raise ConfigError(
+                f"objective.micro_batch_size={micro} does not divide the {update_size} completions "
+                f"of an update: use objective.micro_batch_size={fitting}"
+            )
         several = self.num_iterations > 1 or update_size < rollouts
         if several and self.importance_sampling_level == "none":
             raise ConfigError(
@@ -194,5 +281,5 @@ def _fields(name: str) -> dict[str, Any]:
         if isinstance(default, str):
             fields |= _fields(default)
         else:
-            fields["baseline"] = default["override /baseline"]
+            fields["baseline"] = default["override /baseline@_global_.baseline"]
     return fields | own

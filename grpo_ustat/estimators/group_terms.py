@@ -146,7 +146,7 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = 64
         rows: prompts that are treated at once.
     """
     prompts, draws, size = order_PDG.shape
-    factors_PN = loss.length_factors(pool.lengths_PN)
+    factors_PN = loss.length_factors(pool.lengths_PN, pool.ended_PN)
     energies: list[Array] = []
     means: list[Array] = []
     for first in range(0, prompts, rows):

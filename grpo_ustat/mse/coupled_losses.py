@@ -32,10 +32,17 @@ PROMPTS_BESIDE = 4  # that no batch of a draw has, so that one more may be left 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of a draw: its prompts and the places of each group's members in the pool."""
+    """A batch of a draw.
+
+    Attributes:
+        prompt_B: its prompts.
+        place_BG: places of each group's members in the prompt's pool.
+        order_N: order of its rows, in which micro-batches are cut from them.
+    """
 
     prompt_B: Integers
     place_BG: Integers
+    order_N: Integers
 
 
 def additive_part(loss: Loss) -> Loss:
@@ -61,7 +68,7 @@ def drawn_batches(
         order_M = rng.permutation(questions)[: 2 * prompts]
         place_MN = rng.permuted(np.tile(np.arange(completions), (2 * prompts, 1)), axis=1)
         first, second = (
-            Batch(order_M[half], place_MN[half, :group_size])
+            Batch(order_M[half], place_MN[half, :group_size], rng.permutation(prompts * group_size))
             for half in (slice(prompts), slice(prompts, None))
         )
         yield first, second
@@ -124,8 +131,9 @@ def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
     """W of a batch's rows, [B, G]."""
     rows = batch.prompt_B[:, None], batch.place_BG
     rewards_BG, lengths_BG = pool.rewards_PN[rows], pool.lengths_PN[rows]
+    ended_BG = None if pool.ended_PN is None else pool.ended_PN[rows]
     context = BaselineContext(lengths_PG=lengths_BG, history=np.zeros((2, 3)))
-    return row_weights(loss, rewards_BG, context)
+    return row_weights(loss, rewards_BG, context, ended_BG, batch.order_N)
 
 
 def _update(pool: ScorePool, batch: Batch, weights: Array) -> tuple[Array, Array]:

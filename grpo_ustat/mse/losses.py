@@ -88,7 +88,7 @@ def loss_worths(
     weights_PN = pool_gradient_weights(pool.rewards_PN)
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
     errors: dict[tuple[Loss, int], LossError] = {}
-    sums: dict[tuple[str, int], LevelSums] = {}
+    sums: dict[tuple[str, int, bool], LevelSums] = {}
     for size in sizes:
         own = [UNBIASED, *(loss for loss in losses if refusals[loss, size] is None)]
         moments = [
@@ -167,14 +167,14 @@ def _terms(
     pool: ScorePool,
     loss: Loss,
     group_size: int,
-    sums: dict[tuple[str, int], LevelSums],
+    sums: dict[tuple[str, int, bool], LevelSums],
     seed: int,
 ) -> GroupTerms:
     """Terms of an additive loss; `sums` keeps those of each kind of length factor."""
     if has_levels(pool, loss.rule, group_size):
-        key = loss.loss_type, loss.max_completion_length
+        key = loss.loss_type, loss.max_completion_length, loss.mask_truncated_completions
         if key not in sums:
-            sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN))
+            sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
         return sums[key].terms(loss.rule, loss.options, group_size)
     questions, completions = pool.rewards_PN.shape
     rng = generator(seed, "groups", group_size, loss.rule)

@@ -408,6 +408,7 @@ def read_pool(
         rewards_PN=weighted_sum(rewards_PNF, weights_F),
         gram_PNN=np.array(grams),
         lengths_PN=concatenate("lengths_N", np.int64),
+        ended_PN=concatenate("ended_N", bool),
         features_PNR=concatenate("features_NR", np.float32),
         reward_sums_PR=weighted_sum(np.moveaxis(sums_PFR, 1, -1), weights_F),
         score_sums_PR=total("score_sum_R"),

@@ -41,14 +41,28 @@ class Head:
     @torch.no_grad()
     def logprobs(self, window: Window) -> torch.Tensor:
         """Log-probabilities of the window's targets, [B, T], 0 where its mask is 0."""
+        return self._by_token(
+            window, lambda scores, targets_N: _chosen(scores, targets_N) - scores.logsumexp(dim=-1)
+        )
+
+    @torch.no_grad()
+    def entropies(self, window: Window) -> torch.Tensor:
+        """Entropies in nats of the distributions of the window's tokens, [B, T], 0 where its mask
+        is 0.
+        """
+        return self._by_token(window, lambda scores, _: _entropy(scores.log_softmax(dim=-1)))
+
+    def _by_token(
+        self, window: Window, of_scores: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """[B, T] of a function of logits over temperature, [N, V], and targets, [N]."""
         place_N = window.mask_BT.flatten().nonzero().squeeze(1)
-        targets_N, logprobs = window.targets_BT.flatten()[place_N], []
+        targets_N, values = window.targets_BT.flatten()[place_N], []
         for part, hidden_ND in self._chunks(window.hidden_BTD.flatten(0, 1)[place_N]):
-            scores_NV = self._scores(self._logits(hidden_ND))
-            logprobs.append(_chosen(scores_NV, targets_N[part]) - scores_NV.logsumexp(dim=-1))
+            values.append(of_scores(self._scores(self._logits(hidden_ND)), targets_N[part]))
         result = widen(window.hidden_BTD[:0]).new_zeros(window.mask_BT.shape)
-        if logprobs:
-            result.view(-1)[place_N] = torch.cat(logprobs).to(result)
+        if values:
+            result.view(-1)[place_N] = torch.cat(values).to(result)
         return result
 
     def backward(
@@ -124,6 +138,11 @@ class Head:
 
 def _chosen(scores_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
     return scores_NV.gather(1, targets_N[:, None])[:, 0]
+
+
+def _entropy(log_NV: torch.Tensor) -> torch.Tensor:
+    log_NV = log_NV.clamp(min=-1e30)  # as in `_gradient`
+    return -(log_NV.exp() * log_NV).sum(dim=-1)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 r"""What an update ascends, as a function of the completion tokens' log-probabilities.
 
 With `l_it` the log-probability of token t of completion i, `o_it` that of the policy that sampled
-it, `r_it` that of the reference model, `A_i` the advantage, and `w_i` the divisor of `loss_type`:
+it, `r_it` that of the reference model, `A_i` the advantage, and `w_i` the weight of its tokens by
+`loss_type` (`estimators.row_weights` has the table):
 
     algorithm1       1/n sum_i A_i sum_t l_it                                 paper, Algorithm 1
     none             sum_i w_i sum_t   A_i l_it
@@ -9,12 +10,24 @@ it, `r_it` that of the reference model, `A_i` the advantage, and `w_i` the divis
     sequence         sum_i 1/n         clip( exp(1/L_i sum_t (l_it - o_it)), A_i ) Zheng et al. 2025
     whole_sequence   sum_i 1/n         clip( exp(sum_t (l_it - o_it)), A_i )  the unbiased reference
 
-`sequence` has the gradient `sum_i 1/(n L_i) ratio_i A_i grad sum_t l_it`: it divides by n L_i.
+`sequence` has the gradient `sum_i 1/(n L_i) ratio_i A_i grad sum_t l_it`: it divides by n L_i. Some
+loss types have a form of their own, with `sg` a factor that is not differentiated (TRL 1.16's
+`GRPOTrainer._compute_loss`, with its default constants):
 
-    loss_type        sum: w_i = 1/n    dr_grpo: 1/(n max_completion_length)   dapo: 1/sum_i L_i
-                     grpo: 1/(n L_i)
+    cispo    sum_i w_i sum_t sg min(rho_it, epsilon_high) A_i l_it            MiniMax-M1 2025
+    sapo     sum_i w_i sum_t 4/tau sigmoid(tau (rho_it - 1)) A_i              arXiv 2511.20347
+             tau = 1 where A_i > 0, else 1.05
+    vespo    sum_i w_i sum_t sg W_i^k exp(lambda (1 - W_i)) A_i l_it          arXiv 2602.10693
+             (k, lambda) = (2, 3) where A_i >= 0, else (3, 2); W_i = exp(sum_t (l_it - o_it))
+    luspo    sum_i L_i/n       clip( exp(1/L_i sum_t (l_it - o_it)), A_i )    arXiv 2602.05261
 
-n and the sums are over the update's minibatch on all ranks. `clip(rho, A)` is `rho A`, with epsilon
+with rho_it = exp(l_it - o_it). n and the sums are over the update's minibatch on all ranks.
+Completions that `mask_truncated_completions` leaves out have L_i = 0, and n counts them (Yu et al.
+2025). With `top_entropy_quantile` q < 1 the sum over t is of tokens alone whose entropy, under the
+policy at hand, is at or above the quantile 1 - q of all the update's tokens; w_i and penalty are
+as before (Wang et al. 2025, arXiv 2506.01939; TRL takes the quantile of each micro-batch).
+
+`clip(rho, A)` is `rho A`, with epsilon
 `min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017). At the policy that
 sampled the completions every ratio is 1, and each form has the gradient of `none`. Off it
 token-level ratios are biased; whole-sequence ratios are unbiased, with a variance that explodes
@@ -32,12 +45,17 @@ A penalty in the loss subtracts `beta K` from each token's term, a bonus adds `e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from grpo_ustat.config.objective import ObjectiveConfig
+
+SAPO_TEMPERATURES = (1.0, 1.05)  # of positive advantages, of the others
+VESPO_POWERS, VESPO_DECAYS = (2.0, 3.0), (3.0, 2.0)  # k, lambda: of advantages >= 0, of the others
+VESPO_LOG_RATIOS = (math.log(1e-8), 20.0)  # bounds of log W
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,7 @@ class Part:
         reference_BT: log-probabilities under the reference model, None without one.
         weight_B: w_i, see `estimators.row_weights.token_weights`.
         num_rollouts: n.
+        chosen_BT: 1 on the tokens of `top_entropy_quantile`; None: all.
     """
 
     advantage_B: torch.Tensor
@@ -60,6 +79,7 @@ class Part:
     reference_BT: torch.Tensor | None
     weight_B: torch.Tensor
     num_rollouts: int
+    chosen_BT: torch.Tensor | None = None
 
 
 def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
@@ -72,21 +92,44 @@ def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) 
     """
     assert logprob_BT.shape == part.mask_BT.shape
     token_BT, advantage_B1 = part.weight_B[:, None] * part.mask_BT, part.advantage_B[:, None]
-    level = objective.importance_sampling_level
+    chosen_BT = token_BT if part.chosen_BT is None else token_BT * part.chosen_BT
+    level, loss_type = objective.importance_sampling_level, objective.loss_type
     if level == "none":
-        value = (token_BT * advantage_B1 * logprob_BT).sum()
+        value = (chosen_BT * advantage_B1 * logprob_BT).sum()
+    elif loss_type in ("cispo", "vespo"):
+        weight_BT = fixed_weights(objective, logprob_BT.detach(), part)
+        value = (chosen_BT * weight_BT * advantage_B1 * logprob_BT).sum()
     else:
         ratio, _ = ratios(objective, logprob_BT, part)  # [B, T] of tokens, [B] of sequences
         advantage = advantage_B1 if level == "token" else part.advantage_B
         term = ratio * advantage
-        if objective.epsilon is not None:
+        if loss_type == "sapo":
+            above, others = SAPO_TEMPERATURES
+            tau_B1 = torch.full_like(advantage_B1, others).masked_fill(advantage_B1 > 0, above)
+            term = torch.sigmoid(tau_B1 * (ratio - 1)) * 4 / tau_B1 * advantage
+        elif objective.epsilon is not None:
             assert objective.epsilon_high is not None
             bounded = ratio.clamp(1 - objective.epsilon, 1 + objective.epsilon_high)
             term = torch.minimum(term, bounded * advantage)
-        value = (token_BT * term).sum() if level == "token" else term.sum() / part.num_rollouts
+        if loss_type == "luspo":
+            term = term * part.mask_BT.sum(dim=1)
+        value = (chosen_BT * term).sum() if level == "token" else term.sum() / part.num_rollouts
     if objective.beta and objective.kl_in == "loss":
         value = value - objective.beta * (token_BT * penalty(objective, logprob_BT, part)).sum()
     return value
+
+
+def fixed_weights(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
+    """Factors of `cispo`, [B, T], or `vespo`, [B, 1], which are not differentiated."""
+    ratio, _ = ratios(objective, logprob_BT, part)
+    if objective.loss_type == "cispo":
+        return ratio if objective.epsilon_high is None else ratio.clamp(max=objective.epsilon_high)
+    log_B = ratio.log().clamp(*VESPO_LOG_RATIOS)
+    power_B, decay_B = (
+        torch.full_like(log_B, others).masked_fill(part.advantage_B >= 0, above)
+        for above, others in (VESPO_POWERS, VESPO_DECAYS)
+    )
+    return (decay_B + power_B * log_B - decay_B * log_B.exp()).exp()[:, None]
 
 
 def ratios(
@@ -165,7 +208,10 @@ def diagnostics(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part
         ratio, counts = ratios(objective, logprob_BT, part)
         advantage = part.advantage_B if ratio.dim() == 1 else part.advantage_B[:, None]
         sums |= {"ratio_count": int(counts.sum()), "ratio_sum": float(ratio[counts].sum())}
-        if objective.epsilon is not None:
+        if objective.loss_type == "cispo" and objective.epsilon_high is not None:
+            high = (ratio > objective.epsilon_high) & counts
+            sums |= {"clip_low": 0, "clip_high": int(high.sum())}
+        elif objective.epsilon is not None:
             assert objective.epsilon_high is not None
             low = (ratio < 1 - objective.epsilon) & (advantage < 0) & counts
             high = (ratio > 1 + objective.epsilon_high) & (advantage > 0) & counts

@@ -66,6 +66,12 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
 
     sharded_policy = None
     if fsdp2.is_configured(accelerator):
+        if config.objective.top_entropy_quantile < 1:
+            raise RefusedByRank(
+                f"objective.top_entropy_quantile={config.objective.top_entropy_quantile} under "
+                "FSDP2: entropies are read from the whole policy before each update, which is not "
+                "there; use launch.accelerate=ddp, or objective.top_entropy_quantile=1"
+            )
         sharded_policy = fsdp2.shard(policy, accelerator.device)
     optimizer, scheduler = make_optimizer(config, sharded_policy or policy)
     zero = deepspeed.ZeroOptimizer(policy, optimizer) if deepspeed.is_configured() else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 
 from grpo_ustat.estimators.row_weights import token_weights
 from grpo_ustat.policy.adapters import recomputing
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.policy.output_layer import Head
+from grpo_ustat.policy.output_layer import Head, Window
 from grpo_ustat.policy.prompt_sharing import (
     ContiguousReader,
     FullReader,
@@ -56,12 +57,14 @@ class Minibatch:
 
     Attributes:
         index: flat indices of this rank's completions in it.
-        num_rollouts, num_tokens: of the whole update, on all ranks.
+        weight_N: w_i of all of this rank's completions, see
+            `estimators.row_weights.token_weights`; 0 of those that are left out.
+        num_rollouts: of the whole update, on all ranks.
     """
 
     index: np.ndarray
+    weight_N: np.ndarray
     num_rollouts: int
-    num_tokens: int
 
 
 @dataclass
@@ -126,7 +129,7 @@ def update(
     """
     norm, stats = 0.0, UpdateStats()
     with fsdp2.release_full_copy(run):
-        for minibatch in minibatches(run, batch.lengths_PG, step):
+        for minibatch in minibatches(run, counted_lengths(run, batch), step):
             accumulate_gradient(run, batch.own_rollouts, advantage_PG, minibatch, fixed, stats)
             grads = sum_gradients(run)
             norm = float(fsdp2.full_tensor(torch.nn.utils.get_total_norm(grads)))
@@ -140,13 +143,25 @@ def update(
     return norm, stats
 
 
+def counted_lengths(run: TrainContext, batch: Batch) -> np.ndarray:
+    """Tokens of all ranks' completions, [P, G]; 0 of one that `mask_truncated_completions` leaves
+    out.
+    """
+    if run.config.objective.mask_truncated_completions:
+        return np.where(batch.ended_PG, batch.lengths_PG, 0)
+    return batch.lengths_PG
+
+
 def minibatches(run: TrainContext, lengths_PG: np.ndarray, step: int) -> Iterator[Minibatch]:
     """The step's updates in order: whole groups, shuffled anew in each iteration.
 
+    Micro-batches of `bnpo` are of rows of the whole update in random order, as in TRL, whatever the
+    number of ranks.
+
     Args:
         run: whose objective says how many.
-        lengths_PG: tokens of all ranks' completions.
-        step: keys the order.
+        lengths_PG: see `counted_lengths`.
+        step: keys the orders.
     """
     config, objective = run.config, run.config.objective
     count, size = config.prompts_per_step, config.group_size
@@ -158,9 +173,20 @@ def minibatches(run: TrainContext, lengths_PG: np.ndarray, step: int) -> Iterato
             order = generator(config.seed, "minibatches", step, str(iteration)).permutation(count)
         for first in range(0, count, per_update):
             prompts = order[first : first + per_update]
+            lengths_N = lengths_PG[prompts].ravel()
+            rows = np.arange(len(lengths_N))
+            if objective.loss_type == "bnpo":
+                key = f"{iteration}.{first}"
+                rows = generator(config.seed, "micro_batches", step, key).permutation(rows)
+            weight_N = token_weights(
+                objective.loss_type, lengths_N, config.max_completion_length,
+                objective.micro_batch_size, rows,
+            )  # fmt: skip
+            weight_PG = np.zeros(lengths_PG.shape)
+            weight_PG[prompts] = weight_N.reshape(-1, size)
             own_prompts = np.sort(prompts[prompts % world == rank]) // world
             index = (own_prompts[:, None] * size + np.arange(size)).ravel()
-            yield Minibatch(index, len(prompts) * size, int(lengths_PG[prompts].sum()))
+            yield Minibatch(index, run.own_rows(weight_PG).ravel(), len(rows))
 
 
 def trainable(policy: Policy) -> list[torch.nn.Parameter]:
@@ -200,7 +226,8 @@ def accumulate_gradient(
     Completions that add exactly nothing are skipped. Where memory runs out, the whole gradient is
     formed again from smaller micro-batches.
     """
-    index = minibatch.index
+    index = minibatch.index[minibatch.weight_N[minibatch.index] > 0]
+    chosen_NT = highest_entropies(run, rollouts, index)
     if objectives.skips_silent(run.config.objective):
         index = index[advantage_PG.ravel()[index] != 0]
     stats.sums.update(rows=len(minibatch.index), skipped=len(minibatch.index) - len(index))
@@ -209,7 +236,7 @@ def accumulate_gradient(
         """The whole gradient from zero, at the token budget of now."""
         run.optimizer.zero_grad()
         with recomputing(run.trained_policy.model):
-            return backward_parts(run, rollouts, advantage_PG, index, minibatch, fixed)
+            return backward_parts(run, rollouts, advantage_PG, index, minibatch, fixed, chosen_NT)
 
     if run.sharded_policy is None:
         part_stats = run.token_budget.attempt(gradient_within_budget)
@@ -226,6 +253,7 @@ def backward_parts(
     index: np.ndarray,
     minibatch: Minibatch,
     fixed: FixedLogprobs,
+    chosen_NT: torch.Tensor | None,
 ) -> UpdateStats:
     """Add the negated gradient of the completions in `index` to `grad`, one part at a time.
 
@@ -234,12 +262,7 @@ def backward_parts(
     """
     config, objective = run.config, run.config.objective
     advantage_N = torch.from_numpy(advantage_PG.ravel())
-    weight_N = torch.from_numpy(
-        token_weights(
-            objective.loss_type, rollouts.lengths_PG.ravel(), minibatch.num_rollouts,
-            minibatch.num_tokens, config.max_completion_length,
-        )
-    )  # fmt: skip
+    weight_N = torch.from_numpy(minibatch.weight_N)
     stats, progress = UpdateStats(), Progress("updating", len(index))
     for reader, parts in readers(run, run.trained_policy, rollouts, index):
         for index_B in parts:
@@ -255,6 +278,7 @@ def backward_parts(
                     reference_BT=rows_like(mask_BT, fixed.reference_NT, index_B),
                     weight_B=weight_N[index_B].to(mask_BT),
                     num_rollouts=minibatch.num_rollouts,
+                    chosen_BT=rows_like(mask_BT, chosen_NT, index_B),
                 )
                 logprob_BT = torch.zeros_like(mask_BT)
                 if objectives.depends_on_logprobs(objective, part):
@@ -311,11 +335,50 @@ def logprob_gap(
     return np.abs(sampler_BT - logprob_BT.double().cpu().numpy())[used_BT]
 
 
+def highest_entropies(
+    run: TrainContext, rollouts: Rollouts, index: np.ndarray
+) -> torch.Tensor | None:
+    """The tokens whose entropy under the policy at hand is at or above the quantile
+    `1 - top_entropy_quantile` of an update's, [N, T] of this rank; None where all count.
+
+    Args:
+        run: with the policy.
+        rollouts: this rank's completions.
+        index: those of the update that count, on this rank.
+    """
+    share = run.config.objective.top_entropy_quantile
+    if share == 1:
+        return None
+    entropy_NT = read_tokens(run, run.policy, rollouts, index, Head.entropies)
+    mask_NT = torch.zeros_like(entropy_NT, dtype=torch.bool)
+    mask_PGT = torch.from_numpy(rollouts.mask_PGT).to(entropy_NT.device)
+    mask_NT[index] = mask_PGT.flatten(0, 1)[index]
+    own_entropies = entropy_NT[mask_NT].double().cpu().numpy()
+    entropies = np.concatenate(gather_object([own_entropies]))
+    if not len(entropies):
+        return mask_NT
+    threshold = np.quantile(entropies, 1 - share)
+    return mask_NT & (entropy_NT.double() >= threshold)
+
+
 def token_logprobs(
     run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
 ) -> torch.Tensor:
     """Log-probabilities of this rank's completions under a policy, as the trainer computes them:
     [N, T], 0 outside `index` and on padding.
+    """
+    return read_tokens(run, policy, rollouts, index, Head.logprobs)
+
+
+def read_tokens(
+    run: TrainContext,
+    policy: Policy,
+    rollouts: Rollouts,
+    index: np.ndarray,
+    of_window: Callable[[Head, Window], torch.Tensor],
+) -> torch.Tensor:
+    """A number of each token of this rank's completions under a policy: [N, T], 0 outside `index`
+    and on padding.
     """
     shape = (rollouts.lengths_PG.size, rollouts.mask_PGT.shape[-1])
 
@@ -326,10 +389,10 @@ def token_logprobs(
         for reader, parts in readers(run, policy, rollouts, index):
             for index_B in parts:
                 window = reader.window(index_B)
-                logprob_BT = Head(policy, reader.output, run.config.temperature).logprobs(window)
+                value_BT = of_window(Head(policy, reader.output, run.config.temperature), window)
                 if result_NT is None:
-                    result_NT = logprob_BT.new_zeros(shape)
-                result_NT[index_B, : logprob_BT.shape[1]] = logprob_BT
+                    result_NT = value_BT.new_zeros(shape)
+                result_NT[index_B, : value_BT.shape[1]] = value_BT
                 progress.add(len(index_B))
             del reader, window
         return torch.zeros(shape, device=policy.model.device) if result_NT is None else result_NT

@@ -115,13 +115,9 @@ def test_groups_list_what_the_entry_can_take(entry):
     found = {(name, one.name) for name, group in groups.items() for one in group.choices}
     found -= {("hydra/launcher", one.name) for one in groups["hydra/launcher"].choices}
     own = {("dataset", "own"), ("dataset", "jsonl"), ("baseline", "own")}
-    assert found - {*own, *_rules(entry)} == expected - {*_rules(entry)}
+    assert found - own == expected
     assert all(group.meaning for group in groups.values())
     assert all(one.words for group in groups.values() for one in group.choices)
-
-
-def _rules(entry):
-    return {("baseline", name) for name in BASELINES} if entry == "mse" else set()
 
 
 @pytest.mark.slow

@@ -58,7 +58,55 @@ REFUSED = {
         ["objective=whole_sequence", "objective.num_iterations=2"],
         "num_iterations=2: a second pass over the same completions is biased",
     ),
-    "an unknown loss": (["objective=grpo", "objective.loss_type=bnpo"], "unknown objective.loss_"),
+    "an unknown loss": (["objective=grpo", "objective.loss_type=bnp"], "unknown objective.loss_"),
+    "micro-batches of no size": (
+        ["objective=grpo", "objective.loss_type=bnpo"],
+        "loss_type=bnpo with micro_batch_size=None: bnpo alone .* use objective.micro_batch_size=8",
+    ),
+    "micro-batches of another loss": (
+        ["objective=trl_dapo", "objective.micro_batch_size=4"],
+        "loss_type=dapo with micro_batch_size=4: bnpo alone .* use micro_batch_size=null",
+    ),
+    "broken micro-batches": (
+        ["objective=trl_bnpo", "objective.micro_batch_size=12"],
+        "micro_batch_size=12 does not divide the 256 completions of an update: use "
+        "objective.micro_batch_size=8",
+    ),
+    "clipping of a smooth weight": (
+        ["objective=trl_sapo", "objective.epsilon=0.2", "objective.epsilon_high=0.2"],
+        "epsilon_high=0.2 with loss_type=sapo, which clips no ratio: use epsilon=null",
+    ),
+    "a cut below the ratio 1": (
+        ["objective=trl_cispo", "objective.epsilon_high=0.2"],
+        "epsilon=None epsilon_high=0.2 with loss_type=cispo, .* use epsilon=null epsilon_high=5",
+    ),
+    "cispo's lower bound": (
+        ["objective=trl_cispo", "objective.epsilon=0.2"], "epsilon=0.2 epsilon_high=5.0 with loss_",
+    ),
+    "luspo of tokens": (
+        ["objective=trl_luspo", "objective.importance_sampling_level=token"],
+        "loss_type=luspo with importance_sampling_level=token: its ratio is that of level sequence",
+    ),
+    "cispo of a sequence": (
+        ["objective=trl_cispo", "objective.importance_sampling_level=sequence"],
+        "level token: use objective.importance_sampling_level=token",
+    ),
+    "more than all tokens": (
+        ["objective=trl_dapo", "objective.top_entropy_quantile=1.5"],
+        "top_entropy_quantile=1.5 is a share: use one between 0 and 1",
+    ),
+    "some tokens of a sequence's ratio": (
+        ["objective=trl_gspo", "objective.top_entropy_quantile=0.2"],
+        "top_entropy_quantile=0.2 with importance_sampling_level=sequence, whose ratio is of all",
+    ),
+    "a bonus for some tokens": (
+        ["objective=trl_dapo", "objective.top_entropy_quantile=0.2", "objective.entropy_coef=0.1"],
+        "top_entropy_quantile=0.2 with entropy_coef=0.1: a bonus for some tokens alone",
+    ),
+    "algorithm1 of some tokens": (
+        ["objective.mask_truncated_completions=true"],
+        "no penalty, but objective.mask_truncated_completions=True: use objective=grpo",
+    ),
     "a negative coefficient": (["objective=grpo", "objective.beta=-1"], "beta=-1.0 must be 0 or"),
     "warm-up of nothing": (
         ["schedule.warmup_steps=5"], "warmup_steps=5 with lr_scheduler_type=constant has no effect",
@@ -108,6 +156,19 @@ PRESETS = {  # passes, minibatches, level, divisor, clipping below and above, pe
     "dapo": (1, 16, "token", "dapo", 0.2, 0.28, 0.0, "k3", "loss"),
     "gspo": (1, 4, "sequence", "grpo", 3e-4, 4e-4, 0.0, "k3", "loss"),
     "whole_sequence": (1, 4, "whole_sequence", "sum", None, None, 0.0, "k3", "loss"),
+    "trl_dapo": (1, 1, "token", "dapo", 0.2, 0.2, 0.0, "k3", "loss"),
+    "trl_grpo": (1, 1, "token", "grpo", 0.2, 0.2, 0.0, "k3", "loss"),
+    "trl_dr_grpo": (1, 1, "token", "dr_grpo", 0.2, 0.2, 0.0, "k3", "loss"),
+    "trl_bnpo": (1, 1, "token", "bnpo", 0.2, 0.2, 0.0, "k3", "loss"),
+    "trl_gspo": (1, 1, "sequence", "grpo", 0.2, 0.2, 0.0, "k3", "loss"),
+    "trl_cispo": (1, 1, "token", "cispo", None, 5.0, 0.0, "k3", "loss"),
+    "trl_luspo": (1, 1, "sequence", "luspo", 0.2, 0.2, 0.0, "k3", "loss"),
+    "trl_sapo": (1, 1, "token", "sapo", None, None, 0.0, "k3", "loss"),
+    "trl_vespo": (1, 1, "whole_sequence", "vespo", None, None, 0.0, "k3", "loss"),
+    "verl_token_mean": (1, 1, "token", "dapo", 0.2, 0.2, 0.0, "k3", "loss"),
+    "verl_seq_mean_token_sum": (1, 1, "token", "sum", 0.2, 0.2, 0.0, "k3", "loss"),
+    "verl_seq_mean_token_mean": (1, 1, "token", "grpo", 0.2, 0.2, 0.0, "k3", "loss"),
+    "verl_seq_mean_token_sum_norm": (1, 1, "token", "dr_grpo", 0.2, 0.2, 0.0, "k3", "loss"),
 }
 FIELDS = ("num_iterations", "num_minibatches", "importance_sampling_level", "loss_type", "epsilon",
           "epsilon_high", "beta", "kl_estimator", "kl_in")  # fmt: skip
@@ -121,6 +182,27 @@ def test_every_preset_has_the_values_of_its_source():
         objective = compose("train", f"objective={name}").objective
         assert dict(zip(FIELDS, values, strict=True)) == {f: getattr(objective, f) for f in FIELDS}
         assert objective.minibatch_size is None and objective.entropy_coef == 0
+        assert objective.micro_batch_size == (8 if name == "trl_bnpo" else None)
+        assert objective.top_entropy_quantile == 1 and not objective.mask_truncated_completions
+
+
+@pytest.mark.slow
+def test_a_framework_s_preset_sets_the_advantage_and_a_typed_one_counts():
+    """By the frameworks' own epsilon; without a std where their pages on Dr. GRPO have none."""
+    papers = [name for name in PRESETS if name.split("_")[0] not in ("trl", "verl")]
+    for name in PRESETS:
+        epsilon = 1e-6 if name.startswith("verl") else 1e-4
+        wanted = ("group_std", {"epsilon": epsilon})
+        if name in ("trl_dr_grpo", "verl_seq_mean_token_sum_norm"):
+            wanted = ("group_mean", {})
+        if name in papers:
+            wanted = ("leave_one_out", {})  # the default of train
+        rule = compose("train", f"objective={name}").baseline
+        assert (rule.name, rule.options) == wanted
+        for words in ([f"objective={name}", "baseline=opo"], ["baseline=opo", f"objective={name}"]):
+            rule = compose("train", *words).baseline
+            assert (rule.name, rule.options) == ("opo", {})
+    assert len(papers) == 7
 
 
 def test_algorithm_2_in_full():

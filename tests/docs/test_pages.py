@@ -23,6 +23,8 @@ TOP = "|".join(("grpo_ustat", "scripts", "conf", "tests", "docs"))
 GROUPS = {"grpo_ustat.baselines", "grpo_ustat.tasks", "grpo_ustat.rewards"}  # of entry points
 OTHER_NAMES = {  # of rules, of the words of a page, of other programs
     "rules", "median", "digits", "field", "install", "torch", "net", "ipv4", "tcp_retries2",
+    "scale_rewards", "per_device_train_batch_size", "adv_estimator", "loss_agg_mode",
+    "norm_adv_by_std_in_grpo",
 }  # fmt: skip
 OF_OTHERS = {
     "docs/verl.md",

@@ -13,9 +13,9 @@ SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig}
 
 
 MODELS = ("budget", "dataset", "debug", "model", "prompt", "rollout")  # a bed has none
-TRAINING = ("baseline", "optimizer", "objective", "schedule", "lora")
+LOSSES, TRAINING = ("baseline", "objective"), ("optimizer", "schedule", "lora")
 TAKERS = {  # of each group's files, where not all entries take them
-    **dict.fromkeys(MODELS, ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
+    **dict.fromkeys((*MODELS, *LOSSES), ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
     "policy": ("mse",), "bed": ("gap",), "study": ("gap",), "experiment": ("train",),
 }  # fmt: skip
 OTHER_TAKERS = {  # files that are not as others of their group

@@ -48,7 +48,7 @@ def all_draws():
         if prompts[0] > prompts[1] or prompts[2] > prompts[3]:
             continue
         yield tuple(
-            Batch(np.array(prompts[half]), np.tile(np.arange(SIZE), (2, 1)))
+            Batch(np.array(prompts[half]), np.tile(np.arange(SIZE), (2, 1)), np.arange(4))
             for half in (slice(2), slice(2, 4))
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -55,14 +55,15 @@ def objective(**fields):
     neutral = dict(
         name="grpo", importance_sampling_level="token", loss_type="sum", num_iterations=1,
         num_minibatches=1, minibatch_size=None, epsilon=None, epsilon_high=None, beta=0.0,
-        kl_estimator=None, kl_in=None, entropy_coef=0.0,
+        kl_estimator=None, kl_in=None, entropy_coef=0.0, micro_batch_size=None,
+        mask_truncated_completions=False, top_entropy_quantile=1.0,
     )  # fmt: skip
     return ObjectiveConfig(**neutral | fields)
 
 
 def part_of(kind, sequences, lengths, advantages, old, reference):
     mask = torch.arange(2)[None] < torch.tensor(lengths)[:, None]
-    weights = token_weights(kind.loss_type, np.array(lengths), len(lengths), sum(lengths), 5)
+    weights = token_weights(kind.loss_type, np.array(lengths), 5)
     return Part(
         advantage_B=torch.tensor(advantages, dtype=torch.float64),
         mask_BT=mask.double(),
@@ -87,7 +88,8 @@ def gradient(kind, policy, sequences, lengths, advantages, old=None, reference=N
 def written(kind, policy, sequences, lengths, advantages, old, reference):
     """The formulas of the module's docstring and of theory section 8, in plain loops."""
     total, n, longest = np.zeros((1 + VOCAB, VOCAB)), len(sequences), 5
-    divisor = {"sum": n, "dr_grpo": n * longest, "dapo": sum(lengths)}
+    divisor = {"sum": n, "dr_grpo": n * longest, "luspo": n}
+    divisor |= dict.fromkeys(("dapo", "cispo", "vespo"), sum(lengths))
     for s, length, advantage in zip(sequences, lengths, advantages, strict=True):
         weight = 1 / divisor.get(kind.loss_type, n * length)
         change = [policy.logprob(s, t) - old.logprob(s, t) for t in range(length)]
@@ -99,14 +101,24 @@ def written(kind, policy, sequences, lengths, advantages, old, reference):
                 ratio = inner = math.exp(change[t])
             elif level == "sequence":
                 ratio = math.exp(sum(change) / length)
-                inner, weighted = ratio / length, 1 / n
+                inner = ratio / length
+                weighted = length / n if kind.loss_type == "luspo" else 1 / n
             else:
                 ratio = inner = math.exp(sum(change))
-                weighted = 1 / n
-            if level != "none" and kind.epsilon is not None:
+                weighted = weight if kind.loss_type == "vespo" else 1 / n
+            if level != "none" and kind.epsilon is not None:  # not with cispo
                 above = ratio > 1 + kind.epsilon_high and advantage > 0
                 below = ratio < 1 - kind.epsilon and advantage < 0
                 inner = 0.0 if above or below else inner
+            if kind.loss_type == "cispo":
+                inner = ratio if kind.epsilon_high is None else min(ratio, kind.epsilon_high)
+            if kind.loss_type == "sapo":  # d/dl of 4/tau sigmoid(tau (ratio - 1))
+                tau = 1.0 if advantage > 0 else 1.05
+                gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+                inner = 4 * gate * (1 - gate) * ratio
+            if kind.loss_type == "vespo":
+                power, decay = (2, 3) if advantage >= 0 else (3, 2)
+                inner = ratio**power * math.exp(decay * (1 - ratio))
             per_token = weighted * inner * advantage
             if kind.beta:
                 log = reference.logprob(s, t) - policy.logprob(s, t)
@@ -118,19 +130,21 @@ def written(kind, policy, sequences, lengths, advantages, old, reference):
 
 FORMS = [("none", kind) for kind in ("sum", "dr_grpo", "dapo", "grpo")]
 FORMS += [("token", kind) for kind in ("sum", "dr_grpo", "dapo", "grpo")]
-FORMS += [("sequence", "grpo"), ("whole_sequence", "sum")]
+FORMS += [("sequence", "grpo"), ("whole_sequence", "sum"), ("sequence", "luspo")]
+SMOOTH = [("token", "sapo"), ("whole_sequence", "vespo")]
 
 
-@pytest.mark.parametrize("level, loss_type", FORMS)
+@pytest.mark.parametrize("level, loss_type", [*FORMS, *SMOOTH, ("token", "cispo")])
 @pytest.mark.parametrize("penalty", [None, "k2", "k3"])
 @pytest.mark.parametrize("clipped", [False, True])
 def test_the_gradient_is_the_written_formula(level, loss_type, penalty, clipped):
-    if level == "none" and clipped:
+    if clipped and (level == "none" or (level, loss_type) in SMOOTH):
         pytest.skip("no ratio to clip")
     kind = objective(
         importance_sampling_level=level, loss_type=loss_type, beta=0.3 if penalty else 0.0,
         kl_estimator=penalty, kl_in="loss" if penalty else None,
-        epsilon=0.2 if clipped else None, epsilon_high=0.3 if clipped else None,
+        epsilon=0.2 if clipped and loss_type != "cispo" else None,
+        epsilon_high=(1.3 if loss_type == "cispo" else 0.3) if clipped else None,
     )  # fmt: skip
     policy, old, reference = (Table.random(seed) for seed in range(3))
     rng = np.random.default_rng(5)
@@ -143,15 +157,18 @@ def test_the_gradient_is_the_written_formula(level, loss_type, penalty, clipped)
         assert 0 < found["clip_low"] + found["clip_high"] < found["ratio_count"]
 
 
-@pytest.mark.parametrize("level, loss_type", FORMS)
+@pytest.mark.parametrize("level, loss_type", [*FORMS, *SMOOTH, ("token", "cispo")])
 def test_on_policy_every_level_is_the_plain_score_function(level, loss_type):
     """At the policy that wrote the completions a ratio changes nothing, clipped or not."""
     policy, plain = (
         Table.random(0),
         objective(importance_sampling_level="none", loss_type=loss_type),
     )
+    low, high = {"sapo": (None, None), "vespo": (None, None), "cispo": (None, 1.1)}.get(
+        loss_type, (0.1, 0.1)
+    )
     kind = objective(
-        importance_sampling_level=level, loss_type=loss_type, epsilon=0.1, epsilon_high=0.1
+        importance_sampling_level=level, loss_type=loss_type, epsilon=low, epsilon_high=high
     )
     rest = (policy, SEQUENCES, [2, 1, 2] * 3, list(range(-4, 5)))
     for old in (None, policy):
@@ -257,6 +274,20 @@ def test_k1_in_the_loss_has_mean_zero_and_in_the_reward_the_gradient_of_the_dive
     truth = expected_reward_gradient(policy, REWARDS)
     truth = truth - 0.7 * numeric_gradient(lambda moved: divergence(moved, reference), policy)
     np.testing.assert_allclose(mean, truth, atol=1e-8)
+
+
+def test_tokens_of_low_entropy_add_the_penalty_alone():
+    """A mask of tokens beside the weights, whose divisor stays that of all tokens."""
+    policy, reference = Table.random(0), Table.random(2)
+    kind = objective(loss_type="grpo", beta=0.3, kl_estimator="k3", kl_in="loss")
+    part = part_of(kind, SEQUENCES[:2], [2, 2], [1.0, -2.0], None, reference)
+    logprob = policy.logprobs(SEQUENCES[:2])
+    chosen = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    some, _ = factors(kind, logprob, replace(part, chosen_BT=chosen))
+    every, _ = factors(kind, logprob, part)
+    penalty, _ = factors(kind, logprob, replace(part, advantage_B=torch.zeros(2).double()))
+    torch.testing.assert_close(some, torch.where(chosen > 0, every, penalty))
+    assert (penalty != 0).all() and not torch.allclose(every, penalty)
 
 
 def test_a_hand_worked_clipped_update():

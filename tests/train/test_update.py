@@ -103,8 +103,10 @@ def test_every_iteration_visits_each_group_once(tmp_path):
             assert all(index[k : k + 4] == list(range(index[k], index[k] + 4)) for k in (0, 4))
     again = [m.index.tolist() for m in minibatches(run, batch.lengths_PG, 5)]
     assert found == again and len({str(index) for index in found}) > 2
-    tokens = sum(m.num_tokens for m in minibatches(run, batch.lengths_PG, 5))
-    assert tokens == 3 * batch.lengths_PG.sum()
+    for minibatch in minibatches(run, batch.lengths_PG, 5):  # dr_grpo: 1 / (n L_max)
+        weight = 1 / (8 * run.config.max_completion_length)
+        assert (np.flatnonzero(minibatch.weight_N) == minibatch.index).all()
+        assert (minibatch.weight_N[minibatch.index] == weight).all()
 
 
 def gradient_of(run, rollouts, advantages, constants=None):
