@@ -21,6 +21,7 @@ TAKERS = {  # of each group's files, where not all entries take them
 OTHER_TAKERS = {  # files that are not as others of their group
     ("study", "figure4"): ("mse",), ("study", "figure4_offline"): ("mse",),
     ("study", "best_group_size_start"): ("mse",),
+    ("experiment", "algorithm2"): ("mse", "train"),
     ("experiment", "monte_carlo_check"): ("mse",), ("experiment", "smollm2"): ("mse",),
     ("experiment", "theorems"): ("gap",),
     ("rollout", "vllm_server"): ("train",),
