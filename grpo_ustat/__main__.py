@@ -12,7 +12,7 @@ from grpo_ustat import __version__
 from grpo_ustat.cli.verbs import VERBS, help_text, unknown_verb
 from grpo_ustat.config.command_line import install_line
 
-OF_COMMANDS = {  # the package of each module that the extra [cli] brings
+EXTRA_PACKAGES = {  # the package of each module that the extra [cli] brings
     "accelerate": "accelerate",
     "datasets": "datasets",
     "gx2": "gx2",
@@ -57,7 +57,7 @@ def main() -> None:
     try:
         _call(verb)
     except ModuleNotFoundError as error:
-        package = OF_COMMANDS.get((error.name or "").partition(".")[0])
+        package = EXTRA_PACKAGES.get((error.name or "").partition(".")[0])
         if package is None:
             raise
         print(f"grpo-ustat {verb} needs {package}: {install_line('cli')}", file=sys.stderr)

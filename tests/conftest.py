@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends with &
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-FORMATS = figures.UNDATED
+FORMATS = figures.UNDATED_METADATA
 KINDS = ("nightly", "slow")  # marks of tests that run only where their option is given
 
 # Collected for doctests it would be imported, by all tests that come after.
@@ -94,7 +94,7 @@ def few_figures():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "draw_learning", lambda folder: None)
-        patch.setattr(figures, "UNDATED", {"svg": figures.UNDATED["svg"]})
+        patch.setattr(figures, "UNDATED_METADATA", {"svg": figures.UNDATED_METADATA["svg"]})
         yield
 
 
@@ -102,5 +102,5 @@ def few_figures():
 def every_format():
     """Figures of this file's tests in PDF, SVG and PNG, as a user gets them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "UNDATED", FORMATS)
+        patch.setattr(figures, "UNDATED_METADATA", FORMATS)
         yield

@@ -15,7 +15,7 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.console import tell, wrapped
 
-WORDS = {
+OPTION_MEANINGS = {
     "SOURCE": "run folder of mse or train, pool folder, log of rollouts, or file of rewards",
     "num_generations=8": "the group size to judge; of a training run its own",
     "rollouts=256": "completions of a training step, prompts times num_generations",
@@ -31,7 +31,7 @@ def main() -> None:
         prog=command_line("advise"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"  {word:18} {meaning}" for word, meaning in WORDS.items()),
+        epilog="\n".join(f"  {word:18} {meaning}" for word, meaning in OPTION_MEANINGS.items()),
     )
     parser.add_argument("words", nargs="*", metavar="SOURCE [NAME=VALUE ...]")
     parser.add_argument("--json", action="store_true", help="verdict and numbers, for programs")

@@ -22,15 +22,15 @@ from grpo_ustat.estimators.scaling import (
     scaling_estimate,
     widening,
 )
-from grpo_ustat.logs.formats import PACKED, format_of
+from grpo_ustat.logs.formats import PACKED_SUFFIXES, format_of
 from grpo_ustat.logs.rewards import (
-    SUFFIXES,
+    REWARD_FILE_SUFFIXES,
     expected_zero_variance,
     read_rewards,
     reward_lines,
     share_text,
 )
-from grpo_ustat.logs.rows import EXACT, step_rollouts
+from grpo_ustat.logs.rows import TOKEN_COLUMNS, step_rollouts
 from grpo_ustat.pages.advice import (
     UNKNOWN,
     Advice,
@@ -93,16 +93,19 @@ def advice_of(request: Request) -> Advice:
     if not source.exists():
         raise ConfigError(
             f"{source} does not exist: name a run folder, a pool, or a log of rollouts "
-            f"({', '.join(SUFFIXES)})"
+            f"({', '.join(REWARD_FILE_SUFFIXES)})"
         )
     if source.is_file() and source.name == RESULT:
         return advice_of(replace(request, source=source.parent))
     if source.is_file():
         _refuse_dump(request)
-        if source.suffix in PACKED:
+        if source.suffix in PACKED_SUFFIXES:
             raise ConfigError(f"{source} is packed: unpack it first, as with gunzip")
-        if source.suffix not in SUFFIXES:
-            raise ConfigError(f"{source} is not {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+        if source.suffix not in REWARD_FILE_SUFFIXES:
+            raise ConfigError(
+                f"{source} is not {', '.join(REWARD_FILE_SUFFIXES[:-1])} or "
+                f"{REWARD_FILE_SUFFIXES[-1]}"
+            )
         return _from_log(source, request)
     if (source / POOL).is_file():
         return _from_pool(request)
@@ -368,7 +371,7 @@ def _from_log(path: Path, request: Request) -> Advice:
             )
     size = [f"num_generations={group_size}"] * (group_size is not None)
     names = set(rewards.columns)
-    cut = [] if "ended" in names or names >= set(EXACT) else ["study.cut_at=LENGTH"]
+    cut = [] if "ended" in names or names >= set(TOKEN_COLUMNS) else ["study.cut_at=LENGTH"]
     following = (
         command_line("advise", str(path), *size, "model=CHECKPOINT", *cut)
         + "  # the model that wrote these completions"
@@ -421,7 +424,7 @@ def _check_sizes(group_size: int | None, rollouts: int) -> None:
         )
 
 
-OPTIONS = ("num_generations", "rollouts", "reward", "model", "output_root")
+OPTION_NAMES = ("num_generations", "rollouts", "reward", "model", "output_root")
 
 
 def parse_request(words: Sequence[str]) -> Request:
@@ -444,15 +447,15 @@ def parse_request(words: Sequence[str]) -> Request:
                     f"{word}: a whole number of at least 2 is needed, such as {key}=8"
                 )
             values[name] = int(value)
-        elif key in OPTIONS:
+        elif key in OPTION_NAMES:
             values[key] = value
         elif key.startswith(("model.", "study.", "prompt", "budget.", "launch.")):
             overrides.append(word)
         elif "/" in word:
             sources.append(word)  # a path that does not exist
         else:
-            hint = did_you_mean(key, OPTIONS)
-            raise ConfigError(f"unknown {word}: {hint}choose from {', '.join(OPTIONS)}")
+            hint = did_you_mean(key, OPTION_NAMES)
+            raise ConfigError(f"unknown {word}: {hint}choose from {', '.join(OPTION_NAMES)}")
     if len(sources) != 1:
         raise ConfigError(
             f"{'no source' if not sources else 'several sources: ' + ', '.join(sources)}: name one "

@@ -21,7 +21,7 @@ from grpo_ustat.distributed.ranks import RefusedByRank, barrier, check_environme
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.distributed.slurm import join_tasks
 from grpo_ustat.launch.command import Command
-from grpo_ustat.launch.run import REFUSALS, run
+from grpo_ustat.launch.run import ONE_LINE_ERRORS, run
 from grpo_ustat.launch.submitit import leave
 from grpo_ustat.launch.torchrun import RanksFailed
 from grpo_ustat.runs.faults import NotSaved, fault_line
@@ -74,7 +74,7 @@ def _make(command: Command, node: DictConfig) -> float | None:
         except Stopped as stopped:
             leave(stopped, config.on_existing)
     except Exception as error:
-        if isinstance(error, REFUSALS):
+        if isinstance(error, ONE_LINE_ERRORS):
             remove_empty(folder)  # Hydra has created it
         _exit(error)
 
@@ -129,7 +129,7 @@ def _exit(error: Exception) -> NoReturn:
     Raises:
         Exception: the error, where it is neither a refusal nor the system's.
     """
-    if not isinstance(error, REFUSALS):
+    if not isinstance(error, ONE_LINE_ERRORS):
         line = fault_line(error)
         if line is None:
             raise error

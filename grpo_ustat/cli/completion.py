@@ -20,7 +20,7 @@ SHELLS = ("bash", "zsh", "fish")
 SCRIPTS = Path(__file__).with_name("shell")
 COMMANDS = " ".join(["grpo-ustat", *(f"grpo-ustat-{name}" for name in SCHEMAS)])
 IN_CHECKOUT = "./scripts/run scripts/run"
-UNINSTALL = {
+UNINSTALL_COMMANDS = {
     "bash": f"complete -r python python3 {COMMANDS} {IN_CHECKOUT}; unset -f _grpo_ustat",
     "zsh": f"compdef -d python python3 {COMMANDS} {IN_CHECKOUT}; unfunction _grpo_ustat",
     "fish": (
@@ -55,7 +55,7 @@ def complete(
         return
     script = (SCRIPTS / f"completion.{shell}").read_text().replace("IN_CHECKOUT", IN_CHECKOUT)
     script = script.replace("ENTRIES", "|".join(SCHEMAS)).replace("COMMANDS", COMMANDS)
-    print(script if request == "install" else UNINSTALL[shell])
+    print(script if request == "install" else UNINSTALL_COMMANDS[shell])
 
 
 def candidates(entry: str, line: str) -> list[tuple[str, str]]:

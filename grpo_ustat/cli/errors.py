@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from grpo_ustat.config.command_line import command_line, install_line, program
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.gap import OTHER_COMMANDS
-from grpo_ustat.config.identity import OPERATIONAL
-from grpo_ustat.config.load import SCHEMAS, WORDS, all_fields, kinds_of, type_error
+from grpo_ustat.config.identity import OPERATIONAL_KEYS
+from grpo_ustat.config.load import NODE_NOUNS, SCHEMAS, all_fields, kinds_of, type_error
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 from grpo_ustat.config.values import example_value, field_at, quote_for_shell, to_type, wrong_value
@@ -39,10 +39,10 @@ NAMES_OF_OTHERS = {  # a field as other trainers name it, and its name here
     "normalize_then_sum",
     "scale_rewards": "a baseline, group_std for group, batch_std for batch, group_mean for none",
 }
-CUTS = ("top_p", "top_k", "min_p")  # of the sampled distribution, which other trainers have
+CUT_FIELDS = ("top_p", "top_k", "min_p")  # of the sampled distribution, which other trainers have
 RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
-NAMES = ("name", "report.name")  # of a report's folder, which hold no comma
-OF_NO_SWEEP = ("hydra", "reward_funcs", "reward_weights")  # nor what makes no run another one
+REPORT_NAME_KEYS = ("name", "report.name")  # of a report's folder, which hold no comma
+UNSWEPT_NODES = ("hydra", "reward_funcs", "reward_weights")  # nor what makes no run another one
 EXTRA_GROUPS = {"mse": {"policy", "debug"}, "train": {"debug"}}  # that are no fields of the schema
 
 HYDRA_PARTS = {  # of Hydra's own node: a field of each, "" of those that are chosen by a name
@@ -245,13 +245,13 @@ def several_values(key: str, value: str, schema: type) -> str:
     field, node = field_at(key.lstrip("+"), all_fields(schema)), key.lstrip("+").partition(".")[0]
     if field is None and "/" not in key and node not in {"hydra", *top_names(schema)}:
         return unknown_key(key, schema)
-    kind = "" if field is None or key in NAMES else field.kind
+    kind = "" if field is None or key in REPORT_NAME_KEYS else field.kind
     is_list, is_text = kind.startswith(("list", "any")), kind.startswith(("str", "any"))
     as_list = f"write {key}=[{value}]" if is_list else ""
     values = re.sub(r"([^,]+)", r"[\1]", value) if is_list else value
     runs = command_line(_command_of(schema), "-m", f"{key}={values}")
     sweep = f"add -m for a run of each, as in {runs}" if schema in RUN_SCHEMAS.values() else ""
-    if node in {*OF_NO_SWEEP, *OPERATIONAL} - {"output_root"}:
+    if node in {*UNSWEPT_NODES, *OPERATIONAL_KEYS} - {"output_root"}:
         sweep = ""
     quoted = quote_for_shell(key, value) if is_text or key == "model" or node == "hydra" else ""
     quoted = quoted and f"{'if it is one, quote it:' if sweep else 'quote it,'} {quoted}"
@@ -262,7 +262,7 @@ def several_values(key: str, value: str, schema: type) -> str:
 
 def unknown_key(key: str, schema: type) -> str:
     """The line that refuses a key that a command does not have: who has it, or the nearest name."""
-    if key in CUTS:
+    if key in CUT_FIELDS:
         return f"unknown key {key}: what is sampled is what is scored, so there is no {key}"
     if key in NAMES_OF_OTHERS:
         where = "here" if schema is SCHEMAS["train"] else "in train"
@@ -277,7 +277,7 @@ def unknown_key(key: str, schema: type) -> str:
     if kinds:
         return (
             f"unknown key {key}: it is of {node}.kind={' or '.join(kinds)}, choose such a "
-            f"{WORDS[node]} by {node}=NAME"
+            f"{NODE_NOUNS[node]} by {node}=NAME"
         )
 
     others = [other for other in RUN_SCHEMAS.values() if other is not schema]

@@ -32,10 +32,10 @@ from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.folder import create_folder
 from grpo_ustat.terminal.console import tell
-from grpo_ustat.terminal.streams import HALF
+from grpo_ustat.terminal.streams import SURROGATE
 
 MULTIRUN = RunMode.MULTIRUN
-LOOKED_UP = re.compile(r"\$\{[^}]*\}")  # an interpolation
+INTERPOLATION = re.compile(r"\$\{[^}]*\}")  # an interpolation
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
@@ -50,7 +50,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         SystemExit: the version was asked for, and is printed.
     """
     for word in arguments:
-        if HALF.search(word):
+        if SURROGATE.search(word):
             raise ConfigError(f"{word!r} is no UTF-8: type it in letters of that encoding")
     if "--version" in arguments:
         tell(f"grpo-ustat {__version__}, Hydra {hydra.__version__}")
@@ -116,12 +116,12 @@ def quote_plain(override: str) -> str:
     """
 
     def quoted(value: re.Match[str]) -> str:
-        return f"'{value[0]}'" if re.search("[=~]", LOOKED_UP.sub("", value[0])) else value[0]
+        return f"'{value[0]}'" if re.search("[=~]", INTERPOLATION.sub("", value[0])) else value[0]
 
     key, equals, values = override.partition("=")
     if re.search(r"^=|['\"()]|(?<!\$)\{", values):
         return override
-    return key + equals + re.sub(rf"(?!\s)(?:{LOOKED_UP.pattern}|[^,[\]])+", quoted, values)
+    return key + equals + re.sub(rf"(?!\s)(?:{INTERPOLATION.pattern}|[^,[\]])+", quoted, values)
 
 
 def model_place(override: str, config_dir: str | None = None) -> list[str]:

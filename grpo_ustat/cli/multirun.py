@@ -19,10 +19,10 @@ from grpo_ustat.distributed.lock import peek
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.launch.command import load_command, load_sweep_report
-from grpo_ustat.launch.run import REFUSALS, run
+from grpo_ustat.launch.run import ONE_LINE_ERRORS, run
 from grpo_ustat.launch.submitit import leave
 from grpo_ustat.runs import history
-from grpo_ustat.runs.backends import IN_SWEEP, sync_command, unsent_runs
+from grpo_ustat.runs.backends import SWEEP_VARIABLE, sync_command, unsent_runs
 from grpo_ustat.runs.faults import fault_line
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.status import (
@@ -90,7 +90,7 @@ class Job:
             SystemExit: a request to stop, which ends the sweep too.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        os.environ[IN_SWEEP] = "1"
+        os.environ[SWEEP_VARIABLE] = "1"
         register(self.entry)
         config = build_config(node, SCHEMAS[self.entry])
         folder = RunFolder(output_folder(), config)
@@ -113,7 +113,7 @@ class Job:
 def _report_failure(folder: RunFolder, error: BaseException, before: list[dict]) -> None:
     """Print a run's failure on the rank that it is of, and note it in the folder once."""
     line = fault_line(error)
-    if line or isinstance(error, (*REFUSALS, SystemExit)):
+    if line or isinstance(error, (*ONE_LINE_ERRORS, SystemExit)):
         if is_main() or not isinstance(error, RefusedByRank):
             text = line or str(error).removeprefix("error: ")
             tell(f"error: {folder.path}: {text}", file=sys.stderr)

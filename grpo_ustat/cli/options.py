@@ -17,20 +17,20 @@ from grpo_ustat.cli.errors import fits, is_overlay
 from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.command_line import program
 from grpo_ustat.config.folders import CONF
-from grpo_ustat.config.load import OF_KIND, SCHEMAS
+from grpo_ustat.config.load import KIND_SCHEMAS, SCHEMAS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import FieldInfo, fields_of
 from grpo_ustat.config.values import typed_value
 
-LAUNCHER = "hydra/launcher"
-MEANINGS = {  # of groups that set fields of several nodes, or that have no node of their name
+LAUNCHER_GROUP = "hydra/launcher"
+GROUP_MEANINGS = {  # of groups that set fields of several nodes, or that have no node of their name
     "policy": "model, data set, prompt and length together, for sweeps",
     "study": "a study of the paper, or of ours",
     "experiment": "everything that one figure, table or check needs",
     "debug": "a run that ends in seconds",
-    LAUNCHER: "where a sweep (-m) starts its runs",
+    LAUNCHER_GROUP: "where a sweep (-m) starts its runs",
 }
-SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
+SENTENCE_BREAK = re.compile(r"(?<=\.) (?=[A-Z])")
 MOST_COMMENT_CHARACTERS = 100  # of a choice's meaning; of a longer one the first sentence is shown
 
 
@@ -100,8 +100,10 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
         ConfigError: a choice or a field that is not known.
     """
     node, schema = whole_node(entry, words), SCHEMAS[entry]
-    kinds = {name: node[name].kind for name in OF_KIND if "kind" in (node.get(name) or ())}
-    schemas = {name: OF_KIND[name][kind] for name, kind in kinds.items() if kind in OF_KIND[name]}
+    kinds = {name: node[name].kind for name in KIND_SCHEMAS if "kind" in (node.get(name) or ())}
+    schemas = {
+        name: KIND_SCHEMAS[name][kind] for name, kind in kinds.items() if kind in KIND_SCHEMAS[name]
+    }
     keys = list(fields_of(schema, schemas=schemas))
     folders = [CONF, *([Path(words.config_dir)] if words.config_dir else [])]
     template = re.sub("(?m)^grpo-ustat", lambda _: program(), node.hydra.help.template)
@@ -115,12 +117,25 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
         for group in reversed(dict.fromkeys(names)):  # Hydra's are from the last to the first
             files = [file for file in _files(group, folders) if fits(file, schema)]
             sets_node = group in nodes and not any(map(is_overlay, files))
-            own = nodes[group].meaning.partition(";")[0] if sets_node else MEANINGS.get(group, "")
+            own = (
+                nodes[group].meaning.partition(";")[0]
+                if sets_node
+                else GROUP_MEANINGS.get(group, "")
+            )
             choices = tuple(Choice(file.stem, first_comment(file)) for file in files)
             groups.append(Group(group, own, chosen.get(group), choices, settable=group in chosen))
-        launchers = [Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER, folders)]
+        launchers = [
+            Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER_GROUP, folders)
+        ]
         launchers.insert(0, Choice("basic", "Here, one after the other."))
-        groups.append(Group(LAUNCHER, MEANINGS[LAUNCHER], chosen[LAUNCHER], tuple(launchers)))
+        groups.append(
+            Group(
+                LAUNCHER_GROUP,
+                GROUP_MEANINGS[LAUNCHER_GROUP],
+                chosen[LAUNCHER_GROUP],
+                tuple(launchers),
+            )
+        )
     return CommandOptions(
         entry=entry,
         purpose=node.hydra.help.header.strip(),
@@ -174,4 +189,4 @@ def first_comment(file: Path) -> str:
             break
         lines.append(line.removeprefix("# "))
     text = " ".join(lines).removesuffix(":")
-    return text if len(text) <= MOST_COMMENT_CHARACTERS else SENTENCE.split(text)[0]
+    return text if len(text) <= MOST_COMMENT_CHARACTERS else SENTENCE_BREAK.split(text)[0]

@@ -15,7 +15,7 @@ from grpo_ustat.runs.log import warn
 from grpo_ustat.tasks.prompts import render
 from grpo_ustat.terminal.console import tell
 
-END = "\N{LEFTWARDS ARROW TO BAR}"  # after the last character of a prompt
+PROMPT_END = "\N{LEFTWARDS ARROW TO BAR}"  # after the last character of a prompt
 
 
 def show_prompts(config: Common, split: str) -> None:
@@ -37,7 +37,7 @@ def show_prompts(config: Common, split: str) -> None:
         words = [repr(tokenizer.decode([token])) for token in ids]  # a doubled special token shows
         ends = " ".join(words if ids is tokens[i] else [*words[:2], "...", *words[2:]])
         tell(f"--- {split} prompt {i + 1}: {len(tokens[i])} tokens, {ends}")
-        tell(visible(texts[i]) + END)
+        tell(visible(texts[i]) + PROMPT_END)
         reference = render(config.prompt.reply or "{solution}", questions[i])
         answer, (reward,) = task.extract(reference), task.rewards([prompts[i]], [reference])
         tell(f"expected answer: {visible(questions[i].answer)}")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from grpo_ustat.config.secrets import redact_text
 
-CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").is_file()  # else installed as a wheel
+IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").is_file()  # else installed as a wheel
 PROGRAM = (
     "GRPO_USTAT_COMMAND"  # the environment variable in which scripts/run says how it was typed
 )
-TYPED = "GRPO_USTAT_TYPED"  # that in which a command line stands for the processes that it starts
+TYPED_VARIABLE = "GRPO_USTAT_TYPED"  # the command line, for the processes that it starts
 
 
 def program() -> str:
@@ -36,12 +36,12 @@ def command_line(verb: str, *overrides: str) -> str:
 
 def note_typed(verb: str, arguments: Sequence[str]) -> None:
     """Keep the command line that was typed, without secrets, for pages and for child processes."""
-    os.environ[TYPED] = redact_text(command_line(verb, *arguments))
+    os.environ[TYPED_VARIABLE] = redact_text(command_line(verb, *arguments))
 
 
 def typed_command() -> str | None:
     """The command line that was typed; None in a program that calls this package."""
-    return os.environ.get(TYPED)
+    return os.environ.get(TYPED_VARIABLE)
 
 
 def install_line(extra: str) -> str:
@@ -52,4 +52,4 @@ def install_line(extra: str) -> str:
             `cli`.
     """
     names = extra if extra in ("cli", "torch") else f"cli,{extra}"
-    return f"pip install -e '.[{names}]'" if CHECKOUT else f"pip install 'grpo-ustat[{names}]'"
+    return f"pip install -e '.[{names}]'" if IN_CHECKOUT else f"pip install 'grpo-ustat[{names}]'"

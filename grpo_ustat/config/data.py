@@ -19,14 +19,14 @@ from grpo_ustat.config.schema import ConfigError, did_you_mean, field
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"  # groups of entry points
-MOST_HELD_OUT = 500  # questions of a file of one's own, for tests and for studies alike
+MOST_HELD_OUT_QUESTIONS = 500  # questions of a file of one's own, for tests and for studies alike
 # test questions by hub id and subset, as their cards and papers give them
 PUBLISHED_TESTS: dict[tuple[str, str | None], int] = {
     ("openai/gsm8k", "main"): 1319,  # Cobbe et al. 2021
     ("DigitalLearningGmbH/MATH-lighteval", "default"): 5000,  # Hendrycks et al. 2021
     ("HuggingFaceH4/MATH-500", None): 500,  # Lightman et al. 2023
 }
-FILES = (".jsonl", ".json", ".parquet", ".gz", ".xz", ".zst", ".bz2")
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Gsm8kConfig(DatasetConfig):
             value = getattr(self, name)
             if value is None or Path(value).expanduser().exists():
                 continue
-            if not re.fullmatch(r"[\w.-]+/[\w.-]+", value) or value.endswith(FILES):
+            if not re.fullmatch(r"[\w.-]+/[\w.-]+", value) or value.endswith(FILE_SUFFIXES):
                 raise ConfigError(f"dataset.{name}={value}: no such file or folder")
 
     @property
@@ -244,7 +244,7 @@ class JsonlConfig(DatasetConfig):
         rows = sum(count_rows("dataset.path", file) for file in self.train_files)
         if not rows:
             raise ConfigError(f"dataset.path={self.path} holds no row")
-        quarter = min(MOST_HELD_OUT, max(1, rows // 4))
+        quarter = min(MOST_HELD_OUT_QUESTIONS, max(1, rows // 4))
         if self.study_size is None:
             self.study_size = quarter  # pyright: ignore[reportIncompatibleVariableOverride]
         held_out = not self.test_files

@@ -20,7 +20,7 @@ OTHER_COMMANDS = {  # that show results of the paper which are no study of gap
     "best_group_size": "report runs=[outputs/best_group_size,outputs/best_group_size_start]",
 }
 NORMALISATIONS = ("none", "group_std")
-SIMULATED = ("none", "oracle", "optimal", "leave_one_out")
+SIMULATED_BASELINES = ("none", "oracle", "optimal", "leave_one_out")
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Lemma6Config(SimulatedConfig):
 
     title = "Lemma 6, the gap under constant and falling learning rates"
 
-    baselines: list[str] = field("whose estimators are run", choices=SIMULATED)
+    baselines: list[str] = field("whose estimators are run", choices=SIMULATED_BASELINES)
     rollouts: int = field("of a step, n = B G", "completions")
     group_size: int = field("in a group, G", "completions")
     constant_rates: list[float] = field("learning rates, each below 2 / L")
@@ -107,7 +107,7 @@ class Lemma6Config(SimulatedConfig):
         _check_divisors(self.rollouts, [self.group_size])
         positive(self, "steps", prefix="study.")
         for name in self.baselines:
-            one_of("study.baselines", name, SIMULATED)
+            one_of("study.baselines", name, SIMULATED_BASELINES)
         wrong = [rate for rate in self.constant_rates if rate <= 0]
         if wrong or not self.baselines:
             raise ConfigError(

@@ -9,18 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.config.data import FILES, REWARDS, TASKS, module_file, reward_file
+from grpo_ustat.config.data import FILE_SUFFIXES, REWARDS, TASKS, module_file, reward_file
 from grpo_ustat.config.model import adapter_base, model_folder, tf32_in_use
-from grpo_ustat.config.reward_funcs import OF_ANY_DATASET, TASK
-from grpo_ustat.config.rollout import NEUTRAL
+from grpo_ustat.config.reward_funcs import DATASET_FREE_REWARDS, TASK
+from grpo_ustat.config.rollout import NEUTRAL_FIELDS
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.config.train import ENDING
+from grpo_ustat.config.train import ENDING_SCHEDULES
 from grpo_ustat.estimators.baselines import PLUGIN_GROUP, own_rules
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
-OF_THE_MODEL = ("size", "learning_rate", "lora_learning_rate")  # change no result by themselves
-LONGEST_WORDS = 200  # bytes; file systems end names at 255
-OPERATIONAL = (
+NEUTRAL_MODEL_FIELDS = ("size", "learning_rate", "lora_learning_rate")  # change no result
+LONGEST_NAME_BYTES = 200  # bytes; file systems end names at 255
+OPERATIONAL_KEYS = (
     "output_root",
     "on_existing",
     "dry_run",
@@ -48,7 +48,9 @@ def operational_keys(keys: dict[str, Any]) -> set[str]:
     False
     """
     kind = keys.get("schedule", {}).get("lr_scheduler_type")
-    return {key for key in OPERATIONAL if not (key == "max_steps" and kind in ENDING)}
+    return {
+        key for key in OPERATIONAL_KEYS if not (key == "max_steps" and kind in ENDING_SCHEDULES)
+    }
 
 
 def identity(config: Any) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         return keys
     keys = dict(keys)
     if "model" in keys:
-        keys["model"] = {k: v for k, v in keys["model"].items() if k not in OF_THE_MODEL}
+        keys["model"] = {k: v for k, v in keys["model"].items() if k not in NEUTRAL_MODEL_FIELDS}
     if "dataset" in keys:
         dataset = keys["dataset"] = dict(keys["dataset"])
         dataset.pop("max_completion_length", None)
@@ -114,7 +116,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
     if "rollout" in keys:
-        keys["rollout"] = {k: v for k, v in keys["rollout"].items() if k not in NEUTRAL}
+        keys["rollout"] = {k: v for k, v in keys["rollout"].items() if k not in NEUTRAL_FIELDS}
     if "tf32" in keys:
         device = str(keys.get("launch", {}).get("device"))
         dtype = str(keys.get("model", {}).get("dtype"))  # of a file, which may lack them
@@ -170,7 +172,7 @@ def data_fingerprint(dataset: Any) -> str | None:
         if place.is_file():
             files.append(place)
         else:  # with its card, which may say what is train and what is test
-            data = (file for file in place.rglob("*") if file.name.endswith(FILES))
+            data = (file for file in place.rglob("*") if file.name.endswith(FILE_SUFFIXES))
             files += sorted([*data, *place.glob("README.md")])
     if dataset.kind == "own":
         files.append(_module(TASKS, dataset.name))
@@ -182,7 +184,7 @@ def data_fingerprint(dataset: Any) -> str | None:
 
 def reward_funcs_fingerprint(reward_funcs: list[str]) -> str | None:
     """A hash of the modules of reward functions of the user's own; None where there is none."""
-    names = [name for name in reward_funcs if name not in (TASK, *OF_ANY_DATASET)]
+    names = [name for name in reward_funcs if name not in (TASK, *DATASET_FREE_REWARDS)]
     owns = ((reward_file(name), name) for name in names)
     files = [own[0] if own else _module(REWARDS, name) for own, name in owns]
     return _hash_of(files).hexdigest()[:12] if files else None
@@ -251,6 +253,6 @@ def folder_name(config: Any) -> str:
     keys = identity(config)
     del keys["seed"]
     words = re.sub(r"[^\w.-]+", "_", config.run_name.replace("=", "-"))
-    words = words.encode()[-LONGEST_WORDS:].decode(errors="ignore")
+    words = words.encode()[-LONGEST_NAME_BYTES:].decode(errors="ignore")
     words = words.lstrip("._") if words.startswith(".") else words
     return f"{words}-{fingerprint(keys)[:8]}"

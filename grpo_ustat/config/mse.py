@@ -27,8 +27,8 @@ from grpo_ustat.config.study import SETTINGS, StudyBudget, StudyConfig, StudyLau
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
 from grpo_ustat.estimators.row_weights import Loss
 
-PART = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
-OF_A_POOL = re.compile(rf"\.?(pool\.json|{PART})(\.[0-9a-f]+\.tmp)?")
+PART_NAME = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
+POOL_FILE = re.compile(rf"\.?(pool\.json|{PART_NAME})(\.[0-9a-f]+\.tmp)?")
 CLOSED_FORMS = (
     "none",
     "leave_one_out",
@@ -39,7 +39,7 @@ CLOSED_FORMS = (
     "running_mean",
     "remax",
 )
-STUDIED = tuple(name for name, rule in BASELINES.items() if not rule.only_trains)
+STUDIED_BASELINES = tuple(name for name, rule in BASELINES.items() if not rule.only_trains)
 
 
 @dataclass
@@ -65,7 +65,7 @@ class MseConfig(Common):
     )
     baselines: list[str] = field(
         "the rules to compare, with their options under rules",
-        choices=STUDIED,
+        choices=STUDIED_BASELINES,
         plugins=own_rules,
     )
     group_sizes: list[int] = field("in a group, every G of the curves", "completions")
@@ -472,7 +472,7 @@ def check_pool_folder(pool: str) -> None:
         return
     names = sorted(path.name for path in folder.iterdir())
     names = [
-        name for name in names if not OF_A_POOL.fullmatch(name)
+        name for name in names if not POOL_FILE.fullmatch(name)
     ]  # begun, or bereft of its note
     if (folder / "pool" / "pool.json").is_file():
         raise ConfigError(f"pool={pool} is no pool, it holds one: use pool={folder / 'pool'}")

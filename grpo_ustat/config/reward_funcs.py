@@ -10,7 +10,7 @@ from grpo_ustat.config.schema import ConfigError, check_distinct
 from grpo_ustat.estimators.baselines import BASELINES
 
 TASK = "task"  # the data set's own reward, or what `dataset.reward` puts in its place
-OF_ANY_DATASET = ("format", "termination", "brevity")  # they need no expected answer
+DATASET_FREE_REWARDS = ("format", "termination", "brevity")  # they need no expected answer
 
 
 def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | None) -> None:
@@ -35,8 +35,8 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
     for name in reward_funcs[1:]:
         if reward_file(name):
             check_reward_file(name, "reward_funcs")
-        elif name not in (TASK, *OF_ANY_DATASET):
-            check_entry_point(REWARDS, name, "reward_funcs", (TASK, *OF_ANY_DATASET))
+        elif name not in (TASK, *DATASET_FREE_REWARDS):
+            check_entry_point(REWARDS, name, "reward_funcs", (TASK, *DATASET_FREE_REWARDS))
     check_distinct("reward_funcs", reward_names(reward_funcs))
     if reward_weights is None:
         return
@@ -70,7 +70,7 @@ def check_several(baseline: str, key: str, reward_funcs: list[str]) -> None:
         raise ConfigError(
             f"{key}={baseline} normalises each of several reward functions by itself, but "
             f"reward_funcs={as_typed(reward_funcs)}: use reward_funcs="
-            f"{as_typed([TASK, OF_ANY_DATASET[-1]])} or others, or group_std"
+            f"{as_typed([TASK, DATASET_FREE_REWARDS[-1]])} or others, or group_std"
         )
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from grpo_ustat.config.schema import ConfigError, field
 
 ROLLOUTS = ("local", "vllm")
-OF_VLLM = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
-OF_THE_SERVER = ("url", "timeout")
-NEUTRAL = (*OF_THE_SERVER, "cuda_graphs")  # change no result
+VLLM_FIELDS = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
+SERVER_FIELDS = ("url", "timeout")
+NEUTRAL_FIELDS = (*SERVER_FIELDS, "cuda_graphs")  # change no result
 
 
 @dataclass
@@ -44,7 +44,7 @@ class RolloutConfig:
                 f"rollout.cuda_graphs={str(self.cuda_graphs).lower()} is for rollout=local: leave "
                 f"it out with rollout={self.name} (rollout.enforce_eager=true turns vLLM's off)"
             )
-        for name in OF_VLLM:
+        for name in VLLM_FIELDS:
             if self.name != "vllm" and getattr(self, name) is not None:
                 raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")
 
@@ -68,7 +68,7 @@ class TrainRollout(RolloutConfig):
     def check(self) -> None:
         """See `RolloutConfig.check`; refuse a server without its address too."""
         super().check()
-        for name in OF_THE_SERVER:
+        for name in SERVER_FIELDS:
             if (getattr(self, name) is None) == (self.name == "vllm_server"):
                 raise ConfigError(f"rollout.{name} is of a vLLM server: use rollout=vllm_server")
         if self.url is not None and not re.fullmatch(r"http://[^/\s:]+:\d+/?", self.url):

@@ -18,7 +18,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.streams import single_line
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datasets` calls them
-PACKED: dict[str, Callable[[bytes], bytes]] = {
+UNPACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress,
     ".zst": lambda content: import_module("zstandard").decompress(content),
 }  # fmt: skip
@@ -68,7 +68,7 @@ def text_of(file: Path) -> str:
         OSError, ValueError, EOFError: it cannot be read; of a `.zst` file, also ImportError.
     """
     content = file.read_bytes()
-    unpack = PACKED.get(file.suffix)
+    unpack = UNPACKERS.get(file.suffix)
     try:
         return (unpack(content) if unpack else content).decode("utf-8-sig")
     except lzma.LZMAError as error:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 REDACTED = "(redacted)"
-KINDS = {  # of keys that have a form of their own
+KEY_FORMS = {  # of keys that have a form of their own
     "Hugging Face": r"\bhf_[A-Za-z0-9]{20,}",
     "Weights & Biases": r"\bwandb_v1_\w{20,}|(?i:(?<=key=))[0-9a-f]{40}\b",
     "OpenAI, Anthropic, OpenRouter": r"\bsk-[\w-]{20,}",
@@ -20,17 +20,19 @@ KINDS = {  # of keys that have a form of their own
     "AWS": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
     "headers and addresses": r"\bBearer\s+\S{8,}|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)",
 }
-FORMS = re.compile("|".join(KINDS.values()))
-WORDS = (
+KEY_FORM = re.compile("|".join(KEY_FORMS.values()))
+SECRET_WORDS = (
     r"(?:api|access|private|secret|auth)_?key"
     r"|secret|token|password|passwd|credentials?|authorization"
 )
-NAMES = re.compile(rf"(^|[_.-])({WORDS})$", re.I)
-VARIABLES = re.compile(rf"(^|_)(KEY|{WORDS})$", re.I)
-ASSIGNED = re.compile(rf"((?:key|{WORDS})=)[^\s,;&]+", re.I)
-QUOTED = re.compile(rf"((?:{WORDS})[\"']?\s*[:=]\s*[\"'])[^\"'\s$<{{(]{{8,}}(?=[\"'])", re.I)
+SECRET_NAME = re.compile(rf"(^|[_.-])({SECRET_WORDS})$", re.I)
+SECRET_VARIABLE = re.compile(rf"(^|_)(KEY|{SECRET_WORDS})$", re.I)
+ASSIGNED_SECRET = re.compile(rf"((?:key|{SECRET_WORDS})=)[^\s,;&]+", re.I)
+QUOTED_SECRET = re.compile(
+    rf"((?:{SECRET_WORDS})[\"']?\s*[:=]\s*[\"'])[^\"'\s$<{{(]{{8,}}(?=[\"'])", re.I
+)
 HEXADECIMAL = re.compile(r"\b[0-9a-f]{40,}\b")  # an old wandb key, or a commit
-SHORTEST = 12  # characters of a variable's value; shorter ones may stand in any text
+SHORTEST_SECRET = 12  # characters of a variable's value; shorter ones may stand in any text
 
 
 def find_secret(content: Any, environ: Mapping[str, str] = os.environ, key: str = "") -> str | None:
@@ -77,7 +79,7 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
     >>> redact_text("token=abc at https://me:pass@host", {})
     'token=*** at https://***@host'
     """
-    return HEXADECIMAL.sub("***", ASSIGNED.sub(r"\1***", redact_code(text, environ)))
+    return HEXADECIMAL.sub("***", ASSIGNED_SECRET.sub(r"\1***", redact_code(text, environ)))
 
 
 def redact_code(text: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -90,7 +92,7 @@ def redact_code(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """
     for value in _secrets_in(environ):
         text = text.replace(value, "***")
-    return FORMS.sub("***", QUOTED.sub(r"\1***", text))
+    return KEY_FORM.sub("***", QUOTED_SECRET.sub(r"\1***", text))
 
 
 def is_secret(key: str, value: Any, environ: Mapping[str, str] = os.environ) -> bool:
@@ -102,10 +104,10 @@ def is_secret(key: str, value: Any, environ: Mapping[str, str] = os.environ) -> 
     if not isinstance(value, str) or not value:
         return False
     in_environment = any(text in value for text in _secrets_in(environ))
-    return in_environment or bool(NAMES.search(key) or FORMS.search(value))
+    return in_environment or bool(SECRET_NAME.search(key) or KEY_FORM.search(value))
 
 
 def _secrets_in(environ: Mapping[str, str]) -> list[str]:
     """Values of variables that are named like keys and long enough to be one."""
-    named = (text for name, text in environ.items() if VARIABLES.search(name))
-    return [text for text in named if len(text) >= SHORTEST]
+    named = (text for name, text in environ.items() if SECRET_VARIABLE.search(name))
+    return [text for text in named if len(text) >= SHORTEST_SECRET]

@@ -24,8 +24,8 @@ from grpo_ustat.config.schema import ConfigError, check_distinct, check_positive
 
 # context of a rule that budget.value_completions pays for
 FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
-ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")  # schedules that need no end
-ENDING = ("linear", "cosine")
+ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
+ENDING_SCHEDULES = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
 DECODINGS = ("sampled", "greedy")
 DEVICES = ("cpu", "cuda")
@@ -52,7 +52,7 @@ class ScheduleConfig:
 
     lr_scheduler_type: str = field(
         "of the learning rate, by transformers' name; linear and cosine fall to 0 at max_steps",
-        choices=ENDLESS + ENDING,
+        choices=ENDLESS_SCHEDULES + ENDING_SCHEDULES,
     )
     warmup_steps: int = field("of a linear rise at the start", "steps", at_least=0)
 

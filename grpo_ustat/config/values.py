@@ -13,8 +13,13 @@ from omegaconf import OmegaConf
 
 from grpo_ustat.config.schema import FieldInfo, flatten
 
-ONE = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
-SEVERAL = {"int": "whole numbers", "float": "numbers", "str": "words"}
+TYPE_NOUNS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a word",
+}
+TYPE_PLURALS = {"int": "whole numbers", "float": "numbers", "str": "words"}
 
 
 def typed_value(value: Any) -> str:
@@ -52,13 +57,14 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
         of, single = kind.removeprefix("list of "), value and not value.startswith("[")
         if single and value != "null" and (of == "str" or _is_of_kind(value, of)):
             return f"{typed}: a list is needed: {path}=[{value}]"
-        return f"{typed}: a list of {SEVERAL.get(of, of)} is needed{such_as}"
-    if value.startswith("[") and kind in ONE:
+        return f"{typed}: a list of {TYPE_PLURALS.get(of, of)} is needed{such_as}"
+    if value.startswith("[") and kind in TYPE_NOUNS:
         runs = value.strip("[]").replace(" ", "")
-        return f"{typed}: {ONE[kind]} is needed, not a list; for a run of each: -m {path}={runs}"
+        each = f"for a run of each: -m {path}={runs}"
+        return f"{typed}: {TYPE_NOUNS[kind]} is needed, not a list; {each}"
     if kind == "int" and _is_of_kind(value, "float") and float(value).is_integer():
         such_as = f", such as {path}={float(value):.0f}"
-    return f"{typed}: {ONE.get(kind, kind)} is needed{such_as}"
+    return f"{typed}: {TYPE_NOUNS.get(kind, kind)} is needed{such_as}"
 
 
 def example_value(path: str, kind: str, conf: Path) -> str | None:

@@ -3,9 +3,9 @@
 `.lock` is held with flock(2) while its owner lives and says who that is; the kernel lets go of it
 when the owner dies. Across machines that is not enough: there are file systems whose flock reaches
 no further than one of them (BeeGFS and Lustre by default), or that have none. So the owner also
-touches the file every `BEAT` seconds, and a lock left by another machine is taken over only after
-it was seen untouched for `PATIENCE`. What is compared is whether the file changed, never its time
-with a clock, so clocks may differ by any amount.
+touches the file every `BEAT_SECONDS`, and a lock left by another machine is taken over only after
+it was seen untouched for `DEAD_AFTER_SECONDS`. What is compared is whether the file changed, never
+its time with a clock, so clocks may differ by any amount.
 
 An owner that was suspended for longer and lost its lock learns it from the file, which names
 another: it calls `check` before it writes, and ends.
@@ -39,11 +39,11 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.signals import stop_if_requested
 
 NAME = ".lock"
-BEAT = 10.0  # seconds between two signs of life
-PATIENCE = 60.0  # seconds without one after which an owner on another machine is dead
-LOOK = 1.0  # seconds between two looks for one
-SETTLE = 2.0  # seconds in which others that took over at the same moment show
-BUSY = 1.0  # seconds that flock may be denied; who only looks holds it for microseconds
+BEAT_SECONDS = 10.0  # seconds between two signs of life
+DEAD_AFTER_SECONDS = 60.0  # seconds without one after which an owner on another machine is dead
+LOOK_SECONDS = 1.0  # seconds between two looks for one
+SETTLE_SECONDS = 2.0  # seconds in which others that took over at the same moment show
+FLOCK_SECONDS = 1.0  # seconds that flock may be denied; who only looks holds it for microseconds
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -82,7 +82,8 @@ class Holder(Owner):
 
     Attributes:
         silent: seconds since its last sign of life.
-        certain: flock shows that it lives; otherwise only that it was not silent for `PATIENCE`.
+        certain: flock shows that it lives; otherwise it only was not silent for
+            `DEAD_AFTER_SECONDS`.
     """
 
     silent: float
@@ -106,7 +107,7 @@ class Lock:
         """Take the lock, also that of an owner that is dead; that is said on standard error.
 
         Raises:
-            Held: its owner lives; seen at once or, on another machine, within `PATIENCE`.
+            Held: its owner lives; seen at once or, on another machine, within `DEAD_AFTER_SECONDS`.
             OSError: the file system allows no such file.
         """
         watched = None
@@ -130,10 +131,10 @@ class Lock:
         os.ftruncate(descriptor, len(self._content))
         os.fsync(descriptor)
         if settle:
-            time.sleep(SETTLE)
+            time.sleep(SETTLE_SECONDS)
             self.check()
         self._descriptor = descriptor
-        _OWN.add(self)
+        _HELD_LOCKS.add(self)
         threading.Thread(target=self._live, name="lock", daemon=True).start()
 
     def check(self) -> None:
@@ -157,8 +158,8 @@ class Lock:
         if content != self._content:
             raise Held(
                 f"{self.path.parent} was taken over by {_named(content)}, for this process had "
-                f"shown no sign of life for {PATIENCE:g} s (suspended?): it ends here and writes "
-                "nothing"
+                f"shown no sign of life for {DEAD_AFTER_SECONDS:g} s (suspended?): it ends here "
+                "and writes nothing"
             )
 
     def is_own(self) -> bool:
@@ -167,13 +168,13 @@ class Lock:
             self.check()
         except Held:
             return False
-        return self in _OWN
+        return self in _HELD_LOCKS
 
     def release(self) -> None:
         """Remove the lock if it is still this process's, of which a fork is none."""
-        if self not in _OWN:
+        if self not in _HELD_LOCKS:
             return
-        _OWN.discard(self)
+        _HELD_LOCKS.discard(self)
         self._released.set()
         try:
             with suppress(Held, OSError):  # it ends with the descriptor all the same
@@ -184,13 +185,13 @@ class Lock:
 
     def _live(self) -> None:
         with suppress(Held):
-            while not self._released.wait(BEAT):
+            while not self._released.wait(BEAT_SECONDS):
                 self.check()
                 with suppress(OSError):
                     os.utime(self.path)
 
 
-_OWN: set[Lock] = set()  # what this process holds
+_HELD_LOCKS: set[Lock] = set()  # what this process holds
 
 
 def check_own() -> None:
@@ -199,14 +200,14 @@ def check_own() -> None:
     Raises:
         Held: see there.
     """
-    for lock in tuple(_OWN):
+    for lock in tuple(_HELD_LOCKS):
         lock.check()
 
 
 def _forget() -> None:
     """In a fork: without its copy of the descriptor the lock ends with the process that took it."""
-    while _OWN:
-        os.close(_OWN.pop()._descriptor)
+    while _HELD_LOCKS:
+        os.close(_HELD_LOCKS.pop()._descriptor)
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -228,7 +229,7 @@ def peek(folder: Path) -> Holder | None:
         silent = max(0.0, _now(folder) - os.fstat(descriptor).st_mtime)
     finally:
         os.close(descriptor)
-    dead = silent > PATIENCE or (flocked is False and _outlived(owner))
+    dead = silent > DEAD_AFTER_SECONDS or (flocked is False and _outlived(owner))
     if owner is None or (dead and not flocked):
         return None
     return Holder(**asdict(owner), silent=silent, certain=flocked is True)
@@ -248,7 +249,7 @@ def _opened(path: Path) -> tuple[int, bool, bool]:
     Raises:
         Held: another process holds it.
     """
-    until = time.monotonic() + BUSY
+    until = time.monotonic() + FLOCK_SECONDS
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # the folder went, with a process that was refused
@@ -329,11 +330,11 @@ def _seen_dead(path: Path) -> bytes | None:
     """
     first = _look(path)
     _say(
-        f"{path.parent} is locked by {_named(first[0])}: looking for {PATIENCE:g} s whether that "
-        "is alive"
+        f"{path.parent} is locked by {_named(first[0])}: looking for {DEAD_AFTER_SECONDS:g} s "
+        "whether that is alive"
     )
-    for _ in range(round(PATIENCE / LOOK)):
-        time.sleep(LOOK)
+    for _ in range(round(DEAD_AFTER_SECONDS / LOOK_SECONDS)):
+        time.sleep(LOOK_SECONDS)
         stop_if_requested()
         now = _look(path)
         if now[1] is None:

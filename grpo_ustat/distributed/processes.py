@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-INTERVAL = 0.5  # seconds between two looks for a parent
+LOOK_SECONDS = 0.5  # seconds between two looks for a parent
 
 
 def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
@@ -49,7 +49,7 @@ def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[Non
             return
     while os.getppid() == parent and all(map(_is_alive, above)):
         yield
-        time.sleep(INTERVAL)
+        time.sleep(LOOK_SECONDS)
 
 
 def end_with_parent(parent: int, ancestor: int | None = None, folder: Path | None = None) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.signals import Stopped
 
-PARENT = "GRPO_USTAT_PARENT"  # environment: process id of the command that started the ranks
-WORKER = "GRPO_USTAT_WORKER"  # environment: which of the local workers a process is
+PARENT_VARIABLE = "GRPO_USTAT_PARENT"  # process id of the command that started the ranks
+WORKER_VARIABLE = "GRPO_USTAT_WORKER"  # environment: which of the local workers a process is
 LONGEST_WAIT = timedelta(
     days=20
 )  # that a rank waits for the others; gloo's own 30 minutes are short
@@ -73,12 +73,12 @@ def own_device(device: str) -> str:
     Raises:
         ConfigError: there are fewer than ranks on this machine.
     """
-    if device != "cuda" or (world() == 1 and WORKER not in os.environ):
+    if device != "cuda" or (world() == 1 and WORKER_VARIABLE not in os.environ):
         return device
     import torch
 
     if world() == 1:
-        return f"cuda:{int(os.environ[WORKER]) % max(1, torch.cuda.device_count())}"
+        return f"cuda:{int(os.environ[WORKER_VARIABLE]) % max(1, torch.cuda.device_count())}"
 
     # A task of SLURM may see its own device alone, as the first.
     own, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()

@@ -10,7 +10,7 @@ import atexit
 import os
 import shutil
 
-FOLDER = "GRPO_USTAT_SERVER_FOLDER"  # in the environment of the server
+FOLDER_VARIABLE = "GRPO_USTAT_SERVER_FOLDER"  # in the environment of the server
 
 
 def remove_folder(path: str, process: int) -> None:
@@ -19,5 +19,5 @@ def remove_folder(path: str, process: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-if FOLDER in os.environ:
-    atexit.register(remove_folder, os.environ.pop(FOLDER), os.getpid())
+if FOLDER_VARIABLE in os.environ:
+    atexit.register(remove_folder, os.environ.pop(FOLDER_VARIABLE), os.getpid())

@@ -36,13 +36,13 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.console import tell
 
 Ending = Literal["requeue", "comes_back", "for_good"]
-AT_WORK = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")
-PATIENCE = 20.0  # seconds that scontrol has; it answers within 0.03 on an idle controller
+WORKING_STATES = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")
+SCONTROL_SECONDS = 20.0  # seconds that scontrol has; it answers within 0.03 on an idle controller
 # A shell that ignores signals, as what it runs then does: a second signal reaches every process
 # that a task has started.
 IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'
-OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")  # SBATCH_ is what the user prefers
-OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SUBMITIT_PREEMPT_SIGNAL")
+JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")  # SBATCH_ is what the user prefers
+CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SUBMITIT_PREEMPT_SIGNAL")
 _first_record: dict[str, dict[str, str]] = {}  # of each job
 
 
@@ -97,7 +97,7 @@ def without_job_env() -> Iterator[None]:
     """Within, the environment has none of SLURM's variables of this job, which jobs submitted here
     would inherit.
     """
-    names = [x for x in os.environ if x.startswith(OF_A_JOB) and x not in OF_THE_CLUSTER]
+    names = [x for x in os.environ if x.startswith(JOB_PREFIXES) and x not in CLUSTER_VARIABLES]
     removed = {name: os.environ.pop(name) for name in names}
     try:
         yield
@@ -130,7 +130,7 @@ def next_action() -> Ending:
     job = _job()
     if int(job.get("Restarts", 0)) > restart_count():
         return "comes_back"
-    asks = job.get("JobState") in AT_WORK or job.get("Reason") == "TimeLimit"
+    asks = job.get("JobState") in WORKING_STATES or job.get("Reason") == "TimeLimit"
     able = job.get("Requeue") == "1" and job.get("BatchFlag") == "1"
     return "requeue" if able and asks else "for_good"
 
@@ -213,10 +213,10 @@ def _query(*words: str) -> str | None:
                 ["sh", "-c", IGNORE_SIGNALS, "sh", *words],
                 capture_output=True,
                 text=True,
-                timeout=PATIENCE,
+                timeout=SCONTROL_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            why = f"no answer in {PATIENCE:g} s"
+            why = f"no answer in {SCONTROL_SECONDS:g} s"
             break
         if process.returncode == 0:
             return process.stdout

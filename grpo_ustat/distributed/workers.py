@@ -24,14 +24,21 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed import server
 from grpo_ustat.distributed.lock import check_own
 from grpo_ustat.distributed.processes import end_with_parent
-from grpo_ustat.distributed.ranks import WORKER, all_gather_call, is_main, rank, tally, world
+from grpo_ustat.distributed.ranks import (
+    WORKER_VARIABLE,
+    all_gather_call,
+    is_main,
+    rank,
+    tally,
+    world,
+)
 from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
 from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.terminal.progress import Activity, Meter, Notice, listening
 
 LONGEST_TEMPORARY_PATH = 75  # bytes; with /pymp-XXXXXXXX/listener-XXXXXXXX a socket's 107
 Work = Callable[..., Iterator[Any]]
-_SERVER: dict[str, int] = {}  # of forks: the "owner", its process; none where workers start afresh
+_FORK_SERVER: dict[str, int] = {}  # "owner": its process; none where workers start afresh
 
 
 @dataclass(frozen=True)
@@ -71,27 +78,27 @@ def preload(modules: Sequence[str], device: str) -> None:
         modules: by name; one that cannot be imported is left to the workers.
         device: of the run, "cpu", "cuda" ...
     """
-    _SERVER.clear()
+    _FORK_SERVER.clear()
     fits = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_TEMPORARY_PATH
     if device != "cpu" or sys.platform != "linux" or not fits:
         return
     mp.set_forkserver_preload([server.__name__, *modules])
-    os.environ[server.FOLDER] = util.get_temp_dir()
+    os.environ[server.FOLDER_VARIABLE] = util.get_temp_dir()
     try:
         with _signals_held():  # nor does the server, which would take its workers with it
             forkserver.ensure_running()
     except ChildProcessError:
         return
     finally:
-        del os.environ[server.FOLDER]
-    _SERVER["owner"] = os.getpid()
+        del os.environ[server.FOLDER_VARIABLE]
+    _FORK_SERVER["owner"] = os.getpid()
     atexit.register(_end_server)
 
 
 def _end_server() -> None:
     """At this process's end, even where the server still imports and does not see it."""
     pid = vars(forkserver._forkserver)["_forkserver_pid"]
-    if _SERVER.get("owner") == os.getpid() and pid is not None:
+    if _FORK_SERVER.get("owner") == os.getpid() and pid is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -184,7 +191,7 @@ def _events(
             yield from ((rank(), event) for event in work(own, *arguments))
         return
 
-    forked = _SERVER.get("owner") == os.getpid()
+    forked = _FORK_SERVER.get("owner") == os.getpid()
     context = mp.get_context("forkserver") if forked else mp.get_context("spawn")
     processes: list[BaseProcess] = []
     numbers: dict[Connection, int] = {}
@@ -255,7 +262,7 @@ def _run_worker(
 ) -> None:
     """A worker's process: it sends its events, then how it ended."""
     os.environ.update(environment)  # a fork has that of its server
-    os.environ[WORKER] = str(number)
+    os.environ[WORKER_VARIABLE] = str(number)
     parent = mp.parent_process()
     assert parent is not None and parent.pid is not None
     end_with_parent(os.getppid(), ancestor=parent.pid)  # the same process, or a server between

@@ -21,7 +21,7 @@ from grpo_ustat.terminal.streams import single_line
 
 SCONTROL_DEADLINE = 10.0  # seconds; scontrol needs 0.03
 SUM_DEADLINE = 30.0  # seconds for the ranks to import torch and add up their numbers
-PLUGIN = "hydra_plugins.hydra_submitit_launcher"
+SUBMITIT_PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 
 
 def slurm(_: Path) -> Finding:
@@ -47,7 +47,7 @@ def slurm(_: Path) -> Finding:
         level = failed if job else warning
         return level(f"{where}, scontrol ping: {error}", "ask the cluster's administrator")
     try:
-        has_plugin = importlib.util.find_spec(PLUGIN) is not None
+        has_plugin = importlib.util.find_spec(SUBMITIT_PLUGIN) is not None
     except ModuleNotFoundError:
         has_plugin = False
     if not has_plugin:

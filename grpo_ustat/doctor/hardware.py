@@ -26,9 +26,12 @@ MATRIX_SIZE = 256
 FLOAT32_ERROR = 1e-3  # the largest relative error of a float32 product; TF32's is 3e-4
 BF16_ERROR = (3e-4, 2e-2)  # that of a product in bfloat16, which has 8 bits, lies between these
 LOGIT_ERROR = 1e-3  # the largest, in units of the largest logit; float32 on a CPU has 1e-6
-PADDING, LENGTH = 5, 12  # tokens
+PADDING_TOKENS, TEXT_TOKENS = 5, 12  # tokens
 CGROUP = Path("/sys/fs/cgroup")
-LITTLE, TOO_LITTLE = 4e9, 1e9  # bytes free: a small model trains in the one, torch loads in none
+ENOUGH_FREE_BYTES, LEAST_FREE_BYTES = (
+    4e9,
+    1e9,
+)  # bytes free: a small model trains in the one, torch loads in none
 
 
 def torch_devices(_: Path) -> Finding:
@@ -201,11 +204,11 @@ def _logit_errors(eager: PreTrainedModel, sdpa: PreTrainedModel) -> tuple[float,
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randint(1, 50, (1, LENGTH), generator=generator).to(eager.device)
-    short = whole[:, PADDING:]
-    batch = torch.cat([whole, torch.cat([whole.new_zeros(1, PADDING), short], dim=1)])
+    whole = torch.randint(1, 50, (1, TEXT_TOKENS), generator=generator).to(eager.device)
+    short = whole[:, PADDING_TOKENS:]
+    batch = torch.cat([whole, torch.cat([whole.new_zeros(1, PADDING_TOKENS), short], dim=1)])
     mask = torch.ones_like(batch)
-    mask[1, :PADDING] = 0
+    mask[1, :PADDING_TOKENS] = 0
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     inputs = dict(input_ids=batch, attention_mask=mask, position_ids=positions)
     with torch.no_grad():
@@ -213,7 +216,9 @@ def _logit_errors(eager: PreTrainedModel, sdpa: PreTrainedModel) -> tuple[float,
         logits_alone = sdpa(input_ids=short).logits[0]
     scale = float(logits_alone.abs().max())
     between_kernels = float(((logits_eager - logits_sdpa) * mask[..., None]).abs().max()) / scale
-    return between_kernels, float((logits_sdpa[1, PADDING:] - logits_alone).abs().max()) / scale
+    return between_kernels, float(
+        (logits_sdpa[1, PADDING_TOKENS:] - logits_alone).abs().max()
+    ) / scale
 
 
 def threads(_: Path) -> Finding:
@@ -252,9 +257,9 @@ def memory(_: Path) -> Finding:
     if limit.isdecimal() and used.isdecimal() and int(limit) - int(used) < free:
         free, total = int(limit) - int(used), f"{decimal(int(limit))} granted by the container"
     message = f"{decimal(max(0, free))} free of {total}"
-    if free < TOO_LITTLE:
+    if free < LEAST_FREE_BYTES:
         return failed(message, "end other programs, or ask for more memory (SLURM: --mem)")
-    if free < LITTLE:
+    if free < ENOUGH_FREE_BYTES:
         return warning(message, "more than the embedded policies may not fit; dry_run=true says")
     return ok(message)
 

@@ -25,7 +25,7 @@ from grpo_ustat import __version__
 from grpo_ustat.doctor.runner import Finding, answer_within, failed, ok, warning
 
 PACKAGE = "grpo-ustat"
-OF_COMMANDS = ("", "torch", "cli")  # extras that every command needs
+COMMAND_EXTRAS = ("", "torch", "cli")  # extras that every command needs
 NOT_INSTALLED = warning(
     f"{PACKAGE} runs from its sources without being installed: versions have nothing to be "
     "compared to",
@@ -33,10 +33,10 @@ NOT_INSTALLED = warning(
 )
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 JUDGE_DEADLINE, JUDGE_MEMORY_GB = 2.0, 2.0  # as in conf/dataset/math.yaml
-JUDGE_SPARE = 3.0  # seconds beside the deadline, on a busy machine
-RIGHT = (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}")
-WRONG = (r"\boxed{\frac{1}{2}}", r"\boxed{0.25}")
-ENDLESS = (r"\boxed{7}", r"\boxed{9^{9^{9^9}}}")
+JUDGE_SPARE_SECONDS = 3.0  # seconds beside the deadline, on a busy machine
+RIGHT_PAIR = (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}")
+WRONG_PAIR = (r"\boxed{\frac{1}{2}}", r"\boxed{0.25}")
+ENDLESS_PAIR = (r"\boxed{7}", r"\boxed{9^{9^{9^9}}}")
 JUDGE_FIX = (
     "pip install -c constraints.txt 'math-verify[antlr4-9-3]'; sets without dataset=math do "
     "without it"
@@ -80,7 +80,7 @@ def packages(_: Path) -> Finding:
     declared = [one for one in declared if one.name != PACKAGE]  # [cli] holds [torch]
     needed = [
         one for one in declared
-        if one.marker is None or any(one.marker.evaluate({"extra": x}) for x in OF_COMMANDS)
+        if one.marker is None or any(one.marker.evaluate({"extra": x}) for x in COMMAND_EXTRAS)
     ]  # fmt: skip
     optional = {str(one): one for one in declared if one not in needed}.values()
     installed = [one for one in optional if _installed_version(one.name) is not None]
@@ -200,13 +200,13 @@ def _has_dataset(name: str) -> bool:
 
 def judge(_: Path) -> Finding:
     """Verdicts of the real judge in its own process, and the time of killing one."""
-    from grpo_ustat.tasks.verifier import GRACE, JudgeError, Verdict, Verifier
+    from grpo_ustat.tasks.verifier import GRACE_SECONDS, JudgeError, Verdict, Verifier
 
     verifier = Verifier(1, JUDGE_DEADLINE, JUDGE_MEMORY_GB)
     try:
-        right, wrong = verifier.judge([RIGHT, WRONG])
+        right, wrong = verifier.judge([RIGHT_PAIR, WRONG_PAIR])
         start = time.monotonic()
-        endless, seconds = verifier.judge([ENDLESS])[0], time.monotonic() - start
+        endless, seconds = verifier.judge([ENDLESS_PAIR])[0], time.monotonic() - start
     except JudgeError as error:
         return failed(str(error), JUDGE_FIX)
     finally:
@@ -215,7 +215,7 @@ def judge(_: Path) -> Finding:
         return failed(
             f"a right answer was judged {right.value}, a wrong one {wrong.value}", JUDGE_FIX
         )
-    latest = JUDGE_DEADLINE + GRACE + JUDGE_SPARE
+    latest = JUDGE_DEADLINE + GRACE_SECONDS + JUDGE_SPARE_SECONDS
     if endless in (Verdict.RIGHT, Verdict.WRONG) or seconds > latest:
         return failed(
             f"an answer that never ends was judged {endless.value} after {seconds:.1f} s, the "

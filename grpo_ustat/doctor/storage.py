@@ -16,21 +16,21 @@ from rich.filesize import decimal
 from grpo_ustat.distributed import lock
 from grpo_ustat.doctor.runner import Finding, failed, ok, warning
 
-PIECE = 2**20  # bytes
+PIECE_BYTES = 2**20  # bytes
 PIECES = 16  # MiB that are written
-LITTLE_SPACE = 5e9  # bytes free
-SLOW_DISK = 20e6  # bytes a second: 5 minutes for a checkpoint of 0.5 B parameters
-ELSEWHERE = "choose another folder with --output DIR, and hydra.run.dir=DIR for runs"
-FORK_LIFETIME = 30  # seconds, more than the deadline of the check
-TRIAL = ".grpo_ustat_doctor_"  # prefix of folders that are removed afterwards
+LEAST_FREE_BYTES = 5e9  # bytes free
+LEAST_BYTES_PER_SECOND = 20e6  # bytes a second: 5 minutes for a checkpoint of 0.5 B parameters
+OTHER_FOLDER_FIX = "choose another folder with --output DIR, and hydra.run.dir=DIR for runs"
+FORK_SECONDS = 30  # seconds, more than the deadline of the check
+TRIAL_PREFIX = ".grpo_ustat_doctor_"  # prefix of folders that are removed afterwards
 
 
 def disk(folder: Path) -> Finding:
     """Free bytes, and the speed of writing, syncing, reading and renaming 16 MiB."""
-    place, block = _nearest_folder(folder), os.urandom(PIECE)
+    place, block = _nearest_folder(folder), os.urandom(PIECE_BYTES)
     try:
         free, files = shutil.disk_usage(place).free, os.statvfs(place).f_favail
-        with tempfile.TemporaryDirectory(prefix=TRIAL, dir=place) as name:
+        with tempfile.TemporaryDirectory(prefix=TRIAL_PREFIX, dir=place) as name:
             staged, target = Path(name) / "staged", Path(name) / "target"
             start = time.perf_counter()
             with staged.open("wb") as stream:
@@ -38,18 +38,20 @@ def disk(folder: Path) -> Finding:
                     stream.write(block)
                 stream.flush()
                 os.fsync(stream.fileno())
-            speed = PIECE * PIECES / (time.perf_counter() - start)
+            speed = PIECE_BYTES * PIECES / (time.perf_counter() - start)
             os.replace(staged, target)
             whole = target.read_bytes() == block * PIECES
     except OSError as error:
-        return failed(f"{place} cannot be written: {error.strerror or error}", ELSEWHERE)
+        return failed(f"{place} cannot be written: {error.strerror or error}", OTHER_FOLDER_FIX)
     if not whole:
-        return failed(f"{place} gave back other bytes than were written", ELSEWHERE)
+        return failed(f"{place} gave back other bytes than were written", OTHER_FOLDER_FIX)
     message = f"{decimal(free)} free in {place}, {decimal(int(speed))} a second written and synced"
-    if free < LITTLE_SPACE or 0 < files < 1000:
+    if free < LEAST_FREE_BYTES or 0 < files < 1000:
         return warning(f"{message}, {files} more files", "dry_run=true says what a run needs of it")
-    if speed < SLOW_DISK:
-        return warning(f"{message}: checkpoints will take long", "save less often, or " + ELSEWHERE)
+    if speed < LEAST_BYTES_PER_SECOND:
+        return warning(
+            f"{message}: checkpoints will take long", "save less often, or " + OTHER_FOLDER_FIX
+        )
     return ok(message)
 
 
@@ -57,26 +59,27 @@ def locks(folder: Path) -> Finding:
     """A run's own lock against a second process, and after its owner was killed."""
     place = _nearest_folder(folder)
     try:
-        with tempfile.TemporaryDirectory(prefix=TRIAL, dir=place) as name:
+        with tempfile.TemporaryDirectory(prefix=TRIAL_PREFIX, dir=place) as name:
             if not _has_flock(Path(name) / "flock"):
                 return warning(
                     f"the file system of {place} has no flock: a run there keeps others out by "
-                    f"touching its lock, and a killed one is waited for {lock.PATIENCE:g} s",
-                    "mount it with flock (Lustre: -o flock), or " + ELSEWHERE,
+                    f"touching its lock, and a killed one is waited for "
+                    f"{lock.DEAD_AFTER_SECONDS:g} s",
+                    "mount it with flock (Lustre: -o flock), or " + OTHER_FOLDER_FIX,
                 )
             keeps_out, frees = _try_lock(Path(name) / "run")
     except OSError as error:
-        return failed(f"{place} cannot be locked: {error.strerror or error}", ELSEWHERE)
+        return failed(f"{place} cannot be locked: {error.strerror or error}", OTHER_FOLDER_FIX)
     if not keeps_out:
         return failed(
             f"a second process got the lock of the first in {place}: two runs could write there "
             "at once",
-            "mount it with working flock, or " + ELSEWHERE,
+            "mount it with working flock, or " + OTHER_FOLDER_FIX,
         )
     if not frees:
         return failed(
             f"the lock of a killed process in {place} is still held: its run could not go on",
-            "mount it with working flock, or " + ELSEWHERE,
+            "mount it with working flock, or " + OTHER_FOLDER_FIX,
         )
     return ok(f"flock in {place} keeps a second process out and ends with its owner")
 
@@ -147,7 +150,7 @@ def _fork(work: Callable[[], int]) -> int:
         return pid
     code = 1
     try:
-        signal.alarm(FORK_LIFETIME)
+        signal.alarm(FORK_SECONDS)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         code = work()
     finally:

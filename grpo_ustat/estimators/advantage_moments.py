@@ -38,7 +38,7 @@ from grpo_ustat.estimators.weighted import EstimateMoments, outcome_mean
 from grpo_ustat.records import Array, Integers, Mask
 
 NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
-ON_GRID = 1e-9  # distance from the grid of rewards, in steps, that is rounding
+GRID_ROUNDING = 1e-9  # distance from the grid of rewards, in steps, that is rounding
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def advantage_moments(
     step = float(np.diff(levels).min())
     steps_K = (levels - levels[0]) / step
     grid_K = steps_K.round()
-    if np.abs(steps_K - grid_K).max() > ON_GRID:
+    if np.abs(steps_K - grid_K).max() > GRID_ROUNDING:
         raise ValueError(f"rewards {levels.tolist()} are on no grid: round them to even steps")
     chance_K: Array = np.bincount(level_Y, weights=probability_Y).astype(np.float64)
 

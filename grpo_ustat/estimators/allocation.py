@@ -46,14 +46,19 @@ from grpo_ustat.estimators.halves import (
     group_error,
     halves_of,
 )
-from grpo_ustat.estimators.intervals import LEVEL, Interval, is_binary, jackknife_interval
-from grpo_ustat.estimators.noise import NOTHING
+from grpo_ustat.estimators.intervals import (
+    CONFIDENCE,
+    Interval,
+    is_binary,
+    jackknife_interval,
+)
+from grpo_ustat.estimators.noise import UNDETERMINED
 from grpo_ustat.records import Array, ScorePool
 
 LEAST_GROUP_SIZE = 2  # a group of leave_one_out
 HALVINGS = 4
 MEAN_SIZES = (4, 8, 16)
-MEASURED = "measured noise"
+MEASURED_NOISE = "measured noise"
 MOST_TIMES_MEAN = 16  # times the mean group size that a plan may give to one prompt
 
 
@@ -127,13 +132,13 @@ def allocation_savings(
                 sizes_P = allocate(savings, count, total)
                 errors_P = group_error(first_P, second_P, sizes_P)
                 errors_by_plan[name] = errors_by_plan.get(name, 0.0) + errors_P
-        own_P = allocate(plans_of(whole, size, binary)[MEASURED], count, total)
+        own_P = allocate(plans_of(whole, size, binary)[MEASURED_NOISE], count, total)
         own, equal = (
             float(group_error(whole["first"], whole["second"], sizes).sum())
             for sizes in (own_P, group_size)
         )
         for name, errors_P in errors_by_plan.items():
-            in_sample = own / equal - 1 if name == MEASURED and equal > 0 else math.nan
+            in_sample = own / equal - 1 if name == MEASURED_NOISE and equal > 0 else math.nan
             rows.append(
                 AllocationSaving(
                     name, group_size, _change(errors_P, equal_P, len(errors_by_plan)), in_sample
@@ -145,10 +150,10 @@ def allocation_savings(
 def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
     """The ratio of the sums less 1, leaving out one prompt at a time; for all plans at once."""
     if not (equal_P.sum() - equal_P > 0).all():
-        return NOTHING
+        return UNDETERMINED
     ratio = planned_P.sum() / equal_P.sum()
     delete_one_P = (planned_P.sum() - planned_P) / (equal_P.sum() - equal_P)
-    level = 1 - (1 - LEVEL) / plans  # Bonferroni
+    level = 1 - (1 - CONFIDENCE) / plans  # Bonferroni
     interval = jackknife_interval(float(ratio), delete_one_P[None], level, positive=True)
     return Interval(*(x - 1 for x in interval))
 
@@ -175,7 +180,7 @@ def plans_of(
         return lambda sizes: noise / ((sizes - 1) * sizes)
 
     plans = {
-        MEASURED: measured,
+        MEASURED_NOISE: measured,
         "p(1-p)" if binary else "variance of rewards": variance_plan(variance),
         "G = 2 for zero-variance prompts": variance_plan((variance > 0).astype(float)),
     }

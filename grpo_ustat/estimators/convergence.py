@@ -21,7 +21,7 @@ from scipy.stats import chi2
 
 from grpo_ustat.records import Array
 
-POINTS = 400  # of a distribution function, between which it is interpolated
+DISTRIBUTION_POINTS = 400  # of a distribution function, between which it is interpolated
 QUANTILE_POINTS = 20_000  # between which quantiles are
 
 
@@ -95,7 +95,7 @@ def limit_weights(curvature_KK: Array, sigma_KK: Array, c: float) -> Array:
 
 
 def mixture_cdf(weights_K: Array, values: Array) -> Array:
-    """P(sum_j w_j chi2_1 <= x) by gx2 (Das & Geisler), interpolated between POINTS of its values.
+    """P(sum_j w_j chi2_1 <= x) by gx2 (Das & Geisler), interpolated between `DISTRIBUTION_POINTS`.
 
     Raises:
         ModuleNotFoundError: without gx2, which is of the extra [cli].
@@ -104,7 +104,7 @@ def mixture_cdf(weights_K: Array, values: Array) -> Array:
 
     top = max(float(np.max(values)), float(weights_K.sum()))
     # chi2_1 has a density like x^(-1/2) at 0: points crowd there
-    points = top * np.linspace(0, 1, POINTS) ** 3
+    points = top * np.linspace(0, 1, DISTRIBUTION_POINTS) ** 3
     count = len(weights_K)
     mixture = list(map(float, weights_K)), [1] * count, [0] * count, 0, 0
     gx2_cdf: Callable[..., Array] = vars(gx2)["cdf"]  # gx2 has no types

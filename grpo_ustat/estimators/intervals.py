@@ -11,7 +11,7 @@ from scipy.special import ndtri, stdtrit  # pyright: ignore[reportUnknownVariabl
 
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, Array
 
-LEVEL = 0.95
+CONFIDENCE = 0.95
 LEAST_EFFECTIVE, LEAST_CARRIERS = 80, 3  # below either, see `Tails.heavy`
 
 
@@ -35,14 +35,14 @@ def jackknife_variance(delete_one: Array, axis: int = -1) -> Array:
     return (count - 1) * delete_one.var(axis=axis)
 
 
-def t_interval(estimate: float, variance: float, dof: float, level: float = LEVEL) -> Interval:
+def t_interval(estimate: float, variance: float, dof: float, level: float = CONFIDENCE) -> Interval:
     """`estimate +- t_dof sqrt(variance)`."""
     half = stdtrit(dof, (1 + level) / 2) * math.sqrt(variance)
     return Interval(float(estimate), float(estimate - half), float(estimate + half))
 
 
 def positive_interval(
-    estimate: float, variance: float, dof: float, level: float = LEVEL
+    estimate: float, variance: float, dof: float, level: float = CONFIDENCE
 ) -> Interval:
     """The t interval on the log scale, `estimate * exp(+- t_dof sqrt(variance) / estimate)`.
 
@@ -69,7 +69,7 @@ def pooled_dof(variances: Array, dof: float) -> float:
 
 
 def jackknife_interval(
-    estimate: float, delete_one_Kn: Array, level: float = LEVEL, positive: bool = False
+    estimate: float, delete_one_Kn: Array, level: float = CONFIDENCE, positive: bool = False
 ) -> Interval:
     """`estimate +- t sqrt(variance)`, the variance the sum of K independent parts' jackknives.
 
@@ -90,7 +90,7 @@ def ratio_interval(
     below: float,
     delete_one_above_Kn: Array,
     delete_one_below_Kn: Array,
-    level: float = LEVEL,
+    level: float = CONFIDENCE,
 ) -> Interval:
     """The ratio of two means that are truly at least 0, both estimated, with `fieller_set`.
 
@@ -209,7 +209,7 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
     return Tails(size, min(carriers, default=math.inf))
 
 
-def clustered_mean(values_PN: Array, level: float = LEVEL) -> Interval:
+def clustered_mean(values_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Mean of all values with an interval over prompts: a prompt's values are one cluster.
 
     Of a single prompt the interval is over its own values, given the prompt.
@@ -233,7 +233,7 @@ def quantity(rewards: Array) -> str:
     return ACCURACY if is_binary(rewards) else MEAN_REWARD
 
 
-def mean_reward(rewards_PN: Array, level: float = LEVEL) -> Interval:
+def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Mean reward with an interval over prompts; of a single prompt over its own completions.
 
     Of rewards that are all 0 or 1 it is `clustered_wilson`, of others `clustered_mean`, which takes
@@ -249,12 +249,12 @@ def mean_reward(rewards_PN: Array, level: float = LEVEL) -> Interval:
     return clustered_wilson(rewards_PN.mean(axis=1), most=rewards_PN.shape[1], level=level)
 
 
-def paired_difference(after_P: Array, before_P: Array, level: float = LEVEL) -> Interval:
+def paired_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE) -> Interval:
     """Mean of after - before on the same prompts."""
     return clustered_mean((after_P - before_P)[:, None], level)
 
 
-def matched_difference(after_P: Array, before_P: Array, level: float = LEVEL) -> Interval:
+def matched_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE) -> Interval:
     """Mean of after - before, values in [0, 1] of the same P prompts.
 
     The interval is that of Agresti & Min (2005) for matched pairs, half a pair added to each of the
@@ -273,7 +273,7 @@ def matched_difference(after_P: Array, before_P: Array, level: float = LEVEL) ->
     return Interval(float(change_P.mean()), float(low), float(high))
 
 
-def wilson(successes: float, trials: float, level: float = LEVEL) -> Interval:
+def wilson(successes: float, trials: float, level: float = CONFIDENCE) -> Interval:
     """Wilson (1927) score interval of a proportion of independent trials.
 
     >>> [round(x, 4) for x in wilson(50, 100)]
@@ -289,7 +289,7 @@ def wilson(successes: float, trials: float, level: float = LEVEL) -> Interval:
     return Interval(p, low if p > 0 else 0.0, high if p < 1 else 1.0)
 
 
-def clustered_wilson(values_P: Array, most: int = 1, level: float = LEVEL) -> Interval:
+def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) -> Interval:
     """Mean of the prompts' values in [0, 1], with an interval over prompts that stays in [0, 1].
 
     Wilson's, with the effective number of trials p (1-p) / Var(mean) in place of their number, the

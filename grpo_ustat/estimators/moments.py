@@ -20,7 +20,7 @@ import numpy as np
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.records import Array
 
-MARGIN = 1.68  # half-widths that corr(q, Z) is from 0: 99.9 % where its interval is of 95 %
+CORRELATION_MARGIN = 1.68  # half-widths of a 95 % interval in one of 99.9 %
 ROUNDING = 1e-12  # a sum of squared norms this far below its largest term is rounding
 
 
@@ -261,7 +261,7 @@ def refutes_assumption2(share: Interval, corr: Interval) -> bool:
     `E[Cov(q, Z | X)^2 / M_0] / A_V`, is surely positive: covariances of prompts cannot cancel in
     it, as they can in corr(q, Z). It does too where their mean is surely not 0, which small pools
     show before the squares do; the 95 % interval of corr(q, Z) misses 0 too often for that with
-    heavy tails (in 5 to 17 % of pools), so it has to by a margin (`MARGIN`).
+    heavy tails (in 5 to 17 % of pools), so it has to by a margin (`CORRELATION_MARGIN`).
 
     Where the assumption holds at every prompt this is True in 1 to 4 % of the pools (1 to 60
     questions of 8 to 64 completions, light to heavy tails, 300 pools each).
@@ -270,4 +270,6 @@ def refutes_assumption2(share: Interval, corr: Interval) -> bool:
         share: (A_V - A_b*) / A_V.
         corr: corr(q, Z), averaged over prompts.
     """
-    return bool(share.low > 0 or abs(corr.estimate) > MARGIN * (corr.high - corr.estimate))
+    return bool(
+        share.low > 0 or abs(corr.estimate) > CORRELATION_MARGIN * (corr.high - corr.estimate)
+    )

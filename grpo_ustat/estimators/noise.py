@@ -47,7 +47,7 @@ from grpo_ustat.estimators.scaling import (
 from grpo_ustat.records import Array
 
 LEAST_UNITS = 4  # of which a jackknife leaves one out
-NOTHING = Interval(math.nan, math.nan, math.nan)
+UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
 
 
@@ -73,7 +73,7 @@ def noise_scale(
     (Interval(estimate=18.0, low=18.0, high=18.0), 90.0)
     """
     if not math.isfinite(group_size):
-        return NOTHING
+        return UNDETERMINED
     unit = completion_cost + prompt_cost / group_size
     return ratio_interval(
         unit * float(_n_mse(whole, group_size)), float(whole["grad_sq"]),
@@ -96,7 +96,7 @@ def prompt_share(
     0.444
     """
     if not math.isfinite(group_size):
-        return NOTHING
+        return UNDETERMINED
     share = ratio_interval(
         group_size * float(whole["c1"]), float(_n_mse(whole, group_size)),
         group_size * delete_one["c1"], np.asarray(_n_mse(delete_one, group_size)),
@@ -226,8 +226,10 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
     delete_one = _delete_one(steps, each_K, whole)
     best = float(best_group_size(whole["c1"], whole["c2"], whole["c3"]))
     zero_variance = float(np.mean([np.isnan(step.norm_P).mean() for step in steps]))
-    intervals = {name: NOTHING._replace(estimate=whole[name]) for name in CONSTANTS_AND_GRADIENT}
-    intervals["gstar"] = NOTHING._replace(estimate=best)
+    intervals = {
+        name: UNDETERMINED._replace(estimate=whole[name]) for name in CONSTANTS_AND_GRADIENT
+    }
+    intervals["gstar"] = UNDETERMINED._replace(estimate=best)
     groups = sum(len(step.norm_P) for step in steps)
     intervals["zero_variance"] = wilson(zero_variance * groups, groups)
     sizes = {"noise_scale": float(group_size), "noise_scale_best": best}
@@ -236,9 +238,9 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
         for name, size in sizes.items():
             error, length = _n_mse(whole, size), whole["grad_sq"]
             ratio = float(error / length) if length > 0 else math.nan
-            intervals[name] = NOTHING._replace(estimate=ratio)
+            intervals[name] = UNDETERMINED._replace(estimate=ratio)
         share = group_size * whole["c1"] / _n_mse(whole, float(group_size))
-        intervals["prompt_share"] = NOTHING._replace(estimate=min(max(float(share), 0.0), 1.0))
+        intervals["prompt_share"] = UNDETERMINED._replace(estimate=min(max(float(share), 0.0), 1.0))
         unknown = ScalingEstimate(constants_3, np.full((3, 3), np.nan), 1.0)
         return NoiseEstimate(intervals, unknown, heavy=True)
     factor = widening(groups, group_size)

@@ -48,10 +48,10 @@ from grpo_ustat.estimators.halves import (
     halves_of,
 )
 from grpo_ustat.estimators.intervals import Interval, is_binary, jackknife_interval
-from grpo_ustat.estimators.noise import NOTHING
+from grpo_ustat.estimators.noise import UNDETERMINED
 from grpo_ustat.records import Array, ScorePool
 
-LARGEST = 0.99  # correlation for Fisher's scale, which has no end at 1
+LARGEST_CORRELATION = 0.99  # correlation for Fisher's scale, which has no end at 1
 
 
 class Covariance(NamedTuple):
@@ -208,10 +208,10 @@ def correlation(xy: Covariance, xx: Covariance, yy: Covariance) -> Interval:
     """
     variances = np.concatenate([[xx.whole, yy.whole], xx.delete_one_n, yy.delete_one_n])
     if not (variances > 0).all():
-        return NOTHING
+        return UNDETERMINED
     ratio = xy.whole / math.sqrt(xx.whole * yy.whole)
     delete_one_n = xy.delete_one_n / np.sqrt(xx.delete_one_n * yy.delete_one_n)
-    if max(abs(ratio), np.abs(delete_one_n).max()) < LARGEST:
+    if max(abs(ratio), np.abs(delete_one_n).max()) < LARGEST_CORRELATION:
         scaled = jackknife_interval(math.atanh(ratio), np.arctanh(delete_one_n)[None])
         return Interval(*map(math.tanh, scaled))
     plain = jackknife_interval(ratio, delete_one_n[None])

@@ -25,9 +25,9 @@ from scipy.optimize import brentq  # pyright: ignore[reportUnknownVariableType]
 from scipy.special import fdtri, stdtrit  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.intervals import (
+    CONFIDENCE,
     LEAST_CARRIERS,
     LEAST_EFFECTIVE,
-    LEVEL,
     Interval,
     Tails,
     fieller_set,
@@ -39,11 +39,11 @@ from grpo_ustat.estimators.moments import Moments, norm_moments
 from grpo_ustat.records import Array
 
 CONSTANTS = ("c1", "c2", "c3")
-LARGEST = 1e6  # group sizes are looked for up to here
+LARGEST_GROUP_SIZE = 1e6  # group sizes are looked for up to here
 SMALLEST_GAP = 1e-3  # and from 1 + this on
-TINY = np.finfo(float).tiny ** 0.5
-POINTS = 200  # between which a root is looked for
-ALONE = 2.0  # times the critical value, of a lower end without an upper one
+SMALLEST_CONSTANT = np.finfo(float).tiny ** 0.5
+ROOT_POINTS = 200  # between which a root is looked for
+ONE_SIDED_FACTOR = 2.0  # times the critical value, of a lower end without an upper one
 MOST_PROMPTS = 1e7  # that a study is said to need
 
 
@@ -110,7 +110,7 @@ def best_group_size(
     usable = (c1 > 0) & (c3 > 0)
     if prompt_cost == 0:
         return 1 + np.sqrt(np.where(usable, c3, np.nan) / np.where(usable, c1, np.nan))
-    low, high = np.full(c1.shape, 1 + 1e-6), np.full(c1.shape, LARGEST)
+    low, high = np.full(c1.shape, 1 + 1e-6), np.full(c1.shape, LARGEST_GROUP_SIZE)
     for _ in range(80):
         middle = 1 + np.sqrt((low - 1) * (high - 1))
         weight_1, weight_2, weight_3 = _slope_weights(middle, prompt_cost, completion_cost)
@@ -152,7 +152,7 @@ def widening(prompts: int, completions: int) -> float:
     return (critical + 16 / prompts**1.5 + 3500 / (prompts * completions**2)) / critical
 
 
-def _student(dof: float, level: float = LEVEL) -> float:
+def _student(dof: float, level: float = CONFIDENCE) -> float:
     return float(stdtrit(dof, (1 + level) / 2))
 
 
@@ -177,7 +177,7 @@ class ScalingEstimate(NamedTuple):
         """The group size of smallest estimated error at a fixed number of rollouts."""
         return min(sizes, key=self.n_mse)
 
-    def extra_error(self, group_size: float, reference: int, level: float = LEVEL) -> Interval:
+    def extra_error(self, group_size: float, reference: int, level: float = CONFIDENCE) -> Interval:
         """MSE(n/G, G) / MSE(n/R, R) - 1 at a fixed number of rollouts n, G against R.
 
         The interval is paired, since both errors come from the same completions: it is Fieller's
@@ -289,7 +289,7 @@ def group_size_interval(
     factor: float,
     prompt_cost: float = 0.0,
     completion_cost: float = 1.0,
-    level: float = LEVEL,
+    level: float = CONFIDENCE,
 ) -> Interval:
     """The best group size at a fixed cost with the set of group sizes that the data allow.
 
@@ -330,7 +330,7 @@ def group_size_interval(
         """Slope over its standard error plus `end` times the critical value, at G."""
         weights_3G = np.stack(_slope_weights(1 + np.exp(log_gap), *cost))
         parts_K3G = covariance_K33 @ weights_3G
-        variance_KG = np.maximum((parts_K3G * weights_3G).sum(axis=1), TINY)
+        variance_KG = np.maximum((parts_K3G * weights_3G).sum(axis=1), SMALLEST_CONSTANT)
         variance_G = variance_KG.sum(axis=0)
         dof_G = (count - 1) * variance_G**2 / np.square(variance_KG).sum(axis=0)
         limit_G: Array = np.asarray(stdtrit(dof_G, (1 + level) / 2))  # pyright: ignore[reportUnknownArgumentType]
@@ -338,14 +338,14 @@ def group_size_interval(
         return constants @ weights_3G / np.sqrt(variance_G) + end * limit_G
 
     high = 1 + _last_root(partial(excess, end=-1.0))
-    sure = 1.0 if math.isfinite(high) or factor == 1 else ALONE
+    sure = 1.0 if math.isfinite(high) or factor == 1 else ONE_SIDED_FACTOR
     low = 1 + _first_root(partial(excess, end=sure))
     return Interval(plain, low, high)
 
 
 def _first_root(function: Callable[[Array | np.float64], Array]) -> float:
     """G - 1 where `function` of log(G - 1) first rises above 0; 0 or infinite at the ends."""
-    log_gap = np.log(np.geomspace(SMALLEST_GAP, LARGEST, POINTS))
+    log_gap = np.log(np.geomspace(SMALLEST_GAP, LARGEST_GROUP_SIZE, ROOT_POINTS))
     above = function(log_gap) > 0
     if above[0]:
         return 0.0
@@ -355,11 +355,11 @@ def _first_root(function: Callable[[Array | np.float64], Array]) -> float:
 
 def _last_root(function: Callable[[Array | np.float64], Array]) -> float:
     """G - 1 where `function` of log(G - 1) rises above 0 for good; 0 or infinite at the ends."""
-    log_gap = np.log(np.geomspace(SMALLEST_GAP, LARGEST, POINTS))
+    log_gap = np.log(np.geomspace(SMALLEST_GAP, LARGEST_GROUP_SIZE, ROOT_POINTS))
     below = function(log_gap) <= 0
     if below[-1]:
         return math.inf
-    after = POINTS - int(below[::-1].argmax())
+    after = ROOT_POINTS - int(below[::-1].argmax())
     return math.exp(_root(function, log_gap[after - 1], log_gap[after])) if below.any() else 0.0
 
 

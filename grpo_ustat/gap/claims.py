@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 from scipy import stats
 
-from grpo_ustat.estimators.intervals import LEVEL, Interval, t_interval
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, t_interval
 from grpo_ustat.runs.claims import verdict_of
 from grpo_ustat.runs.result import Claim
 
 RATE_EXPONENT = 0.25  # distances that shrink at least like T^-RATE_EXPONENT are on their way to 0
-CLOSER = 0.9  # share of the distance before that one which falls towards 0 has at most
+LARGEST_REMAINING_SHARE = 0.9  # of the distance before, if distances fall towards 0
 
 
 # Whether something tends to its limit: of numbers without error, and of replicates
 
 
 def enumeration_converges(
-    last: float, before: float, tolerance: float, closer: float = CLOSER
+    last: float, before: float, tolerance: float, closer: float = LARGEST_REMAINING_SHARE
 ) -> bool | None:
     """Whether an enumerated quantity, which has no error, tends to its limit.
 
@@ -110,7 +110,7 @@ def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
     """The mean over replicates; one of so many intervals that hold together (Bonferroni)."""
     count = len(values_R)
     variance = float(values_R.var(ddof=1)) / count
-    return t_interval(float(values_R.mean()), variance, count - 1, 1 - (1 - LEVEL) / among)
+    return t_interval(float(values_R.mean()), variance, count - 1, 1 - (1 - CONFIDENCE) / among)
 
 
 def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
@@ -136,7 +136,7 @@ def interval_p_value(
     tolerance above 0 it errs towards large values.
 
     Args:
-        interval: of `t_interval`, at `LEVEL`.
+        interval: of `t_interval`, at `CONFIDENCE`.
         dof: its degrees of freedom.
         predicted: the value.
         tolerance: how far off is still the predicted value.
@@ -147,7 +147,7 @@ def interval_p_value(
     >>> round(interval_p_value(around, 4, 3.0, tolerance=1.0), 3)
     0.05
     """
-    error = (interval.high - interval.estimate) / stats.t.ppf((1 + LEVEL) / 2, dof)
+    error = (interval.high - interval.estimate) / stats.t.ppf((1 + CONFIDENCE) / 2, dof)
     distance = max(abs(interval.estimate - predicted) - tolerance, 0.0)
     if error == 0:
         return float(distance == 0)

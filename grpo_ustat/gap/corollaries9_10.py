@@ -10,7 +10,7 @@ from scipy.optimize import minimize
 from grpo_ustat.config.gap import CorollariesConfig, Experiment
 from grpo_ustat.estimators.convergence import limit_weights
 from grpo_ustat.estimators.covariance import baseline_values
-from grpo_ustat.estimators.intervals import LEVEL
+from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value, replicates_converge
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem, line_of
 from grpo_ustat.gap.exact import assumption2, bed_facts, limit_weighting, noise
@@ -157,9 +157,9 @@ def _difference_claim(
         predicted,
         *mean_interval(last_R),
         verdict=AGREES,
-        how=f"{percentage(LEVEL)} interval, paired t test, {len(last_R)} replicates on the same "
-        f"draws, T = {late}; where rejected, not decided if it significantly nears with T like "
-        "T^(-1/4)",
+        how=f"{percentage(CONFIDENCE)} interval, paired t test, {len(last_R)} replicates on the "
+        f"same draws, T = {late}; where rejected, not decided if it significantly nears with "
+        "T like T^(-1/4)",
         p_value=mean_p_value(last_R - predicted),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives={

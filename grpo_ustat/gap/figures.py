@@ -21,7 +21,7 @@ from grpo_ustat.pages.figures import (
 
 RULES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle", "group_mean": "group_mean"}
 PANELS_ACROSS = 3  # panels side by side
-SIZE = (4.6, 3.8)  # inches of a panel
+PANEL_INCHES = (4.6, 3.8)  # inches of a panel
 
 
 def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
@@ -29,7 +29,7 @@ def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
     panels = evidence.panels
     columns = min(PANELS_ACROSS, len(panels))
     rows = -(-len(panels) // columns)
-    size = (SIZE[0] * columns, SIZE[1] * rows + 0.6)
+    size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.6)
     with plt.rc_context(FONTS):
         figure, axes = plt.subplots(
             rows, columns, figsize=size, squeeze=False, layout="constrained"

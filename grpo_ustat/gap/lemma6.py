@@ -9,7 +9,7 @@ from scipy import stats
 
 from grpo_ustat.config.gap import Experiment, Lemma6Config
 from grpo_ustat.estimators.convergence import decaying_bound, quadratic_recursion, recursion
-from grpo_ustat.estimators.intervals import LEVEL
+from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import mean_interval, mean_p_value
 from grpo_ustat.gap.evidence import Evidence, Panel, Theorem, line_of
 from grpo_ustat.gap.exact import bed_facts, largest_error, noise, noise_everywhere
@@ -140,7 +140,7 @@ def _bound_claim(
         excess = (run.gap_SR[x] - share * bound[s] for x, s in zip(places, steps, strict=True))
         return min(1.0, len(steps) * min(mean_p_value(over_R, above=True) for over_R in excess))
 
-    how = f"{percentage(LEVEL)} intervals over {run.gap_SR.shape[1]} replicates"
+    how = f"{percentage(CONFIDENCE)} intervals over {run.gap_SR.shape[1]} replicates"
     how += f", {len(steps)} steps at once (Bonferroni)" if len(steps) > 1 else ""
     how += "; not decided where an interval has the bound within"
     how += "" if holds else "; T is too small for this bound: the recursion's own is above it"
@@ -183,7 +183,7 @@ def _next_step_claim(
         total_F += after_drift_R.size * np.square(score_F)
     count = len(curve)
     p_F = stats.chi2.sf(total_F, count)
-    high = stats.chi2.ppf(LEVEL, count)
+    high = stats.chi2.ppf(CONFIDENCE, count)
     return Claim(
         what=f"{simulation.estimator.name}, {simulation.rate.name}: E[gap of the next step | now] "
         f"as the exact recursion has it, chi-square of {count} steps",
@@ -192,7 +192,7 @@ def _next_step_claim(
         low=None,
         high=None,
         verdict=AGREES,
-        how=f"chi-square, {percentage(LEVEL)} quantile, {run.gap_SR.shape[1]} replicates",
+        how=f"chi-square, {percentage(CONFIDENCE)} quantile, {run.gap_SR.shape[1]} replicates",
         p_value=float(p_F[0]),
         alternatives={f"noise x {x}": float(p) for x, p in zip(shares_F[1:], p_F[1:], strict=True)},
     )

@@ -45,7 +45,7 @@ from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.records import BaselineContext
 
 LEVELS = ("token", "sequence")
-ZERO = 1e-20  # a squared bias this far below the variance is rounding
+ROUNDING = 1e-20  # a squared bias this far below the variance is rounding
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
     32.0
     """
     bias2, variance = values["token_bias2"], values["token_variance"]
-    bias2 = np.where(bias2 > ZERO * variance, bias2, np.nan)
+    bias2 = np.where(bias2 > ROUNDING * variance, bias2, np.nan)
     return num_prompts * (values["sequence_variance"] - variance) / bias2
 
 

@@ -19,7 +19,7 @@ from grpo_ustat.gap.offpolicy import Setting, estimate, tie
 from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.rollout.draws import generator
 
-FARTHEST = 100.0  # change of a parameter beyond which squares of pi_ref/pi_theta may overflow
+LARGEST_CHANGE = 100.0  # change of a parameter beyond which squares of pi_ref/pi_theta may overflow
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def update(
     """
     theta_D = current.theta_D + learning_rate * step_D
     farthest = np.abs(theta_D - setting.old.theta_D).max()
-    if not farthest < FARTHEST:
+    if not farthest < LARGEST_CHANGE:
         raise ConfigError(
             f"learning_rate={learning_rate} takes a parameter {farthest:.3g} away, more than "
-            f"{FARTHEST:g}: use a smaller learning rate, fewer updates or a smaller beta"
+            f"{LARGEST_CHANGE:g}: use a smaller learning rate, fewer updates or a smaller beta"
         )
     return current.at(theta_D)
 

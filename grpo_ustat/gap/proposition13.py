@@ -19,7 +19,7 @@ from scipy.optimize import brentq
 
 from grpo_ustat.config.gap import Experiment, Proposition13Config
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.intervals import LEVEL, Interval
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.gap.claims import interval_p_value, limit_claim, mean_interval
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.exact import bed_facts
@@ -263,7 +263,7 @@ def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim
     inside = measured.low <= predicted <= measured.high
     agrees = True if inside else None if distance <= change else False
     how = (
-        f"{percentage(LEVEL)} t interval, {count} replicates, T = {end.run.steps_S[-1]}, "
+        f"{percentage(CONFIDENCE)} t interval, {count} replicates, T = {end.run.steps_S[-1]}, "
         "extrapolated to its limit; outside it but nearer than the extrapolation goes is "
         f"not decided{remark}"
     )

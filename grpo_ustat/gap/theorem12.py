@@ -30,7 +30,7 @@ from grpo_ustat.gap.claims import (
     nearing_claim,
 )
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
-from grpo_ustat.gap.offpolicy import ZERO, ByLength, Setting, by_length
+from grpo_ustat.gap.offpolicy import ROUNDING, ByLength, Setting, by_length
 from grpo_ustat.gap.offpolicy_paths import PathErrors, path_errors
 from grpo_ustat.gap.sequences import MOST_COMPLETIONS, SequencePolicy, build_sequences
 from grpo_ustat.gap.theorem12_on_policy import OnPolicy, row
@@ -39,7 +39,7 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
-OF_VERDICT = {AGREES: "holds", DISAGREES: "fails in some claim", OPEN: "is not decided"}
+VERDICT_PREDICATES = {AGREES: "holds", DISAGREES: "fails in some claim", OPEN: "is not decided"}
 
 STATEMENT = (
     "Theorem 12: where the standard deviation of rewards is bounded away from 0, the mean squared "
@@ -149,7 +149,7 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
     """Claims without normalisation; a ConfigError where the exact path has no bias to speak of."""
     start, leading = paths.start, paths.leading
     assert leading is not None
-    if not leading.exact > ZERO * start["token_variance"]:
+    if not leading.exact > ROUNDING * start["token_variance"]:
         raise ConfigError(
             f"reward_PY leaves a squared bias of {leading.exact:.3g} eta^2 along the exact "
             "path: use rewards that no token decides alone, away from a stationary policy"
@@ -194,8 +194,8 @@ def _prefixed(words: str, claims: list[Claim]) -> list[Claim]:
 
 
 def _zero_claim(what: str, measured: float) -> Claim:
-    how = f"exact to rounding: at most {ZERO:g}"
-    return enumerated_claim(what, 0.0, measured, bool(measured <= ZERO), how)
+    how = f"exact to rounding: at most {ROUNDING:g}"
+    return enumerated_claim(what, 0.0, measured, bool(measured <= ROUNDING), how)
 
 
 def _exact_slope_claim(paths: PathErrors, name: str, label: str) -> Claim:
@@ -386,10 +386,10 @@ def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -
         slope, ratio = plain.slope("token_bias2").estimate, plain.random["token_variance"][0]
         change = abs(ratio.mean() / plain.start["token_variance"] - 1)
         answers.append(
-            f"Without normalisation the theorem {OF_VERDICT[plain_verdict]}: squared bias is "
-            f"{plain.start['token_bias2']:.1g} at learning rate 0 and falls with it like its power "
-            f"{slope:.3f}; at {plain.rates[0]:g} the variance is {percentage(change, 2)} off the "
-            "on-policy one, the oracle's and a term of order 1/(B G^2)."
+            f"Without normalisation the theorem {VERDICT_PREDICATES[plain_verdict]}: squared bias "
+            f"is {plain.start['token_bias2']:.1g} at learning rate 0 and falls with it like its "
+            f"power {slope:.3f}; at {plain.rates[0]:g} the variance is {percentage(change, 2)} off "
+            "the on-policy one, the oracle's and a term of order 1/(B G^2)."
         )
     if "group_std" in paths:
         answers.append(theorem12_on_policy.answer(start))

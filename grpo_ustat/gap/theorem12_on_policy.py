@@ -18,7 +18,7 @@ from grpo_ustat.estimators.advantage_moments import Normalisation, large_groups
 from grpo_ustat.estimators.weighted import group_moments
 from grpo_ustat.gap.claims import at_infinity, enumerated_claim, limit_claim, nearing_claim
 from grpo_ustat.gap.evidence import Panel, PlotLine
-from grpo_ustat.gap.offpolicy import ZERO, Setting
+from grpo_ustat.gap.offpolicy import ROUNDING, Setting
 from grpo_ustat.runs.claims import comma_list
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, Claim
 from grpo_ustat.terminal.streams import percentage
@@ -136,7 +136,7 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
         "variance": variance,
         "between": float(between),
         "oracle": float(between + oracle.first_P.mean() / setting.group_size),
-        "exceeded": float(variance / bias2) if bias2 > ZERO * variance else float("inf"),
+        "exceeded": float(variance / bias2) if bias2 > ROUNDING * variance else float("inf"),
         "silent": float(silent_P.mean()),
     }
 
@@ -176,7 +176,7 @@ def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
     if np.isfinite(exceeded):
         how += f"; exceeds the variance from B = {np.ceil(exceeded):.0f} prompts"
     what = f"bias^2 / ||target||^2 at learning rate 0, {label}, G = {size}"
-    return enumerated_claim(what, 0.0, share, share <= ZERO, how)
+    return enumerated_claim(what, 0.0, share, share <= ROUNDING, how)
 
 
 def _slope_claim(start: OnPolicy) -> Claim:
@@ -239,7 +239,7 @@ def row(
 def answer(start: OnPolicy) -> str:
     """What normalisation does to the theorem, one sentence."""
     values = start.values["group_std"]
-    if values["bias2_share"].max() <= ZERO:
+    if values["bias2_share"].max() <= ROUNDING:
         return "With normalisation there is no bias at learning rate 0 on this policy."
     shares = ", ".join(f"{100 * share:.3g}" for share in values["bias2_share"])
     exceeded = ", ".join(f"{batch:.0f}" for batch in np.ceil(values["exceeded"]))
@@ -281,7 +281,7 @@ def notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
         "some delta > 0, since an interval shorter than delta has a chance p > 0 and holds all G "
         "rewards with chance p^G; here a group has zero variance with chance "
         f"{percentage(std['silent'], 2)} at G = {group_size}. Guards make the assumption hold to "
-        f"the letter {'and not' if with_guard > ZERO else 'and'} the theorem: squared bias is "
+        f"the letter {'and not' if with_guard > ROUNDING else 'and'} the theorem: squared bias is "
         f"{percentage(std['bias2_share'], 3)} of ||target||^2 with zero-variance groups at 0, "
         f"{percentage(at_size['group_std_floor']['bias2_share'], 3)} with max(std, {floor:g}), "
         f"{percentage(at_size['group_std_redrawn']['bias2_share'], 3)} with groups drawn again "

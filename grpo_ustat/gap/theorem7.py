@@ -34,7 +34,7 @@ STATEMENT = (
     "the bounds are smallest at G* = sqrt(C3/C1) for every n, number of steps and learning "
     "rate. Ours: with the exact last term, C3/(G-1), at G* = 1 + sqrt(C3/C1)."
 )
-KINDS = {
+CHOICE_MEANINGS = {
     "paper": "G nearest to the paper's G* = sqrt(C3/C1)",
     "bounds": "G nearest to our exact G* = 1 + sqrt(C3/C1)",
     "recursion": "best G of the quadratic recursion (ours)",
@@ -124,7 +124,7 @@ def p_value_of_all(cells: dict[GridPoint, Gaps], sizes: dict[GridPoint, int]) ->
 
 
 def predicted_sizes(bed: Testbed, point: GridPoint, sizes: Sequence[int]) -> dict[str, int]:
-    """The G that each theory takes to be best at (rate, n, T): see KINDS."""
+    """The G that each theory takes to be best at (rate, n, T): see CHOICE_MEANINGS."""
     rate, n, step = point
     law = scaling_at(bed, bed.best_K)
     model = {g: model_gap(bed, Estimator("leave_one_out", n // g, g), rate, step) for g in sizes}
@@ -218,7 +218,7 @@ def _cell_claims(
     }
     verdict = AGREES if clear else OPEN
     claims = []
-    for kind, words in KINDS.items():
+    for kind, words in CHOICE_MEANINGS.items():
         sizes = {point: theory[kind] for point, theory in theories.items()}
         others = {x: p for x, p in constant.items() if set(sizes.values()) != {x}}
         claims.append(
@@ -324,7 +324,7 @@ def _answer(claims: list[Claim]) -> str:
     paper, ours = claims[:2]
     hits = {
         kind: f"{claim.measured:.0f} of {str(claim.predicted).split()[-1]}"
-        for kind, words in KINDS.items()
+        for kind, words in CHOICE_MEANINGS.items()
         for claim in claims
         if claim.what.endswith(f"the {words}")
     }

@@ -9,7 +9,7 @@ from scipy import stats
 
 from grpo_ustat.config.gap import Experiment, Theorem8Config
 from grpo_ustat.estimators.convergence import limit_weights, mixture_cdf, mixture_quantiles
-from grpo_ustat.estimators.intervals import LEVEL
+from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import mean_interval, replicates_converge
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
 from grpo_ustat.gap.exact import bed_facts, noise_everywhere
@@ -35,7 +35,7 @@ STATEMENT = (
     "that is reached."
 )
 QUANTILES = (np.arange(40) + 0.5) / 40
-GRID = 2000  # points between which quantiles of different limits are interpolated
+LIMIT_POINTS = 2000  # points between which quantiles of different limits are interpolated
 ONE_LAW = "the mean weight for all"  # in place of each limit's own
 OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)  # as shares of the weights
 
@@ -66,7 +66,7 @@ def theorem8(
     claims, rows, panels = [], [], []
     for estimator, run in zip(estimators, runs, strict=True):
         weights_KR = limit_weights_at(bed, estimator, rate, run.u_SKR[-1])
-        band = float(stats.kstwo.ppf(LEVEL, run.gap_SR.shape[1]))
+        band = float(stats.kstwo.ppf(CONFIDENCE, run.gap_SR.shape[1]))
         for place, step in enumerate(run.steps_S):
             values_R = scaled_gap(run, rate, place)
             mean, low, high = mean_interval(values_R)
@@ -204,12 +204,12 @@ def _law_claim(
     kind = "from the limit" if one_limit else "of its own limit, from the uniform law"
     return Claim(
         what=f"{label_of(estimator)}: Kolmogorov-Smirnov distance {kind}",
-        predicted=f"<= {stats.kstwo.ppf(LEVEL, len(last_R)):.3g}",
+        predicted=f"<= {stats.kstwo.ppf(CONFIDENCE, len(last_R)):.3g}",
         measured=float(distance),
         low=None,
         high=None,
         verdict=AGREES,
-        how=f"{percentage(LEVEL)} band of the null, {_sample(run)}",
+        how=f"{percentage(CONFIDENCE)} band of the null, {_sample(run)}",
         p_value=ks_p_value(uniform_R),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives=alternatives,
@@ -235,7 +235,7 @@ def _mean_claim(
         1.0,
         *mean_interval(ratio_R),
         verdict=AGREES,
-        how=f"{percentage(LEVEL)} interval of Student's t, p-value by the law of the mean, "
+        how=f"{percentage(CONFIDENCE)} interval of Student's t, p-value by the law of the mean, "
         f"{_sample(run)}",
         p_value=mean_law_p_value(ratio_R, weights_KR),
         when_rejected=OPEN if nearing else DISAGREES,
@@ -272,7 +272,7 @@ def _trend_claim(
     trend = stats.spearmanr(along_R, limit_cdf(weights_KR, last_R))
     of_one_law = stats.spearmanr(along_R, limit_cdf(_mean_weights(weights_KR), last_R))
     correlation = float(trend.statistic)
-    half = stats.norm.ppf((1 + LEVEL) / 2) / np.sqrt(len(last_R) - 3)  # Fisher's z
+    half = stats.norm.ppf((1 + CONFIDENCE) / 2) / np.sqrt(len(last_R) - 3)  # Fisher's z
     low, high = (float(np.tanh(np.arctanh(correlation) + side * half)) for side in (-1, 1))
     return Claim(
         what=f"{label_of(estimator)}: rank correlation of the limit's w with the transform given "
@@ -282,8 +282,8 @@ def _trend_claim(
         low=low,
         high=high,
         verdict=AGREES,
-        how=f"Spearman, {percentage(LEVEL)} interval by Fisher's z, {len(last_R)} replicates, T = "
-        f"{run.steps_S[-1]}",
+        how=f"Spearman, {percentage(CONFIDENCE)} interval by Fisher's z, {len(last_R)} replicates, "
+        f"T = {run.steps_S[-1]}",
         p_value=float(trend.pvalue),
         alternatives={ONE_LAW: float(of_one_law.pvalue)},
     )
@@ -293,7 +293,9 @@ def _panel(estimator: Estimator, run: Trajectories, rate: Rate, weights_KR: np.n
     """Quantiles against quantiles, with intervals of order statistics."""
     sorted_R = np.sort(scaled_gap(run, rate, -1))
     limit, count = limit_quantiles(weights_KR, 2 * sorted_R[-1]), len(sorted_R)
-    ranks = [stats.binom.ppf(p, count, QUANTILES) for p in ((1 - LEVEL) / 2, (1 + LEVEL) / 2)]
+    ranks = [
+        stats.binom.ppf(p, count, QUANTILES) for p in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+    ]
     low, high = sorted_R[np.clip(np.array(ranks).astype(int), 0, count - 1)]
     points = np.quantile(sorted_R, QUANTILES)
     curves = [
@@ -311,7 +313,7 @@ def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
     """Quantiles of the law of all replicates, the mean of their own, at QUANTILES; below `top`."""
     if weights_KR.shape[1] == 1:
         return mixture_quantiles(weights_KR[:, 0], QUANTILES)
-    grid = top * np.linspace(0, 1, GRID) ** 3
+    grid = top * np.linspace(0, 1, LIMIT_POINTS) ** 3
     cdf = np.array([limit_cdf(weights_KR, x).mean() for x in grid])
     return np.interp(QUANTILES, cdf, grid)
 

@@ -12,10 +12,10 @@ import yaml
 
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.distributed.processes import end_with_parent
-from grpo_ustat.distributed.ranks import PARENT, RefusedByRank, barrier, is_main, rank
+from grpo_ustat.distributed.ranks import PARENT_VARIABLE, RefusedByRank, barrier, is_main, rank
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.launch.command import Command, load_command
-from grpo_ustat.launch.run import REFUSALS, run_here
+from grpo_ustat.launch.run import ONE_LINE_ERRORS, run_here
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.history import last_line
@@ -30,7 +30,7 @@ def main() -> None:
     """
     name, config_file, folder, outcome_file = sys.argv[1:]
     of_parent = Path(config_file).parent
-    end_with_parent(os.getppid(), ancestor=int(os.environ[PARENT]), folder=of_parent)
+    end_with_parent(os.getppid(), ancestor=int(os.environ[PARENT_VARIABLE]), folder=of_parent)
     with lasting_output(), StopRequest():
         config = build_config(yaml.safe_load(Path(config_file).read_text()), SCHEMAS[name])
         try:
@@ -54,7 +54,7 @@ def _run(command: Command, config: Any, folder: RunFolder) -> tuple[dict[str, An
     except RefusedByRank as error:
         barrier()  # the others are on their way to it
         return {"refused": str(error)}, 0
-    except REFUSALS as error:
+    except ONE_LINE_ERRORS as error:
         if not is_main():
             raise SystemExit(f"error: {error}") from None  # rank 0 does not know of it
         return {"refused": str(error)}, 1

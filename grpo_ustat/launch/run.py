@@ -29,7 +29,7 @@ from grpo_ustat.runs.trackers import Tracking
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.progress import waiting
 
-REFUSALS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards)  # in one line
+ONE_LINE_ERRORS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards)
 
 
 def run(command: Command, config: Any, folder: RunFolder) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_ustat.distributed.ranks import RefusedByRank
 
-FOLDER = Path(__file__).parent / "accelerate"
+ACCELERATE_FOLDER = Path(__file__).parent / "accelerate"
 
 
 def check_sharing(name: str, ranks: int) -> None:
@@ -16,7 +16,7 @@ def check_sharing(name: str, ranks: int) -> None:
     Raises:
         ConfigError: naming the known ones, or the fix; on all ranks.
     """
-    presets = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+    presets = sorted(file.stem for file in ACCELERATE_FOLDER.glob("*.yaml"))
     if name not in presets:
         raise RefusedByRank(f"unknown launch.accelerate {name!r}: choose from {', '.join(presets)}")
     if ranks == 1:
@@ -40,7 +40,7 @@ def export_sharing(name: str) -> None:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    words = ["--config_file", str(FOLDER / f"{name}.yaml"), "none"]
+    words = ["--config_file", str(ACCELERATE_FOLDER / f"{name}.yaml"), "none"]
     parsed = launch_command_parser().parse_args(words)
     arguments, defaults, precision = _validate_launch_command(parsed)
     if arguments.use_deepspeed:

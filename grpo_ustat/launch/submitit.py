@@ -13,8 +13,8 @@ from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.signals import EXIT_CODE, Stopped
 from grpo_ustat.terminal.console import tell
 
-REQUEUE_PATIENCE = 60.0  # seconds that the first rank has to requeue the job
-REQUEUE_INTERVAL = 5  # seconds between two looks whether it has
+REQUEUE_SECONDS = 60.0  # seconds that the first rank has to requeue the job
+REQUEUE_LOOK_SECONDS = 5  # seconds between two looks whether it has
 
 
 class EndedForGood(RuntimeError):
@@ -56,9 +56,9 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     if action == "requeue" and is_main():
         handler(number, None)
     if action == "requeue" and of_slurm:  # wait for the first rank, which may have reasons not to
-        until = time.monotonic() + REQUEUE_PATIENCE
+        until = time.monotonic() + REQUEUE_SECONDS
         while slurm.next_action() == "requeue":
             if time.monotonic() > until:
                 raise EndedForGood(f"{stopped}; the job was not requeued")
-            time.sleep(REQUEUE_INTERVAL)
+            time.sleep(REQUEUE_LOOK_SECONDS)
     raise SystemExit(EXIT_CODE)

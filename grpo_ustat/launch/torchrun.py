@@ -26,7 +26,7 @@ import yaml
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.processes import children, kill_children
-from grpo_ustat.distributed.ranks import PARENT
+from grpo_ustat.distributed.ranks import PARENT_VARIABLE
 from grpo_ustat.distributed.signals import STOPPING, Stopped, StopRequest
 from grpo_ustat.runs.folder import RunFolder
 
@@ -130,7 +130,10 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--log-dir={own_files / 'torchrun'}"]
     command += [f"--nproc_per_node={count}", "-m", "grpo_ustat.launch.rank", *words]
-    environment = os.environ | {PARENT: str(os.getpid()), "PET_SIGNALS_TO_HANDLE": "SIGHUP"}
+    environment = os.environ | {
+        PARENT_VARIABLE: str(os.getpid()),
+        "PET_SIGNALS_TO_HANDLE": "SIGHUP",
+    }
     with subprocess.Popen(
         command, env=environment, start_new_session=True, preexec_fn=ignore_stopping
     ) as torchrun:

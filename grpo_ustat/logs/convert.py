@@ -26,14 +26,14 @@ from grpo_ustat.logs.rows import (
 )
 from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.runs.files import atomic_write
-from grpo_ustat.terminal.streams import HALF, single_line
+from grpo_ustat.terminal.streams import SURROGATE, single_line
 
 COLUMNS = (
     "prompt_id", "prompt_ids", "completion_ids", "reward", "ended", "loss_mask", "logprobs",
     "policy_version", "prompt", "completion",
 )  # fmt: skip
 
-KINDS = {str: "text", list: "messages", type(None): "null"}
+TYPE_NOUNS = {str: "text", list: "messages", type(None): "null"}
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _fault(rollout: Rollout) -> str:
     if not is_number(rollout.reward, LARGEST_REWARD):
         return f"its reward is larger than {LARGEST_REWARD:g}, so that its square overflows"
     texts = (rollout.group, rollout.policy_version, rollout.prompt, rollout.completion)
-    if HALF.search(json.dumps(texts, ensure_ascii=False, default=str)):
+    if SURROGATE.search(json.dumps(texts, ensure_ascii=False, default=str)):
         return "a text has half of a character, which no file can hold"
     if rollout.completion_ids is None:
         if not rollout.completion:
@@ -252,11 +252,11 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
     others have are left out; tokens or log-probabilities that only a minority has are dropped.
     """
     for name in ("prompt", "completion"):
-        kinds = Counter(KINDS[type(getattr(row, name))] for row in rows)
+        kinds = Counter(TYPE_NOUNS[type(getattr(row, name))] for row in rows)
         if len(kinds) > 1:
             kind = kinds.most_common(1)[0][0]
             for row in rows:
-                if (own := KINDS[type(getattr(row, name))]) != kind:
+                if (own := TYPE_NOUNS[type(getattr(row, name))]) != kind:
                     row.left_out = f"its {name} is {own}, most others have {kind}"
             rows = sieve.remaining_rows(rows)
     for name in ("completion_ids", "logprobs"):

@@ -16,8 +16,8 @@ from grpo_ustat.logs.readers import absolute
 from grpo_ustat.logs.rows import Options, Rollout
 from grpo_ustat.runs.files import json_lines, natural_order
 
-OUTPUT = {"prompt_id", "reward"}  # columns of every file that `convert` writes
-PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+OUTPUT_COLUMNS = {"prompt_id", "reward"}  # columns of every file that `convert` writes
+PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def packed_files(source: Path, formats: Iterable[Format]) -> list[Path]:
     names = [one.pattern.rpartition("/")[2] for one in formats]
     return [
         path for path in paths
-        if path.suffix in PACKED and any(Path(path.stem).match(name) for name in names)
+        if path.suffix in PACKED_SUFFIXES and any(Path(path.stem).match(name) for name in names)
     ]  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def detect(source: Path) -> Format:
         raise ConfigError(f"{source} is empty: name a file with rollouts")
     if source.is_dir() and not any(path.is_file() for path in source.rglob("*")):
         raise ConfigError(f"{source} holds no file: name a folder with rollouts")
-    if source.is_file() and (first_fields(source) or set()) >= OUTPUT:
+    if source.is_file() and (first_fields(source) or set()) >= OUTPUT_COLUMNS:
         raise ConfigError(
             f"{source} is converted already (it has prompt_id): name it in grpo-ustat mse "
             f"pool={source} model=CHECKPOINT, or in grpo-ustat advise {source}"

@@ -30,7 +30,7 @@ EVALUATION = "of an evaluation"
 NOT_AS_WRITTEN = "its row is not as the framework writes it"  # and the error, in parentheses
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
-TYPES = {
+FIELD_TYPES = {
     "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
     "policy_version": str | None, "reward": float, "prompt_ids": list | None,
     "completion_ids": list | None, "loss_mask": list | None, "logprobs": list | None,
@@ -71,7 +71,7 @@ def rows_of(
 
 def _unlike(rollout: Rollout) -> str:
     """The first field that is of another type than it must be; empty: none is."""
-    for name, kind in TYPES.items():
+    for name, kind in FIELD_TYPES.items():
         if not isinstance(value := getattr(rollout, name), kind):
             return f"{name} is {type(value).__name__} {single_line(value, 40)}"
     return ""

@@ -12,11 +12,11 @@ import numpy as np
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.ustatistic import silent_share
-from grpo_ustat.logs.rows import KNOWN, read_columns
+from grpo_ustat.logs.rows import KNOWN_COLUMNS, read_columns
 from grpo_ustat.records import LARGEST_REWARD, Array, is_number
 
-PROMPTS = ("prompt_id", "prompt", "group_id", "group", "question")  # columns that name a group
-SUFFIXES = (".parquet", ".csv", ".jsonl")
+GROUP_COLUMNS = ("prompt_id", "prompt", "group_id", "group", "question")
+REWARD_FILE_SUFFIXES = (".parquet", ".csv", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,17 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
             finite number, or no prompt with two completions.
     """
     columns = read_columns(path)
-    prompt = next((name for name in PROMPTS if name in columns), None)
+    prompt = next((name for name in GROUP_COLUMNS if name in columns), None)
     if prompt is None:
         raise ConfigError(
-            f"{path} has columns {', '.join(columns)}: one of {', '.join(PROMPTS)} must say which "
-            "completions are of one prompt"
+            f"{path} has columns {', '.join(columns)}: one of {', '.join(GROUP_COLUMNS)} must say "
+            "which completions are of one prompt"
         )
     if column is None:
         numeric = [
             name for name, values in columns.items()
-            if name not in (*KNOWN, *PROMPTS) and any(isinstance(x, int | float) for x in values)
+            if name not in (*KNOWN_COLUMNS, *GROUP_COLUMNS)
+            and any(isinstance(x, int | float) for x in values)
         ]  # fmt: skip
         if "reward" not in numeric and len(numeric) != 1:
             raise ConfigError(

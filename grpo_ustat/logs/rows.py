@@ -24,12 +24,12 @@ from grpo_ustat.records import LARGEST_REWARD, is_number
 from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.terminal.streams import single_line
 
-KNOWN = (  # columns that hold no rewards: TRL's, then ours
+KNOWN_COLUMNS = (  # columns that hold no rewards: TRL's, then ours
     "step", "prompt", "completion", "advantage",
     "prompt_id", "completion_index", "length", "ended", "answer", "extracted",
     "prompt_ids", "completion_ids", "loss_mask", "logprobs", "policy_version", "policy_step",
 )  # fmt: skip
-EXACT = ("prompt_ids", "completion_ids")  # what makes rows token-exact
+TOKEN_COLUMNS = ("prompt_ids", "completion_ids")  # what makes rows token-exact
 STEP_ROLLOUTS = "grpo_ustat.step_rollouts"  # in the metadata that `convert` writes
 LEAST_COMPLETIONS = 4  # of a prompt: the jackknife leaves three, which unbiased estimators need
 
@@ -267,8 +267,8 @@ def read_rollouts(path: Path) -> list[Rollout]:
             cannot be used: it names the first such row, its field and how many more there are.
     """
     columns = read_columns(path)
-    is_exact = columns.keys() >= set(EXACT)
-    names, _ = reward_columns(columns, set(KNOWN))
+    is_exact = columns.keys() >= set(TOKEN_COLUMNS)
+    names, _ = reward_columns(columns, set(KNOWN_COLUMNS))
     if len(names) != 1 or not (is_exact or columns.keys() >= {"prompt", "completion"}):
         raise ConfigError(
             f"{path} has columns {', '.join(columns)}: prompt, completion and exactly one column "
@@ -313,7 +313,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
         if any(logprobs):  # of some rows alone they cannot show which policy wrote the rest
             nulls = ["is null, other rows have it" if one is None else None for one in logprobs]
             _refuse(path, "logprobs", nulls)
-        fields = ["prompt", "completion", "ended", *EXACT, *tokens]
+        fields = ["prompt", "completion", "ended", *TOKEN_COLUMNS, *tokens]
         for name in ("prompt", "completion"):
             texts = columns.get(name, [None] * count)
             columns[name] = [one if isinstance(one, str) else None for one in texts]

@@ -48,7 +48,7 @@ from grpo_ustat.records import Array, ScorePool
 
 Arrays = dict[str, Array]
 LEAST_QUESTIONS = 4  # of which a jackknife leaves one out
-GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # n MSE(n/G, G) there
+CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # values of G
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class ClosedForm:
             delete-one pools, so that its interval, on the log scale, is a paired one. Over
             questions alone: `gstar`, at a fixed cost `gstar_NAME`; `noise/G` and `noise_tokens/G`
             are n_c in rollouts and in tokens, `prompt_share/G` the share of the noise from prompts
-            (see `estimators.noise`); G is one of `GRID`, or `best`: G*, of `noise_tokens` the best
-            G at a fixed number of tokens.
+            (see `estimators.noise`); G is one of `CURVE_SIZES`, or `best`: G*, of `noise_tokens`
+            the best G at a fixed number of tokens.
         parts: (bias^2, variance, E||T||^2, <E T, tau>, ||tau||^2) of every point; tau is grad J, in
             the setting one_question each question's own gradient, averaged over questions.
         scaling: C1, C2, C3 with the covariance of their errors, over questions; NaN given them.
@@ -200,7 +200,7 @@ def _of_training(
     intervals = {"gstar": best, "gstar_paper": Interval(*(x - 1 for x in best))}
     for name, of_unit in costs.items():
         intervals[f"gstar_{name}"] = group_size_interval(estimates, delete_one, factor, *of_unit)
-    sizes = {str(size): float(size) for size in GRID}
+    sizes = {str(size): float(size) for size in CURVE_SIZES}
     for name, size in (sizes | {"best": _decided(best)}).items():
         intervals[f"noise/{name}"] = noise_scale(estimates, delete_one, size)
         intervals[f"prompt_share/{name}"] = prompt_share(estimates, delete_one, size)
@@ -273,7 +273,7 @@ def _statistics(means: Arrays, between: Array | float, count: int, request: Requ
             "corr": means["cov_qz"] / np.sqrt(np.where(spread > 0, spread, np.nan)),
             "vanilla_excess": np.where(c3 > 0, (means["a_0"] - means["a_v"]) / c3, np.nan),
         }  # fmt: skip
-    for size in GRID:
+    for size in CURVE_SIZES:
         result[f"n_mse/{size}"] = size * c1 + c2 + c3 / (size - 1)
     for point in request.points:
         result[point.key] = _point_moments(point, means, grad_sq, at_hand, request)[0]

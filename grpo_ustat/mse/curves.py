@@ -22,12 +22,12 @@ from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.log import arrow_table
 
-NAME = "curves.parquet"
-ARROW = {
+FILE_NAME = "curves.parquet"
+ARROW_TYPES = {
     str: pyarrow.string(), int: pyarrow.int64(), bool: pyarrow.bool_(), float: pyarrow.float64()
 }  # fmt: skip
 COLUMNS = {
-    name: ARROW[(get_args(kind) or (kind,))[0]]
+    name: ARROW_TYPES[(get_args(kind) or (kind,))[0]]
     for name, kind in get_type_hints(parts.CurveRow).items()
 }
 
@@ -130,5 +130,5 @@ def write_curves(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
     if not is_main():
         return
     folder.check_lock()
-    with atomic_write(folder.path / NAME) as staged:
+    with atomic_write(folder.path / FILE_NAME) as staged:
         parquet.write_table(arrow_table(rows, pyarrow.schema(COLUMNS)), staged)

@@ -22,8 +22,8 @@ from grpo_ustat.distributed.workers import WorkCost
 from grpo_ustat.logs.rows import LEAST_COMPLETIONS, Rollout, read_rollouts
 from grpo_ustat.mse.pool import EqualRewards, read_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
-from grpo_ustat.mse.replay_draws import LEAST_REST
-from grpo_ustat.mse.sampler import MOST_GAP, sampler_gap
+from grpo_ustat.mse.replay_draws import LEAST_COMPLETIONS_OUTSIDE
+from grpo_ustat.mse.sampler import MOST_LOGPROB_GAP, sampler_gap
 from grpo_ustat.mse.scoring import (
     check_batch,
     completions_of,
@@ -37,9 +37,9 @@ from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import single_line
 
-LEAST_GAP = 0.002  # below which no other temperature is nearer than rounding
+LEAST_LOGPROB_GAP = 0.002  # below which no other temperature is nearer than rounding
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-MOST_CHECKED = 64  # completions whose log-probabilities are compared with the model's
+MOST_CHECKED_COMPLETIONS = 64  # completions whose log-probabilities are compared with the model's
 
 
 def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, list[Prompt]]:
@@ -194,7 +194,7 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
     """
     questions, needed = config.study.questions, LEAST_COMPLETIONS
     if "replay" in config.study.methods:
-        needed = max(needed, max(config.group_sizes) + LEAST_REST)
+        needed = max(needed, max(config.group_sizes) + LEAST_COMPLETIONS_OUTSIDE)
     enough = [group for group in groups.values() if len(group) >= needed]
     if not enough:
         shortest = min(groups.values(), key=len)
@@ -344,18 +344,18 @@ def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseCo
 def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None:
     """Refuse rollouts that the model did not write so: its log-probabilities of their tokens are
     far from the sampler's, which were logged, or less than half as far at another temperature. At
-    most MOST_CHECKED completions are read.
+    most MOST_CHECKED_COMPLETIONS completions are read.
 
     Raises:
         ConfigError: naming the mean absolute gap a token and its likely cause.
     """
     count = rollouts.ended_PG.size
-    index = np.unique(np.linspace(0, count - 1, min(MOST_CHECKED, count)).astype(int))
+    index = np.unique(np.linspace(0, count - 1, min(MOST_CHECKED_COMPLETIONS, count)).astype(int))
     gap = sampler_gap(policy, rollouts, index, config.temperature)
     gaps = {one: sampler_gap(policy, rollouts, index[::4], one) for one in TEMPERATURES}
     nearest = min(gaps, key=lambda one: gaps[one])
-    other = gap > LEAST_GAP and gaps[nearest] < gap / 2
-    if gap <= MOST_GAP and not other:
+    other = gap > LEAST_LOGPROB_GAP and gaps[nearest] < gap / 2
+    if gap <= MOST_LOGPROB_GAP and not other:
         _print_on_main(
             f"{config.pool}: log-probabilities are within {gap:.4f} nats a token of the sampler's, "
             f"in {len(index)} completions"
@@ -369,7 +369,7 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
     raise ConfigError(
         f"{config.pool}: {config.model.name} at temperature={config.temperature} gives the logged "
         f"tokens log-probabilities that are off by {gap:.3f} nats a token in {len(index)} "
-        f"completions, where at most {MOST_GAP} is rounding; most likely {cause}"
+        f"completions, where at most {MOST_LOGPROB_GAP} is rounding; most likely {cause}"
     )
 
 

@@ -49,9 +49,9 @@ from grpo_ustat.runs.files import atomic_write, hidden_path
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.log import attempt, write_rows
 
-MOST_SAMPLED = 2000  # completions of a study's completions.parquet
+MOST_SAMPLED_COMPLETIONS = 2000  # completions of a study's completions.parquet
 SCORED, UNSCORED = ".safetensors", ".unscored"  # kinds of parts, by the ends of their names
-SCORED_WITH = ("torch", "transformers")  # packages that a completion and its score depend on
+SCORING_PACKAGES = ("torch", "transformers")  # packages that a completion and its score depend on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +391,7 @@ def reuse_pool(
 def scored_with() -> str:
     """Versions of the packages that scores are computed with here."""
     installed = versions()
-    return ", ".join(f"{name} {installed[name]}" for name in SCORED_WITH)
+    return ", ".join(f"{name} {installed[name]}" for name in SCORING_PACKAGES)
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:
@@ -433,8 +433,8 @@ def leave_sample(
     ones; the study goes on without it where the disk refuses. Answers of imported completions are
     not read.
     """
-    prompts = prompts[:: -(-len(prompts) // MOST_SAMPLED)]
-    count, store = MOST_SAMPLED // len(prompts), PoolStore(pool, {})
+    prompts = prompts[:: -(-len(prompts) // MOST_SAMPLED_COMPLETIONS)]
+    count, store = MOST_SAMPLED_COMPLETIONS // len(prompts), PoolStore(pool, {})
     model = sampling.policy.model
     tokenizer, extract = configured_tokenizer(model), None
     if not is_imported:

@@ -24,7 +24,7 @@ from grpo_ustat.mse.replay_draws import (
 )
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
-FROM_REST = {"value_P", "optimal_P", "running"}  # what a rule takes from outside its group
+OUTSIDE_FIELDS = {"value_P", "optimal_P", "running"}  # what a rule takes from outside its group
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _baseline_of_rest(
     It is the rest's mean reward, an estimate of V, for b* as well, see `_price`. A running mean has
     settled at the mean reward of all questions, this one's from the rest.
     """
-    if not needs & FROM_REST:
+    if not needs & OUTSIDE_FIELDS:
         return None
     z_N, count = moments.pool.rewards_PN[x], len(moments.pool.rewards_PN)
     rest_R1, total_R1 = rest_RN.sum(axis=1, keepdims=True), (rest_RN @ z_N)[:, None]

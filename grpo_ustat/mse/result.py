@@ -18,7 +18,7 @@ from grpo_ustat.estimators.proxies import proxy_correlations
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import (
-    GRID,
+    CURVE_SIZES,
     LEAST_QUESTIONS,
     ClosedForm,
     CurvePoint,
@@ -250,7 +250,7 @@ def _scaling(population: ClosedForm, sizes: list[parts.RuleSizes]) -> parts.Scal
     if math.isfinite(gstar.estimate):
         divisors = {str(n): law.best_divisor(n) for n in (256, 1024, 2048, 4096)}
     curve = []
-    for size in GRID:
+    for size in CURVE_SIZES:
         n_mse, low, high = population[f"n_mse/{size}"]
         curve.append(parts.FixedCost(group_size=size, n_mse=n_mse, low=low, high=high))
     names = ("c1", "c2", "c3", "gstar", "gstar_paper", "gstar_tokens", "gstar_seconds")
@@ -278,7 +278,7 @@ def _noise(population: ClosedForm) -> parts.Noise:
             "||grad J||^2 is not significantly different from 0: the noise scale has no upper end"
         )
     return parts.Noise(
-        curve=[parts.NoiseRow(group_size=size, **numbers(str(size))) for size in GRID],
+        curve=[parts.NoiseRow(group_size=size, **numbers(str(size))) for size in CURVE_SIZES],
         best=parts.LeastNoise(
             group_size=_scaled_size(population["gstar"]),
             **numbers("best"),
@@ -311,7 +311,7 @@ def _losses(rows: list[LossRow], rollouts: int) -> list[parts.LossWorth]:
 def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[parts.DynamicSampling]:
     """What dynamic sampling costs at every G that the pool has, see `kept_groups`."""
     rows = []
-    for size in GRID:
+    for size in CURVE_SIZES:
         if size > pool.rewards_PN.shape[1]:
             break
         silent_P = silent_share(pool.rewards_PN, size)

@@ -14,8 +14,8 @@ from grpo_ustat.estimators.reward_correlation import reward_correlation
 from grpo_ustat.mse.closed_form import ClosedForm, Request, closed_form
 from grpo_ustat.records import ScorePool
 
-OF_A_FUNCTION = ("c1", "c2", "c3", "gstar", "a_v", "grad_sq")
-SUM = "weighted sum"
+FUNCTION_COLUMNS = ("c1", "c2", "c3", "gstar", "a_v", "grad_sq")
+SUM_NAME = "weighted sum"
 
 
 def function_pool(pool: ScorePool, f: int) -> ScorePool:
@@ -47,13 +47,13 @@ def function_statistics(
     for f, (name, weight) in enumerate(zip(names, pool.reward_weights_F, strict=True)):
         of_function = function_pool(pool, f)
         rewards_PN = of_function.rewards_PN
-        values = dict.fromkeys(OF_A_FUNCTION, Interval(math.nan, math.nan, math.nan))
+        values = dict.fromkeys(FUNCTION_COLUMNS, Interval(math.nan, math.nan, math.nan))
         if (rewards_PN != rewards_PN[:, :1]).any():  # else it has no gradient, and no G*
             of_pool = closed_form(of_function, request, "questions")
-            values = {key: of_pool[key] for key in OF_A_FUNCTION}
+            values = {key: of_pool[key] for key in FUNCTION_COLUMNS}
         yield name, float(weight), values | {"mean": mean_reward(rewards_PN)}
-    values = {key: population[key] for key in OF_A_FUNCTION}
-    yield SUM, None, values | {"mean": mean_reward(pool.rewards_PN)}
+    values = {key: population[key] for key in FUNCTION_COLUMNS}
+    yield SUM_NAME, None, values | {"mean": mean_reward(pool.rewards_PN)}
 
 
 def function_correlations(pool: ScorePool, names: list[str]) -> Iterator[tuple[str, str, Interval]]:

@@ -15,8 +15,8 @@ from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.engine import Engine, LocalEngine, make_engine
 from grpo_ustat.tasks.base import Task
 
-MOST_GAP = 0.05  # nats a token, between log-probabilities of a sampler and of the same model
-_STARTED: dict[str, tuple[list[Any], Policy, Engine]] = {}  # this process's vLLM, at most one
+MOST_LOGPROB_GAP = 0.05  # nats a token, between a sampler and the same model
+_STARTED_ENGINES: dict[str, tuple[list[Any], Policy, Engine]] = {}  # vLLM, at most one
 
 
 def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
@@ -39,11 +39,11 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
             "without a launcher, and use study.part=k/n for several GPUs"
         )
     needs = [options, sampler.rollout, sampler.rows, sampler.max_completion_length]
-    if "vllm" not in _STARTED or _STARTED["vllm"][0] != needs:
-        _STARTED.clear()  # its memory is needed for the next one
+    if "vllm" not in _STARTED_ENGINES or _STARTED_ENGINES["vllm"][0] != needs:
+        _STARTED_ENGINES.clear()  # its memory is needed for the next one
         policy = configured_policy(options)
-        _STARTED["vllm"] = (needs, policy, make_engine(sampler, options.model, policy))
-    _, policy, engine = _STARTED["vllm"]
+        _STARTED_ENGINES["vllm"] = (needs, policy, make_engine(sampler, options.model, policy))
+    _, policy, engine = _STARTED_ENGINES["vllm"]
     return policy, engine, configured_task(sampling.task, options.model)
 
 
@@ -76,14 +76,14 @@ def sampler_text(name: str, gap: float) -> str:
     >>> sampler_text("vllm", 0.0004)
     " Completions are vllm's: its log-probabilities are 0.0004 nats a token from the model's own."
     """
-    if gap <= MOST_GAP:
+    if gap <= MOST_LOGPROB_GAP:
         return (
             f" Completions are {name}'s: its log-probabilities are {gap:.2g} nats a token from the "
             "model's own."
         )
     return (
         f" WARNING: completions are {name}'s, whose log-probabilities are {gap:.2g} nats a token "
-        f"from the model's own, where at most {MOST_GAP} is rounding: they are draws of another "
-        "distribution than the one that is scored, so this result is biased; use rollout=local, or "
-        "model.dtype=float32."
+        f"from the model's own, where at most {MOST_LOGPROB_GAP} is rounding: they are draws of "
+        "another distribution than the one that is scored, so this result is biased; use "
+        "rollout=local, or model.dtype=float32."
     )

@@ -21,9 +21,9 @@ import torch
 from grpo_ustat.estimators.intervals import Interval
 
 Entries = dict[str, torch.Tensor]
-PRIOR = 1.0  # questions, see `GroupGradients.second_moments`
-OTHER_PRIOR = 1 / 3  # see `shift`
-MOST_SHIFT, MOST_SHARE = 0.2, 0.3  # see `is_uncertain`
+PRIOR_QUESTIONS = 1.0  # questions, see `GroupGradients.second_moments`
+OTHER_PRIOR_QUESTIONS = 1 / 3  # see `shift`
+LARGEST_SHIFT, LARGEST_INTERVAL_SHARE = 0.2, 0.3  # see `is_uncertain`
 
 
 @dataclass
@@ -72,7 +72,9 @@ class GroupGradients:
         given_prompt = (squares - squared_means) * k / (k - 1) / m
         return grad_sq, squares / m - given_prompt - grad_sq, given_prompt
 
-    def second_moments(self, name: str, prompts: int, prior: float = PRIOR) -> torch.Tensor:
+    def second_moments(
+        self, name: str, prompts: int, prior: float = PRIOR_QUESTIONS
+    ) -> torch.Tensor:
         """v of a parameter's entries, for steps of B = `prompts` groups.
 
         Unbiased but for two things: an estimate of (grad J)_j^2 below 0 counts as 0, and v_j is
@@ -102,7 +104,7 @@ def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
         prompts: B, of the steps.
     """
     logs: list[float] = []
-    for prior in (PRIOR, OTHER_PRIOR):
+    for prior in (PRIOR_QUESTIONS, OTHER_PRIOR_QUESTIONS):
         c1 = given_prompt = 0.0
         for own, other in (halves, halves[::-1]):
             for name in own.squares:
@@ -126,8 +128,8 @@ def is_uncertain(moved: float, best: Interval) -> bool:
     """
     if not best.low > 1:
         return False
-    share = MOST_SHARE * math.log((best.estimate - 1) / (best.low - 1))
-    return not abs(moved) <= (min(MOST_SHIFT, share) if math.isfinite(share) else MOST_SHIFT)
+    share = LARGEST_INTERVAL_SHARE * math.log((best.estimate - 1) / (best.low - 1))
+    return not abs(moved) <= (min(LARGEST_SHIFT, share) if math.isfinite(share) else LARGEST_SHIFT)
 
 
 def uncertain_text(moved: float, best: Interval) -> str:

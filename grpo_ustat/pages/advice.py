@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_ustat.pages.findings import (
-    ROLLOUTS,
+    DEFAULT_ROLLOUTS,
     GroupSizeCosts,
     group_size_costs,
     is_decided,
@@ -17,7 +17,7 @@ from grpo_ustat.pages.findings import (
 from grpo_ustat.pages.tables import percent
 
 KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
-TOLERABLE = 0.3  # extra error that a size to keep may have at most, by the upper end
+TOLERABLE_EXTRA_ERROR = 0.3  # extra error that a size to keep may have at most, by the upper end
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def usual_rollouts(group_size: int | None) -> int:
     (256, 192, 512, 256)
     """
     if group_size is None:
-        return ROLLOUTS
-    return group_size * 2 ** max(0, round(math.log2(ROLLOUTS / group_size)))
+        return DEFAULT_ROLLOUTS
+    return group_size * 2 ** max(0, round(math.log2(DEFAULT_ROLLOUTS / group_size)))
 
 
 def group_size_advice(
@@ -100,7 +100,7 @@ def group_size_advice(
             f"{best} is as good with {100 * saved:.0f} % fewer rollouts.",
             numbers | {"fewer_rollouts": saved},
         )
-    if not is_decided(scaling) or not (group_size == best or high <= TOLERABLE):
+    if not is_decided(scaling) or not (group_size == best or high <= TOLERABLE_EXTRA_ERROR):
         sentence = f"There is not enough data to keep or to change num_generations = {group_size}"
         if is_decided(scaling) and math.isfinite(low):
             sentence += (

@@ -10,7 +10,7 @@ from grpo_ustat.records import ScorePool
 from grpo_ustat.terminal.streams import percentage
 
 WARNING = " WARNING: "  # what begins each within a summary
-OFTEN_CUT = 0.1  # share of completions, from which on a run says at once that they were cut
+OFTEN_CUT_SHARE = 0.1  # share of completions, from which on a run says at once that they were cut
 
 
 def summary_and_warnings(summary: str) -> tuple[str, list[str]]:
@@ -25,7 +25,7 @@ def summary_and_warnings(summary: str) -> tuple[str, list[str]]:
 
 def often_cut(clipped_ratio: float) -> bool:
     """Whether so many completions were cut that a run should say so at once."""
-    return clipped_ratio >= OFTEN_CUT
+    return clipped_ratio >= OFTEN_CUT_SHARE
 
 
 def cut_text(clipped_ratio: float, of: str, max_completion_length: int) -> str:

@@ -25,7 +25,7 @@ from grpo_ustat.pages.gradient_error import INTERVAL_WORDS, missing_numbers
 from grpo_ustat.pages.tables import best_size, percent
 from grpo_ustat.runs.record import RunRecord
 
-LINES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
+LINE_STYLES = {"closed_form": "-", "replay": "--", "monte_carlo": ":"}
 OWN_MEAN_DASHES = (0, (4, 2))
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
 EXTRA_ERROR = "extra error at the same rollouts, %"
@@ -264,7 +264,9 @@ def mse_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         curve = sorted(curve, key=lambda row: row["group_size"])
         errors = [math.nan if row["mse"] is None else row["mse"] for row in curve]  # a gap
         dashes = (
-            OWN_MEAN_DASHES if (method, name) == ("closed_form", "group_mean") else LINES[method]
+            OWN_MEAN_DASHES
+            if (method, name) == ("closed_form", "group_mean")
+            else LINE_STYLES[method]
         )
         axes.plot(
             [row["group_size"] for row in curve], errors, linestyle=dashes,

@@ -37,7 +37,7 @@ FONTS: dict[Any, Any] = {
     "pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 10,
     "svg.hashsalt": "grpo_ustat",  # the same numbers make the same file
 }  # fmt: skip
-UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
+UNDATED_METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
 MOST_CHARACTERS, MOST_LINES = 200, 40  # of a line, and lines of a text
 
 
@@ -132,6 +132,6 @@ def save(figure: Figure, folder: Path, name: str) -> None:
     show_names_as_texts(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine(None)
-    for suffix, metadata in UNDATED.items():
+    for suffix, metadata in UNDATED_METADATA.items():
         figure.savefig(folder / f"{name}.{suffix}", dpi=150, metadata=metadata)
     plt.close(figure)

@@ -28,7 +28,7 @@ from grpo_ustat.pages.tables import best_size, percent, row_interval, three_digi
 from grpo_ustat.records import ACCURACY, Array
 from grpo_ustat.terminal.streams import percentage
 
-ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
+DEFAULT_ROLLOUTS = 256  # of a training step where none are named, as in conf/budget/train.yaml
 WHY_FIXED_ROLLOUTS = (
     "In the tables the error falls with G since a larger G draws more completions of the same "
     "questions; a training step has a fixed number of rollouts, where a larger G means fewer "
@@ -37,7 +37,7 @@ WHY_FIXED_ROLLOUTS = (
 WORTHWHILE_SAVING = 0.05  # share of the error; less does not pay for drawing groups anew
 HELPFUL_SAVING = 0.05  # share of the error; plans of unequal groups that save less do not help
 USUAL_SIZE = 8  # TRL's G where none is chosen
-NEIGHBOURS = (-1, 1)  # of the best admissible G, whose costs the sentence names
+NEIGHBOUR_OFFSETS = (-1, 1)  # of the best admissible G, whose costs the sentence names
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ def scaling_estimate_of(scaling: Mapping[str, Any]) -> ScalingEstimate:
     return ScalingEstimate(constants, covariance, float(scaling.get("dof", 1.0)))
 
 
-def group_size_costs(scaling: Mapping[str, Any], rollouts: int = ROLLOUTS) -> GroupSizeCosts:
+def group_size_costs(
+    scaling: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUTS
+) -> GroupSizeCosts:
     """What each admissible group size costs.
 
     Args:
@@ -92,7 +94,7 @@ def is_decided(scaling: Mapping[str, Any]) -> bool:
     return all(scaling[f"gstar{end}"] is not None for end in ("", "_low", "_high"))
 
 
-def decision_sentence(result: Mapping[str, Any], rollouts: int = ROLLOUTS) -> str:
+def decision_sentence(result: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUTS) -> str:
     """Which G is best and what its neighbours cost, or how much is missing to say so.
 
     Args:
@@ -160,7 +162,7 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
     sizes = list(costs.extra)
     place = sizes.index(costs.best)
     parts = []
-    for step in NEIGHBOURS:
+    for step in NEIGHBOUR_OFFSETS:
         if not 0 <= place + step < len(sizes):
             continue
         size = sizes[place + step]
@@ -177,7 +179,7 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
 
 
 def noise_sentence(
-    result: Mapping[str, Any], rollouts: int = ROLLOUTS, group_size: int | None = None
+    result: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUTS, group_size: int | None = None
 ) -> str:
     """How much of a step is noise, and what more or fewer rollouts would do.
 

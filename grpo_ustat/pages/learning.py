@@ -36,15 +36,19 @@ MONITORED = {  # where `monitor.gradient_mse_every` is set
 }
 LABELS = CURVES | MONITORED
 EVALUATIONS = {name: f"held-out {name}" for name in (ACCURACY, MEAN_REWARD)}
-POINTS = 40  # of a line at most, but for evaluations
-SHARES = (EVALUATIONS[ACCURACY], "frac_reward_zero_std", "completions/clipped_ratio")  # in [0, 1]
-UNBOUNDED = ("reward", EVALUATIONS[MEAN_REWARD])
+MOST_POINTS = 40  # of a line at most, but for evaluations
+SHARE_NAMES = (
+    EVALUATIONS[ACCURACY],
+    "frac_reward_zero_std",
+    "completions/clipped_ratio",
+)  # in [0, 1]
+UNBOUNDED_NAMES = ("reward", EVALUATIONS[MEAN_REWARD])
 GSTAR_NOTE = (
     " G*: 95 % bars over seeds, of one seed over the step's prompts; those that leave the picture "
     "have no upper end, or a far one."
 )
-OFF_THE_PICTURE = 1e9  # where an interval without an upper end is drawn to
-MOST_WITH_SEEDS = 6  # lines; of more, their seeds would hide them
+NO_UPPER_END = 1e9  # where an interval without an upper end is drawn to
+MOST_LINES_WITH_SEEDS = 6  # lines; of more, their seeds would hide them
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
         size = (0.2 + 3.6 * wide, 6.6)
         figure, panels = plt.subplots(2, wide, figsize=size, squeeze=False, layout="constrained")
         names = list(dict.fromkeys(run.series for run in runs))
-        seeds = seed_rows(runs) if len(names) <= MOST_WITH_SEEDS else []
+        seeds = seed_rows(runs) if len(names) <= MOST_LINES_WITH_SEEDS else []
         for axes, quantity in zip(panels.flat, quantities, strict=False):
             _panel(
                 axes,
@@ -128,7 +132,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         )
     if any(row["seeds"] > 1 for row in rows):
         thin = ", thin lines single seeds"
-        if len({row["series"] for row in rows}) > MOST_WITH_SEEDS:
+        if len({row["series"] for row in rows}) > MOST_LINES_WITH_SEEDS:
             thin = ", bands 95 % intervals over seeds, conditional on these questions (t)"
         return [
             f"Bold lines: means over seeds, at the steps that all runs of a series have{thin}."
@@ -201,7 +205,7 @@ def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
 def _block(runs: Sequence[Learning]) -> int:
     """How many steps a point is the mean of."""
     longest = max((row["step"] for run in runs for row in run.metrics), default=0)
-    return max(1, -(-longest // POINTS))
+    return max(1, -(-longest // MOST_POINTS))
 
 
 Estimate = tuple[float, float | None, float | None]  # value and its interval, None where unknown
@@ -282,7 +286,10 @@ def _panel(
         names: of the series.
     """
     quantity = rows[0]["quantity"] if rows else ""
-    least, most = (-math.inf if quantity in UNBOUNDED else 0), (1 if quantity in SHARES else None)
+    least, most = (
+        (-math.inf if quantity in UNBOUNDED_NAMES else 0),
+        (1 if quantity in SHARE_NAMES else None),
+    )
     for i, name in enumerate(names):
         line = [row for row in rows if row["series"] == name]
         colour, marker = series_style(name, i)
@@ -316,7 +323,7 @@ def _panel(
         axes.set_yticks(ticks, [str(tick) for tick in ticks])
         axes.set_yticks([], minor=True)
         axes.set_ylim(bottom, top)
-    elif quantity in SHARES and not any(row["mean"] for row in rows):
+    elif quantity in SHARE_NAMES and not any(row["mean"] for row in rows):
         axes.set_ylim(-0.005, 0.1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
@@ -329,7 +336,7 @@ def _gstar_bars(axes: Axes, line: Sequence[dict[str, Any]], colour: str, shift: 
     """
     for row in line:
         if row["low"] is not None:
-            high = OFF_THE_PICTURE if row["high"] is None else row["high"]
+            high = NO_UPPER_END if row["high"] is None else row["high"]
             axes.plot(
                 [row["step"] + shift] * 2, [max(row["low"], 1.0), high], color=colour, linewidth=1,
                 alpha=0.6,

@@ -12,17 +12,17 @@ import yaml
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.folders import CONF
-from grpo_ustat.pages.findings import ROLLOUTS, group_size_costs, is_decided, prompts_needed
+from grpo_ustat.pages.findings import DEFAULT_ROLLOUTS, group_size_costs, is_decided, prompts_needed
 
-FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
-OF_ONE_STUDY = ("questions", "part", "cut_at")  # fields of a study that the next one has not
+LARGEST_FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
+SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")  # fields of a study that the next one has not
 
 
 def next_step(
     result: Mapping[str, Any],
     config: Mapping[str, Any],
     folder: Path | None = None,
-    rollouts: int = ROLLOUTS,
+    rollouts: int = DEFAULT_ROLLOUTS,
 ) -> str:
     """What to do next, a command where there is one: train with the best G, or study more.
 
@@ -55,7 +55,7 @@ def next_step(
             rollouts //= 2
         return command_line("train", *shared, f"budget.rollouts={rollouts}", f"group_size={best}")
     questions, (low, high) = result["questions"], prompts_needed(result)
-    more = int(min(high, max(low, FOLLOW_UP * questions)))
+    more = int(min(high, max(low, LARGEST_FOLLOW_UP * questions)))
     budget = config["budget"] | {"pool_completions": result["pool_completions"]}
     sizes = [f"study.questions={questions + more}", *study_overrides({**config, "budget": budget})]
     if questions + more > (config["dataset"].get("study_size") or math.inf):
@@ -125,7 +125,7 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
     values = yaml.safe_load((CONF / "mse.yaml").read_text())
     budget = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())
     seed = yaml.safe_load((CONF / "common.yaml").read_text())["seed"]
-    study = {key: x for key, x in config["study"].items() if key not in OF_ONE_STUDY}
+    study = {key: x for key, x in config["study"].items() if key not in SINGLE_STUDY_FIELDS}
     sampler = config["rollout"]["name"]
     engine = yaml.safe_load((CONF / "rollout" / f"{sampler}.yaml").read_text())
     chosen = {key: config[key] for key in ("seed", "baselines", "group_sizes", "tf32")}

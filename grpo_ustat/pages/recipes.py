@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_ustat.estimators.intervals import Interval, positive_interval
 from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save
-from grpo_ustat.pages.findings import ROLLOUTS, is_decided, scaling_estimate_of
+from grpo_ustat.pages.findings import DEFAULT_ROLLOUTS, is_decided, scaling_estimate_of
 from grpo_ustat.pages.tables import Table, percent, three_digits
 
 RECIPES = {  # whose group size, and where it is published
@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
     extra: Interval
 
 
-def recipes(scaling: Mapping[str, Any], rollouts: int = ROLLOUTS) -> list[Recipe]:
+def recipes(scaling: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUTS) -> list[Recipe]:
     """The recipes and the best G of this policy, by group size; none where G* is not decided.
 
     Args:
@@ -62,7 +62,7 @@ def recipes(scaling: Mapping[str, Any], rollouts: int = ROLLOUTS) -> list[Recipe
     return rows
 
 
-def recipe_table(scaling: Mapping[str, Any], rollouts: int = ROLLOUTS) -> Table | None:
+def recipe_table(scaling: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUTS) -> Table | None:
     """A row per recipe; None where G* is not decided."""
     rows = recipes(scaling, rollouts)
     if not rows:

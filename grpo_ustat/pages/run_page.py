@@ -77,20 +77,20 @@ NOISE_COLUMNS = {
     "prompt_share": "of it from prompts",
 }  # fmt: skip
 MOST_STEPS = 200  # that the table of steps holds
-ERRORS = "Mean squared error of the gradient against group size"
-COSTS = "What each group size costs at the same number of rollouts"
-WORTHS = "What a rollout of each loss is worth"
-PUBLISHED = "Published group sizes at the same number of rollouts"
-PREDICTED = "Predictions are lines, measurements markers with 95 % intervals"
+WORTHS_CAPTION = "What a rollout of each loss is worth"
+ERRORS_CAPTION = "Mean squared error of the gradient against group size"
+COSTS_CAPTION = "What each group size costs at the same number of rollouts"
+PUBLISHED_CAPTION = "Published group sizes at the same number of rollouts"
+PREDICTED_CAPTION = "Predictions are lines, measurements markers with 95 % intervals"
 FIGURES = {  # that our runs draw: title, caption, data
     "train": {"learning": ("How training went", "Numbers:", "metrics.jsonl")},
     "mse": {
-        "losses": (WORTHS, "", None),
-        "scaling": (COSTS, "", None),
-        "recipes": (PUBLISHED, "", None),
-        "figure": (ERRORS, "Numbers:", "curves.csv"),
+        "losses": (WORTHS_CAPTION, "", None),
+        "scaling": (COSTS_CAPTION, "", None),
+        "recipes": (PUBLISHED_CAPTION, "", None),
+        "figure": (ERRORS_CAPTION, "Numbers:", "curves.csv"),
     },
-    "gap": {"figure": (PREDICTED, "Numbers:", "curves.csv")},
+    "gap": {"figure": (PREDICTED_CAPTION, "Numbers:", "curves.csv")},
 }
 
 

@@ -45,11 +45,15 @@ VERDICT_WORDS = {
 }
 TITLES = {kind: schema.title for kind, schema in STUDIES.items()}
 
-DYNAMIC = {
+RESAMPLING_COLUMNS = {
     "kept": "groups kept", "generated": "generated for a kept one",
     "break_even": "break-even share thrown away",
 }  # fmt: skip
-NOISE = {"rollouts": "n_c, rollouts", "tokens": "n_c, tokens", "prompt_share": "from prompts"}
+NOISE_COLUMNS = {
+    "rollouts": "n_c, rollouts",
+    "tokens": "n_c, tokens",
+    "prompt_share": "from prompts",
+}
 QUANTITIES = {  # of the scaling law and of Assumption 2
     "c1": "C1", "c2": "C2", "c3": "C3",
     "gstar": "G*, rollouts", "gstar_paper": "G*, as in the paper",
@@ -246,7 +250,8 @@ def mse_tables(run: RunRecord) -> list[Table]:
 def dynamic_sampling_table(rows: Sequence[dict[str, Any]]) -> Table:
     """What dynamic sampling costs at every G."""
     cells = [
-        [str(row["group_size"]), *(open_interval(row, name) for name in DYNAMIC)] for row in rows
+        [str(row["group_size"]), *(open_interval(row, name) for name in RESAMPLING_COLUMNS)]
+        for row in rows
     ]
     notes = [
         "Groups are drawn until enough have rewards that differ (DAPO). The gradient then has the "
@@ -255,7 +260,7 @@ def dynamic_sampling_table(rows: Sequence[dict[str, Any]]) -> Table:
         "the last column of its kept groups. In brackets 95 % intervals over prompts, of the last "
         "column 90 % at least.",
     ]
-    return Table("Dynamic sampling", ["G", *DYNAMIC.values()], cells, notes)
+    return Table("Dynamic sampling", ["G", *RESAMPLING_COLUMNS.values()], cells, notes)
 
 
 def proxies_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -345,19 +350,19 @@ def _noise_table(noise: dict[str, Any]) -> Table:
     """The noise scale at every G, and at the best one in rollouts and in tokens."""
     best = noise["best"]
     rows = [
-        [number_text(row["group_size"]), *(open_interval(row, name) for name in NOISE)]
+        [number_text(row["group_size"]), *(open_interval(row, name) for name in NOISE_COLUMNS)]
         for row in noise["curve"]
     ]
     if best["group_size"] is not None:
         size, size_tokens = best["group_size"], best["group_size_tokens"]
         sizes = f"G* = {size:.1f}" + (f", of tokens {size_tokens:.1f}" if size_tokens else "")
-        rows.append([sizes, *(open_interval(best, name) for name in NOISE)])
+        rows.append([sizes, *(open_interval(best, name) for name in NOISE_COLUMNS)])
     notes = [
         "n_c: rollouts of a step (tokens, prompts read once a group) at which half of E||ghat||^2 "
         "is noise. leave_one_out, prompts drawn independently; in brackets 95 % intervals.",
         *([noise["reason"]] if "reason" in noise else []),
     ]
-    return Table("Noise scale", ["G", *NOISE.values()], rows, notes)
+    return Table("Noise scale", ["G", *NOISE_COLUMNS.values()], rows, notes)
 
 
 def _curves_table(rows: list[dict[str, Any]]) -> Table:

@@ -17,7 +17,10 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.prompts import Turn
 from grpo_ustat.terminal.streams import single_line
 
-SECONDS, BYTES = 5.0, 2**30  # that writing one conversation may take, beside what is there
+MOST_SECONDS, MOST_BYTES = (
+    5.0,
+    2**30,
+)  # that writing one conversation may take, beside what is there
 MOST_LETTERS = 10_000_000  # letters of its text
 
 
@@ -28,8 +31,8 @@ def in_chat_format(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> 
     Python's objects; here it has a limit of time and memory, too, in the main thread.
 
     Raises:
-        ValueError: the template refuses the turns, fails, or does not end within `SECONDS` and
-            `BYTES`; a line that says which.
+        ValueError: the template refuses the turns, fails, or does not end within `MOST_SECONDS` and
+            `MOST_BYTES`; a line that says which.
     """
     try:
         with _limits():
@@ -37,9 +40,9 @@ def in_chat_format(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> 
                 cast(Any, turns), tokenize=False, add_generation_prompt=True
             )
     except _TooLong as error:
-        raise ValueError(f"it does not end within {SECONDS:g} s") from error
+        raise ValueError(f"it does not end within {MOST_SECONDS:g} s") from error
     except MemoryError as error:
-        raise ValueError(f"it takes more than {BYTES / 2**30:g} GiB") from error
+        raise ValueError(f"it takes more than {MOST_BYTES / 2**30:g} GiB") from error
     except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(str(error) or type(error).__name__) from error
     if not isinstance(text, str) or len(text) > MOST_LETTERS:
@@ -53,7 +56,7 @@ class _TooLong(BaseException):
 
 @contextmanager
 def _limits() -> Iterator[None]:
-    """Within, this process may work for `SECONDS` and allocate `BYTES` more."""
+    """Within, this process may work for `MOST_SECONDS` and allocate `MOST_BYTES` more."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -66,9 +69,9 @@ def _limits() -> Iterator[None]:
     if statm.exists():
         used = int(statm.read_text().split()[0]) * resource.getpagesize()
         most = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min([used + BYTES, *most]), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (min([used + MOST_BYTES, *most]), hard))
     handler = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
     try:
         yield
     finally:

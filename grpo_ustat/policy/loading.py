@@ -52,8 +52,8 @@ from grpo_ustat.tasks.registry import make_task
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-KINDS = ("F64", "F32", "BF16", "F16")  # of weights, as safetensors names them
-OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
+WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")  # of weights, as safetensors names them
+EXTRA_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 CLASSES_OF_NO_MODEL = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one, renamed in 5.0
 
 
@@ -179,7 +179,7 @@ def _model(source: str, *, revision: str | None, **options: Any) -> PreTrainedMo
         raise ConfigError("the hub has adapters under this name: download them to a folder")
     _check_weights(model, report, Path(source))
     for part in (model.config, model.config.get_text_config()):
-        for name in OUTPUTS:  # fields that change what a forward pass returns, not its logits
+        for name in EXTRA_OUTPUTS:  # fields that change what a forward pass returns, not its logits
             if getattr(part, name, False):
                 setattr(part, name, False)
         part.return_dict = True
@@ -216,8 +216,10 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], folder: Path)
         with safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118, it is no mapping
                 kind = tensors.get_slice(key).get_dtype()
-                if kind not in KINDS and any(name.endswith(key) for name in names):
-                    raise ConfigError(f"{key} is of {kind}: weights of {', '.join(KINDS)} are read")
+                if kind not in WEIGHT_DTYPES and any(name.endswith(key) for name in names):
+                    raise ConfigError(
+                        f"{key} is of {kind}: weights of {', '.join(WEIGHT_DTYPES)} are read"
+                    )
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     unexpected = [
         x for x in sorted(report["unexpected_keys"]) if x.rpartition(".")[2] not in buffers

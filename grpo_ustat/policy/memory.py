@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.limits import pass_bytes
 
-SHARE = 1 / 2  # of the free memory that the graph of a whole model may take
+GRAPH_MEMORY_SHARE = 1 / 2  # of the free memory that the graph of a whole model may take
 
 
 def free_bytes(device: torch.device) -> int:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-NARROW = (torch.bfloat16, torch.float16)
-WIDENING = "dtype" in torch.ops.aten.bmm.overloads()  # whether bmm may sum in a wider type
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
+HAS_WIDENING_BMM = "dtype" in torch.ops.aten.bmm.overloads()  # whether bmm may sum in a wider type
 
 
 def set_tf32(allowed: bool) -> None:
@@ -31,8 +31,8 @@ def full_products() -> Iterator[None]:
 
 def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether `wide_bmm` takes these factors as they are."""
-    narrow = left.dtype == right.dtype and left.dtype in NARROW
-    return WIDENING and narrow and left.device.type == "cuda"
+    narrow = left.dtype == right.dtype and left.dtype in NARROW_DTYPES
+    return HAS_WIDENING_BMM and narrow and left.device.type == "cuda"
 
 
 def wide_bmm(

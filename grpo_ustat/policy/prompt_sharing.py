@@ -141,7 +141,7 @@ class FullReader:
 
 Reader = SharedPromptReader | ContiguousReader | FullReader
 _contiguous: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-UNEQUAL, EQUAL = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]  # prompts of trials
+UNEQUAL_PROMPTS, EQUAL_PROMPTS = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]  # prompts of trials
 
 
 def can_share(policy: Policy) -> bool:
@@ -154,7 +154,8 @@ def can_share(policy: Policy) -> bool:
     if not plain or not layers or not {"position_ids", "past_key_values"} <= set(parameters):
         return False
     return all(
-        _agrees(policy, SharedPromptReader, prompts, at_once=2) for prompts in (UNEQUAL, EQUAL)
+        _agrees(policy, SharedPromptReader, prompts, at_once=2)
+        for prompts in (UNEQUAL_PROMPTS, EQUAL_PROMPTS)
     )
 
 
@@ -163,7 +164,7 @@ def can_read_contiguous(policy: Policy) -> bool:
     read alone; a model is tried once, unless there is no memory.
     """
     if policy.model not in _contiguous:
-        agrees = _agrees(policy, ContiguousReader, UNEQUAL, at_once=1)
+        agrees = _agrees(policy, ContiguousReader, UNEQUAL_PROMPTS, at_once=1)
         if agrees is None:
             return False
         _contiguous[policy.model] = agrees

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import LEVEL, Interval, t_interval
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, t_interval
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.records import MEAN_REWARD, joint_quantity
 from grpo_ustat.report.settings import Axis, setting_labels
@@ -92,7 +92,7 @@ def accuracy_cells(
         law = residual_variance(list(cells.values())) if pooled else None
         means = {key: over_seeds(runs) for key, runs in cells.items()}
         best = max(means, key=lambda key: means[key].estimate)
-        level = 1 - (1 - LEVEL) / max(len(means) - 1, 1)
+        level = 1 - (1 - CONFIDENCE) / max(len(means) - 1, 1)
         of_family = []
         for key, runs in cells.items():
             gap = None if key == best else difference(runs, cells[best], level, law)
@@ -162,7 +162,7 @@ def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
         (run,) = runs.values()
         return Interval(run["mean_reward"], run["low"], run["high"])
     means = [run["mean_reward"] for run in runs.values()]
-    interval = _seeds_interval(means, _rounding_variance(runs.values()), LEVEL)
+    interval = _seeds_interval(means, _rounding_variance(runs.values()), CONFIDENCE)
     return _bounded(interval, runs.values())
 
 
@@ -202,7 +202,7 @@ def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float
 def difference(
     runs: dict[int, dict[str, Any]],
     best: dict[int, dict[str, Any]],
-    level: float = LEVEL,
+    level: float = CONFIDENCE,
     law: tuple[float, int] | None = None,
 ) -> Interval | None:
     """A cell's mean less the best one, see `accuracy_cells`; None where too few seeds are shared.

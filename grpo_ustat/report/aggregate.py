@@ -37,7 +37,7 @@ from grpo_ustat.report.best_group_size import best_group_size
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, read_runs
 from grpo_ustat.report.joint_page import Report, page, runs_table
 from grpo_ustat.report.published import published_table
-from grpo_ustat.report.settings import ROLLOUTS, SIZE, Axis, setting_labels, swept_axis
+from grpo_ustat.report.settings import ROLLOUTS_KEY, SIZE_KEY, Axis, setting_labels, swept_axis
 from grpo_ustat.report.verdicts import (
     claims_table,
     in_order,
@@ -51,7 +51,7 @@ from grpo_ustat.runs.status import Entry
 from grpo_ustat.terminal.console import Console, tell
 from grpo_ustat.terminal.streams import single_line
 
-FILES = re.compile(
+TABLE_FILE = re.compile(
     r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|learning.*|mse|published_table2|runs|settings|theorems)"
     r"\.(csv|tex|pdf|svg|png)"
 )
@@ -97,7 +97,7 @@ def write_report(report: Report) -> None:
     report.folder.mkdir(parents=True, exist_ok=True)
     if (report.folder / NAME).is_file():  # an earlier report, parts of which this one may not have
         for file in report.folder.iterdir():
-            if FILES.fullmatch(file.name):
+            if TABLE_FILE.fullmatch(file.name):
                 file.unlink()
     report.notes += run_set_notes(report.run_set)
     if report.theorems:
@@ -259,7 +259,7 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
         [*captions, *lines, *report.missing_captions], gstar,
     )  # fmt: skip
     budget_cells = compared(at_last(rows, steps), accuracy.BY_BUDGET)
-    if axis.key in (SIZE, ROLLOUTS):
+    if axis.key in (SIZE_KEY, ROLLOUTS_KEY):
         report.tables.append(accuracy.budget_table(budget_cells))
         report.answers.append(best_sentence(budget_cells))
     if len({(row["test"], row["setting"]) for row in rows}) > len({row["test"] for row in rows}):
@@ -298,7 +298,7 @@ def _measured_gstar(
         return [run.policy, run.dataset, run.code.get("weights"), run.config.get("temperature")]
 
     starts = [start(run) for run in report.training]
-    if axis.key == SIZE and all(own == starts[0] for own in starts):
+    if axis.key == SIZE_KEY and all(own == starts[0] for own in starts):
         for run in report.studies:
             scaling = run.final_result["scaling"]
             best, low, high = (scaling[f"gstar{end}"] for end in ("", "_low", "_high"))

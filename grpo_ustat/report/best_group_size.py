@@ -25,7 +25,7 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.intervals import LEVEL, Interval
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.pages.study_page import CLAIM_COLUMNS, claim_cells
 from grpo_ustat.pages.tables import Table
@@ -132,7 +132,7 @@ class BudgetResult:
         """
         cells, dof = self.cells[outcome], len(self.seeds) - 1
         others = max(len(cells) - 1, 1)
-        critical = stats.t.ppf(1 - (1 - LEVEL) / others / 2, dof)
+        critical = stats.t.ppf(1 - (1 - CONFIDENCE) / others / 2, dof)
         p_values = {}
         for cell in cells:
             p_value = 1.0

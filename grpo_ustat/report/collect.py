@@ -23,7 +23,7 @@ CONFIG_KEYS = {  # that a configuration of a command has
     "mse": ("model.name", "prompt.name", "dataset.name", "group_sizes", "seed"),
     "gap": ("study.kind", "bed.name", "seed"),
 }  # fmt: skip
-SWEPT = ("group_size", "seed", "budget.rollouts")  # a series holds several values of these
+SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")  # a series holds several values of these
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _check(run: RunRecord) -> None:
 
 
 def distinguishing_keys(
-    runs: Sequence[dict[str, Any]], ignored: Sequence[str] = SWEPT
+    runs: Sequence[dict[str, Any]], ignored: Sequence[str] = SWEPT_KEYS
 ) -> list[str]:
     """Keys by which runs differ, each only if those before it leave some together.
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from grpo_ustat.runs.record import RunRecord, key_label
 
-SIZE, ROLLOUTS = "group_size", "budget.rollouts"
-OF_TEST = ("dataset.", "eval.", "data")  # runs that differ in these answered other questions
+SIZE_KEY, ROLLOUTS_KEY = "group_size", "budget.rollouts"
+TEST_KEYS = ("dataset.", "eval.", "data")  # runs that differ in these answered other questions
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Axis:
         values: of the runs, numbers in order, others as the runs have them.
     """
 
-    key: str = SIZE
+    key: str = SIZE_KEY
     values: tuple[Any, ...] = ()
 
     @property
     def label(self) -> str:
         """Its name in words."""
-        names = {SIZE: "group size G", ROLLOUTS: "rollouts a step, n"}
+        names = {SIZE_KEY: "group size G", ROLLOUTS_KEY: "rollouts a step, n"}
         return names.get(self.key, self.key.removesuffix(".name").replace("_", " "))
 
     @property
     def symbol(self) -> str:
         """Its name within a sentence."""
-        return {SIZE: "G", ROLLOUTS: "n"}.get(self.key, "settings")
+        return {SIZE_KEY: "G", ROLLOUTS_KEY: "n"}.get(self.key, "settings")
 
     @property
     def is_numeric(self) -> bool:
@@ -43,14 +43,14 @@ class Axis:
     @property
     def is_logarithmic(self) -> bool:
         """Whether the values span so much that their ratios count."""
-        if self.key in (SIZE, ROLLOUTS):
+        if self.key in (SIZE_KEY, ROLLOUTS_KEY):
             return True
         positive = self.is_numeric and min(self.values, default=0) > 0
         return positive and max(self.values) >= 4 * min(self.values)
 
     def position(self, value: Any) -> float:
         """Place of a value on the axis."""
-        if self.key == SIZE or self.is_numeric:
+        if self.key == SIZE_KEY or self.is_numeric:
             return float(value)
         return float(self.values.index(value))
 
@@ -60,7 +60,7 @@ class Axis:
         >>> Axis().text(8), Axis("baseline.name", ("none",)).text("none")
         ('G = 8', 'none')
         """
-        name = {SIZE: "G = ", ROLLOUTS: "n = "}.get(self.key, "")
+        name = {SIZE_KEY: "G = ", ROLLOUTS_KEY: "n = "}.get(self.key, "")
         if self.is_numeric and not name:
             name = f"{self.label} = "
         return f"{name}{value_text(value)}"
@@ -76,12 +76,12 @@ def swept_axis(runs: Sequence[RunRecord], series_keys: Sequence[str]) -> Axis:
         series_keys: by which they differ beside group size, budget and seed.
     """
     if len({run.config["group_size"] for run in runs}) > 1:
-        return Axis(SIZE, _values(runs, SIZE))
-    keys = [key for key in series_keys if not key.startswith(OF_TEST)]
+        return Axis(SIZE_KEY, _values(runs, SIZE_KEY))
+    keys = [key for key in series_keys if not key.startswith(TEST_KEYS)]
     if len({run.config["budget"]["rollouts"] for run in runs}) > 1:
-        keys.append(ROLLOUTS)
+        keys.append(ROLLOUTS_KEY)
     axes = [Axis(key, _values(runs, key)) for key in keys]
-    default = Axis(SIZE, _values(runs, SIZE))
+    default = Axis(SIZE_KEY, _values(runs, SIZE_KEY))
     return max(axes, key=lambda axis: (axis.is_numeric, len(axis.values)), default=default)
 
 
@@ -94,11 +94,11 @@ def setting_labels(run: RunRecord, series_keys: Sequence[str], axis: Axis) -> di
         has in common; `setting`: the series without the test.
     """
     config, keys = run.config, run.keys
-    test_keys = [key for key in series_keys if key.startswith(OF_TEST)]
+    test_keys = [key for key in series_keys if key.startswith(TEST_KEYS)]
     setting_keys = [key for key in series_keys if key not in test_keys]
     rollouts, size = config["budget"]["rollouts"], config["group_size"]
-    budget = "" if axis.key == ROLLOUTS else f"n={rollouts}"
-    group = "" if axis.key == SIZE else f"G={size}"
+    budget = "" if axis.key == ROLLOUTS_KEY else f"n={rollouts}"
+    group = "" if axis.key == SIZE_KEY else f"G={size}"
     others = key_label(keys, [key for key in series_keys if key != axis.key])
     return {
         "series": key_label(keys, series_keys),
@@ -120,9 +120,9 @@ def value_text(value: Any) -> str:
 
 def _value(run: RunRecord, key: str) -> Any:
     """A run's value of a key; lists as text, which can be told apart and sorted."""
-    if key == SIZE:
+    if key == SIZE_KEY:
         return run.config["group_size"]
-    if key == ROLLOUTS:
+    if key == ROLLOUTS_KEY:
         return run.config["budget"]["rollouts"]
     value = run.keys.get(key)
     return value if _is_number(value) else value_text(value)

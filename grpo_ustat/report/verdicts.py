@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_ustat.pages.page import Figure, read_figure
-from grpo_ustat.pages.run_page import PREDICTED
+from grpo_ustat.pages.run_page import PREDICTED_CAPTION
 from grpo_ustat.pages.study_page import CLAIM_COLUMNS, TITLES, claim_cells
 from grpo_ustat.pages.tables import Table, enumeration
 from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.runs.record import (
     AGREES,
-    COUNTED,
     DISAGREES,
     OPEN,
+    VERDICT_COUNT_WORDS,
     RunRecord,
     key_label,
     verdict_counts,
@@ -25,7 +25,7 @@ RULE = (
     "A study disagrees if any of its claims does, after Holm's correction over its claims. If none "
     "disagrees but some claim is not decided, the study is not decided."
 )
-COUNT_COLUMNS = [name.replace(" ", "_") for name in COUNTED.values()]
+COUNT_COLUMNS = [name.replace(" ", "_") for name in VERDICT_COUNT_WORDS.values()]
 
 
 def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -65,9 +65,16 @@ def theorems_table(studies: Sequence[RunRecord]) -> Table:
     return Table(
         name="theorems",
         title="What is predicted, and whether it is measured",
-        columns=["result", "about", "test problem", *COUNTED.values(), "verdict", "answer"],
+        columns=[
+            "result",
+            "about",
+            "test problem",
+            *VERDICT_COUNT_WORDS.values(),
+            "verdict",
+            "answer",
+        ],
         rows=rows,
-        notes=[RULE, f"{', '.join(COUNTED.values())}: claims."],
+        notes=[RULE, f"{', '.join(VERDICT_COUNT_WORDS.values())}: claims."],
         data=data,
         headings=True,
         sentences=("about", "answer"),
@@ -110,7 +117,9 @@ def study_figures(studies: Sequence[RunRecord]) -> tuple[list[Figure], list[str]
     for run, identity in zip(studies, _identities(studies), strict=True):
         bed = _bed_text(identity, ", ")
         title = identity["result"] if bed == "-" else f"{identity['result']}, on {bed}"
-        figure, wrong = read_figure(run.folder / "figure.svg", title, f"{PREDICTED}. {run.label}")
+        figure, wrong = read_figure(
+            run.folder / "figure.svg", title, f"{PREDICTED_CAPTION}. {run.label}"
+        )
         if figure is None:
             lines.append(f"damaged: {run.label}: figure.svg is not shown: {wrong}")
         else:

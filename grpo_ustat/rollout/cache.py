@@ -16,8 +16,8 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-ROOM = 64  # tokens of room in a new buffer: what it copies is little beside what attention reads
-IN_PLACE_FROM = 12 * 1024  # bytes of one row's head, where a copy costs more than reading with gaps
+SPARE_TOKENS = 64  # of a new buffer: copying them is little beside what attention reads
+LEAST_IN_PLACE_BYTES = 12 * 1024  # of a row's head: a copy costs more than reading with gaps
 
 
 def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
@@ -177,14 +177,14 @@ class GrowingTensor:
     def append(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """`old` followed by `new` along T, as a view of the buffer where it has room."""
         count, on_cpu = new.shape[-2], new.device.type == "cpu"
-        if not old.numel() or (on_cpu and old[0, 0].nbytes < IN_PLACE_FROM):
+        if not old.numel() or (on_cpu and old[0, 0].nbytes < LEAST_IN_PLACE_BYTES):
             self.buffer, self.view = None, torch.cat([old, new], dim=-2) if old.numel() else new
             return self.view
         buffer = self.buffer
         if buffer is None or old is not self.view or buffer.shape[-2] - self.length < count:
             *rows, self.length, width = old.shape
             needed = self.length + count
-            columns = needed + ROOM
+            columns = needed + SPARE_TOKENS
             if not on_cpu:
                 columns = min(1 << (columns - 1).bit_length(), max(self.most, columns))
             buffer = old.new_empty((*rows, columns, width))

@@ -7,7 +7,7 @@ import torch
 from grpo_ustat.policy.logprobs import widen
 
 LOGITS_AT_ONCE = {"cpu": 2**19}  # fits the processor's cache; elsewhere 2**24
-BLOCK = 256  # tokens whose weights are summed before any is looked at
+BLOCK_TOKENS = 256  # tokens whose weights are summed before any is looked at
 
 
 def choose(
@@ -31,7 +31,7 @@ def choose(
         H = log Z - sum_v p_v s_v [R] in nats, both float64.
     """
     rows = max(1, LOGITS_AT_ONCE.get(logits_RV.device.type, 2**24) // logits_RV.shape[1])
-    draw = draw_by_blocks if logits_RV.shape[1] > 32 * BLOCK else draw_token
+    draw = draw_by_blocks if logits_RV.shape[1] > 32 * BLOCK_TOKENS else draw_token
     tokens, logprobs, entropies = [], [], []
     parts = zip(logits_RV.split(rows), uniform_R.split(rows), strict=True)
     for part_RV, part_uniform_R in parts:
@@ -77,20 +77,20 @@ def draw_by_blocks(
     else in float64.
     """
     vocabulary = weights_RV.shape[1]
-    whole = vocabulary // BLOCK * BLOCK
-    sums_RK = weights_RV[:, :whole].unflatten(1, (-1, BLOCK)).sum(dim=-1)
+    whole = vocabulary // BLOCK_TOKENS * BLOCK_TOKENS
+    sums_RK = weights_RV[:, :whole].unflatten(1, (-1, BLOCK_TOKENS)).sum(dim=-1)
     rest_R1 = weights_RV[:, whole:].sum(dim=-1, keepdim=True)
     cumulative_RK = torch.cat([sums_RK, rest_R1], dim=1).cumsum(dim=-1, dtype=torch.float64)
     total_R1 = cumulative_RK[:, -1:]
     threshold_R1 = uniform_R1 * total_R1
     block_R1 = first_beyond(cumulative_RK, threshold_R1)
     before_RK = torch.nn.functional.pad(cumulative_RK, (1, 0))
-    place_RB = block_R1 * BLOCK + torch.arange(BLOCK, device=weights_RV.device)
+    place_RB = block_R1 * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=weights_RV.device)
     inside_RB = weights_RV.gather(1, place_RB.clamp(max=vocabulary - 1))
     inside_RB = inside_RB.masked_fill(place_RB >= vocabulary, 0)
     cumulative_RB = inside_RB.cumsum(dim=-1, dtype=torch.float64)
     token_R1 = first_beyond(cumulative_RB, threshold_R1 - before_RK.gather(1, block_R1))
-    return (block_R1 * BLOCK + token_R1).clamp_(max=vocabulary - 1), total_R1
+    return (block_R1 * BLOCK_TOKENS + token_R1).clamp_(max=vocabulary - 1), total_R1
 
 
 def first_beyond(cumulative_RN: torch.Tensor, threshold_R1: torch.Tensor) -> torch.Tensor:

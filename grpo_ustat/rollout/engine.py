@@ -20,7 +20,7 @@ from grpo_ustat.rollout.local import Sampling, sample
 from grpo_ustat.rollout.vllm import VllmEngine
 from grpo_ustat.rollout.vllm_server import VllmServerEngine
 
-OF_ANOTHER_CACHE = ("recurrent_gemma",)  # whose past_key_values is no transformers.Cache of ours
+MODELS_WITH_OWN_CACHE = ("recurrent_gemma",)  # whose past_key_values is no transformers.Cache
 
 
 class Engine(Protocol):
@@ -67,7 +67,7 @@ def check_cache(model: PreTrainedModel) -> None:
     """
     kind = model.config.model_type
     keeps_it = "past_key_values" in inspect.signature(causal(model).forward).parameters
-    if keeps_it and kind not in OF_ANOTHER_CACHE:
+    if keeps_it and kind not in MODELS_WITH_OWN_CACHE:
         return
     raise ConfigError(
         f"rollout=local cannot sample from {kind}, which continues no text from past_key_values: "

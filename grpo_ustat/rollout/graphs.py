@@ -31,7 +31,7 @@ SPARE_COLUMNS = 64  # beyond the longest text: tokens until the next look, and a
 ATTENTION = ("sdpa", "eager")  # implementations that add a mask of four axes
 # difference of logits with and without graphs, over the largest of them; other types 0.1
 LOGIT_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3}
-STATE = (
+STATE_TENSORS = (
     *("prompt_lengths_R", "lengths_R", "unfinished_R", "token_R"),
     *("uniforms_RT", "tokens_RT", "logprobs_RT", "entropy_RT"),
 )
@@ -97,7 +97,7 @@ class TokenGraphs:
         rows: of the largest batch, the first.
         most: columns of the buffers.
         columns: that are read, at present.
-        state: tensors of `STATE`.
+        state: tensors of `STATE_TENSORS`.
         buffers: keys and values of each layer.
         bias_RC: is added to what attention says of a column: 0, or -inf where a row does not look.
         column_1: of the next token.
@@ -109,7 +109,7 @@ class TokenGraphs:
         self.most = (
             -(-(batch.length + batch.width) // SPARE_COLUMNS) * SPARE_COLUMNS + SPARE_COLUMNS
         )
-        self.state = {name: torch.empty_like(getattr(batch, name)) for name in STATE}
+        self.state = {name: torch.empty_like(getattr(batch, name)) for name in STATE_TENSORS}
         self.goes_on_V = batch.goes_on_V
         self.buffers = [
             [x.new_zeros((*x.shape[:2], self.most, x.shape[3])) for x in _tensors(layer)]

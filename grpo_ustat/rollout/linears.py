@@ -13,8 +13,8 @@ from torch import nn
 
 from grpo_ustat.policy.memory import free_bytes
 
-PACK_FROM = 2**16  # entries of a weight; smaller ones lose more by the longer call
-SHARE_OF_MEMORY = 1 / 8  # weights beyond this share of the machine's memory are not packed
+LEAST_PACKED_ENTRIES = 2**16  # entries of a weight; smaller ones lose more by the longer call
+LARGEST_PACKED_SHARE = 1 / 8  # weights beyond this share of the machine's memory are not packed
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def packed_linears(model: nn.Module, rows: int) -> Iterator[None]:
     """
     layers = [module for module in model.modules() if _packable(module)]
     size = sum(layer.weight.nbytes for layer in layers)
-    if size > SHARE_OF_MEMORY * psutil.virtual_memory().total:
+    if size > LARGEST_PACKED_SHARE * psutil.virtual_memory().total:
         layers = []
     try:
         for layer in layers:
@@ -85,7 +85,7 @@ def _packable(module: nn.Module) -> TypeGuard[nn.Linear]:
         and type(module.weight) is nn.Parameter
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.float32
-        and module.weight.numel() >= PACK_FROM
+        and module.weight.numel() >= LEAST_PACKED_ENTRIES
         and torch.backends.mkldnn.is_available()
         and not torch.is_autocast_enabled("cpu")  # sampling and scoring in the same precision
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

@@ -25,8 +25,8 @@ from grpo_ustat.terminal.progress import Progress
 
 REFILL_BELOW = 0.9  # replace finished rows once fewer than this share are unfinished
 DECIDE_BELOW = 0.7  # decide at this share whether lengths are so unequal that replacing pays:
-UNEQUAL = 1.25  # tokens until then, over those until REFILL_BELOW
-LOOK_EVERY = {"cpu": 1}  # tokens from one look at what is finished to the next; elsewhere 16
+UNEQUAL_TOKEN_RATIO = 1.25  # tokens until then, over those until REFILL_BELOW
+TOKENS_BETWEEN_LOOKS = {"cpu": 1}  # at what is finished; elsewhere 16
 
 
 def sample(
@@ -131,7 +131,7 @@ def decode(
         written: is filled.
         progress: counts finished completions and tokens.
     """
-    every = LOOK_EVERY.get(policy.model.device.type, 16)
+    every = TOKENS_BETWEEN_LOOKS.get(policy.model.device.type, 16)
     waiting, refill, graphs = order, False, None
     if len(order) > at_once:
         waiting = sorted(order, key=lambda r: -len(work.prompt(r)))
@@ -146,7 +146,7 @@ def decode(
                 if count < REFILL_BELOW * rows and not first_leave:
                     first_leave = batch.drawn
                 if undecided and count < DECIDE_BELOW * rows:
-                    refill, undecided = batch.drawn > UNEQUAL * first_leave, False
+                    refill, undecided = batch.drawn > UNEQUAL_TOKEN_RATIO * first_leave, False
                 if refill and waiting and 0 < count < REFILL_BELOW * rows:
                     batch.take(written)
                     batch.refill(waiting)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-NAME = "_ignore_causal_mask_sdpa"
+PATCHED_FUNCTION = "_ignore_causal_mask_sdpa"
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def masks_without_waits(device: torch.device) -> Iterator[None]:
     every token. The sampler passes a mask only where it hides something. A version of transformers
     that asks elsewhere is left as it is: the same tokens, with waits.
     """
-    ask = getattr(masking_utils, NAME, None)
+    ask = getattr(masking_utils, PATCHED_FUNCTION, None)
     if device.type == "cpu" or ask is None:
         yield
         return
@@ -28,8 +28,8 @@ def masks_without_waits(device: torch.device) -> Iterator[None]:
     def leave_out(padding_mask: torch.Tensor | None, *args: Any, **options: Any) -> bool:
         return padding_mask is None and ask(padding_mask, *args, **options)
 
-    setattr(masking_utils, NAME, leave_out)
+    setattr(masking_utils, PATCHED_FUNCTION, leave_out)
     try:
         yield
     finally:
-        setattr(masking_utils, NAME, ask)
+        setattr(masking_utils, PATCHED_FUNCTION, ask)

@@ -35,14 +35,14 @@ ENVIRONMENT = {  # read by vLLM when it is imported; what the user has set stays
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-FIXED = {
+FIXED_OPTIONS = {
     "load_format": "dummy",  # `refresh` brings the weights
     "skip_tokenizer_init": True,  # tokens in, tokens out
     "generation_config": "vllm",  # not the model's own temperature, top_p and the like
     "logprobs_mode": "processed_logprobs",  # at the temperature sampled at
     "trust_remote_code": False,
 }
-PLAIN = {  # of every request: nothing reshapes its distribution
+PLAIN_SAMPLING = {  # of every request: nothing reshapes its distribution
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -107,7 +107,7 @@ class VllmEngine:
         encoded = self._policy.encode([prompt.text for prompt in prompts])
         limit, fix = self._llm.model_config.max_model_len, "use rollout.max_model_len={} or more"
         check_requests(encoded, sampling, limit, fix)
-        options = PLAIN | {
+        options = PLAIN_SAMPLING | {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_completion_length,
             "stop_token_ids": sorted(self._policy.end_tokens),  # these alone stop a request
@@ -238,8 +238,8 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
     with tempfile.TemporaryDirectory() as folder, restore_process_state(policy.model.device):
         shape.save_pretrained(folder)
         try:
-            llm = vllm.LLM(folder, dtype=dtype, max_num_seqs=rows, **FIXED, **limits)
-            first = vllm.SamplingParams(**PLAIN, seed=0, max_tokens=1, stop_token_ids=[])
+            llm = vllm.LLM(folder, dtype=dtype, max_num_seqs=rows, **FIXED_OPTIONS, **limits)
+            first = vllm.SamplingParams(**PLAIN_SAMPLING, seed=0, max_tokens=1, stop_token_ids=[])
             # Some shapes are refused at the first token only.
             llm.generate([{"prompt_token_ids": [policy.pad_token]}], [first], use_tqdm=False)
         except (ValueError, RuntimeError) as error:

@@ -30,7 +30,7 @@ from grpo_ustat.rollout.vllm import check_requests, checkpoint_weights, import_v
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-PLAIN = {  # of every request: nothing reshapes its distribution
+PLAIN_SAMPLING = {  # of every request: nothing reshapes its distribution
     "n": 1,
     "temperature": 1.0,
     "top_p": 1.0,
@@ -44,10 +44,10 @@ PLAIN = {  # of every request: nothing reshapes its distribution
     "return_token_ids": True,
     "skip_special_tokens": False,
 }
-SHAPE = (
+SHAPE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
 )  # fmt: skip
-AT_ONCE = 256  # requests on their way; the server puts them into batches of its own
+REQUESTS_AT_ONCE = 256  # requests on their way; the server puts them into batches of its own
 
 
 class VllmServerEngine:
@@ -74,7 +74,7 @@ class VllmServerEngine:
                 f"rollout=vllm_server on {world()} ranks: one process trains with a server; use "
                 "one rank, or rollout=vllm, which has an engine on every rank"
             )
-        self._policy, self._rows = policy, min(rows, AT_ONCE)
+        self._policy, self._rows = policy, min(rows, REQUESTS_AT_ONCE)
         self._server = Server(options.url, options.timeout)
         import_vllm("vllm_server")
         self._model, self._limit = check_server(self._server, policy)
@@ -120,7 +120,7 @@ class VllmServerEngine:
         encoded = self._policy.encode([prompt.text for prompt in prompts])
         fix = "start the server with --max-model-len {} or more"
         check_requests(encoded, sampling, self._limit, fix)
-        options = PLAIN | {
+        options = PLAIN_SAMPLING | {
             "model": self._model,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "max_tokens": sampling.max_completion_length,
@@ -216,7 +216,10 @@ def check_server(server: Server, policy: Policy) -> tuple[str, int]:
         ("--generation-config", model["generation_config"], "vllm"),
         ("--dtype", str(model["dtype"]).removeprefix("torch."), dtype),
         ("--quantization", model["quantization"], None),
-        *((f"the model's {n}", getattr(served, n, None), getattr(own, n, None)) for n in SHAPE),
+        *(
+            (f"the model's {name}", getattr(served, name, None), getattr(own, name, None))
+            for name in SHAPE_FIELDS
+        ),
     ]  # fmt: skip
     for name, there, wanted in differences:
         if there != wanted:

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 from grpo_ustat.runs.events import Event
 from grpo_ustat.runs.files import write_whole
-from grpo_ustat.runs.folder import TRACKER
+from grpo_ustat.runs.folder import TRACKER_FOLDER
 
-UNSENT = "wandb-unsent.txt"  # in the tracker's folder: where wandb keeps runs, a line each
-IN_SWEEP = "GRPO_USTAT_SWEEP"  # environment: the run is one of a sweep
+UNSENT_FILE = "wandb-unsent.txt"  # in the tracker's folder: where wandb keeps runs, a line each
+SWEEP_VARIABLE = "GRPO_USTAT_SWEEP"  # environment: the run is one of a sweep
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}  # exit codes for the tracker
 
 
@@ -95,7 +95,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
         self._offset: int | None = None
         self._place = Path(self._run.settings.sync_dir)
-        with (about.folder / UNSENT).open("a") as file:
+        with (about.folder / UNSENT_FILE).open("a") as file:
             file.write(f"{self._place}\n")
 
     def send(self, index: int, events: list[Event]) -> None:
@@ -129,13 +129,15 @@ class Wandb:
         self._wandb.teardown()  # finish returns before its service has written the run's file
         url, offline = self._run.url, self._run.offline
         if not offline:  # all has arrived
-            lines = (self._folder / UNSENT).read_text().splitlines()
+            lines = (self._folder / UNSENT_FILE).read_text().splitlines()
             kept = [f"{line}\n" for line in lines if line != str(self._place)]
-            write_whole(self._folder / UNSENT, "".join(kept))
+            write_whole(self._folder / UNSENT_FILE, "".join(kept))
         unsent = unsent_runs(self._folder.parent)  # also of earlier starts of this run
         command = sync_command(unsent) if unsent else None
         if offline:
-            return None if IN_SWEEP in os.environ else command  # the sweep ends with one for all
+            return (
+                None if SWEEP_VARIABLE in os.environ else command
+            )  # the sweep ends with one for all
         return f"{url}; {command}" if command else url
 
 
@@ -263,9 +265,9 @@ def unsent_runs(folder: Path) -> list[Path]:
     """Folders of what wandb has not sent of a run folder: one for each start of the run off line,
     or on line where it was left before its end; also where the folder was moved since.
     """
-    file = folder / TRACKER / UNSENT
+    file = folder / TRACKER_FOLDER / UNSENT_FILE
     lines = file.read_text().splitlines() if file.is_file() else []
-    inside = sorted((folder / TRACKER / "wandb").glob("offline-run-*"))
+    inside = sorted((folder / TRACKER_FOLDER / "wandb").glob("offline-run-*"))
     places = {place.resolve(): place for place in [*map(Path, lines), *inside][::-1]}
     unsent = [place for place in places.values() if not [*place.glob("*.synced")]]
     return [place for place in unsent[::-1] if place.is_dir()]
@@ -280,7 +282,7 @@ def sync_command(places: Sequence[Path], sweep: Path | None = None) -> str:
     """
     names = [shlex.quote(str(place)) for place in places]
     if sweep is not None and len(places) > 1:
-        pattern = sweep.absolute() / "*" / "seed-*" / TRACKER / "wandb" / "offline-run-*"
+        pattern = sweep.absolute() / "*" / "seed-*" / TRACKER_FOLDER / "wandb" / "offline-run-*"
         every = {Path(name).resolve() for name in glob.glob(str(pattern))}
         if every == {place.resolve() for place in places} and shlex.quote(str(sweep)) == str(sweep):
             names = [str(sweep / pattern.relative_to(sweep.absolute()))]

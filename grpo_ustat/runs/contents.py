@@ -22,7 +22,7 @@ from grpo_ustat.config.run import LARGEST_COUNT
 from grpo_ustat.terminal.streams import single_line
 
 MOST_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
-USUAL_BYTES = 256_000_000  # of all other files
+MOST_OTHER_BYTES = 256_000_000  # of all other files
 MOST_DEPTH, MOST_VALUES, MOST_LETTERS = 40, 2_000_000, 1_000_000
 MOST_SETTINGS = 50_000  # values of a configuration, aliases as often as they stand
 MOST_ROWS = 20_000  # of a table within a result
@@ -62,7 +62,7 @@ def text_of(folder: Path, name: str) -> str:
         OSError: it cannot be read.
         ValueError: it is larger than any that a run writes.
     """
-    size, most = (folder / name).stat().st_size, MOST_BYTES.get(name, USUAL_BYTES)
+    size, most = (folder / name).stat().st_size, MOST_BYTES.get(name, MOST_OTHER_BYTES)
     if size > most:
         raise ValueError(f"it has {size:,} bytes, at most {most:,} are read")
     return (folder / name).read_text(errors="replace")

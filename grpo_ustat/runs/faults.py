@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError
 
-OF_FILES = {  # what to do where a file could not be written or read, by the system's number
+FILE_FIXES = {  # what to do where a file could not be written or read, by the system's number
     errno.ENOSPC: "make room on the disk",
     errno.EDQUOT: "make room in your share of the disk (quota)",
     errno.EROFS: "make the file system writable",
@@ -29,25 +29,25 @@ OF_FILES = {  # what to do where a file could not be written or read, by the sys
     errno.ELOOP: "mend the symbolic link",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-OF_NAMED_FILES = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
-OF_LIMITS = {
+NAMED_FILE_ERRORS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+LIMIT_FIXES = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "close files of other programs: the whole machine has too many open",
     errno.ENOMEM: "free memory, or raise its limit (ulimit -v)",
     errno.EAGAIN: "raise the limit of processes and threads (ulimit -u)",
 }
-GONE = (errno.ENOENT, errno.ENOTDIR)  # of a file whose folder is there they are mistakes of ours
-IN_TEXTS = (  # known by their words, where a library wraps them and leaves the number out
+MISSING_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR)  # in a folder that is there, a bug of ours
+ERRORS_IN_TEXTS = (  # known by their words, where a library wraps them and leaves the number out
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE,
     errno.ENOMEM,
 )  # fmt: skip
-NUMBER = re.compile(r"(?:\[Errno |os error |Os \{ code: )(\d+)")
-FILE = re.compile(r"\[Errno \d+\] [^:\n]+: '([^'\n]+)'")
+ERROR_NUMBER = re.compile(r"(?:\[Errno |os error |Os \{ code: )(\d+)")
+ERROR_FILE = re.compile(r"\[Errno \d+\] [^:\n]+: '([^'\n]+)'")
 NO_MEMORY = re.compile(r"\bMemoryError\b|can't allocate memory|std::bad_alloc")
 NO_THREAD = re.compile(r"can't start new thread")
-LOST = re.compile(r"worker \d+ ended with exit code -\d+")
-WORKING = "the working folder"
-TEMPORARY = "No usable temporary directory"
+LOST_WORKER = re.compile(r"worker \d+ ended with exit code -\d+")
+WORKING_FOLDER = "the working folder"
+NO_TEMPORARY_FOLDER = "No usable temporary directory"
 
 
 class NotSaved(OSError):
@@ -75,37 +75,37 @@ def refusal(error: BaseException) -> tuple[str, str, bool] | None:
     text = str(error)
     if isinstance(error, ConfigError):
         return None
-    if TEMPORARY in text:
+    if NO_TEMPORARY_FOLDER in text:
         return "no folder for temporary files can be written", "set TMPDIR=DIR", False
     if isinstance(error, MemoryError) or NO_MEMORY.search(text):
-        return "no memory is left", OF_LIMITS[errno.ENOMEM], False
+        return "no memory is left", LIMIT_FIXES[errno.ENOMEM], False
     if NO_THREAD.search(text):
-        return "no thread can be started", OF_LIMITS[errno.EAGAIN], False
-    if lost := LOST.search(text):
+        return "no thread can be started", LIMIT_FIXES[errno.EAGAIN], False
+    if lost := LOST_WORKER.search(text):
         return lost[0], "free memory (launch.workers=1 needs the least)", False
 
     number = getattr(error, "errno", None)
-    if number is None and (match := NUMBER.search(text)):
+    if number is None and (match := ERROR_NUMBER.search(text)):
         number = int(match[1])
     if number is None and not isinstance(error, ValueError | LookupError | TypeError):
-        number = next((one for one in IN_TEXTS if os.strerror(one) in text), None)
-    match = FILE.search(text)
+        number = next((one for one in ERRORS_IN_TEXTS if os.strerror(one) in text), None)
+    match = ERROR_FILE.search(text)
     file = getattr(error, "filename2", None) or getattr(error, "filename", None)
     file = os.fsdecode(file) if isinstance(file, str | bytes | os.PathLike) else match and match[1]
-    if number in GONE:
+    if number in MISSING_FILE_ERRORS:
         try:
             here = os.getcwd()
         except FileNotFoundError:
-            return f"{WORKING} was moved or removed", f"put {WORKING} back", True
+            return f"{WORKING_FOLDER} was moved or removed", f"put {WORKING_FOLDER} back", True
         folder = Path(here, file).parent if file else Path(here)
         if folder.is_dir():
             return None
         return f"{folder} was moved or removed", f"put the folder {folder} back", True
-    remedy = OF_FILES.get(number or 0) or OF_LIMITS.get(number or 0)
-    if number is None or remedy is None or (number in OF_NAMED_FILES and not file):
+    remedy = FILE_FIXES.get(number or 0) or LIMIT_FIXES.get(number or 0)
+    if number is None or remedy is None or (number in NAMED_FILE_ERRORS and not file):
         return None
     reason = f"{os.strerror(number)}: {file}" if file else os.strerror(number)
-    return reason, remedy, number in OF_FILES
+    return reason, remedy, number in FILE_FIXES
 
 
 def fault_line(error: BaseException) -> str | None:

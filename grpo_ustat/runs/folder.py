@@ -33,7 +33,7 @@ from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.result import RESULT_TYPES, RunResult
 from grpo_ustat.terminal.console import tell
 
-TRACKER = "tracker"  # what a tracker keeps of a run folder, inside it
+TRACKER_FOLDER = "tracker"  # what a tracker keeps of a run folder, inside it
 ARTEFACTS = (
     ".hydra",
     "code.json",
@@ -51,7 +51,7 @@ ARTEFACTS = (
     "report.html",
     "pool",
     "pool_adam",
-    TRACKER,
+    TRACKER_FOLDER,
     "checkpoint-*",
     ".checkpoint-*.tmp",
 )

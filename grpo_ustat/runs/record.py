@@ -37,7 +37,7 @@ MOST_EVALS = 1000  # that are shown of a run
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
 PAST_MAX_STEPS = "already past max_steps"
 
-COUNTED = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}  # how counts are headed
+VERDICT_COUNT_WORDS = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class RunRecord:
     @cached_property
     def keys(self) -> dict[str, Any]:
         """Identity by dotted key: the configuration's choices, and fingerprints of weights and
-        data; operational keys differ freely (see `identity.OPERATIONAL`).
+        data; operational keys differ freely (see `identity.OPERATIONAL_KEYS`).
         """
         return identity_keys(self.config) | {k: self.code.get(k) for k in ("weights", "data")}
 
@@ -413,7 +413,7 @@ def verdict_counts(verdicts: Sequence[str]) -> dict[str, int]:
     >>> verdict_counts(["agrees", "not decided", "agrees"])
     {'agrees': 2, 'disagrees': 0, 'not decided': 1}
     """
-    return {verdict: verdicts.count(verdict) for verdict in COUNTED}
+    return {verdict: verdicts.count(verdict) for verdict in VERDICT_COUNT_WORDS}
 
 
 def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:

@@ -25,13 +25,13 @@ from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.folder import RunFolder, create_folder
 from grpo_ustat.runs.record import (
-    COUNTED,
     DONE,
     FAILED,
     MISSING,
     PAST_MAX_STEPS,
     RUNNING,
     STOPPED,
+    VERDICT_COUNT_WORDS,
     RunRecord,
     RunState,
 )
@@ -186,7 +186,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
     table.add_column("run", overflow="fold")
     table.add_column("state")
     steps = ["step"] if sweep.command == "train" else []
-    results = list(COUNTED.values()) if sweep.command == "gap" else [name]
+    results = list(VERDICT_COUNT_WORDS.values()) if sweep.command == "gap" else [name]
     for column in (*steps, "starts", "wall\ntime", *results):
         table.add_column(column, justify="right", no_wrap=True)
     for entry, state in zip(sweep.entries, states, strict=True):
@@ -197,7 +197,10 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
             str(state.launches or ""), "" if state.seconds is None else duration_text(state.seconds)
         ]  # fmt: skip
         if sweep.command == "gap":
-            cells += ["" if state.verdicts is None else str(state.verdicts[v]) for v in COUNTED]
+            cells += [
+                "" if state.verdicts is None else str(state.verdicts[v])
+                for v in VERDICT_COUNT_WORDS
+            ]
         elif state.name != DONE or state.mean_reward is None:
             cells.append("")
         else:

@@ -28,18 +28,18 @@ from grpo_ustat.runs import contents
 from grpo_ustat.runs.backends import OPENERS, About, sync_command, unsent_runs
 from grpo_ustat.runs.events import Damaged, Event, FolderReader, row_event
 from grpo_ustat.runs.files import write_whole
-from grpo_ustat.runs.folder import TRACKER
+from grpo_ustat.runs.folder import TRACKER_FOLDER
 from grpo_ustat.runs.log import warn
 from grpo_ustat.terminal.console import excerpt, tell
 from grpo_ustat.terminal.streams import single_line, visible
 
-MOST_WAITING = 10_000  # rows that wait for a tracker which is slow
+MOST_WAITING_ROWS = 10_000  # rows that wait for a tracker which is slow
 MOST_STEPS = 200  # completions of so many steps at most go into one table
 LONGEST_NAME = 120  # of a run, in letters; wandb takes 128
-STOP_MARGIN = 10.0  # seconds before a stopped run is killed that no tracker may use
+STOP_MARGIN_SECONDS = 10.0  # seconds before a stopped run is killed that no tracker may use
 WITH_EXIT_HOOKS = ("wandb", "opentelemetry", "trackio")  # packages that wait for a server at exit
 QUIET_SECONDS = 2.0  # of waiting at the end of a run, before a line says so
-STATE = {"run_id": str, "count": contents.Count, "sent": {}}  # of what was sent, see `Sender`
+STATE_SHAPE = {"run_id": str, "count": contents.Count, "sent": {}}  # of what was sent, see `Sender`
 
 
 class Sender:
@@ -57,20 +57,20 @@ class Sender:
     """
 
     def __init__(self, folder: Path, name: str, project: str | None):
-        self._file = folder / TRACKER / f"{name}.json"
+        self._file = folder / TRACKER_FOLDER / f"{name}.json"
         self._file.parent.mkdir(exist_ok=True)
         self._state: dict[str, Any] = {"run_id": uuid4().hex[:8], "count": 0, "sent": {}}
         if self._file.is_file():
-            parts = (folder, f"{TRACKER}/{name}.json", contents.parsed_json)
-            stored, wrong = contents.checked(*parts, STATE)
-            if wrong or not stored.keys() >= STATE.keys():
+            parts = (folder, f"{TRACKER_FOLDER}/{name}.json", contents.parsed_json)
+            stored, wrong = contents.checked(*parts, STATE_SHAPE)
+            if wrong or not stored.keys() >= STATE_SHAPE.keys():
                 raise Damaged(f"{self._file} is damaged: delete it, a new run begins there")
             self._state |= stored
         else:  # before anything is sent under this id
             write_whole(self._file, json.dumps(self._state))
         self._reader, place = FolderReader(folder), folder.absolute()
         about = About(
-            folder=place / TRACKER,
+            folder=place / TRACKER_FOLDER,
             run_id=self._state["run_id"],
             name=excerpt(visible(f"{place.parent.name}/{place.name}"), LONGEST_NAME),
             group=excerpt(visible(place.parent.name), LONGEST_NAME),
@@ -120,7 +120,7 @@ class Tracking:
 
     def __init__(self, folder: Path, logger: Any):
         self._folder, self._logger, self._owner = folder, logger, os.getpid()
-        self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING)
+        self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING_ROWS)
         self._dropped, self._outcome = 0, "interrupted"
         self._ending, self._over = threading.Event(), threading.Event()
         self._exit_hooks: list[Callable[..., object]] = []
@@ -154,7 +154,7 @@ class Tracking:
             return
         patience = self._logger.finish_seconds
         if outcome == "stopped":
-            remaining = grace_seconds - seconds_since_request() - STOP_MARGIN
+            remaining = grace_seconds - seconds_since_request() - STOP_MARGIN_SECONDS
             patience = max(0.0, min(patience, remaining))
         name, self._outcome, until = self._logger.name, outcome, time.monotonic() + patience
         self._ending.set()

@@ -26,7 +26,7 @@ MAX_NUMBER = 60  # characters of a number with its sign, commas and spaces
 MAX_WORDS = 5  # behind a number
 MAX_MARKED = 120  # of a marked line behind the mark
 TEXTS = ("text", "textbf", "textit", "textrm", "mbox", "mathrm", "mathbf", "mathit")
-WRAPS = (
+LATEX_WRAPPERS = (
     ("**", "**"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), *((box, "}") for box in BOXES),
     *((rf"\{name}{{", "}") for name in TEXTS),
 )  # fmt: skip
@@ -149,7 +149,7 @@ def _unwrapped(text: str) -> str:
     """A short text without spaces and formatting around all of it; a long one is empty."""
     text = text.strip() if len(text) <= MAX_MARKED else ""
     inner = text.removesuffix(".").rstrip()
-    for left, right in WRAPS:
+    for left, right in LATEX_WRAPPERS:
         if inner.startswith(left) and inner.endswith(right) and len(inner) > len(left):
             return _unwrapped(inner[len(left) : -len(right)])
     return text

@@ -13,7 +13,7 @@ from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.terminal.console import tell
 from grpo_ustat.terminal.streams import single_line
 
-SECONDS = 8.0  # to answer; names are looked up without a limit of their own
+ANSWER_SECONDS = 8.0  # to answer; names are looked up without a limit of their own
 
 
 @cache
@@ -25,18 +25,18 @@ def go_offline_if_unreachable() -> bool:
 
     if is_offline_mode():
         return False
-    failures: list[str] = [f"no answer in {SECONDS:g} s"]
+    failures: list[str] = [f"no answer in {ANSWER_SECONDS:g} s"]
 
     def ask() -> None:
         try:
-            get_session().head(constants.ENDPOINT, timeout=SECONDS)
+            get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
             failures.clear()
         except Exception as error:  # of whichever library sends requests
             failures[:] = [single_line(error) or type(error).__name__]
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(SECONDS)
+    thread.join(ANSWER_SECONDS)
     if not failures:
         return False
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -19,9 +19,9 @@ from grpo_ustat.records import Prompt, Question
 from grpo_ustat.tasks.answers import MARK
 from grpo_ustat.tasks.rows import Row, rows_of_file
 from grpo_ustat.tasks.splits import Splits, hold_out, question_id
-from grpo_ustat.terminal.streams import HALF
+from grpo_ustat.terminal.streams import SURROGATE
 
-WHOLE = 2**53  # below which a float that is whole is one integer; pandas writes 3 as 3.0
+LARGEST_EXACT_FLOAT = 2**53  # a whole float below it is one integer; pandas writes 3 as 3.0
 
 
 class JsonlSource:
@@ -138,7 +138,7 @@ def _checked(row: Row) -> Row:
         for part in (name, *_parts(value)):
             if isinstance(part, float) and not math.isfinite(part):
                 raise row.refused(name, part, "a finite number, or null")
-            if isinstance(part, str) and HALF.search(part):
+            if isinstance(part, str) and SURROGATE.search(part):
                 raise row.refused(name, part, "a text of whole characters")
     return row
 
@@ -161,7 +161,7 @@ def _question(row: Row, dataset: JsonlConfig) -> Question:
     text, answer = row.text(dataset.question), row.value(dataset.answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise row.refused(dataset.answer, answer, "a text or a number")
-    if isinstance(answer, float) and answer.is_integer() and abs(answer) < WHOLE:
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) < LARGEST_EXACT_FLOAT:
         answer = int(answer)
     solution = str(answer).strip()
     expected = solution.rpartition(MARK)[2].strip()

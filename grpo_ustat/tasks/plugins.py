@@ -25,7 +25,7 @@ from typing import Any, cast
 from grpo_ustat.config.data import TASKS, reward_file
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import LARGEST_REWARD, Prompt, Question, is_number
-from grpo_ustat.terminal.streams import HALF
+from grpo_ustat.terminal.streams import SURROGATE
 
 DISJOINT_FROM = {  # splits that a split must share no question with
     "train": ("test", "examples"),
@@ -87,7 +87,7 @@ class OwnSource:
                     "grpo_ustat.records.Question"
                 )
             for name in ("id", "text", "answer", "kind", "solution"):
-                if HALF.search(text := str(getattr(question, name))):
+                if SURROGATE.search(text := str(getattr(question, name))):
                     raise ConfigError(
                         f"{self._name}: questions({split!r}) holds {text!r:.60} as {name}, it must "
                         "be a text of whole characters"

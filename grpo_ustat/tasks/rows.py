@@ -16,7 +16,7 @@ from grpo_ustat.config.data import Gsm8kConfig
 from grpo_ustat.config.row_files import KINDS, kind_of, quiet_datasets, reason_of, split_files
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.hub import go_offline_if_unreachable
-from grpo_ustat.terminal.streams import HALF
+from grpo_ustat.terminal.streams import SURROGATE
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Row:
         for name in names:
             if self.has(name):
                 value = self.fields[name]
-                if isinstance(value, str) and HALF.search(value):
+                if isinstance(value, str) and SURROGATE.search(value):
                     raise self.refused(name, value, "a text of whole characters")
                 return value
         present = ", ".join(name for name in self.fields if self.has(name)) or "none"

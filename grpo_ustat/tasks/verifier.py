@@ -34,12 +34,12 @@ from grpo_ustat.terminal.progress import Progress
 SCRIPT = Path(__file__).with_name("verify_worker.py")
 START_SECONDS = 120.0  # for a worker's imports on a busy machine
 LOOK_SECONDS = 0.02  # between two looks whether a starting worker is still needed
-GRACE = 1.0  # seconds past the deadline that a worker has to end by itself
-MAX_TASKS = 1000  # pairs after which a worker begins afresh, for the libraries keep what they read
+GRACE_SECONDS = 1.0  # seconds past the deadline that a worker has to end by itself
+MOST_PAIRS_OF_A_WORKER = 1000  # then it begins afresh, for the libraries keep what they read
 JUDGE_VARIABLES = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON[A-Z]+"
 )  # that a worker sees of the environment
-CACHED = 20_000  # pairs whose verdict is remembered
+MOST_REMEMBERED_PAIRS = 20_000  # pairs whose verdict is remembered
 
 Pair = tuple[str, str]  # gold and answer, texts as math-verify reads them: \boxed{...}
 
@@ -53,7 +53,7 @@ class Verdict(Enum):
     FAILURE = "failure"  # the worker died, ran out of memory or raised
 
 
-JUDGED = (Verdict.RIGHT, Verdict.WRONG)
+JUDGED_VERDICTS = (Verdict.RIGHT, Verdict.WRONG)
 CANARIES: Mapping[Pair, Verdict] = {
     (r"\boxed{\frac{\sqrt{3}}{2}}", r"\boxed{\sqrt{3}/2}"): Verdict.RIGHT,
     (r"\boxed{2x+2}", r"\boxed{2(x+1)}"): Verdict.RIGHT,
@@ -89,7 +89,7 @@ class Verifier:
         deadline: float,
         memory_gb: float,
         canaries: Mapping[Pair, Verdict] = CANARIES,
-        max_tasks: int = MAX_TASKS,
+        max_tasks: int = MOST_PAIRS_OF_A_WORKER,
     ) -> None:
         self._limits = (deadline, int(memory_gb * 2**30), max_tasks)
         self._places, self._canaries = workers, canaries
@@ -124,10 +124,10 @@ class Verifier:
 
     def _remember(self, verdicts: dict[Pair, Verdict]) -> None:
         for pair, verdict in verdicts.items():
-            if verdict in JUDGED:  # the others may fare better another time
+            if verdict in JUDGED_VERDICTS:  # the others may fare better another time
                 self._cache[pair] = verdict
                 self._cache.move_to_end(pair)
-        while len(self._cache) > CACHED:
+        while len(self._cache) > MOST_REMEMBERED_PAIRS:
             self._cache.popitem(last=False)
 
     def _judged(self, pairs: list[Pair]) -> dict[Pair, Verdict]:
@@ -254,7 +254,7 @@ class _Worker:
         """The verdict on one pair; a worker that gives none is `lost`."""
         try:
             self.pipe.send_bytes(json.dumps(pair).encode())
-            if self.pipe.poll(self.deadline + GRACE):
+            if self.pipe.poll(self.deadline + GRACE_SECONDS):
                 return Verdict(json.loads(self.pipe.recv_bytes()))
         except (EOFError, OSError):
             self.lost = True

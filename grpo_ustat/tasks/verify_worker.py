@@ -24,17 +24,20 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 READY = "ready"
-STATUS = "/proc/self/status"
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-SYSTEM = ("os.", "socket.", "subprocess.", "shutil.")  # audit events of what is not to be done
-PERMITTED = ("os.kill", "os.listdir", "os.scandir")  # to see the run alive, and to import
-LOOK = 2.0  # seconds between two looks whether the run that asks still lives
-NEARLY = 0.9  # of the memory limit: what is found this close to it is not trusted
-DIGITS = 1000  # to which a difference is worked out before it counts as none
-NEAR, NEAR_DECIMAL = 1e-9, 1e-5  # differences that math-verify may take for none
-ROUNDED = 1e-3  # relative difference that a rounded decimal may have
-DONE, CRASHED, AGAIN = 0, 1, 3  # exit codes of a fork; after the last the next one takes over
-WARM_UP = (
+STATUS_FILE = "/proc/self/status"
+WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+REFUSED_EVENTS = ("os.", "socket.", "subprocess.", "shutil.")  # prefixes of audit events
+PERMITTED_EVENTS = ("os.kill", "os.listdir", "os.scandir")  # to see the run alive, and to import
+LOOK_SECONDS = 2.0  # seconds between two looks whether the run that asks still lives
+TRUSTED_MEMORY_SHARE = 0.9  # of the memory limit: what is found this close to it is not trusted
+DIFFERENCE_DIGITS = 1000  # to which a difference is worked out before it counts as none
+NEAR_DIFFERENCE, NEAR_DECIMAL_DIFFERENCE = (
+    1e-9,
+    1e-5,
+)  # differences that math-verify may take for none
+ROUNDING_TOLERANCE = 1e-3  # relative difference that a rounded decimal may have
+DONE, CRASHED, HANDED_OVER = 0, 1, 3  # exit codes of a fork; after the last the next one takes over
+WARM_UP_PAIRS = (
     (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("x^2-1", "(x-1)(x+1)"),
     ("[0,1)", r"(0,\infty)"), (r"\{1,2\}", r"2,1"), ("y=2x+1", "2x+1=y"), ("x<3", "3>x"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
@@ -49,7 +52,7 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
     pipe = Connection(handle)
     try:
         judge = _judge()
-        for gold, answer in WARM_UP:  # builds the parser's tables, which forks share
+        for gold, answer in WARM_UP_PAIRS:  # builds the parser's tables, which forks share
             judge(rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}")
     except Exception as error:
         return _say(pipe, f"{type(error).__name__}: {' '.join(str(error).split())}")
@@ -57,8 +60,8 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
     _limited(resource.RLIMIT_CORE, 0)
     _say(pipe, READY)
     busy = mmap.mmap(-1, 1)  # shared with the forks: whether a pair awaits its verdict
-    ended = AGAIN
-    while ended == AGAIN or busy[0]:
+    ended = HANDED_OVER
+    while ended == HANDED_OVER or busy[0]:
         if busy[0]:
             _say(pipe, "timeout" if ended == -signal.SIGALRM else "failure")
             busy[0] = 0
@@ -123,7 +126,7 @@ def _serve(
         _say(pipe, verdict)
         if verdict == "failure":
             break
-    return AGAIN
+    return HANDED_OVER
 
 
 def _guard() -> None:
@@ -140,12 +143,14 @@ def _guard() -> None:
         """Refuse an event of the system, unless it reads Python's modules or packages."""
         if event == "open":
             path, _, flags = arguments
-            if isinstance(path, int) or path == STATUS:
+            if isinstance(path, int) or path == STATUS_FILE:
                 return
             place = os.path.realpath(os.fsdecode(path))
-            if not flags & WRITING and (place.startswith(packages) or place.endswith(modules)):
+            if not flags & WRITING_FLAGS and (
+                place.startswith(packages) or place.endswith(modules)
+            ):
                 return
-        elif event in PERMITTED or not event.startswith(SYSTEM):
+        elif event in PERMITTED_EVENTS or not event.startswith(REFUSED_EVENTS):
             return
         raise PermissionError(f"{event}: a judge of answers opens no files and no network")
 
@@ -155,7 +160,7 @@ def _guard() -> None:
 def _received(pipe: Connection, run: int) -> list[str] | None:
     """The next pair; None where the run has closed the pipe or is gone."""
     try:
-        while not pipe.poll(LOOK):
+        while not pipe.poll(LOOK_SECONDS):
             os.kill(run, 0)
         return json.loads(pipe.recv_bytes())
     except (EOFError, ProcessLookupError):
@@ -167,7 +172,7 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
         right = judge(gold, answer)
     except Exception:
         return "failure"
-    if not right and _peak_bytes() > NEARLY * memory_bytes:
+    if not right and _peak_bytes() > TRUSTED_MEMORY_SHARE * memory_bytes:
         return "failure"  # the libraries swallow a MemoryError here and there
     return "right" if right else "wrong"
 
@@ -176,10 +181,10 @@ def _peak_bytes() -> int:
     """The largest address space that this process has had, bytes; where the system does not say,
     its largest memory.
     """
-    if not os.path.exists(STATUS):
+    if not os.path.exists(STATUS_FILE):
         unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, bytes
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with open(STATUS) as status:
+    with open(STATUS_FILE) as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmPeak:"))
 
 
@@ -241,8 +246,8 @@ def _differ(gold: Any, answer: Any) -> bool:
         return False
     if gold.has(sympy.Float) or answer.has(sympy.Float):
         size = abs(_at_a_point(gold, answer)[0].evalf(5))
-        return bool(ROUNDED * size < distance < NEAR_DECIMAL)
-    return bool(0 < distance < NEAR)
+        return bool(ROUNDING_TOLERANCE * size < distance < NEAR_DECIMAL_DIFFERENCE)
+    return bool(0 < distance < NEAR_DIFFERENCE)
 
 
 def _distance(gold: Any, answer: Any) -> Any:
@@ -253,7 +258,7 @@ def _distance(gold: Any, answer: Any) -> Any:
 
     try:
         first, second = _at_a_point(gold, answer)
-        distance = abs((first - second).evalf(5, maxn=DIGITS, strict=True))
+        distance = abs((first - second).evalf(5, maxn=DIFFERENCE_DIGITS, strict=True))
     except sympy.PrecisionExhausted:
         return 0
     except (TypeError, AttributeError, ValueError):

@@ -17,13 +17,13 @@ from rich.text import Text
 
 from grpo_ustat.terminal.console import Console
 
-SECONDS = 0.25  # at least, between two reports of an activity
+REPORT_SECONDS = 0.25  # at least, between two reports of an activity
 
 LINE_SECONDS, LINE_SHARE = 30.0, 0.1  # at least, between two lines without a terminal
-NARROW = 60  # columns below which bars and rates are left out
-REFRESH = 2  # times a second
-TITLE = 9  # characters of an activity, about
-STALE = 5.0  # seconds after which the last report of an activity is not shown any more
+NARROW_COLUMNS = 60  # columns below which bars and rates are left out
+REFRESHES_PER_SECOND = 2  # times a second
+TITLE_CHARACTERS = 9  # characters of an activity, about
+STALE_SECONDS = 5.0  # seconds after which the last report of an activity is not shown any more
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Progress:
     def __init__(self, name: str, total: int = 0):
         self.name, self.total, self.completed, self.tokens = name, total, 0, 0
         self._start = time.monotonic()
-        self._last_report = self._start - SECONDS
+        self._last_report = self._start - REPORT_SECONDS
         self.add()
 
     def add(self, completed: int = 0, tokens: int = 0) -> None:
@@ -86,7 +86,7 @@ class Progress:
         if _listener is None:
             return
         now = time.monotonic()
-        if now - self._last_report >= SECONDS or self.completed == self.total > 0:
+        if now - self._last_report >= REPORT_SECONDS or self.completed == self.total > 0:
             self._last_report = now
             seconds = now - self._start
             _listener(Activity(self.name, self.completed, self.total, self.tokens, seconds))
@@ -159,7 +159,7 @@ class Meter:
             self._live.update(
                 self._activity,
                 visible=bool(name),
-                description=f"  {name:<{TITLE}}",
+                description=f"  {name:<{TITLE_CHARACTERS}}",
                 completed=completed,
                 total=total or None,
             )
@@ -169,7 +169,7 @@ class Meter:
     def activity(self) -> tuple[str, int, int, str]:
         """The latest activity of all processes: name, completions done and in all, and a text."""
         now = self._clock()
-        recent = [activity for at, activity in self._reports.values() if now - at < STALE]
+        recent = [activity for at, activity in self._reports.values() if now - at < STALE_SECONDS]
         if not recent:
             return "", 0, 0, ""
         name = max(self._reports.values(), key=lambda report: report[0])[1].name
@@ -219,18 +219,18 @@ class Meter:
             self.print(line)
 
     def _bars(self) -> rich.progress.Progress:
-        wide = self._console.width >= NARROW
+        wide = self._console.width >= NARROW_COLUMNS
         columns = [TextColumn("{task.description}", markup=False), _Figures(self, wide)]
         if wide:
             columns.insert(1, BarColumn(bar_width=min(30, self._console.width // 5)))
         bars = rich.progress.Progress(
             *columns,
             console=self._console,
-            refresh_per_second=REFRESH,
+            refresh_per_second=REFRESHES_PER_SECOND,
             redirect_stdout=sys.stdout.isatty(),  # else results would go to standard error
         )
         self._task = bars.add_task(
-            f"{self.title:<{TITLE + 2}}", total=self.total, completed=self.completed
+            f"{self.title:<{TITLE_CHARACTERS + 2}}", total=self.total, completed=self.completed
         )
         self._activity = bars.add_task("", total=None, visible=False)
         return bars
@@ -247,7 +247,7 @@ def waiting(text: str, visible: bool = True) -> Iterator[None]:
         with Live(
             line,
             console=console,
-            refresh_per_second=2 * REFRESH,
+            refresh_per_second=2 * REFRESHES_PER_SECOND,
             transient=True,
             redirect_stdout=sys.stdout.isatty(),
         ):

@@ -18,7 +18,7 @@ INVISIBLE = re.compile(  # control characters, what turns the direction of the t
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-HALF = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16, which no file can hold
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16, which no file can hold
 
 
 def visible(text: str) -> str:

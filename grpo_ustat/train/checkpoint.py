@@ -29,10 +29,10 @@ from grpo_ustat.train.fsdp2 import load_moments
 from grpo_ustat.train.model_card import card_files
 from grpo_ustat.train.snapshots import newest_whole, prune, publish
 
-STATE = "grpo_ustat_state.json"
-OPTIMIZER = "optimizer.safetensors"
-BASELINE_STATE = "memory.npz"
-ADAPTERS = "adapter_model.safetensors"
+STATE_FILE = "grpo_ustat_state.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+BASELINE_FILE = "memory.npz"
+ADAPTERS_FILE = "adapter_model.safetensors"
 
 
 def save_checkpoint(run: TrainContext, progress: TrainProgress, log: RunLog | None) -> bool:
@@ -91,13 +91,13 @@ def write_checkpoint(
         """Every file of the checkpoint, into the folder that `publish` then renames."""
         policy.model.save_pretrained(staging)
         save_tokenizer(policy.tokenizer, staging)
-        save_file(moments, staging / OPTIMIZER)
-        np.savez(staging / BASELINE_STATE, **baseline_state)
-        (staging / STATE).write_text(json.dumps(state | {"step": step}))
+        save_file(moments, staging / OPTIMIZER_FILE)
+        np.savez(staging / BASELINE_FILE, **baseline_state)
+        (staging / STATE_FILE).write_text(json.dumps(state | {"step": step}))
         for name, text in (texts or {}).items():
             (staging / name).write_text(text)
         for file in filter(Path.is_file, staging.rglob("*")):  # safetensors writes 0600
-            file.chmod((staging / STATE).stat().st_mode)
+            file.chmod((staging / STATE_FILE).stat().st_mode)
 
     return publish(folder, step, write_files)
 
@@ -164,7 +164,7 @@ def load(
         ConfigError: a tensor of the checkpoint does not fit the model.
     """
     _load_weights(checkpoint, policy.model)
-    entries = load_file(checkpoint / OPTIMIZER)
+    entries = load_file(checkpoint / OPTIMIZER_FILE)
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     moments = {key: value for key, value in entries.items() if value.ndim}  # others count updates
     _check_fit(checkpoint, moments, {k: parameters.get(k.rpartition("/")[0]) for k in moments})
@@ -175,16 +175,16 @@ def load(
         fields.keys() != parameters.keys() or len(set(map(frozenset, fields.values()))) > 1
     ):
         raise ConfigError(
-            f"{checkpoint / OPTIMIZER} lacks state of some of the {len(parameters)} trained "
+            f"{checkpoint / OPTIMIZER_FILE} lacks state of some of the {len(parameters)} trained "
             "parameters: use the model that wrote it, or on_existing=overwrite"
         )
     load_moments(policy, optimizer, entries)
-    return json.loads((checkpoint / STATE).read_text())
+    return json.loads((checkpoint / STATE_FILE).read_text())
 
 
 def load_baseline_state(checkpoint: Path) -> dict[str, np.ndarray]:
     """The baseline's state, see `BaselineState.state_dict`."""
-    with np.load(checkpoint / BASELINE_STATE, allow_pickle=False) as arrays:
+    with np.load(checkpoint / BASELINE_FILE, allow_pickle=False) as arrays:
         return dict(arrays)
 
 
@@ -193,7 +193,7 @@ def _load_weights(checkpoint: Path, model: Any) -> None:
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-        adapters = load_file(checkpoint / ADAPTERS)
+        adapters = load_file(checkpoint / ADAPTERS_FILE)
         _check_fit(checkpoint, adapters, get_peft_model_state_dict(model))
         set_peft_model_state_dict(model, adapters)
         return

@@ -19,9 +19,9 @@ from accelerate.utils.imports import is_deepspeed_available
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main
 from grpo_ustat.policy.loading import Policy
 
-FLAG = "ACCELERATE_USE_DEEPSPEED"
-SHIPPED = "grpo_ustat/launch/accelerate/deepspeed.yaml"
-ENGINE = {
+DEEPSPEED_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
+SHIPPED_FILE = "grpo_ustat/launch/accelerate/deepspeed.yaml"
+ENGINE_OPTIONS = {
     "train_micro_batch_size_per_gpu": 1,  # required; only DeepSpeed's own data loading uses it
     "zero_allow_untested_optimizer": True,
     "gradient_clipping": 0.0,  # else to a norm of 1; max_grad_norm is ours
@@ -40,7 +40,7 @@ def check_options() -> None:
     Raises:
         ConfigError: DeepSpeed is missing, or has options that are not supported here.
     """
-    if not parse_flag_from_env(FLAG):
+    if not parse_flag_from_env(DEEPSPEED_VARIABLE):
         return
     if not is_deepspeed_available():
         raise RefusedByRank(
@@ -59,14 +59,14 @@ def check_options() -> None:
         if value != required:
             raise RefusedByRank(
                 f"accelerate's {name}={value} is not supported: DeepSpeed shards the optimizer's "
-                f"state alone here (zero_stage=1), without more options, as {SHIPPED} says; "
+                f"state alone here (zero_stage=1), without more options, as {SHIPPED_FILE} says; "
                 "fsdp2 shards weights and gradients too, and max_grad_norm is ours"
             )
 
 
 def is_configured() -> bool:
-    """Whether accelerate launched the ranks with DeepSpeed, as `SHIPPED` says."""
-    return parse_flag_from_env(FLAG) and dist.is_initialized()
+    """Whether accelerate launched the ranks with DeepSpeed, as `SHIPPED_FILE` says."""
+    return parse_flag_from_env(DEEPSPEED_VARIABLE) and dist.is_initialized()
 
 
 class ZeroOptimizer:
@@ -94,7 +94,7 @@ class ZeroOptimizer:
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self._engine = deepspeed.initialize(  # pyright: ignore[reportAttributeAccessIssue]
-            model=policy.model, optimizer=optimizer, config=ENGINE, dist_init_required=False
+            model=policy.model, optimizer=optimizer, config=ENGINE_OPTIONS, dist_init_required=False
         )[0]
         self._zero = self._engine.optimizer
 

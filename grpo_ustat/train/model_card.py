@@ -30,7 +30,7 @@ from grpo_ustat.train.evaluate import held_out_gain
 
 NAME, CONFIG = "README.md", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-ROWS = 10  # of a table of steps, and of launches at its end
+MOST_ROWS = 10  # of a table of steps, and of launches at its end
 HEADER = """\
 # Repeats this run: grpo-ustat train --config-dir=FOLDER --config-name=grpo_ustat_config
 defaults:
@@ -150,10 +150,10 @@ def steps_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -
 
 
 def thinned(rows: list[Any]) -> list[Any]:
-    """About `ROWS` of them with the first and the last."""
-    if len(rows) <= ROWS:
+    """About `MOST_ROWS` of them with the first and the last."""
+    if len(rows) <= MOST_ROWS:
         return rows
-    places = np.unique(np.linspace(0, len(rows) - 1, ROWS).round().astype(int))
+    places = np.unique(np.linspace(0, len(rows) - 1, MOST_ROWS).round().astype(int))
     return [rows[place] for place in places]
 
 
@@ -213,10 +213,10 @@ def history_section(run: TrainContext, progress: TrainProgress, rows: list[Any])
             reason = row.get("reason") or row.get("error")
             text = f"{row.get('outcome')}" + (f": {reason}" if reason else "")
         cells.append((row.get("time"), event, text))
-    more = f" The last {ROWS} of {len(cells)} events:" if len(cells) > ROWS else ""
+    more = f" The last {MOST_ROWS} of {len(cells)} events:" if len(cells) > MOST_ROWS else ""
     return (
         f"{starts} launch{'es' * (starts != 1)}; the last one was under way when this was written."
-        f"{more}\n\n" + Table("", ("time (UTC)", "event", ""), cells[-ROWS:]).markdown()
+        f"{more}\n\n" + Table("", ("time (UTC)", "event", ""), cells[-MOST_ROWS:]).markdown()
     )
 
 

@@ -12,7 +12,7 @@ from grpo_ustat.costs.duration import Plan, conditions
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.runs.status import PlannedRun
 
-MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer stores for a parameter
+MOMENTS_PER_PARAMETER = {"adamw": 2, "sgd": 0}  # numbers that the optimizer stores for a parameter
 # share of micro_batch_tokens that a pass has where answers differ in length: from 1/8 to all
 PASS_FILL = 1 / 4
 
@@ -97,7 +97,7 @@ def training_cost(config: TrainConfig) -> Cost:
             pass_tokens=int(min(PASS_FILL * config.micro_batch_tokens, update_tokens)),
             by_layer=config.gradient_checkpointing,
             bf16=config.bf16,
-            kept_per_weight=0 if adapts else 1 + MOMENTS[config.optimizer.name],
+            kept_per_weight=0 if adapts else 1 + MOMENTS_PER_PARAMETER[config.optimizer.name],
             has_reference=bool(config.objective.beta and not adapts),
             most_checkpoints=checkpoints if limit is None else min(checkpoints, limit + 1),
             last_checkpoints=checkpoints if limit is None else min(checkpoints, limit),

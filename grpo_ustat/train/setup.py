@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from transformers import get_scheduler
 
-from grpo_ustat.config.train import ENDING, TrainConfig
+from grpo_ustat.config.train import ENDING_SCHEDULES, TrainConfig
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main
 from grpo_ustat.policy.adapters import checkpoint_layers, with_adapters
 from grpo_ustat.policy.loading import (
@@ -33,7 +33,7 @@ from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.context import TrainContext
 from grpo_ustat.train.micro_batches import TokenBudget
 
-PATIENCE = timedelta(hours=2)  # that a rank waits for the slowest one; NCCL's own are 10 minutes
+RANK_TIMEOUT = timedelta(hours=2)  # for the slowest rank; NCCL waits 10 minutes by itself
 
 
 def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
@@ -111,7 +111,7 @@ def join_ranks(config: TrainConfig) -> Accelerator:
     """
     check_device(config.launch.device)
     deepspeed.check_options()
-    patience = InitProcessGroupKwargs(timeout=PATIENCE)
+    patience = InitProcessGroupKwargs(timeout=RANK_TIMEOUT)
     accelerator = Accelerator(cpu=config.launch.device == "cpu", kwargs_handlers=[patience])
     world = accelerator.num_processes
     if config.prompts_per_step < world:
@@ -172,7 +172,7 @@ def make_optimizer(
         kind,
         optimizer,
         num_warmup_steps=None if kind == "constant" else schedule.warmup_steps,
-        num_training_steps=config.max_steps if kind in ENDING else None,
+        num_training_steps=config.max_steps if kind in ENDING_SCHEDULES else None,
     )
     return optimizer, scheduler
 

@@ -14,7 +14,7 @@ from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.distributed import slurm
-from grpo_ustat.distributed.ranks import PARENT, is_main, main_only, name_lost_ranks
+from grpo_ustat.distributed.ranks import PARENT_VARIABLE, is_main, main_only, name_lost_ranks
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.pages.caveats import clipped_warning
@@ -349,7 +349,7 @@ def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -
         grace_seconds: `launch.grace_seconds`.
     """
     cluster, limits = slurm.grace(), {}
-    if PARENT in os.environ:
+    if PARENT_VARIABLE in os.environ:
         limits["to ranks (launch.grace_seconds)"] = float(grace_seconds)
     if cluster.preempted:  # 0 is SLURM's default, also where nothing is ever preempted
         limits["after a preemption (GraceTime)"] = cluster.preempted

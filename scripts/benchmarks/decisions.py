@@ -37,12 +37,12 @@ from grpo_ustat.estimators.scaling import (
     scaling_estimate,
     widening,
 )
-from grpo_ustat.pages.findings import NEIGHBOURS, ROLLOUTS
+from grpo_ustat.pages.findings import DEFAULT_ROLLOUTS, NEIGHBOUR_OFFSETS
 from grpo_ustat.records import Array
 
 POPULATIONS = {"3.1": (0.0, 0.0), "5.5": (0.257, 0.0), "5.4, heavy": (0.257, 0.7), "8.8": (0.36, 0)}
 CELLS = ((8, 8), (8, 16), (8, 64), (16, 8), (16, 16), (40, 8), (40, 16), (60, 32), (100, 16))
-SIZES = [size for size in range(2, ROLLOUTS + 1) if ROLLOUTS % size == 0]
+SIZES = [size for size in range(2, DEFAULT_ROLLOUTS + 1) if DEFAULT_ROLLOUTS % size == 0]
 PROMPTS, OUTCOMES, WIDTH, SEED = 8000, 6, 20, 5
 
 
@@ -152,7 +152,7 @@ def conditional_errors(population: Population, prompts: int, completions: int, o
             not extra[size].low - 1e-12 <= truth[size] <= extra[size].high + 1e-12 for size in SIZES
         )
         place = SIZES.index(reference)
-        for step in NEIGHBOURS:
+        for step in NEIGHBOUR_OFFSETS:
             if 0 <= place + step < len(SIZES) and extra[SIZES[place + step]].low > 0:
                 said, directions = said + 1, directions + (truth[SIZES[place + step]] <= 0)
         if len(named) == options.decided:

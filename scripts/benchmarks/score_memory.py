@@ -100,7 +100,7 @@ def main():
         )
     each = slopes[1] - slopes[0]
     token = slopes[0] + (LAYERS - 1) * each
-    chunks = TEMPORARY * (LOGIT_BYTES["cuda"] + accumulate.CHUNK["cuda"])
+    chunks = TEMPORARY * (LOGIT_BYTES["cuda"] + accumulate.GRADIENT_BYTES["cuda"])
     signs = PARAMETERS / 8
     total = token * ROWS * TOKENS + chunks + signs
     print(

@@ -23,7 +23,7 @@ from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError, fields_of
 from grpo_ustat.config.train import SHARINGS
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.launch.sharding import FOLDER
+from grpo_ustat.launch.sharding import ACCELERATE_FOLDER
 
 RUNS = [entry for entry, schema in SCHEMAS.items() if issubclass(schema, Shared)]
 
@@ -104,7 +104,7 @@ def _accepted(config, key):
 
 
 def test_ways_to_share_are_the_files_that_there_are():
-    assert set(SHARINGS) == {file.stem for file in FOLDER.glob("*.yaml")}
+    assert set(SHARINGS) == {file.stem for file in ACCELERATE_FOLDER.glob("*.yaml")}
 
 
 @pytest.mark.parametrize("entry", RUNS)

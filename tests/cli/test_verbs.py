@@ -100,7 +100,7 @@ def test_a_verb_whose_package_is_missing_says_how_to_install_it(
     monkeypatch, capsys, module, package
 ):
     lacks(monkeypatch, module)
-    monkeypatch.setattr(command_line, "CHECKOUT", False)
+    monkeypatch.setattr(command_line, "IN_CHECKOUT", False)
     line = f"grpo-ustat mse needs {package}: pip install 'grpo-ustat[cli]'\n"
     assert main(monkeypatch, capsys, "mse", "seed=1") == (2, "", line)
     monkeypatch.setattr(sys, "argv", ["/bin/grpo-ustat-mse", "seed=1"])
@@ -120,7 +120,7 @@ def test_every_package_of_the_commands_has_its_line():
         "optional-dependencies"
     ]
     names = {re.match(r"[\w-]+", one)[0] for one in extras["torch"] + extras["cli"]}
-    assert names == {"grpo-ustat", "omegaconf", *program.OF_COMMANDS.values()}
+    assert names == {"grpo-ustat", "omegaconf", *program.EXTRA_PACKAGES.values()}
 
 
 def test_help_and_a_misspelt_verb_import_neither_torch_nor_hydra():

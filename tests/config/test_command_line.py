@@ -34,10 +34,10 @@ def test_a_shell_reads_the_words_that_were_given(monkeypatch, typed, start):
 
 
 def test_an_extra_is_installed_as_this_package_was(monkeypatch):
-    monkeypatch.setattr(module, "CHECKOUT", True)
+    monkeypatch.setattr(module, "IN_CHECKOUT", True)
     assert install_line("wandb") == "pip install -e '.[cli,wandb]'"
     assert install_line("cli") == "pip install -e '.[cli]'"
-    monkeypatch.setattr(module, "CHECKOUT", False)
+    monkeypatch.setattr(module, "IN_CHECKOUT", False)
     assert install_line("wandb") == "pip install 'grpo-ustat[cli,wandb]'"
 
 

@@ -10,7 +10,7 @@ import yaml
 from grpo_ustat.config.run import check_no_secrets
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.secrets import (
-    FORMS,
+    KEY_FORM,
     find_secret,
     is_secret,
     redact,
@@ -115,6 +115,6 @@ def test_the_repositorys_own_texts_hold_no_key():
     assert len(files) > 300
     for file in files:
         lines = [line for line in file.read_text().splitlines() if ">>>" not in line]  # examples
-        assert not FORMS.findall("\n".join(lines)), file
+        assert not KEY_FORM.findall("\n".join(lines)), file
     for file in root.glob("conf/**/*.yaml"):
         assert find_secret(yaml.safe_load(file.read_text()), {}) is None, file

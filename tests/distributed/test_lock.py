@@ -39,7 +39,10 @@ RACERS = 8
 @pytest.fixture
 def hasty(monkeypatch):
     """The times of the lock, shortened together."""
-    times = dict(BEAT=0.05, PATIENCE=1.0, LOOK=0.05, SETTLE=0.5, BUSY=0.1)
+    times = dict(
+        BEAT_SECONDS=0.05, DEAD_AFTER_SECONDS=1.0, LOOK_SECONDS=0.05, SETTLE_SECONDS=0.5,
+        FLOCK_SECONDS=0.1,
+    )  # fmt: skip
     for name, seconds in times.items():
         monkeypatch.setattr(lock, name, seconds)
 
@@ -108,7 +111,7 @@ def beating(folder, drift):
     over = threading.Event()
 
     def beat():
-        while not over.wait(lock.BEAT):
+        while not over.wait(lock.BEAT_SECONDS):
             touch(folder, drift)
 
     thread = threading.Thread(target=beat)
@@ -144,7 +147,7 @@ def test_a_killed_owner_is_followed_at_once(tmp_path, capsys):
         assert peek(tmp_path) is None
         start, mine = time.monotonic(), Lock(tmp_path)
         mine.take()
-        assert time.monotonic() - start < lock.PATIENCE / 2
+        assert time.monotonic() - start < lock.DEAD_AFTER_SECONDS / 2
     said = capsys.readouterr().err
     assert f"process {child.pid} on" in said and "is gone" in said and said.count("\n") == 1
     mine.check()
@@ -159,7 +162,7 @@ def test_a_fork_of_the_owner_keeps_no_lock(tmp_path, forgets):
 
     def fork():
         if not forgets:
-            lock._OWN.clear()
+            lock._HELD_LOCKS.clear()
         forked = os.fork()
         if not forked:
             time.sleep(60)
@@ -208,7 +211,7 @@ def test_another_machines_owner_is_known_by_its_signs_of_life(
     capsys.readouterr()
     start = time.monotonic()
     mine.take()  # it died
-    assert time.monotonic() - start > lock.PATIENCE
+    assert time.monotonic() - start > lock.DEAD_AFTER_SECONDS
     watched, taken = capsys.readouterr().err.splitlines()
     assert "looking for 1 s whether that is alive" in watched and "is gone" in taken
     mine.check()
@@ -238,8 +241,10 @@ def test_who_only_looks_denies_nobody_the_lock(tmp_path):
 def test_peek_tells_what_is_known_from_what_is_likely(tmp_path, hasty):
     foreign(tmp_path)
     seen = peek(tmp_path)
-    assert seen.host == "elsewhere" and not seen.certain and 0 <= seen.silent < lock.PATIENCE
-    touch(tmp_path, -2 * lock.PATIENCE)
+    assert (
+        seen.host == "elsewhere" and not seen.certain and 0 <= seen.silent < lock.DEAD_AFTER_SECONDS
+    )
+    touch(tmp_path, -2 * lock.DEAD_AFTER_SECONDS)
     assert peek(tmp_path) is None
     assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
 
@@ -323,7 +328,7 @@ def test_who_wrote_last_of_those_that_took_over_has_the_lock(
     other, sleep = [], time.sleep
 
     def settling(seconds):
-        if seconds == lock.SETTLE:
+        if seconds == lock.SETTLE_SECONDS:
             other.append(foreign(tmp_path, host="yet-another"))
         sleep(seconds)
 

@@ -165,7 +165,7 @@ def test_a_batch_script_asks_again_exactly_when_it_should(scontrol, capsys, job,
     ],
 )
 def test_where_slurm_does_not_tell_a_job_ends_for_good(scontrol, monkeypatch, capsys, script, why):
-    monkeypatch.setattr(slurm, "PATIENCE", 0.2)
+    monkeypatch.setattr(slurm, "SCONTROL_SECONDS", 0.2)
     if script:
         scontrol(script=script)
     else:

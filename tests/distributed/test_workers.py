@@ -17,7 +17,7 @@ import torch
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed import workers as local
-from grpo_ustat.distributed.ranks import WORKER, one_on_each_gpu, own_device
+from grpo_ustat.distributed.ranks import WORKER_VARIABLE, one_on_each_gpu, own_device
 from grpo_ustat.distributed.workers import WorkCost, share, shares_of
 from grpo_ustat.terminal.progress import Meter, Notice
 
@@ -170,10 +170,10 @@ def run_code(code, *arguments, **environment):
 def test_no_server_where_a_fork_could_not_compute(monkeypatch):
     monkeypatch.setattr(local.forkserver, "ensure_running", pytest.fail)
     for device, platform in (("cuda", "linux"), ("cpu", "darwin")):
-        monkeypatch.setattr(local, "_SERVER", {"owner": os.getpid()})
+        monkeypatch.setattr(local, "_FORK_SERVER", {"owner": os.getpid()})
         monkeypatch.setattr(local.sys, "platform", platform)
         local.preload(["grpo_ustat.records"], device)
-        assert not local._SERVER
+        assert not local._FORK_SERVER
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ from grpo_ustat.distributed import workers
 
 def served():
     workers.preload(["grpo_ustat.records"], "cpu")
-    return bool(workers._SERVER)
+    return bool(workers._FORK_SERVER)
 
 if sys.argv[1] == "long":
     sys.exit(served())
@@ -303,14 +303,14 @@ def test_local_workers_have_a_gpu_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     counts = [one_on_each_gpu(8, device) for device in ("cuda", "cuda:3", "cpu")]
     assert counts == [4, 1, 8] and one_on_each_gpu(2, "cuda") == 2
-    monkeypatch.setenv(WORKER, "3")
+    monkeypatch.setenv(WORKER_VARIABLE, "3")
     assert [own_device(name) for name in ("cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:1", "cpu"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # refused later, by name
     assert one_on_each_gpu(8, "cuda") == 1 and own_device("cuda") == "cuda:0"
 
 
 def device_of_worker(items):
-    yield from ((item, os.environ[WORKER]) for item in items)
+    yield from ((item, os.environ[WORKER_VARIABLE]) for item in items)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from huggingface_hub import constants
 
 from grpo_ustat.distributed import lock
 from grpo_ustat.doctor import cluster, hardware, runner, software, storage
-from grpo_ustat.tasks.verifier import GRACE
+from grpo_ustat.tasks.verifier import GRACE_SECONDS
 
 STUB = Path(__file__).parents[1] / "helpers" / "stub_math_verify"
 ROOT = os.geteuid() == 0
@@ -155,15 +155,15 @@ def test_a_place_that_is_no_folder(tmp_path):
 
 
 def test_a_sound_disk_and_its_locks(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "BUSY", 0.1)
-    monkeypatch.setattr(storage, "LITTLE_SPACE", 0)
+    monkeypatch.setattr(lock, "FLOCK_SECONDS", 0.1)
+    monkeypatch.setattr(storage, "LEAST_FREE_BYTES", 0)
     assert storage.disk(tmp_path).status == storage.locks(tmp_path / "not/yet").status == "ok"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_loses_bytes_or_takes_long(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "PIECES", 1)
-    monkeypatch.setattr(storage, "LITTLE_SPACE", 0)
+    monkeypatch.setattr(storage, "LEAST_FREE_BYTES", 0)
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: time.sleep(0.1) or fsync(file))
     found = storage.disk(tmp_path)
@@ -173,7 +173,7 @@ def test_a_disk_that_loses_bytes_or_takes_long(tmp_path, monkeypatch):
 
 
 def _flock_is(monkeypatch, function):
-    monkeypatch.setattr(lock, "BUSY", 0.1)
+    monkeypatch.setattr(lock, "FLOCK_SECONDS", 0.1)
     monkeypatch.setattr(fcntl, "flock", function)
 
 
@@ -372,7 +372,7 @@ def test_a_judge_that_judges_wrongly_or_is_not_there(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_judge_that_is_not_stopped_in_time(monkeypatch, tmp_path):
     assert software.judge(tmp_path).status == "ok"
-    monkeypatch.setattr(software, "JUDGE_SPARE", -GRACE - 0.5)
+    monkeypatch.setattr(software, "JUDGE_SPARE_SECONDS", -GRACE_SECONDS - 0.5)
     found = software.judge(tmp_path)
     assert found.status == "failed" and "was judged timeout after" in found.message
 
@@ -404,9 +404,9 @@ def test_slurm(monkeypatch, tmp_path, says, inside, status, told):
     found = cluster.slurm(tmp_path)
     assert found.status == status and told in found.message
     if status == "ok" and says:
-        monkeypatch.setattr(cluster, "PLUGIN", "hydra_plugins.not_installed")
+        monkeypatch.setattr(cluster, "SUBMITIT_PLUGIN", "hydra_plugins.not_installed")
         assert "needs hydra-submitit-launcher" in cluster.slurm(tmp_path).message
-        monkeypatch.setattr(cluster, "PLUGIN", "no_plugins.at_all")
+        monkeypatch.setattr(cluster, "SUBMITIT_PLUGIN", "no_plugins.at_all")
         assert cluster.slurm(tmp_path).status == "warning"
 
 

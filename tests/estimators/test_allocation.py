@@ -12,7 +12,7 @@ from ustatistics import pairwise
 
 from grpo_ustat.estimators.allocation import (
     MEAN_SIZES,
-    MEASURED,
+    MEASURED_NOISE,
     allocate,
     allocation_savings,
     plans_of,
@@ -34,7 +34,7 @@ def half_of(first, second, value=0.5):
 def test_the_plan_is_the_least_of_all_allocations():
     """3 prompts and 14 completions, a prompt without noise among them."""
     first, second = np.array([9.0, 1.0, 0.0]), np.array([1.0, 8.0, 0.0])
-    found = allocate(plans_of(half_of(first, second), 8, True)[MEASURED], 3, 14)
+    found = allocate(plans_of(half_of(first, second), 8, True)[MEASURED_NOISE], 3, 14)
     errors = {
         sizes: group_error(first, second, np.array(sizes)).sum()
         for sizes in itertools.product(range(2, 11), repeat=3)
@@ -98,7 +98,7 @@ def test_held_out_errors_are_the_true_ones_of_the_plans():
     for _ in range(60):
         halves, _ = halves_of(pool_of(bed, 12, rng))
         half, other = ({name: x[k, 0] for name, x in halves.items()} for k in (0, 1))
-        sizes = allocate(plans_of(half, 6, True)[MEASURED], 12, 96)
+        sizes = allocate(plans_of(half, 6, True)[MEASURED_NOISE], 12, 96)
         judged.append(group_error(other["first"], other["second"], sizes).sum())
         own.append(group_error(half["first"], half["second"], sizes).sum())
         true.append(group_error(first, second, sizes).sum())
@@ -119,7 +119,7 @@ def test_known_differences_are_saved():
     rows = {(row.plan, row.group_size): row for row in allocation_savings(pool_of(bed, 64, rng))}
     best = rows["shrunken p(1-p) x score norm", 8].change
     assert -0.36 < best.estimate < -0.25 and best.low < -0.24 and best.high < -0.2
-    assert rows[MEASURED, 8].in_sample < rows[MEASURED, 8].change.estimate < -0.2
+    assert rows[MEASURED_NOISE, 8].in_sample < rows[MEASURED_NOISE, 8].change.estimate < -0.2
     assert abs(rows["shrunken p(1-p)", 8].change.estimate) < 0.03
     assert len(rows) == 6 * len(MEAN_SIZES)
 
@@ -132,7 +132,7 @@ def test_other_rewards_and_small_pools():
         pool.reward_sums_PR, pool.score_sums_PR,
     )  # fmt: skip
     plans = {row.plan for row in allocation_savings(partial)}
-    assert plans == {MEASURED, "variance of rewards", "G = 2 for zero-variance prompts"}
+    assert plans == {MEASURED_NOISE, "variance of rewards", "G = 2 for zero-variance prompts"}
     assert allocation_savings(pool_of(prompts(9, rng), 8, rng)) == []
     silent = ScorePool(
         0 * pool.rewards_PN, pool.gram_PNN, pool.lengths_PN, pool.features_PNR,

@@ -87,7 +87,9 @@ def test_theorem7_finds_the_best_group_size_where_noise_decides():
 
 @pytest.mark.slow
 def test_theorem7_finds_a_wrong_prediction(monkeypatch):
-    monkeypatch.setattr(seven, "predicted_sizes", lambda *given: dict.fromkeys(seven.KINDS, 16))
+    monkeypatch.setattr(
+        seven, "predicted_sizes", lambda *given: dict.fromkeys(seven.CHOICE_MEANINGS, 16)
+    )
     evidence = theorem7(coins(), [16], [2, 4, 16], [CONSTANT], [150], 1500, 0, 1)
     assert verdicts(evidence, "cells in") == [DISAGREES] * 3
 

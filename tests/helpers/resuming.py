@@ -13,7 +13,7 @@ from grpo_ustat.pages import page
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import model_card, trainer
-from grpo_ustat.train.checkpoint import STATE
+from grpo_ustat.train.checkpoint import STATE_FILE
 from grpo_ustat.train.snapshots import MANIFEST
 
 SHORT = (  # answers of three tokens; every item of state matters: moments, schedule, running mean
@@ -72,7 +72,7 @@ def left(path):
         if file.name in VIEWS or file.stem == "learning":
             continue
         name = file.relative_to(path).as_posix()
-        if file.name in (STATE, "result.json"):
+        if file.name in (STATE_FILE, "result.json"):
             found[name] = timeless(json.loads(file.read_text()))
         elif file.name == "metrics.jsonl":
             found[name] = rows(path)

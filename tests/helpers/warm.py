@@ -117,7 +117,7 @@ def _become(words, cwd, env, files):
         os.environ.update(env)
         if "EVERY_FORMAT" not in env:
             figures = import_module("grpo_ustat.pages.figures")
-            figures.UNDATED = {"svg": figures.UNDATED["svg"]}
+            figures.UNDATED_METADATA = {"svg": figures.UNDATED_METADATA["svg"]}
         for number, file in enumerate(files, start=1):
             pipe = os.open(file, os.O_WRONLY)
             os.dup2(pipe, number)

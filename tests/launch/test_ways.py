@@ -182,7 +182,7 @@ def test_sharing_is_what_accelerate_launch_exports(tmp_path, name):
         "if os.environ['RANK'] == '0':\n"
         f"    json.dump(dict(os.environ), open({str(tmp_path / 'there.json')!r}, 'w'))\n"
     )
-    file = str(sharding.FOLDER / f"{name}.yaml")
+    file = str(sharding.ACCELERATE_FOLDER / f"{name}.yaml")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file]
     subprocess.run([*command, str(script)], check=True, capture_output=True, timeout=120)
     there = json.loads((tmp_path / "there.json").read_text())

@@ -17,7 +17,7 @@ from grpo_ustat.mse import study
 from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.mse.replay import replay
-from grpo_ustat.mse.reward_functions import SUM, function_statistics
+from grpo_ustat.mse.reward_functions import SUM_NAME, function_statistics
 from grpo_ustat.records import BaselineContext, ScorePool
 from grpo_ustat.runs.folder import RunFolder
 
@@ -83,7 +83,7 @@ def test_a_function_alone_is_a_study_with_that_reward(rng):
         name: (weight, values)
         for name, weight, values in function_statistics(pool, names, total, request)
     }
-    assert list(found) == [*names, SUM]
+    assert list(found) == [*names, SUM_NAME]
     second = dataclasses.replace(
         pool,
         rewards_PN=pool.rewards_PNF[..., 1],
@@ -94,7 +94,7 @@ def test_a_function_alone_is_a_study_with_that_reward(rng):
     assert weight == 0.5
     for key in ("c1", "c2", "c3", "gstar", "grad_sq"):
         np.testing.assert_allclose(values[key], alone[key], rtol=1e-9)
-    assert found[SUM][1]["c3"] == total["c3"]
+    assert found[SUM_NAME][1]["c3"] == total["c3"]
     assert math.isnan(found["format"][1]["gstar"].estimate)
     assert found["format"][1]["mean"].estimate == 1
 
@@ -120,7 +120,7 @@ def test_a_whole_study_of_two_functions(tmp_path):
     rules = "baselines=[leave_one_out,group_std,gdpo]"
     result = fit(tmp_path / "two", *two, "reward_weights=[1,0.5]", rules)
     rows = {row["name"]: row for row in result["reward_functions"]}
-    assert list(rows) == ["task", "brevity", SUM]
+    assert list(rows) == ["task", "brevity", SUM_NAME]
     methods = {(row["method"], row["baseline"]) for row in result["curves"]}
     assert {("replay", "gdpo"), ("monte_carlo", "gdpo")} <= methods
     assert result["reward_correlations"][0]["first"] == "task"

@@ -13,8 +13,8 @@ import torch
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.mse.second_moments import (
-    OTHER_PRIOR,
-    PRIOR,
+    OTHER_PRIOR_QUESTIONS,
+    PRIOR_QUESTIONS,
     GroupGradients,
     is_uncertain,
     shift,
@@ -119,7 +119,7 @@ def random_half(rng, scales, questions=12):
 def test_the_shift_is_that_of_the_ratio_in_the_two_metrics(rng):
     halves = [random_half(rng, np.array([1.0, 0.05])) for _ in range(2)]
     logs = []
-    for prior in (OTHER_PRIOR, PRIOR):
+    for prior in (OTHER_PRIOR_QUESTIONS, PRIOR_QUESTIONS):
         c1 = given_prompt = 0.0
         for own, other in (halves, halves[::-1]):
             v = other.second_moments("w", 8, prior)

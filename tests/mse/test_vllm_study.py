@@ -21,7 +21,7 @@ from grpo_ustat.mse import sampler
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool import build_pool, read_pool
 from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
-from grpo_ustat.mse.sampler import MOST_GAP, sampler_text, start_sampler
+from grpo_ustat.mse.sampler import MOST_LOGPROB_GAP, sampler_text, start_sampler
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.runs.folder import RunFolder
 
@@ -79,7 +79,7 @@ def test_a_missing_vllm_is_one_line_but_a_dry_run_needs_none(monkeypatch, capsys
 
 
 def test_the_sentence_warns_above_the_limit():
-    assert "WARNING" not in sampler_text("vllm", MOST_GAP)
+    assert "WARNING" not in sampler_text("vllm", MOST_LOGPROB_GAP)
     assert "log-probabilities are 0.0004 nats a token" in sampler_text("vllm", 0.0004)
     warning = sampler_text("vllm", 0.123)
     assert warning.startswith(" WARNING: completions are vllm's")
@@ -115,7 +115,7 @@ def weights(monkeypatch):
     """A stand-in for vLLM that has the policy's shape; no engine is started yet."""
     config = compose("mse", *SMALL, *VLLM)
     install(monkeypatch, configured_policy(config.policy_options).model)
-    monkeypatch.setattr(sampler, "_STARTED", {})
+    monkeypatch.setattr(sampler, "_STARTED_ENGINES", {})
     return config
 
 
@@ -131,9 +131,9 @@ def test_a_pool_extended_later_has_the_draws_of_one_made_at_once(weights, tmp_pa
     prompts = prompts_of(weights)
     build_pool(weights, prompts, tmp_path / "grown", 4)
     grown, _ = build_pool(weights, prompts, tmp_path / "grown", 8)
-    assert len(FakeLLM.made) == 1 and len(sampler._STARTED) == 1
+    assert len(FakeLLM.made) == 1 and len(sampler._STARTED_ENGINES) == 1
     assert FakeLLM.made[0].options["max_num_seqs"] == weights.rollout_batch_size
-    sampler._STARTED.clear()
+    sampler._STARTED_ENGINES.clear()
     whole, _ = build_pool(weights, prompts, tmp_path / "whole", 8)
     assert len(FakeLLM.made) == 2
     for name in ("rewards_PN", "lengths_PN"):
@@ -185,7 +185,7 @@ def test_a_sampler_of_other_weights_is_warned_of(weights, tmp_path, monkeypatch)
     monkeypatch.setattr(FakeLLM, "collective_rpc", forget)
     study_run.run(weights, RunFolder(tmp_path, weights))
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["sampler"]["gap"] > MOST_GAP
+    assert result["sampler"]["gap"] > MOST_LOGPROB_GAP
     assert "WARNING: completions are vllm's" in result["summary"]
 
 
@@ -195,10 +195,10 @@ def test_the_next_study_of_a_sweep_keeps_the_engine_unless_the_model_changes(wei
     assert start_sampler(replace(weights, seed=1, group_sizes=[2]).sampling)[1] is first
     other = replace(weights, rollout=replace(weights.rollout, max_model_len=96))
     assert start_sampler(other.sampling)[1] is not first
-    assert len(sampler._STARTED) == 1 and len(FakeLLM.made) == 2
+    assert len(sampler._STARTED_ENGINES) == 1 and len(FakeLLM.made) == 2
     longer = replace(other, max_completion_length=other.max_completion_length + 1)
     start_sampler(longer.sampling)  # vLLM's room follows the length of completions
-    assert len(sampler._STARTED) == 1 and len(FakeLLM.made) == 3
+    assert len(sampler._STARTED_ENGINES) == 1 and len(FakeLLM.made) == 3
     part = replace(longer, study=replace(longer.study, parameters="mlp"))
     start_sampler(part.sampling)  # others of its policy's parameters have a gradient
-    assert len(sampler._STARTED) == 1 and len(FakeLLM.made) == 4
+    assert len(sampler._STARTED_ENGINES) == 1 and len(FakeLLM.made) == 4

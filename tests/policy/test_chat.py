@@ -154,7 +154,7 @@ BEYOND = {  # templates that a model could bring, and what is said of them
 def test_a_template_beyond_its_limits_is_one_line(name, monkeypatch):
     template, why = BEYOND[name]
     if "0.5 s" in why:  # the others end of themselves, on a busy machine later
-        monkeypatch.setattr(chat, "SECONDS", 0.5)
+        monkeypatch.setattr(chat, "MOST_SECONDS", 0.5)
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
     with pytest.raises(ConfigError, match=f"the chat format of toy .*{why}") as refusal:
         prompting(template).prompt(toys.QUESTIONS[0])

@@ -68,8 +68,8 @@ def test_everything_equals_autograd_weighed_entry_by_entry(tied, gram, way, monk
         mlp.act_fn = Wobble(mlp.up_proj.out_features)
     if way == "in chunks":
         monkeypatch.setitem(output_layer.LOGIT_BYTES, "cpu", 700)
-        monkeypatch.setitem(accumulate.CHUNK, "cpu", 500)
-        monkeypatch.setattr(layers, "DENSE", 3000)
+        monkeypatch.setitem(accumulate.GRADIENT_BYTES, "cpu", 500)
+        monkeypatch.setattr(layers, "EMBEDDING_BYTES", 3000)
     metric, flat_weights = random_metric(policy)
     slow = reference(policy, rollouts, flat_weights)
     weights = torch.randn(2, 6, dtype=torch.float64)

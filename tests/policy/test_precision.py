@@ -22,7 +22,7 @@ from grpo_ustat.policy.scores.layers import (
     row_sums,
     row_sums_of_products,
 )
-from grpo_ustat.policy.scores.sketch import KEPT, Signs, Sketch
+from grpo_ustat.policy.scores.sketch import LARGEST_UNPACKED, Signs, Sketch
 
 CPU = torch.device("cpu")
 
@@ -98,7 +98,7 @@ def test_without_such_a_product_they_are(monkeypatch):
     left, right = torch.randn(2, 4, 3), torch.randn(2, 3, 5)
     exact = torch.bmm(left.bfloat16().double(), right.double())
     torch.testing.assert_close(wide_bmm(left.bfloat16(), right).double(), exact)
-    monkeypatch.setattr(precision, "WIDENING", False)
+    monkeypatch.setattr(precision, "HAS_WIDENING_BMM", False)
     with FakeTensorMode():
         narrow = torch.empty(2, 3, 3, dtype=torch.bfloat16, device="cuda")
         assert wide_bmm(narrow, narrow).dtype == torch.float32
@@ -132,7 +132,7 @@ def test_no_float_sum_of_a_gpu_is_in_any_order():
     assert not any("scatter" in name or "index_add" in name for name in calls.names)
 
 
-@pytest.mark.parametrize("count", [1001, KEPT + 13])
+@pytest.mark.parametrize("count", [1001, LARGEST_UNPACKED + 13])
 def test_signs_are_those_of_earlier_pools(count):
     """As they were made and kept, a byte each."""
     digest = hashlib.blake2b(b"3\x1fname", digest_size=16).digest()

@@ -57,7 +57,7 @@ def one_by_one(policy, prompt, completion, sampling):
 def refills(monkeypatch):
     """Lengths are unequal enough from the start; how many rows waited at each refill."""
     waiting, refill = [], DecodingBatch.refill
-    monkeypatch.setattr(local, "UNEQUAL", 0)
+    monkeypatch.setattr(local, "UNEQUAL_TOKEN_RATIO", 0)
     monkeypatch.setattr(
         DecodingBatch, "refill", lambda self, rows: (waiting.append(len(rows)), refill(self, rows))
     )
@@ -81,8 +81,8 @@ def refills(monkeypatch):
 def test_sampling_equals_one_full_forward_pass_per_token(kind, in_place, monkeypatch, refills):
     """Float64; sliding windows of 3, prompts of four lengths, rows that leave or are replaced,
     buffers that fill up, groups that are split."""
-    monkeypatch.setattr(cache, "IN_PLACE_FROM", 0 if in_place else 2**60)
-    monkeypatch.setattr(cache, "ROOM", 2)
+    monkeypatch.setattr(cache, "LEAST_IN_PLACE_BYTES", 0 if in_place else 2**60)
+    monkeypatch.setattr(cache, "SPARE_TOKENS", 2)
     policy = Policy(build(kind, tied=False), Letters(), frozenset(range(1, VOCAB, 9)), 0)
     found = [sample(policy, PROMPTS, 4, dataclasses.replace(SAMPLING, rows=r)) for r in (512, 7)]
     assert len(set(found[0].lengths_PG.flatten())) > 2
@@ -98,8 +98,8 @@ def test_sampling_equals_one_full_forward_pass_per_token(kind, in_place, monkeyp
 
 
 def test_a_buffer_is_extended_in_place_until_it_is_full(monkeypatch):
-    monkeypatch.setattr(cache, "IN_PLACE_FROM", 0)
-    monkeypatch.setattr(cache, "ROOM", 3)
+    monkeypatch.setattr(cache, "LEAST_IN_PLACE_BYTES", 0)
+    monkeypatch.setattr(cache, "SPARE_TOKENS", 3)
     layer, whole, places = cache.GrowingLayer(), torch.randn(2, 1, 12, 4), []
     for t in range(12):
         keys, _ = layer.update(whole[:, :, t : t + 1], whole[:, :, t : t + 1])
@@ -112,7 +112,7 @@ def test_a_buffer_is_extended_in_place_until_it_is_full(monkeypatch):
 
 
 def test_packed_layers_compute_the_same_and_are_put_back(monkeypatch):
-    monkeypatch.setattr(linears, "PACK_FROM", 1)
+    monkeypatch.setattr(linears, "LEAST_PACKED_ENTRIES", 1)
     model = random_policy(dtype=torch.float32).model
     ids = torch.tensor([[2, 3, 4], [5, 6, 7]])
     with torch.inference_mode():
@@ -125,11 +125,11 @@ def test_packed_layers_compute_the_same_and_are_put_back(monkeypatch):
 
 
 def test_weights_beyond_the_share_of_memory_and_other_types_are_not_packed(monkeypatch):
-    monkeypatch.setattr(linears, "PACK_FROM", 1)
+    monkeypatch.setattr(linears, "LEAST_PACKED_ENTRIES", 1)
     double = random_policy().model
     with linears.packed_linears(double, rows=2):
         assert not any("forward" in vars(module) for module in double.modules())
-    monkeypatch.setattr(linears, "SHARE_OF_MEMORY", 0)
+    monkeypatch.setattr(linears, "LARGEST_PACKED_SHARE", 0)
     single = random_policy(dtype=torch.float32).model
     with linears.packed_linears(single, rows=2):
         assert not any("forward" in vars(module) for module in single.modules())
@@ -146,7 +146,7 @@ def test_rows_are_replaced_where_lengths_are_unequal_alone(monkeypatch):
 
 def test_a_window_forgets_the_columns_that_no_row_has(monkeypatch):
     """Dropped before the window is full, and after."""
-    monkeypatch.setattr(cache, "IN_PLACE_FROM", 0)
+    monkeypatch.setattr(cache, "LEAST_IN_PLACE_BYTES", 0)
     for window in (4, 12):
         layer, whole = cache.GrowingSlidingWindowLayer(window), torch.randn(2, 1, 16, 4)
         layer.update(whole[:, :, :8], whole[:, :, :8])

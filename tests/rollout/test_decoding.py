@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_ustat.rollout import decoding
-from grpo_ustat.rollout.decoding import BLOCK, choose, draw_by_blocks, draw_token
+from grpo_ustat.rollout.decoding import BLOCK_TOKENS, choose, draw_by_blocks, draw_token
 
 
 def test_a_token_its_logprob_and_entropy_by_hand():
@@ -52,7 +52,9 @@ def test_rows_by_parts_equal_plain_softmaxes_of_widened_logits(dtype, monkeypatc
     torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(-1), **close)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 97, BLOCK, BLOCK + 1, 9 * BLOCK, 10 * BLOCK + 3])
+@pytest.mark.parametrize(
+    "vocabulary", [1, 97, BLOCK_TOKENS, BLOCK_TOKENS + 1, 9 * BLOCK_TOKENS, 10 * BLOCK_TOKENS + 3]
+)
 def test_blocks_draw_the_tokens_of_the_plain_cumulative_sum(vocabulary):
     torch.manual_seed(0)
     weights = (3 * torch.randn(400, vocabulary).double()).exp()
@@ -70,10 +72,10 @@ def test_a_token_of_weight_zero_is_never_drawn_wherever_rounding_brings_the_thre
     """Positive weights stand alone among zeros, at the edges of blocks too; u is next to the sums
     of weights, and next to 0 and 1.
     """
-    positive = [5, BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 7]
+    positive = [5, BLOCK_TOKENS - 1, 2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS + 7]
     torch.manual_seed(0)
     shares = torch.rand(300, 4, dtype=torch.float64)
-    weights = torch.zeros(300, 5 * BLOCK + 11, dtype=torch.float64)
+    weights = torch.zeros(300, 5 * BLOCK_TOKENS + 11, dtype=torch.float64)
     weights[:, positive] = shares
     edges = torch.cat([torch.zeros(300, 1), shares.cumsum(-1) / shares.sum(-1, keepdim=True)], 1)
     below_one = math.nextafter(1.0, 0.0)
@@ -86,7 +88,7 @@ def test_a_token_of_weight_zero_is_never_drawn_wherever_rounding_brings_the_thre
 
 @pytest.mark.parametrize("draw", [draw_token, draw_by_blocks])
 def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary(draw):
-    weights = torch.full((2, 3 * BLOCK + 5), torch.nan)
+    weights = torch.full((2, 3 * BLOCK_TOKENS + 5), torch.nan)
     token, total = draw(weights, torch.tensor([[0.3], [0.9]], dtype=torch.float64))
     assert (token < weights.shape[1]).all() and total.isnan().all()
 
@@ -94,10 +96,10 @@ def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary(draw):
 def test_frequencies_of_a_large_vocabulary_in_float32_are_its_probabilities():
     """Uniforms on a fine grid, so that each token is drawn in proportion but for one draw."""
     torch.manual_seed(0)
-    logits = torch.randn(1, 40 * BLOCK)
+    logits = torch.randn(1, 40 * BLOCK_TOKENS)
     draws = 4096
     uniform = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
     token, _, _ = choose(logits.expand(draws, -1), uniform, 1.0)
     expected = draws * torch.softmax(logits.double(), -1)[0].cumsum(-1)
-    counted = torch.bincount(token, minlength=40 * BLOCK).cumsum(0)
+    counted = torch.bincount(token, minlength=40 * BLOCK_TOKENS).cumsum(0)
     assert (counted - expected).abs().max() < 1

@@ -58,7 +58,7 @@ def test_waits_and_launches_a_token(padded, monkeypatch):
 @pytest.mark.slow
 def test_replaced_rows_draw_the_same_tokens(monkeypatch):
     """Rows that leave, and rows that take their places, are looked for every 16 tokens."""
-    monkeypatch.setattr(local, "UNEQUAL", 0)
+    monkeypatch.setattr(local, "UNEQUAL_TOKEN_RATIO", 0)
     policy = Policy(build("gemma3", tied=False), Letters(), frozenset(range(1, VOCAB, 9)), 0)
     sampling = dataclasses.replace(SAMPLING, max_completion_length=20)
     expected = sample(policy, PROMPTS, 4, sampling)

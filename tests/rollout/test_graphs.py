@@ -44,7 +44,7 @@ def small(monkeypatch):
     monkeypatch.setattr(graphs, "LEAST_COLUMNS", 4)
     monkeypatch.setattr(graphs, "SPARE_COLUMNS", 16)
     monkeypatch.setattr(graphs, "_one_by_one", set())
-    monkeypatch.setattr(local, "UNEQUAL", 0)
+    monkeypatch.setattr(local, "UNEQUAL_TOKEN_RATIO", 0)
 
 
 def policy_of(model, ends=ENDS):
@@ -115,7 +115,7 @@ def test_graphs_draw_the_same_tokens(prompts, model, ends, changes):
 @pytest.mark.slow(minutes=0.05)
 def test_graphs_are_of_the_whole_batch_of_half_of_it_and_so_on(monkeypatch):
     """Rows that leave, and the whole batches after each other, meet the graphs that are there."""
-    monkeypatch.setattr(local, "UNEQUAL", 99)
+    monkeypatch.setattr(local, "UNEQUAL_TOKEN_RATIO", 99)
     rollouts, device, sizes = by_graphs(
         policy_of(build("llama", tied=False)),
         UNEQUAL * 4,

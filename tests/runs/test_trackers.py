@@ -180,12 +180,12 @@ def test_a_tracker_that_hangs_is_left_when_its_time_is_over(
 def test_a_stop_leaves_a_tracker_the_rest_of_its_grace(tmp_path, opened, monkeypatch):
     monkeypatch.setattr(Kept, "act", hanging("open"))
     tracking = Tracking(Folder(tmp_path / "run").path, logger(1e6))
-    tracking.finish("stopped", grace_seconds=trackers.STOP_MARGIN)  # else for ever
+    tracking.finish("stopped", grace_seconds=trackers.STOP_MARGIN_SECONDS)  # else for ever
 
 
 def test_a_full_queue_drops_rows_and_never_waits(tmp_path, opened, monkeypatch, capsys):
     freed = threading.Event()
-    monkeypatch.setattr(trackers, "MOST_WAITING", 3)
+    monkeypatch.setattr(trackers, "MOST_WAITING_ROWS", 3)
     monkeypatch.setattr(Kept, "act", staticmethod(lambda place: freed.wait(30)))
     tracking = Tracking(Folder(tmp_path / "run").path, logger())
     for step in range(1, 10):

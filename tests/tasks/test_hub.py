@@ -38,7 +38,7 @@ def test_a_hub_that_answers_is_used(monkeypatch, capsys, online):
     asked = []
     session(monkeypatch, lambda url, timeout: asked.append((url, timeout)))
     assert not hub.go_offline_if_unreachable() and not hub.go_offline_if_unreachable()
-    assert asked == [(constants.ENDPOINT, hub.SECONDS)]
+    assert asked == [(constants.ENDPOINT, hub.ANSWER_SECONDS)]
     assert not constants.HF_HUB_OFFLINE and capsys.readouterr().err == ""
 
 
@@ -60,7 +60,7 @@ def test_one_that_does_not_is_told_in_the_first_line(monkeypatch, capsys, online
 
 def test_one_that_is_silent_is_not_waited_for(monkeypatch, capsys, online):
     session(monkeypatch, lambda *_, **__: time.sleep(5))
-    monkeypatch.setattr(hub, "SECONDS", 0.05)
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.05)
     assert hub.go_offline_if_unreachable()
     assert "(no answer in 0.05 s)" in capsys.readouterr().err
 

@@ -178,7 +178,7 @@ def test_a_checkpoint_of_adapters_loads_as_any_adapter(tmp_path):
     from safetensors.torch import load_file
 
     path = fit(tmp_path / "run", "lora=r16", "max_steps=2")
-    stored = load_file(path / "checkpoint-2" / checkpoint.ADAPTERS)
+    stored = load_file(path / "checkpoint-2" / checkpoint.ADAPTERS_FILE)
     model = AutoPeftModelForCausalLM.from_pretrained(path / "checkpoint-2")
     loaded = dict(model.named_parameters())
     for name, value in stored.items():
@@ -238,7 +238,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(through, tmp_path, tensor, 
     found = tmp_path / "checkpoint-4"
     shutil.copytree(through / "checkpoint-4", found)
     run = set_up(config_of(), RunFolder(tmp_path, config_of()))
-    file = found / (checkpoint.OPTIMIZER if "/" in tensor else "model.safetensors")
+    file = found / (checkpoint.OPTIMIZER_FILE if "/" in tensor else "model.safetensors")
     stored = load_file(file)
     value = stored.pop(tensor)
     if change == "shape":

@@ -9,7 +9,7 @@ from resuming import differences, fit, rewind
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.train import model_card
-from grpo_ustat.train.checkpoint import BASELINE_STATE, OPTIMIZER, STATE
+from grpo_ustat.train.checkpoint import BASELINE_FILE, OPTIMIZER_FILE, STATE_FILE
 from grpo_ustat.train.snapshots import MANIFEST, newest_whole
 
 
@@ -44,7 +44,7 @@ def delete(file):
 DAMAGES = {f.__name__: f for f in (truncate, halve, flip, flip_last, empty, delete)}
 FILES = (
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-    "tokenizer_config.json", OPTIMIZER, BASELINE_STATE, STATE, MANIFEST,
+    "tokenizer_config.json", OPTIMIZER_FILE, BASELINE_FILE, STATE_FILE, MANIFEST,
 )  # and in the last one a card with what it shows  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_whatever_is_damaged_the_run_ends_as_if_nothing_had_happened(
 
 def test_a_refusal_leaves_the_folder_as_it_is(stopped):
     for path in stopped.glob("checkpoint-*"):
-        flip(path / STATE)
+        flip(path / STATE_FILE)
     before = contents(stopped)
     with pytest.raises(ConfigError, match="on_existing=overwrite"):
         fit(stopped)
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_never_displaces_a_whole_one(through, tmp_path):
     """With one checkpoint to keep, a damaged later one takes no place."""
     shutil.copytree(through, tmp_path / "run")
     stopped = rewind(tmp_path / "run")
-    flip(stopped / "checkpoint-4" / STATE)
+    flip(stopped / "checkpoint-4" / STATE_FILE)
     fit(stopped, "save_total_limit=1")
     assert [p.name for p in stopped.glob("checkpoint-*")] == ["checkpoint-4"]
     assert newest_whole(stopped).name == "checkpoint-4"

@@ -57,7 +57,7 @@ def test_a_save_that_fails_is_said_counted_and_leaves_the_one_before(
     for one in path.glob("checkpoint-*"):
         verify(one)
     changed = {name for name in differences(path, through) if not name.startswith("checkpoint-2")}
-    states = {f"checkpoint-{n}/{checkpoint.STATE}" for n in (3, 4)}  # they count the failure
+    states = {f"checkpoint-{n}/{checkpoint.STATE_FILE}" for n in (3, 4)}  # they count the failure
     assert changed == states | {"result.json"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_ustat.distributed import slurm
-from grpo_ustat.distributed.ranks import PARENT
+from grpo_ustat.distributed.ranks import PARENT_VARIABLE
 from grpo_ustat.train.trainer import report_grace
 
 PARENTS, PREEMPTED = "s to ranks (launch.grace_seconds)", "s after a preemption (GraceTime)"
@@ -35,9 +35,9 @@ def test_what_is_granted_is_said_and_warned_of_where_steps_would_be_lost(
     monkeypatch, capsys, parent, preempted, killed, said, limit, step, save
 ):
     """Up to 15.0 s fit into 15 s, 15.1 s do not."""
-    monkeypatch.delenv(PARENT, raising=False)
+    monkeypatch.delenv(PARENT_VARIABLE, raising=False)
     if parent:
-        monkeypatch.setenv(PARENT, "1")
+        monkeypatch.setenv(PARENT_VARIABLE, "1")
     monkeypatch.setattr(slurm, "grace", lambda: slurm.Grace(preempted, killed))
     report_grace(step, save, 20)
     out, err = capsys.readouterr()
@@ -51,7 +51,7 @@ def test_what_is_granted_is_said_and_warned_of_where_steps_would_be_lost(
 
 
 def test_slurm_is_not_asked_outside_of_it(monkeypatch, capsys):
-    for name in (PARENT, "SLURM_JOB_PARTITION"):
+    for name in (PARENT_VARIABLE, "SLURM_JOB_PARTITION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(slurm, "_query", lambda *words: pytest.fail(f"asked {words}"))
     report_grace(1000.0, 1000.0, 1)

@@ -111,8 +111,10 @@ def test_what_adapters_are_and_what_they_are_added_to_is_another_run(tmp_path):
     weights = load_file(base / "model.safetensors")
     save_file({name: value + 1 for name, value in weights.items()}, base / "model.safetensors")
     found.append(weights_fingerprint(str(folder)))
-    weights = load_file(folder / checkpoint.ADAPTERS)
-    save_file({name: value + 1 for name, value in weights.items()}, folder / checkpoint.ADAPTERS)
+    weights = load_file(folder / checkpoint.ADAPTERS_FILE)
+    save_file(
+        {name: value + 1 for name, value in weights.items()}, folder / checkpoint.ADAPTERS_FILE
+    )
     found.append(weights_fingerprint(str(folder)))
     assert len(set(found)) == 5
 
@@ -136,13 +138,13 @@ def test_adapters_that_cannot_be_loaded_are_refused_in_one_line(tmp_path, monkey
         with pytest.raises(ConfigError, match=message):
             compose("mse", *model)
         (folder / "adapter_config.json").write_text(right)
-    weights = load_file(folder / checkpoint.ADAPTERS)
+    weights = load_file(folder / checkpoint.ADAPTERS_FILE)
     first = next(iter(weights))
     for fewer in (
         {k: v for k, v in weights.items() if k != first},
         weights | {"more": torch.ones(1)},
     ):
-        save_file(fewer, folder / checkpoint.ADAPTERS)
+        save_file(fewer, folder / checkpoint.ADAPTERS_FILE)
         with pytest.raises(ConfigError, match="do not fit their base model"):
             load_policy(str(folder))
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -14,7 +14,7 @@ from resuming import SHORT, differences, fit, rows
 from grpo_ustat.distributed.ranks import RefusedByRank
 from grpo_ustat.distributed.signals import STOPPING, Stopped
 from grpo_ustat.train import trainer
-from grpo_ustat.train.checkpoint import STATE
+from grpo_ustat.train.checkpoint import STATE_FILE
 from grpo_ustat.train.snapshots import newest_whole
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ def test_the_command_ends_with_code_75_and_goes_on(tmp_path, through, number, co
     assert f"stopped by {signal.Signals(number).name} after step " in said
     assert "Traceback" not in said and not (folder / "result.json").exists()
     assert finished(*words, cwd=tmp_path)[0] == 0
-    late = f"checkpoint-4/{STATE}"  # stopped before the last evaluation, which came afterwards
+    late = f"checkpoint-4/{STATE_FILE}"  # stopped before the last evaluation, which came afterwards
     changed = {n for n in differences(folder, through) if n != late}
     assert all(n.startswith("checkpoint-") and "checkpoint-4" not in n for n in changed)
 

@@ -9,11 +9,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from grpo_ustat.config.schema import ConfigError
 
-USED = (
+USED_ATTRIBUTES = (
     "_generate_and_score_completions", "_logs", "_metrics", "reward_weights", "reward_func_names",
     "num_generations", "temperature",
 )  # fmt: skip
-SAMPLING = {"top_p": (None, 1, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0, 0.0),
+NEUTRAL_SAMPLING = {"top_p": (None, 1, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0, 0.0),
             "repetition_penalty": (None, 1, 1.0)}  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def check_trainer(trainer: Any) -> None:
         raise ConfigError(
             f"GradientNoiseCallback measures TRL's GRPOTrainer, not {type(trainer).__name__}"
         )
-    if missing := [name for name in USED if not hasattr(trainer, name)]:
+    if missing := [name for name in USED_ATTRIBUTES if not hasattr(trainer, name)]:
         raise ConfigError(
             f"this TRL's GRPOTrainer has no {missing[0]}: use TRL 1.16, for which it was written"
         )
@@ -59,7 +59,7 @@ def check_trainer(trainer: Any) -> None:
     if getattr(trainer, "_is_vlm", False):
         raise ConfigError("vision-language models are not measured: images have no score rules")
     kwargs = getattr(trainer.args, "generation_kwargs", None) or {}
-    for name, neutral in SAMPLING.items():
+    for name, neutral in NEUTRAL_SAMPLING.items():
         value = kwargs.get(name, getattr(trainer, name, None))
         if value not in neutral:
             raise ConfigError(

@@ -21,10 +21,10 @@ from grpo_ustat.policy.precision import full_products, sums_wider, wide_bmm
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 
-PASS = 24  # multiplications that cost as much as one more look at an entry in memory
-CHUNK = {"cpu": 2**22, "cuda": 2**28}  # bytes of gradients formed at a time
-SLICES = 256  # of long vectors, on a GPU
-SQUARE = 2**28  # bytes of a T x T product over a whole batch
+MULTIPLICATIONS_PER_LOOK = 24  # that cost as much as one more look at an entry in memory
+GRADIENT_BYTES = {"cpu": 2**22, "cuda": 2**28}  # bytes of gradients formed at a time
+VECTOR_SLICES = 256  # of long vectors, on a GPU
+PRODUCT_BYTES = 2**28  # bytes of a T x T product over a whole batch
 
 Factors = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(left [n, T, R], right [n, T, C]) of consecutive completions, in passes of their own n and T."""
@@ -87,7 +87,7 @@ class Accumulator:
         (left, right), sizes = wide[0], [len(left) for left, _ in wide]
         count, columns = sum(sizes), right.shape[2]
         dtype = torch.promote_types(widen(left[:0]).dtype, right.dtype)
-        step = max(1, CHUNK[self.device.type] // (4 * count * columns))
+        step = max(1, GRADIENT_BYTES[self.device.type] // (4 * count * columns))
         for low in range(0, left.shape[2], step):
             high = min(low + step, left.shape[2])
             products = right.new_empty((count, high - low, columns), dtype=dtype)
@@ -170,13 +170,13 @@ class Accumulator:
         sizes, pooled = [left.shape[:2] for left, _ in factors], len(self.gradients_K)
         count, tokens = sum(n for n, _ in sizes), sum(n * length for n, length in sizes)
         if self.gram_BB is not None:
-            if 8 * tokens**2 > SQUARE:
+            if 8 * tokens**2 > PRODUCT_BYTES:
                 return False
             squares = tokens**2 * (rows + columns)
             whole = count**2 * rows * columns
         else:
             squares = sum(n * length**2 for n, length in sizes) * (rows + columns)
-            whole = PASS * count * rows * columns
+            whole = MULTIPLICATIONS_PER_LOOK * count * rows * columns
         squares += pooled * tokens * rows * columns
         whole += (tokens + count * pooled) * rows * columns
         return squares < whole
@@ -258,7 +258,7 @@ def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:
         return sliced_products(flat_NC)
 
 
-def sliced_products(flat_NC: torch.Tensor, slices: int = SLICES) -> torch.Tensor:
+def sliced_products(flat_NC: torch.Tensor, slices: int = VECTOR_SLICES) -> torch.Tensor:
     """Inner products, a sum over slices of the vectors: a GPU would compute one product of few
     entries and long sums on few of its cores.
     """

@@ -26,7 +26,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.logprobs import positions, widen
 from grpo_ustat.policy.output_layer import OutputLayer, Window, body, causal
 from grpo_ustat.policy.scores import layers
-from grpo_ustat.policy.scores.accumulate import SQUARE, Accumulator
+from grpo_ustat.policy.scores.accumulate import PRODUCT_BYTES, Accumulator
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.output_layer import add_output_layer
@@ -429,7 +429,7 @@ def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[t
     """Lists of pieces (name, parameter, start, stop) of parameters; the gradients of all
     completions at the pieces of one list fit into memory together.
     """
-    room, group, used = max(1, SQUARE // (4 * batch)), [], 0
+    room, group, used = max(1, PRODUCT_BYTES // (4 * batch)), [], 0
     for name, p in rest:
         for start in range(0, p.numel(), room):
             stop = min(start + room, p.numel())
@@ -451,7 +451,7 @@ def _logprob(model, ids_T, completion_T, temperature: float) -> torch.Tensor:
 
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-COMPARED = 2**28  # parameters whose gradients are compared at a time
+PARAMETERS_AT_ONCE = 2**28  # parameters whose gradients are compared at a time
 
 
 def check_scores(
@@ -497,10 +497,10 @@ def check_scores(
 
 
 def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list]:
-    """Neighbouring parameters of at most COMPARED entries, or a larger one alone."""
+    """Neighbouring parameters of at most PARAMETERS_AT_ONCE entries, or a larger one alone."""
     group, entries = [], 0
     for name, parameter in parameters:
-        if group and entries + parameter.numel() > COMPARED:
+        if group and entries + parameter.numel() > PARAMETERS_AT_ONCE:
             yield group
             group, entries = [], 0
         group.append((name, parameter))

@@ -22,7 +22,7 @@ from grpo_ustat.policy.logprobs import widen
 from grpo_ustat.policy.precision import full_products
 from grpo_ustat.policy.scores.accumulate import Accumulator, Factors
 
-DENSE = 2**25  # bytes of embedding rows held at a time
+EMBEDDING_BYTES = 2**25  # bytes of embedding rows held at a time
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     unique, place_BT = part.ids_BT.unique(return_inverse=True)
     grads = widen(part.grads_BTD)
     batch, _, width = grads.shape
-    step = max(1, DENSE // (4 * batch * width))
+    step = max(1, EMBEDDING_BYTES // (4 * batch * width))
     for low in range(0, len(unique), step):
         ids_U = unique[low : low + step]
         sums = row_sums if grads.device.type == "cpu" else row_sums_of_products

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.memory import SHARE, free_bytes, score_bytes
+from grpo_ustat.policy.memory import GRAPH_MEMORY_SHARE, free_bytes, score_bytes
 from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.scores.backward import CompletionScores, completion_scores
@@ -77,7 +77,7 @@ def score_rollouts(
         features=features,
         pooled=pooled,
         metric=metric,
-        by_layer=whole > SHARE * free_bytes(policy.model.device),
+        by_layer=whole > GRAPH_MEMORY_SHARE * free_bytes(policy.model.device),
         passes=passes,
         contiguous=can_read_contiguous(policy),
     )

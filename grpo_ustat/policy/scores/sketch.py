@@ -17,8 +17,8 @@ import hashlib
 import numpy as np
 import torch
 
-KEPT = 2**18  # entries of a parameter up to which its signs stay unpacked
-BLOCK = 2**26  # entries that are sketched at a time
+LARGEST_UNPACKED = 2**18  # entries of a parameter up to which its signs stay unpacked
+ENTRIES_AT_ONCE = 2**26  # entries that are sketched at a time
 
 
 class Signs:
@@ -38,7 +38,7 @@ class Signs:
         """+-1 for entries `start ... stop` of a parameter, int8."""
         if name in self._kept:
             return self._kept[name][start:stop]
-        if self.sizes[name] <= KEPT:
+        if self.sizes[name] <= LARGEST_UNPACKED:
             self._kept[name] = _unpacked(self._packed(name), 0, self.sizes[name]).to(device)
             return self._kept[name][start:stop]
         if name not in self._bits:
@@ -108,6 +108,8 @@ class Sketch:
         out = torch.zeros((1, self.dimension), dtype=wide, device=some.device)
         for name, value in gradient.items():
             flat = value.reshape(1, -1)
-            for start in range(0, flat.shape[1], BLOCK):
-                self.add(out, name, start, flat[:, start : start + BLOCK].to(wide, copy=True))
+            for start in range(0, flat.shape[1], ENTRIES_AT_ONCE):
+                self.add(
+                    out, name, start, flat[:, start : start + ENTRIES_AT_ONCE].to(wide, copy=True)
+                )
         return out[0]
