@@ -11,9 +11,8 @@ from grpo_ustat.policy.loading import (
     encode,
     stop_tokens,
 )
-from grpo_ustat.runs.log import warn
 from grpo_ustat.tasks.prompts import render
-from grpo_ustat.terminal.console import tell
+from grpo_ustat.terminal.console import tell, warn
 
 PROMPT_END = "\N{LEFTWARDS ARROW TO BAR}"  # after the last character of a prompt
 

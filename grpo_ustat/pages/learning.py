@@ -19,8 +19,8 @@ from grpo_ustat.estimators.intervals import clustered_mean
 from grpo_ustat.estimators.scaling import group_size_interval
 from grpo_ustat.pages.figures import FONTS, legend_label, note, plt, save, series_style
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
-from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.terminal.console import warn
 
 CURVES = {  # of metrics.jsonl, under TRL's names
     "reward": "reward",

@@ -51,9 +51,9 @@ from grpo_ustat.pages.tables import (
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.log import warn
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.status import duration_text
+from grpo_ustat.terminal.console import warn
 
 METRICS = {  # of metrics.jsonl, and their columns
     "step": "step",

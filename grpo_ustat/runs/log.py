@@ -1,4 +1,4 @@
-"""What a run writes while it runs: metrics.jsonl, and warnings."""
+"""What a run writes while it runs: metrics.jsonl and completions.parquet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from pyarrow import json as arrow_json
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.contents import count
 from grpo_ustat.runs.files import atomic_write
-from grpo_ustat.terminal.console import Console
+from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import single_line
 
 NAME = "completions.parquet"
@@ -38,14 +37,6 @@ COLUMNS = pyarrow.schema(
         "extracted": pyarrow.string(),  # null where no answer was found
     }
 )
-
-
-def warn(text: str) -> None:
-    """A line in red on standard error, above bars that are drawn there."""
-    console = Console(stderr=True, soft_wrap=True)
-    with console.capture() as capture:
-        console.print(f"warning: {text}", style="bold red")
-    print(capture.get(), end="", file=sys.stderr)  # which a console of its own would go round
 
 
 def attempt(what: str, write: Callable[[], object]) -> bool:

@@ -29,8 +29,7 @@ from grpo_ustat.runs.backends import OPENERS, About, sync_command, unsent_runs
 from grpo_ustat.runs.events import Damaged, Event, FolderReader, row_event
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.folder import TRACKER_FOLDER
-from grpo_ustat.runs.log import warn
-from grpo_ustat.terminal.console import excerpt, tell
+from grpo_ustat.terminal.console import excerpt, tell, warn
 from grpo_ustat.terminal.streams import single_line, visible
 
 MOST_WAITING_ROWS = 10_000  # rows that wait for a tracker which is slow

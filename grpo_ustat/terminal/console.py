@@ -54,3 +54,11 @@ class Console(rich.console.Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """A text or a table's cell, with invisible characters spelt out."""
         return super().render_str(visible(text), **options)
+
+
+def warn(text: str) -> None:
+    """A line in red on standard error, above bars that are drawn there."""
+    console = Console(stderr=True, soft_wrap=True)
+    with console.capture() as capture:
+        console.print(f"warning: {text}", style="bold red")
+    print(capture.get(), end="", file=sys.stderr)  # which a console of its own would go round

@@ -23,7 +23,7 @@ from grpo_ustat.estimators.scaling import correlation, prompt_scaling
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram, group_scores
 from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.runs.log import warn
+from grpo_ustat.terminal.console import warn
 from grpo_ustat.train.batch import gather_by_prompt
 from grpo_ustat.train.context import Batch, TrainContext
 from grpo_ustat.train.fsdp2 import exact_full_copy

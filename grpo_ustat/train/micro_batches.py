@@ -13,7 +13,7 @@ from accelerate.utils.memory import clear_device_cache
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import out_of_memory
 from grpo_ustat.records import Rollouts
-from grpo_ustat.runs.log import warn
+from grpo_ustat.terminal.console import warn
 
 Result = TypeVar("Result")
 

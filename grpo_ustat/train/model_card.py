@@ -23,7 +23,7 @@ from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.pages.tables import Table, fenced, plain
 from grpo_ustat.runs import history
 from grpo_ustat.runs.files import read_rows
-from grpo_ustat.runs.log import warn
+from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import percentage
 from grpo_ustat.train.context import TrainContext, TrainProgress
 from grpo_ustat.train.evaluate import held_out_gain

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.runs.files import hidden_path
-from grpo_ustat.runs.log import warn
+from grpo_ustat.terminal.console import warn
 
 PREFIX = "checkpoint-"
 MANIFEST = "grpo_ustat_manifest.json"

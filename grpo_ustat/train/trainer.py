@@ -27,9 +27,9 @@ from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.faults import NotSaved
 from grpo_ustat.runs.folder import RunFolder, versions
-from grpo_ustat.runs.log import RunLog, attempt, warn
+from grpo_ustat.runs.log import RunLog, attempt
 from grpo_ustat.runs.result import TrainResult
-from grpo_ustat.terminal.console import Console, tell
+from grpo_ustat.terminal.console import Console, tell, warn
 from grpo_ustat.terminal.progress import TrainingBar, listening, waiting
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train.alarms import check_alarms

@@ -35,7 +35,7 @@ from safetensors.numpy import save_file
 from scipy import stats
 
 from grpo_ustat.cli.compose import compose_config
-from grpo_ustat.mse import monte_carlo, pool
+from grpo_ustat.mse import pool, sampler
 from grpo_ustat.mse.closed_form import closed_form
 from grpo_ustat.mse.replay import replay
 from grpo_ustat.mse.result import closed_form_request
@@ -116,7 +116,7 @@ def methods(asked, config):
         configured_policy(config.policy_options),
         configured_task(config.task_options, config.model),
     )
-    pool.configured_policy = monte_carlo.configured_policy = lambda *_: policy
+    pool.configured_policy = sampler.configured_policy = lambda *_: policy
     prompts = task.prompts("study")[: config.study.questions]
     folder = asked.state.with_suffix(".pool")
     found = [ClosedForms(config, prompts, folder, kept.get("closed_form"))]

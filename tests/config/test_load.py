@@ -270,15 +270,15 @@ def test_a_model_refused_by_a_worker_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_configurations_and_costs_are_shown_from_anywhere_without_torch(tmp_path):
-    """Importing torch and transformers takes six times as long as all of it."""
+def test_configurations_and_costs_are_shown_from_anywhere_without_torch_or_pyarrow(tmp_path):
+    """Importing torch and transformers takes six times as long as all of it, pyarrow a quarter."""
     check = """
 import sys
 from grpo_ustat.__main__ import main
 for words in ("mse dry_run=true", "train dry_run=true", "mse --cfg job"):
     sys.argv = ["grpo-ustat", *words.split()]
     main()
-    assert not {"torch", "transformers"} & set(sys.modules), words
+    assert not {"torch", "transformers", "pyarrow"} & set(sys.modules), words
 """
     command = [sys.executable, "-c", check]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

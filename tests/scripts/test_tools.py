@@ -6,7 +6,9 @@ import ast
 import csv
 import runpy
 import subprocess
+import symtable
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,20 +16,49 @@ from launching import finished
 
 from grpo_ustat.mse import study
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+PYTHON = sorted(SCRIPTS.rglob("*.py"))
 
-
-COMMANDS = sorted(
+COMMANDS = [
     path
-    for folder in ("benchmarks", "tools")
-    for path in (SCRIPTS / folder).glob("*.py")
+    for path in PYTHON
     if "__main__" in path.read_text() and path.stem != "trl_worker"  # which imports TRL
-)
+]
 
 
 def test_only_what_a_shell_starts_is_at_the_top():
     top = {path.name for path in SCRIPTS.iterdir() if path.name != "__pycache__"}
     assert top == {"run", "test", "setup.sh", "slurm", "benchmarks", "tools"}
+
+
+@cache
+def names_of(module):
+    """Names in a module of this repository, submodules too; None for what is no module of it."""
+    for folder in (ROOT, SCRIPTS / "benchmarks", SCRIPTS / "tools", ROOT / "tests/helpers"):
+        place = folder.joinpath(*module.split("."))
+        for file in (place / "__init__.py", place.with_suffix(".py")):
+            if file.is_file():
+                symbols = symtable.symtable(file.read_text(), str(file), "exec").get_symbols()
+                return {symbol.get_name() for symbol in symbols} | {x.stem for x in place.glob("*")}
+    return None
+
+
+@pytest.mark.parametrize("script", PYTHON, ids=lambda path: path.stem)
+def test_the_names_that_it_takes_are_there(script):
+    """Imported by name, or read from or set in a module that is imported."""
+    nodes, taken, imported = [*ast.walk(ast.parse(script.read_text()))], set(), {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            parts = node.module.split(".")
+            taken |= {(".".join(parts[:depth]), parts[depth]) for depth in range(1, len(parts))}
+            taken |= {(node.module, alias.name) for alias in node.names}
+            imported |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            taken.add((imported.get(node.value.id, ""), node.attr))
+    known = [(module, name) for module, name in taken if module and names_of(module) is not None]
+    assert [pair for pair in known if pair[1] not in names_of(pair[0])] == []
 
 
 @pytest.mark.nightly

@@ -9,8 +9,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from grpo_ustat.runs.log import warn
 from grpo_ustat.terminal import progress
+from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.progress import Activity, Meter, Progress, TrainingBar, listening
 
 
