@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from grpo_ustat.config.objective import OBJECTIVES
-from grpo_ustat.estimators.baselines import advantages
-from grpo_ustat.estimators.row_weights import token_weights
+from grpo_ustat.estimators.row_weights import row_weights
 from grpo_ustat.records import BaselineContext
 
 ROOT = Path(__file__).parents[2]
@@ -140,18 +139,15 @@ def test_row_weights_times_scores_are_the_recorded_gradients_of_trl(compare):
         objective, rule = config.objective, config.baseline
         if objective.top_entropy_quantile < 1:
             continue
-        lengths_N, rows = rollouts.lengths_PG.ravel(), compare.micro_batch_rows(count)
-        if objective.mask_truncated_completions:
-            lengths_N = np.where(rollouts.ended_PG.ravel(), lengths_N, 0)
-        weight_N = np.zeros(count)
-        weight_N[rows] = token_weights(
-            objective.loss_type, lengths_N[rows], count, int(lengths_N.sum()), compare.LENGTH,
-            objective.micro_batch_size,
-        )  # fmt: skip
-        options = (rule.name, found.rewards_PG, BaselineContext(), rule.options)
-        weight_N *= advantages(*options).ravel() * (lengths_N > 0)
+        weight_PG = row_weights(
+            objective.loss(rule, compare.LENGTH),
+            found.rewards_PG,
+            BaselineContext(lengths_PG=rollouts.lengths_PG),
+            rollouts.ended_PG,
+            compare.micro_batch_rows(count),
+        )
         theirs = setting.factor(compare.GROUP, compare.LENGTH) * recorded(setting)
-        ours = -np.tensordot(weight_N, products_NK2, axes=1)  # the gradient of a loss
+        ours = -np.tensordot(weight_PG.ravel(), products_NK2, axes=1)  # the gradient of a loss
         assert (np.abs(ours - theirs[:, 1:]) / theirs[:, :1]).max() < 1e-9, setting.name
         checked += 1
     assert checked == len(compare.PRESETS) - 5
