@@ -23,8 +23,8 @@ import torch
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.mse.monte_carlo import (
-    NUMBERS,
-    ROWS,
+    MOST_ROWS,
+    SKETCH_SIZE,
     _gradients,
     _value_excess,
     curve,
@@ -225,12 +225,12 @@ def halfwidth(point: Interval) -> float:
 
 def ordinary(policy, rollouts, weights_CPG: np.ndarray, temperature: float, width: int):
     """Plain autograd: a forward for every `width` completions of each question, and for every
-    gradient a backward through those that it weighs. Sketches beyond `NUMBERS` parameters.
+    gradient a backward through those that it weighs. Sketches beyond `SKETCH_SIZE` parameters.
 
     Returns:
         Gradients [C, D], and None in place of squared score norms, which autograd does not yield.
     """
-    sketch = Sketch(parameter_sizes(policy.model), NUMBERS)
+    sketch = Sketch(parameter_sizes(policy.model), SKETCH_SIZE)
     names, parameters = zip(*trainable(policy.model), strict=True)
     columns = np.arange(weights_CPG.shape[2])
     weighed_CG = weights_CPG.any(axis=1)
@@ -250,7 +250,7 @@ def _add_block(
 ) -> None:
     count, size = rollouts.mask_PGT.shape[:2]
     tokens = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
-    per_call = max(1, min(ROWS, rows_that_fit(policy, tokens) // 4) // len(block))
+    per_call = max(1, min(MOST_ROWS, rows_that_fit(policy, tokens) // 4) // len(block))
     for first in range(0, count, per_call) if inside else ():
         questions = np.arange(first, min(first + per_call, count))
         index = (questions[:, None] * size + block).ravel()
