@@ -332,8 +332,8 @@ def ratio_panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _band(curve: Sequence[dict[str, Any]], low: str, high: str) -> tuple[list[float], list[float]]:
-    """Both ends of a band on a logarithmic axis: one that reaches 0 leaves the picture, one that
-    lacks an end is a gap.
+    """Both ends of a band on a logarithmic axis: an end at 0 lies outside the picture, a missing
+    end leaves a gap.
     """
     ends = [
         (math.nan, math.nan)

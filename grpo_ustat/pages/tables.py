@@ -162,7 +162,7 @@ class Table:
         return "\n".join([lines[0], "|---" * len(self.columns) + "|", *lines[1:]])
 
     def numeric_columns(self) -> list[bool]:
-        """Whether all cells of a column, but for missing ones, sort by a number; for a page."""
+        """For each column, whether all cells that are not missing sort by a number; for a page."""
         columns = list(zip(*self.rows, strict=True)) or [(None,)] * len(self.columns)
         return [
             bool(self.rows)
@@ -256,7 +256,8 @@ def _tex_letter(letter: str) -> str:
 
 
 def tex_cell(cell: str, best: bool | None = None) -> str:
-    r"""A cell's lines as one for LaTeX, what is below its value, or its half interval, small.
+    r"""A cell's lines as one LaTeX cell; the lines below its value, or its half interval, are
+    small.
 
     Args:
         cell: its text.

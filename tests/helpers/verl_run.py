@@ -123,10 +123,10 @@ def main():
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "grpo_ustat.integrations.verl"
     import verl  # noqa: F401  # it imports our module
 
-    from grpo_ustat.integrations.rows import REWARD_ONLY_BASELINES
+    from grpo_ustat.integrations.rows import REWARD_ONLY
 
     actor, algorithm = actor_of_the_page()
-    names = [*(f"grpo_ustat_{rule}" for rule in REWARD_ONLY_BASELINES), *THEIRS]
+    names = [*(f"grpo_ustat_{rule}" for rule in REWARD_ONLY), *THEIRS]
     assert algorithm.adv_estimator in names
     gradients = {name: gradient_of(name, actor, algorithm) for name in names}
     losses = {name: gradients_of_loss(settings) for name, settings in LOSSES.items()}

@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from prompt_pools import whole_pool
 from reference import BASELINE_OPTIONS
 from scipy import stats
 from tabular import TabularPolicy
@@ -44,13 +45,10 @@ def pool_of(policy, count, rng):
     outcomes = policy.sample(count, rng)
     rows = np.arange(len(outcomes))[:, None]
     scores, z = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
-    return ScorePool(
-        rewards_PN=z,
-        gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
-        lengths_PN=LENGTHS[outcomes],
-        features_PNR=scores,
-        reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
-        score_sums_PR=scores.sum(axis=1),
+    return whole_pool(
+        scores,
+        z,
+        LENGTHS[outcomes],
         greedy_P=greedy(policy),
         rewards_PNF=functions_of(z, LENGTHS[outcomes]),
         reward_weights_F=np.ones(2),
