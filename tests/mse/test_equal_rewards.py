@@ -208,6 +208,7 @@ def test_jobs_that_share_a_pool_count_unscored_questions_until_one_is_scored(tmp
     assert pool.rewards_PN.any() and unscored(tmp_path / "pool") == []
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_every_reward_function_has_to_be_equal(tmp_path, never):
     """The data set's own are all 0, brevity is not."""
     functions = "reward_funcs=[task,brevity]"
@@ -249,6 +250,7 @@ def test_a_study_of_equal_rewards_says_what_became_of_them(tmp_path, never, caps
     assert advice.next == following
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_counts_are_those_of_the_completions(tmp_path, never):
     """Read from completions.parquet, which has all of so few."""
     from pyarrow import parquet
@@ -291,6 +293,7 @@ def test_imported_rollouts_of_equal_rewards_are_not_scored(tmp_path, monkeypatch
     )
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_subset_of_a_scored_pool_has_no_table_of_zeros_either(tmp_path, last_alone):
     config, prompts = asked(last_alone)
     build_pool(config, prompts, tmp_path)
