@@ -72,12 +72,18 @@ def by_loss(result: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
 
 def losses_sentences(result: Mapping[str, Any]) -> list[str]:
     """What a rollout of each loss is worth at G = 8 or the nearest, in which direction it points,
-    and its best G.
+    and its best G; one sentence for losses of which the same is to be said.
 
     Args:
         result: content of the study's `result.json`.
     """
-    return [_sentence(rows) for rows in by_loss(result)]
+    same: dict[str, list[list[dict[str, Any]]]] = {}
+    for rows in by_loss(result):
+        same.setdefault(_sentence("", rows), []).append(rows)
+    return [
+        _sentence(enumeration([rows[0]["loss"] for rows in losses], "or"), losses[0])
+        for losses in same.values()
+    ]
 
 
 def nearest_usual(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -85,9 +91,9 @@ def nearest_usual(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return min(rows, key=lambda row: abs(math.log(row["group_size"] / USUAL_SIZE)))
 
 
-def _sentence(rows: Sequence[Mapping[str, Any]]) -> str:
+def _sentence(names: str, rows: Sequence[dict[str, Any]]) -> str:
     first = rows[0]
-    name = f"{first['loss']} ({loss_words(first)})"
+    name = f"{names} ({loss_words(first)})"
     measured = [row for row in rows if "noise" in row]
     if not measured:
         return f"What a rollout of {name} is worth is not measured: {first['reason']}."
@@ -231,33 +237,34 @@ def worth_panel(
     lines: dict[str, dict[int, Interval]] = {}
     for name, rows in losses.items():
         worths = {row["group_size"]: row_interval(row, "worth_best") for row in rows}
-        lines[name] = {g: worth for g, worth in worths.items() if math.isfinite(worth.estimate)}
-    estimates = [worth.estimate for line in lines.values() for worth in line.values()]
-    most = max([1.0, *estimates])
-    top = 1.05 * min(
-        max([most, *(x.high for line in lines.values() for x in line.values())]), 1.5 * most
-    )  # wider intervals leave the picture, some have no end
+        known = {size: x for size, x in worths.items() if math.isfinite(x.estimate)}
+        if known:
+            lines[name] = known
+    shown = [(size, worth) for line in lines.values() for size, worth in line.items()]
+    least = min([1.0, *(x.low for _, x in shown)])
+    most = max([1.0, *(x.estimate for _, x in shown)])
+    # wider intervals leave the picture, some have no end
+    top = 1.05 * min(max([most, *(x.high for _, x in shown)]), 1.5 * most)
     apart = min(APART, ASIDE / max(1, len(lines)))
     for place, (name, line) in enumerate(lines.items()):
-        if not line:
-            continue
         colour, marker = line_style(names.index(name))
         aside = 2 ** (apart * (place - (len(lines) - 1) / 2))
         sizes = [size * aside for size in line]
         axes.plot(sizes, [x.estimate for x in line.values()], color=colour, marker=marker,
-                  markersize=4, linewidth=0.8, label=legend_label(name))  # fmt: skip
+                  markersize=4, linewidth=0.6, label=legend_label(name))  # fmt: skip
         axes.vlines(sizes, [x.low for x in line.values()],
                     [min(x.high, 2 * top) for x in line.values()], color=colour,
                     linewidth=1.2, alpha=0.6)  # fmt: skip
-    if not estimates:
+    if not lines:
         axes.text(0.5, 0.4, "not decided from these questions", transform=axes.transAxes,
                   ha="center")  # fmt: skip
     axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
-    log_sizes(axes, sorted({row["group_size"] for rows in losses.values() for row in rows}))
+    every = {row["group_size"] for rows in losses.values() for row in rows}
+    log_sizes(axes, sorted({size for size, _ in shown} or every))
     axes.set_xlabel("group size G")
-    axes.set_ylim(0, top)
+    axes.set_ylim(max(0.0, least - (top - least) / 10) if lines else 0, top)
     axes.grid(alpha=0.3, linewidth=0.5)
-    return [name for name, line in lines.items() if not line]
+    return [name for name in losses if name not in lines]
 
 
 def worth_legend(figure: Figure, width: float) -> None:

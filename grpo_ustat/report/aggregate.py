@@ -131,7 +131,7 @@ def write_report(report: Report) -> None:
     console = Console()
     for line in report.answers:
         console.print(line, soft_wrap=True)
-    main_tables = {"theorems", "losses", "mse", "fixed_n", "accuracy", "mean_reward", "settings"}
+    main_tables = {"theorems", "mse", "fixed_n", "accuracy", "mean_reward", "settings"}
     main_tables |= {"published_table2", "best_group_size", "best_group_size_claims"}
     if len({run.config["budget"]["rollouts"] for run in report.training}) > 1:
         main_tables.add("budget")

@@ -134,13 +134,16 @@ def losses_table(panels: Sequence[LossPanel], study_keys: Sequence[str]) -> Tabl
                     cosine_text(row, "\n"),
                     worth_text(row_interval(row, "noise"), "\n"),
                 ])  # fmt: skip
-    words = {row["loss"]: f"{row['loss']}: {loss_words(row)}" for row in data}
+    by_words: dict[str, dict[str, None]] = {}
+    for row in data:
+        by_words.setdefault(loss_words(row), {})[row["loss"]] = None
+    words = "; ".join(f"{enumeration([*names])}: {text}" for text, names in by_words.items())
     missing = [
         f"{panel.study.label}: {line}"
         for panel in panels
         for line in not_measured([own for _, own in panel.lines.values()])
     ]
-    notes = [WORTH_NOTE, NOISE_NOTE, f"{'. '.join(words.values())}."]
+    notes = [WORTH_NOTE, NOISE_NOTE, f"{words}."]
     drawn_notes = [BARS_NOTE, *_without_a_line(panels)]
     return Table(
         name="losses",
@@ -217,7 +220,7 @@ def losses_answer(panels: Sequence[LossPanel]) -> str:
                 undecided.append(where)
     at = f"At G = {' or '.join(map(str, sorted(sizes)))}"
     if not decided:
-        named = enumeration(shorten(undecided, MOST_NAMED, "losses.csv"))
+        named = enumeration(shorten(undecided, MOST_NAMED, "losses.csv"), "or")
         return f"{at} it is not decided what a rollout of {named} is worth."
     ends = sorted(decided, key=lambda found: found[0].estimate)
     ends = ends[:1] if len(ends) == 1 else [ends[0], ends[-1]]

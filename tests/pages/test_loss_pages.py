@@ -64,6 +64,14 @@ def test_a_sentence_says_what_was_found(rows, sentence):
     assert losses_sentences({"losses": rows}) == [sentence]
 
 
+def test_losses_of_which_the_same_is_said_share_a_sentence():
+    losses = [loss_row(name, 8) for name in ("a", "b", "c")]
+    losses[1] = losses[1] | {"loss_type": "grpo"}
+    one, other = losses_sentences({"losses": losses})
+    assert "a rollout of a or c (std of the group, mean over the update's" in one
+    assert "a rollout of b (std of the group, mean over each" in other
+
+
 def test_a_study_without_losses_says_and_shows_nothing(tmp_path):
     for result in ({}, {"losses": [refused_loss("absent", 8, "why")]}):
         assert losses_tables(result) == loss_details(result) == []
