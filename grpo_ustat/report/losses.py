@@ -38,7 +38,6 @@ from grpo_ustat.runs.record import RunRecord, key_label
 
 LOSS_KEYS = ("objective", "objectives", "baseline")  # of a study, that change no pool
 MARKS_NOTE = "{} the best G of a loss; {} not significantly worse."
-MOST_NAMED = 4  # losses without a number, in a sentence
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def losses_table(panels: Sequence[LossPanel], study_keys: Sequence[str]) -> Tabl
             measured = panel.measured.get(name, [])
             for row in measured:
                 mark = ""
-                if row["alike"] and len(measured) > 1:
+                if row["alike"] and len(measured) > 1 and _known([row]):
                     marks[len(rows), 2] = row["best"]
                     mark = "*" if row["best"] else "~"
                 rows.append([
@@ -205,30 +204,28 @@ def _without_a_line(panels: Sequence[LossPanel]) -> list[str]:
 
 def losses_answer(panels: Sequence[LossPanel]) -> str:
     """A sentence on what a rollout of a loss is worth at G = 8 or the nearest, from the least to
-    the most, and of which losses that is not decided.
+    the most, and of how many losses that is not decided.
     """
-    several = len(panels) > 1
     decided, undecided, sizes = [], [], set()
     for panel in panels:
         for name, rows in panel.measured.items():
             row = nearest_usual(rows)
             sizes.add(row["group_size"])
-            where = f"{name} on {panel.study.policy}" if several else name
             if _known([row]):
+                where = f"{name} on {panel.study.policy}" if len(panels) > 1 else name
                 decided.append((row_interval(row, "worth"), where))
             else:
-                undecided.append(where)
+                undecided.append(name)
     at = f"At G = {' or '.join(map(str, sorted(sizes)))}"
     if not decided:
-        named = enumeration(shorten(undecided, MOST_NAMED, "losses.csv"), "or")
-        return f"{at} it is not decided what a rollout of {named} is worth."
+        names = enumeration([*dict.fromkeys(undecided)], "or")
+        return f"{at} it is not decided what a rollout of {names} is worth."
     ends = sorted(decided, key=lambda found: found[0].estimate)
-    ends = ends[:1] if len(ends) == 1 else [ends[0], ends[-1]]
+    ends = [ends[0], ends[-1]] if len(ends) > 1 else ends
     values = " to ".join(f"{worth_text(value)} ({where})" for value, where in ends)
     text = f"{at} a rollout of a loss is worth {values} of an unbiased one"
     if undecided:
-        named = enumeration(shorten(undecided, MOST_NAMED, "losses.csv"))
-        text += f"; not decided: {named}"
+        text += f"; not decided: {len(undecided)} of {len(undecided) + len(decided)}"
     return f"{text}."
 
 

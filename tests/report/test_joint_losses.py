@@ -70,7 +70,7 @@ SENTENCES = {
         {"x": ("tiny", "grpo", OF_A), "y": ("tiny", "dapo", [*OF_B, loss_row("c", 8, **UNDECIDED)]),
          "z": ("tiny_direct", "grpo", OF_A[:1])},
         "At G = 4 or 8 a rollout of a loss is worth 0.90 [0.80, 1.00] (a on tiny, bare) to 1.30 "
-        "[1.20, 1.40] (b on tiny, bare) of an unbiased one; not decided: c on tiny, bare.",
+        "[1.20, 1.40] (b on tiny, bare) of an unbiased one; not decided: 1 of 4.",
     ),
     "one": (
         {"x": ("tiny", "grpo", OF_A)},
