@@ -191,11 +191,12 @@ def grade_covariance(x_n: Array, y_n: Array) -> Covariance:
     (0.333333, [0.333333, 0.333333, 0.333333, 0.333333, 0.333333])
     """
     n = len(x_n)
-    x_n, y_n = (np.unique(values, return_inverse=True)[1] for values in (x_n, y_n))
-    a_n, b_n = (_sign_sums(values, np.ones(n)) for values in (x_n, y_n))
-    same_n = concordance(x_n, y_n)
+    level_x_n, level_y_n = (np.unique(x, return_inverse=True)[1] for x in (x_n, y_n))
+    a_n, b_n = (_sign_sums(x, np.ones(n)) for x in (level_x_n, level_y_n))
+    same_n = concordance(level_x_n, level_y_n)
     total = a_n @ b_n - same_n.sum()
-    without_n = total - a_n * b_n + _sign_sums(x_n, b_n) + _sign_sums(y_n, a_n) + 3 * same_n
+    without_n = total - a_n * b_n + 3 * same_n
+    without_n += _sign_sums(level_x_n, b_n) + _sign_sums(level_y_n, a_n)
     triples = n * (n - 1) * (n - 2)
     return Covariance(float(total / triples), without_n / (triples * (n - 3) / n))
 

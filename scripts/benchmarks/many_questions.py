@@ -34,6 +34,7 @@ def overrides(asked, questions, name):
     """The study of so many questions on the pool written for it."""
     return [
         f"study.questions={questions}", f"dataset.study_size={questions}",
+        "dataset.max_term=999", "dataset.max_factor=9999",
         f"budget.pool_completions={COMPLETIONS}", f"budget.feature_sketch={FEATURES}",
         f"budget.gradient_sketch={GRADIENT}", f"group_sizes={[2, 4, 8]}", "study.rollouts=64",
         "launch.workers=1", "launch.num_threads=1", "on_existing=overwrite",
