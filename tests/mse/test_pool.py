@@ -200,7 +200,7 @@ def test_half_written_parts_do_not_count(tmp_path):
     config = compose("mse", *SMALL)
     store = PoolStore(tmp_path, draws_of(config))
     prompts = configured_task(config.task_options, config.model).prompts("study")[:6]
-    assert sorted(len(store.parts(p)) for p in prompts) == [0, 1, 1, 1, 1, 1]
+    assert sorted(map(len, store.parts(prompts))) == [0, 1, 1, 1, 1, 1]
 
 
 def test_what_a_pool_is_of_leaves_out_what_does_not_matter(tmp_path):
