@@ -150,4 +150,4 @@ def test_a_study_says_and_shows_what_a_rollout_of_its_losses_is_worth(tmp_path):
         assert re.search(rf"a rollout of [^(]*\b{name}\b", said)
         assert name in page
     assert "Worth of a rollout at n = 16" in said and "Losses at every" in page
-    assert all((file.parent / f"losses.{kind}").is_file() for kind in ("pdf", "svg", "png"))
+    assert (file.parent / "losses.svg").is_file()
