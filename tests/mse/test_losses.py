@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -144,8 +145,9 @@ def test_a_study_says_and_shows_what_a_rollout_of_its_losses_is_worth(tmp_path):
     assert all(("reason" in row) != ("noise" in row) for row in rows)
     assert load_run(file.parent).final_result["losses"] == rows
     page = (file.parent / "report.html").read_text()
+    said = " ".join(said.split())
     for name in names:
-        assert f"a rollout of {name} (" in " ".join(said.split())
+        assert re.search(rf"a rollout of [^(]*\b{name}\b", said)
         assert name in page
-    assert "Worth of a rollout at n = 16" in said and "Losses at every G" in page
-    assert all((file.parent / f"losses.{kind}").is_file() for kind in ("pdf", "svg", "png"))
+    assert "Worth of a rollout at n = 16" in said and "Losses at every" in page
+    assert (file.parent / "losses.svg").is_file()
