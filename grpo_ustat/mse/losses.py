@@ -21,7 +21,7 @@ from grpo_ustat.estimators.worth import (
     worth,
 )
 from grpo_ustat.mse.coupled_losses import (
-    PROMPTS_BESIDE,
+    QUESTIONS_A_PROMPT,
     additive_part,
     coupled_moments,
     drawn_batches,
@@ -154,10 +154,15 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str 
         return "rows of several questions are weighed together, and each half has its own metric"
     if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
         return f"micro-batches of {loss.micro_batch_size} do not divide {rollouts} rollouts"
-    if prompts < max(rule.min_prompts, 1) or prompts > most_prompts(questions):
+    if prompts < rule.min_prompts:
+        return (
+            f"baseline {loss.rule} needs {rule.min_prompts} prompts in an update, and "
+            f"study.rollouts={rollouts} in groups of {group_size} has {prompts}"
+        )
+    if prompts > most_prompts(questions):
         return (
             f"an update has {prompts} questions whose rows are weighed together: batches of so "
-            f"many need a study of {2 * prompts + PROMPTS_BESIDE}, got {questions}"
+            f"many need a study of {QUESTIONS_A_PROMPT * prompts}, got {questions}"
         )
     return None
 

@@ -62,12 +62,12 @@ REFUSED = {
                       "budget.pool_completions=16"),
     "no multiple": (30, ADDITIVE, 8, 20, "study.rollouts=20 is no multiple of 8"),
     "a micro-batch": (30, MICRO, 2, 16, "micro-batches of 6 do not divide 16 rollouts"),
-    "a large batch": (19, COUPLED, 2, 16,
+    "a large batch": (23, COUPLED, 2, 16,
                       "an update has 8 questions whose rows are weighed together: batches of so "
-                      "many need a study of 20, got 19"),
+                      "many need a study of 24, got 23"),
     "a small batch": (30, rule_of("james_stein"), 8, 16,
-                      "an update has 2 questions whose rows are weighed together: batches of so "
-                      "many need a study of 8, got 30"),
+                      "baseline james_stein needs 3 prompts in an update, and study.rollouts=16 in "
+                      "groups of 8 has 2"),
 }  # fmt: skip
 
 
@@ -80,10 +80,10 @@ def test_what_a_pool_does_not_tell_is_a_line(questions, loss, size, rollouts, li
 
 
 def test_a_coupled_loss_needs_one_metric_and_an_additive_one_does_not():
-    pool = a_pool(20, metrics=2)
+    pool = a_pool(24, metrics=2)
     assert "each half has its own metric" in (refusal(pool, COUPLED, 2, 16) or "")
     assert refusal(pool, ADDITIVE, 2, 16) is None
-    assert refusal(a_pool(20), COUPLED, 2, 16) is None
+    assert refusal(a_pool(24), COUPLED, 2, 16) is None
 
 
 def test_rows_are_by_loss_as_given_then_by_size_with_those_that_are_refused():
