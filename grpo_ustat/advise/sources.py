@@ -24,7 +24,7 @@ from grpo_ustat.estimators.scaling import (
 )
 from grpo_ustat.logs.formats import PACKED_SUFFIXES, format_of
 from grpo_ustat.logs.rewards import (
-    REWARD_FILE_SUFFIXES,
+    LOG_SUFFIXES,
     expected_zero_variance,
     read_rewards,
     reward_lines,
@@ -93,7 +93,7 @@ def advice_of(request: Request) -> Advice:
     if not source.exists():
         raise ConfigError(
             f"{source} does not exist: name a run folder, a pool, or a log of rollouts "
-            f"({', '.join(REWARD_FILE_SUFFIXES)})"
+            f"({', '.join(LOG_SUFFIXES)})"
         )
     if source.is_file() and source.name == RESULT:
         return advice_of(replace(request, source=source.parent))
@@ -101,10 +101,9 @@ def advice_of(request: Request) -> Advice:
         _refuse_dump(request)
         if source.suffix in PACKED_SUFFIXES:
             raise ConfigError(f"{source} is packed: unpack it first, as with gunzip")
-        if source.suffix not in REWARD_FILE_SUFFIXES:
+        if source.suffix not in LOG_SUFFIXES:
             raise ConfigError(
-                f"{source} is not {', '.join(REWARD_FILE_SUFFIXES[:-1])} or "
-                f"{REWARD_FILE_SUFFIXES[-1]}"
+                f"{source} is not {', '.join(LOG_SUFFIXES[:-1])} or {LOG_SUFFIXES[-1]}"
             )
         return _from_log(source, request)
     if (source / POOL).is_file():

@@ -63,7 +63,9 @@ def main(command: Command) -> None:
 
 
 def _make(command: Command, node: DictConfig) -> float | None:
-    """Make what a command makes in Hydra's folder, as Hydra's task; its end is this process's."""
+    """Run a command in the folder that Hydra created, as Hydra's task; an error of it ends this
+    process.
+    """
     folder = output_folder()
     try:
         config = build_config(node, SCHEMAS[command.name])
@@ -80,8 +82,8 @@ def _make(command: Command, node: DictConfig) -> float | None:
 
 
 def print_help(entry: str) -> bool:
-    """Print help, a configuration, shell completion or what Hydra says of itself; False where none
-    of them is asked for.
+    """Print help, a configuration, shell completion or Hydra's own information; False if the
+    command line asks for none of them.
     """
     words = parse_arguments(sys.argv[1:])
     if not any((words.help, words.cfg, words.shell_completion, words.hydra_help, words.info)):
@@ -124,7 +126,7 @@ def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
 
 
 def _exit(error: Exception) -> NoReturn:
-    """Print an error in one line, once where all ranks have it, and end with its exit code.
+    """Print an error in one line (once if all ranks have it) and end with its exit code.
 
     Raises:
         Exception: the error, where it is neither a refusal nor the system's.

@@ -1,4 +1,5 @@
-"""Shell completion: `-sc install=bash` prints what a shell is to read, `-sc query=bash` candidates.
+"""Shell completion: `-sc install=bash` prints the script that a shell reads, `-sc query=bash` the
+candidates.
 
 What Hydra prints for them knows nothing of verbs, nor of the values that a field may take.
 """
@@ -59,7 +60,7 @@ def complete(
 
 
 def candidates(entry: str, line: str) -> list[tuple[str, str]]:
-    """What the last word of a line may become, each with its meaning, "" where that is unknown."""
+    """Possible completions of a line's last word, each with its meaning ("" if unknown)."""
     *before, word = line.split(" ")
     if word.startswith("-"):
         return [(name, "") for name in flags() if name.startswith(word)]
@@ -83,7 +84,7 @@ def candidates(entry: str, line: str) -> list[tuple[str, str]]:
 
 
 def _values(page: CommandOptions, word: str) -> list[tuple[str, str]]:
-    """Choices of a group or field, or its value; of several, `a,b`, the last one is completed."""
+    """Choices of a group or field, or else its value; in `a,b` the last one is completed."""
     name, _, value = word.partition("=")
     start = max(value.rfind(","), value.rfind("[")) + 1
     head, tail = value[:start], value[start:]

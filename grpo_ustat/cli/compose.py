@@ -208,8 +208,8 @@ def check_trust(config: Any, overrides: list[str]) -> None:
 
 
 def _one_or_several(name: str, overrides: list[str], multirun: bool) -> DictConfig:
-    """The configuration of a single run; or that of a sweep without the values that it sweeps
-    over, where `-m` is typed or a file that the line names sets `hydra.mode=MULTIRUN`.
+    """The configuration of a single run; for a sweep the one without the swept values. A line is a
+    sweep if `-m` is typed or if a file that it names sets `hydra.mode=MULTIRUN`.
     """
     if multirun:
         return sweep_node(name, overrides)
@@ -323,7 +323,9 @@ def _check_slurm(warning: int, grace: int) -> None:
 
 
 def _check_folders(planned_runs: list[PlannedRun]) -> None:
-    """Refuse a sweep unless every run has a folder of its own, by which it knows what is done."""
+    """Refuse a sweep unless every run has a folder of its own: the folder tells whether its run is
+    done.
+    """
     first_of: dict[Path, PlannedRun] = {}
     for planned in planned_runs:
         if planned.folder is None or planned.sweep is None:

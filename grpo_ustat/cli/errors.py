@@ -148,7 +148,7 @@ def _command_of(schema: type) -> str:
 
 
 def _is_text(key: str, schema: type) -> bool:
-    """Whether any text is a value of the key: a text field, `model`, or a key of no field."""
+    """Whether the key takes any text: a text field, `model`, or a key that is no field."""
     field = field_at(key.lstrip("+~"), all_fields(schema))
     return key == "model" or field is None or field.kind.startswith(("str", "any"))
 
@@ -261,7 +261,9 @@ def several_values(key: str, value: str, schema: type) -> str:
 
 
 def unknown_key(key: str, schema: type) -> str:
-    """The line that refuses a key that a command does not have: who has it, or the nearest name."""
+    """The line that refuses an unknown key: it names the command that has the key, or the nearest
+    known name.
+    """
     if key in CUT_FIELDS:
         return f"unknown key {key}: what is sampled is what is scored, so there is no {key}"
     if key in NAMES_OF_OTHERS:
@@ -299,8 +301,8 @@ def is_overlay(file: Path) -> bool:
 
 
 def fits(file: Path, schema: type) -> bool:
-    """Whether a command knows all that a file of its groups sets, and all that it sweeps over, as
-    far as that can be told without composing it.
+    """Whether a command has all fields that a file of its groups sets or sweeps over, as far as
+    that can be told without composing it.
     """
     text = file.read_text()
     keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
@@ -323,7 +325,7 @@ def fits(file: Path, schema: type) -> bool:
 
 
 def top_names(schema: type) -> set[str]:
-    """What an override of a command can begin with."""
+    """Names that an override of a command can begin with."""
     groups = [extra for name, extra in EXTRA_GROUPS.items() if SCHEMAS[name] is schema]
     return {field.name for field in fields(schema)}.union(*groups)
 

@@ -76,7 +76,8 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
 
 
 def _refuse_ignored(words: Namespace) -> None:
-    """Refuse flags of Hydra's that would change nothing here, or not what is checked.
+    """Refuse flags of Hydra that would have no effect here, or that would run something other than
+    what was checked.
 
     Raises:
         ConfigError: with what to type.
@@ -108,8 +109,8 @@ def hydra_overrides(typed: Iterable[str], config_dir: str | None = None) -> list
 
 
 def quote_plain(override: str) -> str:
-    """The override with quotes around each value that holds a `=` or `~`, as paths may, which Hydra
-    takes in quotes alone. Quotes, calls, dictionaries and interpolations stay as they are.
+    """The override with quotes around each value that contains `=` or `~`, as paths may: Hydra
+    accepts these only in quotes. Quotes, calls, dictionaries and interpolations stay as they are.
 
     >>> quote_plain("pool=runs/lr=1/x"), quote_plain("runs=[~/a,b]"), quote_plain("seed=0")
     ("pool='runs/lr=1/x'", "runs=['~/a',b]", 'seed=0')
@@ -125,8 +126,8 @@ def quote_plain(override: str) -> str:
 
 
 def model_place(override: str, config_dir: str | None = None) -> list[str]:
-    """`model=org/name` or `model=FOLDER` as `model=hub` with that place; all else as it is, such as
-    names of files in `conf/model/` and the several values of a sweep.
+    """`model=org/name` or `model=FOLDER` rewritten as `model=hub` with that name or folder; other
+    overrides unchanged, such as names of files in `conf/model/` and the several values of a sweep.
 
     >>> model_place("model=org/name"), model_place("model=tiny")
     (['model=hub', "model.model_name_or_path='org/name'"], ['model=tiny'])
@@ -155,8 +156,8 @@ def flags() -> list[str]:
 
 @contextmanager
 def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
-    """Hydra reads `conf/`, and before it the folder of `--config-dir`, which may hold the main file
-    too.
+    """Let Hydra read `conf/`, and before it the folder of `--config-dir`, which may also hold the
+    main file.
     """
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
         if config_dir:
@@ -224,7 +225,8 @@ def sweep_launcher(name: str, node: DictConfig, task: Callable) -> Iterator[Laun
 def run_composed(
     entry: str, node: DictConfig, task: Callable[[DictConfig], object], config_dir: str | None
 ) -> None:
-    """Have Hydra make a job of a configuration that is composed: its folder, logging, callbacks.
+    """Run a job with a configuration that is already composed, with Hydra's folder, logging and
+    callbacks.
 
     Args:
         entry: the command.

@@ -77,8 +77,8 @@ def parse_logger(words: list[str]) -> LoggerConfig:
 
 
 def send_folder(folder: Path, logger: LoggerConfig) -> bool:
-    """Send what a folder holds and the tracker was not given, and print where it is; whether the
-    tracker took all of it.
+    """Send what a folder holds and the tracker does not have yet, and print the run's address
+    there; True if the tracker accepted everything.
     """
     config, _ = contents.checked(folder, CONFIG, contents.parsed_yaml, contents.CONFIGURATION)
     own = (config or {}).get("logger")

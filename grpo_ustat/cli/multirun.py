@@ -1,4 +1,6 @@
-"""A sweep: the runs that are not done yet, through Hydra's launcher, and what became of all."""
+"""A sweep: starts the runs that are not done yet through Hydra's launcher, and shows the state of
+all.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,7 @@ class Job:
 
 
 def _report_failure(folder: RunFolder, error: BaseException, before: list[dict]) -> None:
-    """Print a run's failure on the rank that it is of, and note it in the folder once."""
+    """Print a run's failure on the rank where it happened, and note it in the folder once."""
     line = fault_line(error)
     if line or isinstance(error, (*ONE_LINE_ERRORS, SystemExit)):
         if is_main() or not isinstance(error, RefusedByRank):
@@ -138,7 +140,7 @@ def _launch(entry: str, invocation: Invocation, todo: list[PlannedRun]) -> None:
 
 
 def _submit(launcher: Launcher, todo: list[PlannedRun], files: str) -> None:
-    """Submit the runs to SLURM, but for those that it is about to start again, and wait for all."""
+    """Submit the runs to SLURM, except those that it is about to restart, and wait for all."""
     queue, before = slurm.queue(), slurm.submissions(files)
     rest = []
     for planned in todo:
@@ -157,7 +159,7 @@ def _submit(launcher: Launcher, todo: list[PlannedRun], files: str) -> None:
 
 
 def _start(launcher: Launcher, todo: list[PlannedRun]) -> bool:
-    """Start the runs and wait; whether all ended with a result, be it a failure."""
+    """Start the runs and wait; True if every job reported its end, be it a failure."""
     overrides = [  # without Hydra's own, which the launcher adds
         [x for x in planned.overrides if not x.lstrip("+~").startswith(("hydra.", "hydra/"))]
         for planned in todo

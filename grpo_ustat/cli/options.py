@@ -22,13 +22,13 @@ from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import FieldInfo, fields_of
 from grpo_ustat.config.values import typed_value
 
-LAUNCHER_GROUP = "hydra/launcher"
+LAUNCHER = "hydra/launcher"
 GROUP_MEANINGS = {  # of groups that set fields of several nodes, or that have no node of their name
     "policy": "model, data set, prompt and length together, for sweeps",
     "study": "a study of the paper, or of ours",
     "experiment": "everything that one figure, table or check needs",
     "debug": "a run that ends in seconds",
-    LAUNCHER_GROUP: "where a sweep (-m) starts its runs",
+    LAUNCHER: "where a sweep (-m) starts its runs",
 }
 SENTENCE_BREAK = re.compile(r"(?<=\.) (?=[A-Z])")
 MOST_COMMENT_CHARACTERS = 100  # of a choice's meaning; of a longer one the first sentence is shown
@@ -64,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Field:
-    """A field with its value, as one would type it; `???` where one has to be set."""
+    """A field with its value, as one would type it; `???` if it must be set."""
 
     key: FieldInfo
     value: str
@@ -124,18 +124,10 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
             )
             choices = tuple(Choice(file.stem, first_comment(file)) for file in files)
             groups.append(Group(group, own, chosen.get(group), choices, settable=group in chosen))
-        launchers = [
-            Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER_GROUP, folders)
-        ]
+        launchers = [Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER, folders)]
         launchers.insert(0, Choice("basic", "Here, one after the other."))
-        groups.append(
-            Group(
-                LAUNCHER_GROUP,
-                GROUP_MEANINGS[LAUNCHER_GROUP],
-                chosen[LAUNCHER_GROUP],
-                tuple(launchers),
-            )
-        )
+        meaning = GROUP_MEANINGS[LAUNCHER]
+        groups.append(Group(LAUNCHER, meaning, chosen[LAUNCHER], tuple(launchers)))
     return CommandOptions(
         entry=entry,
         purpose=node.hydra.help.header.strip(),

@@ -1,5 +1,5 @@
-"""The verbs of `grpo-ustat VERB ...`: what each does, an example, a misspelt one, and their names
-by Tab. Nothing here imports more than Python's own modules.
+"""The verbs of `grpo-ustat VERB ...`: purpose and example of each, suggestions for misspelt ones,
+and completion by Tab. Imports only Python's own modules.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def verb_of(words: list[str]) -> str | None:
 
 
 def verb_candidates(line: str) -> list[tuple[str, str]]:
-    """What the last word of a line may become where Hydra does not read it, with its meaning."""
+    """Possible completions of a line's last word, with meanings, for lines that Hydra does not
+    read.
+    """
     *before, word = line.split(" ")
     verb = verb_of([one for one in before if one])
     if verb is None:

@@ -224,8 +224,13 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
                 below += [(key, entry) for entry in cast(list[object], value)]
             elif isinstance(value, list):
                 raise ConfigError(f"{place}: its {key} is damaged: it has too many entries")
-            if re.search(r"(attn|attention|experts)_implementation", key) and not trusted:
-                _refuse_kernels(cast(object, value), key, place)
+            is_kernel = re.search(r"(attn|attention|experts)_implementation", key) and not trusted
+            if is_kernel and isinstance(value, str) and re.search(r"[/:@|]", value):
+                raise ConfigError(
+                    f"{place}: {key}={value!r} names native code of the hub: read that, and if "
+                    "you trust it add model.trust_remote_code=true to the command line; else take "
+                    "the key out"
+                )
             if re.search(r"\.((num|n)_\w+|\w+_(size|dim|layers|heads))$", key):
                 _refuse_shape(cast(object, value), key, place)
         level = below
@@ -234,15 +239,6 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
         if len(level) > MOST_ENTRIES:
             break
     raise ConfigError(f"{place}: its config.json is damaged: it is larger than any model's")
-
-
-def _refuse_kernels(value: object, key: str, place: str) -> None:
-    if isinstance(value, str) and re.search(r"[/:@|]", value):
-        raise ConfigError(
-            f"{place}: {key}={value!r} names native code of the hub: read that, "
-            "and if you trust it add model.trust_remote_code=true to the command line; else take "
-            "the key out"
-        )
 
 
 def _refuse_shape(value: object, key: str, place: str) -> None:

@@ -95,14 +95,13 @@ class Limits:
                 named = f"{path}={value}"
                 if isinstance(value, list):
                     named += f" holds {entry}, which"
-                raise ConfigError(f"{named} must be {self._range(isinstance(entry, float))}")
-
-    def _range(self, real: bool) -> str:
-        """The numbers that are allowed, in words."""
-        if self.below < math.inf:
-            return f"in {'(0' if self.positive else f'[{self.at_least:g}'}, {self.below:g})"
-        smallest = "above 0" if self.positive else f"{self.at_least:g} or more"
-        return f"{smallest} and finite" if real else smallest
+                allowed = "above 0" if self.positive else f"{self.at_least:g} or more"
+                if self.below < math.inf:
+                    lowest = "(0" if self.positive else f"[{self.at_least:g}"
+                    allowed = f"in {lowest}, {self.below:g})"
+                elif isinstance(entry, float):
+                    allowed += " and finite"
+                raise ConfigError(f"{named} must be {allowed}")
 
 
 def check_fields(node: Any, prefix: str = "") -> None:

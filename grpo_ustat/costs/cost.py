@@ -197,8 +197,8 @@ def cost(work: Work) -> Cost:
 def score_memory(
     model: ModelConfig, completions: int, max_completion_length: int
 ) -> tuple[int, int, int] | None:
-    """Bytes of scoring N completions of a question, beside the weights: with the whole graph, layer
-    by layer, and of one completion layer by layer; prompts left out. None where the sizes are
+    """Bytes to score N completions of a question, beside the weights and without prompts: with the
+    whole graph, layer by layer, and for one completion layer by layer. None if the sizes are
     unknown.
     """
     size, length = model_size(model), max_completion_length

@@ -130,8 +130,8 @@ def duration(plan: Plan) -> Duration:
 
 
 def pace_of(run: RunRecord, processes: int) -> Pace | None:
-    """Pace of a finished run that so many processes shared out; None where its history or result
-    does not tell it: several launches, a pool that was there before, rewards that were all equal.
+    """Pace of a finished run that this many processes shared; None if its history or result does
+    not tell it: several launches, a pool that existed before, or equal rewards.
     """
     launches, result = run.launches, run.final_result
     if [row.get("event") for row in launches] != ["start", "end"]:

@@ -245,11 +245,20 @@ def join_tasks() -> None:
     if "RANK" in os.environ or _join_submitit() or not is_task_of_several():
         return
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+    nodes = os.environ["SLURM_STEP_NODELIST"]
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"the first of the hosts {nodes} cannot be found ({error}): start the ranks with "
+            "torchrun and --master_addr"
+        ) from error
     os.environ.update(
         RANK=os.environ["SLURM_PROCID"],
         WORLD_SIZE=os.environ["SLURM_STEP_NUM_TASKS"],
         LOCAL_RANK=os.environ["SLURM_LOCALID"],
-        MASTER_ADDR=_first_host(os.environ["SLURM_STEP_NODELIST"]),
+        MASTER_ADDR=process.stdout.split()[0],
         MASTER_PORT=str(20000 + (7919 * job + step) % 12000),  # below the ports of connections
     )
 
@@ -264,18 +273,6 @@ def _join_submitit() -> bool:
         # accelerate chooses the device, by the local rank among those that are visible
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
     return True
-
-
-def _first_host(nodes: str) -> str:
-    command = ["scontrol", "show", "hostnames", nodes]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(
-            f"the first of the hosts {nodes} cannot be found ({error}): start the ranks with "
-            "torchrun and --master_addr"
-        ) from error
-    return process.stdout.split()[0]
 
 
 def main() -> None:

@@ -28,10 +28,8 @@ BF16_ERROR = (3e-4, 2e-2)  # that of a product in bfloat16, which has 8 bits, li
 LOGIT_ERROR = 1e-3  # the largest, in units of the largest logit; float32 on a CPU has 1e-6
 PADDING_TOKENS, TEXT_TOKENS = 5, 12  # tokens
 CGROUP = Path("/sys/fs/cgroup")
-ENOUGH_FREE_BYTES, LEAST_FREE_BYTES = (
-    4e9,
-    1e9,
-)  # bytes free: a small model trains in the one, torch loads in none
+ENOUGH_FREE_BYTES = 4e9  # a small model trains within
+LEAST_FREE_BYTES = 1e9  # torch loads in no less
 
 
 def torch_devices(_: Path) -> Finding:

@@ -46,12 +46,7 @@ from grpo_ustat.estimators.halves import (
     group_error,
     halves_of,
 )
-from grpo_ustat.estimators.intervals import (
-    CONFIDENCE,
-    Interval,
-    is_binary,
-    jackknife_interval,
-)
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, is_binary, jackknife_interval
 from grpo_ustat.estimators.noise import UNDETERMINED
 from grpo_ustat.records import Array, ScorePool
 

@@ -164,7 +164,15 @@ def claims(start: OnPolicy, group_size: int) -> list[Claim]:
         ratio = start.variance_ratio(kind)
         what = f"as G grows: G (B variance - C1) over the oracle's, {label}"
         oracles.append(enumerated_claim(what, 1.0, ratio, abs(ratio - 1) <= TOLERANCE, how))
-    return [*by_size, _slope_claim(start), _constant_claim(start), *oracles, *guards]
+    constant = limit_claim(
+        "as G grows: limit of G ||bias|| at learning rate 0, with normalisation",
+        start.bias_limit,
+        np.array(start.limit_sizes) * start.limits["group_std"]["bias"],
+        TOLERANCE * start.bias_limit,
+        f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
+        f"within {percentage(TOLERANCE)} of the delta method's, not decided where coming closer",
+    )
+    return [*by_size, _slope_claim(start), constant, *oracles, *guards]
 
 
 def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
@@ -189,17 +197,6 @@ def _slope_claim(start: OnPolicy) -> Claim:
     )
     what = "as G grows: slope of log bias^2 on log G at learning rate 0, with normalisation"
     return nearing_claim(what, -2.0, slopes[::-1], SLOPE_TOLERANCE, how)
-
-
-def _constant_claim(start: OnPolicy) -> Claim:
-    """The bias of order 1/G is the delta method's."""
-    times_size = np.array(start.limit_sizes) * start.limits["group_std"]["bias"]
-    how = (
-        f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
-        f"within {percentage(TOLERANCE)} of the delta method's, not decided where coming closer"
-    )
-    what = "as G grows: limit of G ||bias|| at learning rate 0, with normalisation"
-    return limit_claim(what, start.bias_limit, times_size, TOLERANCE * start.bias_limit, how)
 
 
 def panels(start: OnPolicy) -> list[Panel]:

@@ -1,6 +1,6 @@
 """Baselines for other trainers, whose batches are rows: a reward and the group of each completion.
 
-Offered are the rules that read rewards alone (`REWARD_ONLY_BASELINES`), with the options of
+Offered are the rules that read rewards alone (`REWARD_ONLY`), with the options of
 `conf/baseline/`. `verl`, `skyrl` and `slime` beside this module give them to these trainers by
 name. Nothing here needs transformers: other versions of it do no harm.
 """
@@ -21,9 +21,7 @@ from grpo_ustat.estimators.baselines import BASELINES, OURS, advantages, check_o
 from grpo_ustat.records import Array, BaselineContext
 
 ORDER_DEPENDENT = ("pods", "krpo")  # they read the order of completions, and rows have none
-REWARD_ONLY_BASELINES = tuple(
-    x for x in OURS if not BASELINES[x].needs and x not in ORDER_DEPENDENT
-)
+REWARD_ONLY = tuple(x for x in OURS if not BASELINES[x].needs and x not in ORDER_DEPENDENT)
 PREFIX = "grpo_ustat_"  # of the names in registries, which have a `maxrl` and a `none` of their own
 PADDING = re.compile(r"pad(\d+|[0-9a-f]{32})")  # groups of rows that fill a batch: SkyRL, verl
 
@@ -38,7 +36,7 @@ def row_advantages(
     that scales or shrinks by the whole batch: such a rule is defined for one group size.
 
     Args:
-        rule: a name of `REWARD_ONLY_BASELINES`.
+        rule: a name of `REWARD_ONLY`.
         reward_B: the reward of each completion.
         group_B: what its group is called, equal within a group.
         options: exactly those of the rule.
@@ -80,7 +78,7 @@ def rule_options(rule: str, changed: Mapping[str, float]) -> dict[str, float]:
     Raises:
         ValueError: the rule reads more than rewards, or has no such option.
     """
-    if rule not in REWARD_ONLY_BASELINES:
+    if rule not in REWARD_ONLY:
         raise ValueError(refusal(rule))
     shipped = yaml.safe_load((CONF / "baseline" / f"{rule}.yaml").read_text())
     options = {**shipped.get("options", {}), **changed}
@@ -98,7 +96,7 @@ def refusal(rule: str, prefix: str = "") -> str:
     why = f"reads {', '.join(needs)} besides rewards" if needs else "is none of ours"
     if rule in ORDER_DEPENDENT:
         why = "reads the order of completions besides rewards"
-    names = ", ".join(prefix + name for name in REWARD_ONLY_BASELINES)
+    names = ", ".join(prefix + name for name in REWARD_ONLY)
     return f"baseline {rule} {why}; the names are {names}"
 
 
@@ -106,7 +104,7 @@ def estimator(rule: str, **changed: float) -> Callable[..., tuple[torch.Tensor, 
     """A rule as verl and SkyRL call an advantage estimator: see `token_advantages`.
 
     Args:
-        rule: a name of `REWARD_ONLY_BASELINES`.
+        rule: a name of `REWARD_ONLY`.
         changed: options that differ from those of `conf/baseline/`.
 
     Raises:
@@ -130,7 +128,7 @@ def token_advantages(
     the rule: verl and SkyRL call their groups `pad...`.
 
     Args:
-        rule: a name of `REWARD_ONLY_BASELINES`.
+        rule: a name of `REWARD_ONLY`.
         options: exactly those of the rule.
         token_level_rewards: [rows, tokens].
         response_mask: [rows, tokens], 1 on the tokens of the completion.

@@ -12,9 +12,9 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import (  # pyright: ignore[repo
     register_advantage_estimator,
 )
 
-from grpo_ustat.integrations.rows import PREFIX, REWARD_ONLY_BASELINES, estimator
+from grpo_ustat.integrations.rows import PREFIX, REWARD_ONLY, estimator
 
-for _rule in REWARD_ONLY_BASELINES:
+for _rule in REWARD_ONLY:
     if PREFIX + _rule not in AdvantageEstimatorRegistry.list_available():
         register_advantage_estimator(PREFIX + _rule)(estimator(_rule))
 

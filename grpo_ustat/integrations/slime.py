@@ -1,7 +1,7 @@
 """Our baselines as advantage functions of slime: see docs/slime.md.
 
 `--custom-advantage-function-path grpo_ustat.integrations.slime.NAME`, NAME one of
-`REWARD_ONLY_BASELINES`, and
+`REWARD_ONLY`, and
 `--custom-pg-loss-reducer-function-path grpo_ustat.integrations.slime.token_sum`.
 """
 
@@ -16,18 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_ustat.integrations.rows import (
-    REWARD_ONLY_BASELINES,
-    refusal,
-    row_advantages,
-    rule_options,
-)
+from grpo_ustat.integrations.rows import REWARD_ONLY, refusal, row_advantages, rule_options
 
 AdvantageFunction = Callable[[Namespace, dict[str, Any]], None]
 
 
 def __getattr__(name: str) -> AdvantageFunction:
-    if name not in REWARD_ONLY_BASELINES:
+    if name not in REWARD_ONLY:
         raise AttributeError(f"grpo_ustat.integrations.slime has no {name}: {refusal(name)}")
     return advantage_function(name)
 
@@ -36,7 +31,7 @@ def advantage_function(rule: str, **changed: float) -> AdvantageFunction:
     """A rule as slime calls an advantage function: see `set_advantages`.
 
     Args:
-        rule: a name of `REWARD_ONLY_BASELINES`.
+        rule: a name of `REWARD_ONLY`.
         changed: options that differ from those of `conf/baseline/`.
 
     Raises:
@@ -54,7 +49,7 @@ def set_advantages(
     rewards together first, and every rank applies the rule to the whole batch.
 
     Args:
-        rule: a name of `REWARD_ONLY_BASELINES`.
+        rule: a name of `REWARD_ONLY`.
         options: exactly those of the rule.
         args: slime's; read are `rewards_normalization` and `n_samples_per_prompt`.
         rollout_data: this rank's; read are the lists `rewards`, `sample_indices` and `kl`.

@@ -14,7 +14,7 @@ from verl.trainer.ppo.core_algos import (  # pyright: ignore[reportMissingImport
 )
 
 from grpo_ustat.estimators.baselines import OURS
-from grpo_ustat.integrations.rows import PREFIX, REWARD_ONLY_BASELINES, estimator, refusal
+from grpo_ustat.integrations.rows import PREFIX, REWARD_ONLY, estimator, refusal
 
 
 def _refuse(rule: str):
@@ -25,5 +25,5 @@ def _refuse(rule: str):
 
 
 for _rule in OURS:
-    _function = estimator(_rule) if _rule in REWARD_ONLY_BASELINES else _refuse(_rule)
+    _function = estimator(_rule) if _rule in REWARD_ONLY else _refuse(_rule)
     register_adv_est(PREFIX + _rule)(_function)

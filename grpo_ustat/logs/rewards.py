@@ -16,7 +16,7 @@ from grpo_ustat.logs.rows import KNOWN_COLUMNS, read_columns
 from grpo_ustat.records import LARGEST_REWARD, Array, is_number
 
 GROUP_COLUMNS = ("prompt_id", "prompt", "group_id", "group", "question")
-REWARD_FILE_SUFFIXES = (".parquet", ".csv", ".jsonl")
+LOG_SUFFIXES = (".parquet", ".csv", ".jsonl")
 
 
 @dataclass(frozen=True)

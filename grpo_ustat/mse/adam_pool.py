@@ -71,7 +71,9 @@ def adam_pool(
             _keep_gradients, sampling.policy, sampling.sampler.temperature, group_size, prompts,
             source, store, rewards_PN, half,
         )  # fmt: skip
-    moved = main_only(_shift, store, groups, count, step_prompts)
+    moved = main_only(
+        lambda: shift([_read_half(store, half, groups, count) for half in range(2)], step_prompts)
+    )
     workers = one_on_each_gpu(sampling.workers, sampling.policy.device)
     missing = main_only(
         lambda: [
@@ -120,7 +122,7 @@ def _keep_gradients(
     rewards_PN: np.ndarray,
     half: int,
 ) -> None:
-    """Leave the sums of one half of the questions in the folder of `store`, unless they are there.
+    """Write the sums of one half of the questions into the folder of `store`, unless they exist.
 
     Raises:
         ConfigError: no group has two different rewards.
@@ -151,10 +153,6 @@ def _keep_gradients(
 
 def _file(store: PoolStore, half: int) -> Path:
     return store.folder / f"group_gradients-{half}.safetensors"
-
-
-def _shift(store: PoolStore, groups: int, count: int, step_prompts: int) -> float:
-    return shift([_read_half(store, half, groups, count) for half in range(2)], step_prompts)
 
 
 def _read_half(store: PoolStore, half: int, groups: int, count: int) -> GroupGradients:

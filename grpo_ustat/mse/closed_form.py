@@ -212,8 +212,8 @@ def _of_training(
 
 
 def _decided(best: Interval) -> float:
-    """G* where its interval has both ends, else NaN: the least of an error whose place is not known
-    is understated.
+    """G* if its interval has both ends, else NaN: where its place is not known, the least error is
+    understated.
     """
     return best.estimate if math.isfinite(best.high) else math.nan
 

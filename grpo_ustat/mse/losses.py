@@ -110,18 +110,17 @@ def loss_worths(
         signal_D = product_of_means(gradient_PR, gradient_PR, pool.metrics)
         for loss, own_moments in zip(own, moments, strict=True):
             errors[loss, size] = loss_error(own_moments, signal_D, pool.metrics)
-    unbiased = {size: rollouts * errors[UNBIASED, size].error_D for size in sizes}
+    unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
     for loss in losses:
         own = {size: errors[loss, size] for size in sizes if (loss, size) in errors}
         if not own:
             continue
-        least_D = min(unbiased.values(), key=lambda values_D: values_D[0])
         best, others = alike({size: x.error_D for size, x in own.items()}, pool.metrics)
         rows += [
             LossRow(
                 loss,
                 size,
-                worth(error, unbiased[size], least_D, rollouts, pool.metrics),
+                worth(error, size, unbiased, pool.metrics),
                 best=size == best,
                 alike=size in others,
             )

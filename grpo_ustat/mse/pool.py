@@ -137,8 +137,8 @@ def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> 
 
 
 def _rewards_so_far(store: PoolStore) -> set[tuple[float, ...]] | None:
-    """The reward of the unscored completions, none or one; None where rewards differ, so that all
-    are to be scored.
+    """Rewards of the unscored completions: one, or none if there are no completions. None if all
+    must be scored: rewards differ, or scored parts exist, whose unscored copies are deleted.
     """
     if store.kind == SCORED:
         store.delete_unscored()

@@ -223,7 +223,7 @@ class PoolStore:
                 )
 
     def _marks(self) -> set[str | None]:
-        """What the readable parts say of their settings."""
+        """Fingerprints of the settings that the readable parts record."""
         marks: set[str | None] = set()
         for path in [*self._files(SCORED), *self._files(UNSCORED)]:
             with suppress(OSError, SafetensorError), safe_open(path, framework="numpy") as file:
@@ -238,7 +238,7 @@ class PoolStore:
 
     @property
     def kind(self) -> str:
-        """The kind of parts that count: scored ones as soon as there is one."""
+        """The kind of parts in use: scored ones as soon as one exists."""
         return SCORED if any(self._files(SCORED)) else UNSCORED
 
     def unscored_rewards(self) -> set[tuple[float, ...]]:
@@ -464,8 +464,8 @@ def _stem(prompt: Prompt) -> str:
 
 
 def _create(path: Path, text: str) -> None:
-    """Write a whole file unless it exists: of all processes that begin a pool at once, one writes
-    it.
+    """Write a whole file unless it exists; of several processes that begin a pool at once, one
+    writes it.
 
     Raises:
         OSError: the file system refuses it.

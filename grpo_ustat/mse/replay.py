@@ -43,7 +43,7 @@ from grpo_ustat.estimators.intervals import (
 from grpo_ustat.estimators.minibatch import decompose, scale_free
 from grpo_ustat.estimators.moments import Moments, pool_gradient_weights
 from grpo_ustat.mse.replay_coupled import replay_coupled
-from grpo_ustat.mse.replay_draws import LEAST_COMPLETIONS_OUTSIDE, draw_orders
+from grpo_ustat.mse.replay_draws import LEAST_OUTSIDE, draw_orders
 from grpo_ustat.mse.replay_independent import (
     PoolMoments,
     QuestionStats,
@@ -174,7 +174,7 @@ def own_mean_refusal(baseline: str, group_sizes: list[int], count: int) -> str |
     """Why a rule has no row against its own mean at some G; None where it has a row at every G."""
     coupled = BASELINES[baseline].couples_prompts  # its groups are left out whole
     needed = {
-        size: max(2 * size, size + LEAST_COMPLETIONS_OUTSIDE) if coupled else 2 * size + 1
+        size: max(2 * size, size + LEAST_OUTSIDE) if coupled else 2 * size + 1
         for size in group_sizes
     }
     short = [size for size in group_sizes if count < needed[size]]
@@ -240,7 +240,7 @@ def replay(
     Raises:
         ValueError: a group leaves fewer than 3 completions of the pool.
     """
-    count, room = pool.rewards_PN.shape[1], max(group_sizes) + LEAST_COMPLETIONS_OUTSIDE
+    count, room = pool.rewards_PN.shape[1], max(group_sizes) + LEAST_OUTSIDE
     if count < room:
         raise ValueError(
             f"replay of groups of {max(group_sizes)} needs pools of {room} completions, got {count}"

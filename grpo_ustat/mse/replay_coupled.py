@@ -26,13 +26,7 @@ from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.intervals import Interval, t_interval
 from grpo_ustat.estimators.minibatch import scale_free
 from grpo_ustat.estimators.moments import pool_gradient_weights, pool_moments
-from grpo_ustat.mse.replay_draws import (
-    LEAST_COMPLETIONS_OUTSIDE,
-    draw_orders,
-    rest_mask,
-    rest_weights,
-    scatter,
-)
+from grpo_ustat.mse.replay_draws import LEAST_OUTSIDE, draw_orders, rest_mask, rest_weights, scatter
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 from grpo_ustat.rollout.draws import generator
 
@@ -100,10 +94,7 @@ def replay_coupled(
     """
     draws = min(draws, MOST_DRAWS)
     count, unbiased = pool.rewards_PN.shape[1], BASELINES[name].unbiased
-    room_for_one, room_for_two = (
-        size + LEAST_COMPLETIONS_OUTSIDE,
-        max(2 * size, size + LEAST_COMPLETIONS_OUTSIDE),
-    )
+    room_for_one, room_for_two = size + LEAST_OUTSIDE, max(2 * size, size + LEAST_OUTSIDE)
     split_for_two = not unbiased and count >= 2 * room_for_two
     sub_pools = _sub_pools(pool, room_for_two if split_for_two else room_for_one)
     for setting, num_prompts in settings:

@@ -13,7 +13,7 @@ import numpy as np
 from grpo_ustat.records import Array, Integers
 from grpo_ustat.rollout.draws import generator
 
-LEAST_COMPLETIONS_OUTSIDE = 3  # of a group, so that one more may be left out of them
+LEAST_OUTSIDE = 3  # of a group, so that one more may be left out of them
 
 
 def draw_orders(seed: int, part: int, question: int, draws: int, count: int) -> Integers:

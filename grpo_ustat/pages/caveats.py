@@ -84,7 +84,7 @@ def heavy_warning(completions: Tails, questions: Tails) -> str:
 
 
 def zero_scores_sentence(pool: ScorePool) -> str:
-    """How many scores are exactly 0; "" where none is. It begins with a space."""
+    """A sentence on how many scores are exactly 0, with a leading space; "" if none is."""
     zero, count = int((pool.sq_norm_PN == 0).sum()), pool.sq_norm_PN.size
     if not zero:
         return ""

@@ -64,7 +64,7 @@ def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
 
 
 def legend_label(name: str) -> str:
-    """A name as a legend shows it: it leaves out those that begin with `_`."""
+    """A name as a legend shows it: matplotlib leaves out names that begin with `_`."""
     return f" {name}" if name.startswith("_") else name
 
 

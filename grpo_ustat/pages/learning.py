@@ -37,12 +37,8 @@ MONITORED = {  # where `monitor.gradient_mse_every` is set
 LABELS = CURVES | MONITORED
 EVALUATIONS = {name: f"held-out {name}" for name in (ACCURACY, MEAN_REWARD)}
 MOST_POINTS = 40  # of a line at most, but for evaluations
-SHARE_NAMES = (
-    EVALUATIONS[ACCURACY],
-    "frac_reward_zero_std",
-    "completions/clipped_ratio",
-)  # in [0, 1]
-UNBOUNDED_NAMES = ("reward", EVALUATIONS[MEAN_REWARD])
+SHARES = (EVALUATIONS[ACCURACY], "frac_reward_zero_std", "completions/clipped_ratio")  # in [0, 1]
+UNBOUNDED = ("reward", EVALUATIONS[MEAN_REWARD])
 GSTAR_NOTE = (
     " G*: 95 % bars over seeds, of one seed over the step's prompts; those that leave the picture "
     "have no upper end, or a far one."
@@ -203,7 +199,7 @@ def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
 
 
 def _block(runs: Sequence[Learning]) -> int:
-    """How many steps a point is the mean of."""
+    """Number of steps that one point averages over."""
     longest = max((row["step"] for run in runs for row in run.metrics), default=0)
     return max(1, -(-longest // MOST_POINTS))
 
@@ -276,8 +272,9 @@ def _panel(
     seeds: Sequence[dict[str, Any]],
     names: Sequence[str],
 ) -> None:
-    """One quantity: of every series a line, its seeds thin or else its band, cut off where the
-    quantity ends: a share lies in [0, 1], a length above 0, a reward anywhere.
+    """Draw one quantity: a line for every series with thin lines for its seeds or else its band,
+    limited to what the quantity can be: a share lies in [0, 1], a length above 0, a reward
+    anywhere.
 
     Args:
         axes: where to.
@@ -286,10 +283,7 @@ def _panel(
         names: of the series.
     """
     quantity = rows[0]["quantity"] if rows else ""
-    least, most = (
-        (-math.inf if quantity in UNBOUNDED_NAMES else 0),
-        (1 if quantity in SHARE_NAMES else None),
-    )
+    least, most = (-math.inf if quantity in UNBOUNDED else 0), (1 if quantity in SHARES else None)
     for i, name in enumerate(names):
         line = [row for row in rows if row["series"] == name]
         colour, marker = series_style(name, i)
@@ -323,7 +317,7 @@ def _panel(
         axes.set_yticks(ticks, [str(tick) for tick in ticks])
         axes.set_yticks([], minor=True)
         axes.set_ylim(bottom, top)
-    elif quantity in SHARE_NAMES and not any(row["mean"] for row in rows):
+    elif quantity in SHARES and not any(row["mean"] for row in rows):
         axes.set_ylim(-0.005, 0.1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")

@@ -166,7 +166,8 @@ def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, di
 
 
 def shared_configuration(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The one configuration as it is, or the keys that all of several have with one value, dotted.
+    """The configuration of a single run as it is; for several runs the keys on which all agree,
+    dotted.
 
     >>> shared_configuration({"a": {"seed": 0, "x": {"y": 1}}, "b": {"seed": 1, "x": {"y": 1}}})
     {'x.y': 1}
@@ -217,7 +218,7 @@ def provenance_line(what: str, time: str, host: str | None, command: str | None)
 
 
 def _printed(page: Page) -> Iterator[str]:
-    """All texts of a page but completions, configuration, and differences."""
+    """All texts of a page except completions, configuration and differences."""
     yield from (page.title, page.answer, *page.notes)
     yield from (str(text) for fact in page.facts for text in fact)
     for table in filter(None, (page.overview, *page.tables)):
@@ -285,8 +286,8 @@ def completions_json(completions: Completions) -> str:
 
 
 def _content_policy(style: str, script: str) -> str:
-    """What a browser may do for the page: apply its style, run its script, show its own images,
-    nothing else.
+    """The page's Content-Security-Policy: a browser may apply its style, run its script and show
+    its own images, nothing else.
     """
 
     def source(text: str) -> str:

@@ -46,7 +46,7 @@ BASELINE_WORDS = {"none": "vanilla (no baseline)"}  # of a value that is typed, 
 
 
 def parts(text: str) -> Iterator[tuple[str, str | None]]:
-    """The text in pieces, each with the meaning of the symbol that it is, None where it is none.
+    """The text in pieces, each with the meaning of its symbol, or None if it is no symbol.
 
     >>> [piece for piece, meaning in parts("MSE at G = 4, G* and corr(q, Z) in GB") if meaning]
     ['MSE', 'G', 'G*', 'corr(q, Z)']
@@ -72,5 +72,5 @@ def legend(texts: Iterable[str]) -> dict[str, str]:
 
 
 def baseline_word(name: str) -> str:
-    """How a baseline is called where a person reads it; its own name but for `none`."""
+    """The name of a baseline as a person reads it: its own name, except for `none`."""
     return BASELINE_WORDS.get(name, name)

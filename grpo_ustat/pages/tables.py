@@ -162,7 +162,7 @@ class Table:
         return "\n".join([lines[0], "|---" * len(self.columns) + "|", *lines[1:]])
 
     def numeric_columns(self) -> list[bool]:
-        """Whether all cells of a column, but for missing ones, sort by a number; for a page."""
+        """For each column, whether all cells that are not missing sort by a number; for a page."""
         columns = list(zip(*self.rows, strict=True)) or [(None,)] * len(self.columns)
         return [
             bool(self.rows)
@@ -256,7 +256,8 @@ def _tex_letter(letter: str) -> str:
 
 
 def tex_cell(cell: str, best: bool | None = None) -> str:
-    r"""A cell's lines as one for LaTeX, what is below its value, or its half interval, small.
+    r"""A cell's lines as one LaTeX cell; the lines below its value, or its half interval, are
+    small.
 
     Args:
         cell: its text.
@@ -344,13 +345,13 @@ def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
     return [*lines[:most], f"and {rest} more, see {where}"] if rest > 0 else list(lines)
 
 
-def enumeration(names: Sequence[str]) -> str:
-    """Names joined by commas, the last one by `and`.
+def enumeration(names: Sequence[str], word: str = "and") -> str:
+    """Names joined by commas, the last one by a word.
 
     >>> enumeration(["a"]), enumeration(["a", "b", "c"])
     ('a', 'a, b and c')
     """
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def three_digits(value: float) -> str:

@@ -17,10 +17,8 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.prompts import Turn
 from grpo_ustat.terminal.streams import single_line
 
-MOST_SECONDS, MOST_BYTES = (
-    5.0,
-    2**30,
-)  # that writing one conversation may take, beside what is there
+MOST_SECONDS = 5.0  # that writing one conversation may take
+MOST_BYTES = 2**30  # that it may take beside what is there
 MOST_LETTERS = 10_000_000  # letters of its text
 
 

@@ -12,9 +12,9 @@ from grpo_ustat.pages.tables import Table, enumeration
 from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.runs.record import (
     AGREES,
+    COUNT_WORDS,
     DISAGREES,
     OPEN,
-    VERDICT_COUNT_WORDS,
     RunRecord,
     key_label,
     verdict_counts,
@@ -25,7 +25,7 @@ RULE = (
     "A study disagrees if any of its claims does, after Holm's correction over its claims. If none "
     "disagrees but some claim is not decided, the study is not decided."
 )
-COUNT_COLUMNS = [name.replace(" ", "_") for name in VERDICT_COUNT_WORDS.values()]
+COUNT_COLUMNS = [name.replace(" ", "_") for name in COUNT_WORDS.values()]
 
 
 def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -65,16 +65,9 @@ def theorems_table(studies: Sequence[RunRecord]) -> Table:
     return Table(
         name="theorems",
         title="What is predicted, and whether it is measured",
-        columns=[
-            "result",
-            "about",
-            "test problem",
-            *VERDICT_COUNT_WORDS.values(),
-            "verdict",
-            "answer",
-        ],
+        columns=["result", "about", "test problem", *COUNT_WORDS.values(), "verdict", "answer"],
         rows=rows,
-        notes=[RULE, f"{', '.join(VERDICT_COUNT_WORDS.values())}: claims."],
+        notes=[RULE, f"{', '.join(COUNT_WORDS.values())}: claims."],
         data=data,
         headings=True,
         sentences=("about", "answer"),

@@ -255,7 +255,12 @@ class DecodingBatch:
         while len(slots) and waiting:
             prompt = waiting[0] // self.work.group_size
             if self.read_ahead is None or prompt not in self.read_ahead.index:
-                self.read_ahead = self._read_ahead(waiting)
+                rows = waiting[: len(self.rows)]
+                prompts = list(dict.fromkeys(row // self.work.group_size for row in rows))
+                # all but the last tokens; a prompt of one token has no column
+                ids = [self.work.encoded[p][:-1] or self.work.encoded[p] for p in prompts]
+                cache, _, _ = self._read_prompts(ids)
+                self.read_ahead = ReadPrompts(cache, {p: i for i, p in enumerate(prompts)})
             count = 0
             while (
                 count < min(len(slots), len(waiting))
@@ -299,14 +304,6 @@ class DecodingBatch:
         self.unfinished_R.index_fill_(0, slots_B, True)
         for column_RT in (self.tokens_RT, self.logprobs_RT, self.entropy_RT):
             column_RT.index_fill_(0, slots_B, 0)
-
-    def _read_ahead(self, waiting: list[int]) -> ReadPrompts:
-        """Read the next prompts but for their last tokens; a prompt of one token has no column."""
-        rows = waiting[: len(self.rows)]
-        prompts = list(dict.fromkeys(r // self.work.group_size for r in rows))
-        ids = [self.work.encoded[p][:-1] or self.work.encoded[p] for p in prompts]
-        cache, _, _ = self._read_prompts(ids)
-        return ReadPrompts(cache, {p: i for i, p in enumerate(prompts)})
 
     def _read_prompts(self, ids: list[list[int]]) -> tuple[DynamicCache, int, torch.Tensor]:
         """A cache of P prompts, its columns, and the logits [P, V] of their next tokens."""

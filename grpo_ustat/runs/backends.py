@@ -46,7 +46,7 @@ class About:
 
 
 class Tracker(Protocol):
-    """What `Sender` needs of a tracker. Each of its methods may raise, or never return."""
+    """Interface of a tracker that `Sender` uses; each of its methods may raise, or never return."""
 
     def send(self, index: int, events: list[Event]) -> None:
         """Send events of one kind: completions of several steps, or one of any other kind.
@@ -57,7 +57,7 @@ class Tracker(Protocol):
         """
 
     def close(self, outcome: str) -> str | None:
-        """End the run there; returns where to look at it, None if that is nowhere."""
+        """End the run there; returns the address to look at it, None if there is none."""
 
 
 class Wandb:
@@ -165,22 +165,18 @@ class Tensorboard:
             for one in events:
                 name = "completions" if event.kind == "completions" else event.name
                 self._tracker.log({name: _text(one.content)}, one.step or 0)
-                self._send_curves(one)
+                for row in one.content if one.kind == "table" else ():
+                    known = {"mse", "group_size", "baseline", "method", "setting", "num_prompts"}
+                    if known <= row.keys() and isinstance(row["mse"], int | float):
+                        where = f"{row['method']}/{row['setting']}/{row['num_prompts']}"
+                        tag = f"mse/{where}/{row['baseline']}"
+                        self._send_numbers({tag: row["mse"]}, row["group_size"])
         else:
             values = flat_values(event)
             numbers = {key: x for key, x in values.items() if isinstance(x, int | float)}
             rest = {key: str(x) for key, x in values.items() if key not in numbers}
             self._send_numbers(numbers, step)
             self._tracker.log({key: x for key, x in rest.items() if values[key] is not None}, step)
-
-    def _send_curves(self, event: Event) -> None:
-        """A study's errors, drawn over the group size."""
-        for row in event.content if event.kind == "table" else ():
-            known = {"mse", "group_size", "baseline", "method", "setting", "num_prompts"}
-            if known <= row.keys() and isinstance(row["mse"], int | float):
-                where = f"{row['method']}/{row['setting']}/{row['num_prompts']}"
-                tag = f"mse/{where}/{row['baseline']}"
-                self._send_numbers({tag: row["mse"]}, row["group_size"])
 
     def _send_numbers(self, values: dict[str, Any], step: int) -> None:
         self._tracker.log(values, step, new_style=True, double_precision=True)
@@ -262,8 +258,8 @@ def _text(content: Any) -> str:
 
 
 def unsent_runs(folder: Path) -> list[Path]:
-    """Folders of what wandb has not sent of a run folder: one for each start of the run off line,
-    or on line where it was left before its end; also where the folder was moved since.
+    """Folders with data of a run that wandb has not sent: one for each offline start, and for each
+    online start that was left before its end; found also after the run folder was moved.
     """
     file = folder / TRACKER_FOLDER / UNSENT_FILE
     lines = file.read_text().splitlines() if file.is_file() else []
@@ -274,7 +270,8 @@ def unsent_runs(folder: Path) -> list[Path]:
 
 
 def sync_command(places: Sequence[Path], sweep: Path | None = None) -> str:
-    """The command that has wandb send: a pattern where it leads to just these, else all names.
+    """The command that makes wandb send these folders: a pattern if it matches exactly these, else
+    all names.
 
     Args:
         places: see `unsent_runs`.

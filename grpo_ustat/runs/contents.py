@@ -71,7 +71,8 @@ def text_of(folder: Path, name: str) -> str:
 def checked(
     folder: Path, name: str, parse: Callable[[str], Any], shape: Shape = None, whole: bool = True
 ) -> tuple[Any, str]:
-    """A file's parsed content, and an empty text; or None, and what is wrong with it, in a line.
+    """A file's parsed content and an empty text; for an unusable file None and one line on what is
+    wrong.
 
     Args:
         folder: of the run.
@@ -124,7 +125,7 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 
 def parsed_yaml(text: str) -> Any:
-    """The content of a YAML file; its tags make nothing but texts, numbers, lists and mappings.
+    """The content of a YAML file; its tags can create only texts, numbers, lists and mappings.
 
     Raises:
         ValueError, yaml.YAMLError: it is none, or beyond the limits.
@@ -266,8 +267,8 @@ def _finite(value: float | None) -> float | None:
 
 
 def misfit(content: Any, kind: Shape, key: str = "", whole: bool = True) -> str | None:
-    """A line on the first key that does not fit: its value and the type that is expected, or that
-    it is missing; None where all fit. Unknown keys are ignored.
+    """A line on the first key that is missing or of another type, with its value and the expected
+    type; None if all fit. Unknown keys are ignored.
 
     Args:
         content: of a JSON or YAML file.
@@ -340,7 +341,7 @@ def _misfit(name: str, content: Any, wanted: str) -> str:
 
 
 def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Rows of training steps without what is no number, and a line on what that was.
+    """Rows of training steps without values that are no numbers, and a line on those values.
 
     Texts are of keys that say why a number is missing.
 

@@ -81,8 +81,8 @@ class FolderReader:
         return visible_texts(redact({**config, "code": about}))
 
     def rows(self) -> list[Event]:
-        """All whole rows of metrics.jsonl; rows without a step, and values that are none of a row,
-        are left out.
+        """All complete rows of metrics.jsonl, without rows that lack a step and without values that
+        a row cannot have.
         """
         return [
             row_event(row) for row in contents.typed_rows(read_rows(self.folder / METRICS)[0])[0]
@@ -94,19 +94,15 @@ class FolderReader:
         Raises:
             Damaged: a file.
         """
-        yield from self._evals()
+        if self._changed(EVALS):
+            for row in self._content(EVALS, csv_rows):
+                if not {"step", "decoding", "split"} <= row.keys():
+                    raise Damaged(f"{EVALS} is damaged: a row has no step, decoding or split")
+                if wrong := contents.misfit(row, Evaluation, whole=False):
+                    raise Damaged(f"{EVALS} is damaged: {wrong}")
+                name = visible(f"{row['decoding']}/{row['split']}")
+                yield Event("eval", name, row["step"], visible_texts(row), row["step"])
         yield from self._completions()
-
-    def _evals(self) -> Iterator[Event]:
-        if not self._changed(EVALS):
-            return
-        for row in self._content(EVALS, csv_rows):
-            if not {"step", "decoding", "split"} <= row.keys():
-                raise Damaged(f"{EVALS} is damaged: a row has no step, decoding or split")
-            if wrong := contents.misfit(row, Evaluation, whole=False):
-                raise Damaged(f"{EVALS} is damaged: {wrong}")
-            name = visible(f"{row['decoding']}/{row['split']}")
-            yield Event("eval", name, row["step"], visible_texts(row), row["step"])
 
     def _completions(self) -> Iterator[Event]:
         if not self._changed(COMPLETIONS):
@@ -129,8 +125,8 @@ class FolderReader:
             yield Event("completions", "", step, of_step, mark)
 
     def result(self) -> Iterator[Event]:
-        """Figures, tables and values of a finished run, of which `result.json` is written last;
-        nothing where it is not there, or as it was before.
+        """Figures, tables and values of a finished run; nothing while `result.json`, which is
+        written last, is absent or unchanged.
 
         Raises:
             Damaged: a file.
@@ -170,7 +166,8 @@ class FolderReader:
         return content
 
     def _changed(self, name: str) -> bool:
-        """Whether a file that is always replaced as a whole exists and is another one than before.
+        """Whether a file that is always replaced as a whole exists and differs from the one seen
+        before. A replacement has another inode, or, if that number is used again, another time.
 
         Files are replaced, so the inode changes; its number may be used again, the time then not.
         """
@@ -184,8 +181,8 @@ class FolderReader:
 
 
 def visible_texts(content: Any) -> Any:
-    """Texts, also within rows and as keys, with invisible characters spelt out: a tracker gets no
-    escape, and takes no half letters; all else as it is.
+    """The value with the invisible characters of its texts spelt out, also within rows and keys, so
+    that a tracker receives no control sequences and no lone surrogates; all else unchanged.
     """
     if isinstance(content, str):
         return visible(content)

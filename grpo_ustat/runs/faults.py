@@ -51,12 +51,12 @@ NO_TEMPORARY_FOLDER = "No usable temporary directory"
 
 
 class NotSaved(OSError):
-    """A run that the operating system did not let go on; one line that says what to do."""
+    """A run that an error of the operating system has stopped; one line that says what to do."""
 
 
 def refusal(error: BaseException) -> tuple[str, str, bool] | None:
-    """What the system refused, what to do about it, and whether it is about files; None of other
-    errors.
+    """Reason and remedy of an operating system's error, and whether it concerns files; None for
+    other errors.
 
     An error of a worker or of another rank is known by its text, and so is one of safetensors,
     which names no file.
@@ -109,7 +109,7 @@ def refusal(error: BaseException) -> tuple[str, str, bool] | None:
 
 
 def fault_line(error: BaseException) -> str | None:
-    """The line that a command ends with; None of errors that are not the system's."""
+    """The line that a command ends with after an error of the system; None for other errors."""
     refused = refusal(error)
     if refused is None:
         return None

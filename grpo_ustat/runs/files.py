@@ -60,13 +60,13 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def hidden_path(path: Path, mark: str = "") -> Path:
-    """Path at which something is kept that is about to take the path's place, or to be removed."""
+    """Path for something that is about to replace this path, or to be removed."""
     return path.with_name(f".{path.name}{mark}.tmp")
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a file, and how many of its lines hold none; a last one without an end does not
-    count, for it is being written, or was when a run was killed.
+    """The rows of a file, and the number of its lines that hold none. A last line without a newline
+    is not counted: it is being written, or was when a run was killed.
 
     Raises:
         OSError: it is there and cannot be read.

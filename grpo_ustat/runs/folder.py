@@ -86,7 +86,7 @@ class RunFolder:
 
     @property
     def mode(self) -> str:
-        """`on_existing`; but a job that SLURM has started again goes on with what it had begun."""
+        """`on_existing`; a job that SLURM has restarted always resumes."""
         begun = any(
             row.get("slurm_job_id") == slurm.address()
             and row.get("slurm_restart_count", 0) < slurm.restart_count()
@@ -275,8 +275,8 @@ class RunFolder:
         self.write("result.json", text)
 
     def _earlier_versions(self, now: dict[str, str]) -> list[dict[str, str]]:
-        """Versions of the packages that parts of this run were made with, where they were others;
-        said in a line on the error stream.
+        """Versions of the packages that earlier parts of this run were made with, if they differ
+        from today's; a difference is printed as a warning.
         """
         if not (self.path / "code.json").is_file():
             return []
@@ -293,7 +293,9 @@ class RunFolder:
         return [*earlier, before]
 
     def _release(self, end: dict[str, Any]) -> None:
-        """Note in the history how work ended here, where it had begun, and let others in."""
+        """Note in the history how the work ended, if it had begun; end the tracker and release the
+        lock.
+        """
         own, self._lock = self._lock, None
         if own and self._open and own.is_own():
             self.note(**end)
@@ -340,7 +342,7 @@ class RunFolder:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each of the tables that a finished run leaves and that are there."""
+    """SHA-256 of each table of a finished run that exists."""
     return {name: file_digest(folder / name) for name in TABLES if (folder / name).is_file()}
 
 

@@ -50,7 +50,7 @@ def seconds_before_the_first_run() -> float:
 
 
 def append(folder: Path, row: dict[str, Any]) -> None:
-    """Add a row with the time; a disk that takes none is a warning, and stops nothing."""
+    """Append a row with the time; a disk that refuses it causes only a warning."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     line = json.dumps({"time": now, **row}) + "\n"
     try:
@@ -83,7 +83,7 @@ def last_line(error: BaseException) -> str:
 
 
 def note_failure(folder: Path, error: BaseException, config_hash: str, before: list[dict]) -> None:
-    """Add how a launch failed that could not write so itself.
+    """Note the failure of a launch that could not note it itself.
 
     Args:
         folder: of the run.

@@ -40,7 +40,7 @@ COLUMNS = pyarrow.schema(
 
 
 def attempt(what: str, write: Callable[[], object]) -> bool:
-    """Write something that a run can go on without: a failure of the disk is only a warning."""
+    """Write something that a run can do without: a disk error is only a warning."""
     try:
         write()
     except Exception as error:  # tokenizers raises Exception itself
@@ -74,7 +74,7 @@ class MetricsLog:
         self._size, self._waiting = self._file.stat().st_size, b""
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row, or keep it until the disk takes it."""
+        """Append one row, or keep it until the disk accepts it."""
         text = json.dumps({"step": row["step"], **row}, allow_nan=False) + "\n"
         self._waiting += text.encode()
         attempt(f"step {row['step']} of {self._file}", self.sync)
@@ -96,7 +96,7 @@ class MetricsLog:
 
 
 def _step_of(line: bytes) -> float:
-    """A row's step; infinite for a line that is half written, or of no step."""
+    """A row's step; infinite for a line that is incomplete or has no step."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):

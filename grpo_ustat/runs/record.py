@@ -37,7 +37,7 @@ MOST_EVALS = 1000  # that are shown of a run
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
 PAST_MAX_STEPS = "already past max_steps"
 
-VERDICT_COUNT_WORDS = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}
+COUNT_WORDS = {AGREES: "agree", DISAGREES: "disagree", OPEN: "not decided"}
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,8 @@ class RunRecord:
 
     @property
     def policy(self) -> str:
-        """Model and prompt, for one model with two prompts is two policies; or the bed. Of a study
-        of a file of rollouts the model alone: its prompts are in the file.
+        """Model and prompt (one model with two prompts counts as two policies), or the test
+        problem. For a study of a file of rollouts the model alone: its prompts are in the file.
         """
         if self.command == "gap":
             return self.config["bed"]["name"]
@@ -230,15 +230,15 @@ class RunRecord:
 
     @property
     def dataset(self) -> str | None:
-        """Name of the questions, of which a bed has none; or of the file of rollouts."""
+        """Name of the data set or of the file of rollouts; a test problem has none."""
         if self.command == "gap":
             return None
         return self._pool_file or self.config["dataset"]["name"]
 
     @property
     def _pool_file(self) -> str | None:
-        """The file of rollouts that a study was made of, with its folder, as many have one name;
-        None where it sampled its own.
+        """The file of rollouts that a study was made of, with its folder, since many files share a
+        name; None if the study sampled its own completions.
         """
         pool = self.config.get("pool")
         return "/".join(Path(pool).parts[-2:]) if pool and pool.endswith(".parquet") else None
@@ -413,7 +413,7 @@ def verdict_counts(verdicts: Sequence[str]) -> dict[str, int]:
     >>> verdict_counts(["agrees", "not decided", "agrees"])
     {'agrees': 2, 'disagrees': 0, 'not decided': 1}
     """
-    return {verdict: verdicts.count(verdict) for verdict in VERDICT_COUNT_WORDS}
+    return {verdict: verdicts.count(verdict) for verdict in COUNT_WORDS}
 
 
 def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:

@@ -25,13 +25,13 @@ from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.folder import RunFolder, create_folder
 from grpo_ustat.runs.record import (
+    COUNT_WORDS,
     DONE,
     FAILED,
     MISSING,
     PAST_MAX_STEPS,
     RUNNING,
     STOPPED,
-    VERDICT_COUNT_WORDS,
     RunRecord,
     RunState,
 )
@@ -134,8 +134,8 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
 
 
 def sweeps_in(place: Path) -> list[Sweep]:
-    """The sweeps that a folder holds, the latest last, then the runs that none of them names; or
-    that of a sweep's file alone.
+    """The sweeps of a folder, the latest last, and then the runs that belong to none of them; for a
+    sweep's file that sweep alone.
 
     Raises:
         ConfigError: there is nothing of ours, or a sweep's file is damaged.
@@ -186,7 +186,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
     table.add_column("run", overflow="fold")
     table.add_column("state")
     steps = ["step"] if sweep.command == "train" else []
-    results = list(VERDICT_COUNT_WORDS.values()) if sweep.command == "gap" else [name]
+    results = list(COUNT_WORDS.values()) if sweep.command == "gap" else [name]
     for column in (*steps, "starts", "wall\ntime", *results):
         table.add_column(column, justify="right", no_wrap=True)
     for entry, state in zip(sweep.entries, states, strict=True):
@@ -197,10 +197,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
             str(state.launches or ""), "" if state.seconds is None else duration_text(state.seconds)
         ]  # fmt: skip
         if sweep.command == "gap":
-            cells += [
-                "" if state.verdicts is None else str(state.verdicts[v])
-                for v in VERDICT_COUNT_WORDS
-            ]
+            cells += ["" if state.verdicts is None else str(state.verdicts[v]) for v in COUNT_WORDS]
         elif state.name != DONE or state.mean_reward is None:
             cells.append("")
         else:
@@ -210,7 +207,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
 
 
 def details(sweep: Sweep, states: Sequence[RunState]) -> list[str]:
-    """A line for every run of which there is more to say: why it failed, who runs it."""
+    """A line for every run that needs more words: why it failed, or which process runs it."""
     pairs = zip(sweep.entries, states, strict=True)
     return [f"{state.name}: {run.label}: {state.detail}" for run, state in pairs if state.detail]
 

@@ -369,8 +369,8 @@ class NotMeasured:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionCounts:
-    """How many completions got their one reward being right, cut, without an answer, or wrong; each
-    counts once.
+    """Numbers of completions by what earned them their one reward: being right, cut, without an
+    answer, or wrong; each counts once.
     """
 
     reward: float

@@ -143,7 +143,7 @@ class Tracking:
             self._dropped += 1
 
     def finish(self, outcome: str, grace_seconds: float) -> None:
-        """Wait until all is sent, `finish_seconds` at most, and leave the tracker to itself then.
+        """Wait until all is sent, at most `finish_seconds`; then abandon the tracker.
 
         Args:
             outcome: done, stopped, failed or interrupted.
@@ -219,7 +219,9 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def noted_exit_hooks(found: list[Callable[..., object]]) -> Iterator[None]:
-    """Note what trackers register with `atexit` meanwhile, such as wandb's wait for its server."""
+    """Record what trackers register with `atexit` within the block, such as wandb's wait for its
+    server.
+    """
     register = atexit.register
 
     def note(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:

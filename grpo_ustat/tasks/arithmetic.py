@@ -61,12 +61,10 @@ class Exercise:
         """The arithmetic behind the question, whatever the order in which it is written."""
         if self.kind in ("multiplication", "division"):
             return "*".join(map(str, sorted(self.operands)))
-        return "+".join(map(str, sorted(self._expanded())))
-
-    def _expanded(self) -> tuple[int, ...]:
-        if self.inside is None or self.inside == 0 or self.operands[self.inside] > 0:
-            return self.operands
-        return (*self.operands[:-1], -self.operands[-1])
+        terms = self.operands
+        if self.inside and terms[self.inside] <= 0:
+            terms = (*terms[:-1], -terms[-1])
+        return "+".join(map(str, sorted(terms)))
 
     @property
     def split(self) -> str:
@@ -75,15 +73,12 @@ class Exercise:
         return SPLITS[int.from_bytes(digest, "big") % len(SPLITS)]
 
 
-def _sum_text(terms: tuple[int, ...]) -> str:
-    return str(terms[0]) + "".join(f"{t:+d}" for t in terms[1:])
-
-
 def _steps(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
     count = 3 if kind == "two_step" else 4
     terms = [rng.randint(ranges.min_term, ranges.max_term) for _ in range(count)]
     signed = (terms[0], *(t * rng.choice((1, -1)) for t in terms[1:]))
-    return Exercise(kind, _sum_text(signed), sum(signed), signed)
+    text = str(signed[0]) + "".join(f"{term:+d}" for term in signed[1:])
+    return Exercise(kind, text, sum(signed), signed)
 
 
 def _parentheses(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:

@@ -214,18 +214,16 @@ class Fitting:
             ConfigError: none is left.
         """
         if split not in self._fitting_by_split:
-            self._fitting_by_split[split] = self._fitting(split)
+            every, most = self._source.questions(split), self._most
+            lengths = self._lengths([self._prompting.prompt(question).text for question in every])
+            fitting = [q for q, length in zip(every, lengths, strict=True) if length <= most]
+            if every and not fitting:
+                raise ConfigError(
+                    f"prompt.max_length={most} leaves out all {len(every)} {split} questions, "
+                    f"whose prompts have {min(lengths)} to {max(lengths)} tokens: raise it, or use "
+                    "null"
+                )
+            reason = f"{split} questions whose prompts exceed prompt.max_length={most} tokens"
+            self._counts[reason] = len(every) - len(fitting)
+            self._fitting_by_split[split] = fitting
         return list(self._fitting_by_split[split])
-
-    def _fitting(self, split: str) -> list[Question]:
-        every = self._source.questions(split)
-        lengths = self._lengths([self._prompting.prompt(question).text for question in every])
-        fitting = [q for q, length in zip(every, lengths, strict=True) if length <= self._most]
-        if every and not fitting:
-            raise ConfigError(
-                f"prompt.max_length={self._most} leaves out all {len(every)} {split} questions, "
-                f"whose prompts have {min(lengths)} to {max(lengths)} tokens: raise it, or use null"
-            )
-        reason = f"{split} questions whose prompts exceed prompt.max_length={self._most} tokens"
-        self._counts[reason] = len(every) - len(fitting)
-        return fitting

@@ -93,7 +93,14 @@ class MathJudge:
             JudgeError: math-verify does not start, or what is known is judged wrongly, by it or by
                 the steps before it, which judge the canaries in every batch.
         """
-        _prove()
+        for question, gold, text, expected in CANARIES:
+            judged = without_sympy(question, gold, last_boxed(text, LONGEST_BOX))
+            if judged is not expected:
+                result = "undecided" if judged is None else judged.value
+                raise JudgeError(
+                    f"the judge of answers is broken: gold {gold} and answer {text} are "
+                    f"{expected.value}, judged {result}: install grpo_ustat afresh"
+                )
         answers = [self.extract(completion) for *_, completion in triples]
         early = [
             without_sympy(question, gold, answer)
@@ -103,17 +110,6 @@ class MathJudge:
         pairs = [boxes(triples[i][1], cast(str, answers[i])) for i in undecided]
         late = dict(zip(undecided, self._verifier.judge(pairs), strict=True))
         return [late[i] if verdict is None else verdict for i, verdict in enumerate(early)]
-
-
-def _prove() -> None:
-    for question, gold, text, expected in CANARIES:
-        judged = without_sympy(question, gold, last_boxed(text, LONGEST_BOX))
-        if judged is not expected:
-            result = "undecided" if judged is None else judged.value
-            raise JudgeError(
-                f"the judge of answers is broken: gold {gold} and answer {text} are "
-                f"{expected.value}, judged {result}: install grpo_ustat afresh"
-            )
 
 
 def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | None:

@@ -118,7 +118,11 @@ def read_number(latex: str) -> Number | None:
     >>> [read_number(t) for t in ("1 2", "6+1", "x=7", r"5\text{ million}", "1,00", r"\frac{1}{0}")]
     [None, None, None, None, None, None]
     """
-    match = _NUMBER.fullmatch(_peeled(latex))
+    text = _cleaned(latex).removesuffix(".")
+    for pattern, by in _PEELED:
+        wrapped = re.fullmatch(pattern, text)
+        text = wrapped.expand(by).strip() if wrapped else text
+    match = _NUMBER.fullmatch(text)
     if match is None or (value := _value(match)) is None:
         return None
     unit = words(match["unit"] or "")
@@ -160,17 +164,6 @@ def _cleaned(latex: str) -> str:
     for pattern, by in _CLEANED:
         latex = pattern.sub(by, latex)
     return " ".join(latex.split()).rstrip("\\ ")
-
-
-def _peeled(latex: str) -> str:
-    """LaTeX as `_cleaned` writes it, without the text commands and brackets around the whole
-    answer.
-    """
-    text = _cleaned(latex).removesuffix(".")
-    for pattern, by in _PEELED:
-        match = re.fullmatch(pattern, text)
-        text = match.expand(by).strip() if match else text
-    return text
 
 
 def boxes(gold: str, answer: str) -> tuple[str, str]:
@@ -237,7 +230,8 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
         if not all(map(_says_of_one_name, parts(answer))):
             return True
         if answer_shape == "range" and gold_shape == "tuple":
-            return not _is_interval(gold, question)
+            certain = "\\infty" in gold or gold[0] + gold[-1] != "()"
+            return not (certain or "interval" in question.lower())
     return answer_shape not in FITTING[gold_shape]
 
 
@@ -266,8 +260,3 @@ def _says_of_one_name(part: str) -> bool:
     letters = set(re.findall("[a-zA-Z]", names[0].partition("(")[0] or names[0]))
     others = [re.sub(r"\\[a-zA-Z]+", "", term) for term in terms if term != names[0]]
     return not letters.intersection("".join(others))
-
-
-def _is_interval(gold: str, question: str) -> bool:
-    """Whether a pair in brackets is certainly an interval and not a point."""
-    return "\\infty" in gold or gold[0] + gold[-1] != "()" or "interval" in question.lower()

@@ -44,7 +44,16 @@ class Prompting:
 
     def prompt(self, question: Question) -> Prompt:
         """The prompt of a question, as the policy reads it."""
-        text = self._chat(question) if self.chat else self._plain(question)
+        if self.chat:
+            turns = [] if self.system is None else [{"role": "system", "content": self.system}]
+            for example in self.examples:
+                reply = render(cast(str, self.reply), example)
+                turns.append({"role": "user", "content": render(self.template, example)})
+                turns.append({"role": "assistant", "content": reply})
+            turns.append({"role": "user", "content": render(self.template, question)})
+            text = self.chat(turns)
+        else:
+            text = self._plain(question)
         bare, columns, where = question.text, question.columns, question.where
         return Prompt(question.id, text, bare, question.answer, question.kind, columns, where)
 
@@ -52,12 +61,3 @@ class Prompting:
         templates = (self.template, cast(str, self.reply))
         solved = [render(template, q) for q in self.examples for template in templates]
         return "".join(solved) + render(self.template, question)
-
-    def _chat(self, question: Question) -> str:
-        assert self.chat is not None
-        turns = [] if self.system is None else [{"role": "system", "content": self.system}]
-        for example in self.examples:
-            turns.append({"role": "user", "content": render(self.template, example)})
-            turns.append({"role": "assistant", "content": render(cast(str, self.reply), example)})
-        turns.append({"role": "user", "content": render(self.template, question)})
-        return self.chat(turns)

@@ -98,14 +98,6 @@ class Origin:
             return rows_of_file(place)
         if place.is_dir():
             return [row for file in self._files(split) for row in rows_of_file(file)]
-        return self._of_hub(split)
-
-    def _files(self, split: str) -> list[Path]:
-        """The files of a split, known by their names or by the folder's card."""
-        files = split_files(self.key, self.path, self.subset)
-        return list(self._chosen(split, files))
-
-    def _of_hub(self, split: str) -> list[Row]:
         from datasets import load_dataset
 
         unreachable = go_offline_if_unreachable()
@@ -119,6 +111,11 @@ class Origin:
                 f"be loaded ({reason_of(error)}): use {self.key}=FILE_OR_FOLDER{hint}"
             ) from error
         return _numbered(self._chosen(split, splits), f"{self.path} split {split}")
+
+    def _files(self, split: str) -> list[Path]:
+        """The files of a split, known by their names or by the folder's card."""
+        files = split_files(self.key, self.path, self.subset)
+        return list(self._chosen(split, files))
 
     def _chosen(self, split: str, splits: Mapping[Any, Iterable]) -> Iterable:
         if split not in splits:

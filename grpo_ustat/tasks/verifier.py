@@ -114,21 +114,18 @@ class Verifier:
             verdicts = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
             new = [pair for pair in dict.fromkeys(pairs) if pair not in verdicts]
             verdicts |= self._judged(new) if new else {}
-            self._remember(verdicts)
+            for pair, verdict in verdicts.items():
+                if verdict in JUDGED_VERDICTS:  # the others may fare better another time
+                    self._cache[pair] = verdict
+                    self._cache.move_to_end(pair)
+            while len(self._cache) > MOST_REMEMBERED_PAIRS:
+                self._cache.popitem(last=False)
         return [verdicts[pair] for pair in pairs]
 
     def close(self) -> None:
         """End the workers; a later call starts others."""
         with self._lock:
             _end(self._workers, self._process)
-
-    def _remember(self, verdicts: dict[Pair, Verdict]) -> None:
-        for pair, verdict in verdicts.items():
-            if verdict in JUDGED_VERDICTS:  # the others may fare better another time
-                self._cache[pair] = verdict
-                self._cache.move_to_end(pair)
-        while len(self._cache) > MOST_REMEMBERED_PAIRS:
-            self._cache.popitem(last=False)
 
     def _judged(self, pairs: list[Pair]) -> dict[Pair, Verdict]:
         """The verdict on each of these distinct pairs; one thread per worker."""
@@ -211,19 +208,16 @@ class _Worker:
         until = time.monotonic() + START_SECONDS
         while not self.started and waiting:
             if self.pipe.poll(LOOK_SECONDS):
-                self.started = self._heard_of_start()
+                try:
+                    word = json.loads(self.pipe.recv_bytes())
+                except (EOFError, OSError):
+                    word = f"its process ended with exit code {self.process.wait()}"
+                if word != "ready":
+                    raise JudgeError(f"the judge of answers does not start: {word}")
+                self.started = True
             elif time.monotonic() > until:
                 raise JudgeError(f"the judge of answers did not start in {START_SECONDS:g} s")
         return self.started
-
-    def _heard_of_start(self) -> bool:
-        try:
-            word = json.loads(self.pipe.recv_bytes())
-        except (EOFError, OSError):
-            word = f"its process ended with exit code {self.process.wait()}"
-        if word != "ready":
-            raise JudgeError(f"the judge of answers does not start: {word}")
-        return True
 
     def prove(self, canaries: Mapping[Pair, Verdict]) -> bool:
         """True if it judges every canary as it must.
@@ -232,23 +226,22 @@ class _Worker:
             JudgeError: it does not.
         """
         for pair, expected in canaries.items():
-            if (verdict := self.ask(pair)) is not expected:
-                raise JudgeError(self._unproved(pair, expected, verdict))
-        return True
-
-    def _unproved(self, pair: Pair, expected: Verdict, judged: Verdict) -> str:
-        gold, answer = pair
-        if judged is Verdict.TIMEOUT:
-            return (
-                f"the judge of answers is too slow: gold {gold} and answer {answer}, a matter of "
-                f"milliseconds, were not judged within the deadline of {self.deadline:g} s: raise "
-                "dataset.judge_seconds or free the processors of this machine"
+            judged, (gold, answer) = self.ask(pair), pair
+            if judged is expected:
+                continue
+            if judged is Verdict.TIMEOUT:
+                raise JudgeError(
+                    f"the judge of answers is too slow: gold {gold} and answer {answer}, a matter "
+                    "of milliseconds, were not judged within the deadline of "
+                    f"{self.deadline:g} s: raise dataset.judge_seconds or free the processors of "
+                    "this machine"
+                )
+            raise JudgeError(
+                f"the judge of answers is broken: gold {gold} and answer {answer} are "
+                f"{expected.value}, judged {judged.value}; see that math-verify, sympy and "
+                "latex2sympy2_extended are of the versions in constraints.txt"
             )
-        return (
-            f"the judge of answers is broken: gold {gold} and answer {answer} are "
-            f"{expected.value}, judged {judged.value}; see that math-verify, sympy and "
-            "latex2sympy2_extended are of the versions in constraints.txt"
-        )
+        return True
 
     def ask(self, pair: Pair) -> Verdict:
         """The verdict on one pair; a worker that gives none is `lost`."""

@@ -31,10 +31,8 @@ PERMITTED_EVENTS = ("os.kill", "os.listdir", "os.scandir")  # to see the run ali
 LOOK_SECONDS = 2.0  # seconds between two looks whether the run that asks still lives
 TRUSTED_MEMORY_SHARE = 0.9  # of the memory limit: what is found this close to it is not trusted
 DIFFERENCE_DIGITS = 1000  # to which a difference is worked out before it counts as none
-NEAR_DIFFERENCE, NEAR_DECIMAL_DIFFERENCE = (
-    1e-9,
-    1e-5,
-)  # differences that math-verify may take for none
+NEAR_DIFFERENCE = 1e-9  # that math-verify may take for none
+NEAR_DECIMAL_DIFFERENCE = 1e-5  # the same between decimals
 ROUNDING_TOLERANCE = 1e-3  # relative difference that a rounded decimal may have
 DONE, CRASHED, HANDED_OVER = 0, 1, 3  # exit codes of a fork; after the last the next one takes over
 WARM_UP_PAIRS = (
@@ -48,7 +46,10 @@ Judge = Callable[[str, str], bool]
 
 def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) -> None:
     """Judge the pairs that arrive on the pipe until the run closes it or is gone."""
-    _ignore_signals()
+    for name in ("INT", "TERM", "USR1", "USR2", "HUP"):  # stop requests, which only the run answers
+        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     pipe = Connection(handle)
     try:
         judge = _judge()
@@ -79,14 +80,6 @@ def _limited(what: int, most: int) -> int:
     return most
 
 
-def _ignore_signals() -> None:
-    """Ignore requests to stop, which only the run answers; let SIGALRM end the process."""
-    for name in ("INT", "TERM", "USR1", "USR2", "HUP"):
-        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
 def _say(pipe: Connection, word: str) -> None:
     pipe.send_bytes(json.dumps(word).encode())
 
@@ -115,11 +108,14 @@ def _serve(
     """Judge up to `tasks` pairs; the exit code."""
     _guard()
     for _ in range(tasks):
-        if (pair := _received(pipe, run)) is None:
+        try:
+            while not pipe.poll(LOOK_SECONDS):
+                os.kill(run, 0)
+            gold, answer = json.loads(pipe.recv_bytes())
+        except (EOFError, ProcessLookupError):  # the run has closed the pipe or is gone
             return DONE
         busy[0] = 1
         signal.setitimer(signal.ITIMER_REAL, deadline)
-        gold, answer = pair
         verdict = _verdict(judge, gold, answer, memory_bytes)
         signal.setitimer(signal.ITIMER_REAL, 0)
         busy[0] = 0
@@ -155,16 +151,6 @@ def _guard() -> None:
         raise PermissionError(f"{event}: a judge of answers opens no files and no network")
 
     sys.addaudithook(watch)
-
-
-def _received(pipe: Connection, run: int) -> list[str] | None:
-    """The next pair; None where the run has closed the pipe or is gone."""
-    try:
-        while not pipe.poll(LOOK_SECONDS):
-            os.kill(run, 0)
-        return json.loads(pipe.recv_bytes())
-    except (EOFError, ProcessLookupError):
-        return None
 
 
 def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:

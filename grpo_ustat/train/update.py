@@ -37,6 +37,10 @@ from grpo_ustat.train.context import Batch, TrainContext
 from grpo_ustat.train.micro_batches import plan
 from grpo_ustat.train.objective import Part
 
+# Nats between entropies that count as equal: completions that begin alike have the same ones, up to
+# the rounding of the passes that they are read in.
+TIE = 1e-6
+
 
 @dataclass(frozen=True)
 class FixedLogprobs:
@@ -358,7 +362,7 @@ def highest_entropies(
     if not len(entropies):
         return mask_NT
     threshold = np.quantile(entropies, 1 - share)
-    return mask_NT & (entropy_NT.double() >= threshold)
+    return mask_NT & (entropy_NT.double() >= threshold - TIE)
 
 
 def token_logprobs(

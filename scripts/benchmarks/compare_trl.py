@@ -24,7 +24,11 @@ where dr_grpo divides by n L. All other rows have the factor 1.
 that is neither, so that ratios, clipping and penalties count; `clipped` is the share of our ratios
 that were. Where ours does not clip, TRL's epsilon is out of reach. TRL multiplies the K3 penalty by
 the ratio unless use_bias_correction_kl is off, as it is here; the control leaves it on and must
-differ. "micro" rows accumulate over micro-batches of TRL's. "trimmed" rows have one completion in
+differ. "micro" rows accumulate over micro-batches of TRL's, which are of the rows that ours draws:
+TRL shuffles them, and `bnpo` depends on the order. With top_entropy_quantile TRL takes the quantile
+of each micro-batch and ours of the update, so that its control accumulates. TRL's `cispo` without
+epsilon_high cuts every ratio at its epsilon, 0.2: ours, which cuts at 5 as documented, is 5 times
+TRL's. "trimmed" rows have one completion in
 each and no padding before its prompt; in all others TRL's prompts are left-padded, with an
 attention mask and no positions. In float64 both sides also compute in float64 what transformers and
 TRL compute in float32 for any model.
@@ -59,12 +63,13 @@ from grpo_ustat.train.setup import set_up
 from grpo_ustat.train.update import (
     UpdateStats,
     accumulate_gradient,
+    counted_lengths,
     fixed_logprobs,
     minibatches,
     penalised_rewards,
 )
 
-MODEL, GROUP, LENGTH = "embedded:tiny_base", 8, 80
+MODEL, GROUP, LENGTH = "embedded:tiny_base", 8, 44  # some completions are cut
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 MOVED = 0.02  # standard deviation of what the weights move by, relative to each parameter's own
 
@@ -109,6 +114,16 @@ def per_token_and_centred(group: int, length: int) -> float:
     return length * group / (group - 1)
 
 
+def cut_at_epsilon(group: int, length: int) -> float:
+    """Its weight of every token is min(1, epsilon), where the documented one is 1."""
+    return 1 / 0.2
+
+
+def preset(name: str, arguments: dict, *ours: str, what: str = "", **options) -> Setting:
+    """A setting of one of the presets of TRL's losses, which sets the advantage as well."""
+    return Setting(f"{name}{what}", (f"objective={name}", *ours), "grpo", arguments, **options)
+
+
 def moved(name: str, ours: tuple[str, ...], trainer: str, arguments: dict, **options) -> Setting:
     """A setting off the sampling policy: the second update on a whole batch."""
     arguments = {"num_iterations": 2, "beta": 0.0} | arguments
@@ -123,6 +138,40 @@ DR_GRPO = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0}
 K3 = {"beta": 0.04, "use_bias_correction_kl": False}
 CLIPPED = ("objective.epsilon=0.2", "objective.epsilon_high=0.28")
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
+SEQUENCE = {"importance_sampling_level": "sequence"}
+MASKED, MASK = "objective.mask_truncated_completions=true", {"mask_truncated_completions": True}
+SHARE, TOP = "objective.top_entropy_quantile=0.2", {"top_entropy_quantile": 0.2}
+MICRO = "objective.micro_batch_size=4"
+PRESETS = (
+    preset("trl_dapo", {}),
+    preset("trl_dapo", MASK, MASKED, what=", truncated masked"),
+    preset("trl_dapo", MASK, MASKED, what=", truncated masked, micro", micro_batch_size=4),
+    preset("trl_dapo", {"scale_rewards": "batch"}, "baseline=batch_std", what=", batch"),
+    preset("trl_dapo", {"scale_rewards": "none"}, "baseline=group_mean", what=", unscaled"),
+    preset("trl_dapo", TOP, SHARE, what=", top entropy"),
+    preset("trl_dapo", TOP | MASK, SHARE, MASKED, what=", top entropy, masked"),
+    preset("trl_grpo", {"loss_type": "grpo"}),
+    preset("trl_grpo", {"loss_type": "grpo"} | MASK, MASKED, what=", truncated masked"),
+    preset("trl_grpo", {"loss_type": "grpo"} | TOP, SHARE, what=", top entropy"),
+    preset("trl_dr_grpo", DR_GRPO),
+    preset("trl_dr_grpo", DR_GRPO | MASK, MASKED, what=", truncated masked"),
+    preset("trl_dr_grpo", {"loss_type": "dr_grpo"}, "baseline=group_std", what=", group"),
+    preset("trl_bnpo", {"loss_type": "bnpo"}, MICRO, micro_batch_size=4),
+    preset("trl_bnpo", {"loss_type": "bnpo"} | MASK, MICRO, MASKED, what=", truncated masked",
+           micro_batch_size=4),
+    preset("trl_bnpo", {"loss_type": "bnpo"}, what=", as it comes", micro_batch_size=8),
+    preset("trl_gspo", {"loss_type": "grpo"} | SEQUENCE),
+    preset("trl_gspo", {"loss_type": "grpo"} | SEQUENCE | MASK, MASKED, what=", truncated masked"),
+    preset("trl_cispo", {"loss_type": "cispo", "epsilon_high": 5.0}),
+    preset("trl_cispo", {"loss_type": "cispo"}, what=", as it comes", factor=cut_at_epsilon),
+    preset("trl_luspo", {"loss_type": "luspo"} | SEQUENCE),
+    preset("trl_luspo", {"loss_type": "luspo"} | SEQUENCE | MASK, MASKED,
+           what=", truncated masked"),
+    preset("trl_sapo", {"loss_type": "sapo"}),
+    preset("trl_vespo", {"loss_type": "vespo"}),
+    preset("trl_vespo", {"loss_type": "vespo"} | TOP, SHARE, what=", top entropy"),
+    preset("trl_dapo", TOP, SHARE, what=", control: quantile", micro_batch_size=4, equal=False),
+)  # fmt: skip
 SETTINGS = (
     Setting("algorithm1 = RLOO", LEAVE_ONE_OUT, "rloo", {"beta": 0.0}),
     Setting("algorithm1 = RLOO, trimmed", LEAVE_ONE_OUT, "rloo", {"beta": 0.0}, trim=True,
@@ -148,8 +197,20 @@ SETTINGS = (
     moved("k1 in the reward = RLOO", (*WHOLE_SEQUENCE, *LEAVE_ONE_OUT, *CLIPPED,
                             "objective.beta=0.04", "objective.kl_estimator=k1",
                             "objective.kl_in=reward"), "rloo", CLIP | {"beta": 0.04}),
+    moved("trl_bnpo", ("objective=trl_bnpo", MICRO), "grpo", {"loss_type": "bnpo"},
+          micro_batch_size=4),
+    moved("trl_cispo", ("objective=trl_cispo", "objective.epsilon_high=1.2"), "grpo",
+          {"loss_type": "cispo", "epsilon_high": 1.2}),
+    moved("trl_luspo", ("objective=trl_luspo", "objective.epsilon=0.003",
+                        "objective.epsilon_high=0.004"),
+          "grpo", {"loss_type": "luspo", "epsilon": 0.003, "epsilon_high": 0.004} | SEQUENCE),
+    moved("trl_sapo", ("objective=trl_sapo",), "grpo", {"loss_type": "sapo"}),
+    moved("trl_vespo", ("objective=trl_vespo",), "grpo", {"loss_type": "vespo"}),
+    moved("top entropy with K3", ("objective=trl_dapo", SHARE, "objective.beta=0.04"), "grpo",
+          TOP | K3),
     moved("control: K3 times ratio", ("objective=grpo_original", *GROUP_STD), "grpo",
           {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04}, equal=False),
+    *PRESETS,
 )  # fmt: skip
 
 
@@ -220,7 +281,7 @@ def our_gradient(setting: Setting, found: Given, dtype: str):
         advantage_PG = advantages(rule.name, judged_PG, BaselineContext(), rule.options)
         if setting.off_policy:
             put(found.current, run.policy.model)
-        minibatch = next(minibatches(run, batch.lengths_PG, step=0))
+        minibatch = next(minibatches(run, counted_lengths(run, batch), step=0))
         accumulate_gradient(run, rollouts, advantage_PG, minibatch, constants, noted)
     sums = noted.sums
     clipped = (sums["clip_low"] + sums["clip_high"]) / max(1, sums["ratio_count"])
@@ -250,12 +311,18 @@ def job(settings, found: Given, dtype: str) -> dict:
     return {
         "model": resolve(MODEL), "dtype": dtype, "device": "cpu", "group_size": GROUP,
         "max_completion_length": LENGTH,
+        "order": micro_batch_rows(found.rewards_PG.size).tolist(),
         "prompts": [
             {"text": p.text, "tokens": tokens, "completions": texts, "rewards": rewards.tolist()}
             for p, tokens, texts, rewards in rows
         ],
         "settings": [{name: getattr(setting, name) for name in names} for setting in settings],
     }  # fmt: skip
+
+
+def micro_batch_rows(count: int) -> np.ndarray:
+    """The order in which our first update cuts rows into micro-batches."""
+    return generator(0, "micro_batches", 0, "0.0").permutation(count)
 
 
 def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], factor: float):
@@ -323,10 +390,10 @@ def report(dtype: str, found: Given, rows: list) -> bool:
     lengths = found.rollouts.lengths_PG
     print(f"\n{MODEL}, {dtype}: {len(prompts)} prompts of {min(prompts)} to {max(prompts)} tokens,")
     print(f"{GROUP} completions each of {lengths.min()} to {lengths.max()} tokens, L = {LENGTH}")
-    print(f"{'':32}{'factor':>9}{'fitted/factor-1':>17}{'clipped':>9}{'largest difference':>20}")
+    print(f"{'':36}{'factor':>9}{'fitted/factor-1':>17}{'clipped':>9}{'largest difference':>20}")
     for setting, fitted, clipped, (worst, name) in rows:
         factor = setting.factor(GROUP, LENGTH)
-        print(f"{setting.name:32}{factor:9.4f}{fitted / factor - 1:17.1e}", end="")
+        print(f"{setting.name:36}{factor:9.4f}{fitted / factor - 1:17.1e}", end="")
         print(f"{clipped:9.1%}{worst:20.1e}  {name}")
     return all(setting.fits(worst, dtype) for setting, *_, (worst, _) in rows)
 

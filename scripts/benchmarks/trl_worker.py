@@ -12,6 +12,7 @@ import argparse
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from both_sides import DrawnRewards, InDouble, clock, peak_memory, put
@@ -77,10 +78,12 @@ class KeepGradient(TrainerCallback):
 
 def gradients(job: dict, folder: Path) -> None:
     """`gradient-<k>.safetensors` for the k-th of the job's settings."""
+    order = torch.tensor(job["order"])
     for number, setting in enumerate(job["settings"]):
         keep = KeepGradient()
         trainer = comparing(job, setting, folder, keep)
-        with InDouble() if job["dtype"] == "float64" else nullcontext():
+        exact = InDouble() if job["dtype"] == "float64" else nullcontext()
+        with exact, patch("trl.trainer.utils.torch.randperm", return_value=order):
             trainer.train()
         save_file(keep.found, folder / f"gradient-{number}.safetensors")
 

@@ -191,6 +191,7 @@ def test_all_bad_points_of_a_sweep_are_named_once():
     )
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_of_many_bad_points_five_are_named():
     lines = refusal("gap", "-m", f"study={','.join('tuvwxyz')}").splitlines()
     assert lines[0] == "7 of the sweep's 7 runs cannot start:" and lines[-1] == "  and 2 more"
@@ -266,7 +267,7 @@ def typed(line):
     "entry, words",
     [
         pytest.param(entry, words, id=f"{entry} {' '.join(words)}",
-                     marks=() if place % 3 == 0 else pytest.mark.slow(minutes=0.02))
+                     marks=() if place % 8 == 0 else pytest.mark.slow(minutes=0.02))
         for place, (entry, *words) in enumerate(HINTED)
     ],
 )  # fmt: skip

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from commands import run
+from slow_cases import slow_after
 
 from grpo_ustat import __version__
 from grpo_ustat.cli.compose import compose_config, parse
@@ -78,6 +79,7 @@ def test_the_version_is_ours_and_hydras(capsys):
     assert capsys.readouterr().out.startswith(f"grpo-ustat {__version__}, Hydra 1.")
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_path_with_equals_signs_reaches_the_configuration():
     assert compose_config("mse", [f"pool={FOLDER}"]).pool == FOLDER
     with pytest.raises(ConfigError, match=f"model_name_or_path={FOLDER} is neither a folder nor"):
@@ -102,7 +104,7 @@ def test_a_name_of_a_file_stays_as_it_is(override):
 
 
 @pytest.mark.parametrize(
-    "typed", ["G=8/seed=0", "./G=8/seed=0", "G=8/../G=8/seed=0/", "'G=8/seed=0'"]
+    "typed", slow_after(1, ["G=8/seed=0", "./G=8/seed=0", "G=8/../G=8/seed=0/", "'G=8/seed=0'"])
 )
 def test_a_model_is_chosen_by_its_folder(typed, model_folder):
     as_before = ["model=hub", f"model.model_name_or_path={model_folder}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
+from slow_cases import slow_after
 
 from grpo_ustat.cli.hydra_api import parse_arguments
 from grpo_ustat.cli.show_config import show_config
@@ -15,6 +16,7 @@ def shown(capsys, line, entry="mse"):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_the_configuration_of_the_job_or_of_hydra_or_both(capsys):
     job = yaml.safe_load(shown(capsys, "--cfg job seed=3 rules.group_std.options.epsilon=0.5"))
     assert job["seed"] == 3 and "hydra" not in job
@@ -37,16 +39,22 @@ def test_a_part_and_what_it_refers_to(capsys):
 
 @pytest.mark.parametrize(
     "line, refusal",
-    [
-        ("--cfg job -p nosuch", "--package=nosuch: --cfg job has no such part"),
-        ("--cfg job -p hydra.run", "--package=hydra.run: --cfg job has no such part"),
-        ("--cfg job bogus=1", "unknown key bogus"),
-        ("--cfg job model=nosuch", "unknown model 'nosuch': choose from hub"),
-        ("--cfg job seed=1,2", "seed=1,2 names several values"),
-        ("-m --cfg job seed=1,2", "--multirun and --cfg exclude each other: leave one out"),
-        ("--cfg job --info plugins", "--cfg and --info exclude each other: leave one out"),
-        ("--cfg job --resolve +note=${nosuch}", "--cfg job: Interpolation key 'nosuch' not found"),
-    ],
+    slow_after(
+        3,
+        [
+            ("--cfg job -p nosuch", "--package=nosuch: --cfg job has no such part"),
+            ("--cfg job -p hydra.run", "--package=hydra.run: --cfg job has no such part"),
+            ("--cfg job bogus=1", "unknown key bogus"),
+            ("--cfg job model=nosuch", "unknown model 'nosuch': choose from hub"),
+            ("--cfg job seed=1,2", "seed=1,2 names several values"),
+            ("-m --cfg job seed=1,2", "--multirun and --cfg exclude each other: leave one out"),
+            ("--cfg job --info plugins", "--cfg and --info exclude each other: leave one out"),
+            (
+                "--cfg job --resolve +note=${nosuch}",
+                "--cfg job: Interpolation key 'nosuch' not found",
+            ),
+        ],
+    ),
 )
 def test_a_wrong_request_is_one_line(line, refusal, capsys):
     with pytest.raises(ConfigError, match=refusal) as caught:

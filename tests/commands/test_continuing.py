@@ -93,7 +93,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words, match", slow_but(REFUSED, "max_steps", "launch"))
+@pytest.mark.parametrize("words, match", slow_but(REFUSED, "max_steps"))
 def test_what_could_not_go_on_is_refused_in_one_line(typed, tmp_path, words, match):
     code, out, err = typed(*words)
     assert (code, out, len(err.splitlines())) == (2, "", 1), err
@@ -101,6 +101,7 @@ def test_what_could_not_go_on_is_refused_in_one_line(typed, tmp_path, words, mat
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_schedule_that_ends_makes_the_number_of_steps_part_of_the_run():
     found = parse("train", [*SWEEP, "schedule=linear", "max_steps=4,6"]).planned_runs
     assert len({point.folder.path for point in found}) == 2

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from commands import compose
+from slow_cases import slow_after
 
 from grpo_ustat.config.beds import BEDS
 from grpo_ustat.config.folders import CONF
@@ -130,7 +131,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
+@pytest.mark.parametrize("words", slow_after(10, WRONG))
 def test_a_wrong_input_is_one_line_that_names_the_fix(words):
     with pytest.raises(ConfigError) as caught:
         config = compose("gap", *words.split())

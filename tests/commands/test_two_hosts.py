@@ -16,6 +16,7 @@ from resuming import SHORT, rows, weights
 
 pytestmark = pytest.mark.nightly(minutes=0.7)
 ROOT = Path(__file__).parents[2]
+IN_DOUBLE = str(ROOT / "tests/helpers/precision.py")
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 TRAIN = ("grpo_ustat.train", *SHORT, "model.dtype=float64", "optimizer=sgd")
 STUDY = ("grpo_ustat.mse", "debug=mse", "model=tiny_direct", "study.questions=6")
@@ -69,7 +70,7 @@ def start(hosts, number, folder, words, launch=()):
         "ip", "netns", "exec", hosts[number], "unshare", "--uts", "sh", "-c", named,
         f"host-{number}", sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
         f"--node_rank={number}", "--nproc_per_node=1", f"--master_addr={ADDRESSES[0]}",
-        "--master_port=29511", str(ROOT / "tests/helpers/in_double.py"), *words,
+        "--master_port=29511", IN_DOUBLE, *words,
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=folder, env=environment(launch), text=True, start_new_session=True,
@@ -93,7 +94,7 @@ def on_both(hosts, folder, words, launch=()):
 
 def alone(folder, words):
     folder.mkdir()
-    command = [sys.executable, str(ROOT / "tests/helpers/in_double.py"), *words]
+    command = [sys.executable, IN_DOUBLE, *words]
     subprocess.run(command, cwd=folder, env=environment(), check=True, timeout=90)
     return only_run(folder)
 

@@ -296,6 +296,7 @@ def test_a_folder_is_a_function_of_the_identity_keys():
     assert fingerprint(identity(base)) != fingerprint(identity(seeded))
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_rule_is_part_of_a_study_only_where_it_is_named(tmp_path):
     """Options of other rules, and rules added later, change neither hash nor folder."""
     from grpo_ustat.runs.folder import RunFolder

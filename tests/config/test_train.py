@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from commands import compose, run
+from slow_cases import slow_after
 
 from grpo_ustat.config.identity import drop_neutral_keys, folder_name
-from grpo_ustat.config.objective import OBJECTIVES
+from grpo_ustat.config.objective import OBJECTIVES, preset
 from grpo_ustat.config.schema import ConfigError
 
 REFUSED = {
@@ -128,7 +129,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("overrides, message", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("overrides, message", slow_after(10, REFUSED.values()), ids=REFUSED)
 def test_what_means_nothing_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         compose("train", *overrides)
@@ -205,6 +206,17 @@ def test_a_framework_s_preset_sets_the_advantage_and_a_typed_one_counts():
     assert len(papers) == 7
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_preset_is_read_as_hydra_composes_it(name):
+    """The same fields and the same rule; where it sets none, that of the command."""
+    objective, rule = preset(name)
+    for command in ("train", "mse"):
+        config = compose(command, f"objective={name}")
+        assert objective == config.objective
+        assert (rule or compose(command).baseline) == config.baseline
+
+
 def test_algorithm_2_in_full():
     """Normalised advantages, ratios of tokens, K3, one pass in minibatches."""
     config = compose("train", "experiment=algorithm2")
@@ -220,6 +232,7 @@ def test_a_number_of_minibatches_counts_where_their_size_is_not_set():
     )
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_an_end_of_the_learning_rate_belongs_to_the_run():
     linear = ["schedule=linear", "max_steps=10"]
     assert folder_name(compose("train", *linear)) != folder_name(
@@ -230,6 +243,7 @@ def test_an_end_of_the_learning_rate_belongs_to_the_run():
     )
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_names_of_other_trainers_are_translated(tmp_path):
     code, _, err = run("train", "num_generations=8", cwd=tmp_path)
     assert code == 2 and "unknown key num_generations: here it is group_size" in err

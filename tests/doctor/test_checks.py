@@ -410,6 +410,7 @@ def test_slurm(monkeypatch, tmp_path, says, inside, status, told):
         assert cluster.slurm(tmp_path).status == "warning"
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_ranks(monkeypatch, tmp_path):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert cluster.ranks(tmp_path).message == "gloo: two ranks add up"
@@ -418,6 +419,7 @@ def test_ranks(monkeypatch, tmp_path):
     assert found.status == "failed" and "two ranks do not add up (RuntimeError" in found.message
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_ranks_that_hang_die_or_cannot_find_each_other(monkeypatch, tmp_path):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(cluster, "_rank", faults.rank_without_a_way)

@@ -45,6 +45,7 @@ def test_nothing_earlier_leaves_the_time_out(tmp_path, capsys):
     assert "Time, about" not in text
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_the_newest_study_tells_the_rate(tmp_path, capsys):
     """1000 completions in 8 s: 3000 take 24 s. A sum needs all of them."""
     old = left(tmp_path, "a", 90.0, 1000) / "result.json"

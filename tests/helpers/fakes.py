@@ -27,6 +27,17 @@ class LetterTokenizer:
         return ["".join(chr(t - 2 + ord("a")) for t in row if t > 1) for row in rows]
 
 
+class Wobble(torch.nn.Module):
+    """A layer of a kind that no rule knows."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.linspace(0, 1, size, dtype=torch.float64))
+
+    def forward(self, hidden):
+        return hidden + torch.sin(hidden * self.phase)
+
+
 def random_model(tied=True, bias=True, seed=0, dtype=torch.float64, vocab=12):
     """A two-layer Qwen2 with every parameter moved away from its initial value."""
     torch.manual_seed(seed)

@@ -1,6 +1,13 @@
-"""Models that compute in float64 from end to end, for comparisons to 1e-10."""
+"""Models that compute in float64 from end to end, for comparisons to 1e-10.
+
+`python precision.py grpo_ustat.train OVERRIDES` runs an entry with them, as `python -m` does.
+"""
 
 from __future__ import annotations
+
+import runpy
+import sys
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -49,3 +56,9 @@ def compute_in_double(monkeypatch):
 
 def _in_double(values):
     return any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in values)
+
+
+if __name__ == "__main__":
+    compute_in_double(SimpleNamespace(setattr=setattr))
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

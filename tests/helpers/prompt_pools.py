@@ -17,6 +17,19 @@ def prompts(count, rng, beta=(1.5, 3.5), spread=0.25, slope=1.0):
     return TabularPolicy(features * scale_P1[:, :, None], 0.5 * np.eye(8)[0], rewards_PY)
 
 
+def whole_pool(scores, rewards, lengths, **more):
+    """A pool [P, N] whose features and sums are those of the scores [P, N, D], in full."""
+    return ScorePool(
+        rewards_PN=rewards,
+        gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
+        lengths_PN=lengths,
+        features_PNR=scores,
+        reward_sums_PR=np.einsum("pn,pnd->pd", rewards, scores),
+        score_sums_PR=scores.sum(axis=1),
+        **more,
+    )
+
+
 def pool_of(policy, size, rng):
     outcomes, rows = policy.sample(size, rng), np.arange(len(policy.rewards_PY))[:, None]
     scores, rewards = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]

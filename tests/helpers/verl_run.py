@@ -4,7 +4,8 @@
     python tests/helpers/verl_run.py tests/data/verl_gradients.json
 
 records them and compares those of a record with the installed verl's, as every night does. At every
-push tests/integrations/test_verl.py compares the record with our advantages.
+push tests/integrations/test_verl.py compares the record with our advantages, and
+tests/train/test_objective.py those of its losses with the presets of the same names.
 """
 
 from __future__ import annotations
@@ -27,6 +28,15 @@ THEIRS = {  # estimators of verl that are rules of ours, with these options
     "grpo": ("group_std", {"epsilon": 1e-6}),
     "rloo": ("leave_one_out", {}),
 }
+LOSSES = {  # presets of ours, by verl's settings where they are not its defaults
+    "verl_token_mean": {},
+    "verl_seq_mean_token_sum": {"loss_agg_mode": "seq-mean-token-sum"},
+    "verl_seq_mean_token_mean": {"loss_agg_mode": "seq-mean-token-mean"},
+    "verl_seq_mean_token_sum_norm": {
+        "loss_agg_mode": "seq-mean-token-sum-norm", "norm_adv_by_std_in_grpo": False,
+    },
+}  # fmt: skip
+CHANGES = np.linspace(-0.5, 0.5, 36).reshape(9, 4)  # of log-probabilities, in some ratios clipped
 
 
 def batch():
@@ -68,27 +78,70 @@ def gradient_of(estimator, actor, config):
     return [[round(x, 8) for x in row] for row in (-logprobs.grad).tolist()]
 
 
+def gradients_of_loss(settings):
+    """The same with verl's `grpo` advantages and its clipped loss, at its defaults but for these
+    settings: before the policy has moved by `CHANGES`, and after.
+    """
+    from hydra import compose, initialize_config_module
+    from verl import DataProto
+    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+    from verl.utils.config import omega_conf_to_dataclass
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", ["actor_rollout_ref.actor.use_dynamic_bsz=true"])
+    default, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    assert not (default.use_kl_loss or default.entropy_coeff or algorithm.use_kl_in_reward)
+    assert default.ppo_epochs == 1 and default.policy_loss.loss_mode == "vanilla"
+    actor = omega_conf_to_dataclass(default)
+    rewards, mask = batch()
+    tensors = {"token_level_rewards": rewards, "response_mask": mask}
+    data = compute_advantage(
+        DataProto.from_dict(tensors=tensors, non_tensors={"uid": UIDS}), adv_estimator="grpo",
+        norm_adv_by_std_in_grpo=settings.get(
+            "norm_adv_by_std_in_grpo", algorithm.norm_adv_by_std_in_grpo
+        ),
+        config=algorithm,
+    )  # fmt: skip
+    actor.global_batch_info.update(
+        dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=9,
+        loss_scale_factor=actor.loss_scale_factor,
+    )  # fmt: skip
+    gradients = []
+    for change in (0 * CHANGES, CHANGES):
+        logprobs = torch.tensor(change, dtype=torch.float).requires_grad_()
+        loss, _ = compute_policy_loss_vanilla(
+            torch.zeros(9, 4), logprobs, data.batch["advantages"], mask,
+            settings.get("loss_agg_mode", actor.loss_agg_mode), actor,
+        )  # fmt: skip
+        loss.backward()
+        gradients += [[round(x, 8) for x in row] for row in (-logprobs.grad).tolist()]
+    return gradients
+
+
 def main():
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "grpo_ustat.integrations.verl"
     import verl  # noqa: F401  # it imports our module
 
-    from grpo_ustat.integrations.rows import REWARD_ONLY_BASELINES
+    from grpo_ustat.integrations.rows import REWARD_ONLY
 
     actor, algorithm = actor_of_the_page()
-    names = [*(f"grpo_ustat_{rule}" for rule in REWARD_ONLY_BASELINES), *THEIRS]
+    names = [*(f"grpo_ustat_{rule}" for rule in REWARD_ONLY), *THEIRS]
     assert algorithm.adv_estimator in names
     gradients = {name: gradient_of(name, actor, algorithm) for name in names}
+    losses = {name: gradients_of_loss(settings) for name, settings in LOSSES.items()}
     told = {
         "source": "python tests/helpers/verl_run.py",
         "verl": version("verl"),
         "torch": version("torch"),
     }
     if len(sys.argv) == 1:
-        print(json.dumps(told | {"gradients": gradients}))
+        print(json.dumps(told | {"gradients": gradients, "losses": losses}))
         return
-    recorded = json.loads(Path(sys.argv[1]).read_text())["gradients"]
-    assert recorded.keys() == gradients.keys(), recorded.keys() ^ gradients.keys()
-    for name, gradient in gradients.items():
+    record = json.loads(Path(sys.argv[1]).read_text())
+    recorded, living = record["gradients"] | record["losses"], gradients | losses
+    assert recorded.keys() == living.keys(), recorded.keys() ^ living.keys()
+    for name, gradient in living.items():
         np.testing.assert_allclose(gradient, recorded[name], rtol=1e-5, atol=1e-7, err_msg=name)
     print(f"verl {version('verl')} makes the {len(recorded)} recorded gradients")
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from readme import PAGES, commands
 
-from grpo_ustat.integrations.rows import REWARD_ONLY_BASELINES, estimator
+from grpo_ustat.integrations.rows import REWARD_ONLY, estimator
 
-NAMES = [f"grpo_ustat_{rule}" for rule in REWARD_ONLY_BASELINES]
+NAMES = [f"grpo_ustat_{rule}" for rule in REWARD_ONLY]
 REWARDS_BT = torch.tensor([
     [0.0, 1.0], [0.0, 0.0], [0.5, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0],
     [0.0, 0.0],
@@ -74,7 +74,7 @@ def registry(monkeypatch):
 def test_every_rule_that_reads_rewards_alone_is_an_estimator_of_skyrl(registry):
     """A rule that reads more has no name: SkyRL refuses it at once, and lists the names."""
     assert set(registry) == set(NAMES)
-    for rule in REWARD_ONLY_BASELINES[1:]:
+    for rule in REWARD_ONLY[1:]:
         expected, _ = estimator(rule)(REWARDS_BT, MASK_BT, UIDS)
         for tokens in called(registry[f"grpo_ustat_{rule}"]):
             assert torch.equal(tokens, expected)
@@ -100,7 +100,7 @@ def test_skyrl_itself_calls_them_in_another_process():
     finally:
         ray.shutdown()
     assert set(NAMES) <= set(names)
-    for rule, result in zip(REWARD_ONLY_BASELINES, results, strict=True):
+    for rule, result in zip(REWARD_ONLY, results, strict=True):
         expected, _ = estimator(rule)(REWARDS_BT, MASK_BT, UIDS)
         assert all(torch.equal(tokens, expected) for tokens in result)
 

@@ -19,7 +19,7 @@ from forks import in_ranks
 
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.integrations import slime
-from grpo_ustat.integrations.rows import REWARD_ONLY_BASELINES, rule_options
+from grpo_ustat.integrations.rows import REWARD_ONLY, rule_options
 from grpo_ustat.records import BaselineContext
 
 REWARDS_PG = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
@@ -67,7 +67,7 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
 
 
-@pytest.mark.parametrize("rule", REWARD_ONLY_BASELINES)
+@pytest.mark.parametrize("rule", REWARD_ONLY)
 def test_every_rank_has_the_advantages_of_whole_groups(rule, two_ranks):
     for rows in DEALT:
         data = rank_data(rows)

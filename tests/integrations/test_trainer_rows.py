@@ -9,15 +9,10 @@ from reference import zoo_advantages
 
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.estimators.baselines import OURS, advantages
-from grpo_ustat.integrations.rows import (
-    REWARD_ONLY_BASELINES,
-    estimator,
-    row_advantages,
-    rule_options,
-)
+from grpo_ustat.integrations.rows import REWARD_ONLY, estimator, row_advantages, rule_options
 from grpo_ustat.records import BaselineContext
 
-EVERY_RULE = pytest.mark.parametrize("rule", REWARD_ONLY_BASELINES)
+EVERY_RULE = pytest.mark.parametrize("rule", REWARD_ONLY)
 OF_THREE = ("group_std_jackknife", "leave_one_out_std")  # completions at least
 UNEQUAL = {"a": [1.0, 0.0, 0.0], "b": [1.0, 0.0], "c": [0.0, 0.0, 1.0], "d": [0.5, 1.0]}
 
@@ -128,16 +123,16 @@ def test_options_are_those_of_the_configurations_or_the_users():
         estimator("group_std", eps=1.0)
 
 
-@pytest.mark.parametrize("rule", sorted({*OURS} - {*REWARD_ONLY_BASELINES}))
+@pytest.mark.parametrize("rule", sorted({*OURS} - {*REWARD_ONLY}))
 def test_a_rule_that_reads_more_than_rewards_is_refused_with_the_names(rule):
     with pytest.raises(ValueError, match=f"^baseline {rule} reads .*; the names are none, leave"):
         estimator(rule)
 
 
 def test_every_rule_that_reads_rewards_alone_is_offered():
-    assert set(REWARD_ONLY_BASELINES) == {
+    assert set(REWARD_ONLY) == {
         "none", "constant", "leave_one_out", "group_mean", "group_std", "maxrl",
         "batch_std", "james_stein", "jspo", "beta",
         "group_std_jackknife", "leave_one_out_std", "quantile",
     }  # fmt: skip
-    assert all((CONF / "baseline" / f"{rule}.yaml").is_file() for rule in REWARD_ONLY_BASELINES)
+    assert all((CONF / "baseline" / f"{rule}.yaml").is_file() for rule in REWARD_ONLY)

@@ -19,7 +19,7 @@ import torch
 from verl_run import ORDER, REWARDS_PG, THEIRS, UIDS, batch
 
 from grpo_ustat.estimators.baselines import OURS, advantages
-from grpo_ustat.integrations.rows import REWARD_ONLY_BASELINES, rule_options
+from grpo_ustat.integrations.rows import REWARD_ONLY, rule_options
 from grpo_ustat.records import BaselineContext
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def registry(monkeypatch):
 
 def test_every_rule_that_reads_rewards_alone_is_an_estimator_of_verl(registry):
     rewards, mask = batch()
-    for rule in REWARD_ONLY_BASELINES:
+    for rule in REWARD_ONLY:
         result = registry[f"grpo_ustat_{rule}"](
             token_level_rewards=rewards, response_mask=mask, config=None, index=UIDS
         )
@@ -75,7 +75,7 @@ def test_verl_names_the_estimators_where_a_rule_reads_more(registry):
         registry["grpo_ustat_critic"](
             token_level_rewards=rewards, response_mask=mask, config=None, index=UIDS
         )
-    names = ", ".join(f"grpo_ustat_{rule}" for rule in REWARD_ONLY_BASELINES)
+    names = ", ".join(f"grpo_ustat_{rule}" for rule in REWARD_ONLY)
     message = f"baseline critic reads critic_P besides rewards; the names are {names}"
     assert str(refused.value) == message
 
@@ -85,7 +85,7 @@ def test_recorded_gradients_of_verl_are_our_advantages():
     every rule that reads rewards alone, and of verl's own estimators that are rules of ours.
     """
     _, mask = batch()
-    rules = {f"grpo_ustat_{rule}": (rule, {}) for rule in REWARD_ONLY_BASELINES} | THEIRS
+    rules = {f"grpo_ustat_{rule}": (rule, {}) for rule in REWARD_ONLY} | THEIRS
     assert RECORD["gradients"].keys() == rules.keys()
     for name, rule in rules.items():
         recorded = torch.tensor(RECORD["gradients"][name])

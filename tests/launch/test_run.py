@@ -12,6 +12,7 @@ import pytest
 from commands import run as run_command
 from disks import small_disk
 from safetensors import SafetensorError
+from slow_cases import slow_after
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.schema import ConfigError
@@ -95,7 +96,7 @@ def refused(number, *file):
 
 @pytest.mark.parametrize(
     "error, line",
-    [
+    slow_after(2, [
         (refused(errno.EFBIG, "x"),
          "run could not be written (File too large: x): raise the limit of a file's size (ulimit"
          " -f), then the same command goes on from what is there"),
@@ -112,7 +113,7 @@ def refused(number, *file):
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "(no memory is left)"),
         (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
          "set TMPDIR=DIR"),
-    ],
+    ]),
 )  # fmt: skip
 def test_what_the_system_refuses_is_one_line(error, line, tmp_path):
     with pytest.raises(NotSaved) as refusal:
@@ -137,6 +138,7 @@ def test_a_run_folder_that_was_emptied_is_one_line(tmp_path):
         raise missing
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_working_folder_that_is_gone_is_one_line(tmp_path, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
@@ -151,7 +153,15 @@ def test_a_working_folder_that_is_gone_is_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "error",
-    [refused(errno.ENOENT, "x"), refused(errno.ENOTCONN), KeyError("28"), RuntimeError("wrong")],
+    slow_after(
+        1,
+        [
+            refused(errno.ENOENT, "x"),
+            refused(errno.ENOTCONN),
+            KeyError("28"),
+            RuntimeError("wrong"),
+        ],
+    ),
 )
 def test_another_error_stays_what_it_is(error, tmp_path):
     with pytest.raises(type(error)) as raised:
@@ -159,6 +169,7 @@ def test_another_error_stays_what_it_is(error, tmp_path):
     assert raised.value is error
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_refusal_of_ours_keeps_its_words(tmp_path):
     own = ConfigError("the folder cannot be locked ([Errno 28] No space left on device)")
     with pytest.raises(ConfigError, match="cannot be locked"):

@@ -107,16 +107,20 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, rows, column, mess
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_no_table_is_refused(tmp_path):
-    (tmp_path / "log.parquet").write_text("no table")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_rewards(tmp_path / "log.parquet")
-
-
-def test_a_line_that_is_no_json_is_named_by_its_number(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"prompt": "q", "reward": 1}\n\n{"prompt": "q')
-    with pytest.raises(ConfigError, match=r"line 2 \(from 0\) is no JSON: Unterminated"):
-        read_rewards(tmp_path / "log.jsonl")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("log.parquet", "no table", "cannot be read"),
+        (
+            "log.jsonl", '{"prompt": "q", "reward": 1}\n\n{"prompt": "q',
+            r"line 2 \(from 0\) is no JSON: Unterminated",
+        ),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_table_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_rewards(tmp_path / name)
 
 
 def test_a_table_saved_by_excel_begins_with_a_mark(tmp_path):

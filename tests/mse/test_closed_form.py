@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prompt_pools import whole_pool
 from tabular import TabularPolicy
 
 from grpo_ustat.estimators.intervals import Tails, jackknife_interval
@@ -40,15 +41,8 @@ def pool_of(policy, count, rng):
     outcomes = policy.sample(count, rng)
     rows = np.arange(len(outcomes))[:, None]
     scores, z = policy.scores_PYD[rows, outcomes], policy.rewards_PY[rows, outcomes]
-    return ScorePool(
-        rewards_PN=z,
-        gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
-        lengths_PN=np.ones_like(z, dtype=int),
-        features_PNR=scores,
-        reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
-        score_sums_PR=scores.sum(axis=1),
-        greedy_P=policy.rewards_PY[np.arange(len(z)), policy.probabilities_PY.argmax(axis=1)],
-    )
+    greedy_P = policy.rewards_PY[np.arange(len(z)), policy.probabilities_PY.argmax(axis=1)]
+    return whole_pool(scores, z, np.ones_like(z, dtype=int), greedy_P=greedy_P)
 
 
 def statistics(pool, baselines, group_sizes, interval, setting="all_questions_once", count=None):
@@ -336,15 +330,7 @@ def independent_pool(rng, questions, count):
     direction = rng.normal(size=(questions, count, 2))
     unit = direction / np.linalg.norm(direction, axis=2, keepdims=True)
     z = (rng.random((questions, count)) < 0.5 + 0.3 * unit[..., 0]).astype(float)
-    scores = length * unit
-    return ScorePool(
-        rewards_PN=z,
-        gram_PNN=np.einsum("pid,pjd->pij", scores, scores),
-        lengths_PN=np.ones_like(z, dtype=int),
-        features_PNR=scores,
-        reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
-        score_sums_PR=scores.sum(axis=1),
-    )
+    return whole_pool(length * unit, z, np.ones_like(z, dtype=int))
 
 
 def test_the_best_group_size_at_a_cost_is_where_the_error_is_smallest():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,6 @@ from grpo_ustat.mse.pool import EqualRewards, build_part, build_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
 from grpo_ustat.pages.findings import decision_sentence
 from grpo_ustat.pages.next_step import next_step
-from grpo_ustat.policy.loading import configured_task
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.study_parts import CompletionCounts
 
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
 from test_import_rollouts import logged  # noqa: E402
 from test_pool_parts import SMALL as LOOSE  # noqa: E402
+from test_pool_parts import asked as asked_of  # noqa: E402
 from test_pool_parts import contents  # noqa: E402
 
 WORKERS = [1, pytest.param(2, marks=pytest.mark.slow)]  # two are processes of their own
@@ -37,13 +38,7 @@ def score(prompt, text):
 """
 SMALL = (*LOOSE, "max_completion_length=6")  # completions of every kind
 SIX = ("debug=mse", "model=tiny_base", "study.questions=6")
-
-
-def asked(*overrides):
-    config = compose("mse", *SMALL, *overrides)
-    return config, configured_task(config.task_options, config.model).prompts("study")[
-        : config.study.questions
-    ]
+asked = partial(asked_of, small=SMALL)
 
 
 @pytest.fixture(params=["len(text) % 2", "True"], ids=["some", "all"])
@@ -213,6 +208,7 @@ def test_jobs_that_share_a_pool_count_unscored_questions_until_one_is_scored(tmp
     assert pool.rewards_PN.any() and unscored(tmp_path / "pool") == []
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_every_reward_function_has_to_be_equal(tmp_path, never):
     """The data set's own are all 0, brevity is not."""
     functions = "reward_funcs=[task,brevity]"
@@ -254,6 +250,7 @@ def test_a_study_of_equal_rewards_says_what_became_of_them(tmp_path, never, caps
     assert advice.next == following
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_counts_are_those_of_the_completions(tmp_path, never):
     """Read from completions.parquet, which has all of so few."""
     from pyarrow import parquet
@@ -296,6 +293,7 @@ def test_imported_rollouts_of_equal_rewards_are_not_scored(tmp_path, monkeypatch
     )
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_subset_of_a_scored_pool_has_no_table_of_zeros_either(tmp_path, last_alone):
     config, prompts = asked(last_alone)
     build_pool(config, prompts, tmp_path)

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from slow_cases import slow_after
 
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.schema import ConfigError
@@ -227,7 +228,7 @@ def test_rows_are_read_as_they_are(tmp_path):
 
 @pytest.mark.parametrize(
     "table, overrides, message",
-    [
+    slow_after(3, [
         (rows(ended=None), (), "no column ended, and study.cut_at=null"),
         (rows(), (CUT,), "study.cut_at=96, but .* has a column ended"),
         (rows(completion={4: ""}, ended={4: False}), (), r"row 4 .*: completion has no token"),
@@ -238,7 +239,7 @@ def test_rows_are_read_as_they_are(tmp_path):
          "has 8 completions, 9 are needed .* or use smaller group_sizes"),
         (rows(completion={6: "1" * 5000}), (), r"row 6 .*: a prompt of \d+ and a completion of"),
         (rows(prompt=[talk(("user", "1 + 1"))] * 32), (), "tiny_base has no chat template"),
-    ],
+    ]),
 )  # fmt: skip
 def test_what_cannot_be_scored_is_refused(tmp_path, table, overrides, message):
     path = saved(tmp_path / "c.parquet", table)
@@ -341,14 +342,17 @@ def test_questions_of_a_file_are_counted_where_some_are_left_out(tmp_path, capsy
 
 @pytest.mark.parametrize(
     "sizes, questions, kept",
-    [
-        ([8, 8, 8, 4], "null", (3, 8)),  # a small group trims no other
-        ([8, 8, 8, 1], "null", (3, 8)),  # nor has the file refused
-        ([8, 8, 6, 6], "null", (4, 6)),  # 24 completions rather than 16
-        ([40, 8, 8, 8], "null", (4, 8)),  # of half of the prompts at least
-        ([4, 8, 8, 8], "3", (3, 8)),
-        ([5, 5, 5, 5], "null", (4, 5)),
-    ],
+    slow_after(
+        1,
+        [
+            ([8, 8, 8, 4], "null", (3, 8)),  # a small group trims no other
+            ([8, 8, 8, 1], "null", (3, 8)),  # nor has the file refused
+            ([8, 8, 6, 6], "null", (4, 6)),  # 24 completions rather than 16
+            ([40, 8, 8, 8], "null", (4, 8)),  # of half of the prompts at least
+            ([4, 8, 8, 8], "3", (3, 8)),
+            ([5, 5, 5, 5], "null", (4, 5)),
+        ],
+    ),
 )
 def test_groups_have_the_size_that_keeps_most_completions(tmp_path, capsys, sizes, questions, kept):
     prompts = [f"{k} + 1 = " for k, size in enumerate(sizes) for _ in range(size)]

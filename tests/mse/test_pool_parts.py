@@ -36,8 +36,8 @@ SMALL = (  # 4 completions each: chunks of 2, 2 and 1 questions
 SECONDS = [field.name.startswith("seconds") for field in fields(WorkCost)]
 
 
-def asked(*overrides):
-    config = compose("mse", *SMALL, *overrides)
+def asked(*overrides, small=SMALL):
+    config = compose("mse", *small, *overrides)
     return config, configured_task(config.task_options, config.model).prompts("study")[
         : config.study.questions
     ]

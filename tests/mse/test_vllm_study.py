@@ -29,6 +29,7 @@ SMALL = ("debug=mse", "model=tiny_base", "study.questions=3", "max_completion_le
 VLLM = ("rollout=vllm", "rollout.max_model_len=128")
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_study_with_vllm_is_another_run_and_another_pool(tmp_path):
     local, vllm = compose("mse"), compose("mse", *VLLM)
     assert folder_name(local) != folder_name(vllm)

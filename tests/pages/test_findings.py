@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import compose
+from slow_cases import slow_after
 
 from grpo_ustat.estimators.noise import noise_scale, prompt_share
 from grpo_ustat.estimators.scaling import group_size_interval, scaling_estimate, widening
@@ -152,12 +153,15 @@ def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrid
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ("seed=3", "budget.feature_sketch=61", "study.parameters=mlp"),
-        ("baselines=[leave_one_out,group_std]", "group_sizes=[2,4]", "study.methods=[replay]"),
-        ("study.metric=adam", "study.interval=questions", "study.adam_group_size=4"),
-        ("reward_funcs=[task,brevity]", "temperature=0.7"),
-    ],
+    slow_after(
+        1,
+        [
+            ["seed=3", "budget.feature_sketch=61", "study.parameters=mlp"],
+            ["baselines=[leave_one_out,group_std]", "group_sizes=[2,4]", "study.methods=[replay]"],
+            ["study.metric=adam", "study.interval=questions", "study.adam_group_size=4"],
+            ["reward_funcs=[task,brevity]", "temperature=0.7"],
+        ],
+    ),
 )
 def test_more_questions_are_of_the_same_study_and_go_on_with_its_pool(overrides):
     """Another seed or sketch would be refused by the pool, other rules answer another question."""
@@ -171,6 +175,7 @@ def test_more_questions_are_of_the_same_study_and_go_on_with_its_pool(overrides)
     assert following.baselines == config.baselines and following.group_sizes == config.group_sizes
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_the_next_command_has_the_same_reward_functions():
     """Otherwise it would be about another reward: the task's alone."""
     rewards = ("reward_funcs=[task,brevity]", "reward_weights=[1,0.5]")

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from slow_cases import slow_after
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grpo_ustat.config.model import model_folder
@@ -85,7 +86,7 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize("variant", TIED)
+@pytest.mark.parametrize("variant", slow_after(3, TIED))
 def test_adapters_on_a_tied_embedding_move_what_peft_moves(variant, tmp_path):
     torch.manual_seed(0)
     base, folder = model_folder("embedded:tiny"), str(tmp_path / "adapters")

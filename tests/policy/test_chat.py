@@ -8,6 +8,7 @@ import signal
 import pytest
 import toys
 from commands import compose
+from slow_cases import slow_after
 
 from grpo_ustat.config.model import cache_folder
 from grpo_ustat.config.schema import ConfigError
@@ -150,7 +151,7 @@ BEYOND = {  # templates that a model could bring, and what is said of them
 }
 
 
-@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("name", slow_after(1, BEYOND))
 def test_a_template_beyond_its_limits_is_one_line(name, monkeypatch):
     template, why = BEYOND[name]
     if "0.5 s" in why:  # the others end of themselves, on a busy machine later

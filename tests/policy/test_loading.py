@@ -53,6 +53,7 @@ def test_the_cache_is_where_it_was_asked_for(monkeypatch):
     assert cache_folder() == Path.home() / "models"
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_cached_model_is_made_by_its_script_first(cache):
     with pytest.raises(ConfigError) as caught:
         compose("train", "model=smollm2_135m")

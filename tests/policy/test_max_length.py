@@ -78,6 +78,7 @@ def test_a_prompt_of_just_the_limit_stays(tmp_path):
     assert task.dropped == {}
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_the_turns_of_a_chat_count(tmp_path):
     """Its own special tokens once, none added: what the policy reads."""
     config = configured(

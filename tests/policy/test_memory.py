@@ -116,6 +116,7 @@ def test_a_large_model_is_refused_before_it_is_loaded(monkeypatch):
         pool.model_facts(config.policy_options, [], cost_of(config).weights, one_completion)
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_dry_run_says_how_a_7b_model_is_scored():
     words = ("model=qwen2_5_math_7b", "model.dtype=bfloat16", "max_completion_length=3200")
     note, _ = plan_of(PlannedRun("", compose("mse", *words), None, None)).notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fakes import random_policy, random_rollouts
+from fakes import Wobble, random_policy, random_rollouts
 from reference import one_flat_score
 
 from grpo_ustat.policy.logprobs import pack
@@ -45,17 +45,6 @@ def reference(policy, rollouts, flat_weights):
         for tokens, mask in zip(rollouts.tokens_PGT[p], rollouts.mask_PGT[p], strict=True)
     ]
     return torch.stack(rows) * flat_weights
-
-
-class Wobble(torch.nn.Module):
-    """A layer of a kind that no rule knows."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.phase = torch.nn.Parameter(torch.linspace(0, 1, size, dtype=torch.float64))
-
-    def forward(self, hidden):
-        return hidden + torch.sin(hidden * self.phase)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from fakes import random_policy, random_rollouts
+from fakes import Wobble, random_policy, random_rollouts
 from reference import one_flat_score
 
 from grpo_ustat.policy.loading import load_policy
@@ -143,17 +143,6 @@ def test_frozen_parameters_are_left_out_and_stay_frozen():
     assert "lm_head.weight" not in covered_parameters(policy.model)
     assert not policy.model.lm_head.weight.requires_grad
     assert policy.model.model.norm.weight.requires_grad
-
-
-class Wobble(torch.nn.Module):
-    """A layer of a kind that no rule knows."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.phase = torch.nn.Parameter(torch.linspace(0, 1, size, dtype=torch.float64))
-
-    def forward(self, hidden):
-        return hidden + torch.sin(hidden * self.phase)
 
 
 def test_a_layer_of_unknown_kind_takes_the_slow_exact_way():

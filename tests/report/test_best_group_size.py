@@ -90,6 +90,7 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("accuracies, verdict", VERDICTS.values(), ids=VERDICTS)
+@pytest.mark.slow(minutes=0.02)
 def test_a_verdict_needs_a_group_size_that_is_told_from_the_best(accuracies, verdict, tmp_path):
     found = compare(sweep(tmp_path / "runs", accuracies), study(tmp_path / "study"))
     assert found.claims[0].verdict == verdict

@@ -9,6 +9,7 @@ import shutil
 import damages
 import pytest
 from folders import claim, proved, studied, trained
+from slow_cases import slow_after
 
 from grpo_ustat.report.aggregate import report_runs, run_set_notes, without_unreadable
 from grpo_ustat.report.collect import entries_in, read_runs
@@ -50,7 +51,7 @@ def notes_of(place):
     return run_set_notes(run_set)
 
 
-@pytest.mark.parametrize("case", damages.NAMED)
+@pytest.mark.parametrize("case", slow_after(4, damages.NAMED))
 def test_what_does_not_fit_is_named(case, folders, tmp_path):
     name, damage = damages.NAMED[case]
     kinds = [k for k in KINDS if (folders / f"bad-{k}" / name).is_file()]

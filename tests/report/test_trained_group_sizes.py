@@ -41,6 +41,7 @@ def test_a_report_compares_what_it_can_and_says_why_it_cannot(tmp_path, capsys):
     assert not list((tmp_path / "both").glob("best_group_size*"))
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_unfinished_runs_and_other_studies_do_not_count(tmp_path):
     measured = study(tmp_path / "study")
     begun = sweep(tmp_path / "begun", TOLD, done=False)
@@ -53,6 +54,7 @@ def test_unfinished_runs_and_other_studies_do_not_count(tmp_path):
     assert {row["seeds"] for row in compare(runs, [*other, *measured]).rows} == {3}
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_seed_with_a_missing_run_is_left_out_at_its_budget_alone(tmp_path):
     sweep(tmp_path / "runs", TOLD, rollouts=32)
     runs = sweep(tmp_path / "runs", TOLD, rollouts=64)
@@ -106,6 +108,7 @@ def test_a_study_of_another_policy_is_refused(tmp_path):
     assert "dataset.seed is 0 in training and 7 in the study" in refused(runs, other)
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_studies_that_give_no_one_answer_are_refused(tmp_path):
     runs = sweep(tmp_path / "runs", TOLD)
     study(tmp_path / "two/a")

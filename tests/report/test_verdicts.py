@@ -232,6 +232,7 @@ def test_a_report_of_a_sweep_names_what_has_not_begun(tmp_path):
     assert "missing: study=theorem7: not begun" in text and "some claims of Lemma 6" in text
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
     """Theorems on top; verdicts, accuracies and policies each where they belong."""
     monkeypatch.setattr(aggregate, "learning_figure", lambda *_: [])

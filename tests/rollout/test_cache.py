@@ -69,12 +69,7 @@ def refills(monkeypatch):
     [
         ("llama", True),
         ("llama", False),
-        ("gemma2", True),
-        *(
-            pytest.param(kind, True, marks=pytest.mark.slow)
-            for kind in KINDS
-            if kind not in ("llama", "gemma2")
-        ),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in KINDS if kind != "llama"),
         pytest.param("gemma3", False, marks=pytest.mark.slow),
     ],
 )

@@ -25,6 +25,7 @@ def test_the_names_are_those_of_the_rooms():
         gu.nothing  # noqa: B018
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_importing_the_package_loads_nothing_heavy():
     code = (
         "import sys, grpo_ustat as gu; gu.scaling_from_arrays; gu.Baseline; "

@@ -32,6 +32,7 @@ def test_another_column_or_type_is_refused(row):
         arrow_table([row], COLUMNS)
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_no_run_imports_pandas_for_it():
     code = (
         "import sys; from grpo_ustat.runs.log import COLUMNS, arrow_table\n"

@@ -335,6 +335,7 @@ def test_a_folder_with_nothing_of_ours_is_one_line(tmp_path, capsys, monkeypatch
     assert code == 2 and not out and len(err) == 1 and "holds no sweep and no run" in err[0]
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_the_command_needs_neither_torch_nor_hydra(tmp_path):
     noted(tmp_path)
     script = (

@@ -14,6 +14,7 @@ import hostile
 import pytest
 from launching import until
 from resuming import config_of, differences
+from slow_cases import slow_after
 from tracked import Folder, row
 
 from grpo_ustat.launch.command import load_command
@@ -235,7 +236,7 @@ def test_what_wandb_has_registered_for_the_exit_is_taken_back(monkeypatch):
 
 
 FAULTS = {
-    "hangs": hanging("send"), "fails": raising("send"),
+    "fails": raising("send"), "hangs": hanging("send"),
     "is slow": staticmethod(lambda place: time.sleep(0.3)),
     "takes all": staticmethod(lambda place: None),
 }  # fmt: skip
@@ -253,7 +254,7 @@ def trained(path, *overrides):
     return path
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_after(1, FAULTS))
 def test_a_tracker_changes_nothing_and_ends_nothing(
     tmp_path, alone, opened, monkeypatch, capsys, fault
 ):

@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_ustat.config.objective import OBJECTIVES
+from grpo_ustat.estimators.row_weights import row_weights
+from grpo_ustat.records import BaselineContext
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "scripts/benchmarks"
 RECORD = json.loads((ROOT / "tests/data/trl_gradients.json").read_text())
@@ -102,9 +106,9 @@ def in_short(compare, gradient):
     return np.array(list(short.values()))
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow(minutes=1)
 def test_our_gradients_are_those_recorded_of_trl(compare):
-    """Of 13 objectives on and off the sampling policy; the control differs."""
+    """Of the objectives on and off the sampling policy, and of the presets; controls differ."""
     rollouts = compare.given(2, "float64")
     told = compare.without_paths(compare.job(compare.SETTINGS, rollouts, "float64"))
     assert json.loads(json.dumps(told)) == RECORD["job"], "record anew: " + RECORD["source"]
@@ -114,6 +118,54 @@ def test_our_gradients_are_those_recorded_of_trl(compare):
         largest = (np.abs(ours - factor * recorded(setting)) / ours[:, :1]).max()
         assert (largest < 1e-9) == setting.equal, (setting.name, largest)
     assert RECORD["projections"].keys() == {setting.name for setting in compare.SETTINGS}
+    assert {f"objective={word}" for word in OBJECTIVES if word.startswith("trl_")} == {
+        setting.ours[0] for setting in compare.PRESETS
+    }
+
+
+@pytest.mark.slow(minutes=0.3)
+def test_row_weights_times_scores_are_the_recorded_gradients_of_trl(compare):
+    """`sum_i W_i s_i` of every preset whose tokens all count, with scores by autograd; some
+    completions are cut and have no weight where they are masked.
+    """
+    found = compare.given(2, "float64")
+    rollouts, count = found.rollouts, found.rewards_PG.size
+    assert 0 < rollouts.ended_PG.sum() < count
+    products_NK2 = np.array([in_short(compare, s)[:, 1:] for s in scores(compare, rollouts)])
+    checked = 0
+    for setting in compare.PRESETS:
+        budget = f"budget.rollouts={count}"
+        config = compare.configured("float64", (*setting.ours, budget))
+        objective, rule = config.objective, config.baseline
+        if objective.top_entropy_quantile < 1:
+            continue
+        weight_PG = row_weights(
+            objective.loss(rule, compare.LENGTH),
+            found.rewards_PG,
+            BaselineContext(lengths_PG=rollouts.lengths_PG),
+            rollouts.ended_PG,
+            compare.micro_batch_rows(count),
+        )
+        theirs = setting.factor(compare.GROUP, compare.LENGTH) * recorded(setting)
+        ours = -np.tensordot(weight_PG.ravel(), products_NK2, axes=1)  # the gradient of a loss
+        assert (np.abs(ours - theirs[:, 1:]) / theirs[:, :1]).max() < 1e-9, setting.name
+        checked += 1
+    assert checked == len(compare.PRESETS) - 5
+
+
+def scores(compare, rollouts):
+    """The gradient of each completion's summed log-probabilities, one at a time."""
+    model = compare.load_policy(compare.MODEL, dtype="float64").model
+    groups = zip(rollouts.prompt_tokens, rollouts.tokens_PGT, rollouts.lengths_PG, strict=True)
+    with compare.InDouble():
+        for prompt, tokens_GT, lengths_G in groups:
+            for tokens, length in zip(tokens_GT, lengths_G, strict=True):
+                answer = torch.tensor(tokens[:length], dtype=torch.int64)
+                ids = torch.cat([torch.tensor(prompt, dtype=torch.int64), answer])[None]
+                logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+                model.zero_grad()
+                logits.log_softmax(-1).gather(1, answer[:, None]).sum().backward()
+                yield {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.nightly(minutes=1)

@@ -32,8 +32,11 @@ def test_a_best_size_that_is_named_is_rarely_wrong(name, prompts, completions, l
     assert float(sets) <= 0.083 and float(costs) <= 0.083 and float(direction) <= 0.05, row
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["3.1", "5.5", "8.8"])
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("3.1", "5.5")),
+     pytest.param("8.8", marks=pytest.mark.nightly)],
+)  # fmt: skip
 def test_with_as_many_prompts_as_said_nine_of_ten_studies_are_decided(name):
     row = cells(follow_ups(Population(*POPULATIONS[name]), 16, 16, OPTIONS))
     assert float(row[7]) >= 0.9, row

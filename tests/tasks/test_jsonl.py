@@ -15,6 +15,7 @@ import pytest
 import readme
 from commands import compose
 from launching import finished
+from slow_cases import slow_after
 
 from grpo_ustat.config.data import check_reward_file
 from grpo_ustat.config.identity import folder_name
@@ -63,6 +64,7 @@ def test_one_file_is_split_without_overlap_and_says_so(tmp_path):
     assert {q.id for q in again.questions("study")} == {q.id for q in made.questions("study")}
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_sizes_can_be_set_and_a_study_may_take_all(tmp_path):
     path = written(tmp_path / "my.jsonl", ROWS)
     made = task(path, "dataset.study_size=5", "dataset.test_size=15")
@@ -159,12 +161,12 @@ def test_a_reward_may_be_any_finite_number(tmp_path):
     assert made.rewards([prompt] * 3, [prompt.answer, "", "longer"]) == [1, -1, -1.5]
 
 
-@pytest.mark.parametrize("value, number", [
+@pytest.mark.parametrize("value, number", slow_after(3, [
     ("numpy.bool_(True)", 1), ("numpy.bool_(False)", 0), ("True", 1), ("numpy.float32(0.25)", 0.25),
     ("numpy.int64(-2)", -2), ("numpy.array(0.5)", 0.5), ("numpy.array([0.5])", 0.5),
     ("Decimal('0.5')", 0.5), ("Fraction(1, 4)", 0.25), ("torch.tensor(0.5)", 0.5),
     ("torch.tensor(True)", 1),
-])  # fmt: skip
+]))  # fmt: skip
 def test_every_kind_of_number_is_a_reward_also_of_a_coroutine(value, number, tmp_path):
     imports = "import numpy, torch\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
     for word in ("def", "async def"):
@@ -319,6 +321,7 @@ def test_every_way_of_keeping_rows_gives_the_same(tmp_path):
         assert found == expected, place
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_folder_with_test_rows_is_tested_on_them(tmp_path):
     written(tmp_path / "train.jsonl", ROWS)
     written(tmp_path / "test.jsonl", ROWS[:4])

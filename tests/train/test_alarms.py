@@ -82,11 +82,8 @@ def test_a_gap_is_judged_by_the_type_computed_in():
     assert heard([{k: v for k, v in HEALTHY.items() if k != key}]) == ([], {})
 
 
-@pytest.mark.slow
-def test_a_healthy_run_is_quiet_and_a_sick_one_is_not(tmp_path, capsys, monkeypatch):
-    quiet = fit(tmp_path / "quiet", "max_completion_length=96")
-    assert "ALARM" not in capsys.readouterr().err
-    assert json.loads((quiet / "result.json").read_text())["alarms"] == {}
+def give_no_rewards(monkeypatch):
+    """Batches of the trainer whose rewards are all 0."""
     whole = trainer.sample_batch
 
     def broken(*arguments):
@@ -95,6 +92,14 @@ def test_a_healthy_run_is_quiet_and_a_sick_one_is_not(tmp_path, capsys, monkeypa
         return batch
 
     monkeypatch.setattr(trainer, "sample_batch", broken)
+
+
+@pytest.mark.slow
+def test_a_healthy_run_is_quiet_and_a_sick_one_is_not(tmp_path, capsys, monkeypatch):
+    quiet = fit(tmp_path / "quiet", "max_completion_length=96")
+    assert "ALARM" not in capsys.readouterr().err
+    assert json.loads((quiet / "result.json").read_text())["alarms"] == {}
+    give_no_rewards(monkeypatch)
     sick = fit(tmp_path / "sick", "max_completion_length=5")
     err = capsys.readouterr().err
     for name in ("truncated", "extraction_failed", "zero-variance groups"):
@@ -114,12 +119,7 @@ def test_alarms_survive_a_resume(tmp_path, capsys, monkeypatch, forgotten):
 
     Forgetting either is noticed.
     """
-    whole, resume = trainer.sample_batch, trainer.resume
-
-    def broken(*arguments):
-        batch = whole(*arguments)
-        batch.rewards_PGF[:] = 0
-        return batch
+    resume = trainer.resume
 
     def forgetful(run):
         progress = resume(run)
@@ -127,7 +127,7 @@ def test_alarms_survive_a_resume(tmp_path, capsys, monkeypatch, forgotten):
             setattr(progress, forgotten, {})
         return progress
 
-    monkeypatch.setattr(trainer, "sample_batch", broken)
+    give_no_rewards(monkeypatch)
     fit(tmp_path, "max_completion_length=5", "max_steps=2")
     assert capsys.readouterr().err.count("ALARM truncated") == 1
     monkeypatch.setattr(trainer, "resume", forgetful)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from forks import in_ranks
+from prompt_pools import whole_pool
 from reference import one_flat_score
 from resuming import rows, weights
 from simulated import on_ranks
@@ -19,7 +20,6 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.scaling import prompt_scaling
 from grpo_ustat.mse.closed_form import Request, closed_form
 from grpo_ustat.policy.scores.rollouts import score_rollouts
-from grpo_ustat.records import ScorePool
 from grpo_ustat.tasks.base import summed_rewards
 from grpo_ustat.train import gradient_monitor
 from grpo_ustat.train.gradient_monitor import gradient_mse
@@ -96,14 +96,8 @@ def test_it_is_what_a_study_says_of_the_same_pool(watched):
         score_rollouts(run.policy, batch.rollouts, p * size + np.arange(size), 1.0, gram=True)
         for p in range(len(batch.prompts))
     ]
-    pool = ScorePool(
-        rewards_PN=z,
-        gram_PNN=np.stack([found.gram_BB.cpu().numpy() for found in grams]),
-        lengths_PN=batch.lengths_PG,
-        features_PNR=scores,
-        reward_sums_PR=np.einsum("pn,pnd->pd", z, scores),
-        score_sums_PR=scores.sum(axis=1),
-    )
+    gram_PNN = np.stack([found.gram_BB.cpu().numpy() for found in grams])
+    pool = dataclasses.replace(whole_pool(scores, z, batch.lengths_PG), gram_PNN=gram_PNN)
     asked = Request([], {}, len(batch.prompts), sample=True, costs={})
     study = closed_form(pool, asked, "questions")
     for name in NAMES:

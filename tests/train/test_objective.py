@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from verl_run import CHANGES, LENGTHS, LOSSES, ORDER, REWARDS_PG, batch
 
+from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.objective import ObjectiveConfig
+from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.row_weights import token_weights
+from grpo_ustat.records import BaselineContext
 from grpo_ustat.train.objective import Part, diagnostics, factors, surrogate
 
+RECORD = json.loads((Path(__file__).parents[1] / "data/verl_gradients.json").read_text())
 VOCAB = 3
 SEQUENCES = list(itertools.product(range(VOCAB), repeat=2))
 
@@ -299,3 +306,27 @@ def test_a_hand_worked_clipped_update():
     assert value.item() == pytest.approx(1.25 * 2 + 0.5 * 2)
     value.backward()
     torch.testing.assert_close(logprob.grad, torch.tensor([[0.0, 1.0]]))
+
+
+@pytest.mark.parametrize("preset", LOSSES)
+def test_presets_are_the_recorded_losses_of_verl(preset):
+    """By verl 0.9.1's `compute_policy_loss_vanilla` and its aggregation: the first update of a
+    batch, whose ratios are 1, and one after the policy has moved, where some are clipped.
+    """
+    config = compose_config("train", [f"objective={preset}"])
+    kind, rule = config.objective, config.baseline
+    advantage_PG = advantages(rule.name, REWARDS_PG, BaselineContext(), rule.options)
+    _, mask = batch()
+    weight_N = token_weights(kind.loss_type, LENGTHS, 4)
+    recorded = np.split(np.array(RECORD["losses"][preset]), 2)
+    for change, theirs in zip((0 * CHANGES, CHANGES), recorded, strict=True):
+        part = Part(
+            advantage_B=torch.tensor(advantage_PG.ravel()[ORDER]), mask_BT=mask.double(),
+            old_BT=torch.zeros(9, 4), reference_BT=None, weight_B=torch.tensor(weight_N),
+            num_rollouts=9,
+        )  # fmt: skip
+        ours, _ = factors(kind, torch.tensor(change), part)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-8)
+    zero = [(np.array(theirs) == 0).sum() for theirs in recorded]
+    assert zero[0] < zero[1]  # of clipped tokens
+    assert RECORD["losses"].keys() == LOSSES.keys()

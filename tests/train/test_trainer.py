@@ -47,8 +47,7 @@ def step(run, batch, advantage_PG):
     "baseline",
     [
         "leave_one_out",
-        "oracle",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "group_mean")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("oracle", "none", "group_mean")),
     ],
 )
 @pytest.mark.parametrize(

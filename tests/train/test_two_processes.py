@@ -48,6 +48,9 @@ SLOW_CASES = {
     "reinforce_pp": ("objective=grpo_original", "objective.num_iterations=2",
                      "objective.minibatch_size=12", "baseline=reinforce_pp"),
     "gspo": ("objective=gspo", "objective.num_iterations=2", "objective.minibatch_size=12"),
+    "micro-batches": ("objective=trl_bnpo", "objective.micro_batch_size=6",
+                      "objective.minibatch_size=12", "max_completion_length=3",
+                      "objective.mask_truncated_completions=true"),
     "entropy": ("objective=grpo", "objective.num_minibatches=3", "objective.entropy_coef=0.01"),
     "penalty in the reward": ("objective=grpo", "objective.num_minibatches=3", "objective.beta=0.1",
                               "objective.kl_estimator=k1", "objective.kl_in=reward"),
@@ -264,6 +267,16 @@ def test_every_objective_and_memory_trains_as_one(tmp_path, alone, launch, case)
     but = counted if case == "penalty in the reward" else ()
     overrides = (*SLOW_CASES[case], "optimizer=sgd")
     assert_same_training(alone(*overrides), tmp_path, launch, overrides, but)
+
+
+@pytest.mark.slow
+def test_tokens_of_highest_entropy_are_those_of_all_ranks(tmp_path, alone):
+    """Shards have no whole policy to read entropies from, and refuse."""
+    some = ("objective=trl_dapo", "objective.minibatch_size=12", "optimizer=sgd",
+            "objective.top_entropy_quantile=0.3")  # fmt: skip
+    assert_same_training(alone(*some), tmp_path, "replicas", some)
+    refused = in_ranks(2, lambda _: str(fit(tmp_path / "shards", *SMALL, *some)), FSDP2)
+    assert all("top_entropy_quantile=0.3 under FSDP2" in text for text in refused)
 
 
 @pytest.mark.slow

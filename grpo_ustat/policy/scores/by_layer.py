@@ -68,7 +68,8 @@ class LayerByLayer:
 
     def __init__(self, model: PreTrainedModel):
         layers = [m for m in body(model).modules() if isinstance(m, GradientCheckpointingLayer)]
-        self.layers = [m for m in layers if not any(m in _inside(other) for other in layers)]
+        inside = {m for layer in layers for m in layer.modules() if m is not layer}
+        self.layers = [m for m in layers if m not in inside]
         self.computes = self.recomputes = False
         self._calls: list[_Call] = []
         self._anchor = torch.zeros((), requires_grad=True)  # below every graph
@@ -151,10 +152,6 @@ class LayerByLayer:
             return tree_unflatten(outputs, shape)
 
         return compute
-
-
-def _inside(module: nn.Module) -> set[nn.Module]:
-    return set(module.modules()) - {module}
 
 
 def _flows(value: Any) -> bool:
