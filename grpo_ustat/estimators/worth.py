@@ -38,6 +38,7 @@ from grpo_ustat.estimators.intervals import Interval, jackknife_interval, ratio_
 from grpo_ustat.records import Array
 
 # Axis D: a statistic of all prompts, then of all but each of them in turn, [1 + P].
+BLOCK = 256  # prompts whose products are taken at once
 UNKNOWN = Interval(math.nan, 0.0, math.inf)
 
 
@@ -118,10 +119,14 @@ def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array
     """
     own: list[Array] = []
     for metric in range(metrics):
-        left, right = left_PR[metric::metrics], right_PR[metric::metrics]
-        own.append(
-            ((right.sum(axis=0) - right) * left + (left.sum(axis=0) - left) * right).sum(axis=1) / 2
-        )
+        left_hR, right_hR = left_PR[metric::metrics], right_PR[metric::metrics]
+        left_R, right_R = left_hR.sum(axis=0), right_hR.sum(axis=0)
+        with_others: list[Array] = []
+        for first in range(0, len(left_hR), BLOCK):
+            left, right = left_hR[first : first + BLOCK], right_hR[first : first + BLOCK]
+            both = (right_R - right) * left + (left_R - left) * right
+            with_others.append(both.sum(axis=1) / 2)
+        own.append(np.concatenate(with_others))
     with_others_hK = np.stack(own, axis=1)
     count, sums_K = len(with_others_hK), with_others_hK.sum(axis=0)
     of_metric_K = sums_K / (count * (count - 1))

@@ -13,6 +13,7 @@ from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.worth import (
     LossError,
+    UpdateMoments,
     Worth,
     alike,
     loss_error,
@@ -87,17 +88,22 @@ def loss_worths(
     sizes = [size for size in group_sizes if refusal(pool, UNBIASED, size, rollouts) is None]
     weights_PN = pool_gradient_weights(pool.rewards_PN)
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
-    errors: dict[tuple[Loss, int], LossError] = {}
+    additive: dict[tuple[Loss, int], UpdateMoments] = {}
     sums: dict[tuple[str, int, bool], LevelSums] = {}
-    for size in sizes:
-        own = [UNBIASED, *(loss for loss in losses if refusals[loss, size] is None)]
-        moments = [
-            update_moments(
+    of_each = [
+        (loss, additive_part(loss), [x for x in sizes if refusals.get((loss, x)) is None])
+        for loss in dict.fromkeys([UNBIASED, *losses])
+    ]
+    for loss, part, own_sizes in sorted(of_each, key=lambda each: _length_kind(each[1])):
+        for size in own_sizes:
+            additive[loss, size] = update_moments(
                 _terms(pool, part, size, sums, seed), gradient_PR, rollouts / size,
                 None if loss.couples_prompts else loss.scale(size), pool.metrics,
-            )
-            for loss, part in zip(own, map(additive_part, own), strict=True)
-        ]  # fmt: skip
+            )  # fmt: skip
+    errors: dict[tuple[Loss, int], LossError] = {}
+    for size in sizes:
+        own = [UNBIASED, *(loss for loss in losses if refusals[loss, size] is None)]
+        moments = [additive[loss, size] for loss in own]
         coupled = [place for place, loss in enumerate(own) if loss.couples_prompts]
         if coupled:
             batches = drawn_batches(questions, completions, rollouts // size, size, draws, seed)
@@ -167,6 +173,11 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str 
     return None
 
 
+def _length_kind(loss: Loss) -> tuple[str, int, bool]:
+    """What the length factors of a loss depend on."""
+    return loss.loss_type, loss.max_completion_length, loss.mask_truncated_completions
+
+
 def _terms(
     pool: ScorePool,
     loss: Loss,
@@ -174,10 +185,11 @@ def _terms(
     sums: dict[tuple[str, int, bool], LevelSums],
     seed: int,
 ) -> GroupTerms:
-    """Terms of an additive loss; `sums` keeps those of each kind of length factor."""
+    """Terms of an additive loss; `sums` keeps those of the last kind of length factor."""
     if has_levels(pool, loss.rule, group_size):
-        key = loss.loss_type, loss.max_completion_length, loss.mask_truncated_completions
+        key = _length_kind(loss)
         if key not in sums:
+            sums.clear()  # of many questions each takes gigabytes
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
         return sums[key].terms(loss.rule, loss.options, group_size)
     questions, completions = pool.rewards_PN.shape

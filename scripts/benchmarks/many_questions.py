@@ -5,7 +5,7 @@
 
 The pools are written, not sampled: 8 completions of each question, 0/1 rewards and normal numbers
 in place of scores, with sketches of the default size. On such a pool the command `mse` samples and
-scores nothing; its seconds are those of reading, all statistics, files, figures and page. Each run
+scores nothing; its CPU seconds are those of reading, all statistics, files, figures and page. Each run
 is a process of its own on one thread; of its peak memory the part is counted that its imports do
 not take. Trees, versions of the package, take turns; of rounds the median is printed.
 """
@@ -17,7 +17,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import median
 
@@ -77,27 +76,26 @@ def write_pool(asked, questions):
 
 
 def run_study(words):
-    """One study in this process; prints bytes beyond the imports', and seconds."""
+    """One study in this process; prints bytes beyond the imports', and CPU seconds."""
     import matplotlib.pyplot  # noqa: F401
     import transformers  # noqa: F401
 
     from grpo_ustat.mse import study  # noqa: F401
     from grpo_ustat.mse.__main__ import main
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sys.argv[1:], start = words, time.perf_counter()
+    before, sys.argv[1:] = resource.getrusage(resource.RUSAGE_SELF), words
     try:
         main()
     except SystemExit as end:
         if end.code:
             raise
-    seconds = time.perf_counter() - start
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"measured {(after - before) * 1024} {seconds}")
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"measured {(after.ru_maxrss - before.ru_maxrss) * 1024} {seconds}")
 
 
 def measured(asked, tree, questions):
-    """(bytes, seconds) of a study in a process of its own, of the package in `tree`."""
+    """(bytes, CPU seconds) of a study in a process of its own, of the package in `tree`."""
     words = overrides(asked, questions, f"run_{questions}")
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--run", *words]
@@ -122,7 +120,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=1)
     asked = parser.parse_args()
     asked.folder = asked.folder.resolve()
-    print(f"{'tree':>20}{'questions':>10}{'losses':>8}{'GB':>8}{'MB each':>9}{'seconds':>9}")
+    print(f"{'tree':>20}{'questions':>10}{'losses':>8}{'GB':>8}{'MB each':>9}{'CPU s':>9}")
     for questions in asked.questions:
         write_pool(asked, questions)
         found = {tree: [] for tree in asked.trees}
