@@ -324,8 +324,8 @@ class PoolStore:
     def completions(
         self, prompts: Sequence[Prompt], size: float = math.inf
     ) -> Iterator[list[Completions]]:
-        """Of one question after the other its stored parts that begin below `size`, in order:
-        scored, or all unscored.
+        """Yield the stored parts of one question after the other, in order, those that begin below
+        `size`: scored, or all unscored.
 
         Raises:
             ConfigError: see `read`.

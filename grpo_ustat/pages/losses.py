@@ -113,7 +113,8 @@ def _sentence(names: str, rows: Sequence[dict[str, Any]]) -> str:
     sizes = [row["group_size"] for row in measured if row["alike"]]
     best = next(row["group_size"] for row in measured if row["best"])
     others = [str(size) for size in sizes if size != best]
-    best_size = f"its best G is {best}"
+    smaller = any(row["group_size"] < best for row in rows if "noise" not in row)
+    best_size = f"of the measured G {best} is its best" if smaller else f"its best G is {best}"
     if others:
         best_size += f" ({enumeration(others)} may be as good)"
     if len(measured) == 1:

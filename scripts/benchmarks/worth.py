@@ -110,7 +110,8 @@ def main() -> None:
                         if decided or "worth" not in field.name:
                             found = getattr(row.worth, field.name)
                             right = getattr(truth[key], field.name).estimate
-                            hits[key, field.name].append(covers(found, right))
+                            if math.isfinite(right):
+                                hits[key, field.name].append(covers(found, right))
             for key, right in truth.items():
                 if not hits[key, "decided"]:
                     continue
