@@ -324,7 +324,7 @@ class PoolStore:
     def completions(
         self, prompts: Sequence[Prompt], size: float = math.inf
     ) -> Iterator[list[Completions]]:
-        """Of one question after the other its stored parts that begin below `size`, in order:
+        """The stored parts of one question after the other that begin below `size`, in order:
         scored, or all unscored.
 
         Raises:

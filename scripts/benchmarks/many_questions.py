@@ -5,9 +5,9 @@
 
 The pools are written, not sampled: 8 completions of each question, 0/1 rewards and normal numbers
 in place of scores, with sketches of the default size. On such a pool the command `mse` samples and
-scores nothing; its CPU seconds are those of reading, all statistics, files, figures and page. Each run
-is a process of its own on one thread; of its peak memory the part is counted that its imports do
-not take. Trees, versions of the package, take turns; of rounds the median is printed.
+scores nothing; its CPU seconds are those of reading, all statistics, files, figures and page. Each
+run is a process of its own on one thread; of its peak memory the part is counted that its imports
+do not take. Trees, versions of the package, take turns; of rounds the median is printed.
 """
 
 from __future__ import annotations
