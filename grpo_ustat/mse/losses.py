@@ -140,7 +140,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str 
     questions, completions = pool.rewards_PN.shape
     rule, prompts = BASELINES[loss.rule], rollouts // group_size
     if questions < LEAST_QUESTIONS:
-        return f"{questions} questions have no interval: use {LEAST_QUESTIONS} or more"
+        return f"{questions} questions give no interval: use study.questions={LEAST_QUESTIONS}"
     if missing := sorted(rule.needs - FROM_A_POOL):
         return f"baseline {loss.rule} reads {', '.join(missing)}, which no pool of one policy has"
     if rule.only_trains:

@@ -101,11 +101,13 @@ def _sentence(names: str, rows: Sequence[dict[str, Any]]) -> str:
     where = f"At n = {row['rollouts']} and G = {row['group_size']}"
     worth, noise = row_interval(row, "worth"), row_interval(row, "noise")
     if not math.isfinite(worth.estimate):
+        share = ""
+        if math.isfinite(noise.estimate):
+            ends = f"[{100 * noise.low:.0f} %, {100 * noise.high:.0f} %]"
+            share = f"; an update is {100 * noise.estimate:.0f} % noise {ends}"
         return (
             f"{where} it is not decided what a rollout of {name} is worth: its direction is not "
-            "known from these questions; an update is "
-            f"{100 * noise.estimate:.0f} % noise [{100 * noise.low:.0f} %, "
-            f"{100 * noise.high:.0f} %]."
+            f"known from these questions{share}."
         )
     direction = "its direction is unbiased"
     if not row["unbiased_direction"]:

@@ -47,7 +47,7 @@ def rule_of(name):
 
 
 REFUSED = {
-    "few questions": (3, ADDITIVE, 2, 16, "3 questions have no interval: use 4 or more"),
+    "few questions": (3, ADDITIVE, 2, 16, "3 questions give no interval: use study.questions=4"),
     "no value": (30, rule_of("oracle"), 2, 16,
                  "baseline oracle reads value_P, which no pool of one policy has"),
     "several functions": (30, rule_of("gdpo"), 2, 16,

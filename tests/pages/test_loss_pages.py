@@ -43,6 +43,23 @@ ANSWERS = {
         "mean over the update's tokens) is worth: its direction is not known from these questions; "
         "an update is 80 % noise [70 %, 90 %].",
     ),
+    "nothing known": (
+        [loss_row("unknown", 8, **NOT_DECIDED, noise=None, noise_low=0.0, noise_high=None)],
+        "At n = 256 and G = 8 it is not decided what a rollout of unknown (std of the group, mean "
+        "over the update's tokens) is worth: its direction is not known from these questions.",
+    ),
+    "a smaller size is missing": (
+        [refused_loss("some", 4, "few"), loss_row("some", 8)],
+        "At n = 256 and G = 8 a rollout of some (std of the group, mean over the update's tokens) "
+        "is worth 0.90 [0.80, 1.00] of an unbiased one; its direction is right to cos 0.900 "
+        "[0.800, 0.950]; no other G was measured.",
+    ),
+    "the smallest is missing": (
+        [refused_loss("some", 4, "few"), loss_row("some", 8), loss_row("some", 16)],
+        "At n = 256 and G = 8 a rollout of some (std of the group, mean over the update's tokens) "
+        "is worth 0.90 [0.80, 1.00] of an unbiased one; its direction is right to cos 0.900 "
+        "[0.800, 0.950]; of the measured G 8 is its best.",
+    ),
     "unbiased": (
         [loss_row("sum", 4, unbiased_direction=True, best=True, loss_type="sum",
                   baseline="leave_one_out")],
