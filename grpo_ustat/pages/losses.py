@@ -49,7 +49,7 @@ WORTH_NOTE = (
 NOISE_NOTE = "The share of noise is that of an update's squared norm."
 BARS_NOTE = "Bars: 95 % intervals for new questions; losses stand side by side at each G."
 APART, ASIDE = 0.12, 0.6  # octaves of G: between losses at one G, and of all of them at most
-AT_BEST = "unbiased at its best G"
+AT_BEST = "unbiased ones at their best G"
 
 
 def loss_words(row: Mapping[str, Any]) -> str:
@@ -160,7 +160,7 @@ def _worth_table(losses: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
         if row["alike"]
     }
     return Table(
-        title=f"Worth of a rollout at n = {losses[0][0]['rollouts']}, of one {AT_BEST}",
+        title=f"Worth of a rollout at n = {losses[0][0]['rollouts']}, in {AT_BEST}",
         columns=["G", *(rows[0]["loss"] for rows in losses)],
         rows=cells,
         notes=[WORTH_NOTE, *not_measured(losses)],
@@ -196,7 +196,7 @@ def loss_details(result: Mapping[str, Any]) -> list[Table]:
     ]
     if not rows:
         return []
-    columns = ["loss", "advantage and tokens", "G", "worth at the same G", f"worth of {AT_BEST}",
+    columns = ["loss", "advantage and tokens", "G", "worth at the same G", f"worth in {AT_BEST}",
                "cos of its mean and the gradient", "share of noise"]  # fmt: skip
     return [Table("Losses at every G", columns, rows, [WORTH_NOTE, NOISE_NOTE])]
 
@@ -210,7 +210,7 @@ def losses_figure(folder: Path, result: Mapping[str, Any]) -> None:
         size = (6.4, 4.4 + 0.09 * len(losses))  # a legend of two columns
         figure, axes = plt.subplots(figsize=size, layout="constrained")
         absent = worth_panel(axes, losses, list(losses))
-        axes.set_ylabel(f"worth of a rollout,\nof one {AT_BEST}")
+        axes.set_ylabel(f"worth of a rollout,\nin {AT_BEST}")
         worth_legend(figure, 6.4)
         policy, first = result["policy"], next(iter(losses.values()))[0]
         axes.set_title(

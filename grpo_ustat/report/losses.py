@@ -147,7 +147,7 @@ def losses_table(panels: Sequence[LossPanel], study_keys: Sequence[str]) -> Tabl
     return Table(
         name="losses",
         title="Worth of a rollout of each loss",
-        columns=["policy", "loss", "G", "worth at the same G", f"of one {AT_BEST}",
+        columns=["policy", "loss", "G", "worth at the same G", f"in {AT_BEST}",
                  "cos with the gradient", "share of noise"],
         rows=rows,
         notes=[*notes, *[MARKS_NOTE.format("*:", "~:")] * bool(marks), *missing],
@@ -185,7 +185,7 @@ def joint_losses_figure(
                 one.set_title(f"{panel_title(run)}\nn = {rollouts}", fontsize=8, loc="left")
             for one in line[len(runs) :]:
                 one.set_visible(False)
-            line[0].set_ylabel(f"worth of a rollout,\nof one {AT_BEST}\n{runs[0].dataset}")
+            line[0].set_ylabel(f"worth of a rollout,\nin {AT_BEST}\n{runs[0].dataset}")
         worth_legend(figure, size[0])
         note(figure, notes, size[0])
         save(figure, folder, name)
