@@ -150,7 +150,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str 
     if group_size > completions:
         return (
             f"groups of {group_size} need as many completions of each question, the pool has "
-            f"{completions}: use budget.pool_completions={group_size}"
+            f"{completions}: use budget.pool_completions={group_size}, or log larger groups"
         )
     if rollouts % group_size:
         return f"study.rollouts={rollouts} is no multiple of {group_size}"

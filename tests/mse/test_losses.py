@@ -59,7 +59,7 @@ REFUSED = {
                       "baseline leave_one_out_std needs groups of 3 or more"),
     "a large group": (30, ADDITIVE, 16, 16,
                       "groups of 16 need as many completions of each question, the pool has 8: use "
-                      "budget.pool_completions=16"),
+                      "budget.pool_completions=16, or log larger groups"),
     "no multiple": (30, ADDITIVE, 8, 20, "study.rollouts=20 is no multiple of 8"),
     "a micro-batch": (30, MICRO, 2, 16, "micro-batches of 6 do not divide 16 rollouts"),
     "a large batch": (23, COUPLED, 2, 16,
