@@ -172,7 +172,7 @@ def objective_overrides(config: Mapping[str, Any]) -> list[str]:
         words.append(f"baseline={rule['name']}")
         file = CONF / "baseline" / f"{rule['name']}.yaml"
         options = yaml.safe_load(file.read_text()).get("options", {})
-    return [*words, *_changes(rule["options"], options, "baseline.options.")]
+    return [*words, *_changes(rule.get("options") or {}, options, "baseline.options.")]
 
 
 def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
