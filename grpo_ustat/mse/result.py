@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -296,8 +296,10 @@ def _losses(rows: list[LossRow], rollouts: int) -> list[parts.LossWorth]:
             loss=row.loss.name,
             baseline=row.loss.rule,
             loss_type=row.loss.loss_type,
+            **asdict(row.loss.rows),
             rollouts=rollouts,
             group_size=row.group_size,
+            kept=row.kept,
             unbiased_direction=row.loss.scale(row.group_size) is not None,
             best=row.best,
             alike=row.alike,

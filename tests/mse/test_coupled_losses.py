@@ -16,11 +16,12 @@ from grpo_ustat.mse.coupled_losses import (
     additive_part,
     coupled_moments,
     drawn_batches,
-    most_prompts,
+    prompts_needed,
 )
 from grpo_ustat.records import BaselineContext, ScorePool
 
 QUESTIONS, SIZE = 6, 2
+PLACES = np.tile(np.arange(SIZE), (2, 1))  # of the pools' only groups
 LOSSES = [
     Loss("own", "group_std", {"epsilon": 0.1}, "dapo", 9),
     Loss("own", "batch_std", {"epsilon": 0.1}, "grpo", 9),
@@ -48,7 +49,7 @@ def all_draws():
         if prompts[0] > prompts[1] or prompts[2] > prompts[3]:
             continue
         yield tuple(
-            Batch(np.array(prompts[half]), np.tile(np.arange(SIZE), (2, 1)), np.arange(4))
+            Batch(np.array(prompts[half]), PLACES, np.arange(4), np.array(prompts[half]))
             for half in (slice(2), slice(2, 4))
         )
 
@@ -124,4 +125,4 @@ def test_draws_are_a_function_of_their_seed_and_disjoint():
         assert not set(a.prompt_B) & set(b.prompt_B)
         assert all(len(set(row)) == 4 for row in a.place_BG)
     assert any((a[0].prompt_B != b[0].prompt_B).any() for a, b in zip(once, other, strict=True))
-    assert most_prompts(20) == 8
+    assert prompts_needed(8) == 20
