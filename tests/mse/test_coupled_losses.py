@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 
 from grpo_ustat.estimators.group_terms import LevelSums
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.row_weights import Loss, row_weights
+from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
 from grpo_ustat.estimators.worth import mean_over_prompts, update_moments
 from grpo_ustat.mse.coupled_losses import (
     Batch,
     additive_part,
     coupled_moments,
     drawn_batches,
+    drawn_mixed_batches,
     prompts_needed,
 )
 from grpo_ustat.records import BaselineContext, ScorePool
@@ -26,12 +28,17 @@ LOSSES = [
     Loss("own", "group_std", {"epsilon": 0.1}, "dapo", 9),
     Loss("own", "batch_std", {"epsilon": 0.1}, "grpo", 9),
     Loss("own", "leave_one_out", {}, "bnpo", 9, micro_batch_size=2),
+    Loss("drop", "group_std", {"epsilon": 0.1}, "dapo", 9, rows=RowFilter("drop")),
+    Loss("drop all", "none", {}, "sum", 9, rows=RowFilter("drop")),
+    Loss("share", "leave_one_out", {}, "grpo", 9, rows=RowFilter(reward_variance_share=0.6)),
+    Loss("threshold", "group_mean", {}, "dr_grpo", 9, rows=RowFilter(advantage_threshold=0.4)),
 ]
 
 
 def a_pool():
     rng = np.random.default_rng(5)
     rewards = rng.integers(0, 2, size=(QUESTIONS, SIZE)).astype(float)
+    rewards[:3] = [[1, 1], [0, 1], [0.5, 0]]
     scores = rng.normal(size=(QUESTIONS, SIZE, 4)).astype(np.float32).astype(float)
     return ScorePool(
         rewards_PN=rewards,
@@ -61,7 +68,9 @@ def update(pool, loss, batch):
     return np.einsum("bg,bgr->r", weights, pool.features_PNR[rows])
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.rule}-{loss.loss_type}")
+@pytest.mark.parametrize(
+    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.rule}-{loss.loss_type}"
+)
 def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
     """Whole and without each prompt, where nothing is taken off for drawing."""
     monkeypatch.setattr(
@@ -69,6 +78,7 @@ def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
         lambda _, whole, without_P, *__: np.concatenate([[whole], without_P]),
     )
     pool, draws = a_pool(), list(all_draws())
+    assert 1 < mixed_groups(pool.rewards_PN).sum() < QUESTIONS - 1
     weights = pool_gradient_weights(pool.rewards_PN)
     gradient = np.einsum("pn,pnr->pr", weights, pool.features_PNR)
     part = additive_part(loss)
@@ -114,6 +124,35 @@ def test_what_drawing_adds_to_the_jackknife_is_taken_off():
     exact = mean_over_prompts(worths)
     ratio = np.square(found[1:] - found[0]).sum() / np.square(exact[1:] - exact[0]).sum()
     assert ratio == pytest.approx(1, abs=0.15)
+
+
+def test_mixed_groups_are_drawn_as_if_others_were_drawn_anew():
+    """Their prompts and members have the law of groups given mixed rewards, both batches alike; the
+    prompts beside a draw have that of all, whatever was tried.
+    """
+    rewards = np.array([[1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1]] * 60).astype(float)
+    chance = {  # of each group of two, by prompt mod 3
+        1: {(0, 1): 1 / 2 * 1 / 2, (1, 0): 1 / 2 * 1 / 2},
+        2: {(0, 1): 2 / 3 * 1 / 2, (1, 0): 2 / 3 * 1 / 2},
+    }
+    kept = sum(p for groups in chance.values() for p in groups.values())
+    seen, beside, draws = [{}, {}], np.zeros(3), 2000
+    for batches in drawn_mixed_batches(rewards, 2, 2, draws, 0):
+        tried = np.concatenate([batch.tried for batch in batches])
+        assert len(set(tried)) == len(tried) <= 176
+        rest = np.setdiff1d(np.arange(180), tried)
+        beside += np.bincount(rest % 3, minlength=3) / len(rest)
+        for which, batch in enumerate(batches):
+            assert set(batch.prompt_B) <= set(batch.tried) and len(batch.prompt_B) == 2
+            for prompt, places in zip(batch.prompt_B, batch.place_BG, strict=True):
+                group = int(prompt) % 3, tuple(rewards[prompt, places])
+                seen[which][group] = seen[which].get(group, 0) + 1
+    for counts in seen:
+        assert counts.keys() == {(x, g) for x, groups in chance.items() for g in groups}
+        for (prompt, group), count in counts.items():
+            p = chance[prompt][group] / kept
+            assert abs(count / (2 * draws) - p) < 4 * math.sqrt(p * (1 - p) / (2 * draws))
+    np.testing.assert_allclose(beside / draws, 1 / 3, atol=0.003)
 
 
 def test_draws_are_a_function_of_their_seed_and_disjoint():
