@@ -20,6 +20,7 @@ from grpo_ustat.mse.coupled_losses import (
     drawn_mixed_batches,
     prompts_needed,
 )
+from grpo_ustat.mse.losses import loss_worths
 from grpo_ustat.records import BaselineContext, ScorePool
 
 QUESTIONS, SIZE = 6, 2
@@ -165,3 +166,33 @@ def test_draws_are_a_function_of_their_seed_and_disjoint():
         assert all(len(set(row)) == 4 for row in a.place_BG)
     assert any((a[0].prompt_B != b[0].prompt_B).any() for a, b in zip(once, other, strict=True))
     assert prompts_needed(8) == 20
+
+
+def test_replaced_groups_of_one_length_weigh_by_tokens_as_by_rows():
+    """Drawn mixed batches and all mixed groups say the same where tokens couple nothing."""
+    rng = np.random.default_rng(7)
+    scores = rng.normal(size=(80, 4, 3)) + np.array([0.5, 0, 0])
+    rewards = (rng.random((80, 4)) < 0.4).astype(float)
+    pool = ScorePool(
+        rewards_PN=rewards,
+        gram_PNN=scores @ scores.transpose(0, 2, 1),
+        lengths_PN=np.full((80, 4), 5),
+        features_PNR=scores,
+        reward_sums_PR=np.zeros((80, 3)),
+        score_sums_PR=np.zeros((80, 3)),
+    )
+    losses = [
+        Loss(kind, "none", {}, kind, 9, rows=RowFilter("replace")) for kind in ("sum", "dapo")
+    ]
+    by_rows, by_tokens = loss_worths(pool, losses, [2], 16, draws=50, seed=0)
+    for name in ("worth", "direction", "noise"):
+        numbers = getattr(by_tokens.worth, name), getattr(by_rows.worth, name)
+        np.testing.assert_allclose(*numbers, rtol=1e-5)  # float32 sketches
+    mixed = rewards.sum(axis=1) * (4 - rewards.sum(axis=1)) / 6
+    assert by_rows.kept.estimate == by_tokens.kept.estimate == pytest.approx(mixed.mean())
+    rewards[4:] = 1
+    reasons = [row.reason for row in loss_worths(pool, losses, [2], 16, draws=5, seed=0)]
+    assert "a study of" in reasons[1] and reasons[0] is None
+    rewards[1:] = 1
+    reasons = [row.reason for row in loss_worths(pool, losses, [2], 16, draws=5, seed=0)]
+    assert all("1 questions have groups of 2 whose rewards differ" in reason for reason in reasons)
