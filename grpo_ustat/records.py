@@ -169,7 +169,8 @@ class ScorePool:
         lengths_PN: completion lengths in tokens.
         features_PNR: sketches of the scores: inner products across prompts, unbiased; exact where
             the model has no more parameters than R.
-        reward_sums_PR, score_sums_PR: wider sketches of `sum_i z_i s_i` and `sum_i s_i`.
+        reward_sums_PR, score_sums_PR: wider sketches of `sum_i z_i s_i` and `sum_i s_i`, float32 as
+            they were stored or float64; the former may be None where `reward_sums_PFR` is there.
         greedy_P: reward of the greedy completion, None where no baseline asks for it.
         sampler_gap: mean absolute difference of the sampler's log-probabilities and the model's, in
             some of the completions, nats a token; None where the model itself sampled.
@@ -186,7 +187,7 @@ class ScorePool:
     gram_PNN: Array
     lengths_PN: Integers
     features_PNR: npt.NDArray[np.float32]
-    reward_sums_PR: Array
+    reward_sums_PR: Array | None
     score_sums_PR: Array
     greedy_P: Array | None = None
     sampler_gap: float | None = None
@@ -202,10 +203,19 @@ class ScorePool:
         """Squared score norms q."""
         return np.diagonal(self.gram_PNN, axis1=1, axis2=2)
 
-    @property
-    def gradients_PR(self) -> Array:
-        """Sketches of the pools' leave-one-out gradients ghat_N = (N a - Sz b) / (N (N-1))."""
+    def gradients_of(self, rows: slice) -> Array:
+        """Sketches of some pools' leave-one-out gradients `ghat_N = (N a - Sz b) / (N (N-1))`, in
+        float64.
+        """
         count = self.rewards_PN.shape[1]
-        total_P = self.rewards_PN.sum(axis=1)
-        difference = count * self.reward_sums_PR - total_P[:, None] * self.score_sums_PR
+        total_P = self.rewards_PN[rows].sum(axis=1)
+        if self.reward_sums_PR is not None:
+            sums_PR = self.reward_sums_PR[rows].astype(np.float64)
+        else:
+            assert self.reward_sums_PFR is not None and self.reward_weights_F is not None
+            sums_PR = np.zeros(())
+            for f, weight in enumerate(self.reward_weights_F):
+                sums_PR = sums_PR + weight * self.reward_sums_PFR[rows, f].astype(np.float64)
+        scores_PR = self.score_sums_PR[rows].astype(np.float64)
+        difference = count * sums_PR - total_P[:, None] * scores_PR
         return difference / (count * (count - 1))

@@ -20,6 +20,7 @@ OPTION_MEANINGS = {
     "num_generations=8": "the group size to judge; of a training run its own",
     "rollouts=256": "completions of a training step, prompts times num_generations",
     "reward=COLUMN": "which column of a log holds the rewards",
+    "objective=NAME": "the loss to judge, such as trl_dapo; of a training run its own",
     "model=CHECKPOINT": "the model that wrote a log's completions: scores them (mse pool=FILE)",
     "output_root=DIR": "where such a study is written; outputs",
 }

@@ -45,11 +45,13 @@ from grpo_ustat.pages.findings import (
     noise_sentence,
     training_noise_sentence,
 )
-from grpo_ustat.pages.next_step import next_step, policy_overrides
+from grpo_ustat.pages.losses import losses_sentences
+from grpo_ustat.pages.next_step import next_step, objective_overrides, policy_overrides
 from grpo_ustat.records import Array
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord
 
+OF_THE_UNBIASED = "This is of the unbiased leave-one-out gradient."
 LEAST_STEPS = 4  # with constants, of which a mean has an interval
 POOL = "pool.json"
 
@@ -64,6 +66,7 @@ class Request:
         rollouts: n of a step; None: that of the run, of the run that wrote the log, or about 256.
         reward: the column of rewards of a log.
         model: a checkpoint or a model's name, with which a log's rollouts are scored.
+        objective: overrides of the loss to judge: its preset, fields, baseline.
         overrides: further ones, for `mse`.
         output_root: the folder below which a study that is made now is written.
     """
@@ -73,6 +76,7 @@ class Request:
     rollouts: int | None = None
     reward: str | None = None
     model: str | None = None
+    objective: Sequence[str] = ()
     overrides: Sequence[str] = ()
     output_root: str = "outputs"
 
@@ -177,6 +181,10 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     if verdict != UNKNOWN:
         details.append(other_sizes(group_size_costs(result["scaling"], rollouts)))
     details += filter(None, [noise_sentence(result, rollouts, group_size)])
+    details += losses_sentences(result)
+    if request.objective and "losses" not in result:
+        again = [*policy_overrides(run.config), *request.objective, f"pool={run.folder / 'pool'}"]
+        details.append(f"{OF_THE_UNBIASED} Of your loss says it: {command_line('mse', *again)}")
     if request.rollouts is None and theirs is not None:
         details.append(f"n = {theirs} is a training step of those who wrote {pool}.")
     details.append(interval_note(result))
@@ -214,6 +222,9 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
         *filter(None, [training_noise_sentence(run.metrics, group_size, rollouts)]),
         "Intervals of 95 % over steps, of the policies of these steps together.",
     ]
+    loss = request.objective or objective_overrides(run.config)
+    if loss:
+        details.append(f"{OF_THE_UNBIASED} Of this loss says it: {_measure_checkpoint(run, loss)}")
     if verdict != UNKNOWN:
         details.insert(1, other_sizes(group_size_costs(scaling, rollouts)))
         used = numbers["best_num_generations"]
@@ -280,9 +291,11 @@ def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: 
     return Advice(UNKNOWN, sentence, details, _measure_checkpoint(run))
 
 
-def _measure_checkpoint(run: RunRecord) -> str:
-    """The command that studies the newest checkpoint of a run, or the model that it starts from."""
-    overrides = list(policy_overrides(run.config))
+def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
+    """The command that studies the newest checkpoint of a run, or the model that it starts from,
+    and its loss.
+    """
+    overrides = [*policy_overrides(run.config), *(loss or objective_overrides(run.config))]
     checkpoints = sorted(
         run.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2] or 0)
     )
@@ -326,7 +339,7 @@ def _from_pool(request: Request) -> Advice:
         f"budget.pool_completions={min(ends.values())}",
         *(f"budget.{key}={draws[key]}" for key in ("feature_sketch", "gradient_sketch")),
     ]  # fmt: skip
-    advice = _study_now([*overrides, *sizes], request)
+    advice = _study_now([*overrides, *request.objective, *sizes], request)
     if functions != [TASK]:
         advice.details.insert(
             0,
@@ -344,7 +357,8 @@ def _from_log(path: Path, request: Request) -> Advice:
                 f"{path}: only Parquet logs with prompt and completion can be scored by a model; "
                 "leave model= out for what rewards alone can tell"
             )
-        advice = _study_now([f"model={request.model}", f"pool={path}", *request.overrides], request)
+        words = [f"model={request.model}", f"pool={path}", *request.objective, *request.overrides]
+        advice = _study_now(words, request)
         if stale := _wrong_checkpoint(path, request.model):
             advice.details.insert(0, stale)
         return advice
@@ -356,7 +370,8 @@ def _from_log(path: Path, request: Request) -> Advice:
         details.append(f"A training step of those who wrote it has n = {theirs} rollouts.")
     details.append(
         "What rewards cannot tell: how far gradients of different prompts differ (C1) and how "
-        "noisy the gradient of one prompt is (C3); G* = 1 + sqrt(C3/C1)."
+        "noisy the gradient of one prompt is (C3); G* = 1 + sqrt(C3/C1)"
+        + ("; nor what a rollout of your loss is worth." if request.objective else ".")
     )
     if group_size is None:
         sentence = "Rewards alone cannot say which num_generations is best."
@@ -372,7 +387,7 @@ def _from_log(path: Path, request: Request) -> Advice:
     names = set(rewards.columns)
     cut = [] if "ended" in names or names >= set(TOKEN_COLUMNS) else ["study.cut_at=LENGTH"]
     following = (
-        command_line("advise", str(path), *size, "model=CHECKPOINT", *cut)
+        command_line("advise", str(path), *size, "model=CHECKPOINT", *request.objective, *cut)
         + "  # the model that wrote these completions"
         + (" of at most LENGTH tokens" if cut else "")
     )
@@ -423,18 +438,19 @@ def _check_sizes(group_size: int | None, rollouts: int) -> None:
         )
 
 
-OPTION_NAMES = ("num_generations", "rollouts", "reward", "model", "output_root")
+OPTION_NAMES = ("num_generations", "rollouts", "reward", "model", "objective", "output_root")
 
 
 def parse_request(words: Sequence[str]) -> Request:
     """The command line's words: a source, `num_generations=`, `rollouts=`, `reward=`, `model=`,
-    `output_root=`, and with a model overrides of `mse`.
+    `objective=` and `baseline=` with their fields, `output_root=`, and with a model overrides of
+    `mse`.
 
     Raises:
         ConfigError: a word that means nothing, a number that is none, no source or several.
     """
     values: dict[str, Any] = {}
-    sources, overrides = [], []
+    sources, overrides, objective = [], [], []
     for word in words:
         key, equals, value = word.partition("=")
         if Path(word).exists() or not equals:
@@ -446,6 +462,8 @@ def parse_request(words: Sequence[str]) -> Request:
                     f"{word}: a whole number of at least 2 is needed, such as {key}=8"
                 )
             values[name] = int(value)
+        elif key in ("objective", "baseline") or key.startswith(("objective.", "baseline.")):
+            objective.append(word)
         elif key in OPTION_NAMES:
             values[key] = value
         elif key.startswith(("model.", "study.", "prompt", "budget.", "launch.")):
@@ -462,4 +480,4 @@ def parse_request(words: Sequence[str]) -> Request:
         )
     if overrides and "model" not in values:
         raise ConfigError(f"{overrides[0]} is for scoring a log: add model=CHECKPOINT")
-    return Request(Path(sources[0]), **values, overrides=overrides)
+    return Request(Path(sources[0]), **values, objective=objective, overrides=overrides)

@@ -94,10 +94,15 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
         raise ValueError(
             f"{total} completions for {count} prompts: {LEAST_GROUP_SIZE * count} are needed"
         )
+    sizes_P, more = np.full(count, float(LEAST_GROUP_SIZE)), total - LEAST_GROUP_SIZE * count
+    if not more:
+        return sizes_P
     most = MOST_TIMES_MEAN * (total // count)
     saved_PK = savings(np.arange(LEAST_GROUP_SIZE, most, dtype=float)[None])
-    order = np.argsort(-saved_PK.T.ravel(), kind="stable")[: total - LEAST_GROUP_SIZE * count]
-    return LEAST_GROUP_SIZE + np.bincount(order % count, minlength=count).astype(np.float64)
+    least = np.partition(saved_PK, saved_PK.size - more, axis=None)[saved_PK.size - more]
+    sizes_P += (saved_PK > least).sum(axis=1)
+    equal = np.flatnonzero(least == saved_PK.T)[: total - int(sizes_P.sum())]
+    return sizes_P + np.bincount(equal % count, minlength=count)
 
 
 def allocation_savings(

@@ -39,6 +39,7 @@ BY_LEVELS = (  # rules that give equal rewards of a group equal advantages, what
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
     "leave_one_out_std",
 )  # fmt: skip
+BLOCK = 64  # prompts whose sketches are taken to float64 at once
 MOST_COMPOSITIONS = 5000  # of a group's levels; more are not listed, groups are drawn
 
 
@@ -82,7 +83,12 @@ class LevelSums:
         self.pairs_PLL = weighted_PNL.transpose(0, 2, 1) @ (pool.gram_PNN @ weighted_PNL)
         diagonal = np.arange(len(self.level_L))
         self.pairs_PLL[:, diagonal, diagonal] -= self.norms_PL
-        self.features_PLR = weighted_PNL.transpose(0, 2, 1) @ pool.features_PNR
+        prompts, _, levels = weighted_PNL.shape
+        self.features_PLR = np.empty((prompts, levels, pool.features_PNR.shape[2]))
+        for first in range(0, prompts, BLOCK):
+            part = slice(first, first + BLOCK)
+            weights_BLN = weighted_PNL[part].transpose(0, 2, 1)
+            self.features_PLR[part] = weights_BLN @ pool.features_PNR[part]
 
     def terms(
         self, rule: str, options: Mapping[str, float], group_size: int, replaced: bool = False
@@ -153,7 +159,7 @@ def hypergeometric(counts_UL: Array, composition_CL: Integers) -> Array:
     return np.where(possible_UC, chance_UC, 0.0)
 
 
-def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = 64) -> GroupTerms:
+def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BLOCK) -> GroupTerms:
     """Terms of any rule that treats prompts apart, over groups that are drawn.
 
     Args:

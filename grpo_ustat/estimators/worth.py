@@ -38,6 +38,7 @@ from grpo_ustat.estimators.intervals import Interval, jackknife_interval, ratio_
 from grpo_ustat.records import Array
 
 # Axis D: a statistic of all prompts, then of all but each of them in turn, [1 + P].
+BLOCK = 256  # prompts whose products are taken at once
 UNKNOWN = Interval(math.nan, 0.0, math.inf)
 
 
@@ -119,10 +120,14 @@ def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array
     """
     own: list[Array] = []
     for metric in range(metrics):
-        left, right = left_PR[metric::metrics], right_PR[metric::metrics]
-        own.append(
-            ((right.sum(axis=0) - right) * left + (left.sum(axis=0) - left) * right).sum(axis=1) / 2
-        )
+        left_hR, right_hR = left_PR[metric::metrics], right_PR[metric::metrics]
+        left_R, right_R = left_hR.sum(axis=0), right_hR.sum(axis=0)
+        with_others: list[Array] = []
+        for first in range(0, len(left_hR), BLOCK):
+            left, right = left_hR[first : first + BLOCK], right_hR[first : first + BLOCK]
+            both = (right_R - right) * left + (left_R - left) * right
+            with_others.append(both.sum(axis=1) / 2)
+        own.append(np.concatenate(with_others))
     with_others_hK = np.stack(own, axis=1)
     count, sums_K = len(with_others_hK), with_others_hK.sum(axis=0)
     of_metric_K = sums_K / (count * (count - 1))
@@ -189,27 +194,34 @@ def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> Los
 
 
 def worth(
-    loss: LossError, unbiased_D: Array, least_D: Array, rollouts: int, metrics: int = 1
+    loss: LossError, group_size: int, unbiased: Mapping[int, Array], metrics: int = 1
 ) -> Worth:
     """What a rollout of a loss is worth.
 
+    The best G of the unbiased estimate is chosen by the data that judge it, so what is worth little
+    against it looks better. The interval against its best G therefore reaches down to the lowest of
+    the intervals against any G that may be its best.
+
     Args:
         loss: its error at n rollouts in groups of G.
-        unbiased_D: n times the error of the unbiased estimate at that G.
-        least_D: n times its error at its best G.
-        rollouts: n.
+        group_size: that G.
+        unbiased: errors of the unbiased estimate at n rollouts by G, this one among them.
         metrics: K, see `ScorePool.metrics`.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        same_D, best_D = (x / (rollouts * loss.error_D) for x in (unbiased_D, least_D))
+        against = {
+            size: positive(error_D / loss.error_D, metrics) for size, error_D in unbiased.items()
+        }
+    best, others = alike(unbiased, metrics)
+    at_best = against[best]._replace(low=min(against[size].low for size in others))
     apart = ratio(loss.apart_D, loss.mean_sq_D, metrics)
     direction = Interval(*(1 - min(x, 1.0) for x in (apart.estimate, apart.high, apart.low)))
     if not loss.apart_D.any():
         direction = Interval(1.0, 1.0, 1.0)
     noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics)
     return Worth(
-        worth=positive(same_D, metrics) if loss.known else UNKNOWN,
-        worth_best=positive(best_D, metrics) if loss.known else UNKNOWN,
+        worth=against[group_size] if loss.known else UNKNOWN,
+        worth_best=at_best if loss.known else UNKNOWN,
         direction=direction,
         noise=Interval(*(min(x, 1.0) for x in noise)),
     )

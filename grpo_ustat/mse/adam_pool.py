@@ -25,7 +25,7 @@ from grpo_ustat.config.study import StudyBudget
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.mse.pool import read_pool
-from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.pool_store import Completions, PoolStore, draws_of
 from grpo_ustat.mse.scoring import score_part, score_sketches
 from grpo_ustat.mse.second_moments import GroupGradients, shift
 from grpo_ustat.policy.loading import Policy, configured_policy
@@ -79,8 +79,8 @@ def adam_pool(
         lambda: [
             (half, p)
             for half in range(2)
-            for p in prompts[half::2]
-            if store.parts(p) != [(0, size)]
+            for p, spans in zip(prompts[half::2], store.parts(prompts[half::2]), strict=True)
+            if spans != [(0, size)]
         ]
     )
     _, cost = share(
@@ -132,8 +132,9 @@ def _keep_gradients(
         return
     policy, size = configured_policy(options), rewards_PN.shape[1]
     sums = GroupGradients(size // group_size)
-    for prompt, rewards_N in zip(prompts[half::2], rewards_PN[half::2], strict=True):
-        rollouts, _ = _stored_rollouts(policy, prompt, source, size)
+    stored = source.completions(prompts[half::2], size)
+    for prompt, rewards_N, parts in zip(prompts[half::2], rewards_PN[half::2], stored, strict=True):
+        rollouts, _ = _stored_rollouts(policy, prompt, parts)
         sums.add(group_gradients(policy, rollouts, rewards_N, group_size, temperature))
     if not sums.squares:
         raise ConfigError(
@@ -186,11 +187,12 @@ def _score(
     policy, sampler = configured_policy(sampling.policy), sampling.sampler
     sketches = score_sketches(budget, policy)
     metric, metric_of = None, -1
-    for half, prompt in items:
+    stored = source.completions([prompt for _, prompt in items], size)
+    for (half, prompt), parts in zip(items, stored, strict=True):
         if metric_of != half:
             metric_of = half
             metric = _metric(policy, _read_half(store, 1 - half, groups, count), step_prompts)
-        rollouts, rewards_NF = _stored_rollouts(policy, prompt, source, size)
+        rollouts, rewards_NF = _stored_rollouts(policy, prompt, parts)
         part = score_part(policy, rollouts, 0, rewards_NF, sampler, sketches, WorkCost(), metric)
         store.write(prompt, 0, part)
         yield WorkCost(rollouts=size)
@@ -207,10 +209,9 @@ def _metric(policy: Policy, gradients: GroupGradients, step_prompts: int) -> Met
 
 
 def _stored_rollouts(
-    policy: Policy, prompt: Prompt, source: PoolStore, size: int
+    policy: Policy, prompt: Prompt, parts: list[Completions]
 ) -> tuple[Rollouts, np.ndarray]:
     """The completions of one prompt as a pool keeps them, and their rewards, [N, F]."""
-    parts = [source.read(prompt, first, n) for first, n in source.parts(prompt) if first < size]
     length = max(part.tokens_NT.shape[1] for part in parts)
     tokens_NT = np.concatenate(
         [np.pad(part.tokens_NT, ((0, 0), (0, length - part.tokens_NT.shape[1]))) for part in parts]
@@ -222,6 +223,6 @@ def _stored_rollouts(
         tokens_PGT=tokens_NT[None],
         mask_PGT=(np.arange(length) < lengths_N[:, None])[None],
         ended_PG=np.concatenate([part.ended_N for part in parts])[None],
-        texts_PG=[[""] * size],
+        texts_PG=[[""] * len(lengths_N)],
     )
     return rollouts, np.concatenate([part.rewards_NF for part in parts])

@@ -47,6 +47,7 @@ from grpo_ustat.estimators.scaling import (
 from grpo_ustat.records import Array, ScorePool
 
 Arrays = dict[str, Array]
+BLOCK = 64  # questions whose sketches are taken to float64 at once: 30 MB of the default budget
 LEAST_QUESTIONS = 4  # of which a jackknife leaves one out
 CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # values of G
 
@@ -143,9 +144,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     per_question["excess"] = covariance_excess(pool.sq_norm_PN, pool.rewards_PN)
     per_question |= _fixed_baselines(pool, request, moments)
     means = {name: values.mean() for name, values in per_question.items()}
-    gradients_KhR = _by_metric(pool.gradients_PR, pool.metrics)
-    totals_K1R = gradients_KhR.sum(axis=1, keepdims=True)
-    with_others_Kh = (gradients_KhR * (totals_K1R - gradients_KhR)).sum(axis=2)
+    with_others_Kh = np.stack([_with_others(pool, k) for k in range(pool.metrics)])
     count = request.questions
     pairs = (count - 1) / (with_others_Kh.shape[1] - 1) if pool.metrics > 1 else 1
     estimates = _statistics(means, pairs * with_others_Kh.sum() / count**2, count, request)
@@ -334,17 +333,40 @@ def _delete_one_completion(
 
 def _change_between(pool: ScorePool) -> Array:
     """<ghat_x without i - ghat_x, sum_{y != x} ghat_y>, [m, N], from the completions' sketches."""
-    z, features = pool.rewards_PN, pool.features_PNR.astype(np.float64)
-    n = z.shape[1]
+    z, n = pool.rewards_PN, pool.rewards_PN.shape[1]
     sz = z.sum(axis=1, keepdims=True)
     weights = (n * z - sz) / (n * (n - 1))
-    own_PR = np.einsum("pn,pnr->pr", weights, features)
-    products = np.einsum("pnr,pr->pn", features, own_PR.sum(axis=0) - own_PR)
+    blocks = [slice(x, x + BLOCK) for x in range(0, len(z), BLOCK)]
+    own_PR = np.concatenate(
+        [np.einsum("pn,pnr->pr", weights[rows], _features(pool, rows)) for rows in blocks]
+    )
+    others_PR = own_PR.sum(axis=0) - own_PR
+    products = np.concatenate(
+        [np.einsum("pnr,pr->pn", _features(pool, rows), others_PR[rows]) for rows in blocks]
+    )
     a, b = (z * products).sum(axis=1, keepdims=True), products.sum(axis=1, keepdims=True)
     delete_one_product = (n - 1) * (a - z * products) - (sz - z) * (b - products)
     return delete_one_product / ((n - 1) * (n - 2)) - (weights * products).sum(
         axis=1, keepdims=True
     )
+
+
+def _with_others(pool: ScorePool, metric: int) -> Array:
+    """<ghat_x, sum_{y != x} ghat_y> among the questions of a metric, [m/K]."""
+    count, step = len(pool.rewards_PN), BLOCK * pool.metrics
+    blocks = [slice(x, x + step, pool.metrics) for x in range(metric, count, step)]
+    total_R = np.zeros(pool.score_sums_PR.shape[1])
+    for rows in blocks:
+        total_R = np.concatenate([total_R[None], pool.gradients_of(rows)]).sum(axis=0)
+    products: list[Array] = []
+    for rows in blocks:
+        gradients_PR = pool.gradients_of(rows)
+        products.append((gradients_PR * (total_R - gradients_PR)).sum(axis=1))
+    return np.concatenate(products)
+
+
+def _features(pool: ScorePool, rows: slice) -> Array:
+    return pool.features_PNR[rows].astype(np.float64)
 
 
 def _by_metric(values_P: Array, metrics: int) -> Array:

@@ -31,7 +31,7 @@ from grpo_ustat.estimators.worth import UpdateMoments
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 from grpo_ustat.rollout.draws import generator
 
-PROMPTS_BESIDE = 4  # that no batch of a draw has, so that one more may be left out
+QUESTIONS_A_PROMPT = 3  # of a batch: two batches of a draw, and as many questions left out
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,16 @@ def additive_part(loss: Loss) -> Loss:
 
 
 def prompts_needed(prompts: int, kept: float = 1.0) -> int:
-    """Questions from which two batches can be drawn, and some more be left.
+    """Questions from which two batches of B prompts can be drawn.
 
     Args:
         prompts: B.
-        kept: K, the share of groups that are not replaced; two batches take 2B/K prompts on
-            average, three standard deviations more in nearly all draws.
+        kept: K, the share of groups that are not replaced: a prompt of a batch takes 1/K of them.
 
     >>> prompts_needed(16), prompts_needed(16, 0.5)
-    (36, 92)
+    (48, 96)
     """
-    most = (2 * prompts + 3 * math.sqrt(2 * prompts * (1 - kept))) / kept
-    return math.ceil(most) + PROMPTS_BESIDE
+    return math.ceil(QUESTIONS_A_PROMPT * prompts / kept)
 
 
 def drawn_batches(
@@ -113,8 +111,8 @@ def drawn_mixed_batches(
             place_PN = rng.permuted(np.tile(np.arange(completions), (questions, 1)), axis=1)
             place_PG = place_PN[:, :group_size]
             found = np.flatnonzero(mixed_groups(rewards_PN[order_P[:, None], place_PG]))
-            most = questions - PROMPTS_BESIDE
-            if len(found) >= 2 * prompts and found[2 * prompts - 1] < most:
+            # of the prompts that were not tried one may be left out still
+            if len(found) >= 2 * prompts and found[2 * prompts - 1] < questions - 2:
                 break
         ends = 0, found[prompts - 1] + 1, found[2 * prompts - 1] + 1
         first, second = (
@@ -208,9 +206,7 @@ def _update(pool: ScorePool, batch: Batch, weights: Array) -> tuple[Array, Array
 
 def _mean_and_without(values_D: Array, lacks_DP: Mask) -> Array:
     """The mean over the draws, then for each prompt that over the draws that lack it, [1 + P]."""
-    return _without_drawing_noise(
-        values_D, values_D.mean(), values_D @ lacks_DP / lacks_DP.sum(axis=0), lacks_DP
-    )
+    return _without_drawing_noise(values_D, values_D @ lacks_DP, lacks_DP)
 
 
 def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
@@ -218,23 +214,27 @@ def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
     outside = along_DP * outside_DP
     total_D, count_D = outside.sum(axis=1), outside_DP.sum(axis=1)
     without_DP = (total_D[:, None] - outside) / (count_D[:, None] - 1)
-    without_P = (without_DP * outside_DP).sum(axis=0) / outside_DP.sum(axis=0)
-    values_D = total_D / count_D
-    return _without_drawing_noise(values_D, values_D.mean(), without_P, outside_DP)
+    return _without_drawing_noise(
+        total_D / count_D, (without_DP * outside_DP).sum(axis=0), outside_DP
+    )
 
 
-def _without_drawing_noise(
-    values_D: Array, whole: float, without_P: Array, lacks_DP: Mask
-) -> Array:
+def _without_drawing_noise(values_D: Array, sums_P: Array, lacks_DP: Mask) -> Array:
     """A mean over draws and those without each prompt, [1 + P].
 
     Leaving a prompt out changes which draws count, and that alone moves the mean: with v the
     variance of a draw, by v (1/D_x - 1/D) in the square. The changes are shrunk so that the sum of
     their squares, the jackknife's variance, is that of the prompts plus v/D, that of the drawing.
+
+    Args:
+        values_D: of every draw.
+        sums_P: of the values without the prompt, over the draws that lack it.
+        lacks_DP: which do; a prompt that is in every draw changes nothing.
     """
-    change_P = without_P - whole
-    variance, count = values_D.var(ddof=1), len(values_D)
-    noise = variance * (1 / lacks_DP.sum(axis=0) - 1 / count).sum()
+    whole, variance, count = values_D.mean(), values_D.var(ddof=1), len(values_D)
+    lacks_P = lacks_DP.sum(axis=0)
+    change_P = np.where(lacks_P > 0, sums_P / np.maximum(lacks_P, 1) - whole, 0.0)
+    noise = variance * (1 / np.maximum(lacks_P, 1) - 1 / count).sum()
     total = np.square(change_P).sum()
     share = (max(0.0, total - noise) + variance / count) / total if total > 0 else 1.0
     return np.concatenate([[whole], whole + np.sqrt(min(1.0, share)) * change_P])

@@ -41,7 +41,7 @@ def equal_rewards_result(
         packages[part.packages or scored_with()] += len(part.rewards_N)
     counts = completion_counts(config, equal)
     cut_at = None if config.imports_pool else config.max_completion_length
-    gap = mean_sampler_gap(parts)
+    gap = mean_sampler_gap([part.sampler_gap for part in parts])
     return EqualRewardsResult(
         curves=[],
         equal_rewards=counts,

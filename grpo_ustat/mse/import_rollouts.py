@@ -88,10 +88,10 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
             cost = question_cost(rollouts, row)
             rewards_N1 = rewards_PN[row, :, None]
             store.write(prompt, 0, completions_of(policy, rollouts, row, rewards_N1, sampler, cost))
-        raise EqualRewards(prompts, [list(store.completions(prompt)) for prompt in prompts])
+        raise EqualRewards(prompts, list(store.completions(prompts)))
     check_batch(policy, rollouts, rewards_PN.shape[1])
-    for row, prompt in enumerate(prompts):
-        if not store.parts(prompt):
+    for row, (prompt, spans) in enumerate(zip(prompts, store.parts(prompts), strict=True)):
+        if not spans:
             cost = question_cost(rollouts, row)
             part = score_part(
                 policy, rollouts, row, rewards_PN[row, :, None], sampler, sketches, cost

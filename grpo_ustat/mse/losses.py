@@ -15,6 +15,7 @@ from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.estimators.worth import (
     LossError,
+    UpdateMoments,
     Worth,
     alike,
     loss_error,
@@ -91,17 +92,22 @@ def loss_worths(
     sizes = [size for size in group_sizes if refusal(pool, UNBIASED, size, rollouts) is None]
     weights_PN = pool_gradient_weights(pool.rewards_PN)
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
-    errors: dict[tuple[Loss, int], LossError] = {}
+    additive: dict[tuple[Loss, int], UpdateMoments] = {}
     sums: dict[tuple[str, int, bool], LevelSums] = {}
-    for size in sizes:
-        own = [UNBIASED, *(loss for loss in losses if refusals[loss, size] is None)]
-        moments = [
-            update_moments(
+    of_each = [
+        (loss, additive_part(loss), [x for x in sizes if refusals.get((loss, x)) is None])
+        for loss in dict.fromkeys([UNBIASED, *losses])
+    ]
+    for loss, part, own_sizes in sorted(of_each, key=lambda each: _length_kind(each[1])):
+        for size in own_sizes:
+            additive[loss, size] = update_moments(
                 _terms(pool, part, size, sums, seed), gradient_PR, rollouts / size,
                 None if loss.couples_prompts else loss.scale(size), pool.metrics,
-            )
-            for loss, part in zip(own, map(additive_part, own), strict=True)
-        ]  # fmt: skip
+            )  # fmt: skip
+    errors: dict[tuple[Loss, int], LossError] = {}
+    for size in sizes:
+        own = [UNBIASED, *(loss for loss in losses if refusals[loss, size] is None)]
+        moments = [additive[loss, size] for loss in own]
         for replaces in (False, True):
             coupled = [
                 place
@@ -123,18 +129,17 @@ def loss_worths(
         signal_D = product_of_means(gradient_PR, gradient_PR, pool.metrics)
         for loss, own_moments in zip(own, moments, strict=True):
             errors[loss, size] = loss_error(own_moments, signal_D, pool.metrics)
-    unbiased = {size: rollouts * errors[UNBIASED, size].error_D for size in sizes}
+    unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
     for loss in losses:
         own = {size: errors[loss, size] for size in sizes if (loss, size) in errors}
         if not own:
             continue
-        least_D = min(unbiased.values(), key=lambda values_D: values_D[0])
         best, others = alike({size: x.error_D for size, x in own.items()}, pool.metrics)
         rows += [
             LossRow(
                 loss,
                 size,
-                worth(error, unbiased[size], least_D, rollouts, pool.metrics),
+                worth(error, size, unbiased, pool.metrics),
                 best=size == best,
                 alike=size in others,
                 kept=kept_share(pool, size) if loss.rows.replaces else None,
@@ -149,7 +154,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str 
     questions, completions = pool.rewards_PN.shape
     rule, prompts = BASELINES[loss.rule], rollouts // group_size
     if questions < LEAST_QUESTIONS:
-        return f"{questions} questions have no interval: use {LEAST_QUESTIONS} or more"
+        return f"{questions} questions give no interval: use study.questions={LEAST_QUESTIONS}"
     if missing := sorted(rule.needs - FROM_A_POOL):
         return f"baseline {loss.rule} reads {', '.join(missing)}, which no pool of one policy has"
     if rule.only_trains:
@@ -159,7 +164,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str 
     if group_size > completions:
         return (
             f"groups of {group_size} need as many completions of each question, the pool has "
-            f"{completions}: use budget.pool_completions={group_size}"
+            f"{completions}: use budget.pool_completions={group_size}, or log larger groups"
         )
     if rollouts % group_size:
         return f"study.rollouts={rollouts} is no multiple of {group_size}"
@@ -178,7 +183,12 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str 
         return "rows of several questions are weighed together, and each half has its own metric"
     if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
         return f"micro-batches of {loss.micro_batch_size} do not divide {rollouts} rollouts"
-    if prompts < max(rule.min_prompts, 1) or prompts_needed(prompts, kept) > questions:
+    if prompts < rule.min_prompts:
+        return (
+            f"baseline {loss.rule} needs {rule.min_prompts} prompts in an update, and "
+            f"study.rollouts={rollouts} in groups of {group_size} has {prompts}"
+        )
+    if prompts_needed(prompts, kept) > questions:
         return (
             f"an update has {prompts} questions whose rows are weighed together: batches of so "
             f"many need a study of {prompts_needed(prompts, kept)}, got {questions}"
@@ -192,6 +202,11 @@ def kept_share(pool: ScorePool, group_size: int) -> Interval:
     return clustered_wilson(1 - silent_share(pool.rewards_PN, group_size), most)
 
 
+def _length_kind(loss: Loss) -> tuple[str, int, bool]:
+    """What the length factors of a loss depend on."""
+    return loss.loss_type, loss.max_completion_length, loss.mask_truncated_completions
+
+
 def _terms(
     pool: ScorePool,
     loss: Loss,
@@ -199,10 +214,11 @@ def _terms(
     sums: dict[tuple[str, int, bool], LevelSums],
     seed: int,
 ) -> GroupTerms:
-    """Terms of an additive loss; `sums` keeps those of each kind of length factor."""
+    """Terms of an additive loss; `sums` keeps those of the last kind of length factor."""
     if has_levels(pool, loss.rule, group_size):
-        key = loss.loss_type, loss.max_completion_length, loss.mask_truncated_completions
+        key = _length_kind(loss)
         if key not in sums:
+            sums.clear()  # of many questions each takes gigabytes
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
         return sums[key].terms(loss.rule, loss.options, group_size, loss.rows.replaces)
     questions, completions = pool.rewards_PN.shape

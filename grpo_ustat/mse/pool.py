@@ -150,7 +150,7 @@ def _rewards_so_far(store: PoolStore) -> set[tuple[float, ...]] | None:
 def _complete_questions(store: PoolStore, prompts: list[Prompt], size: int) -> int:
     """How many of the prompts have `size` completions in the pool."""
     kind = store.kind
-    return sum(_stored_completions(store, prompt, size, kind) == size for prompt in prompts)
+    return store.stored_completions(prompts, size, kind).count(size)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _chunks_to_sample(
     most = math.ceil(len(prompts) / (LEAST_CHUNKS * parts))
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p].text), p))
     missing: list[tuple[int, list[int]]] = []
-    firsts = [_stored_completions(store, prompt, size, kind) for prompt in prompts]
+    firsts = store.stored_completions(prompts, size, kind)
     for first in sorted(set(firsts) - {size}):
         per_chunk = max(1, sampling.sampler.rows // (size - first))
         if sampling.policy.device != "cpu":
@@ -263,25 +263,6 @@ def _chunks_to_sample(
         own_chunks = chunks[part - 1 :: parts]
         missing += [(first, c) for c in own_chunks if any(firsts[p] == first for p in c)]
     return missing
-
-
-def _stored_completions(store: PoolStore, prompt: Prompt, size: int, kind: str = SCORED) -> int:
-    """How many of a question's first `size` completions are in the pool.
-
-    Raises:
-        ConfigError: a part ends beyond them.
-    """
-    stored = 0
-    for first, count in store.parts(prompt, kind):
-        if first >= size:
-            break
-        stored = first + count
-    if stored > size:
-        raise ConfigError(
-            f"{store.folder} holds {stored} completions a question in parts that cannot be split, "
-            f"asked is budget.pool_completions={size}: use {stored} or another pool=DIR"
-        )
-    return stored
 
 
 def _score_chunks(
@@ -341,8 +322,9 @@ def _score_chunks(
             if not checked:
                 check_batch(policy, rollouts, size - first)
                 checked = True
-            for row, prompt in enumerate(rollouts.prompts):
-                if _stored_completions(store, prompt, size) == first:
+            stored_P = store.stored_completions(rollouts.prompts, size)
+            for row, (prompt, stored) in enumerate(zip(rollouts.prompts, stored_P, strict=True)):
+                if stored == first and not store.has_part(prompt, first, size - first):
                     part = score_part(
                         policy, rollouts, row, rewards_PNF[row], sampler, sketches, costs_P[row]
                     )
@@ -356,7 +338,8 @@ def read_pool(
 ) -> tuple[ScorePool, WorkCost]:
     """The pool of all prompts, each with `size` completions, and its cost.
 
-    Inner products between parts, which were scored apart, come from the sketches.
+    Inner products between parts, which were scored apart, come from the sketches. Files are read
+    one question after the other into the pool's own arrays, and nothing else of them is kept.
 
     Args:
         store: its files.
@@ -368,57 +351,72 @@ def read_pool(
         ConfigError: parts are missing or damaged.
         EqualRewards: all rewards are one and the same, by every reward function.
     """
-    every = [list(store.completions(prompt, size)) for prompt in prompts]
-    seen = set().union(*(distinct_rewards(x.rewards_NF) for parts in every for x in parts))
-    if all(every) and len(seen) == 1:
-        raise EqualRewards(prompts, every)
-    stored = [[part for part in parts if isinstance(part, Part)] for parts in every]
-    if not all(stored):
+    count, cost, gaps = len(prompts), WorkCost(), list[np.ndarray | None]()
+    seen: set[tuple[float, ...]] = set()
+    packages: Counter[str] = Counter()
+    # one part's sums are float32 as they are, several parts' are added in float64
+    wide = np.float64 if any(len(spans) > 1 for spans in store.parts(prompts)) else np.float32
+    arrays: dict[str, np.ndarray] = {}
+    complete = 0  # questions
+    for row, parts in enumerate(store.completions(prompts, size)):
+        complete += sum(len(part.rewards_N) for part in parts) == size
+        for part in parts:
+            seen |= distinct_rewards(part.rewards_NF)
+            cost += part.work_cost
+            gaps.append(part.sampler_gap)
+            if part.packages is not None:
+                packages[part.packages] += len(part.rewards_N)
+        scored = [part for part in parts if isinstance(part, Part)]
+        if not scored or complete <= row:
+            continue
+        if not arrays:
+            functions, features = scored[0].rewards_NF.shape[1], scored[0].features_NR.shape[1]
+            shape, sums = (count, size), scored[0].reward_sums_FR.shape
+            arrays = {
+                "rewards_NF": np.empty((*shape, functions)),
+                "gram_NN": np.empty((*shape, size)),
+                "lengths_N": np.empty(shape, np.int64),
+                "ended_N": np.empty(shape, bool),
+                "features_NR": np.empty((*shape, features), np.float32),
+                "reward_sums_FR": np.zeros((count, *sums), wide),
+                "score_sum_R": np.zeros((count, sums[1]), wide),
+            }
+        gram_NN, features_NR = arrays["gram_NN"][row], arrays["features_NR"][row]
+        for name in ("rewards_NF", "lengths_N", "ended_N", "features_NR"):
+            np.concatenate([getattr(part, name) for part in scored], out=arrays[name][row])
+        if len(scored) > 1:
+            np.matmul(features_NR.astype(float), features_NR.T.astype(float), out=gram_NN)
+        start = 0
+        for part in scored:
+            inside = slice(start, start + len(part.rewards_N))
+            gram_NN[inside, inside] = part.gram_NN
+            arrays["reward_sums_FR"][row] += part.reward_sums_FR
+            arrays["score_sum_R"][row] += part.score_sum_R
+            start = inside.stop
+    if complete == count and len(seen) == 1:
+        stored = store.completions(prompts, size)
+        raise EqualRewards(prompts, [[part.completions for part in parts] for parts in stored])
+    if complete < count or not arrays:
         raise ConfigError(
             f"{store.folder} or parts of it were moved or removed while this study worked there: "
             "with them back in their place, or without, the same command goes on"
         )
-
-    def concatenate(name: str, dtype: type = np.float64) -> np.ndarray:
-        return np.array(
-            [np.concatenate([getattr(x, name) for x in parts]) for parts in stored], dtype
-        )
-
-    def total(name: str) -> Array:
-        return np.array(
-            [sum(getattr(x, name).astype(np.float64) for x in parts) for parts in stored]
-        )
-
-    grams: list[Array] = []
-    for parts in stored:
-        features_NR = np.concatenate([part.features_NR for part in parts]).astype(np.float64)
-        gram_NN, start = features_NR @ features_NR.T, 0
-        for part in parts:
-            inside = slice(start, start + len(part.rewards_N))
-            gram_NN[inside, inside] = part.gram_NN
-            start = inside.stop
-        grams.append(gram_NN)
-    packages: Counter[str] = Counter()
-    for part in (part for parts in stored for part in parts):
-        if part.packages is not None:
-            packages[part.packages] += len(part.rewards_N)
-    rewards_PNF, sums_PFR = concatenate("rewards_NF"), total("reward_sums_FR")
     weights_F, several = np.array(weights), list(weights) != [1.0]
     pool = ScorePool(
-        rewards_PN=weighted_sum(rewards_PNF, weights_F),
-        gram_PNN=np.array(grams),
-        lengths_PN=concatenate("lengths_N", np.int64),
-        ended_PN=concatenate("ended_N", bool),
-        features_PNR=concatenate("features_NR", np.float32),
-        reward_sums_PR=weighted_sum(np.moveaxis(sums_PFR, 1, -1), weights_F),
-        score_sums_PR=total("score_sum_R"),
-        sampler_gap=mean_sampler_gap([part for parts in every for part in parts]),
+        rewards_PN=weighted_sum(arrays["rewards_NF"], weights_F),
+        gram_PNN=arrays["gram_NN"],
+        lengths_PN=arrays["lengths_N"],
+        ended_PN=arrays["ended_N"],
+        features_PNR=arrays["features_NR"],
+        reward_sums_PR=None if several else arrays["reward_sums_FR"][:, 0],
+        score_sums_PR=arrays["score_sum_R"],
+        sampler_gap=mean_sampler_gap(gaps),
         packages=dict(packages),
-        rewards_PNF=rewards_PNF if several else None,
-        reward_sums_PFR=sums_PFR if several else None,
+        rewards_PNF=arrays["rewards_NF"] if several else None,
+        reward_sums_PFR=arrays["reward_sums_FR"] if several else None,
         reward_weights_F=weights_F if several else None,
     )
-    return pool, sum((part.work_cost for parts in stored for part in parts), WorkCost())
+    return pool, cost
 
 
 def sample_with_cost(

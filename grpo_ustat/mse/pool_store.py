@@ -15,11 +15,13 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict, dataclass, fields
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -51,6 +53,7 @@ from grpo_ustat.runs.log import attempt, write_rows
 
 MOST_SAMPLED_COMPLETIONS = 2000  # completions of a study's completions.parquet
 SCORED, UNSCORED = ".safetensors", ".unscored"  # kinds of parts, by the ends of their names
+PART = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)")  # question, first and number of its completions
 SCORING_PACKAGES = ("torch", "transformers")  # packages that a completion and its score depend on
 
 
@@ -85,6 +88,11 @@ class Completions:
         own_N1 = self.rewards_N[:, None]
         further_NF = self.further_rewards_NF
         return own_N1 if further_NF is None else np.concatenate([own_N1, further_NF], axis=1)
+
+    @property
+    def completions(self) -> Completions:
+        """The completions without scores."""
+        return Completions(**{x.name: getattr(self, x.name) for x in fields(Completions)})
 
     @property
     def work_cost(self) -> WorkCost:
@@ -154,6 +162,11 @@ class PoolStore:
     def __init__(self, folder: Path, draws: dict[str, Any]):
         self.folder, self.draws = folder, draws
 
+    @cached_property
+    def _mark(self) -> str:
+        """What parts say of these settings."""
+        return fingerprint(self.draws)
+
     def open(self) -> None:
         """Create the folder, or check that it holds draws of the same policy and settings.
 
@@ -176,7 +189,7 @@ class PoolStore:
             raise ConfigError(f"{note} is damaged: delete it, it will be made again")
         for key in dict.fromkeys([*stored, *self.draws]):
             there, own = stored.get(key), self.draws.get(key)
-            if there != own and self._marks() == {fingerprint(self.draws)}:
+            if there != own and self._marks() == {self._mark}:
                 raise ConfigError(
                     f"{note} is damaged: delete it, it will be made again; it says {key}={there}, "
                     f"and all completions here are of {key}={own}"
@@ -218,7 +231,10 @@ class PoolStore:
         return marks
 
     def _files(self, kind: str) -> Iterator[Path]:
-        return self.folder.glob(f"*-*-*{kind}")
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if PART.fullmatch(entry.name.removesuffix(kind)):
+                    yield self.folder / entry.name
 
     @property
     def kind(self) -> str:
@@ -240,27 +256,47 @@ class PoolStore:
         for path in self._files(UNSCORED):
             path.unlink(missing_ok=True)
 
-    def parts(self, prompt: Prompt, kind: str = SCORED) -> list[tuple[int, int]]:
-        """(first, count) of each stored part of the question, in order; they have no gaps, from 0
-        on.
+    def parts(self, prompts: Sequence[Prompt], kind: str = SCORED) -> list[list[tuple[int, int]]]:
+        """(first, count) of each stored part of every question, in order; they have no gaps, from 0
+        on. All are from one look at the folder, which may hold tens of thousands of files.
         """
-        stem = _stem(prompt)
-        names = [path.stem.split("-")[1:] for path in self.folder.glob(f"{stem}-*{kind}")]
-        spans = sorted((int(first), int(count)) for first, count in names)
-        gapless, end = [], 0
-        for first, count in spans:
-            if first == end:
-                gapless.append((first, count))
-                end += count
-        return gapless
+        spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for path in self._files(kind):
+            stem, first, count = path.stem.split("-")
+            spans[stem].append((int(first), int(count)))
+        return [_gapless(sorted(spans[_stem(prompt)])) for prompt in prompts]
+
+    def stored_completions(
+        self, prompts: Sequence[Prompt], size: int, kind: str = SCORED
+    ) -> list[int]:
+        """How many of each question's first `size` completions are stored.
+
+        Raises:
+            ConfigError: a part ends beyond them.
+        """
+        stored_P: list[int] = []
+        for spans in self.parts(prompts, kind):
+            stored = max((first + count for first, count in spans if first < size), default=0)
+            if stored > size:
+                raise ConfigError(
+                    f"{self.folder} holds {stored} completions a question in parts that cannot be "
+                    f"split, asked is budget.pool_completions={size}: use {stored} or another "
+                    "pool=DIR"
+                )
+            stored_P.append(stored)
+        return stored_P
+
+    def has_part(self, prompt: Prompt, first: int, count: int) -> bool:
+        """Whether this very part is stored, scored."""
+        return self._path(prompt, first, count).exists()
 
     def usable_parts(self, prompts: list[Prompt], size: int) -> list[tuple[Path, int]]:
         """Files, and completions in each, of the questions' first `size` completions."""
         kind = self.kind
         return [
             (self._path(prompt, first, count, kind), count)
-            for prompt in prompts
-            for first, count in self.parts(prompt, kind)
+            for prompt, spans in zip(prompts, self.parts(prompts, kind), strict=True)
+            for first, count in spans
             if first + count <= size
         ]
 
@@ -272,7 +308,7 @@ class PoolStore:
         packages = known.pop("packages", None) or scored_with()
         arrays = {key: np.ascontiguousarray(value) for key, value in known.items()}
         facts = {"prompt": prompt.id, "digest": _digest(arrays), "packages": packages}
-        facts["draws"] = fingerprint(self.draws)
+        facts["draws"] = self._mark
         with atomic_write(path, shared=True) as staged:
             save_file(arrays, staged, facts)
 
@@ -285,18 +321,23 @@ class PoolStore:
         """
         return self._read(self._path(prompt, first, count), count, Part)
 
-    def completions(self, prompt: Prompt, size: float = math.inf) -> Iterator[Completions]:
-        """The stored parts of the question that begin below `size`, in order: scored, or all
-        unscored.
+    def completions(
+        self, prompts: Sequence[Prompt], size: float = math.inf
+    ) -> Iterator[list[Completions]]:
+        """Yield the stored parts of one question after the other, in order, those that begin below
+        `size`: scored, or all unscored.
 
         Raises:
             ConfigError: see `read`.
         """
         kind = self.kind
-        for first, count in self.parts(prompt, kind):
-            if first < size:
-                path = self._path(prompt, first, count, kind)
-                yield self._read(path, count, Part if kind == SCORED else Completions)
+        record = Part if kind == SCORED else Completions
+        for prompt, spans in zip(prompts, self.parts(prompts, kind), strict=True):
+            yield [
+                self._read(self._path(prompt, first, count, kind), count, record)
+                for first, count in spans
+                if first < size
+            ]
 
     def _read(self, path: Path, count: int, record: type[Stored]) -> Stored:
         try:
@@ -305,10 +346,10 @@ class PoolStore:
             raise ConfigError(f"{path} is damaged: delete it, it will be made again") from error
         if facts.get("digest") != digest or len(part.rewards_N) != count:
             raise ConfigError(f"{path} is damaged: delete it, it will be made again")
-        own, there = fingerprint(self.draws), facts.get("draws")
-        if self.draws and there != own:
+        there = facts.get("draws")
+        if self.draws and there != self._mark:
             raise ConfigError(
-                f"{path} holds completions of settings {there}, asked are {own}: use "
+                f"{path} holds completions of settings {there}, asked are {self._mark}: use "
                 "another pool=DIR"
             )
         return part
@@ -317,11 +358,11 @@ class PoolStore:
         return self.folder / f"{_stem(prompt)}-{first}-{count}{kind}"
 
 
-def mean_sampler_gap(parts: list[Completions]) -> float | None:
+def mean_sampler_gap(gaps: Sequence[np.ndarray | None]) -> float | None:
     """The gap of all parts, by their tokens; None where the model itself sampled."""
-    if parts[0].sampler_gap is None:
+    if gaps[0] is None:
         return None
-    gap_K, tokens_K = np.array([part.sampler_gap for part in parts]).T
+    gap_K, tokens_K = np.array(gaps).T
     return float(np.average(gap_K, weights=tokens_K))
 
 
@@ -403,6 +444,20 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
     return total.hexdigest()
 
 
+def _gapless(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those of the sorted (first, count) that follow each other from 0 on.
+
+    >>> _gapless([(0, 4), (0, 8), (4, 2), (8, 8)])
+    [(0, 4), (4, 2)]
+    """
+    kept, end = [], 0
+    for first, count in spans:
+        if first == end:
+            kept.append((first, count))
+            end += count
+    return kept
+
+
 def _stem(prompt: Prompt) -> str:
     text = f"{prompt.id}\x1f{prompt.text}\x1f{prompt.answer}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -440,8 +495,7 @@ def leave_sample(
     if not is_imported:
         extract = configured_task(sampling.task, model, tokenizer).extract
     rows: list[dict[str, Any]] = []
-    for prompt in prompts:
-        part = next(store.completions(prompt))
+    for prompt, (part, *_) in zip(prompts, store.completions(prompts), strict=True):
         rewards_N = weighted_sum(part.rewards_NF, np.array(sampling.task.reward_weights))
         pairs = zip(part.tokens_NT[:count], part.lengths_N, strict=False)
         texts = tokenizer.batch_decode([row[:n] for row, n in pairs], skip_special_tokens=True)

@@ -63,6 +63,7 @@ from grpo_ustat.tasks.base import tell_dropped
 from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting
 
+MOST_LOSS_SENTENCES = 3  # on a terminal; tables and page have all losses
 ANY_SETTING = "any setting"  # in which a row that is not measured would be
 
 
@@ -88,7 +89,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
             f"{folder.path} is complete; on_existing=overwrite runs it again.", soft_wrap=True
         )
     console.print(f"{wrapped(study_answer(result))}\n", soft_wrap=True)
-    for sentence in losses_sentences(result):
+    for sentence in losses_sentences(result)[:MOST_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
     for table in (*losses_tables(result), *study_tables(result), *reward_tables(result)):
         console.print(table.terminal())

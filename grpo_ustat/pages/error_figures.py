@@ -109,7 +109,7 @@ def joint_mse_figure(
         studies: finished ones.
         notes: lines under the figure.
     """
-    grid = _panel_grid(studies)
+    grid = panel_grid(studies)
     wide = max(map(len, grid))
     ratios = {}
     for run in studies:
@@ -133,7 +133,7 @@ def joint_mse_figure(
                     [row for row in rows if (row["setting"], row["num_prompts"]) == first],
                 )
                 line[0, column].set_title(
-                    f"{_panel_title(run)}\nbatch: {batch_text(*first)}", fontsize=8, loc="left"
+                    f"{panel_title(run)}\nbatch: {batch_text(*first)}", fontsize=8, loc="left"
                 )
                 handles, own = line[0, column].get_legend_handles_labels()
                 labels |= dict(zip(own, handles, strict=True))
@@ -165,7 +165,7 @@ def joint_fixed_n_figure(
         studies: finished ones.
         notes: lines under the figure.
     """
-    grid = _panel_grid(studies)
+    grid = panel_grid(studies)
     wide, high = max(map(len, grid)), len(grid)
     with plt.rc_context(FONTS):
         size = (0.6 + 3.6 * wide, 0.8 + 3.6 * high)
@@ -173,7 +173,7 @@ def joint_fixed_n_figure(
         for line, runs in zip(panels, grid, strict=True):
             for axes, run in zip(line, runs, strict=False):
                 scaling_panel(axes, run.final_result["scaling"])
-                axes.set_title(_panel_title(run), fontsize=8, loc="left")
+                axes.set_title(panel_title(run), fontsize=8, loc="left")
             for axes in line[len(runs) :]:
                 axes.set_visible(False)
             line[0].set_ylabel(f"{EXTRA_ERROR}\n{runs[0].dataset}")
@@ -183,7 +183,7 @@ def joint_fixed_n_figure(
         save(figure, folder, name)
 
 
-def _panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
+def panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Studies in lines of panels, each line of one data set, all in the order that they have."""
     by_dataset: dict[str | None, list[RunRecord]] = {}
     for run in studies:
@@ -195,7 +195,7 @@ def _panel_grid(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
     ]
 
 
-def _panel_title(run: RunRecord) -> str:
+def panel_title(run: RunRecord) -> str:
     """Policy, accuracy or mean reward, and pool of a study."""
     result = run.final_result
     policy = result["policy"]

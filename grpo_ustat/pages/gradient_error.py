@@ -107,7 +107,7 @@ def mse_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
     data = []
     for run in studies:
         result = run.final_result
-        study = _study_columns(run, study_keys) | {"seed": run.config["seed"]}
+        study = study_columns(run, study_keys) | {"seed": run.config["seed"]}
         study |= {key: result[key] for key in ("questions", "pool_completions")}
         names = ("quantity", *(f"mean_reward{end}" for end in ENDS))
         study |= {name: result["policy"][name] for name in names}
@@ -198,7 +198,7 @@ def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Ta
             _estimate_text(scaling, "gstar", 1),
         ])  # fmt: skip
         names = [f"{name}{end}" for name in ("c1", "c2", "c3", "gstar") for end in ENDS]
-        study = _study_columns(run, study_keys) | {name: scaling[name] for name in names}
+        study = study_columns(run, study_keys) | {name: scaling[name] for name in names}
         data += [study | point for point in scaling["curve"]]
     interval_note = f"95 % intervals {INTERVAL_WORDS['questions']}, of one seed."
     law = "G* = 1 + sqrt(C3/C1), for every n; leave_one_out, questions drawn independently."
@@ -224,7 +224,7 @@ def scaling_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Ta
     )
 
 
-def _study_columns(run: RunRecord, study_keys: Sequence[str]) -> dict[str, Any]:
+def study_columns(run: RunRecord, study_keys: Sequence[str]) -> dict[str, Any]:
     """Columns of the CSV files that say which study a row is of."""
     return {
         "run": run.label,

@@ -7,8 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.pages.figures import FONTS, line_style, log_sizes, note, plt, save
+from grpo_ustat.pages.figures import (
+    FONTS,
+    legend_label,
+    line_style,
+    log_sizes,
+    note,
+    plt,
+    save,
+)
 from grpo_ustat.pages.findings import USUAL_SIZE
 from grpo_ustat.pages.gradient_error import MOST_BASELINES
 from grpo_ustat.pages.tables import Table, enumeration, row_interval
@@ -41,23 +52,26 @@ WORTH_NOTE = (
     "Worth: rollouts of the unbiased leave-one-out gradient that do as much as one of the loss, at "
     "a batch's first update; 95 % intervals for new questions, paired among losses and G."
 )
-AT_BEST = "unbiased at its best G"
+NOISE_NOTE = "The share of noise is that of an update's squared norm."
+BARS_NOTE = "Bars: 95 % intervals for new questions; losses stand side by side at each G."
+APART, ASIDE = 0.12, 0.6  # octaves of G: between losses at one G, and of all of them at most
+AT_BEST = "unbiased ones at their best G"
 
 
 def loss_words(row: Mapping[str, Any]) -> str:
     """A loss's advantage, what divides its tokens, and which rows count.
 
     >>> row = {"baseline": "group_std", "loss_type": "dapo", "zero_variance_groups": "drop"}
-    >>> loss_words(row | {"reward_variance_share": 1, "advantage_threshold": 0})
+    >>> loss_words(row)
     "std of the group, mean over the update's tokens, zero-variance groups dropped"
     """
     rule: str = row["baseline"]
     words = [ADVANTAGE_WORDS.get(rule, rule), LOSS_TYPE_WORDS[row["loss_type"]]]
-    if row["zero_variance_groups"] in FILTER_WORDS:
-        words += [FILTER_WORDS[row["zero_variance_groups"]]]
-    for name, neutral in (("reward_variance_share", 1), ("advantage_threshold", 0)):
-        if row[name] != neutral:
-            words += [FILTER_WORDS[name].format(row[name])]
+    if "zero_variance_groups" in row:
+        words.append(FILTER_WORDS[row["zero_variance_groups"]])
+    for name in ("reward_variance_share", "advantage_threshold"):
+        if name in row:
+            words.append(FILTER_WORDS[name].format(row[name]))
     return ", ".join(words)
 
 
@@ -71,37 +85,51 @@ def by_loss(result: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
 
 def losses_sentences(result: Mapping[str, Any]) -> list[str]:
     """What a rollout of each loss is worth at G = 8 or the nearest, in which direction it points,
-    and its best G.
+    and its best G; one sentence for losses of which the same is to be said.
 
     Args:
         result: content of the study's `result.json`.
     """
-    return [_sentence(rows) for rows in by_loss(result)]
+    same: dict[str, list[list[dict[str, Any]]]] = {}
+    for rows in by_loss(result):
+        same.setdefault(_sentence("", rows), []).append(rows)
+    return [
+        _sentence(enumeration([rows[0]["loss"] for rows in losses], "or"), losses[0])
+        for losses in same.values()
+    ]
 
 
-def _sentence(rows: Sequence[Mapping[str, Any]]) -> str:
+def nearest_usual(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row of G = 8, or of the nearest."""
+    return min(rows, key=lambda row: abs(math.log(row["group_size"] / USUAL_SIZE)))
+
+
+def _sentence(names: str, rows: Sequence[dict[str, Any]]) -> str:
     first = rows[0]
-    name = f"{first['loss']} ({loss_words(first)})"
+    name = f"{names} ({loss_words(first)})"
     measured = [row for row in rows if "noise" in row]
     if not measured:
         return f"What a rollout of {name} is worth is not measured: {first['reason']}."
-    row = min(measured, key=lambda row: abs(math.log(row["group_size"] / USUAL_SIZE)))
+    row = nearest_usual(measured)
     where = f"At n = {row['rollouts']} and G = {row['group_size']}"
     worth, noise = row_interval(row, "worth"), row_interval(row, "noise")
     if not math.isfinite(worth.estimate):
+        share = ""
+        if math.isfinite(noise.estimate):
+            ends = f"[{100 * noise.low:.0f} %, {100 * noise.high:.0f} %]"
+            share = f"; an update is {100 * noise.estimate:.0f} % noise {ends}"
         return (
             f"{where} it is not decided what a rollout of {name} is worth: its direction is not "
-            "known from these questions; an update is "
-            f"{100 * noise.estimate:.0f} % noise [{100 * noise.low:.0f} %, "
-            f"{100 * noise.high:.0f} %]."
+            f"known from these questions{share}."
         )
     direction = "its direction is unbiased"
     if not row["unbiased_direction"]:
-        direction = f"its direction is right to cos {_cosine(row)}"
+        direction = f"its direction is right to cos {cosine_text(row)}"
     sizes = [row["group_size"] for row in measured if row["alike"]]
     best = next(row["group_size"] for row in measured if row["best"])
     others = [str(size) for size in sizes if size != best]
-    best_size = f"its best G is {best}"
+    smaller = any(row["group_size"] < best for row in rows if "noise" not in row)
+    best_size = f"of the measured G {best} is its best" if smaller else f"its best G is {best}"
     if others:
         best_size += f" ({enumeration(others)} may be as good)"
     if len(measured) == 1:
@@ -110,12 +138,12 @@ def _sentence(rows: Sequence[Mapping[str, Any]]) -> str:
     if "kept" in row:
         kept = row_interval(row, "kept")
         drawn = (
-            f"; {_number(kept)} of the groups that are drawn are in an update, and what the others "
-            "cost is not in its worth"
+            f"; {worth_text(kept)} of the groups that are drawn are in an update, and what the "
+            "others cost is not in its worth"
         )
     return (
-        f"{where} a rollout of {name} is worth {_number(worth)} of an unbiased one; {direction}; "
-        f"{best_size}{drawn}."
+        f"{where} a rollout of {name} is worth {worth_text(worth)} of an unbiased one; "
+        f"{direction}; {best_size}{drawn}."
     )
 
 
@@ -141,7 +169,7 @@ def _worth_table(losses: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
     cells = [
         [
             str(size),
-            *(_number(row_interval(known[size, i], "worth_best"), "\n") if (size, i) in known
+            *(worth_text(row_interval(known[size, i], "worth_best"), "\n") if (size, i) in known
               else "-" for i in range(len(losses))),
         ]
         for size in sizes
@@ -151,17 +179,23 @@ def _worth_table(losses: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
         for (size, column), row in known.items()
         if row["alike"]
     }
+    return Table(
+        title=f"Worth of a rollout at n = {losses[0][0]['rollouts']}, in {AT_BEST}",
+        columns=["G", *(rows[0]["loss"] for rows in losses)],
+        rows=cells,
+        notes=[WORTH_NOTE, *not_measured(losses)],
+        marks=marks,
+    )  # fmt: skip
+
+
+def not_measured(losses: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """A line for every reason why losses are not measured at some G."""
     missing: dict[str, dict[int, None]] = {}
     for row in (row for rows in losses for row in rows if "reason" in row):
         missing.setdefault(row["reason"], {})[row["group_size"]] = None
-    return Table(
-        title=f"Worth of a rollout at n = {losses[0][0]['rollouts']}, of one {AT_BEST}",
-        columns=["G", *(rows[0]["loss"] for rows in losses)],
-        rows=cells,
-        notes=[WORTH_NOTE, *(f"Not at G = {', '.join(map(str, sizes))}: {reason}."
-                             for reason, sizes in missing.items())],
-        marks=marks,
-    )  # fmt: skip
+    return [
+        f"Not at G = {', '.join(map(str, sizes))}: {reason}." for reason, sizes in missing.items()
+    ]
 
 
 def loss_details(result: Mapping[str, Any]) -> list[Table]:
@@ -171,10 +205,10 @@ def loss_details(result: Mapping[str, Any]) -> list[Table]:
             row["loss"],
             loss_words(row),
             str(row["group_size"]),
-            _number(row_interval(row, "worth")),
-            _number(row_interval(row, "worth_best")),
-            "unbiased" if row["unbiased_direction"] else _cosine(row),
-            _number(row_interval(row, "noise")),
+            worth_text(row_interval(row, "worth")),
+            worth_text(row_interval(row, "worth_best")),
+            cosine_text(row),
+            worth_text(row_interval(row, "noise")),
         ]
         for rows in by_loss(result)
         for row in rows
@@ -182,60 +216,98 @@ def loss_details(result: Mapping[str, Any]) -> list[Table]:
     ]
     if not rows:
         return []
-    columns = ["loss", "advantage and tokens", "G", "worth at the same G", f"worth of {AT_BEST}",
+    columns = ["loss", "advantage and tokens", "G", "worth at the same G", f"worth in {AT_BEST}",
                "cos of its mean and the gradient", "share of noise"]  # fmt: skip
-    notes = [WORTH_NOTE, "The share of noise is that of an update's squared norm."]
-    return [Table("Losses at every G", columns, rows, notes)]
+    return [Table("Losses at every G", columns, rows, [WORTH_NOTE, NOISE_NOTE])]
 
 
 def losses_figure(folder: Path, result: Mapping[str, Any]) -> None:
     """The worth of each loss's rollout against G, with its interval; `losses.{pdf,svg,png}`."""
-    losses = by_loss(result)
-    if not any("noise" in row for rows in losses for row in rows):
+    losses = {rows[0]["loss"]: rows for rows in by_loss(result)}
+    if not any("noise" in row for rows in losses.values() for row in rows):
         return
     with plt.rc_context(FONTS):
-        figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
-        worth_panel(axes, losses)
-        axes.set_ylabel(f"worth of a rollout, of one {AT_BEST}")
-        axes.legend(frameon=False, fontsize=8)
-        policy, first = result["policy"], losses[0][0]
+        size = (6.4, 4.4 + 0.09 * len(losses))  # a legend of two columns
+        figure, axes = plt.subplots(figsize=size, layout="constrained")
+        absent = worth_panel(axes, losses, list(losses))
+        axes.set_ylabel(f"worth of a rollout,\nin {AT_BEST}")
+        worth_legend(figure, 6.4)
+        policy, first = result["policy"], next(iter(losses.values()))[0]
         axes.set_title(
             f"{policy['name']}: {policy['quantity']} {policy['mean_reward']:.2f}, "
             f"n = {first['rollouts']}",
             fontsize=9,
             loc="left",
         )
-        note(figure, ["Bands: 95 % intervals for new questions."], 6.4)
+        lines = [f"Not decided or not measured: {enumeration(absent)}."] if absent else []
+        note(figure, [BARS_NOTE, *lines], 6.4)
         save(figure, folder, "losses")
 
 
-def worth_panel(axes: Any, losses: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Lines of worth against G, a loss each, where they are decided."""
-    shown: list[int] = []
-    for place, rows in enumerate(losses):
-        known = [
-            (row["group_size"], row_interval(row, "worth_best")) for row in rows if "noise" in row
-        ]
-        known = [(size, worth) for size, worth in known if math.isfinite(worth.estimate)]
-        colour, marker = line_style(place)
-        label = rows[0]["loss"] + ("" if known else " (not decided)")
-        sizes = [size for size, _ in known]
-        axes.plot(sizes, [x.estimate for _, x in known], color=colour, marker=marker,
-                  markersize=4, label=label)  # fmt: skip
-        axes.fill_between(sizes, [x.low for _, x in known], [x.high for _, x in known],
-                          color=colour, alpha=0.15, linewidth=0)  # fmt: skip
-        shown += sizes
+def worth_panel(
+    axes: Axes, losses: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str]
+) -> list[str]:
+    """Lines of worth against G, where they are decided.
+
+    Args:
+        axes: where to.
+        losses: the rows of each loss by its name.
+        names: of the losses of all panels, whose places give colours and markers.
+
+    Returns:
+        The names of losses without a line.
+    """
+    lines: dict[str, dict[int, Interval]] = {}
+    for name, rows in losses.items():
+        worths = {row["group_size"]: row_interval(row, "worth_best") for row in rows}
+        known = {size: x for size, x in worths.items() if math.isfinite(x.estimate)}
+        if known:
+            lines[name] = known
+    shown = [(size, worth) for line in lines.values() for size, worth in line.items()]
+    least = min([1.0, *(x.low for _, x in shown)])
+    most = max([1.0, *(x.estimate for _, x in shown)])
+    # wider intervals leave the picture, some have no end
+    top = 1.05 * min(max([most, *(x.high for _, x in shown)]), 1.5 * most)
+    apart = min(APART, ASIDE / max(1, len(lines)))
+    for place, (name, line) in enumerate(lines.items()):
+        colour, marker = line_style(names.index(name))
+        aside = 2 ** (apart * (place - (len(lines) - 1) / 2))
+        sizes = [size * aside for size in line]
+        axes.plot(sizes, [x.estimate for x in line.values()], color=colour, marker=marker,
+                  markersize=4, linewidth=0.6, label=legend_label(name))  # fmt: skip
+        axes.vlines(sizes, [x.low for x in line.values()],
+                    [min(x.high, 2 * top) for x in line.values()], color=colour,
+                    linewidth=1.2, alpha=0.6)  # fmt: skip
+    if not lines:
+        axes.text(0.5, 0.4, "not decided from these questions", transform=axes.transAxes,
+                  ha="center")  # fmt: skip
     axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
-    log_sizes(axes, sorted(set(shown)) or [2, 4, 8])
+    every = {row["group_size"] for rows in losses.values() for row in rows}
+    log_sizes(axes, sorted({size for size, _ in shown} or every))
     axes.set_xlabel("group size G")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(max(0.0, least - (top - least) / 10) if lines else 0, top)
     axes.grid(alpha=0.3, linewidth=0.5)
+    return [name for name in losses if name not in lines]
 
 
-def _number(value: Interval, gap: str = " ") -> str:
+def worth_legend(figure: Figure, width: float) -> None:
+    """A legend of all panels above a figure of so many inches; none where they have no line."""
+    labels: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, names = axes.get_legend_handles_labels()
+        labels |= dict(zip(names, handles, strict=True))
+    if labels:
+        longest = 0.5 + 0.065 * max(map(len, labels))  # inches, at this size
+        figure.legend(
+            list(labels.values()), list(labels), loc="outside upper left", frameon=False,
+            fontsize=8, ncols=max(1, int(width / longest)),
+        )  # fmt: skip
+
+
+def worth_text(value: Interval, gap: str = " ") -> str:
     """A worth or a share with its interval.
 
-    >>> _number(Interval(0.981, 0.961, 1.0021)), _number(Interval(math.nan, 0, math.inf))
+    >>> worth_text(Interval(0.981, 0.961, 1.0021)), worth_text(Interval(math.nan, 0, math.inf))
     ('0.98 [0.96, 1.00]', 'not decided')
     """
     if not math.isfinite(value.estimate):
@@ -244,10 +316,16 @@ def _number(value: Interval, gap: str = " ") -> str:
     return f"{value.estimate:.2f}{gap}[{value.low:.2f}, {high}]"
 
 
-def _cosine(row: Mapping[str, Any]) -> str:
-    """The cosine of a loss's mean and the gradient, with its interval."""
+def cosine_text(row: Mapping[str, Any], gap: str = " ") -> str:
+    """The cosine of a loss's mean and the gradient, with its interval.
+
+    >>> cosine_text({"unbiased_direction": True})
+    'unbiased'
+    """
+    if row["unbiased_direction"]:
+        return "unbiased"
     square = row_interval(row, "direction")
     if not math.isfinite(square.estimate):
         return f"at least {math.sqrt(max(0.0, square.low)):.2f}" if square.low > 0 else "not known"
     estimate, low, high = (math.sqrt(max(0.0, x)) for x in square)
-    return f"{estimate:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{estimate:.3f}{gap}[{low:.3f}, {high:.3f}]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import yaml
 
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.folders import CONF
+from grpo_ustat.config.objective import OBJECTIVES, preset
+from grpo_ustat.estimators.baselines import OURS
 from grpo_ustat.pages.findings import DEFAULT_ROLLOUTS, group_size_costs, is_decided, prompts_needed
 
 LARGEST_FOLLOW_UP = 3  # times as many questions at most are added where a range is wide
@@ -53,7 +56,8 @@ def next_step(
         most = config["dataset"].get("train_size") or math.inf
         while rollouts // best > most and rollouts // 2 % best == 0:  # too few training questions
             rollouts //= 2
-        return command_line("train", *shared, f"budget.rollouts={rollouts}", f"group_size={best}")
+        sizes = [f"budget.rollouts={rollouts}", f"group_size={_best_of_loss(result, config, best)}"]
+        return command_line("train", *shared, *objective_overrides(config), *sizes)
     questions, (low, high) = result["questions"], prompts_needed(result)
     more = int(min(high, max(low, LARGEST_FOLLOW_UP * questions)))
     budget = config["budget"] | {"pool_completions": result["pool_completions"]}
@@ -64,6 +68,18 @@ def next_step(
     if pool := config.get("pool") or (folder and str(folder / "pool")):
         sizes.append(f"pool={pool}")
     return command_line("mse", *shared, *sizes)
+
+
+def _best_of_loss(result: Mapping[str, Any], config: Mapping[str, Any], best: int) -> int:
+    """The best G of the unbiased gradient, or of the study's own objective where that one is worse
+    for it.
+    """
+    name = config.get("objective", {}).get("name")
+    rows = [row for row in result.get("losses", []) if row["loss"] == name]
+    known = [row for row in rows if row.get("worth") is not None]
+    if not known or best in [row["group_size"] for row in known if row["alike"]]:
+        return best
+    return next(row["group_size"] for row in known if row["best"])
 
 
 def _equal_rewards_step(equal: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -128,14 +144,35 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
     study = {key: x for key, x in config["study"].items() if key not in SINGLE_STUDY_FIELDS}
     sampler = config["rollout"]["name"]
     engine = yaml.safe_load((CONF / "rollout" / f"{sampler}.yaml").read_text())
-    chosen = {key: config[key] for key in ("seed", "baselines", "group_sizes", "tf32")}
+    chosen = {
+        key: config[key]
+        for key in ("seed", "baselines", "group_sizes", "objectives", "tf32")
+        if key in config
+    }
     return [
+        *objective_overrides(config),
         *_changes(chosen, values | {"seed": seed}),
         *_changes(study, values["study"], "study."),
         *([] if sampler == "local" else [f"rollout={sampler}"]),
         *_changes(config["rollout"], engine, "rollout."),
         *_changes(config["budget"], budget, "budget."),
     ]
+
+
+def objective_overrides(config: Mapping[str, Any]) -> list[str]:
+    """Overrides that choose the objective and its baseline, of a study or of a training run."""
+    objective, rule = config.get("objective") or {}, config.get("baseline") or {}
+    if objective.get("name") not in OBJECTIVES or rule.get("name") not in OURS:
+        return []  # a folder of another version, or with a rule of its own
+    shipped, chosen = preset(objective["name"])
+    words = [f"objective={objective['name']}"] if objective["name"] != "algorithm1" else []
+    words += _changes(objective, asdict(shipped), "objective.")
+    options = chosen.options if chosen else {}
+    if rule["name"] != (chosen.name if chosen else "leave_one_out"):
+        words.append(f"baseline={rule['name']}")
+        file = CONF / "baseline" / f"{rule['name']}.yaml"
+        options = yaml.safe_load(file.read_text()).get("options", {})
+    return [*words, *_changes(rule["options"], options, "baseline.options.")]
 
 
 def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

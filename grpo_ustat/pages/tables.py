@@ -345,13 +345,13 @@ def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
     return [*lines[:most], f"and {rest} more, see {where}"] if rest > 0 else list(lines)
 
 
-def enumeration(names: Sequence[str]) -> str:
-    """Names joined by commas, the last one by `and`.
+def enumeration(names: Sequence[str], word: str = "and") -> str:
+    """Names joined by commas, the last one by a word.
 
     >>> enumeration(["a"]), enumeration(["a", "b", "c"])
     ('a', 'a, b and c')
     """
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def three_digits(value: float) -> str:

@@ -36,6 +36,13 @@ from grpo_ustat.report.accuracy_figure import accuracy_figure
 from grpo_ustat.report.best_group_size import best_group_size
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, read_runs
 from grpo_ustat.report.joint_page import Report, page, runs_table
+from grpo_ustat.report.losses import (
+    by_pool,
+    joint_losses_figure,
+    loss_panels,
+    losses_answer,
+    losses_table,
+)
 from grpo_ustat.report.published import published_table
 from grpo_ustat.report.settings import ROLLOUTS_KEY, SIZE_KEY, Axis, setting_labels, swept_axis
 from grpo_ustat.report.verdicts import (
@@ -52,7 +59,7 @@ from grpo_ustat.terminal.console import Console, tell
 from grpo_ustat.terminal.streams import single_line
 
 TABLE_FILE = re.compile(
-    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|learning.*|mse|published_table2|runs|settings|theorems)"
+    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|learning.*|losses|mse|published_table2|runs|settings|theorems)"
     r"\.(csv|tex|pdf|svg|png)"
 )
 MOST_STEPS = 8  # with a panel each, where no steps are asked for
@@ -161,6 +168,9 @@ def _tables_of_one(run: RunRecord) -> None:
     if one.studies:
         gradient_error.mse_table([run], ()).latex()
         gradient_error.scaling_table([run], ()).latex()
+        if panels := loss_panels([run]):
+            losses_table(panels, ()).latex()
+            losses_answer(panels)
         decision_sentence(run.final_result)
         for row in error_figures.expected_reward_rows(run.final_result)[:1] or [None]:
             if row is None:
@@ -192,7 +202,9 @@ def run_set_notes(run_set: RunSet) -> list[str]:
 
 
 def _add_studies(report: Report) -> None:
-    studies = report.studies
+    studies = [
+        members[0] for members in by_pool(report.studies)
+    ]  # errors are of the pool, whatever the loss
     keys = distinguishing_keys([run.keys for run in studies], ignored=())
     mse_table = gradient_error.mse_table(studies, keys)
     scaling_table = gradient_error.scaling_table(studies, keys)
@@ -210,6 +222,12 @@ def _add_studies(report: Report) -> None:
     report.answers += [
         f"{run.policy} on {run.dataset}: {decision_sentence(run.final_result)}" for run in studies
     ]
+    if panels := loss_panels(report.studies):
+        table = losses_table(panels, distinguishing_keys([run.keys for run in report.studies]))
+        lines = [*(table.figure_notes or ()), *report.missing_captions]
+        joint_losses_figure(report.folder, table.name, panels, lines)
+        report.tables.append(table)
+        report.answers.append(losses_answer(panels))
     report.notes.append(WHY_FIXED_ROLLOUTS)
 
 

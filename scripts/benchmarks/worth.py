@@ -1,8 +1,8 @@
 """How often the intervals of what a rollout of a loss is worth cover the truth, by simulation.
 
 Populations are those of decisions.py, with lengths of completions that go with their rewards. The
-truth is the estimate from 8000 prompts with 64 completions each. Of every study, m prompts with N
-completions each:
+truth is the estimate from all 8000 prompts with 64 completions each. Of every study, m prompts with
+N completions each:
 
     decided      share of the studies in which the worth has an interval with two ends
     worth        of these, how often it covers; likewise at the unbiased estimate's best G
@@ -42,9 +42,9 @@ LOSSES = [
 ]
 
 
-def study(population: Population, lengths_PY, prompts: int, completions: int, rng) -> ScorePool:
-    """A scored pool of prompts drawn anew."""
-    chosen = rng.integers(PROMPTS, size=prompts)
+def study(population: Population, lengths_PY, chosen, completions: int, rng) -> ScorePool:
+    """A scored pool of these prompts of the population."""
+    prompts = len(chosen)
     draws = rng.random((prompts, completions, 1))
     outcomes = (draws > population.ends_PY[chosen][:, None, :-1]).sum(axis=2)
     rewards, lengths = (
@@ -89,7 +89,7 @@ def main() -> None:
     for name in asked.populations:
         population = Population(*POPULATIONS[name])
         lengths_PY = lengths_of(population)
-        large = study(population, lengths_PY, PROMPTS, 64, np.random.default_rng(9))
+        large = study(population, lengths_PY, np.arange(PROMPTS), 64, np.random.default_rng(9))
         truth = {
             (row.loss.name, row.group_size): row.worth
             for row in loss_worths(large, LOSSES, SIZES, ROLLOUTS, 4000, seed=1)
@@ -98,7 +98,8 @@ def main() -> None:
             rng = np.random.default_rng(10)
             hits = defaultdict(list)
             for number in range(asked.studies):
-                pool = study(population, lengths_PY, prompts, completions, rng)
+                chosen = rng.integers(PROMPTS, size=prompts)
+                pool = study(population, lengths_PY, chosen, completions, rng)
                 for row in loss_worths(pool, LOSSES, SIZES, ROLLOUTS, asked.draws, seed=number):
                     if row.worth is None:
                         continue
@@ -109,7 +110,8 @@ def main() -> None:
                         if decided or "worth" not in field.name:
                             found = getattr(row.worth, field.name)
                             right = getattr(truth[key], field.name).estimate
-                            hits[key, field.name].append(covers(found, right))
+                            if math.isfinite(right):
+                                hits[key, field.name].append(covers(found, right))
             for key, right in truth.items():
                 if not hits[key, "decided"]:
                     continue

@@ -53,7 +53,7 @@ def main() -> None:
     for prompt, ids in zip(
         prompts, policy.encode([prompt.text for prompt in prompts]), strict=True
     ):
-        parts = [store.read(prompt, *part) for part in store.parts(prompt)]
+        parts = [store.read(prompt, *part) for part in store.parts([prompt])[0]]
         weights_N: list[float] = []
         for part in parts:
             width = int(part.lengths_N.max())

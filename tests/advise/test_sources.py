@@ -72,6 +72,39 @@ def test_a_training_run_is_judged_by_the_mean_constants_of_its_second_half(tmp_p
     assert advice_of(Request(run_folder, num_generations=4)).verdict == "keep"
 
 
+def test_the_loss_of_a_training_run_is_named_with_what_says_its_worth(tmp_path):
+    steps = [monitored(step, 1 + 0.1 * (-1) ** step, 9 + (-1) ** step) for step in range(1, 20)]
+    run_folder = folder(tmp_path / "run", "train", None, steps, "objective=trl_dapo")
+    (run_folder / "checkpoint-8").mkdir()
+    said = advice_of(Request(run_folder)).details[-1]
+    assert said.startswith("This is of the unbiased leave-one-out gradient. Of this loss says it:")
+    assert f"mse model={run_folder}/checkpoint-8" in said and said.endswith("objective=trl_dapo")
+    plain = folder(tmp_path / "plain", "train", None, steps)
+    assert "unbiased" not in " ".join(advice_of(Request(plain)).details)
+    asked = advice_of(Request(plain, objective=("objective=grpo_original",))).details[-1]
+    assert "objective=grpo_original" in asked
+
+
+LOSS = {
+    "loss": "trl_dapo", "baseline": "group_std", "loss_type": "dapo", "rollouts": 256,
+    "group_size": 8, "unbiased_direction": False, "worth": 0.9, "worth_low": 0.8,
+    "worth_high": 1.0, "worth_best": 0.9, "worth_best_low": 0.8, "worth_best_high": 1.0,
+    "direction": 0.98, "direction_low": 0.95, "direction_high": 1.0, "noise": 0.9,
+    "noise_low": 0.8, "noise_high": 0.95, "best": True, "alike": True,
+}  # fmt: skip
+
+
+def test_a_study_says_what_a_rollout_of_its_loss_is_worth(tmp_path):
+    result = RESULT | {"losses": [LOSS]}
+    run_folder = folder(tmp_path / "run", "mse", result, (), "objective=trl_dapo")
+    advice = advice_of(Request(run_folder, num_generations=16))
+    assert any("is worth 0.90 [0.80, 1.00] of an unbiased one" in x for x in advice.details)
+    assert advice.next.endswith("objective=trl_dapo budget.rollouts=256 group_size=8")
+    other = folder(tmp_path / "other", "mse", RESULT)
+    asked = advice_of(Request(other, objective=("objective=trl_dapo",))).details[-2]
+    assert "Of your loss says it: " in asked and f"pool={other}/pool" in asked
+
+
 def test_a_training_run_without_monitor_says_what_to_measure(tmp_path):
     steps = [{"step": step, "frac_reward_zero_std": 0.25} for step in range(1, 13)]
     run_folder = folder(tmp_path / "run=1", "train", None, steps)
@@ -142,10 +175,11 @@ def words(tmp_path, monkeypatch):
 def test_a_log_is_scored_by_the_model_that_wrote_it(tmp_path, words):
     """The study runs as a command of its own, and a checkpoint of another step is warned of."""
     path = log(tmp_path / "completions_00003.parquet")
-    request = Request(path, 16, model="out/checkpoint-3", overrides=("study.cut_at=96",))
-    advice = advice_of(request)
+    line = (str(path), "num_generations=16", "model=out/checkpoint-3", "study.cut_at=96",
+            "objective=trl_dapo", "baseline=group_mean")  # fmt: skip
+    advice = advice_of(parse_request(line))
     assert advice.verdict == "lower"
-    assert {"model=out/checkpoint-3", "study.cut_at=96"} <= set(words)
+    assert set(line[2:]) <= set(words)
     assert "was written by checkpoint-2, the model named is checkpoint-3" in advice.details[0]
 
 

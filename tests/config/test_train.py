@@ -7,7 +7,7 @@ from commands import compose, run
 from slow_cases import slow_after
 
 from grpo_ustat.config.identity import drop_neutral_keys, folder_name
-from grpo_ustat.config.objective import OBJECTIVES
+from grpo_ustat.config.objective import OBJECTIVES, preset
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.row_weights import RowFilter
 
@@ -233,6 +233,17 @@ def test_a_framework_s_preset_sets_the_advantage_and_a_typed_one_counts():
             rule = compose("train", *words).baseline
             assert (rule.name, rule.options) == ("opo", {})
     assert len(papers) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_preset_is_read_as_hydra_composes_it(name):
+    """The same fields and the same rule; where it sets none, that of the command."""
+    objective, rule = preset(name)
+    for command in ("train", "mse"):
+        config = compose(command, f"objective={name}")
+        assert objective == config.objective
+        assert (rule or compose(command).baseline) == config.baseline
 
 
 def test_algorithm_2_in_full():

@@ -189,11 +189,24 @@ def test_the_unbiased_estimate_is_worth_itself_and_half_as_noisy_a_one_twice():
     terms, gradient = sample_of(40, 4, 0)
     signal = product_of_means(gradient, gradient)
     error = loss_error(update_moments(terms, gradient, 16, scale=1.0), signal)
-    itself = worth(error, 64 * error.error_D, 64 * error.error_D, 64)
+    itself = worth(error, 4, {4: error.error_D})
     assert itself.worth == pytest.approx((1, 1, 1)) and itself.direction == (1, 1, 1)
-    better = worth(error, 128 * error.error_D, 64 * error.error_D, 64)
+    better = worth(error, 4, {4: 2 * error.error_D, 8: error.error_D})
     assert better.worth == pytest.approx((2, 2, 2))
+    assert better.worth_best == pytest.approx((1, 1, 1))
     assert 0 < itself.noise.low < itself.noise.estimate < itself.noise.high < 1
+
+
+def test_where_the_best_size_may_be_another_the_interval_reaches_down_to_it():
+    """The estimate is against the G that came out best, which judges itself."""
+    terms, gradient = sample_of(40, 4, 0)
+    signal = product_of_means(gradient, gradient)
+    error = loss_error(update_moments(terms, gradient, 16, scale=1.0), signal)
+    noisy = np.concatenate([[1.01], 1.01 + 0.02 * np.random.default_rng(1).normal(size=40)])
+    found = worth(error, 4, {4: error.error_D, 8: noisy * error.error_D})
+    assert found.worth == pytest.approx((1, 1, 1))
+    assert found.worth_best.estimate == pytest.approx(1) and found.worth_best.low < 0.95
+    assert found.worth_best.high == pytest.approx(1)
 
 
 def test_a_scaled_loss_is_worth_the_same_and_needs_no_signal():
@@ -206,7 +219,7 @@ def test_a_scaled_loss_is_worth_the_same_and_needs_no_signal():
     assert three.known
     unknown = loss_error(update_moments(terms, gradient, 16, scale=None), signal)
     assert not unknown.known
-    said = worth(unknown, one.error_D, one.error_D, 64)
+    said = worth(unknown, 4, {4: one.error_D})
     assert np.isnan(said.worth.estimate) and said.worth[1:] == (0, np.inf)
 
 

@@ -120,8 +120,8 @@ def trained(folder, size, seed, accuracies, *, rollouts=32, done=True, changes=(
     return folder
 
 
-def studied(folder, model, errors, *, changes=()):
-    """A finished study, `{(baseline, G): mse}`."""
+def studied(folder, model, errors, *, changes=(), losses=()):
+    """A finished study, `{(baseline, G): mse}`, and rows on the worth of its losses."""
     config = configured("mse", {"model.name": model} | dict(changes))
     begin(folder, config, DONE)
     kind = {"method": "closed_form", "target": "gradient of the expected reward"}
@@ -146,8 +146,30 @@ def studied(folder, model, errors, *, changes=()):
     result |= {"questions": 8, "pool_completions": 16, "summary": ""}
     result["noise"] = {"curve": [{"group_size": 8}], "best": {"group_size": None}}
     result["cost"] = {"rollouts": 128, "tokens": 900, "seconds_generate": 1, "seconds_score": 1}
+    if losses:
+        result["losses"] = [*losses]
     (folder / "result.json").write_text(json.dumps(completed(StudyResult, result)))
     return folder
+
+
+def loss_row(loss, size, worth=(0.9, 0.8, 1.0), direction=(0.81, 0.64, 0.9025), **changes):
+    """What a rollout of a loss is worth at G: half of it against the unbiased at its best G."""
+    half = [None if x is None else x / 2 for x in worth]
+    row = {"loss": loss, "baseline": "group_std", "loss_type": "dapo", "rollouts": 256}
+    row |= {"group_size": size, "unbiased_direction": False, "best": size == 8, "alike": size == 8}
+    numbers = {"worth": worth, "worth_best": half, "direction": direction, "noise": (0.8, 0.7, 0.9)}
+    for name, values in numbers.items():
+        row |= dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
+    return row | changes
+
+
+def refused_loss(loss, size, reason):
+    """The row of a loss that is not measured at G."""
+    whole = loss_row(loss, size, best=False, alike=False, reason=reason)
+    return {
+        key: value for key, value in whole.items()
+        if not key.startswith(("worth", "direction", "noise"))
+    }  # fmt: skip
 
 
 def claim(verdict, what="slope of the error", **changes):

@@ -44,7 +44,7 @@ def slow_scores(config, prompts, source):
     policy = configured_policy(config.policy_options)
     scores_PND = []
     for prompt in prompts:
-        rollouts, _ = _stored_rollouts(policy, prompt, source, 6)
+        rollouts, _ = _stored_rollouts(policy, prompt, next(source.completions([prompt], 6)))
         tokens, masks = rollouts.tokens_PGT[0], rollouts.mask_PGT[0]
         ids = rollouts.prompt_tokens[0]
         scores_PND.append([

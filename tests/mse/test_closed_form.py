@@ -272,7 +272,7 @@ def test_leaving_one_out_fast_equals_leaving_it_out(rng):
 def test_leaving_one_out_moves_products_between_questions(rng):
     pool = pool_of(tabular(4), 6, rng)
     fast = _change_between(pool)
-    whole = pool.gradients_PR
+    whole = pool.gradients_of(slice(None))
     for x in range(4):
         others = whole.sum(axis=0) - whole[x]
         for i in range(6):
@@ -386,11 +386,11 @@ def test_a_small_pool_of_heavy_tails_is_told_from_a_large_and_from_a_light_one(i
 
 def test_plain_arrays_warn_of_heavy_tails_by_the_same_rule(rng):
     pool = heavy_pool(24, 16, rng)
-    gram = pool.gradients_PR @ pool.gradients_PR.T
+    gram = pool.gradients_of(slice(None)) @ pool.gradients_of(slice(None)).T
     with pytest.warns(HeavyTails, match="with so few prompts: their mean squared"):
         scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN, gram)
     pool = pool_of(tabular(120), 64, rng)
-    gram = pool.gradients_PR @ pool.gradients_PR.T
+    gram = pool.gradients_of(slice(None)) @ pool.gradients_of(slice(None)).T
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN, gram)
@@ -398,7 +398,7 @@ def test_plain_arrays_warn_of_heavy_tails_by_the_same_rule(rng):
 
 def test_plain_arrays_give_the_same_constants(rng):
     pool = pool_of(tabular(120), 16, rng)
-    gram = pool.gradients_PR @ pool.gradients_PR.T
+    gram = pool.gradients_of(slice(None)) @ pool.gradients_of(slice(None)).T
     plain = scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN, gram)
     found = statistics(pool, ["oracle"], [4], "questions")
     for name in ("c1", "c2", "c3", "gstar", "gstar_paper"):

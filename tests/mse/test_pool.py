@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import shutil
 import sys
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +17,13 @@ from safetensors.numpy import load_file
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.mse import closed_form as closed_form_module
 from grpo_ustat.mse import pool as pool_module
 from grpo_ustat.mse import scoring
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.pool import EqualRewards, build_pool
+from grpo_ustat.mse.losses import loss_worths
+from grpo_ustat.mse.pool import EqualRewards, build_pool, read_pool
 from grpo_ustat.mse.pool_store import Part, PoolStore, draws_of
 from grpo_ustat.pages.caveats import zero_scores_sentence
 from grpo_ustat.policy.loading import configured_task
@@ -27,6 +31,7 @@ from grpo_ustat.runs.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from commands import compose  # noqa: E402
+from fakes import letter_prompts  # noqa: E402
 from test_closed_form import pool_of, tabular  # noqa: E402
 
 SMALL = ("debug=mse", "model=tiny_base", "study.questions=6")
@@ -200,7 +205,7 @@ def test_half_written_parts_do_not_count(tmp_path):
     config = compose("mse", *SMALL)
     store = PoolStore(tmp_path, draws_of(config))
     prompts = configured_task(config.task_options, config.model).prompts("study")[:6]
-    assert sorted(len(store.parts(p)) for p in prompts) == [0, 1, 1, 1, 1, 1]
+    assert sorted(map(len, store.parts(prompts))) == [0, 1, 1, 1, 1, 1]
 
 
 def test_what_a_pool_is_of_leaves_out_what_does_not_matter(tmp_path):
@@ -272,3 +277,35 @@ def test_a_pool_that_is_moved_while_it_is_read_is_one_line(tmp_path):
     prompts = configured_task(config.task_options, config.model).prompts("study")[:2]
     with pytest.raises(ConfigError, match="parts of it were moved or removed while this study"):
         pool_module.read_pool(PoolStore(tmp_path, {}), prompts, 8)
+
+
+def test_a_question_holds_no_more_than_a_fifth_of_a_megabyte(tmp_path, monkeypatch):
+    """8 completions and the default sketches: 0.15 MB of float32 as they are stored, with which the
+    closed forms and two kinds of losses make do; of 50 000 questions a workstation holds 10 GB.
+    """
+    count, rng = 160, np.random.default_rng(0)
+    store, prompts = PoolStore(tmp_path, {}), letter_prompts(*map(str, range(count)))
+    store.open()
+    scores_NR = rng.normal(size=(8, 509)).astype(np.float32)
+    wide_NR = rng.normal(size=(8, 16381)).astype(np.float32)
+    for prompt in prompts:
+        z_N = rng.permutation(np.arange(8) % 2).astype(float)
+        store.write(prompt, 0, Part(
+            rewards_N=z_N, lengths_N=np.arange(1, 9), ended_N=z_N < 2, cost=np.ones(7),
+            tokens_NT=np.ones((8, 8), dtype=np.int32), gram_NN=(scores_NR @ scores_NR.T) * 1.0,
+            features_NR=scores_NR, reward_sum_R=z_N.astype(np.float32) @ wide_NR,
+            score_sum_R=wide_NR.sum(axis=0),
+        ))  # fmt: skip
+    monkeypatch.setattr(closed_form_module, "BLOCK", 4)  # what blocks take does not count here
+    asked = closed_form_module.Request([], {}, count, True, {})
+    losses = [Loss(name, "group_mean", {}, name, 8) for name in ("grpo", "dr_grpo")]
+    tracemalloc.start()
+    try:
+        pool, _ = read_pool(store, prompts, 8)
+        for interval in ("completions", "questions"):
+            closed_form_module.closed_form(pool, asked, interval)
+        loss_worths(pool, losses, [2, 4], 8, 10, 0)
+        held = tracemalloc.get_traced_memory()[1] / count
+    finally:
+        tracemalloc.stop()
+    assert held < 200_000
