@@ -10,7 +10,15 @@ import yaml
 from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.folders import CONF
 from grpo_ustat.config.schema import ConfigError, field
-from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
+from grpo_ustat.estimators.row_weights import (
+    DROP,
+    KEEP,
+    LOSS_TYPES,
+    REPLACE,
+    ZERO_VARIANCE,
+    Loss,
+    RowFilter,
+)
 
 OBJECTIVES = (
     "algorithm1", "grpo", "grpo_original", "dr_grpo", "dapo", "gspo", "whole_sequence",
@@ -31,6 +39,9 @@ ALGORITHM1 = {  # what the paper's Algorithm 1 has none of
     "micro_batch_size": None,
     "mask_truncated_completions": False,
     "top_entropy_quantile": 1.0,
+    "zero_variance_groups": KEEP,
+    "reward_variance_share": 1.0,
+    "advantage_threshold": 0.0,
     "num_iterations": 1,
     "num_minibatches": 1,
     "minibatch_size": None,
@@ -72,6 +83,20 @@ class ObjectiveConfig:
         "the penalty are of all tokens",
         at_least=0,
     )
+    zero_variance_groups: str = field(
+        "groups whose rewards are all equal: keep; drop, they count neither in n nor in the "
+        "tokens; replace, in mse alone, groups drawn until rewards differ (DAPO)",
+        choices=ZERO_VARIANCE,
+    )
+    reward_variance_share: float = field(
+        "only the groups of largest reward variance count, the fewest that hold this share of the "
+        "update's (RAGEN-2); 1: all",
+        positive=True,
+    )
+    advantage_threshold: float = field(
+        "completions of smaller |advantage| count neither in n nor in the tokens; 0: all count",
+        at_least=0,
+    )
     num_iterations: int = field("over each batch", "passes", positive=True)
     num_minibatches: int = field(
         "of equally many prompts that a batch is split into, an update for each; where "
@@ -95,6 +120,13 @@ class ObjectiveConfig:
     kl_in: str | None = field("where that penalty counts; null: nowhere", choices=KL_PLACES)
     entropy_coef: float = field("coefficient of the bonus for entropy", at_least=0)
 
+    @property
+    def rows(self) -> RowFilter:
+        """Which rows of an update count."""
+        return RowFilter(
+            self.zero_variance_groups, self.reward_variance_share, self.advantage_threshold
+        )
+
     def loss(self, rule: BaselineConfig, max_completion_length: int) -> Loss:
         """The loss at a batch's first update, with the advantages of a rule."""
         return Loss(
@@ -105,6 +137,7 @@ class ObjectiveConfig:
             max_completion_length=max_completion_length,
             micro_batch_size=self.micro_batch_size,
             mask_truncated_completions=self.mask_truncated_completions,
+            rows=self.rows,
         )
 
     def update_size(self, rollouts: int) -> int:
@@ -135,6 +168,7 @@ class ObjectiveConfig:
             )
         self._check_loss_type()
         self._check_tokens()
+        self._check_rows()
         low, high = self.epsilon, self.epsilon_high
         if (low is None) != (high is None) and self.loss_type != "cispo":
             raise ConfigError(
@@ -223,6 +257,21 @@ class ObjectiveConfig:
                 "top_entropy_quantile=1"
             )
 
+    def _check_rows(self) -> None:
+        """Refuse a filter of rows where it has no meaning."""
+        share, threshold = self.reward_variance_share, self.advantage_threshold
+        if share > 1:
+            raise ConfigError(
+                f"objective.reward_variance_share={share} is a share of the update's reward "
+                "variance: use one above 0 and at most 1"
+            )
+        if self.loss_type == "bnpo" and self.rows.couples:
+            raise ConfigError(
+                f"objective.loss_type=bnpo with zero_variance_groups={self.zero_variance_groups} "
+                f"reward_variance_share={share} advantage_threshold={threshold}: micro-batches of "
+                "the rows that count are not there, use loss_type=dapo, or keep, 1 and 0"
+            )
+
     def check_updates(self, group_size: int, rollouts: int) -> None:
         """Refuse updates that break groups, or that need a ratio and have none.
 
@@ -233,6 +282,17 @@ class ObjectiveConfig:
         Raises:
             ConfigError: naming the values and the fix.
         """
+        kind, share = self.zero_variance_groups, self.reward_variance_share
+        if kind == REPLACE:
+            raise ConfigError(
+                f"objective.zero_variance_groups={kind}: train samples a batch once and draws no "
+                f"group again, use objective.zero_variance_groups={DROP}"
+            )
+        if group_size == 1 and (kind == DROP or share < 1):
+            raise ConfigError(
+                f"objective.zero_variance_groups={kind} reward_variance_share={share} with "
+                "group_size=1, whose groups have no variance: use group_size=2 or more"
+            )
         count, size, prompts = self.num_minibatches, self.minibatch_size, rollouts // group_size
         if size is not None and (size % group_size or rollouts % size):
             raise ConfigError(

@@ -15,6 +15,10 @@ by the counts `k_l` of its levels alone, whose law is the multivariate hypergeom
 
 so that all groups count at the price of a table. Other advantages are averaged over groups that are
 drawn.
+
+Where groups are drawn until their rewards differ, with M the event that they do and K = E P(M | x)
+over prompts, a term of the update has E[T | M] = E[T 1(M)] / K, and its square likewise: the sums
+over k are of the mixed counts alone, and K is the mean of their chance.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import numpy as np
 from scipy.special import gammaln  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
-from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.row_weights import Loss, mixed_groups
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
 BY_LEVELS = (  # rules that give equal rewards of a group equal advantages, whatever their order
@@ -44,12 +48,14 @@ class GroupTerms:
     """Terms of a loss at one group size.
 
     Attributes:
-        energy_P: E||T||^2 of every prompt.
-        mean_PR: E T, as a sketch.
+        energy_P: E||T||^2 of every prompt; E||T||^2 1(M) where groups are replaced.
+        mean_PR: E T, as a sketch; E T 1(M).
+        kept_P: P(M); None where groups are not replaced.
     """
 
     energy_P: Array
     mean_PR: Array
+    kept_P: Array | None = None
 
 
 class LevelSums:
@@ -84,8 +90,16 @@ class LevelSums:
             weights_BLN = weighted_PNL[part].transpose(0, 2, 1)
             self.features_PLR[part] = weights_BLN @ pool.features_PNR[part]
 
-    def terms(self, rule: str, options: Mapping[str, float], group_size: int) -> GroupTerms:
-        """Terms of a rule of `BY_LEVELS`, over all groups of G."""
+    def terms(
+        self, rule: str, options: Mapping[str, float], group_size: int, replaced: bool = False
+    ) -> GroupTerms:
+        """Terms of a rule of `BY_LEVELS`, over all groups of G.
+
+        Args:
+            rule, options: of advantages.
+            group_size: G.
+            replaced: whether groups of equal rewards are drawn anew.
+        """
         composition_CL = compositions(len(self.level_L), group_size)
         reward_CG = np.array([np.repeat(self.level_L, counts) for counts in composition_CL])
         advantage_CG = advantages(rule, reward_CG, BaselineContext(), options)
@@ -96,6 +110,8 @@ class LevelSums:
         )
         counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
         chance_UC = hypergeometric(counts_UL, composition_CL)
+        if replaced:
+            chance_UC = chance_UC * ((composition_CL > 0).sum(axis=1) > 1)
         same_LL = np.eye(len(self.level_L))
         members_CL = advantage_CL * composition_CL
         pair_counts_CLL = composition_CL[:, :, None] * (composition_CL[:, None] - same_LL)
@@ -108,7 +124,8 @@ class LevelSums:
         energy_P = (second_UL[which_P] * self.norms_PL).sum(axis=1)
         energy_P += (cross_ULL[which_P] * self.pairs_PLL).sum(axis=(1, 2))
         mean_PR = np.einsum("pl,plr->pr", first_UL[which_P], self.features_PLR)
-        return GroupTerms(energy_P / group_size**2, mean_PR / group_size)
+        kept_P = chance_UC.sum(axis=1)[which_P] if replaced else None
+        return GroupTerms(energy_P / group_size**2, mean_PR / group_size, kept_P)
 
 
 def compositions(levels: int, group_size: int) -> Integers:
@@ -155,6 +172,7 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
     factors_PN = loss.length_factors(pool.lengths_PN, pool.ended_PN)
     energies: list[Array] = []
     means: list[Array] = []
+    kept: list[Array] = []
     for first in range(0, prompts, rows):
         part = slice(first, first + rows)
         places_PDG, count = order_PDG[part], len(order_PDG[part])
@@ -167,11 +185,16 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
         context = BaselineContext(lengths_PG=lengths.reshape(-1, size))
         advantage = advantages(loss.rule, rewards.reshape(-1, size), context, loss.options)
         weight = advantage.reshape(count, draws, size) * factors / size
+        if loss.rows.replaces:
+            mixed_PD = mixed_groups(rewards)
+            weight = weight * mixed_PD[..., None]
+            kept.append(mixed_PD.mean(axis=1))
         weight_PDN = np.zeros((count, draws, pool.rewards_PN.shape[1]))
         np.put_along_axis(weight_PDN, places_PDG, weight, axis=2)
         energies.append(((weight_PDN @ pool.gram_PNN[part]) * weight_PDN).sum(axis=2).mean(axis=1))
         means.append(np.einsum("pn,pnr->pr", weight_PDN.mean(axis=1), pool.features_PNR[part]))
-    return GroupTerms(np.concatenate(energies), np.concatenate(means))
+    kept_P = np.concatenate(kept) if kept else None
+    return GroupTerms(np.concatenate(energies), np.concatenate(means), kept_P)
 
 
 def has_levels(pool: ScorePool, rule: str, group_size: int) -> bool:

@@ -20,6 +20,10 @@ n rows, the sums over those that count (a row that is left out has L_i = 0 and W
 The weights of the first four depend on the row alone, those of the last two lines on all rows: with
 `coupled` ones the gradient is no mean over prompts, and with `sum`, `luspo` and `dr_grpo` alone it
 has the direction of the advantage's own estimate.
+
+A filter takes rows out of n and of every sum: those of groups whose rewards are all equal, of
+groups of small reward variance, of small advantage (`rows_that_count`). It couples rows as well,
+since n depends on all; but groups drawn anew until their rewards differ are independent ones.
 """
 
 from __future__ import annotations
@@ -35,6 +39,82 @@ from grpo_ustat.records import Array, BaselineContext, Integers, Mask
 LOSS_TYPES = ("sum", "dr_grpo", "dapo", "grpo", "bnpo", "luspo", "sapo", "cispo", "vespo")
 BY_TOKENS_OF_ALL = ("dapo", "cispo", "vespo")
 COUPLED = (*BY_TOKENS_OF_ALL, "bnpo")  # loss types whose w_i depends on other rows
+KEEP, DROP, REPLACE = ZERO_VARIANCE = ("keep", "drop", "replace")
+SILENT = ("leave_one_out", "group_mean")  # rules of 0 where all rewards of a group are equal
+
+
+@dataclass(frozen=True)
+class RowFilter:
+    """Which rows of an update count, see `rows_that_count`; all of them unless something is said.
+
+    Attributes:
+        zero_variance_groups: those of equal rewards: keep, drop, or replace, which draws groups
+            until their rewards differ (dynamic sampling of DAPO, Yu et al. 2025).
+        reward_variance_share: p, of the summed reward variance of the groups that count.
+        advantage_threshold: least |A|.
+    """
+
+    zero_variance_groups: str = KEEP
+    reward_variance_share: float = 1.0
+    advantage_threshold: float = 0.0
+
+    @property
+    def couples(self) -> bool:
+        """Whether the number of rows that count depends on the rewards of all."""
+        dropped = self.zero_variance_groups == DROP or self.reward_variance_share < 1
+        return dropped or self.advantage_threshold > 0
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the update's groups are drawn until their rewards differ."""
+        return self.zero_variance_groups == REPLACE
+
+
+def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> Mask:
+    """Rows of an update that count, [P, G]; one that does not is in no sum and not in n.
+
+        drop                      Z_xi != Z_xj for some i, j
+        reward_variance_share p   x is of the smallest set S, of the largest reward variances V_x,
+                                  with sum_{x in S} V_x >= p sum_x V_x
+        advantage_threshold a     |A_xi| >= a
+
+    The second is the filter of RAGEN-2 (arXiv 2604.06268, top-p); among groups of equal variance
+    the earlier ones of the update come first, which are in random order. Where no variance is,
+    none counts. `replace` leaves nothing out here: its groups have been drawn anew.
+
+    Args:
+        rows: the filter.
+        rewards_PG: rewards of all prompts of the update.
+        advantage_PG: advantages of its rows.
+
+    >>> rewards = np.array([[1.0, 1.0], [0.0, 1.0], [0.0, 4.0]])
+    >>> rows_that_count(RowFilter("drop"), rewards, rewards)[:, 0].tolist()
+    [False, True, True]
+    >>> rows_that_count(RowFilter(reward_variance_share=0.9), rewards, rewards)[:, 0].tolist()
+    [False, False, True]
+    >>> rows_that_count(RowFilter(advantage_threshold=1.0), rewards, rewards).tolist()
+    [[True, True], [False, True], [False, True]]
+    """
+    counts_PG = np.abs(advantage_PG) >= rows.advantage_threshold
+    mixed_P = mixed_groups(rewards_PG)
+    if rows.zero_variance_groups == DROP:
+        counts_PG &= mixed_P[:, None]
+    if rows.reward_variance_share < 1:
+        # sorted and rounded: groups of the same rewards are equal whatever their order
+        variance_P = np.sort(rewards_PG, axis=1).var(axis=1) * mixed_P
+        total = max(float(variance_P.sum()), np.finfo(np.float64).tiny)
+        share_P = (variance_P / total).round(12)
+        order_P = np.argsort(-share_P, kind="stable")
+        before_P = np.empty(len(share_P))
+        before_P[order_P] = np.cumsum(share_P[order_P]) - share_P[order_P]
+        enough = rows.reward_variance_share - 1e-9
+        counts_PG &= ((before_P < enough) & mixed_P)[:, None]
+    return counts_PG
+
+
+def mixed_groups(rewards: Array) -> Mask:
+    """Whether not all rewards of a group are equal, over the last axis."""
+    return (rewards != rewards[..., :1]).any(axis=-1)
 
 
 def token_weights(
@@ -43,8 +123,9 @@ def token_weights(
     max_completion_length: int,
     micro_batch_size: int | None = None,
     order_N: Integers | None = None,
+    counts_N: Mask | None = None,
 ) -> Array:
-    """w_i of all n rows of an update, [N]; 0 of a row that is left out.
+    """w_i of all rows of an update, [N]; 0 of a row that is left out or does not count.
 
     Args:
         loss_type: one of `LOSS_TYPES`.
@@ -52,6 +133,7 @@ def token_weights(
         max_completion_length: L_max, tokens after which a completion is cut.
         micro_batch_size: rows of a micro-batch of `bnpo`; it divides n.
         order_N: rows in the order in which micro-batches are cut from them; None: as they are.
+        counts_N: rows that count, not with `bnpo`; None: all.
 
     >>> token_weights("grpo", np.array([2, 4]), 8).tolist()
     [0.25, 0.125]
@@ -59,18 +141,22 @@ def token_weights(
     True
     >>> token_weights("bnpo", np.array([2, 4]), 8, micro_batch_size=1).tolist()
     [0.25, 0.125]
+    >>> token_weights("sum", np.array([2, 4]), 8, counts_N=np.array([False, True])).tolist()
+    [0.0, 1.0]
     """
     length_N, count = np.asarray(lengths_N, dtype=np.float64), len(lengths_N)
+    if counts_N is not None:
+        length_N, count = length_N * counts_N, max(1, int(counts_N.sum()))
     if loss_type in ("sum", "luspo"):
-        weight_N = np.full(count, 1 / count)
+        weight_N = np.full(len(length_N), 1 / count)
     elif loss_type == "dr_grpo":
-        weight_N = np.full(count, 1 / (count * max_completion_length))
+        weight_N = np.full(len(length_N), 1 / (count * max_completion_length))
     elif loss_type in ("grpo", "sapo"):
         weight_N = 1 / (count * np.maximum(length_N, 1))
     elif loss_type in BY_TOKENS_OF_ALL:
-        weight_N = np.full(count, 1 / max(length_N.sum(), 1.0))
+        weight_N = np.full(len(length_N), 1 / max(length_N.sum(), 1.0))
     else:
-        assert loss_type == "bnpo" and micro_batch_size is not None
+        assert loss_type == "bnpo" and micro_batch_size is not None and counts_N is None
         rows_MB = (np.arange(count) if order_N is None else order_N).reshape(-1, micro_batch_size)
         tokens_M1 = np.maximum(length_N[rows_MB].sum(axis=1, keepdims=True), 1)
         weight_N = np.zeros(count)
@@ -90,6 +176,7 @@ class Loss:
         micro_batch_size: rows of a micro-batch of `bnpo`.
         mask_truncated_completions: whether those that did not end are left out; they count in n and
             in the advantages.
+        rows: which rows count.
     """
 
     name: str
@@ -99,16 +186,25 @@ class Loss:
     max_completion_length: int
     micro_batch_size: int | None = None
     mask_truncated_completions: bool = False
+    rows: RowFilter = RowFilter()
 
     @property
     def couples_prompts(self) -> bool:
         """Whether a row's weight depends on other groups: the gradient is no mean over prompts."""
-        return self.loss_type in COUPLED or BASELINES[self.rule].couples_prompts
+        rule = BASELINES[self.rule]
+        return self.rows.couples or self.loss_type in COUPLED or rule.couples_prompts
 
     def scale(self, group_size: int) -> float | None:
-        """c with E ghat = c grad J for any policy and rewards; None of other losses."""
+        """c with E ghat = c grad J for any policy and rewards, or c grad J / K where groups are
+        replaced and a share K is kept; None of other losses.
+
+        The mean of a group that is kept is g_x / (1 - q_x) where a rule is 0 on the others, and the
+        law of its prompt rho(x) (1 - q_x) / K, see `estimators.dynamic_sampling`.
+        """
         divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)
         if divisor is None or self.couples_prompts or self.mask_truncated_completions:
+            return None
+        if self.rows.replaces and self.rule not in SILENT:
             return None
         if self.rule == "group_mean":
             return (group_size - 1) / group_size / divisor
@@ -149,9 +245,12 @@ def row_weights(
     [[-0.0625, 0.0625], [0.0, 0.0]]
     """
     assert context.lengths_PG is not None
+    advantage_PG = advantages(loss.rule, rewards_PG, context, loss.options)
+    counts_N = None
+    if loss.rows.couples:
+        counts_N = rows_that_count(loss.rows, rewards_PG, advantage_PG).ravel()
     weight_N = token_weights(
         loss.loss_type, loss.counted_lengths(context.lengths_PG, ended_PG).ravel(),
-        loss.max_completion_length, loss.micro_batch_size, order_N,
+        loss.max_completion_length, loss.micro_batch_size, order_N, counts_N,
     )  # fmt: skip
-    advantage_PG = advantages(loss.rule, rewards_PG, context, loss.options)
     return advantage_PG * weight_N.reshape(rewards_PG.shape)

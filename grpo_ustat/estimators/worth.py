@@ -50,13 +50,14 @@ class UpdateMoments:
         energy_D: E||ghat||^2.
         mean_sq_D: ||mu||^2.
         cross_D: <mu, grad J>.
-        scale: c with mu = c grad J for any policy; None of other losses.
+        scale: c with mu = c grad J for any policy; of replaced groups c / K, [D]; None of other
+            losses.
     """
 
     energy_D: Array
     mean_sq_D: Array
     cross_D: Array
-    scale: float | None
+    scale: float | Array | None
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,22 @@ def update_moments(
         terms: of every prompt, at one G.
         gradient_PR: sketches of the prompts' gradients, unbiased.
         prompts: B = n / G; need not be whole.
-        scale: see `UpdateMoments`.
+        scale: c, see `Loss.scale`.
         metrics: K, see `ScorePool.metrics`.
     """
     mean_sq_D = product_of_means(terms.mean_PR, terms.mean_PR, metrics)
     cross_D = product_of_means(terms.mean_PR, gradient_PR, metrics)
-    if scale is not None:
+    energy_D = mean_over_prompts(terms.energy_P, metrics)
+    own_scale: float | Array | None = scale
+    if terms.kept_P is not None:
+        kept_D = mean_over_prompts(terms.kept_P, metrics)
+        mean_sq_D, cross_D, energy_D = mean_sq_D / kept_D**2, cross_D / kept_D, energy_D / kept_D
+        own_scale = None if scale is None else scale / kept_D
+    if own_scale is not None:
         signal_D = product_of_means(gradient_PR, gradient_PR, metrics)
-        mean_sq_D, cross_D = scale**2 * signal_D, scale * signal_D
-    energy_D = mean_sq_D + (mean_over_prompts(terms.energy_P, metrics) - mean_sq_D) / prompts
-    return UpdateMoments(energy_D, mean_sq_D, cross_D, scale)
+        mean_sq_D, cross_D = own_scale**2 * signal_D, own_scale * signal_D
+    energy_D = mean_sq_D + (energy_D - mean_sq_D) / prompts
+    return UpdateMoments(energy_D, mean_sq_D, cross_D, own_scale)
 
 
 def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> LossError:

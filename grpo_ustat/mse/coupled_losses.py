@@ -12,17 +12,21 @@ stands the update of an additive loss, the same but for the coupling, times the 
 fits best; its moments are known from all groups (`estimators.group_terms`), and the mean difference
 of the two over the draws is added to them. Without a prompt the mean is over the draws that lack
 it, which are draws from the other prompts.
+
+Where groups are replaced, prompts are taken until B of them have a group whose rewards differ, and
+those that were tried in vain belong to the draw as well: g_y is of prompts that were not tried.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.row_weights import COUPLED, Loss, row_weights
+from grpo_ustat.estimators.row_weights import COUPLED, Loss, RowFilter, mixed_groups, row_weights
 from grpo_ustat.estimators.worth import UpdateMoments
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 from grpo_ustat.rollout.draws import generator
@@ -38,25 +42,38 @@ class Batch:
         prompt_B: its prompts.
         place_BG: places of each group's members in the prompt's pool.
         order_N: order of its rows, in which micro-batches are cut from them.
+        tried: its prompts and those whose groups were replaced.
     """
 
     prompt_B: Integers
     place_BG: Integers
     order_N: Integers
+    tried: Integers
 
 
 def additive_part(loss: Loss) -> Loss:
-    """The loss without what couples its rows."""
+    """The loss without what couples its rows; groups that are replaced stay so."""
     rule, options = loss.rule, loss.options
     if BASELINES[rule].couples_prompts:
         rule, options = "group_mean", {}
     loss_type = "sum" if loss.loss_type in COUPLED else loss.loss_type
-    return replace(loss, rule=rule, options=options, loss_type=loss_type, micro_batch_size=None)
+    return replace(
+        loss, rule=rule, options=options, loss_type=loss_type, micro_batch_size=None,
+        rows=RowFilter(loss.rows.zero_variance_groups) if loss.rows.replaces else RowFilter(),
+    )  # fmt: skip
 
 
-def most_prompts(questions: int) -> int:
-    """B of the largest batch that can be drawn twice from so many questions."""
-    return questions // QUESTIONS_A_PROMPT
+def prompts_needed(prompts: int, kept: float = 1.0) -> int:
+    """Questions from which two batches of B prompts can be drawn.
+
+    Args:
+        prompts: B.
+        kept: K, the share of groups that are not replaced: a prompt of a batch takes 1/K of them.
+
+    >>> prompts_needed(16), prompts_needed(16, 0.5)
+    (48, 96)
+    """
+    return math.ceil(QUESTIONS_A_PROMPT * prompts / kept)
 
 
 def drawn_batches(
@@ -68,9 +85,43 @@ def drawn_batches(
         order_M = rng.permutation(questions)[: 2 * prompts]
         place_MN = rng.permuted(np.tile(np.arange(completions), (2 * prompts, 1)), axis=1)
         first, second = (
-            Batch(order_M[half], place_MN[half, :group_size], rng.permutation(prompts * group_size))
+            Batch(
+                order_M[half], place_MN[half, :group_size], rng.permutation(prompts * group_size),
+                order_M[half],
+            )
             for half in (slice(prompts), slice(prompts, None))
-        )
+        )  # fmt: skip
+        yield first, second
+
+
+def drawn_mixed_batches(
+    rewards_PN: Array, prompts: int, group_size: int, draws: int, seed: int
+) -> Iterator[tuple[Batch, Batch]]:
+    """Draws of two batches of groups whose rewards differ; a function of the arguments alone.
+
+    A prompt is tried once in a draw. Prompts and their groups are independent, so those of mixed
+    rewards have their conditional law however many were tried; a draw that finds too few is drawn
+    again, which changes no law.
+    """
+    questions, completions = rewards_PN.shape
+    for draw in range(draws):
+        rng = generator(seed, "mixed losses", draw, str(group_size))
+        while True:
+            order_P = rng.permutation(questions)
+            place_PN = rng.permuted(np.tile(np.arange(completions), (questions, 1)), axis=1)
+            place_PG = place_PN[:, :group_size]
+            found = np.flatnonzero(mixed_groups(rewards_PN[order_P[:, None], place_PG]))
+            # of the prompts that were not tried one may be left out still
+            if len(found) >= 2 * prompts and found[2 * prompts - 1] < questions - 2:
+                break
+        ends = 0, found[prompts - 1] + 1, found[2 * prompts - 1] + 1
+        first, second = (
+            Batch(
+                order_P[own], place_PG[own], rng.permutation(prompts * group_size),
+                order_P[ends[half] : ends[half + 1]],
+            )
+            for half, own in enumerate((found[:prompts], found[prompts : 2 * prompts]))
+        )  # fmt: skip
         yield first, second
 
 
@@ -88,7 +139,8 @@ def coupled_moments(
         gradient_PR: sketches of its prompts' gradients.
         losses: which.
         additive: the moments of each one's `additive_part`, at the B and G of the draws.
-        draws: pairs of batches, such as `drawn_batches`.
+        draws: pairs of batches, such as `drawn_batches`; `drawn_mixed_batches` of losses whose
+            groups are replaced.
     """
     questions, both = len(pool.rewards_PN), [*losses, *map(additive_part, losses)]
     inside_DP = np.zeros((len(draws), 2, questions), dtype=bool)
@@ -99,7 +151,7 @@ def coupled_moments(
     for draw, batches in enumerate(draws):
         updates: list[Array] = []
         for which, batch in enumerate(batches):
-            inside_DP[draw, which, batch.prompt_B] = True
+            inside_DP[draw, which, batch.tried] = True
             weights = np.array([_weights(pool, loss, batch) for loss in both])
             weights = weights.reshape(2, len(losses), *batch.place_BG.shape)
             products += (weights[0] * weights[1]).sum(axis=(1, 2))

@@ -9,8 +9,10 @@ import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.group_terms import GroupTerms, LevelSums, drawn_terms, has_levels
+from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.estimators.worth import (
     LossError,
     UpdateMoments,
@@ -22,11 +24,11 @@ from grpo_ustat.estimators.worth import (
     worth,
 )
 from grpo_ustat.mse.coupled_losses import (
-    QUESTIONS_A_PROMPT,
     additive_part,
     coupled_moments,
     drawn_batches,
-    most_prompts,
+    drawn_mixed_batches,
+    prompts_needed,
 )
 from grpo_ustat.records import ScorePool
 from grpo_ustat.rollout.draws import generator
@@ -48,6 +50,7 @@ class LossRow:
         best: whether this G is the best of the measured ones for the loss at this n.
         alike: whether it is not significantly worse than the best.
         reason: of an absent worth.
+        kept: K, the share of groups that are not replaced; None where none is.
     """
 
     loss: Loss
@@ -56,6 +59,7 @@ class LossRow:
     best: bool = False
     alike: bool = False
     reason: str | None = None
+    kept: Interval | None = None
 
 
 def loss_worths(
@@ -104,9 +108,18 @@ def loss_worths(
     for size in sizes:
         own = [UNBIASED, *(loss for loss in losses if refusals[loss, size] is None)]
         moments = [additive[loss, size] for loss in own]
-        coupled = [place for place, loss in enumerate(own) if loss.couples_prompts]
-        if coupled:
-            batches = drawn_batches(questions, completions, rollouts // size, size, draws, seed)
+        for replaces in (False, True):
+            coupled = [
+                place
+                for place, loss in enumerate(own)
+                if loss.couples_prompts and loss.rows.replaces == replaces
+            ]
+            if not coupled:
+                continue
+            prompts = rollouts // size
+            batches = drawn_batches(questions, completions, prompts, size, draws, seed)
+            if replaces:
+                batches = drawn_mixed_batches(pool.rewards_PN, prompts, size, draws, seed)
             whole = coupled_moments(
                 pool, gradient_PR, [own[i] for i in coupled], [moments[i] for i in coupled],
                 list(batches),
@@ -129,6 +142,7 @@ def loss_worths(
                 worth(error, size, unbiased, pool.metrics),
                 best=size == best,
                 alike=size in others,
+                kept=kept_share(pool, size) if loss.rows.replaces else None,
             )
             for size, error in own.items()
         ]
@@ -154,6 +168,15 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str 
         )
     if rollouts % group_size:
         return f"study.rollouts={rollouts} is no multiple of {group_size}"
+    kept = 1.0
+    if loss.rows.replaces:
+        kept_P = 1 - silent_share(pool.rewards_PN, group_size)
+        mixed, kept = int((kept_P > 0).sum()), float(kept_P.mean())
+        if mixed < LEAST_QUESTIONS:
+            return (
+                f"{mixed} questions have groups of {group_size} whose rewards differ: use "
+                f"{LEAST_QUESTIONS} or more of such"
+            )
     if not loss.couples_prompts:
         return None
     if pool.metrics > 1:
@@ -165,12 +188,18 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str 
             f"baseline {loss.rule} needs {rule.min_prompts} prompts in an update, and "
             f"study.rollouts={rollouts} in groups of {group_size} has {prompts}"
         )
-    if prompts > most_prompts(questions):
+    if prompts_needed(prompts, kept) > questions:
         return (
             f"an update has {prompts} questions whose rows are weighed together: batches of so "
-            f"many need a study of {QUESTIONS_A_PROMPT * prompts}, got {questions}"
+            f"many need a study of {prompts_needed(prompts, kept)}, got {questions}"
         )
     return None
+
+
+def kept_share(pool: ScorePool, group_size: int) -> Interval:
+    """K, the share of groups of G whose rewards differ, with an interval for new questions."""
+    most = pool.rewards_PN.shape[1] // group_size
+    return clustered_wilson(1 - silent_share(pool.rewards_PN, group_size), most)
 
 
 def _length_kind(loss: Loss) -> tuple[str, int, bool]:
@@ -191,7 +220,7 @@ def _terms(
         if key not in sums:
             sums.clear()  # of many questions each takes gigabytes
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
-        return sums[key].terms(loss.rule, loss.options, group_size)
+        return sums[key].terms(loss.rule, loss.options, group_size, loss.rows.replaces)
     questions, completions = pool.rewards_PN.shape
     rng = generator(seed, "groups", group_size, loss.rule)
     places = np.tile(np.arange(completions), (questions, DRAWN_GROUPS, 1))

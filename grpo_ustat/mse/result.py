@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from grpo_ustat.estimators.dynamic_sampling import kept_groups
 from grpo_ustat.estimators.intervals import Interval, mean_reward, quantity
 from grpo_ustat.estimators.moments import refutes_assumption2
 from grpo_ustat.estimators.proxies import proxy_correlations
+from grpo_ustat.estimators.row_weights import RowFilter
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.mse.closed_form import (
@@ -291,13 +292,16 @@ def _noise(population: ClosedForm) -> parts.Noise:
 
 def _losses(rows: list[LossRow], rollouts: int) -> list[parts.LossWorth]:
     """What a rollout of each loss is worth, see `estimators.worth`."""
+    every = asdict(RowFilter())
     return [
         parts.LossWorth(
             loss=row.loss.name,
             baseline=row.loss.rule,
             loss_type=row.loss.loss_type,
+            **{name: x for name, x in asdict(row.loss.rows).items() if x != every[name]},
             rollouts=rollouts,
             group_size=row.group_size,
+            kept=row.kept,
             unbiased_direction=row.loss.scale(row.group_size) is not None,
             best=row.best,
             alike=row.alike,

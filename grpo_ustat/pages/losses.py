@@ -42,6 +42,12 @@ LOSS_TYPE_WORDS = {
     "vespo": "mean over the update's tokens",
     "bnpo": "mean over each micro-batch's tokens",
 }
+FILTER_WORDS = {  # of the keys of a row that say which rows count, where not all do
+    "drop": "zero-variance groups dropped",
+    "replace": "zero-variance groups replaced",
+    "reward_variance_share": "groups that hold {:g} of the reward variance",
+    "advantage_threshold": "|advantage| of {:g} or more",
+}
 WORTH_NOTE = (
     "Worth: rollouts of the unbiased leave-one-out gradient that do as much as one of the loss, at "
     "a batch's first update; 95 % intervals for new questions, paired among losses and G."
@@ -53,13 +59,20 @@ AT_BEST = "unbiased ones at their best G"
 
 
 def loss_words(row: Mapping[str, Any]) -> str:
-    """A loss's advantage and what divides its tokens.
+    """A loss's advantage, what divides its tokens, and which rows count.
 
-    >>> loss_words({"baseline": "group_std", "loss_type": "dapo"})
-    "std of the group, mean over the update's tokens"
+    >>> row = {"baseline": "group_std", "loss_type": "dapo", "zero_variance_groups": "drop"}
+    >>> loss_words(row)
+    "std of the group, mean over the update's tokens, zero-variance groups dropped"
     """
-    rule = row["baseline"]
-    return f"{ADVANTAGE_WORDS.get(rule, rule)}, {LOSS_TYPE_WORDS[row['loss_type']]}"
+    rule: str = row["baseline"]
+    words = [ADVANTAGE_WORDS.get(rule, rule), LOSS_TYPE_WORDS[row["loss_type"]]]
+    if "zero_variance_groups" in row:
+        words.append(FILTER_WORDS[row["zero_variance_groups"]])
+    for name in ("reward_variance_share", "advantage_threshold"):
+        if name in row:
+            words.append(FILTER_WORDS[name].format(row[name]))
+    return ", ".join(words)
 
 
 def by_loss(result: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
@@ -121,9 +134,16 @@ def _sentence(names: str, rows: Sequence[dict[str, Any]]) -> str:
         best_size += f" ({enumeration(others)} may be as good)"
     if len(measured) == 1:
         best_size = "no other G was measured"
+    drawn = ""
+    if "kept" in row:
+        kept = row_interval(row, "kept")
+        drawn = (
+            f"; {worth_text(kept)} of the groups that are drawn are in an update, and what the "
+            "others cost is not in its worth"
+        )
     return (
         f"{where} a rollout of {name} is worth {worth_text(worth)} of an unbiased one; "
-        f"{direction}; {best_size}."
+        f"{direction}; {best_size}{drawn}."
     )
 
 

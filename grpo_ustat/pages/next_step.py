@@ -57,7 +57,10 @@ def next_step(
         while rollouts // best > most and rollouts // 2 % best == 0:  # too few training questions
             rollouts //= 2
         sizes = [f"budget.rollouts={rollouts}", f"group_size={_best_of_loss(result, config, best)}"]
-        return command_line("train", *shared, *objective_overrides(config), *sizes)
+        # which train refuses, as it draws no group again
+        replaced, dropped = "zero_variance_groups=replace", "zero_variance_groups=drop"
+        loss = [word.replace(replaced, dropped) for word in objective_overrides(config)]
+        return command_line("train", *shared, *loss, *sizes)
     questions, (low, high) = result["questions"], prompts_needed(result)
     more = int(min(high, max(low, LARGEST_FOLLOW_UP * questions)))
     budget = config["budget"] | {"pool_completions": result["pool_completions"]}

@@ -138,7 +138,10 @@ class LossWorth:
 
     Attributes:
         loss, baseline, loss_type: name, rule of the advantages, and what divides the tokens.
+        zero_variance_groups, reward_variance_share, advantage_threshold: which rows count, where
+            not all do, see `estimators.row_weights.RowFilter`.
         rollouts, group_size: n of an update, and G.
+        kept: share of the groups drawn that are in the update, where the others are replaced.
         worth, worth_best: rollouts of the unbiased estimate, at the same G and at its best, that
             do as much as one of the loss.
         direction: cos^2 of the loss's mean and the gradient; 1 of an `unbiased_direction`.
@@ -150,8 +153,12 @@ class LossWorth:
     loss: str
     baseline: str
     loss_type: str
+    zero_variance_groups: Sometimes[str] = None
+    reward_variance_share: Sometimes[float] = None
+    advantage_threshold: Sometimes[float] = None
     rollouts: Size
     group_size: Size
+    kept: Sometimes[Estimate] = None
     unbiased_direction: bool
     worth: Sometimes[Estimate] = None
     worth_best: Sometimes[Estimate] = None

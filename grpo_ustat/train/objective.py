@@ -23,9 +23,10 @@ loss types have a form of their own, with `sg` a factor that is not differentiat
 
 with rho_it = exp(l_it - o_it). n and the sums are over the update's minibatch on all ranks.
 Completions that `mask_truncated_completions` leaves out have L_i = 0, and n counts them (Yu et al.
-2025). With `top_entropy_quantile` q < 1 the sum over t is of tokens alone whose entropy, under the
-policy at hand, is at or above the quantile 1 - q of all the update's tokens; w_i and penalty are
-as before (Wang et al. 2025, arXiv 2506.01939; TRL takes the quantile of each micro-batch).
+2025); those that a filter leaves out (`row_weights.rows_that_count`) are in no sum, n included.
+With `top_entropy_quantile` q < 1 the sum over t is of tokens alone whose entropy, under the policy
+at hand, is at or above the quantile 1 - q of all the update's tokens; w_i and penalty are as before
+(Wang et al. 2025, arXiv 2506.01939; TRL takes the quantile of each micro-batch).
 
 `clip(rho, A)` is `rho A`, with epsilon
 `min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017). At the policy that

@@ -243,7 +243,7 @@ def train_step(
         monitor = gradient_mse(run, batch) if every and step % every == 0 else {}
         completions = completion_rows(run, batch, advantage_PG, step + 1)
 
-        grad_norm, stats = update(run, batch, run.own_rows(advantage_PG), fixed, step)
+        grad_norm, stats = update(run, batch, advantage_PG, fixed, step)
         run.engine.refresh()
         names = reward_names(config.reward_funcs)
         row = (

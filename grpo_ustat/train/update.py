@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 
-from grpo_ustat.estimators.row_weights import token_weights
+from grpo_ustat.estimators.row_weights import rows_that_count, token_weights
 from grpo_ustat.policy.adapters import recomputing
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.output_layer import Head, Window
@@ -63,7 +63,7 @@ class Minibatch:
         index: flat indices of this rank's completions in it.
         weight_N: w_i of all of this rank's completions, see
             `estimators.row_weights.token_weights`; 0 of those that are left out.
-        num_rollouts: of the whole update, on all ranks.
+        num_rollouts: n, those of the whole update that count, on all ranks.
     """
 
     index: np.ndarray
@@ -121,8 +121,8 @@ def update(
     Args:
         run: its parameters are moved.
         batch: the step's completions.
-        advantage_PG: advantages of this rank's completions.
-        fixed: their log-probabilities before the step.
+        advantage_PG: advantages of all ranks' completions.
+        fixed: log-probabilities of this rank's before the step.
         step: keys the order of minibatches.
 
     Returns:
@@ -131,10 +131,11 @@ def update(
     Raises:
         FloatingPointError: a gradient is not finite; the parameters are as before that update.
     """
-    norm, stats = 0.0, UpdateStats()
+    norm, stats, own_advantage_PG = 0.0, UpdateStats(), run.own_rows(advantage_PG)
+    lengths_PG, rewards_PG = counted_lengths(run, batch), batch.rewards_PG
     with fsdp2.release_full_copy(run):
-        for minibatch in minibatches(run, counted_lengths(run, batch), step):
-            accumulate_gradient(run, batch.own_rollouts, advantage_PG, minibatch, fixed, stats)
+        for minibatch in minibatches(run, lengths_PG, step, rewards_PG, advantage_PG):
+            accumulate_gradient(run, batch.own_rollouts, own_advantage_PG, minibatch, fixed, stats)
             grads = sum_gradients(run)
             norm = float(fsdp2.full_tensor(torch.nn.utils.get_total_norm(grads)))
             if not math.isfinite(norm):
@@ -156,7 +157,13 @@ def counted_lengths(run: TrainContext, batch: Batch) -> np.ndarray:
     return batch.lengths_PG
 
 
-def minibatches(run: TrainContext, lengths_PG: np.ndarray, step: int) -> Iterator[Minibatch]:
+def minibatches(
+    run: TrainContext,
+    lengths_PG: np.ndarray,
+    step: int,
+    rewards_PG: np.ndarray | None = None,
+    advantage_PG: np.ndarray | None = None,
+) -> Iterator[Minibatch]:
     """The step's updates in order: whole groups, shuffled anew in each iteration.
 
     Micro-batches of `bnpo` are of rows of the whole update in random order, as in TRL, whatever the
@@ -166,6 +173,8 @@ def minibatches(run: TrainContext, lengths_PG: np.ndarray, step: int) -> Iterato
         run: whose objective says how many.
         lengths_PG: see `counted_lengths`.
         step: keys the orders.
+        rewards_PG, advantage_PG: of all ranks' completions, which an objective's filter of rows
+            reads, see `estimators.row_weights.rows_that_count`.
     """
     config, objective = run.config, run.config.objective
     count, size = config.prompts_per_step, config.group_size
@@ -182,15 +191,22 @@ def minibatches(run: TrainContext, lengths_PG: np.ndarray, step: int) -> Iterato
             if objective.loss_type == "bnpo":
                 key = f"{iteration}.{first}"
                 rows = generator(config.seed, "micro_batches", step, key).permutation(rows)
+            counts_N = None
+            if objective.rows.couples:
+                assert rewards_PG is not None and advantage_PG is not None
+                counts_N = rows_that_count(
+                    objective.rows, rewards_PG[prompts], advantage_PG[prompts]
+                ).ravel()
             weight_N = token_weights(
                 objective.loss_type, lengths_N, config.max_completion_length,
-                objective.micro_batch_size, rows,
+                objective.micro_batch_size, rows, counts_N,
             )  # fmt: skip
             weight_PG = np.zeros(lengths_PG.shape)
             weight_PG[prompts] = weight_N.reshape(-1, size)
             own_prompts = np.sort(prompts[prompts % world == rank]) // world
             index = (own_prompts[:, None] * size + np.arange(size)).ravel()
-            yield Minibatch(index, run.own_rows(weight_PG).ravel(), len(rows))
+            counted = len(rows) if counts_N is None else int(counts_N.sum())
+            yield Minibatch(index, run.own_rows(weight_PG).ravel(), counted)
 
 
 def trainable(policy: Policy) -> list[torch.nn.Parameter]:

@@ -9,6 +9,7 @@ from slow_cases import slow_after
 from grpo_ustat.config.identity import drop_neutral_keys, folder_name
 from grpo_ustat.config.objective import OBJECTIVES, preset
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.row_weights import RowFilter
 
 REFUSED = {
     "algorithm1 has no ratio": (
@@ -104,6 +105,33 @@ REFUSED = {
         ["objective=trl_dapo", "objective.top_entropy_quantile=0.2", "objective.entropy_coef=0.1"],
         "top_entropy_quantile=0.2 with entropy_coef=0.1: a bonus for some tokens alone",
     ),
+    "more than all reward variance": (
+        ["objective=trl_dapo", "objective.reward_variance_share=1.5"],
+        "reward_variance_share=1.5 is a share of the update's reward variance: use one above 0",
+    ),
+    "groups drawn anew": (
+        ["objective=dapo", "objective.zero_variance_groups=replace"],
+        "zero_variance_groups=replace: train samples a batch once .* use "
+        "objective.zero_variance_groups=drop",
+    ),
+    "variance of groups of one": (
+        ["objective=trl_dapo", "objective.zero_variance_groups=drop", "group_size=1",
+         "baseline=none"],
+        "zero_variance_groups=drop reward_variance_share=1.0 with group_size=1, whose groups",
+    ),
+    "micro-batches of rows that count": (
+        ["objective=trl_bnpo", "objective.advantage_threshold=0.1"],
+        "loss_type=bnpo with zero_variance_groups=keep .* advantage_threshold=0.1: .* use "
+        "loss_type=dapo",
+    ),
+    "another word for dropping": (
+        ["objective=dapo", "objective.zero_variance_groups=remove"],
+        "unknown objective.zero_variance_groups",
+    ),
+    "algorithm1 of some rows": (
+        ["objective.zero_variance_groups=drop"],
+        "no penalty, but objective.zero_variance_groups=drop: use objective=grpo",
+    ),
     "algorithm1 of some tokens": (
         ["objective.mask_truncated_completions=true"],
         "no penalty, but objective.mask_truncated_completions=True: use objective=grpo",
@@ -185,6 +213,7 @@ def test_every_preset_has_the_values_of_its_source():
         assert objective.minibatch_size is None and objective.entropy_coef == 0
         assert objective.micro_batch_size == (8 if name == "trl_bnpo" else None)
         assert objective.top_entropy_quantile == 1 and not objective.mask_truncated_completions
+        assert objective.rows == RowFilter()
 
 
 @pytest.mark.slow

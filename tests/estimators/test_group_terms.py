@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.group_terms import BY_LEVELS, LevelSums, drawn_terms, has_levels
-from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.records import BaselineContext, ScorePool
 
 OPTIONS = {"epsilon": 0.3, "value": 0.4}
@@ -73,6 +74,29 @@ def test_all_groups_of_a_pool_count(rule, loss_type, kind):
         energy, mean = of_groups(loss, pool, size)
         np.testing.assert_allclose(found.energy_P, energy, rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(found.mean_PR, mean, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+@pytest.mark.parametrize("rule", ["none", "leave_one_out", "group_std"])
+def test_replaced_groups_are_the_mixed_ones_of_a_pool(rule, kind):
+    """Sums over all groups whose rewards differ, by levels and drawn."""
+    pool = a_pool(kind)
+    loss = replace(loss_of(rule, "grpo"), rows=RowFilter("replace"))
+    energies, means, kept = [], [], []
+    for z, lengths, scores in zip(pool.rewards_PN, pool.lengths_PN, pool.features_PNR, strict=True):
+        groups = list(map(list, itertools.combinations(range(5), 3)))
+        mixed = [g for g in groups if len(set(z[g])) > 1]
+        terms = np.array([term(loss, z[g], lengths[g], scores[g]) for g in mixed]).reshape(-1, 4)
+        energies.append(np.square(terms).sum() / len(groups))
+        means.append(terms.sum(axis=0) / len(groups))
+        kept.append(len(mixed) / len(groups))
+    assert kept[2] == 0 < kept[0] < 1
+    sums = LevelSums(pool, loss.length_factors(pool.lengths_PN))
+    drawn = np.tile(np.array(list(itertools.combinations(range(5), 3))), (3, 1, 1))
+    for found in (sums.terms(rule, loss.options, 3, replaced=True), drawn_terms(pool, loss, drawn)):
+        np.testing.assert_allclose(found.energy_P, energies, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(found.mean_PR, means, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(found.kept_P, kept, rtol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["group_std", "opo", "quantile", "pods"])

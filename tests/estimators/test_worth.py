@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_ustat.estimators.group_terms import GroupTerms
-from grpo_ustat.estimators.row_weights import Loss, row_weights
+from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
 from grpo_ustat.estimators.worth import (
     UpdateMoments,
     alike,
@@ -33,6 +33,10 @@ LOSSES = [
     Loss("own", "group_std", {"epsilon": 0.1}, "grpo", 9),
     Loss("own", "group_std", {"epsilon": 0.1}, "dapo", 9),
     Loss("own", "batch_std", {"epsilon": 0.1}, "bnpo", 9, micro_batch_size=2),
+    Loss("drop", "leave_one_out", {}, "sum", 9, rows=RowFilter("drop")),
+    Loss("drop", "group_std", {"epsilon": 0.1}, "dapo", 9, rows=RowFilter("drop")),
+    Loss("share", "group_mean", {}, "sum", 9, rows=RowFilter(reward_variance_share=0.7)),
+    Loss("threshold", "leave_one_out", {}, "grpo", 9, rows=RowFilter(advantage_threshold=0.7)),
 ]
 
 
@@ -56,7 +60,9 @@ def exact(value):
     return np.full(5, float(value))
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.rule}-{loss.loss_type}")
+@pytest.mark.parametrize(
+    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.rule}-{loss.loss_type}"
+)
 def test_the_error_is_that_of_all_joint_batches(loss):
     updates, chances = joint_batches(loss, prompts=2)
     mean, energy = chances @ updates, chances @ np.square(updates).sum(axis=1)
@@ -95,6 +101,58 @@ def test_an_additive_update_is_the_mean_of_terms(loss):
     assert moments.cross_D[0] == pytest.approx(cross, rel=1e-12)
     of_pair = np.mean([(energy[i] + energy[j] + 2 * mean[i] @ mean[j]) / 4 for i, j in pairs])
     assert moments.energy_D[0] == pytest.approx(of_pair, rel=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["leave_one_out", "none"])
+def test_an_update_of_replaced_groups_has_the_moments_of_mixed_ones(rule):
+    """All joint batches given that the rewards of each group differ; the terms are those of a
+    population of the three prompts, copied so that pairs of different ones are nearly all pairs.
+    """
+    loss = Loss("own", rule, {}, "sum", 9, rows=RowFilter("replace"))
+    prompts = 2
+    rows = itertools.product(itertools.product(range(3), repeat=2), repeat=prompts)
+    updates, chances = [], []
+    for questions, outcomes in itertools.product(
+        itertools.product(range(3), repeat=prompts), list(rows)
+    ):
+        x, y = np.array(questions)[:, None], np.array(outcomes)
+        if not mixed_groups(REWARDS[x, y]).all():
+            continue
+        context = BaselineContext(lengths_PG=LENGTHS[x, y])
+        weights = row_weights(loss, REWARDS[x, y], context)
+        updates.append(np.einsum("pg,pgr->r", weights, SCORES[x, y]))
+        chances.append(CHANCES[x, y].prod())
+    updates, chances = np.array(updates), np.array(chances) / sum(chances)
+    mean, energy = chances @ updates, chances @ np.square(updates).sum(axis=1)
+    terms = []
+    for prompt in range(3):
+        vectors, weights = [], []
+        for y in map(list, itertools.product(range(3), repeat=2)):
+            context = BaselineContext(lengths_PG=LENGTHS[None, prompt, y])
+            weight = row_weights(loss, REWARDS[None, prompt, y], context)[0]
+            mixed = len(set(REWARDS[prompt, y])) > 1
+            vectors.append(weight @ SCORES[prompt, y])
+            weights.append(CHANCES[prompt, y].prod() * mixed)
+        vectors, weights = np.array(vectors), np.array(weights)
+        energy_x = weights @ np.square(vectors).sum(axis=1)
+        terms.append((energy_x, weights @ vectors, weights.sum()))
+    copies = 4000
+    energies, means, kept = (
+        np.tile(np.array(x), (copies, 1)[: np.ndim(x)]) for x in zip(*terms, strict=True)
+    )
+    population = GroupTerms(energies, means, kept)
+    gradient = np.tile(GRADIENTS, (copies, 1))
+    found = update_moments(population, gradient, prompts, loss.scale(2))
+    assert found.energy_D[0] == pytest.approx(energy, rel=1e-3)
+    assert found.mean_sq_D[0] == pytest.approx(mean @ mean, rel=1e-3)
+    assert found.cross_D[0] == pytest.approx(mean @ TRUE, rel=1e-3)
+    if rule == "leave_one_out":  # 0 on groups of equal rewards: E ghat = grad J / K
+        np.testing.assert_allclose(mean, TRUE / np.mean(kept), rtol=1e-12)
+        error = loss_error(found, product_of_means(gradient, gradient)).error_D[0]
+        by_definition = chances @ np.square(updates * np.mean(kept) - TRUE).sum(axis=1)
+        assert error == pytest.approx(by_definition, rel=1e-3)
+    else:
+        assert loss.scale(2) is None
 
 
 @pytest.mark.parametrize("metrics", [1, 2])

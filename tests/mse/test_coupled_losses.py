@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 
 from grpo_ustat.estimators.group_terms import LevelSums
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.row_weights import Loss, row_weights
+from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
 from grpo_ustat.estimators.worth import mean_over_prompts, update_moments
 from grpo_ustat.mse.coupled_losses import (
     Batch,
     additive_part,
     coupled_moments,
     drawn_batches,
-    most_prompts,
+    drawn_mixed_batches,
+    prompts_needed,
 )
+from grpo_ustat.mse.losses import loss_worths
 from grpo_ustat.records import BaselineContext, ScorePool
 
 QUESTIONS, SIZE = 6, 2
+PLACES = np.tile(np.arange(SIZE), (2, 1))  # of the pools' only groups
 LOSSES = [
     Loss("own", "group_std", {"epsilon": 0.1}, "dapo", 9),
     Loss("own", "batch_std", {"epsilon": 0.1}, "grpo", 9),
     Loss("own", "leave_one_out", {}, "bnpo", 9, micro_batch_size=2),
+    Loss("drop", "group_std", {"epsilon": 0.1}, "dapo", 9, rows=RowFilter("drop")),
+    Loss("drop all", "none", {}, "sum", 9, rows=RowFilter("drop")),
+    Loss("share", "leave_one_out", {}, "grpo", 9, rows=RowFilter(reward_variance_share=0.6)),
+    Loss("threshold", "group_mean", {}, "dr_grpo", 9, rows=RowFilter(advantage_threshold=0.4)),
 ]
 
 
 def a_pool():
     rng = np.random.default_rng(5)
     rewards = rng.integers(0, 2, size=(QUESTIONS, SIZE)).astype(float)
+    rewards[:3] = [[1, 1], [0, 1], [0.5, 0]]
     scores = rng.normal(size=(QUESTIONS, SIZE, 4)).astype(np.float32).astype(float)
     return ScorePool(
         rewards_PN=rewards,
@@ -48,7 +57,7 @@ def all_draws():
         if prompts[0] > prompts[1] or prompts[2] > prompts[3]:
             continue
         yield tuple(
-            Batch(np.array(prompts[half]), np.tile(np.arange(SIZE), (2, 1)), np.arange(4))
+            Batch(np.array(prompts[half]), PLACES, np.arange(4), np.array(prompts[half]))
             for half in (slice(2), slice(2, 4))
         )
 
@@ -60,7 +69,9 @@ def update(pool, loss, batch):
     return np.einsum("bg,bgr->r", weights, pool.features_PNR[rows])
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.rule}-{loss.loss_type}")
+@pytest.mark.parametrize(
+    "loss", LOSSES, ids=lambda loss: f"{loss.name}-{loss.rule}-{loss.loss_type}"
+)
 def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
     """Whole and without each prompt, where nothing is taken off for drawing."""
     monkeypatch.setattr(
@@ -70,6 +81,7 @@ def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
         ),
     )
     pool, draws = a_pool(), list(all_draws())
+    assert 1 < mixed_groups(pool.rewards_PN).sum() < QUESTIONS - 1
     weights = pool_gradient_weights(pool.rewards_PN)
     gradient = np.einsum("pn,pnr->pr", weights, pool.features_PNR)
     part = additive_part(loss)
@@ -117,6 +129,35 @@ def test_what_drawing_adds_to_the_jackknife_is_taken_off():
     assert ratio == pytest.approx(1, abs=0.15)
 
 
+def test_mixed_groups_are_drawn_as_if_others_were_drawn_anew():
+    """Their prompts and members have the law of groups given mixed rewards, both batches alike; the
+    prompts beside a draw have that of all, whatever was tried.
+    """
+    rewards = np.array([[1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1]] * 60).astype(float)
+    chance = {  # of each group of two, by prompt mod 3
+        1: {(0, 1): 1 / 2 * 1 / 2, (1, 0): 1 / 2 * 1 / 2},
+        2: {(0, 1): 2 / 3 * 1 / 2, (1, 0): 2 / 3 * 1 / 2},
+    }
+    kept = sum(p for groups in chance.values() for p in groups.values())
+    seen, beside, draws = [{}, {}], np.zeros(3), 2000
+    for batches in drawn_mixed_batches(rewards, 2, 2, draws, 0):
+        tried = np.concatenate([batch.tried for batch in batches])
+        assert len(set(tried)) == len(tried) <= 176
+        rest = np.setdiff1d(np.arange(180), tried)
+        beside += np.bincount(rest % 3, minlength=3) / len(rest)
+        for which, batch in enumerate(batches):
+            assert set(batch.prompt_B) <= set(batch.tried) and len(batch.prompt_B) == 2
+            for prompt, places in zip(batch.prompt_B, batch.place_BG, strict=True):
+                group = int(prompt) % 3, tuple(rewards[prompt, places])
+                seen[which][group] = seen[which].get(group, 0) + 1
+    for counts in seen:
+        assert counts.keys() == {(x, g) for x, groups in chance.items() for g in groups}
+        for (prompt, group), count in counts.items():
+            p = chance[prompt][group] / kept
+            assert abs(count / (2 * draws) - p) < 4 * math.sqrt(p * (1 - p) / (2 * draws))
+    np.testing.assert_allclose(beside / draws, 1 / 3, atol=0.003)
+
+
 def test_draws_are_a_function_of_their_seed_and_disjoint():
     arguments = (20, 6, 3, 4, 5)
     once, again, other = (list(drawn_batches(*arguments, seed)) for seed in (0, 0, 1))
@@ -126,4 +167,34 @@ def test_draws_are_a_function_of_their_seed_and_disjoint():
         assert not set(a.prompt_B) & set(b.prompt_B)
         assert all(len(set(row)) == 4 for row in a.place_BG)
     assert any((a[0].prompt_B != b[0].prompt_B).any() for a, b in zip(once, other, strict=True))
-    assert most_prompts(20) == 6
+    assert prompts_needed(6) == 18
+
+
+def test_replaced_groups_of_one_length_weigh_by_tokens_as_by_rows():
+    """Drawn mixed batches and all mixed groups say the same where tokens couple nothing."""
+    rng = np.random.default_rng(7)
+    scores = rng.normal(size=(80, 4, 3)) + np.array([0.5, 0, 0])
+    rewards = (rng.random((80, 4)) < 0.4).astype(float)
+    pool = ScorePool(
+        rewards_PN=rewards,
+        gram_PNN=scores @ scores.transpose(0, 2, 1),
+        lengths_PN=np.full((80, 4), 5),
+        features_PNR=scores,
+        reward_sums_PR=np.zeros((80, 3)),
+        score_sums_PR=np.zeros((80, 3)),
+    )
+    losses = [
+        Loss(kind, "none", {}, kind, 9, rows=RowFilter("replace")) for kind in ("sum", "dapo")
+    ]
+    by_rows, by_tokens = loss_worths(pool, losses, [2], 16, draws=50, seed=0)
+    for name in ("worth", "direction", "noise"):
+        numbers = getattr(by_tokens.worth, name), getattr(by_rows.worth, name)
+        np.testing.assert_allclose(*numbers, rtol=1e-5)  # float32 sketches
+    mixed = rewards.sum(axis=1) * (4 - rewards.sum(axis=1)) / 6
+    assert by_rows.kept.estimate == by_tokens.kept.estimate == pytest.approx(mixed.mean())
+    rewards[4:] = 1
+    reasons = [row.reason for row in loss_worths(pool, losses, [2], 16, draws=5, seed=0)]
+    assert "a study of" in reasons[1] and reasons[0] is None
+    rewards[1:] = 1
+    reasons = [row.reason for row in loss_worths(pool, losses, [2], 16, draws=5, seed=0)]
+    assert all("1 questions have groups of 2 whose rewards differ" in reason for reason in reasons)

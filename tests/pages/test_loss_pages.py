@@ -164,6 +164,7 @@ def test_the_figure_has_a_line_a_loss_that_is_decided_and_names_the_others(tmp_p
         ("objective=verl_token_mean",), ("objective=grpo", "objective.beta=0.0"),
         ("objective=dapo", "baseline=group_std", "baseline.options.epsilon=0.01"),
         ("objective=trl_dr_grpo", "baseline=group_std"),
+        ("objective=trl_dapo", "objective.zero_variance_groups=drop"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("verb", ["mse", "train"])
@@ -191,3 +192,6 @@ def test_the_next_step_trains_with_the_loss_and_its_own_best_size():
             row | {"group_size": 16, "best": True, "alike": True},
         ]
         assert next_step(result, config).endswith(f"group_size={size}")
+    replaced = ["objective=trl_dapo", "objective.zero_variance_groups=replace"]
+    step = next_step(result, asdict(compose_config("mse", replaced)))
+    assert "objective.zero_variance_groups=drop" in step and "replace" not in step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import sys
@@ -14,6 +15,8 @@ from reference import one_flat_score, plain_advantages
 
 from grpo_ustat.config.load import build_config
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.row_weights import row_weights
+from grpo_ustat.records import BaselineContext
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import trainer
 from grpo_ustat.train.update import (
@@ -93,6 +96,47 @@ def test_sgd_is_the_update_of_algorithm_1(tmp_path):
     step(run, batch, batch.rewards_PG)
     for name, parameter in run.policy.model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] - 0.01 * descent[name])
+
+
+@pytest.mark.parametrize(
+    "objective, rows, counted",
+    [
+        ("trl_dapo", ("zero_variance_groups=drop",), 12),
+        ("dr_grpo", ("reward_variance_share=0.7",), 8),
+        ("trl_grpo", ("advantage_threshold=0.6",), 6),
+        ("grpo", ("zero_variance_groups=drop", "advantage_threshold=0.9"), 2),
+        ("trl_gspo", ("reward_variance_share=0.3", "advantage_threshold=0.1"), 4),
+        ("trl_vespo", ("advantage_threshold=9",), 0),
+    ],
+)
+def test_the_first_update_is_of_the_rows_that_count(tmp_path, objective, rows, counted):
+    """theta' = theta + eta sum W s, with the weights that `mse` measures, one row at a time."""
+    run, batch = first_batch(
+        tmp_path, f"objective={objective}", "objective.num_minibatches=1", "objective.beta=0",
+        "baseline=group_std", *(f"objective.{word}" for word in rows), "optimizer=sgd",
+        "model.dtype=float64", "learning_rate=0.01", "max_grad_norm=null",
+    )  # fmt: skip
+    rewards = np.array([[1.0, 1, 1, 1], [0, 0, 0, 1], [0, 1, 0, 1], [1, 0, 1, 1]])
+    batch = dataclasses.replace(batch, rewards_PGF=rewards[..., None])
+    config, rollouts = run.config, batch.rollouts
+    loss = config.objective.loss(config.baseline, config.max_completion_length)
+    context = BaselineContext(lengths_PG=batch.lengths_PG)
+    weights = row_weights(loss, rewards, context)
+    assert (weights != 0).sum() == counted
+    named = dict(run.policy.model.named_parameters())
+    before = torch.cat([named[name].detach().flatten() for name in sorted(named)])
+    expected = torch.zeros_like(before)
+    for p, prompt in enumerate(rollouts.prompt_tokens):
+        for i in np.flatnonzero(weights[p]):
+            tokens = rollouts.tokens_PGT[p, i][rollouts.mask_PGT[p, i]]
+            expected += weights[p, i] * one_flat_score(run.policy.model, prompt, tokens)
+    advantage = trainer.advantages(config.baseline.name, rewards, context, config.baseline.options)
+    norm = step(run, batch, advantage)
+    after = torch.cat([named[name].detach().flatten() for name in sorted(named)])
+    torch.testing.assert_close(
+        (after - before) / 0.01, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item()
+    )
+    assert norm == pytest.approx(expected.norm().item())
 
 
 def test_an_unfinite_gradient_stops_before_the_step(tmp_path):

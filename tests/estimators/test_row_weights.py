@@ -1,0 +1,95 @@
+"""Which rows of an update count, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grpo_ustat.estimators.row_weights import (
+    LOSS_TYPES,
+    Loss,
+    RowFilter,
+    row_weights,
+    rows_that_count,
+)
+from grpo_ustat.records import BaselineContext
+
+REWARDS = np.array([[1.0, 1, 1, 1], [0, 0, 0, 1], [0, 1, 0, 1], [1, 0, 1, 1], [0.1] * 4])
+LENGTHS = np.array([[3, 1, 2, 5], [2, 2, 4, 1], [1, 7, 3, 2], [2, 6, 1, 1], [5, 1, 1, 2]])
+
+
+@pytest.mark.parametrize(
+    "share, groups",
+    [  # variances 0, 3/16, 4/16, 3/16, 0: .3, .4, .3 of their sum, the earlier of equal ones first
+        (0.01, [2]), (0.4, [2]), (0.41, [1, 2]), (0.7, [1, 2]), (0.71, [1, 2, 3]),
+        (0.999, [1, 2, 3]), (1.0, [0, 1, 2, 3, 4]),
+    ],
+)  # fmt: skip
+def test_the_fewest_groups_that_hold_the_share(share, groups):
+    found = rows_that_count(RowFilter(reward_variance_share=share), REWARDS, REWARDS)
+    assert np.flatnonzero(found.all(axis=1)).tolist() == groups
+    assert not found[[x for x in range(5) if x not in groups]].any()
+
+
+def test_rewards_alike_but_in_another_order_are_of_equal_variance():
+    """Whatever the rounding: the earlier group comes first."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        group = rng.normal(size=7)
+        rewards = np.array([rng.permutation(group) for _ in range(4)])
+        found = rows_that_count(RowFilter(reward_variance_share=0.5), rewards, rewards)
+        assert found[:, 0].tolist() == [True, True, False, False]
+
+
+def test_all_filters_at_once():
+    """Groups 1 and 2 hold the share, and .5 is in no row of group 1 but the right one."""
+    advantage = REWARDS - REWARDS.mean(axis=1, keepdims=True)
+    rows = RowFilter("drop", 0.7, 0.5)
+    found = rows_that_count(rows, REWARDS, advantage)
+    assert np.argwhere(found).tolist() == [[1, 3], [2, 0], [2, 1], [2, 2], [2, 3]]
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
+@pytest.mark.parametrize(
+    "rows", [RowFilter("drop"), RowFilter(reward_variance_share=0.7), RowFilter("drop", 0.7, 0.3)]
+)
+def test_weights_are_those_of_an_update_of_the_rows_that_count(rows, loss_type):
+    """Advantages are of all rows of the update, n and tokens of those that count; one of them is
+    cut and stays in n.
+    """
+    loss = Loss("own", "group_std", {"epsilon": 0.1}, loss_type, 9, None, True, rows)
+    ended = np.ones(REWARDS.shape, dtype=bool)
+    ended[2, 1] = False
+    found = row_weights(loss, REWARDS, BaselineContext(lengths_PG=LENGTHS), ended)
+    centred = REWARDS - REWARDS.mean(axis=1, keepdims=True)
+    advantage = centred / (REWARDS.std(axis=1, ddof=1, keepdims=True) + 0.1)
+    counts = rows_that_count(rows, REWARDS, advantage)
+    n, tokens = counts.sum(), (LENGTHS * counts * ended).sum()
+    divisor = {"sum": n, "luspo": n, "dr_grpo": n * 9, "grpo": n * LENGTHS, "sapo": n * LENGTHS}
+    expected = advantage / divisor.get(loss_type, tokens) * counts * ended
+    assert 0 < n < REWARDS.size
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
+@pytest.mark.parametrize(
+    "rows", [RowFilter("drop"), RowFilter("keep", 0.5), RowFilter("keep", 1.0, 9.0)]
+)
+def test_an_update_in_which_no_row_counts_is_zero(rows, loss_type):
+    loss = Loss("own", "none", {}, loss_type, 9, rows=rows)
+    context = BaselineContext(lengths_PG=LENGTHS[:2])
+    assert not row_weights(loss, np.ones((2, 4)), context).any()
+
+
+def test_a_filter_couples_rows_and_replaced_groups_do_not():
+    def loss(rule, rows):
+        return Loss("own", rule, {}, "sum", 9, rows=rows)
+
+    for rows in (RowFilter("drop"), RowFilter("keep", 0.9), RowFilter("keep", 1.0, 0.1)):
+        assert loss("leave_one_out", rows).couples_prompts
+        assert loss("leave_one_out", rows).scale(4) is None
+    replaced = RowFilter("replace")
+    assert not loss("leave_one_out", replaced).couples_prompts
+    assert [loss(rule, replaced).scale(4) for rule in ("leave_one_out", "group_mean", "none")] == [
+        1, 0.75, None,
+    ]  # fmt: skip
