@@ -78,7 +78,7 @@ TRAIN = {
     ("model",): "model has no value: write model=NAME, a name that --help model lists",
     ("objective.loss_type=dappo",): (
         "unknown objective.loss_type 'dappo': did you mean dapo? "
-        "choose from sum, dr_grpo, dapo, grpo"
+        "choose from sum, dr_grpo, dapo, grpo, bnpo, luspo, sapo, cispo, vespo"
     ),
     ("dataset.kind=arithmetik",): (
         "unknown dataset.kind 'arithmetik': did you mean arithmetic? "
