@@ -9,6 +9,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
+WRITES_NO_BYTECODE = sys.dont_write_bytecode
+sys.dont_write_bytecode = False  # until all is collected: later workers and processes read it
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from precision import compute_in_double  # noqa: E402
@@ -52,6 +55,7 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.enable()
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE
 
 
 def _kind(item):

@@ -18,14 +18,14 @@ BANDS = {"tiny_base": (0.2, 0.4), "tiny": (0.6, 0.85), "tiny_direct": (0.6, 0.85
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BANDS)
 def test_accuracy_on_the_study_questions(name):
-    """At temperature 1, 8 completions of each of the 500 questions."""
+    """At temperature 1, 3 completions of each of the 500 questions."""
     config = compose("mse", f"model={name}")
     policy, task = (
         configured_policy(config.policy_options),
         configured_task(config.task_options, config.model),
     )
     rollouts = sample(
-        policy, task.prompts("study"), 8, Sampling.of(config.sampler_options, "accuracy")
+        policy, task.prompts("study"), 3, Sampling.of(config.sampler_options, "accuracy")
     )
     accuracy = clustered_mean(summed_rewards(task, rollouts))
     low, high = BANDS[name]
@@ -33,7 +33,7 @@ def test_accuracy_on_the_study_questions(name):
     assert rollouts.ended_PG.mean() > 0.99
 
 
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.nightly(minutes=3)
 @pytest.mark.timeout(1800)
 def test_the_default_training_gains_ten_points(tmp_path):
     """With the seed that a user gets; evaluated before and after alone."""
@@ -46,10 +46,10 @@ def test_the_default_training_gains_ten_points(tmp_path):
 
 
 @pytest.mark.slow(minutes=0.3)
-@pytest.mark.parametrize("name, sign", [("tiny", -1), ("tiny_direct", 1)])
-def test_one_policy_of_each_regime_is_shipped(name, sign, tmp_path):
-    """A_V - A_0 is surely negative (the paper's ordering) or positive, by 100 questions."""
-    code, _, err = run("mse", f"model={name}", "study.questions=100", cwd=tmp_path)
+@pytest.mark.parametrize("name, sign, questions", [("tiny", -1, 100), ("tiny_direct", 1, 50)])
+def test_one_policy_of_each_regime_is_shipped(name, sign, questions, tmp_path):
+    """A_V - A_0 is surely negative (the paper's ordering) or positive."""
+    code, _, err = run("mse", f"model={name}", f"study.questions={questions}", cwd=tmp_path)
     assert code == 0, err
     (file,) = tmp_path.glob("outputs/mse/*/seed-0/result.json")
     found = json.loads(file.read_text())["assumption2"]

@@ -59,7 +59,7 @@ def asleep(folder, count):
 
 
 def gone(pids):
-    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 5)
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 60)
     return not alive
 
 

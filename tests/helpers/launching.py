@@ -64,7 +64,7 @@ class Command:
             return psutil.Process(self.pid).children()[0].children()
         return []
 
-    def end(self, seconds=60):
+    def end(self, seconds=120):
         """Its exit code, minus the signal that ended it; and what it printed."""
         until = time.monotonic() + seconds
         while (done := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
@@ -73,13 +73,13 @@ class Command:
         return os.waitstatus_to_exitcode(done[1]), self.said.read_text()
 
 
-def finished(entry, *arguments, cwd, before=lambda: None, seconds=60):
+def finished(entry, *arguments, cwd, before=lambda: None, seconds=120):
     """See `Command.end`."""
     with Command(entry, *arguments, cwd=cwd, before=before) as command:
         return command.end(seconds)
 
 
-def until(condition, seconds=30):
+def until(condition, seconds=120):
     """Wait for something to come true."""
     end = time.monotonic() + seconds
     while not condition():

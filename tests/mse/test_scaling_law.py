@@ -54,17 +54,17 @@ def test_minibatches_of_a_tabular_policy_follow_the_prediction():
         assert abs(squared.mean() - law[size].estimate) < 3.5 * error, size
 
 
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.slow(minutes=0.4)
 def test_minibatches_of_tiny_follow_the_prediction(tmp_path):
     """n = 32 of 24 questions: the law from one pool, minibatches from another.
 
-    The second pool is split into 8 disjoint parts, each of which gives one independent measurement
+    The second pool is split into 24 disjoint parts, each of which gives one independent measurement
     at every G; t criterion at 1 % over the four comparisons together.
     """
-    points, parts = [(2, 16), (4, 8), (8, 4), (16, 2)], 8
-    small = ("model=tiny_base", "study.questions=24", "launch.workers=1")
-    one = compose("mse", *small, "budget.pool_completions=96")
-    two = compose("mse", *small, "seed=1", "budget.pool_completions=128",
+    points, parts = [(2, 16), (4, 8), (8, 4), (16, 2)], 24
+    small = ("model=tiny_direct", "study.questions=24", "launch.workers=1")
+    one = compose("mse", *small, "budget.pool_completions=288")
+    two = compose("mse", *small, "seed=1", f"budget.pool_completions={16 * parts}",
                   "budget.feature_sketch=4093")  # fmt: skip
     prompts = configured_task(one.task_options, one.model).prompts("study")[:24]
     first, _ = build_pool(one, prompts, tmp_path / "one")

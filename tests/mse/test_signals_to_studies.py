@@ -73,7 +73,7 @@ def check_stopped(place, way, number, everyone, undisturbed, begun=None):
     """Stop a study once it has begun, then end it."""
     overrides, others = WAYS[way]
     with Command("mse", *STUDY, *overrides, cwd=place, before=slowly) as run:
-        until(lambda: begun(run, place) if begun else parts(place), seconds=60)
+        until(lambda: begun(run, place) if begun else parts(place))
         family = [one for one in run.family() if "resource_tracker" not in command_of(one)]
         for pid in (run.pid, *(one.pid for one in family if everyone)):
             with suppress(ProcessLookupError):  # ended by the first, which was told before
@@ -81,7 +81,7 @@ def check_stopped(place, way, number, everyone, undisturbed, begun=None):
         code, said = run.end()
         assert code == 75, said
         assert len(family) == others
-        until(lambda: not any(map(alive, family)), seconds=5)
+        until(lambda: not any(map(alive, family)))
     kept = parts(place)
     there = re.findall(rf"stopped by SIG{number}; (\d+) of {QUESTIONS} questions are in the", said)
     assert [int(count) for count in there] == [len(kept)] and len(kept) < QUESTIONS, said

@@ -67,6 +67,7 @@ def test_a_study_of_too_few_questions_for_the_scaling_law_is_shown_again(tmp_pat
     assert study(tmp_path / "run", *few) == result
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_the_folder_holds_what_it_promises(finished):
     path, result = finished
     names = {p.name for p in path.iterdir()}
@@ -94,12 +95,14 @@ def test_the_folder_holds_what_it_promises(finished):
     assert result["config_hash"] and result["versions"]["torch"]
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_the_table_and_the_json_agree(finished):
     path, result = finished
     rows = list(csv.DictReader((path / "curves.csv").open()))
     assert [float(row["mse"]) for row in rows] == [row["mse"] for row in result["curves"]]
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_the_table_and_its_typed_twin_agree(finished):
     """Every cell: numbers to the last bit, what is unknown null, booleans and counts as such."""
     path, result = finished
@@ -133,12 +136,14 @@ def test_the_figure_can_be_redrawn(finished, tmp_path):
     assert (tmp_path / "figure4.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_the_pdf_embeds_its_fonts(finished):
     path, _ = finished
     pdf = (path / "figure.pdf").read_bytes()
     assert b"/FontFile2" in pdf and b"/Type3" not in pdf
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_rows_obey_their_identities(finished):
     _, result = finished
     rows = {(r["method"], r["baseline"], r["group_size"]): r for r in result["curves"]}
@@ -179,6 +184,7 @@ def test_columns_free_of_scale_belong_to_their_setting(tmp_path):
     assert own["mse"] / own["relative_mse"] > 1.5 * whole["mse"] / whole["relative_mse"]
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_a_finished_study_is_shown_again(finished, capsys):
     path, result = finished
     config = compose("mse", *SMALL, *FINISHED)
@@ -234,10 +240,16 @@ def test_two_processes_give_the_figures_of_one(tmp_path):
     assert one["cost"]["rollouts"] == two["cost"]["rollouts"]
 
 
-@pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(1800)
-def test_three_methods_agree_on_tiny(tmp_path):
-    """Rules of every kind, 4 questions: replay against fresh rollouts, simultaneous 99 %."""
+@pytest.mark.parametrize(
+    "questions, largest, completions, replicates",
+    [
+        pytest.param(2, 4, 128, 64, marks=pytest.mark.slow(minutes=0.8)),
+        pytest.param(4, 8, 256, 48, marks=pytest.mark.nightly(minutes=2)),
+    ],
+)
+def test_three_methods_agree_on_tiny(tmp_path, questions, largest, completions, replicates):
+    """Rules of every kind: replay against fresh rollouts, simultaneous 99 %."""
     names = [
         "none",
         "leave_one_out",
@@ -249,11 +261,11 @@ def test_three_methods_agree_on_tiny(tmp_path):
         "batch_std",
     ]
     result = study(
-        tmp_path, "experiment=monte_carlo_check", "model=tiny_base", "study.questions=4",
-        "launch.workers=1", "study.methods=[closed_form,replay,monte_carlo]",
-        f"baselines=[{','.join(names)}]",
-        "group_sizes=[2,8]", "budget.pool_completions=224", "budget.replicates=48",
-        "budget.reference_completions=256", "budget.value_completions=256",
+        tmp_path, "experiment=monte_carlo_check", "model=tiny_base", "launch.workers=1",
+        "study.methods=[closed_form,replay,monte_carlo]", f"study.questions={questions}",
+        f"baselines=[{','.join(names)}]", f"group_sizes=[2,{largest}]",
+        *(f"budget.{key}_completions={completions}" for key in ("pool", "reference", "value")),
+        f"budget.replicates={replicates}",
     )  # fmt: skip
     rows = {(r["method"], r["baseline"], r["group_size"], r["target"]): r for r in result["curves"]}
     pairs = [
@@ -300,6 +312,7 @@ def test_nothing_is_drawn_anew_for_monte_carlo_where_all_rewards_are_equal(tmp_p
     assert result["curves"] == [] and result["cost"]["rollouts"] == 8 * 8
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_cost_counts_every_rollout(finished):
     _, result = finished
     budget = {"pool": 8, "value": 16, "reference": 16, "replicates": 4 * 4}
@@ -383,6 +396,7 @@ def test_the_verdict_leaves_the_best_group_size_to_the_answer():
     assert "G*" not in verdict_of(1, 3, gstar=(4.0, 3.0, 6.0))
 
 
+@pytest.mark.slow(minutes=0.02)
 def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished, capsys):
     """The answer, a table, the warnings, at most three verdicts, what to type next, the page."""
     path, result = finished
@@ -411,7 +425,7 @@ def test_the_console_answers_in_three_lines_and_ends_with_what_to_type(finished,
 @pytest.mark.slow(minutes=0.7)
 def test_a_part_of_the_model_is_studied_as_such(tmp_path):
     """Same completions; errors of the parts add up to those of the whole, by Monte Carlo too."""
-    options = ("model.dtype=float64", "budget.gradient_sketch=250000")
+    options = ("model.dtype=float64", "budget.gradient_sketch=250000", "study.questions=5")
     whole = study(tmp_path / "whole", *options)
     parts = [
         study(tmp_path / name, *options, f"study.parameters={name}")

@@ -201,19 +201,19 @@ def test_a_run_that_is_stopped_and_killed_is_one_run_off_line(tmp_path, monkeypa
     with tracked(tmp_path, "with", *asked) as first:
         until(lambda: lines(run / "metrics.jsonl") >= 2)
         os.kill(first.pid, signal.SIGTERM)
-        assert first.end()[0] == 75
+        assert first.end(300)[0] == 75
     with tracked(tmp_path, "with", *asked) as second:
         until(lambda: lines(starts) == 2)
         until(lambda: lines(run / "metrics.jsonl") >= 6)
         os.kill(second.pid, signal.SIGKILL)
         left = [process for process in second.family() if alive(process)]
         second.end()
-        until(lambda: not any(map(alive, left)))  # wandb's own process ends by itself
+        until(lambda: not any(map(alive, left)), 300)  # wandb's own process ends by itself
     with tracked(tmp_path, "with", *asked) as third:
-        code, text = third.end(120)
+        code, text = third.end(300)
     assert code == 0 and "warning: logger" not in text, text
     with tracked(tmp_path, "without", "max_steps=60") as alone:
-        assert alone.end(120)[0] == 0
+        assert alone.end(300)[0] == 0
     others = [n for n in differences(run, tmp_path / "without") if "tracker" not in n]
     # a stop saves before it evaluates, so the checkpoint of its step is another one
     ends = [n for n in others if not n.startswith("checkpoint-") or n.startswith("checkpoint-60/")]
@@ -298,8 +298,13 @@ sys.exit(7)
 """
 
 
-@pytest.mark.slow(minutes=1)
-@pytest.mark.parametrize("fault", [401, "hang"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("hang", marks=pytest.mark.slow(minutes=0.5)),
+        pytest.param(401, marks=pytest.mark.nightly(minutes=0.5)),
+    ],
+)
 def test_a_server_that_refuses_or_hangs_holds_up_nothing_and_all_arrives_later(
     tmp_path, server, fault
 ):
