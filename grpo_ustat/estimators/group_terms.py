@@ -29,7 +29,7 @@ from itertools import combinations_with_replacement
 from math import comb
 
 import numpy as np
-from scipy.special import gammaln  # pyright: ignore[reportUnknownVariableType]
+from scipy.stats import multivariate_hypergeom  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.row_weights import Loss, mixed_groups
@@ -109,7 +109,9 @@ class LevelSums:
             advantage_CG, np.minimum(first_CL, group_size - 1), axis=1
         )
         counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
-        chance_UC = hypergeometric(counts_UL, composition_CL)
+        # the chance of each composition of a group drawn from a pool with these counts
+        counts_U1L = counts_UL[:, None].astype(np.int64)
+        chance_UC = np.asarray(multivariate_hypergeom.pmf(composition_CL, counts_U1L, group_size))
         if replaced:
             chance_UC = chance_UC * ((composition_CL > 0).sum(axis=1) > 1)
         same_LL = np.eye(len(self.level_L))
@@ -136,27 +138,6 @@ def compositions(levels: int, group_size: int) -> Integers:
     """
     members = combinations_with_replacement(range(levels), group_size)
     return np.array([np.bincount(group, minlength=levels) for group in members])
-
-
-def hypergeometric(counts_UL: Array, composition_CL: Integers) -> Array:
-    """Chance of each composition of a group drawn from pools with these counts, [U, C].
-
-    >>> hypergeometric(np.array([[2.0, 1.0]]), compositions(2, 2)).round(4).tolist()
-    [[0.3333, 0.6667, 0.0]]
-    """
-    left_UCL = counts_UL[:, None] - composition_CL
-    possible_UC = (left_UCL >= 0).all(axis=2)
-    size = composition_CL[0].sum()
-    ways_UCL: Array = (
-        gammaln(counts_UL[:, None] + 1)
-        - gammaln(composition_CL + 1)
-        - gammaln(np.maximum(left_UCL, 0) + 1)
-    )
-    total_U = counts_UL.sum(axis=1)
-    of_groups_3U: Array = gammaln([total_U + 1, 0 * total_U + size + 1, total_U - size + 1])
-    ways_U = of_groups_3U[0] - of_groups_3U[1] - of_groups_3U[2]
-    chance_UC = np.exp(ways_UCL.sum(axis=2) - ways_U[:, None])
-    return np.where(possible_UC, chance_UC, 0.0)
 
 
 def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BLOCK) -> GroupTerms:

@@ -169,7 +169,7 @@ class Loss:
     """A loss at the first update of a batch, all importance ratios being 1 and no penalty counting.
 
     Attributes:
-        name: the preset's, or `own`.
+        name: of the objective.
         rule, options: of its advantages, a key of `BASELINES` with its options.
         loss_type: one of `LOSS_TYPES`.
         max_completion_length: L_max.

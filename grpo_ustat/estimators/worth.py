@@ -8,13 +8,13 @@ business, so it is judged by the multiple of it that is as long as the true grad
 
 For an unbiased estimate it is the mean squared error. Along ghat, where the curvature of J is the
 same in all directions, the best step gains `e = ||grad J||^2 / (||grad J||^2 + error)` of what the
-true gradient's would, `e = cos^2(ghat, grad J)` in the sense of second moments; so two losses of
-one error serve alike, and with `n MSE(n, G) = G C1 + C2 + C3/(G-1)` of leave-one-out at G
+true gradient's would; so two losses of one error serve alike. With the error of n rollouts of the
+unbiased estimate, `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n` of leave-one-out,
 
-    worth = ( n MSE(n, G) / n ) / error
+    worth = MSE(n, G) / error
 
 rollouts of the unbiased estimate at the same G do what one rollout of the loss does; with the least
-of the measured `n MSE(n, G)`, at its best G. Two parts of the error are said apart:
+of the measured `MSE(n, G)`, at its best G. Two parts of the error are said apart:
 
     direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, which no n mends
     noise         tr Cov ghat / E||ghat||^2, the share of an update that is noise

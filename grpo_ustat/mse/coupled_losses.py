@@ -163,7 +163,9 @@ def coupled_moments(
     lacks_DP: Mask = np.logical_not(inside_DP.reshape(-1, questions))
     outside_DP: Mask = np.logical_not(inside_DP.any(axis=1))
     moments: list[UpdateMoments] = []
-    for number, (alpha, plain) in enumerate(zip(products / squares, additive, strict=True)):
+    # a part that is 0 in every draw, as where no drawn group has two rewards, takes nothing off
+    alphas = np.divide(products, squares, out=np.zeros(len(losses)), where=squares > 0)
+    for number, (alpha, plain) in enumerate(zip(alphas, additive, strict=True)):
         own = energy[0, number] - alpha**2 * energy[1, number]
         pair = between[0, number] - alpha**2 * between[1, number]
         toward = along_DP[0, number] - alpha * along_DP[1, number]

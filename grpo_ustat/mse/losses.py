@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,70 +83,70 @@ def loss_worths(
     refusals = {
         (loss, size): refusal(pool, loss, size, rollouts) for loss in losses for size in group_sizes
     }
+    sizes = [size for size in group_sizes if refusal(pool, UNBIASED, size, rollouts) is None]
+    measured = {loss: [size for size in sizes if refusals[loss, size] is None] for loss in losses}
+    errors = loss_errors(pool, {UNBIASED: sizes} | measured, rollouts, draws, seed)
+    unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
     rows = [
         LossRow(loss, size, None, reason=reason)
         for (loss, size), reason in refusals.items()
         if reason is not None
     ]
-    questions, completions = pool.rewards_PN.shape
-    sizes = [size for size in group_sizes if refusal(pool, UNBIASED, size, rollouts) is None]
-    weights_PN = pool_gradient_weights(pool.rewards_PN)
-    gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
-    additive: dict[tuple[Loss, int], UpdateMoments] = {}
-    sums: dict[tuple[str, int, bool], LevelSums] = {}
-    of_each = [
-        (loss, additive_part(loss), [x for x in sizes if refusals.get((loss, x)) is None])
-        for loss in dict.fromkeys([UNBIASED, *losses])
-    ]
-    for loss, part, own_sizes in sorted(of_each, key=lambda each: _length_kind(each[1])):
-        for size in own_sizes:
-            additive[loss, size] = update_moments(
-                _terms(pool, part, size, sums, seed), gradient_PR, rollouts / size,
-                None if loss.couples_prompts else loss.scale(size), pool.metrics,
-            )  # fmt: skip
-    errors: dict[tuple[Loss, int], LossError] = {}
-    for size in sizes:
-        own = [UNBIASED, *(loss for loss in losses if refusals[loss, size] is None)]
-        moments = [additive[loss, size] for loss in own]
-        for replaces in (False, True):
-            coupled = [
-                place
-                for place, loss in enumerate(own)
-                if loss.couples_prompts and loss.rows.replaces == replaces
-            ]
-            if not coupled:
-                continue
-            prompts = rollouts // size
-            batches = drawn_batches(questions, completions, prompts, size, draws, seed)
-            if replaces:
-                batches = drawn_mixed_batches(pool.rewards_PN, prompts, size, draws, seed)
-            whole = coupled_moments(
-                pool, gradient_PR, [own[i] for i in coupled], [moments[i] for i in coupled],
-                list(batches),
-            )  # fmt: skip
-            for place, of_batches in zip(coupled, whole, strict=True):
-                moments[place] = of_batches
-        signal_D = product_of_means(gradient_PR, gradient_PR, pool.metrics)
-        for loss, own_moments in zip(own, moments, strict=True):
-            errors[loss, size] = loss_error(own_moments, signal_D, pool.metrics)
-    unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
-    for loss in losses:
-        own = {size: errors[loss, size] for size in sizes if (loss, size) in errors}
-        if not own:
+    for loss, own_sizes in measured.items():
+        if not own_sizes:
             continue
-        best, others = alike({size: x.error_D for size, x in own.items()}, pool.metrics)
+        best, others = alike({x: errors[loss, x].error_D for x in own_sizes}, pool.metrics)
         rows += [
             LossRow(
                 loss,
                 size,
-                worth(error, size, unbiased, pool.metrics),
+                worth(errors[loss, size], size, unbiased, pool.metrics),
                 best=size == best,
                 alike=size in others,
                 kept=kept_share(pool, size) if loss.rows.replaces else None,
             )
-            for size, error in own.items()
+            for size in own_sizes
         ]
     return sorted(rows, key=lambda row: (losses.index(row.loss), row.group_size))
+
+
+def loss_errors(
+    pool: ScorePool, measured: Mapping[Loss, Sequence[int]], rollouts: int, draws: int, seed: int
+) -> dict[tuple[Loss, int], LossError]:
+    """The error of n rollouts of each loss, by loss and G.
+
+    Args:
+        pool: scored completions.
+        measured: the G at which each loss is measured, none of them refused.
+        rollouts, draws, seed: see `loss_worths`.
+    """
+    questions, completions = pool.rewards_PN.shape
+    weights_PN = pool_gradient_weights(pool.rewards_PN)
+    gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
+    moments: dict[tuple[Loss, int], UpdateMoments] = {}
+    sums: dict[tuple[str, int, bool], LevelSums] = {}
+    for loss in sorted(measured, key=lambda loss: _length_kind(additive_part(loss))):
+        for size in measured[loss]:
+            moments[loss, size] = update_moments(
+                _terms(pool, additive_part(loss), size, sums, seed), gradient_PR, rollouts / size,
+                None if loss.couples_prompts else loss.scale(size), pool.metrics,
+            )  # fmt: skip
+    coupled: dict[tuple[int, bool], list[Loss]] = {}  # those that share their draws
+    for loss, size in moments:
+        if loss.couples_prompts:
+            coupled.setdefault((size, loss.rows.replaces), []).append(loss)
+    for (size, replaces), sharing in coupled.items():
+        prompts = rollouts // size
+        batches = drawn_batches(questions, completions, prompts, size, draws, seed)
+        if replaces:
+            batches = drawn_mixed_batches(pool.rewards_PN, prompts, size, draws, seed)
+        parts = [moments[loss, size] for loss in sharing]
+        whole = coupled_moments(pool, gradient_PR, sharing, parts, list(batches))
+        moments |= zip([(loss, size) for loss in sharing], whole, strict=True)
+    signal_D = product_of_means(gradient_PR, gradient_PR, pool.metrics)
+    return {
+        key: loss_error(of_update, signal_D, pool.metrics) for key, of_update in moments.items()
+    }
 
 
 def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str | None:

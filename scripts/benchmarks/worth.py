@@ -8,6 +8,8 @@ N completions each:
     worth        of these, how often it covers; likewise at the unbiased estimate's best G
     direction    of all studies, how often the interval of cos^2 covers
     noise        of all studies, how often that of the share of noise covers
+    best G       of the decided studies, how often the loss's best measured G is not called worse,
+                 said once for each loss
 
     python scripts/benchmarks/worth.py --studies 300
 """
@@ -30,7 +32,8 @@ from grpo_ustat.records import ScorePool
 
 ROLLOUTS, LONGEST = 64, 60
 CELLS = ((20, 16), (40, 16), (100, 16), (200, 32))
-SIZES = (4, 8)
+SIZES = (2, 4, 8, 16)
+COLUMNS = [*(field.name for field in fields(Worth)), "best G"]
 STD = {"epsilon": 1e-4}
 LOSSES = [
     Loss("none, sum", "none", {}, "sum", LONGEST),
@@ -85,15 +88,14 @@ def main() -> None:
     asked = parser.parse_args()
     print(f"n = {ROLLOUTS}, {asked.studies} studies a cell")
     print(f"{'G*':12}{'m x N':>10}{'G':>4}  {'loss':22}{'truth':>7}{'decided':>9}", end="")
-    print("".join(f"{field.name:>12}" for field in fields(Worth)))
+    print("".join(f"{name:>12}" for name in COLUMNS))
     for name in asked.populations:
         population = Population(*POPULATIONS[name])
         lengths_PY = lengths_of(population)
         large = study(population, lengths_PY, np.arange(PROMPTS), 64, np.random.default_rng(9))
-        truth = {
-            (row.loss.name, row.group_size): row.worth
-            for row in loss_worths(large, LOSSES, SIZES, ROLLOUTS, 4000, seed=1)
-        }
+        rows = loss_worths(large, LOSSES, SIZES, ROLLOUTS, 2000, seed=1)
+        truth = {(row.loss.name, row.group_size): row.worth for row in rows}
+        best = {row.loss.name: row.group_size for row in rows if row.best}
         for prompts, completions in CELLS:
             rng = np.random.default_rng(10)
             hits = defaultdict(list)
@@ -106,6 +108,8 @@ def main() -> None:
                     key = row.loss.name, row.group_size
                     decided = math.isfinite(row.worth.worth.high)
                     hits[key, "decided"].append(decided)
+                    if decided and row.group_size == best[row.loss.name]:
+                        hits[key, "best G"].append(row.alike)
                     for field in fields(Worth):
                         if decided or "worth" not in field.name:
                             found = getattr(row.worth, field.name)
@@ -117,8 +121,8 @@ def main() -> None:
                     continue
                 print(f"{name:12}{f'{prompts} x {completions}':>10}{key[1]:4}  {key[0]:22}", end="")
                 print(f"{right.worth.estimate:7.2f}{np.mean(hits[key, 'decided']):9.2f}", end="")
-                for field in fields(Worth):
-                    seen = hits[key, field.name]
+                for column in COLUMNS:
+                    seen = hits[key, column]
                     text = f"{np.mean(seen):.3f}" if len(seen) >= 50 else "too few"
                     print(f"{text:>12}", end="")
                 print(flush=True)
