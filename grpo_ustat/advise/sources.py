@@ -51,7 +51,10 @@ from grpo_ustat.records import Array
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord
 
-OF_THE_UNBIASED = "This is of the unbiased leave-one-out gradient."
+OF_THE_UNBIASED = (
+    "This speaks of the unbiased leave-one-out gradient; of your loss the answer is in:"
+)
+NOT_IN_A_POOL = ("objective.entropy_coef", "objective.top_entropy_quantile")  # refused by mse
 LEAST_STEPS = 4  # with constants, of which a mean has an interval
 POOL = "pool.json"
 
@@ -184,7 +187,7 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
     details += losses_sentences(result)
     if request.objective and "losses" not in result:
         again = [*policy_overrides(run.config), *request.objective, f"pool={run.folder / 'pool'}"]
-        details.append(f"{OF_THE_UNBIASED} Of your loss says it: {command_line('mse', *again)}")
+        details.append(f"{OF_THE_UNBIASED} {command_line('mse', *again)}")
     if request.rollouts is None and theirs is not None:
         details.append(f"n = {theirs} is a training step of those who wrote {pool}.")
     details.append(interval_note(result))
@@ -222,9 +225,8 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
         *filter(None, [training_noise_sentence(run.metrics, group_size, rollouts)]),
         "Intervals of 95 % over steps, of the policies of these steps together.",
     ]
-    loss = request.objective or objective_overrides(run.config)
-    if loss:
-        details.append(f"{OF_THE_UNBIASED} Of this loss says it: {_measure_checkpoint(run, loss)}")
+    if request.objective or _measurable_loss(run):
+        details.append(f"{OF_THE_UNBIASED} {_measure_checkpoint(run, request.objective)}")
     if verdict != UNKNOWN:
         details.insert(1, other_sizes(group_size_costs(scaling, rollouts)))
         used = numbers["best_num_generations"]
@@ -291,11 +293,17 @@ def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: 
     return Advice(UNKNOWN, sentence, details, _measure_checkpoint(run))
 
 
+def _measurable_loss(run: RunRecord) -> list[str]:
+    """Overrides of a training run's loss for `mse`; none where a pool of scores does not tell it."""
+    words = objective_overrides(run.config)
+    return [] if any(word.startswith(NOT_IN_A_POOL) for word in words) else words
+
+
 def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
     """The command that studies the newest checkpoint of a run, or the model that it starts from,
     and its loss.
     """
-    overrides = [*policy_overrides(run.config), *(loss or objective_overrides(run.config))]
+    overrides = [*policy_overrides(run.config), *(loss or _measurable_loss(run))]
     checkpoints = sorted(
         run.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2] or 0)
     )
