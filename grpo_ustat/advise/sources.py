@@ -51,9 +51,7 @@ from grpo_ustat.records import Array
 from grpo_ustat.runs.contents import parsed_json, text_of
 from grpo_ustat.runs.record import CODE, CONFIG, RESULT, RunRecord
 
-OF_THE_UNBIASED = (
-    "This speaks of the unbiased leave-one-out gradient; of your loss the answer is in:"
-)
+OF_THE_UNBIASED = "This is of the unbiased leave-one-out gradient; what your loss wants is told by:"
 NOT_IN_A_POOL = ("objective.entropy_coef", "objective.top_entropy_quantile")  # refused by mse
 LEAST_STEPS = 4  # with constants, of which a mean has an interval
 POOL = "pool.json"
@@ -294,7 +292,7 @@ def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: 
 
 
 def _measurable_loss(run: RunRecord) -> list[str]:
-    """Overrides of a training run's loss for `mse`; none where a pool of scores does not tell it."""
+    """Overrides of a training run's loss for `mse`; none where a pool does not tell of it."""
     words = objective_overrides(run.config)
     return [] if any(word.startswith(NOT_IN_A_POOL) for word in words) else words
 

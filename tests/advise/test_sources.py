@@ -77,7 +77,7 @@ def test_the_loss_of_a_training_run_is_named_with_what_says_its_worth(tmp_path):
     run_folder = folder(tmp_path / "run", "train", None, steps, "objective=trl_dapo")
     (run_folder / "checkpoint-8").mkdir()
     said = advice_of(Request(run_folder)).details[-1]
-    assert said.startswith("This speaks of the unbiased leave-one-out gradient; of your loss")
+    assert said.startswith("This is of the unbiased leave-one-out gradient; what your loss")
     assert f"mse model={run_folder}/checkpoint-8" in said and said.endswith("objective=trl_dapo")
     plain = folder(tmp_path / "plain", "train", None, steps)
     assert "unbiased" not in " ".join(advice_of(Request(plain)).details)
@@ -105,7 +105,7 @@ def test_a_study_says_what_a_rollout_of_its_loss_is_worth(tmp_path):
     assert advice.next.endswith("objective=trl_dapo budget.rollouts=256 group_size=8")
     other = folder(tmp_path / "other", "mse", RESULT)
     asked = advice_of(Request(other, objective=("objective=trl_dapo",))).details[-2]
-    assert "of your loss the answer is in: " in asked and f"pool={other}/pool" in asked
+    assert "what your loss wants is told by: " in asked and f"pool={other}/pool" in asked
 
 
 def test_a_training_run_without_monitor_says_what_to_measure(tmp_path):
