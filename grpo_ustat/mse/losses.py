@@ -85,7 +85,7 @@ def loss_worths(
     }
     sizes = [size for size in group_sizes if refusal(pool, UNBIASED, size, rollouts) is None]
     measured = {loss: [size for size in sizes if refusals[loss, size] is None] for loss in losses}
-    errors = loss_errors(pool, {UNBIASED: sizes} | measured, rollouts, draws, seed)
+    errors = loss_errors(pool, {UNBIASED: sizes} | measured, rollouts, draws, seed) if sizes else {}
     unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
     rows = [
         LossRow(loss, size, None, reason=reason)
@@ -154,7 +154,8 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> str 
     questions, completions = pool.rewards_PN.shape
     rule, prompts = BASELINES[loss.rule], rollouts // group_size
     if questions < LEAST_QUESTIONS:
-        return f"{questions} questions give no interval: use study.questions={LEAST_QUESTIONS}"
+        few = "1 question gives" if questions == 1 else f"{questions} questions give"
+        return f"{few} no interval: use study.questions={LEAST_QUESTIONS}"
     if missing := sorted(rule.needs - FROM_A_POOL):
         return f"baseline {loss.rule} reads {', '.join(missing)}, which no pool of one policy has"
     if rule.only_trains:

@@ -47,6 +47,8 @@ def rule_of(name):
 
 
 REFUSED = {
+    "one question": (1, ADDITIVE, 2, 16, "1 question gives no interval: use study.questions=4"),
+    "two questions": (2, ADDITIVE, 2, 16, "2 questions give no interval: use study.questions=4"),
     "few questions": (3, ADDITIVE, 2, 16, "3 questions give no interval: use study.questions=4"),
     "no value": (30, rule_of("oracle"), 2, 16,
                  "baseline oracle reads value_P, which no pool of one policy has"),
