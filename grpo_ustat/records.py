@@ -127,6 +127,13 @@ class Rollouts:
         """Completion lengths in tokens, end token included."""
         return self.mask_PGT.sum(axis=-1)
 
+    def of_prompt(self, place: int) -> Rollouts:
+        """The completions of one prompt."""
+        one = slice(place, place + 1)
+        return Rollouts(
+            **{name: None if value is None else value[one] for name, value in vars(self).items()}
+        )
+
 
 @dataclass(frozen=True)
 class BaselineContext:
@@ -181,6 +188,8 @@ class ScorePool:
         reward_weights_F: of the functions in the weighted sum; None likewise.
         metrics: K, in how many metrics the scores are: question x in metric x mod K, and inner
             products of different questions have a meaning within a metric alone.
+        kinds: of vectors that a completion has, see `estimators.token_weights.KINDS`. With several,
+            axes N of `gram_PNN` and `features_PNR` have those of the first kind, then the others'.
     """
 
     rewards_PN: Array
@@ -197,6 +206,7 @@ class ScorePool:
     reward_sums_PFR: Array | None = None
     reward_weights_F: Array | None = None
     metrics: int = 1
+    kinds: tuple[str, ...] = ("all",)
 
     @property
     def sq_norm_PN(self) -> Array:

@@ -272,6 +272,7 @@ def check_model(
     cached: bool = True,
     trusted: bool = False,
     bases: Sequence[str] = (),
+    key: str = "model.model_name_or_path",
 ) -> None:
     """Refuse what is no embedded or cached model, no folder of a model or of LoRA adapters, no id.
 
@@ -280,11 +281,12 @@ def check_model(
         cached: whether the cache must hold a cached model already.
         trusted: whether code that comes with the model may run.
         bases: of which adapters it is the base.
+        key: that it was typed for.
 
     Raises:
         ConfigError: naming it and the fix.
     """
-    name, key = model_name_or_path, "model.model_name_or_path"
+    name = model_name_or_path
     if name.startswith(CACHED):
         check_choice(key, name, tuple(CACHED + model for model in FETCH_COMMANDS))
         folder = model_folder(name)

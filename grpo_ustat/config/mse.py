@@ -17,7 +17,7 @@ from grpo_ustat.config.baseline import (
     load_rule,
 )
 from grpo_ustat.config.common import Common
-from grpo_ustat.config.model import tf32_in_use
+from grpo_ustat.config.model import ModelConfig, check_model, tf32_in_use
 from grpo_ustat.config.objective import OBJECTIVES, ObjectiveConfig, preset
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
@@ -144,6 +144,49 @@ class MseConfig(Common):
         return losses
 
     @property
+    def is_off_policy(self) -> bool:
+        """Whether losses are measured where tokens weigh unequally as well."""
+        study = self.study
+        return bool(study.policy or study.reference or study.corrections)
+
+    @property
+    def losses_off_policy(self) -> list[Loss]:
+        """The losses with the weights that their tokens have at `study.policy`, with a penalty from
+        `study.reference`, and with each of `study.corrections`.
+        """
+        both = [(self.objective, self.baseline)]
+        for name in self.objectives:
+            objective, rule = preset(name)
+            both.append((objective, rule or self.baseline))
+        losses: list[Loss] = []
+        for objective, rule in both:
+            loss = objective.loss(rule, self.max_completion_length)
+            tokens = objective.token_weights()
+            if self.study.policy is None:  # the first update of a batch: every ratio is 1
+                tokens = replace(tokens, level="none", form="clip", epsilon=None, epsilon_high=None)
+            losses.append(replace(loss, tokens=tokens))
+            for name in self.study.corrections:
+                corrected = replace(tokens, correction=name, cap=self.study.correction_cap)
+                losses.append(replace(loss, name=f"{loss.name} {name}", tokens=corrected))
+        return losses
+
+    @property
+    def later_model(self) -> ModelConfig:
+        """The policy at hand: `study.policy`, or `model`."""
+        return self._model_at(self.study.policy)
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """The model that a penalty is measured from."""
+        return self._model_at(self.study.reference)
+
+    def _model_at(self, place: str | None) -> ModelConfig:
+        if place is None:
+            return self.model
+        name = Path(place.split(":")[-1]).name
+        return replace(self.model, name=name, model_name_or_path=place, revision=None)
+
+    @property
     def rule_options(self) -> dict[str, dict[str, float]]:
         """Options of each baseline that is compared, by its name."""
         return {name: self.rules[name].options for name in self.baselines}
@@ -197,6 +240,7 @@ class MseConfig(Common):
         self._check_rollout()
         self._check_baselines()
         self._check_losses()
+        self._check_off_policy()
         self._check_pool()
         self._check_part()
         if not self.imports_pool:  # its file says how many questions and completions there are
@@ -326,6 +370,47 @@ class MseConfig(Common):
                 f"objective.entropy_coef={self.objective.entropy_coef}: a pool of scores says "
                 "nothing of the entropy's gradient, use objective.entropy_coef=0"
             )
+
+    def _check_off_policy(self) -> None:
+        """Refuse another policy, a reference or corrections where a study has no use for them."""
+        study = self.study
+        check_distinct("study.corrections", study.corrections)
+        if not self.is_off_policy:
+            return
+        if study.metric == "adam":
+            raise ConfigError(
+                f"study.metric=adam with study.policy={study.policy} reference={study.reference} "
+                f"corrections={study.corrections}: weighted tokens are measured in the plain "
+                "metric, use study.metric=euclidean"
+            )
+        for key in ("policy", "reference"):
+            place = getattr(study, key)
+            if place is not None:
+                check_model(place, trusted=self.model.trust_remote_code, key=f"study.{key}")
+        if study.policy is not None and self.imports_pool:
+            raise ConfigError(
+                f"study.policy={study.policy} with pool={self.pool}: the later policy has to write "
+                "completions of its own to be compared with, and a file has no judge for them; "
+                "name the data set, dataset=NAME, and leave pool out"
+            )
+        if study.corrections and not self.imports_pool:
+            raise ConfigError(
+                f"study.corrections={study.corrections} with pool={self.pool}: they need the "
+                "log-probabilities that a sampler logged, give pool=FILE.parquet with a column "
+                "logprobs"
+            )
+        penalised = any(loss.tokens and loss.tokens.beta for loss in self.losses_off_policy)
+        if study.reference is not None and not penalised:
+            raise ConfigError(
+                f"study.reference={study.reference}, but no loss has a penalty: use "
+                "objective.beta=0.04 objective.kl_estimator=k3 objective.kl_in=loss"
+            )
+        for loss in self.losses_off_policy:
+            if loss.tokens and loss.tokens.correction and loss.loss_type == "vespo":
+                raise ConfigError(
+                    f"study.corrections={study.corrections} with loss_type=vespo, which takes the "
+                    "sampler's ratio into its own weight: leave it out of objectives"
+                )
 
     def _check_pool(self) -> None:
         """Refuse a folder that is no pool, and what rollouts made elsewhere cannot give."""

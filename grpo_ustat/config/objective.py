@@ -19,6 +19,7 @@ from grpo_ustat.estimators.row_weights import (
     Loss,
     RowFilter,
 )
+from grpo_ustat.estimators.token_weights import TokenWeights
 
 OBJECTIVES = (
     "algorithm1", "grpo", "grpo_original", "dr_grpo", "dapo", "gspo", "whole_sequence",
@@ -138,6 +139,19 @@ class ObjectiveConfig:
             micro_batch_size=self.micro_batch_size,
             mask_truncated_completions=self.mask_truncated_completions,
             rows=self.rows,
+        )
+
+    def token_weights(self) -> TokenWeights:
+        """How tokens weigh where the policy at hand is not the one that wrote them."""
+        form = self.loss_type if self.loss_type in ("cispo", "sapo", "vespo") else "clip"
+        return TokenWeights(
+            level=self.importance_sampling_level,
+            form=form,
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon_high,
+            beta=self.beta,
+            kl_estimator=self.kl_estimator if self.beta else None,
+            kl_in=self.kl_in if self.beta else None,
         )
 
     def update_size(self, rollouts: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from grpo_ustat.config.common import LaunchConfig
 from grpo_ustat.config.schema import ConfigError, check_positive, field
+from grpo_ustat.estimators.token_weights import CORRECTIONS
 
 METHODS = ("closed_form", "replay", "monte_carlo")
 SETTINGS = ("all_questions_once", "with_replacement", "without_replacement", "one_question")
@@ -107,6 +108,21 @@ class StudyConfig:
     adam_group_size: int = field("of that step, its G", "completions", at_least=2)
     parameters: str | None = field(
         "regular expression of the names of those whose entries count; null: all trainable ones"
+    )
+    policy: str | None = field(
+        "a later checkpoint of model, whose gradient the losses are to estimate from the "
+        "completions that model wrote (embedded:NAME, a folder or org/name); null: model itself"
+    )
+    reference: str | None = field(
+        "the model that a penalty (objective.beta) is measured from; null: model itself"
+    )
+    corrections: list[str] = field(
+        "of the gap between model and the sampler of pool=FILE, beside none at all, as TRL's "
+        "vllm_importance_sampling_mode",
+        choices=CORRECTIONS,
+    )
+    correction_cap: float = field(
+        "ratio beyond which a correction truncates or masks", positive=True
     )
     questions: int | None = field(
         "of the study, the first so many; null: all", "questions", positive=True

@@ -16,6 +16,9 @@ by the counts `k_l` of its levels alone, whose law is the multivariate hypergeom
 so that all groups count at the price of a table. Other advantages are averaged over groups that are
 drawn.
 
+Where a row has vectors of several kinds (`estimators.token_weights`), level l has an advantage of
+each kind, and the sums run over levels and kinds alike, J = (kind, level).
+
 Where groups are drawn until their rewards differ, with M the event that they do and K = E P(M | x)
 over prompts, a term of the update has E[T | M] = E[T 1(M)] / K, and its square likewise: the sums
 over k are of the mixed counts alone, and K is the mean of their chance.
@@ -33,6 +36,7 @@ from scipy.stats import multivariate_hypergeom  # pyright: ignore[reportUnknownV
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.row_weights import Loss, mixed_groups
+from grpo_ustat.estimators.token_weights import by_kind
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
 BY_LEVELS = (  # rules that give equal rewards of a group equal advantages, whatever their order
@@ -59,39 +63,51 @@ class GroupTerms:
 
 
 class LevelSums:
-    """Sums of a pool's scores by the level of their rewards, each score times its length factor.
+    """Sums of a pool's scores by kind and level of their rewards, each times its length factor.
 
     Args:
         pool: scored completions.
         factors_PN: phi of each.
 
     Attributes:
+        kinds: of vectors that a completion has, K.
         level_L: the levels.
         counts_PL: completions of each level.
-        norms_PL: sums of phi^2 ||s||^2.
-        pairs_PLL: sums of `phi_i phi_j <s_i, s_j>` over pairs i != j.
-        features_PLR: sums of phi times the score's sketch.
+        own_PLKK: sums of `phi_i^2 <s_i, s'_i>` over a level, s and s' of two kinds.
+        pairs_PJJ: sums of `phi_i phi_j <s_i, s'_j>` over pairs i != j.
+        features_PJR: sums of phi times the score's sketch.
     """
 
     def __init__(self, pool: ScorePool, factors_PN: Array):
+        self.kinds = pool.kinds
         self.level_L, level_PN = np.unique(pool.rewards_PN, return_inverse=True)
         member_PNL = (level_PN[..., None] == np.arange(len(self.level_L))).astype(float)
-        weighted_PNL = member_PNL * factors_PN[..., None]
         self.counts_PL = member_PNL.sum(axis=1)
-        squares_PN = np.square(factors_PN) * pool.sq_norm_PN
-        self.norms_PL = np.einsum("pnl,pn->pl", member_PNL, squares_PN)
-        self.pairs_PLL = weighted_PNL.transpose(0, 2, 1) @ (pool.gram_PNN @ weighted_PNL)
-        diagonal = np.arange(len(self.level_L))
-        self.pairs_PLL[:, diagonal, diagonal] -= self.norms_PL
-        prompts, _, levels = weighted_PNL.shape
-        self.features_PLR = np.empty((prompts, levels, pool.features_PNR.shape[2]))
+        prompts, completions, levels = member_PNL.shape
+        kinds, width = len(self.kinds), len(self.kinds) * levels
+        weighted_PVJ = np.einsum(
+            "kj,pnl->pknjl", np.eye(kinds), member_PNL * factors_PN[..., None]
+        ).reshape(prompts, kinds * completions, width)
+        gram_PKNKN = pool.gram_PNN.reshape(prompts, kinds, completions, kinds, completions)
+        own_PKKN = np.diagonal(gram_PKNKN, axis1=2, axis2=4) * np.square(factors_PN)[:, None, None]
+        self.own_PLKK = np.einsum("pnl,pkjn->plkj", member_PNL, own_PKKN)
+        self.pairs_PJJ = weighted_PVJ.transpose(0, 2, 1) @ (pool.gram_PNN @ weighted_PVJ)
+        by_level = self.pairs_PJJ.reshape(prompts, kinds, levels, kinds, levels)
+        for level in range(levels):
+            by_level[:, :, level, :, level] -= self.own_PLKK[:, level]
+        self.features_PJR = np.empty((prompts, width, pool.features_PNR.shape[2]))
         for first in range(0, prompts, BLOCK):
             part = slice(first, first + BLOCK)
-            weights_BLN = weighted_PNL[part].transpose(0, 2, 1)
-            self.features_PLR[part] = weights_BLN @ pool.features_PNR[part]
+            weights_BJV = weighted_PVJ[part].transpose(0, 2, 1)
+            self.features_PJR[part] = weights_BJV @ pool.features_PNR[part]
 
     def terms(
-        self, rule: str, options: Mapping[str, float], group_size: int, replaced: bool = False
+        self,
+        rule: str,
+        options: Mapping[str, float],
+        group_size: int,
+        replaced: bool = False,
+        beta: float = 0.0,
     ) -> GroupTerms:
         """Terms of a rule of `BY_LEVELS`, over all groups of G.
 
@@ -99,6 +115,7 @@ class LevelSums:
             rule, options: of advantages.
             group_size: G.
             replaced: whether groups of equal rewards are drawn anew.
+            beta: of the penalty, where a kind of vectors is one.
         """
         composition_CL = compositions(len(self.level_L), group_size)
         reward_CG = np.array([np.repeat(self.level_L, counts) for counts in composition_CL])
@@ -114,18 +131,29 @@ class LevelSums:
         chance_UC = np.asarray(multivariate_hypergeom.pmf(composition_CL, counts_U1L, group_size))
         if replaced:
             chance_UC = chance_UC * ((composition_CL > 0).sum(axis=1) > 1)
-        same_LL = np.eye(len(self.level_L))
-        members_CL = advantage_CL * composition_CL
+        kinds, same_LL = len(self.kinds), np.eye(len(self.level_L))
+        advantage_CJ = np.concatenate(list(by_kind(advantage_CL, self.kinds, beta)), axis=1)
         pair_counts_CLL = composition_CL[:, :, None] * (composition_CL[:, None] - same_LL)
-        products_CLL = advantage_CL[:, :, None] * advantage_CL[:, None] * pair_counts_CLL
         pool_pairs_ULL = counts_UL[:, :, None] * (counts_UL[:, None] - same_LL)
-        first_UL = _over(chance_UC @ members_CL, counts_UL)
-        second_UL = _over(chance_UC @ (advantage_CL * members_CL), counts_UL)
-        cross_ULL = _over(np.tensordot(chance_UC, products_CLL, axes=1), pool_pairs_ULL)
+        products_CJJ = advantage_CJ[:, :, None] * advantage_CJ[:, None]
+        products_CJJ *= np.tile(pair_counts_CLL, (1, kinds, kinds))
+        members_CJ = advantage_CJ * np.tile(composition_CL, (1, kinds))
+        first_UJ = _over(chance_UC @ members_CJ, np.tile(counts_UL, (1, kinds)))
+        cross_UJJ = _over(
+            np.tensordot(chance_UC, products_CJJ, axes=1),
+            np.tile(pool_pairs_ULL, (1, kinds, kinds)),
+        )
+        advantage_CKL = advantage_CJ.reshape(len(composition_CL), kinds, -1)
+        squares_CLKK: Array = np.einsum(
+            "ckl,cjl,cl->clkj", advantage_CKL, advantage_CKL, composition_CL
+        )
+        second_ULKK = _over(
+            np.tensordot(chance_UC, squares_CLKK, axes=1), counts_UL[:, :, None, None]
+        )
         which_P = which_P.reshape(-1)
-        energy_P = (second_UL[which_P] * self.norms_PL).sum(axis=1)
-        energy_P += (cross_ULL[which_P] * self.pairs_PLL).sum(axis=(1, 2))
-        mean_PR = np.einsum("pl,plr->pr", first_UL[which_P], self.features_PLR)
+        energy_P = (second_ULKK[which_P] * self.own_PLKK).sum(axis=(1, 2, 3))
+        energy_P += (cross_UJJ[which_P] * self.pairs_PJJ).sum(axis=(1, 2))
+        mean_PR = np.einsum("pj,pjr->pr", first_UJ[which_P], self.features_PJR)
         kept_P = chance_UC.sum(axis=1)[which_P] if replaced else None
         return GroupTerms(energy_P / group_size**2, mean_PR / group_size, kept_P)
 
@@ -165,15 +193,17 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
         factors = factors_PN[row_P11, places_PDG]
         context = BaselineContext(lengths_PG=lengths.reshape(-1, size))
         advantage = advantages(loss.rule, rewards.reshape(-1, size), context, loss.options)
-        weight = advantage.reshape(count, draws, size) * factors / size
+        factors = factors / size
         if loss.rows.replaces:
             mixed_PD = mixed_groups(rewards)
-            weight = weight * mixed_PD[..., None]
+            factors = factors * mixed_PD[..., None]
             kept.append(mixed_PD.mean(axis=1))
-        weight_PDN = np.zeros((count, draws, pool.rewards_PN.shape[1]))
-        np.put_along_axis(weight_PDN, places_PDG, weight, axis=2)
-        energies.append(((weight_PDN @ pool.gram_PNN[part]) * weight_PDN).sum(axis=2).mean(axis=1))
-        means.append(np.einsum("pn,pnr->pr", weight_PDN.mean(axis=1), pool.features_PNR[part]))
+        own = by_kind(advantage.reshape(count, draws, size), loss.kinds, loss.beta) * factors
+        weight_KPDN = np.zeros((len(own), count, draws, pool.rewards_PN.shape[1]))
+        np.put_along_axis(weight_KPDN, places_PDG[None], own, axis=3)
+        weight_PDV = np.concatenate(list(weight_KPDN), axis=2)
+        energies.append(((weight_PDV @ pool.gram_PNN[part]) * weight_PDV).sum(axis=2).mean(axis=1))
+        means.append(np.einsum("pv,pvr->pr", weight_PDV.mean(axis=1), pool.features_PNR[part]))
     kept_P = np.concatenate(kept) if kept else None
     return GroupTerms(np.concatenate(energies), np.concatenate(means), kept_P)
 

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.estimators.token_weights import ALL, PENALTY, TokenWeights, by_kind
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask
 
 LOSS_TYPES = ("sum", "dr_grpo", "dapo", "grpo", "bnpo", "luspo", "sapo", "cispo", "vespo")
@@ -166,7 +167,7 @@ def token_weights(
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss at the first update of a batch, all importance ratios being 1 and no penalty counting.
+    """A loss: how advantages and lengths become the weights of an update's rows.
 
     Attributes:
         name: of the objective.
@@ -177,6 +178,8 @@ class Loss:
         mask_truncated_completions: whether those that did not end are left out; they count in n and
             in the advantages.
         rows: which rows count.
+        tokens: how the tokens of a row weigh, see `token_weights`; None: all by 1, at the first
+            update of a batch, where every importance ratio is 1 and no penalty counts.
     """
 
     name: str
@@ -187,6 +190,17 @@ class Loss:
     micro_batch_size: int | None = None
     mask_truncated_completions: bool = False
     rows: RowFilter = RowFilter()
+    tokens: TokenWeights | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of vectors that a row has."""
+        return (ALL,) if self.tokens is None else self.tokens.kinds
+
+    @property
+    def beta(self) -> float:
+        """The coefficient of a penalty in the loss."""
+        return self.tokens.beta if PENALTY in self.kinds and self.tokens is not None else 0.0
 
     @property
     def couples_prompts(self) -> bool:
@@ -205,6 +219,8 @@ class Loss:
         if divisor is None or self.couples_prompts or self.mask_truncated_completions:
             return None
         if self.rows.replaces and self.rule not in SILENT:
+            return None
+        if self.tokens is not None and not self.tokens.unbiased:
             return None
         if self.rule == "group_mean":
             return (group_size - 1) / group_size / divisor
@@ -230,7 +246,8 @@ def row_weights(
     ended_PG: Mask | None = None,
     order_N: Integers | None = None,
 ) -> Array:
-    """W of every row of an update, [P, G]: its gradient is the sum of W s over the rows.
+    """W of every row of an update, [P, G]: its gradient is the sum of W s over the rows, where the
+    tokens of a row all weigh 1.
 
     Args:
         loss: which.
@@ -244,6 +261,32 @@ def row_weights(
     >>> row_weights(loss, np.array([[0.0, 1.0], [1.0, 1.0]]), context).tolist()
     [[-0.0625, 0.0625], [0.0, 0.0]]
     """
+    advantage_PG, weight_PG = _advantage_and_weight(loss, rewards_PG, context, ended_PG, order_N)
+    return advantage_PG * weight_PG
+
+
+def weights_by_kind(
+    loss: Loss,
+    rewards_PG: Array,
+    context: BaselineContext,
+    ended_PG: Mask | None = None,
+    order_N: Integers | None = None,
+) -> Array:
+    """The weight of every kind of vector of every row of an update, [K, P, G]; for the arguments
+    see `row_weights`, whose weights are these of a loss of one kind.
+    """
+    advantage_PG, weight_PG = _advantage_and_weight(loss, rewards_PG, context, ended_PG, order_N)
+    return by_kind(advantage_PG, loss.kinds, loss.beta) * weight_PG
+
+
+def _advantage_and_weight(
+    loss: Loss,
+    rewards_PG: Array,
+    context: BaselineContext,
+    ended_PG: Mask | None,
+    order_N: Integers | None,
+) -> tuple[Array, Array]:
+    """A and w of every row of an update, [P, G] each."""
     assert context.lengths_PG is not None
     advantage_PG = advantages(loss.rule, rewards_PG, context, loss.options)
     counts_N = None
@@ -253,4 +296,4 @@ def row_weights(
         loss.loss_type, loss.counted_lengths(context.lengths_PG, ended_PG).ravel(),
         loss.max_completion_length, loss.micro_batch_size, order_N, counts_N,
     )  # fmt: skip
-    return advantage_PG * weight_N.reshape(rewards_PG.shape)
+    return advantage_PG, weight_N.reshape(rewards_PG.shape)

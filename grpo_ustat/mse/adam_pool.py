@@ -25,8 +25,8 @@ from grpo_ustat.config.study import StudyBudget
 from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
 from grpo_ustat.distributed.workers import WorkCost, share
 from grpo_ustat.mse.pool import read_pool
-from grpo_ustat.mse.pool_store import Completions, PoolStore, draws_of
-from grpo_ustat.mse.scoring import score_part, score_sketches
+from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.scoring import score_part, score_sketches, stored_rollouts
 from grpo_ustat.mse.second_moments import GroupGradients, shift
 from grpo_ustat.policy.loading import Policy, configured_policy
 from grpo_ustat.policy.scores.backward import trainable
@@ -134,7 +134,7 @@ def _keep_gradients(
     sums = GroupGradients(size // group_size)
     stored = source.completions(prompts[half::2], size)
     for prompt, rewards_N, parts in zip(prompts[half::2], rewards_PN[half::2], stored, strict=True):
-        rollouts, _ = _stored_rollouts(policy, prompt, parts)
+        rollouts, _ = stored_rollouts(policy, prompt, parts)
         sums.add(group_gradients(policy, rollouts, rewards_N, group_size, temperature))
     if not sums.squares:
         raise ConfigError(
@@ -192,7 +192,7 @@ def _score(
         if metric_of != half:
             metric_of = half
             metric = _metric(policy, _read_half(store, 1 - half, groups, count), step_prompts)
-        rollouts, rewards_NF = _stored_rollouts(policy, prompt, parts)
+        rollouts, rewards_NF = stored_rollouts(policy, prompt, parts)
         part = score_part(policy, rollouts, 0, rewards_NF, sampler, sketches, WorkCost(), metric)
         store.write(prompt, 0, part)
         yield WorkCost(rollouts=size)
@@ -206,23 +206,3 @@ def _metric(policy: Policy, gradients: GroupGradients, step_prompts: int) -> Met
             for name, _ in trainable(policy.model)
         }
     )
-
-
-def _stored_rollouts(
-    policy: Policy, prompt: Prompt, parts: list[Completions]
-) -> tuple[Rollouts, np.ndarray]:
-    """The completions of one prompt as a pool keeps them, and their rewards, [N, F]."""
-    length = max(part.tokens_NT.shape[1] for part in parts)
-    tokens_NT = np.concatenate(
-        [np.pad(part.tokens_NT, ((0, 0), (0, length - part.tokens_NT.shape[1]))) for part in parts]
-    ).astype(np.int64)
-    lengths_N = np.concatenate([part.lengths_N for part in parts])
-    rollouts = Rollouts(
-        prompts=[prompt],
-        prompt_tokens=policy.encode([prompt.text]),
-        tokens_PGT=tokens_NT[None],
-        mask_PGT=(np.arange(length) < lengths_N[:, None])[None],
-        ended_PG=np.concatenate([part.ended_N for part in parts])[None],
-        texts_PG=[[""] * len(lengths_N)],
-    )
-    return rollouts, np.concatenate([part.rewards_NF for part in parts])

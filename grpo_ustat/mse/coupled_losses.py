@@ -26,7 +26,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.row_weights import COUPLED, Loss, RowFilter, mixed_groups, row_weights
+from grpo_ustat.estimators.row_weights import (
+    COUPLED,
+    Loss,
+    RowFilter,
+    mixed_groups,
+    weights_by_kind,
+)
 from grpo_ustat.estimators.worth import UpdateMoments
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 from grpo_ustat.rollout.draws import generator
@@ -153,7 +159,7 @@ def coupled_moments(
         for which, batch in enumerate(batches):
             inside_DP[draw, which, batch.tried] = True
             weights = np.array([_weights(pool, loss, batch) for loss in both])
-            weights = weights.reshape(2, len(losses), *batch.place_BG.shape)
+            weights = weights.reshape(2, len(losses), *weights.shape[1:])
             products += (weights[0] * weights[1]).sum(axis=(1, 2))
             squares += np.square(weights[1]).sum(axis=(1, 2))
             energy[:, :, draw, which], update = _update(pool, batch, weights)
@@ -182,25 +188,28 @@ def coupled_moments(
 
 
 def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
-    """W of a batch's rows, [B, G]."""
+    """Weights of a batch's rows, [B, V], of each kind after the other."""
     rows = batch.prompt_B[:, None], batch.place_BG
     rewards_BG, lengths_BG = pool.rewards_PN[rows], pool.lengths_PN[rows]
     ended_BG = None if pool.ended_PN is None else pool.ended_PN[rows]
     context = BaselineContext(lengths_PG=lengths_BG, history=np.zeros((2, 3)))
-    return row_weights(loss, rewards_BG, context, ended_BG, batch.order_N)
+    return np.concatenate(
+        list(weights_by_kind(loss, rewards_BG, context, ended_BG, batch.order_N)), axis=1
+    )
 
 
 def _update(pool: ScorePool, batch: Batch, weights: Array) -> tuple[Array, Array]:
-    """||ghat||^2 and the sketch of ghat of weights [..., B, G]: [...] and [..., R]."""
-    rows = batch.prompt_B[:, None], batch.place_BG
-    features_BGR = pool.features_PNR[rows]
-    gram_BGG = pool.gram_PNN[
-        batch.prompt_B[:, None, None], batch.place_BG[:, :, None], batch.place_BG[:, None]
-    ]
-    by_prompt_BWG = np.moveaxis(weights, -2, 0).reshape(len(rows[0]), -1, weights.shape[-1])
-    sketch_BWR = by_prompt_BWG.astype(np.float32) @ features_BGR
+    """||ghat||^2 and the sketch of ghat of weights [..., B, V]: [...] and [..., R]."""
+    completions = pool.rewards_PN.shape[1]
+    place_BV = np.concatenate(
+        [batch.place_BG + kind * completions for kind in range(len(pool.kinds))], axis=1
+    )
+    features_BVR = pool.features_PNR[batch.prompt_B[:, None], place_BV]
+    gram_BVV = pool.gram_PNN[batch.prompt_B[:, None, None], place_BV[:, :, None], place_BV[:, None]]
+    by_prompt_BWV = np.moveaxis(weights, -2, 0).reshape(len(place_BV), -1, weights.shape[-1])
+    sketch_BWR = by_prompt_BWV.astype(np.float32) @ features_BVR
     sketch = np.moveaxis(sketch_BWR, 0, -2).reshape(*weights.shape[:-1], -1).astype(np.float64)
-    within = np.einsum("...bg,bgh,...bh->...", weights, gram_BGG, weights, optimize=True)
+    within = np.einsum("...bv,bvu,...bu->...", weights, gram_BVV, weights, optimize=True)
     total = sketch.sum(axis=-2)
     between = np.square(total).sum(axis=-1) - np.square(sketch).sum(axis=(-2, -1))
     return within + between, total

@@ -42,7 +42,9 @@ TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 MOST_CHECKED_COMPLETIONS = 64  # completions whose log-probabilities are compared with the model's
 
 
-def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, list[Prompt]]:
+def import_pool(
+    config: MseConfig, folder: Path
+) -> tuple[ScorePool, WorkCost, list[Prompt], Rollouts]:
     """Score the rollouts of `config.pool`, a Parquet file.
 
     The first `study.questions` prompts are kept, and of each as many completions as the prompt with
@@ -82,6 +84,12 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
     rewards_PN = np.array([[x.reward for x in group] for group in groups.values()])
     if rollouts.logprobs_PGT is not None:
         check_sampler(policy, rollouts, config)
+    elif config.study.corrections:
+        raise ConfigError(
+            f"study.corrections={config.study.corrections}: {config.pool} has no log-probabilities "
+            "of the sampler (column logprobs), which corrections are made of; log them, or use "
+            "study.corrections=[]"
+        )
     sketches, sampler = score_sketches(config.budget, policy), config.sampler_options
     if (rewards_PN == rewards_PN[0, 0]).all():
         for row, prompt in enumerate(prompts):
@@ -98,7 +106,7 @@ def import_pool(config: MseConfig, folder: Path) -> tuple[ScorePool, WorkCost, l
             )
             store.write(prompt, 0, part)
     pool, cost = read_pool(store, prompts, rewards_PN.shape[1])
-    return pool, cost, prompts
+    return pool, cost, prompts, rollouts
 
 
 def repeated_sentence(rollouts: list[Rollout]) -> str:
@@ -349,13 +357,13 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
     Raises:
         ConfigError: naming the mean absolute gap a token and its likely cause.
     """
-    count = rollouts.ended_PG.size
+    count, corrected = rollouts.ended_PG.size, config.study.corrections
     index = np.unique(np.linspace(0, count - 1, min(MOST_CHECKED_COMPLETIONS, count)).astype(int))
     gap = sampler_gap(policy, rollouts, index, config.temperature)
     gaps = {one: sampler_gap(policy, rollouts, index[::4], one) for one in TEMPERATURES}
     nearest = min(gaps, key=lambda one: gaps[one])
     other = gap > LEAST_LOGPROB_GAP and gaps[nearest] < gap / 2
-    if gap <= MOST_LOGPROB_GAP and not other:
+    if (gap <= MOST_LOGPROB_GAP or corrected) and not other:
         _print_on_main(
             f"{config.pool}: log-probabilities are within {gap:.4f} nats a token of the sampler's, "
             f"in {len(index)} completions"

@@ -12,6 +12,7 @@ from grpo_ustat.estimators.group_terms import GroupTerms, LevelSums, drawn_terms
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.estimators.ustatistic import silent_share
 from grpo_ustat.estimators.worth import (
     LossError,
@@ -69,23 +70,32 @@ def loss_worths(
     rollouts: int,
     draws: int,
     seed: int,
+    weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> list[LossRow]:
     """What a rollout of each loss is worth at each G, for new questions, see `estimators.worth`.
 
     Args:
-        pool: N scored completions of each of 4 questions or more.
+        pool: N scored completions of each of 4 questions or more, of which the unbiased estimate
+            and the gradient are.
         losses: which.
         group_sizes: every G.
         rollouts: n of an update.
         draws: pairs of batches behind losses that couple their rows.
         seed: of draws.
+        weighted: the pool of the losses with each kind of token weights, of the same questions.
     """
+    weighted = weighted or {}
     refusals = {
-        (loss, size): refusal(pool, loss, size, rollouts) for loss in losses for size in group_sizes
+        (loss, size): refusal(_pool_of(loss, pool, weighted), loss, size, rollouts)
+        for loss in losses
+        for size in group_sizes
     }
     sizes = [size for size in group_sizes if refusal(pool, UNBIASED, size, rollouts) is None]
     measured = {loss: [size for size in sizes if refusals[loss, size] is None] for loss in losses}
-    errors = loss_errors(pool, {UNBIASED: sizes} | measured, rollouts, draws, seed) if sizes else {}
+    errors: dict[tuple[Loss, int], LossError] = {}
+    if sizes:
+        measured_too = {UNBIASED: sizes} | measured
+        errors = loss_errors(pool, measured_too, rollouts, draws, seed, weighted)
     unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
     rows = [
         LossRow(loss, size, None, reason=reason)
@@ -103,7 +113,9 @@ def loss_worths(
                 worth(errors[loss, size], size, unbiased, pool.metrics),
                 best=size == best,
                 alike=size in others,
-                kept=kept_share(pool, size) if loss.rows.replaces else None,
+                kept=kept_share(_pool_of(loss, pool, weighted), size)
+                if loss.rows.replaces
+                else None,
             )
             for size in own_sizes
         ]
@@ -111,37 +123,45 @@ def loss_worths(
 
 
 def loss_errors(
-    pool: ScorePool, measured: Mapping[Loss, Sequence[int]], rollouts: int, draws: int, seed: int
+    pool: ScorePool,
+    measured: Mapping[Loss, Sequence[int]],
+    rollouts: int,
+    draws: int,
+    seed: int,
+    weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> dict[tuple[Loss, int], LossError]:
     """The error of n rollouts of each loss, by loss and G.
 
     Args:
         pool: scored completions.
         measured: the G at which each loss is measured, none of them refused.
-        rollouts, draws, seed: see `loss_worths`.
+        rollouts, draws, seed, weighted: see `loss_worths`.
     """
+    weighted = weighted or {}
     questions, completions = pool.rewards_PN.shape
     weights_PN = pool_gradient_weights(pool.rewards_PN)
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
     moments: dict[tuple[Loss, int], UpdateMoments] = {}
-    sums: dict[tuple[str, int, bool], LevelSums] = {}
-    for loss in sorted(measured, key=lambda loss: _length_kind(additive_part(loss))):
+    sums: dict[_LengthKind, LevelSums] = {}
+    for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss)))):
+        own_pool = _pool_of(loss, pool, weighted)
         for size in measured[loss]:
             moments[loss, size] = update_moments(
-                _terms(pool, additive_part(loss), size, sums, seed), gradient_PR, rollouts / size,
-                None if loss.couples_prompts else loss.scale(size), pool.metrics,
+                _terms(own_pool, additive_part(loss), size, sums, seed), gradient_PR,
+                rollouts / size, None if loss.couples_prompts else loss.scale(size), pool.metrics,
             )  # fmt: skip
-    coupled: dict[tuple[int, bool], list[Loss]] = {}  # those that share their draws
+    # those that share their draws
+    coupled: dict[tuple[int, bool, TokenWeights | None], list[Loss]] = {}
     for loss, size in moments:
         if loss.couples_prompts:
-            coupled.setdefault((size, loss.rows.replaces), []).append(loss)
-    for (size, replaces), sharing in coupled.items():
-        prompts = rollouts // size
+            coupled.setdefault((size, loss.rows.replaces, loss.tokens), []).append(loss)
+    for (size, replaces, _), sharing in coupled.items():
+        prompts, own_pool = rollouts // size, _pool_of(sharing[0], pool, weighted)
         batches = drawn_batches(questions, completions, prompts, size, draws, seed)
         if replaces:
-            batches = drawn_mixed_batches(pool.rewards_PN, prompts, size, draws, seed)
+            batches = drawn_mixed_batches(own_pool.rewards_PN, prompts, size, draws, seed)
         parts = [moments[loss, size] for loss in sharing]
-        whole = coupled_moments(pool, gradient_PR, sharing, parts, list(batches))
+        whole = coupled_moments(own_pool, gradient_PR, sharing, parts, list(batches))
         moments |= zip([(loss, size) for loss in sharing], whole, strict=True)
     signal_D = product_of_means(gradient_PR, gradient_PR, pool.metrics)
     return {
@@ -203,16 +223,25 @@ def kept_share(pool: ScorePool, group_size: int) -> Interval:
     return clustered_wilson(1 - silent_share(pool.rewards_PN, group_size), most)
 
 
-def _length_kind(loss: Loss) -> tuple[str, int, bool]:
-    """What the length factors of a loss depend on."""
-    return loss.loss_type, loss.max_completion_length, loss.mask_truncated_completions
+def _pool_of(loss: Loss, pool: ScorePool, weighted: Mapping[TokenWeights, ScorePool]) -> ScorePool:
+    """The pool whose scores have the token weights of a loss."""
+    return pool if loss.tokens is None else weighted[loss.tokens]
+
+
+_LengthKind = tuple[str, int, bool, TokenWeights | None]
+
+
+def _length_kind(loss: Loss) -> _LengthKind:
+    """What the sums of a loss by level depend on beside the rewards."""
+    cut = loss.mask_truncated_completions
+    return loss.loss_type, loss.max_completion_length, cut, loss.tokens
 
 
 def _terms(
     pool: ScorePool,
     loss: Loss,
     group_size: int,
-    sums: dict[tuple[str, int, bool], LevelSums],
+    sums: dict[_LengthKind, LevelSums],
     seed: int,
 ) -> GroupTerms:
     """Terms of an additive loss; `sums` keeps those of the last kind of length factor."""
@@ -221,7 +250,7 @@ def _terms(
         if key not in sums:
             sums.clear()  # of many questions each takes gigabytes
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
-        return sums[key].terms(loss.rule, loss.options, group_size, loss.rows.replaces)
+        return sums[key].terms(loss.rule, loss.options, group_size, loss.rows.replaces, loss.beta)
     questions, completions = pool.rewards_PN.shape
     rng = generator(seed, "groups", group_size, loss.rule)
     places = np.tile(np.arange(completions), (questions, DRAWN_GROUPS, 1))

@@ -71,6 +71,7 @@ def study_cost(config: MseConfig) -> Cost:
     """
     budget = config.budget
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
+    policies = 1 if config.study.policy is None else 2  # that write completions
     fixed = config.target_halfwidth is None
     count = budget.pool_completions if fixed else budget.max_pool_completions
 
@@ -85,14 +86,14 @@ def study_cost(config: MseConfig) -> Cost:
             model=config.model,
             sampler=config.sampler_options,
             device=config.launch.device,
-            rollouts=questions * of_errors,
+            rollouts=questions * (of_errors + (policies - 1) * count),
             values=questions * of_baselines,
             evaluation=0,
             sampled_together=questions * count,
             pass_tokens=count * config.max_completion_length,
             by_layer=None,
             pool=KeptPool(
-                questions=questions,
+                questions=questions * policies,
                 completions=count,
                 feature_sketch=budget.feature_sketch,
                 gradient_sketch=budget.gradient_sketch,

@@ -127,6 +127,21 @@ class Part(Completions):
         return own_1R if further_FR is None else np.concatenate([own_1R, further_FR])
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightedPart(Completions):
+    """N completions of one question, scored with weights of their tokens, see `mse.off_policy`.
+
+    Attributes:
+        gram_VV, features_VR: inner products and sketches of the vectors of every kind in turn.
+        drift: sums over tokens of importance ratios, of their squares and of ones, the same over
+            completions, and the sum of minus the tokens' log-ratios.
+    """
+
+    gram_VV: np.ndarray
+    features_VR: np.ndarray
+    drift: np.ndarray
+
+
 Stored = TypeVar("Stored", bound=Completions)
 
 
@@ -302,7 +317,7 @@ class PoolStore:
 
     def write(self, prompt: Prompt, first: int, part: Completions) -> None:
         """Write one part, scored or not, whole or not at all."""
-        kind = SCORED if isinstance(part, Part) else UNSCORED
+        kind = SCORED if isinstance(part, Part | WeightedPart) else UNSCORED
         path = self._path(prompt, first, len(part.rewards_N), kind)
         known = {key: value for key, value in vars(part).items() if value is not None}
         packages = known.pop("packages", None) or scored_with()
@@ -320,6 +335,10 @@ class PoolStore:
                 not what was written; or it holds other draws, as after the loss of pool.json.
         """
         return self._read(self._path(prompt, first, count), count, Part)
+
+    def weighted_part(self, prompt: Prompt, count: int) -> WeightedPart:
+        """The part of a question whose tokens are weighted; see `read` for what is raised."""
+        return self._read(self._path(prompt, 0, count), count, WeightedPart)
 
     def completions(
         self, prompts: Sequence[Prompt], size: float = math.inf

@@ -27,6 +27,7 @@ from grpo_ustat.mse.closed_form import (
 )
 from grpo_ustat.mse.curves import oracle_ratios
 from grpo_ustat.mse.losses import LossRow
+from grpo_ustat.mse.off_policy import OffPolicy
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
 from grpo_ustat.mse.reward_functions import function_correlations, function_statistics
@@ -102,6 +103,7 @@ def study_result(
     request: Request,
     curves: list[parts.CurveRow],
     losses: list[LossRow],
+    off_policy: OffPolicy | None,
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
@@ -121,6 +123,7 @@ def study_result(
         request: of `population`.
         curves: rows of all methods.
         losses: what a rollout of each is worth.
+        off_policy: the same where another policy wrote it; None: not asked for.
         facts: of the model; see `model_facts`.
         pool_cost, replicate_cost: what the pool and Monte Carlo took.
         moved: of AdamW's metric the shift of G*, see `second_moments`; None in another metric.
@@ -138,6 +141,7 @@ def study_result(
         scaling=_scaling(population, sizes),
         noise=_noise(population),
         losses=_losses(losses, config.study.rollouts) or None,
+        off_policy=off_policy and _off_policy(config, off_policy),
         dynamic_sampling=_dynamic_sampling(population, pool),
         proxies=_proxies(pool),
         allocation=_allocation(pool),
@@ -310,6 +314,20 @@ def _losses(rows: list[LossRow], rollouts: int) -> list[parts.LossWorth]:
         )
         for row in rows
     ]
+
+
+def _off_policy(config: MseConfig, off_policy: OffPolicy) -> parts.OffPolicy:
+    """What rollouts are worth that another policy wrote."""
+    sampler = f"the sampler of {config.pool}" if config.imports_pool else config.model.name
+    return parts.OffPolicy(
+        written_by=sampler,
+        policy=config.later_model.name,
+        reference=config.reference_model.name,
+        kl=off_policy.drift.kl,
+        effective_tokens=off_policy.drift.tokens,
+        effective_completions=off_policy.drift.completions,
+        losses=_losses(off_policy.rows, config.study.rollouts),
+    )
 
 
 def _dynamic_sampling(population: ClosedForm, pool: ScorePool) -> list[parts.DynamicSampling]:

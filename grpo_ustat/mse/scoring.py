@@ -26,7 +26,7 @@ from grpo_ustat.policy.scores.by_layer import LayerByLayer
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.records import Array, Rollouts
+from grpo_ustat.records import Array, Prompt, Rollouts
 
 COMPARED_COMPLETIONS = 4  # of a question's part; there sampler and model are compared
 
@@ -132,6 +132,26 @@ def score_part(
         score_sum_R=sums_KR[-1],
         further_reward_sums_FR=sums_KR[1:-1] if rewards_NF.shape[1] > 1 else None,
     )
+
+
+def stored_rollouts(
+    policy: Policy, prompt: Prompt, parts: list[Completions]
+) -> tuple[Rollouts, np.ndarray]:
+    """The completions of one prompt as a pool keeps them, and their rewards, [N, F]."""
+    length = max(part.tokens_NT.shape[1] for part in parts)
+    tokens_NT = np.concatenate(
+        [np.pad(part.tokens_NT, ((0, 0), (0, length - part.tokens_NT.shape[1]))) for part in parts]
+    ).astype(np.int64)
+    lengths_N = np.concatenate([part.lengths_N for part in parts])
+    rollouts = Rollouts(
+        prompts=[prompt],
+        prompt_tokens=policy.encode([prompt.text]),
+        tokens_PGT=tokens_NT[None],
+        mask_PGT=(np.arange(length) < lengths_N[:, None])[None],
+        ended_PG=np.concatenate([part.ended_N for part in parts])[None],
+        texts_PG=[[""] * len(lengths_N)],
+    )
+    return rollouts, np.concatenate([part.rewards_NF for part in parts])
 
 
 def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:

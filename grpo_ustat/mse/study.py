@@ -23,6 +23,7 @@ from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.losses import loss_worths
 from grpo_ustat.mse.monte_carlo import monte_carlo
+from grpo_ustat.mse.off_policy import off_policy_worths, stored_completions
 from grpo_ustat.mse.plan import study_cost
 from grpo_ustat.mse.pool import (
     EqualRewards,
@@ -151,13 +152,13 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
     """Build the pool, run the methods, and return the result; where all rewards are equal, no
     method has anything to measure.
     """
-    left_out, moved = {}, None
+    left_out, moved, rollouts = {}, None, None
     pool_folder = folder / "pool"
     if config.pool and not config.imports_pool:
         pool_folder = Path(config.pool)
     try:
         if config.imports_pool:
-            pool, pool_cost, prompts = import_pool(config, pool_folder)
+            pool, pool_cost, prompts, rollouts = import_pool(config, pool_folder)
             facts = _facts(config, prompts)
             request = closed_form_request(config, pool, facts, pool_cost)
             statistics = closed_form(pool, request, config.study.interval)
@@ -189,6 +190,14 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         loss_worths, pool, config.losses, config.group_sizes, config.study.rollouts,
         config.budget.loss_draws, config.seed,
     )  # fmt: skip
+    off_policy = None
+    if config.is_off_policy:
+        if rollouts is None:
+            written = stored_completions(config, prompts, pool_folder, pool.rewards_PN.shape[1])
+        else:
+            written = [rollouts.of_prompt(place) for place in range(len(prompts))]
+        off_policy, further = off_policy_worths(config, pool, prompts, written, folder)
+        pool_cost += further
     main_only(leave_sample, config.sampling, prompts, pool_folder, folder, config.imports_pool)
     curves, replicate_cost = [], WorkCost()
     if "closed_form" in config.study.methods:
@@ -210,8 +219,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             "split them otherwise, scores are those of other tokens, so this result is inexact."
         )
     return study_result(
-        config, pool, statistics, population, request, curves, losses, facts, pool_cost,
-        replicate_cost, moved=moved, sizes=sizes, refusals=refusals, left_out=left_out,
+        config, pool, statistics, population, request, curves, losses, off_policy, facts,
+        pool_cost, replicate_cost, moved=moved, sizes=sizes, refusals=refusals, left_out=left_out,
         remarks=remarks,
     )  # fmt: skip
 

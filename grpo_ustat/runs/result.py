@@ -112,6 +112,7 @@ class StudyResult(RunResult):
     scaling: parts.Scaling
     noise: parts.Noise
     losses: Sometimes[list[parts.LossWorth]] = None
+    off_policy: Sometimes[parts.OffPolicy] = None
     dynamic_sampling: list[parts.DynamicSampling]
     proxies: list[parts.Proxy]
     allocation: list[parts.Allocation]

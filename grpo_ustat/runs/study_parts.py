@@ -170,6 +170,28 @@ class LossWorth:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffPolicy:
+    """What rollouts are worth that another policy, or a sampler that is not quite it, wrote.
+
+    Attributes:
+        written_by, policy, reference: which wrote them, whose gradient is estimated, and which a
+            penalty is measured from.
+        kl: of the first from the second, nats a token.
+        effective_tokens, effective_completions: `(sum w)^2 / (count sum w^2)` of the ratios of
+            tokens, and of their products over a completion.
+        losses: what a rollout of each is worth.
+    """
+
+    written_by: str
+    policy: str
+    reference: str
+    kl: Estimate
+    effective_tokens: Estimate
+    effective_completions: Estimate
+    losses: list[LossWorth]
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoiseRow:
     """The noise scale of `leave_one_out` at one G in rollouts and tokens, and the share of the
     noise that comes from prompts, see `estimators.noise`.

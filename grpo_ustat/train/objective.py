@@ -46,17 +46,18 @@ A penalty in the loss subtracts `beta K` from each token's term, a bonus adds `e
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from grpo_ustat.config.objective import ObjectiveConfig
-
-SAPO_TEMPERATURES = (1.0, 1.05)  # of positive advantages, of the others
-VESPO_POWERS, VESPO_DECAYS = (2.0, 3.0), (3.0, 2.0)  # k, lambda: of advantages >= 0, of the others
-VESPO_LOG_RATIOS = (math.log(1e-8), 20.0)  # bounds of log W
+from grpo_ustat.estimators.token_weights import (
+    SAPO_TEMPERATURES,
+    VESPO_DECAYS,
+    VESPO_LOG_RATIOS,
+    VESPO_POWERS,
+)
 
 
 @dataclass(frozen=True)

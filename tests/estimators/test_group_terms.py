@@ -11,6 +11,7 @@ import pytest
 from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.group_terms import BY_LEVELS, LevelSums, drawn_terms, has_levels
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
+from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.records import BaselineContext, ScorePool
 
 OPTIONS = {"epsilon": 0.3, "value": 0.4}
@@ -74,6 +75,49 @@ def test_all_groups_of_a_pool_count(rule, loss_type, kind):
         energy, mean = of_groups(loss, pool, size)
         np.testing.assert_allclose(found.energy_P, energy, rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(found.mean_PR, mean, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("rule", ["none", "group_mean", "group_std"])
+@pytest.mark.parametrize("tokens", [
+    TokenWeights("token", "clip", 0.2, 0.3),
+    TokenWeights("token", "clip", 0.2, 0.3, beta=0.2, kl_estimator="k3", kl_in="loss"),
+    TokenWeights("token", beta=0.2, kl_estimator="k2", kl_in="loss"),
+], ids=lambda tokens: "-".join(tokens.kinds))  # fmt: skip
+def test_rows_with_vectors_of_several_kinds(tokens, rule, replaced, kind):
+    """A vector for each sign of the advantage and one for the penalty, row by row: over all groups
+    by levels, and over all that are listed.
+    """
+    size, kinds = 3, tokens.kinds
+    vectors = np.random.default_rng(1).normal(size=(3, len(kinds), 5, 4))
+    pool = replace(
+        pool_of(REWARDS[kind], LENGTHS, vectors.reshape(3, -1, 4)[:, :5]), kinds=kinds,
+        features_PNR=vectors.reshape(3, -1, 4),
+        gram_PNN=vectors.reshape(3, -1, 4) @ vectors.reshape(3, -1, 4).transpose(0, 2, 1),
+    )  # fmt: skip
+    rows = RowFilter("replace") if replaced else RowFilter()
+    loss = replace(loss_of(rule, "grpo"), tokens=tokens, rows=rows)
+    energies, means = [], []
+    for z, lengths, own in zip(REWARDS[kind], LENGTHS, vectors, strict=True):
+        terms = []
+        for group in map(list, itertools.combinations(range(5), size)):
+            advantage = advantages(rule, z[group][None], BaselineContext(), loss.options)[0]
+            total = np.zeros(4)
+            for a, i in zip(advantage, group, strict=True):
+                place = 0 if a >= 0 or "negative" not in kinds else 1
+                row = a * own[place, i] - (0.2 * own[-1, i] if "penalty" in kinds else 0)
+                total += row / lengths[i] / size
+            terms.append(total * (not replaced or len(set(z[group])) > 1))
+        energies.append(np.square(terms).sum(axis=1).mean())
+        means.append(np.mean(terms, axis=0))
+    sums = LevelSums(pool, loss.length_factors(LENGTHS))
+    by_levels = sums.terms(rule, loss.options, size, replaced, loss.beta)
+    groups = np.array(list(itertools.combinations(range(5), size)))
+    listed = drawn_terms(pool, loss, np.tile(groups, (3, 1, 1)))
+    for found in (by_levels, listed):
+        np.testing.assert_allclose(found.energy_P, energies, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(found.mean_PR, means, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", REWARDS)

@@ -11,6 +11,7 @@ import pytest
 from grpo_ustat.estimators.group_terms import LevelSums
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.row_weights import Loss, RowFilter, mixed_groups, row_weights
+from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.estimators.worth import mean_over_prompts, update_moments
 from grpo_ustat.mse.coupled_losses import (
     Batch,
@@ -33,14 +34,18 @@ LOSSES = [
     Loss("drop all", "none", {}, "sum", 9, rows=RowFilter("drop")),
     Loss("share", "leave_one_out", {}, "grpo", 9, rows=RowFilter(reward_variance_share=0.6)),
     Loss("threshold", "group_mean", {}, "dr_grpo", 9, rows=RowFilter(advantage_threshold=0.4)),
-]
+    Loss("clipped", "group_std", {"epsilon": 0.1}, "dapo", 9,
+         tokens=TokenWeights("token", "clip", 0.2, 0.2)),
+    Loss("penalised", "group_std", {"epsilon": 0.1}, "dapo", 9, rows=RowFilter("drop"),
+         tokens=TokenWeights("token", beta=0.3, kl_estimator="k3", kl_in="loss")),
+]  # fmt: skip
 
 
-def a_pool():
+def a_pool(kinds=("all",)):
     rng = np.random.default_rng(5)
     rewards = rng.integers(0, 2, size=(QUESTIONS, SIZE)).astype(float)
     rewards[:3] = [[1, 1], [0, 1], [0.5, 0]]
-    scores = rng.normal(size=(QUESTIONS, SIZE, 4)).astype(np.float32).astype(float)
+    scores = rng.normal(size=(QUESTIONS, SIZE * len(kinds), 4)).astype(np.float32).astype(float)
     return ScorePool(
         rewards_PN=rewards,
         gram_PNN=scores @ scores.transpose(0, 2, 1),
@@ -48,6 +53,7 @@ def a_pool():
         features_PNR=scores,
         reward_sums_PR=np.zeros((QUESTIONS, 4)),
         score_sums_PR=np.zeros((QUESTIONS, 4)),
+        kinds=kinds,
     )
 
 
@@ -63,10 +69,20 @@ def all_draws():
 
 
 def update(pool, loss, batch):
+    """Row by row: of the vectors of a row that of its sign, and its penalty's."""
     rows = batch.prompt_B[:, None], batch.place_BG
-    context = BaselineContext(lengths_PG=pool.lengths_PN[rows])
-    weights = row_weights(loss, pool.rewards_PN[rows], context)
-    return np.einsum("bg,bgr->r", weights, pool.features_PNR[rows])
+    lengths, rewards = pool.lengths_PN[rows], pool.rewards_PN[rows]
+    context = BaselineContext(lengths_PG=lengths)
+    weights = row_weights(loss, rewards, context)
+    counts = (rewards != rewards[:, :1]).any(axis=1)[:, None] | (loss.name != "penalised")
+    total = np.zeros(4)
+    for place, prompt in enumerate(batch.prompt_B):
+        for member, weight in zip(batch.place_BG[place], weights[place], strict=True):
+            vectors = pool.features_PNR[prompt, member::SIZE]
+            total += weight * vectors[int(loss.name == "clipped" and weight < 0)]
+            if loss.name == "penalised" and counts[place]:
+                total -= 0.3 / (lengths * counts).sum() * vectors[1]
+    return total
 
 
 @pytest.mark.parametrize(
@@ -80,13 +96,14 @@ def test_all_draws_give_the_moments_of_all_batches(loss, monkeypatch):
             [[values_D.mean()], sums_P / lacks_DP.sum(axis=0)]
         ),
     )
-    pool, draws = a_pool(), list(all_draws())
+    pool, draws = a_pool(loss.kinds), list(all_draws())
     assert 1 < mixed_groups(pool.rewards_PN).sum() < QUESTIONS - 1
     weights = pool_gradient_weights(pool.rewards_PN)
-    gradient = np.einsum("pn,pnr->pr", weights, pool.features_PNR)
+    gradient = np.einsum("pn,pnr->pr", weights, pool.features_PNR[:, :SIZE])
     part = additive_part(loss)
     sums = LevelSums(pool, part.length_factors(pool.lengths_PN))
-    plain = update_moments(sums.terms(part.rule, part.options, SIZE), gradient, 2, scale=None)
+    terms = sums.terms(part.rule, part.options, SIZE, beta=part.beta)
+    plain = update_moments(terms, gradient, 2, scale=None)
     (found,) = coupled_moments(pool, gradient, [loss], [plain], draws)
 
     def by_hand(missed):

@@ -76,7 +76,7 @@ def test_tokens_are_scored_as_they_are(tmp_path, exact, capsys):
     path = write(tmp_path / "r.parquet", rows_of(rollouts, rewards_PG))
     ours, _ = build(tmp_path / "ours")
     config = compose("mse", *SMALL, f"pool={path}")
-    theirs, _, prompts = import_pool(config, tmp_path / "pool")
+    theirs, _, prompts, _ = import_pool(config, tmp_path / "pool")
     np.testing.assert_array_equal(theirs.rewards_PN, ours.rewards_PN)
     np.testing.assert_array_equal(theirs.lengths_PN, ours.lengths_PN)
     np.testing.assert_allclose(theirs.gram_PNN, ours.gram_PNN, rtol=1e-5, atol=1e-5)

@@ -58,7 +58,7 @@ def test_an_imported_pool_is_the_one_that_was_logged(tmp_path):
     assert rollouts.ended_PG.all()
     ours, _ = build(tmp_path / "ours")
     config = compose("mse", *SMALL, CUT, f"pool={tmp_path / 'completions.parquet'}")
-    theirs, spent, prompts = import_pool(config, tmp_path / "pool")
+    theirs, spent, prompts, _ = import_pool(config, tmp_path / "pool")
     assert [p.text for p in prompts] == [p.text for p in rollouts.prompts]
     assert spent.rollouts == 48 and spent.tokens == int(rollouts.lengths_PG.sum())
     np.testing.assert_array_equal(theirs.rewards_PN, ours.rewards_PN)
@@ -127,7 +127,7 @@ def test_unequal_groups_are_cut_and_counted(tmp_path, capsys):
     table = pyarrow.parquet.read_table(path).slice(0, 45)
     pyarrow.parquet.write_table(table, path)
     config = compose("mse", *SMALL, CUT, f"pool={path}")
-    pool, _, _ = import_pool(config, tmp_path / "pool")
+    pool, *_ = import_pool(config, tmp_path / "pool")
     assert pool.rewards_PN.shape == (5, 8)
     out = capsys.readouterr().out
     assert "1 prompts dropped, with 5 completions: fewer than 8 each, such as that of row 40" in out
@@ -361,7 +361,7 @@ def test_groups_have_the_size_that_keeps_most_completions(tmp_path, capsys, size
     path = saved(tmp_path / "c.parquet", table)
     config = compose("mse", "debug=mse", "model=tiny_base", f"study.questions={questions}",
                      f"pool={path}")  # fmt: skip
-    pool, _, _ = import_pool(config, tmp_path / "pool")
+    pool, *_ = import_pool(config, tmp_path / "pool")
     assert pool.rewards_PN.shape == kept
     told = re.findall(
         r"(?<=with )\d+(?= comp)|\d+(?= completions dropped)", capsys.readouterr().out

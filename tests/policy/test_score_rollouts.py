@@ -62,6 +62,27 @@ def test_scores_are_those_of_every_completion(rollouts, monkeypatch, layer, free
     torch.testing.assert_close(pooled, scores.T @ torch.tensor(weights[0]), rtol=1e-9, atol=1e-9)
 
 
+def test_tokens_weigh_as_asked(rollouts):
+    """By differentiating the weighted sum of a completion's log-probabilities; equal completions of
+    unequal weights are apart, and rows may come twice.
+    """
+    policy, index = random_policy(), np.array([4, 6, 1, 4])
+    weights = np.random.default_rng(3).normal(size=(4, 5))
+    weights[2, :2] = 0  # tokens that do not count
+    found = score_rollouts(policy, rollouts, index, 0.7, token_weights_BT=weights, gram=True)
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    scores = []
+    for i, own in zip(index, weights, strict=True):
+        prompt, mask = rollouts.prompt_tokens[i // 4], rollouts.mask_PGT[i // 4, i % 4]
+        ids = [*prompt, *rollouts.tokens_PGT[i // 4, i % 4][mask].tolist()]
+        logits = policy.model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1] / 0.7
+        logprobs = logits.log_softmax(-1)[range(mask.sum()), ids[len(prompt) :]]
+        total = (logprobs * torch.tensor(own[: mask.sum()])).sum()
+        scores.append(torch.cat([g.flatten() for g in torch.autograd.grad(total, parameters)]))
+    scores = torch.stack(scores)
+    torch.testing.assert_close(found.gram_BB, scores @ scores.T, rtol=1e-9, atol=1e-9)
+
+
 def splits(count):
     """All ways to cut so many rows into passes."""
     if count == 0:

@@ -17,6 +17,7 @@ from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.objective import ObjectiveConfig
 from grpo_ustat.estimators.baselines import advantages
 from grpo_ustat.estimators.row_weights import token_weights
+from grpo_ustat.estimators.token_weights import by_kind, token_factors
 from grpo_ustat.records import BaselineContext
 from grpo_ustat.train.objective import Part, diagnostics, factors, surrogate
 
@@ -93,6 +94,24 @@ def gradient(kind, policy, sequences, lengths, advantages, old=None, reference=N
     )
 
 
+def applied(kind, policy, sequences, lengths, advantages, old, reference):
+    """The factor of each token in an update of `train`, 0 on padding."""
+    part = part_of(kind, sequences, lengths, advantages, old, reference)
+    return factors(kind, policy.logprobs(sequences) * part.mask_BT, part)[0]
+
+
+def measured(kind, policy, sequences, lengths, advantages, old, reference):
+    """The same as `mse` weighs tokens: a vector of each kind, times that kind's weight."""
+    counts = np.arange(2) < np.array(lengths)[:, None]
+    own, before, anchor = (x.logprobs(sequences).numpy() for x in (policy, old, reference))
+    tokens, weight = kind.token_weights(), token_weights(kind.loss_type, np.array(lengths), 5)
+    of_kinds = by_kind(np.array(advantages), tokens.kinds, tokens.beta) * weight
+    return sum(
+        of_rows[:, None] * token_factors(tokens, name, own, before, counts, anchor)
+        for name, of_rows in zip(tokens.kinds, of_kinds, strict=True)
+    )
+
+
 def written(kind, policy, sequences, lengths, advantages, old, reference):
     """The formulas of the module's docstring and of theory section 8, in plain loops."""
     total, n, longest = np.zeros((1 + VOCAB, VOCAB)), len(sequences), 5
@@ -160,6 +179,7 @@ def test_the_gradient_is_the_written_formula(level, loss_type, penalty, clipped)
     lengths, advantages = rng.integers(1, 3, size=12).tolist(), rng.normal(size=12).tolist()
     case = (kind, policy, sequences, lengths, advantages, old, reference)
     np.testing.assert_allclose(gradient(*case), written(*case), rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(applied(*case), measured(*case), rtol=1e-12, atol=1e-15)
     if clipped:  # some ratios are beyond the bounds, some are not
         found = diagnostics(kind, policy.logprobs(sequences), part_of(kind, *case[2:]))
         assert 0 < found["clip_low"] + found["clip_high"] < found["ratio_count"]

@@ -76,8 +76,8 @@ def completion_scores(
             parameters with requires_grad are covered.
         input_ids_BT: token ids, prompts and completions.
         attention_mask_BT: 1 on real tokens.
-        completion_mask_BT: 1 on the tokens whose log-probabilities the score sums; never the first
-            column, since token t is predicted from t-1.
+        completion_mask_BT: weights of the tokens whose log-probabilities the score sums, 1 or any
+            number; never of the first column, since token t is predicted from t-1.
         weights_KB: K weight vectors over the B completions.
         gram: whether to form the Gram matrix.
         temperature: divides the logits, as in sampling.

@@ -29,6 +29,7 @@ def score_rollouts(
     index: np.ndarray,
     temperature: float,
     *,
+    token_weights_BT: np.ndarray | None = None,
     weights_KB: np.ndarray | None = None,
     gram: bool = False,
     features: Sketch | None = None,
@@ -45,9 +46,10 @@ def score_rollouts(
         policy, rollouts: whose completions.
         index: which, [B].
         temperature: divides the logits.
+        token_weights_BT: of the tokens' log-probabilities in a score; None: 1.
         weights_KB, gram, features, pooled, metric: see `completion_scores`.
     """
-    first, place_B = distinct(rollouts, index)
+    first, place_B = distinct(rollouts, index, token_weights_BT)
     size = rollouts.mask_PGT.shape[1]
     prompt_U = np.array([len(rollouts.prompt_tokens[i // size]) for i in index[first]])
     length_U = rollouts.lengths_PG.ravel()[index[first]]
@@ -63,6 +65,12 @@ def score_rollouts(
         np.add.at(merged, (slice(None), place_B), weights_KB)  # pyright: ignore[reportArgumentType]
         weights = torch.from_numpy(merged)
     rows = pack(rollouts, index[first], policy.pad_token, policy.model.device)
+    completion_BT = rows.completion_mask_BT
+    if token_weights_BT is not None:
+        # log-probabilities are float32 or wider, and so are their weights
+        own_UT = torch.from_numpy(token_weights_BT[first, : rows.width])
+        completion_BT = completion_BT.to(torch.promote_types(policy.model.dtype, torch.float32))
+        completion_BT[:, -rows.width :] *= own_UT.to(completion_BT)
     parts = np.split(np.arange(len(first)), np.cumsum(passes)[:-1])
     read = sum(len(part) * int(prompt_U[part].max() + length_U[part].max()) for part in parts)
     whole = score_bytes(policy.model, read, by_layer=False)
@@ -70,7 +78,7 @@ def score_rollouts(
         policy.model,
         rows.input_ids_BT,
         rows.attention_mask_BT,
-        rows.completion_mask_BT,
+        completion_BT,
         weights_KB=weights,
         gram=gram,
         temperature=temperature,
@@ -124,14 +132,18 @@ def tokens_of_overhead(model: PreTrainedModel) -> float:
     return PRODUCTS_OF_A_LAYER[model.device.type] * layers / weights
 
 
-def distinct(rollouts: Rollouts, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def distinct(
+    rollouts: Rollouts, index: np.ndarray, token_weights_BT: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Places in `index` of the distinct completions, [U], and for each entry of `index` its place
-    among these, [B].
+    among these, [B]; those whose tokens weigh otherwise are others.
     """
     size, width = rollouts.mask_PGT.shape[1:]
     tokens_NT = np.where(rollouts.mask_PGT, rollouts.tokens_PGT, -1).reshape(-1, width)[index]
     keyed = np.column_stack([index // size, tokens_NT])
     if rollouts.scored_PGT is not None:
         keyed = np.column_stack([keyed, rollouts.scored_PGT.reshape(-1, width)[index]])
+    if token_weights_BT is not None:
+        keyed = np.column_stack([keyed, token_weights_BT.view(np.int64)])
     _, first, place_B = np.unique(keyed, axis=0, return_index=True, return_inverse=True)
     return first, place_B.ravel()

@@ -1,0 +1,203 @@
+r"""Weights of a row's tokens where the policy at hand is not the one that wrote it.
+
+Completions come from a policy mu, the gradient is wanted at pi. A row of advantage A adds
+
+    w ( A sum_t omega_t u_t - beta sum_t kappa_t u_t )       u_t = grad log pi(token t | before)
+
+to the update, w its weight by `row_weights.token_weights`. With l_t, o_t, r_t the log-probabilities
+of token t under pi, mu and a reference model, rho_t = exp(l_t - o_t) the token's importance ratio
+and rho that of `importance_sampling_level`, the derivative of a loss by l_t is
+
+    form       omega                                     source
+    none       1                                         no ratio: staleness is ignored
+    clip       rho, 0 where clipped: A > 0 and           Schulman et al. 2017
+               rho > 1 + epsilon_high, or A < 0 and
+               rho < 1 - epsilon
+    cispo      min(rho_t, epsilon_high)                  MiniMax-M1 2025
+    sapo       4 s (1 - s) rho_t, s = sigmoid(tau (rho_t - 1)),  arXiv 2511.20347
+               tau = 1 where A > 0, else 1.05
+    vespo      W^k exp(lambda (1 - W)), W = prod_t rho_t,        arXiv 2602.10693
+               (k, lambda) = (2, 3) where A >= 0, else (3, 2)
+
+    level token: rho = rho_t; sequence: (prod_t rho_t)^(1/L); whole_sequence: prod_t rho_t
+
+The last, unclipped, is unbiased: `E_mu[ W R s ] = E_pi[ R s ]` (Theorem 12 without normalisation).
+All others are not. Clipping and the smooth weights depend on the sign of A, so a row has a vector
+for each sign, and a further one for its penalty (`KINDS`):
+
+    k3 in the loss   kappa_t = 1 - exp(r_t - l_t)
+    k2 in the loss   kappa_t = l_t - r_t
+    k1 in the reward Z - beta sum_t (o_t - r_t), no further vector
+
+Where a sampler is not quite the model, as an inference engine is, omega is multiplied by a
+correction: with q = pi/mu of each token, or of the whole completion (`sequence_...`), min(q, cap)
+(`..._truncate`), or q and 0 where q > cap (`..._mask`), as TRL 1.16's
+`vllm_importance_sampling_mode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import expit
+
+from grpo_ustat.records import Array, Mask
+
+ALL, POSITIVE, NEGATIVE, PENALTY = KINDS = ("all", "positive", "negative", "penalty")
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+SAPO_TEMPERATURES = (1.0, 1.05)  # of positive advantages, of the others
+VESPO_POWERS, VESPO_DECAYS = (2.0, 3.0), (3.0, 2.0)  # k, lambda: of advantages >= 0, of the others
+VESPO_LOG_RATIOS = (float(np.log(1e-8)), 20.0)  # bounds of log W
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """How the tokens of a row weigh; the default weighs each by 1.
+
+    Attributes:
+        level: of the ratio: none, token, sequence, whole_sequence.
+        form: clip, cispo, sapo or vespo.
+        epsilon, epsilon_high: of clipping; None: not.
+        beta, kl_estimator, kl_in: of the penalty; beta is 0 without one.
+        correction: one of `CORRECTIONS`, of the sampler's gap; None: none.
+        cap: of the correction.
+    """
+
+    level: str = "none"
+    form: str = "clip"
+    epsilon: float | None = None
+    epsilon_high: float | None = None
+    beta: float = 0.0
+    kl_estimator: str | None = None
+    kl_in: str | None = None
+    correction: str | None = None
+    cap: float = 3.0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of vectors that a row has."""
+        by_sign = self.level != "none" and (
+            self.form in ("sapo", "vespo") or (self.form == "clip" and self.epsilon is not None)
+        )
+        penalty = (PENALTY,) if self.beta and self.kl_in == "loss" else ()
+        return ((POSITIVE, NEGATIVE) if by_sign else (ALL,)) + penalty
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the mean of `A omega u` is that of the policy at hand, whatever the two are."""
+        exact = self.level == "whole_sequence" and self.form == "clip" and self.epsilon is None
+        return exact and not self.beta and self.correction is None
+
+
+EXACT = TokenWeights(level="whole_sequence")  # unbiased, with a variance that explodes
+
+
+def token_factors(
+    weights: TokenWeights,
+    kind: str,
+    own_NT: Array,
+    old_NT: Array,
+    counts_NT: Mask,
+    reference_NT: Array | None = None,
+) -> Array:
+    """omega of rows whose advantage has the sign of `kind`, or kappa, [N, T]; 0 where none counts.
+
+    Args:
+        weights: how tokens weigh.
+        kind: one of `weights.kinds`.
+        own_NT: l, log-probabilities under the policy at hand.
+        old_NT: o, under the one that wrote the rows.
+        counts_NT: tokens that the policy wrote.
+        reference_NT: r, for a penalty.
+
+    >>> own, old = np.log([[0.5, 0.5]]), np.log([[0.25, 0.5]])
+    >>> counts, clipped = np.ones((1, 2), bool), TokenWeights("token", "clip", 0.2, 0.2)
+    >>> token_factors(clipped, "positive", own, old, counts).round(3).tolist()
+    [[0.0, 1.0]]
+    >>> token_factors(clipped, "negative", own, old, counts).round(3).tolist()
+    [[2.0, 1.0]]
+    >>> whole = TokenWeights(correction="sequence_truncate")
+    >>> token_factors(whole, "all", own, old, counts).tolist()
+    [[2.0, 2.0]]
+    """
+    if kind == PENALTY:
+        assert reference_NT is not None
+        lead_NT = np.where(counts_NT, own_NT - reference_NT, 0.0)
+        return lead_NT if weights.kl_estimator == "k2" else -np.expm1(-lead_NT)
+    change_NT = np.where(counts_NT, own_NT - old_NT, 0.0)
+    total_N1 = change_NT.sum(axis=1, keepdims=True)
+    factor_NT = counts_NT.astype(float)
+    if weights.level != "none":
+        log_ratio = {
+            "token": change_NT,
+            "sequence": total_N1 / np.maximum(counts_NT.sum(axis=1, keepdims=True), 1),
+            "whole_sequence": total_N1,
+        }[weights.level]
+        factor_NT *= _of_ratio(weights, kind, log_ratio)
+    if weights.correction is not None:
+        level, way = weights.correction.split("_")
+        gap = np.exp(change_NT if level == "token" else total_N1)
+        beyond = gap > weights.cap
+        factor_NT *= np.where(beyond, weights.cap if way == "truncate" else 0.0, gap)
+    return factor_NT
+
+
+def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
+    """omega as a function of rho and of the advantage's sign."""
+    ratio, below = np.exp(log_ratio), kind == NEGATIVE
+    if weights.form == "cispo":
+        high = weights.epsilon_high
+        return ratio if high is None else np.minimum(ratio, high)
+    if weights.form == "sapo":
+        gate = expit(SAPO_TEMPERATURES[below] * (ratio - 1))
+        return 4 * gate * (1 - gate) * ratio
+    if weights.form == "vespo":
+        bounded = np.clip(log_ratio, *VESPO_LOG_RATIOS)
+        decay = VESPO_DECAYS[below]
+        return np.exp(decay + VESPO_POWERS[below] * bounded - decay * np.exp(bounded))
+    if weights.epsilon is None:
+        return ratio
+    assert weights.epsilon_high is not None
+    inside = ratio >= 1 - weights.epsilon if below else ratio <= 1 + weights.epsilon_high
+    return ratio * inside
+
+
+def by_kind(advantage: Array, kinds: Sequence[str], beta: float = 0.0) -> Array:
+    """The factor of each kind of vector of rows, [K, ...]: that of another sign is 0.
+
+    >>> by_kind(np.array([2.0, -1.0]), ("positive", "negative", "penalty"), 0.5).tolist()
+    [[2.0, 0.0], [0.0, -1.0], [-0.5, -0.5]]
+    """
+    of = {
+        ALL: advantage,
+        POSITIVE: np.maximum(advantage, 0.0),
+        NEGATIVE: np.minimum(advantage, 0.0),
+        PENALTY: np.full_like(advantage, -beta),
+    }
+    return np.stack([of[kind] for kind in kinds])
+
+
+def reward_penalty(
+    weights: TokenWeights, old_NT: Array, reference_NT: Array, counts_NT: Mask
+) -> Array:
+    """beta times k1 of each completion, which its reward loses, [N]."""
+    return weights.beta * np.where(counts_NT, old_NT - reference_NT, 0.0).sum(axis=1)
+
+
+def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
+    """The effective sample size `(sum w)^2 / sum w^2` as a share of the number of weights, of all
+    prompts and without each of them, [1 + P].
+
+    Args:
+        sums_P, squares_P: of a prompt's weights and of their squares.
+        counts_P: of a prompt's weights.
+
+    >>> effective_share(np.array([2.0, 4.0]), np.array([2.0, 16.0]), np.array([2, 2])).round(3)
+    array([0.5, 0.5, 1. ])
+    """
+    total, square, count = (
+        np.concatenate([[x.sum()], x.sum() - x]) for x in (sums_P, squares_P, counts_P)
+    )
+    return total**2 / (square * count)

@@ -1,0 +1,358 @@
+"""What a rollout is worth that another policy wrote, an earlier checkpoint or a sampler that is not
+quite the model, and what it is worth where a loss penalises leaving a reference model.
+
+The completions of a pool are scored once more by the policy whose gradient is wanted, the tokens of
+each weighted as the loss weighs them (`estimators.token_weights`): one more backward pass for each
+kind of vector. What they are compared with is unbiased at that policy: its own completions where it
+can write some, else the same ones, each weighted by its exact ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from grpo_ustat.config.identity import weights_fingerprint
+from grpo_ustat.config.model import ModelConfig
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.config.parts import PolicyOptions, SamplerOptions
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.study import StudyBudget
+from grpo_ustat.distributed.ranks import main_only, one_on_each_gpu
+from grpo_ustat.distributed.workers import WorkCost, share
+from grpo_ustat.estimators.intervals import Interval, jackknife_interval
+from grpo_ustat.estimators.token_weights import (
+    EXACT,
+    TokenWeights,
+    effective_share,
+    reward_penalty,
+    token_factors,
+)
+from grpo_ustat.estimators.worth import without
+from grpo_ustat.mse.losses import LossRow, loss_worths
+from grpo_ustat.mse.pool import build_pool
+from grpo_ustat.mse.pool_store import PoolStore, WeightedPart, draws_of, reuse_pool
+from grpo_ustat.mse.scoring import (
+    completions_of,
+    question_cost,
+    score_sketches,
+    stored_rollouts,
+)
+from grpo_ustat.policy.loading import Policy, configured_policy
+from grpo_ustat.policy.logprobs import pack, token_logprobs
+from grpo_ustat.policy.scores.rollouts import score_rollouts
+from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.records import Array, Mask, Prompt, Rollouts, ScorePool
+
+LEAST_EFFECTIVE = 0.2  # share of the completions that must count where their ratios are exact
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far the policy at hand is from the one that wrote the completions.
+
+    Attributes:
+        kl: of the latter from the former, nats a token.
+        tokens: effective share of the tokens under their ratios, `(sum w)^2 / (count sum w^2)`.
+        completions: that of the completions under the product of their tokens' ratios.
+    """
+
+    kl: Interval
+    tokens: Interval
+    completions: Interval
+
+
+@dataclass(frozen=True)
+class OffPolicy:
+    """What rollouts that another policy wrote are worth.
+
+    Attributes:
+        drift: how far the two are apart.
+        rows: of each loss at each G.
+    """
+
+    drift: Drift
+    rows: list[LossRow]
+
+
+def off_policy_worths(
+    config: MseConfig,
+    pool: ScorePool,
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollouts],
+    folder: Path,
+) -> tuple[OffPolicy, WorkCost]:
+    """What a rollout of each loss is worth at `study.policy`, or with `study.corrections`.
+
+    Args:
+        config: the study's configuration.
+        pool: its pool, drawn by `model` or read from a file.
+        prompts: its questions.
+        rollouts: the completions of each, in order, with the sampler's log-probabilities where a
+            file has them.
+        folder: of the run; what is scored stays there.
+
+    Raises:
+        ConfigError: the two policies read prompts in other tokens, or are too far apart; few of the
+            completions count under their exact ratios.
+    """
+    study, budget = config.study, config.budget
+    at_hand, losses = replace(config, model=config.later_model), config.losses_off_policy
+    wanted = list(dict.fromkeys(loss.tokens for loss in losses if loss.tokens is not None))
+    if config.imports_pool and EXACT not in wanted:
+        wanted.append(EXACT)  # of what the losses are compared with
+    draws = draws_of(at_hand) | {
+        "written_by": draws_of(config),
+        "reference": [
+            study.reference,
+            weights_fingerprint(config.reference_model.model_name_or_path),
+        ],
+    }
+    stores = {
+        weights: PoolStore(
+            folder / "pool_weighted" / str(number), draws | {"weights": repr(weights)}
+        )
+        for number, weights in enumerate(wanted)
+    }
+    main_only(lambda: [store.open() for store in stores.values()])
+    items = list(zip(range(len(prompts)), rollouts, pool.rewards_PN, strict=True))
+    workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
+    total = pool.rewards_PN.size
+
+    def logprobs_of(model: ModelConfig) -> list[Array | None]:
+        """Log-probabilities of every question's completions under a model."""
+        options, temperature = replace(config.policy_options, model=model), config.temperature
+        title = f"log-probabilities of {model.name}"
+        found, _ = share(_logprobs, items, workers, title, total, options, temperature)
+        return [logprobs_NT for _, logprobs_NT in sorted(found, key=lambda pair: pair[0])]
+
+    # None: those of the policy at hand, which are known as it scores
+    written: list[Array | None] = [None] * len(items)
+    reference = written
+    if config.imports_pool:
+        written = [None if one.logprobs_PGT is None else one.logprobs_PGT[0] for _, one, _ in items]
+    elif study.policy is not None:
+        written = logprobs_of(config.model)
+    if any(weights.beta for weights in wanted):
+        if study.reference is not None:
+            reference = logprobs_of(config.reference_model)
+        elif study.policy is not None:
+            reference = written
+    every = [
+        (*item, old_NT, reference_NT)
+        for item, old_NT, reference_NT in zip(items, written, reference, strict=True)
+    ]
+    _, cost = share(
+        _score, every, workers, f"score at {at_hand.model.name}", total * len(stores),
+        at_hand.policy_options, config.sampler_options, budget, stores,
+    )  # fmt: skip
+    size = pool.rewards_PN.shape[1]
+    parts = {
+        weights: [store.weighted_part(prompt, size) for prompt in prompts]
+        for weights, store in stores.items()
+    }
+    weighted = {weights: _pool_of(pool, weights, own) for weights, own in parts.items()}
+    drift = _drift(np.array([part.drift for part in parts[wanted[0]]]))
+    compared = pool
+    if study.policy is not None:
+        fresh = folder / "pool_policy"
+        root, known = Path(config.output_root), draws_of(at_hand)
+        main_only(reuse_pool, root, known, fresh, list(prompts), size)
+        compared, further = build_pool(at_hand, list(prompts), fresh)
+        cost += further
+    elif config.imports_pool:
+        if drift.completions.estimate < LEAST_EFFECTIVE:
+            raise ConfigError(
+                f"{config.pool}: under exact ratios its completions count as "
+                f"{drift.completions.estimate:.0%} of as many, and {LEAST_EFFECTIVE:.0%} are "
+                "needed for an unbiased gradient to compare with; use study.corrections=[]"
+            )
+        compared = weighted[EXACT]
+    rows = main_only(
+        loss_worths, compared, losses, config.group_sizes, study.rollouts, budget.loss_draws,
+        config.seed, weighted,
+    )  # fmt: skip
+    return OffPolicy(drift, rows), cost
+
+
+def stored_completions(
+    config: MseConfig, prompts: Sequence[Prompt], pool: Path, size: int
+) -> list[Rollouts]:
+    """The first completions of every question that a pool's folder keeps, without texts."""
+    policy = configured_policy(config.policy_options)
+    stored = PoolStore(pool, draws_of(config)).completions(prompts, size)
+    return [
+        stored_rollouts(policy, prompt, parts)[0]
+        for prompt, parts in zip(prompts, stored, strict=True)
+    ]
+
+
+def _logprobs(
+    items: list[tuple[int, Rollouts, Array]], options: PolicyOptions, temperature: float
+) -> Iterator[WorkCost | tuple[int, Array]]:
+    """Yield the place of each question and its completions' log-probabilities, [N, T]."""
+    policy = configured_policy(options)
+    for place, rollouts, rewards_N in items:
+        yield place, _logprobs_NT(policy, rollouts, temperature)
+        yield WorkCost(rollouts=len(rewards_N))
+
+
+def _logprobs_NT(policy: Policy, rollouts: Rollouts, temperature: float) -> Array:
+    """Log-probabilities of one question's completions, 0 on padding, [N, T].
+
+    Raises:
+        ConfigError: the policy reads the question in other tokens.
+    """
+    (prompt,) = rollouts.prompts
+    read = policy.encode([prompt.text])
+    if prompt.kind != "imported" and read != rollouts.prompt_tokens:
+        raise ConfigError(
+            f"{prompt.id} is {len(rollouts.prompt_tokens[0])} tokens to the policy that wrote the "
+            f"completions and {len(read[0])} to another of study.policy and study.reference, or "
+            "they are others: use models of one tokenizer"
+        )
+    width = rollouts.mask_PGT.shape[-1]
+    rows = pack(rollouts, np.arange(rollouts.ended_PG.size), policy.pad_token, policy.model.device)
+    with torch.inference_mode(), policy.computing():
+        known = token_logprobs(policy.model, rows, temperature).double().cpu().numpy()
+    return np.pad(known, ((0, 0), (0, width - known.shape[1])))
+
+
+def _score(
+    items: list[tuple[int, Rollouts, Array, Array | None, Array | None]],
+    options: PolicyOptions,
+    sampler: SamplerOptions,
+    budget: StudyBudget,
+    stores: Mapping[TokenWeights, PoolStore],
+) -> Iterator[WorkCost]:
+    """Score and store the completions of each question with every kind of token weights."""
+    policy = configured_policy(options)
+    sketch, _ = score_sketches(budget, policy)
+    for _, rollouts, rewards_N, old_NT, reference_NT in items:
+        (prompt,), count = rollouts.prompts, len(rewards_N)
+        missing = [x for x, store in stores.items() if not store.has_part(prompt, 0, count)]
+        if missing:
+            own_NT = _logprobs_NT(policy, rollouts, sampler.temperature)
+            old_NT = own_NT if old_NT is None else old_NT
+            reference_NT = own_NT if reference_NT is None else reference_NT
+        for weights in missing:
+            assert old_NT is not None and reference_NT is not None
+            part = weighted_part(
+                policy, rollouts, rewards_N, sampler, sketch, weights, own_NT, old_NT, reference_NT
+            )
+            stores[weights].write(prompt, 0, part)
+        yield WorkCost(rollouts=count * len(stores))
+
+
+def weighted_part(
+    policy: Policy,
+    rollouts: Rollouts,
+    rewards_N: Array,
+    sampler: SamplerOptions,
+    sketch: Sketch,
+    weights: TokenWeights,
+    own_NT: Array,
+    old_NT: Array,
+    reference_NT: Array,
+) -> WeightedPart:
+    """Score one question's completions, their tokens weighted.
+
+    Args:
+        policy: whose scores are taken.
+        rollouts: the completions.
+        rewards_N: their rewards.
+        sampler: what wrote them.
+        sketch: of the scores.
+        weights: of the tokens.
+        own_NT, old_NT, reference_NT: log-probabilities under the policy, under the one that wrote
+            them, and under the reference.
+
+    Raises:
+        ConfigError: a ratio is beyond what numbers can hold.
+    """
+    count = len(rewards_N)
+    counts_NT = (rollouts.mask_PGT if rollouts.scored_PGT is None else rollouts.scored_PGT)[0]
+    factors_VT = np.concatenate([
+        token_factors(weights, kind, own_NT, old_NT, counts_NT, reference_NT)
+        for kind in weights.kinds
+    ])  # fmt: skip
+    counted = np.flatnonzero(factors_VT.any(axis=1))  # of others the score is 0
+    gram_VV = np.zeros((len(factors_VT), len(factors_VT)))
+    features_VR = np.zeros((len(factors_VT), sketch.dimension), np.float32)
+    if len(counted):
+        scores = score_rollouts(
+            policy, rollouts, counted % count, sampler.temperature,
+            token_weights_BT=factors_VT[counted], gram=True, features=sketch,
+        )  # fmt: skip
+        assert scores.gram_BB is not None and scores.features_BR is not None
+        gram_VV[np.ix_(counted, counted)] = scores.gram_BB.cpu().numpy()
+        features_VR[counted] = scores.features_BR.float().cpu().numpy()
+    change_NT = np.where(counts_NT, own_NT - old_NT, 0.0)
+    ratio_NT, ratio_N = np.exp(change_NT) * counts_NT, np.exp(change_NT.sum(axis=1))
+    if not (np.isfinite(gram_VV).all() and np.isfinite(ratio_N).all()):
+        raise ConfigError(
+            f"the importance ratios of completions of {rollouts.prompts[0].id} are beyond what "
+            f"numbers can hold (log ratio up to {change_NT.sum(axis=1).max():.0f}): the policy "
+            "that wrote them is too far from the one that scores them, use an earlier study.policy"
+        )
+    drift = [
+        ratio_NT.sum(), np.square(ratio_NT).sum(), counts_NT.sum(),
+        ratio_N.sum(), np.square(ratio_N).sum(), count, -change_NT.sum(),
+    ]  # fmt: skip
+    rewards_N1 = (rewards_N - _lost_reward(weights, old_NT, reference_NT, counts_NT))[:, None]
+    cost = question_cost(rollouts, 0)
+    own = replace(rollouts, logprobs_PGT=None)
+    return WeightedPart(
+        **vars(completions_of(policy, own, 0, rewards_N1, sampler, cost)),
+        gram_VV=gram_VV,
+        features_VR=features_VR,
+        drift=np.array(drift, dtype=np.float64),
+    )
+
+
+def _lost_reward(
+    weights: TokenWeights, old_NT: Array, reference_NT: Array, counts_NT: Mask
+) -> Array:
+    """What a penalty in the reward takes from each completion's, [N]."""
+    if weights.kl_in != "reward":
+        return np.zeros(len(old_NT))
+    return reward_penalty(weights, old_NT, reference_NT, counts_NT)
+
+
+def _pool_of(pool: ScorePool, weights: TokenWeights, parts: Sequence[WeightedPart]) -> ScorePool:
+    """The pool with the scores of weighted tokens."""
+    features_PVR = np.stack([part.features_VR for part in parts])
+    nothing = np.zeros((len(parts), 1))
+    return ScorePool(
+        rewards_PN=np.stack([part.rewards_N for part in parts]),
+        gram_PNN=np.stack([part.gram_VV for part in parts]),
+        lengths_PN=pool.lengths_PN,
+        ended_PN=pool.ended_PN,
+        features_PNR=features_PVR,
+        reward_sums_PR=nothing,
+        score_sums_PR=nothing,
+        kinds=weights.kinds,
+    )
+
+
+def _drift(sums_PS: Array) -> Drift:
+    """How far the two policies are apart, with intervals for new questions.
+
+    Args:
+        sums_PS: of each question's tokens: ratios, their squares and number; of its completions
+            likewise; minus the log-ratios of the tokens.
+    """
+    total_D = np.concatenate([sums_PS.sum(axis=0)[None], sums_PS.sum(axis=0) - sums_PS])
+
+    def interval(values_D: Array, positive: bool) -> Interval:
+        return jackknife_interval(values_D[0], without(values_D), positive=positive)
+
+    return Drift(
+        kl=interval(total_D[:, 6] / total_D[:, 2], False),
+        tokens=interval(effective_share(*sums_PS[:, :3].T), True),
+        completions=interval(effective_share(*sums_PS[:, 3:6].T), True),
+    )
