@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from numbers import Real
 from typing import Any, TypeGuard
@@ -130,9 +130,8 @@ class Rollouts:
     def of_prompt(self, place: int) -> Rollouts:
         """The completions of one prompt."""
         one = slice(place, place + 1)
-        return Rollouts(
-            **{name: None if value is None else value[one] for name, value in vars(self).items()}
-        )
+        known = {name: value[one] for name, value in vars(self).items() if value is not None}
+        return replace(self, **known)
 
 
 @dataclass(frozen=True)

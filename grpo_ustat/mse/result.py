@@ -323,6 +323,8 @@ def _off_policy(config: MseConfig, off_policy: OffPolicy) -> parts.OffPolicy:
         written_by=sampler,
         policy=config.later_model.name,
         reference=config.reference_model.name,
+        from_file=config.imports_pool,
+        penalised=any(row.loss.tokens and row.loss.tokens.beta for row in off_policy.rows),
         kl=off_policy.drift.kl,
         effective_tokens=off_policy.drift.tokens,
         effective_completions=off_policy.drift.completions,

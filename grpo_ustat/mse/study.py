@@ -50,6 +50,7 @@ from grpo_ustat.pages.findings import further_findings, study_answer
 from grpo_ustat.pages.gradient_error import study_tables
 from grpo_ustat.pages.losses import losses_figure, losses_sentences, losses_tables
 from grpo_ustat.pages.next_step import next_step
+from grpo_ustat.pages.off_policy import off_policy_sentences, off_policy_tables
 from grpo_ustat.pages.recipes import recipes_figure
 from grpo_ustat.pages.reward_functions import reward_tables
 from grpo_ustat.pages.run_page import leave_page
@@ -90,9 +91,12 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
             f"{folder.path} is complete; on_existing=overwrite runs it again.", soft_wrap=True
         )
     console.print(f"{wrapped(study_answer(result))}\n", soft_wrap=True)
-    for sentence in losses_sentences(result)[:MOST_LOSS_SENTENCES]:
+    sentences = losses_sentences(result)[:MOST_LOSS_SENTENCES]
+    sentences += off_policy_sentences(result)[: 1 + MOST_LOSS_SENTENCES]
+    for sentence in sentences:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
-    for table in (*losses_tables(result), *study_tables(result), *reward_tables(result)):
+    worths = [*losses_tables(result), *off_policy_tables(result)[:1]]
+    for table in (*worths, *study_tables(result), *reward_tables(result)):
         console.print(table.terminal())
     if absent := dict.fromkeys(row["baseline"] for row in result["not_measured"]):
         console.print(
@@ -129,6 +133,8 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
             scaling_figure(folder.path, content)
             recipes_figure(folder.path, content)
             losses_figure(folder.path, content)
+            if "off_policy" in content:
+                losses_figure(folder.path, content, content["off_policy"])
         leave_page(folder, content)
     folder.finish(result)
     return content

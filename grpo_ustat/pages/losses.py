@@ -83,18 +83,24 @@ def by_loss(result: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     return list(rows.values())
 
 
-def losses_sentences(result: Mapping[str, Any]) -> list[str]:
+def losses_sentences(
+    result: Mapping[str, Any], wrote: str = "", compared: str = "an unbiased one"
+) -> list[str]:
     """What a rollout of each loss is worth at G = 8 or the nearest, in which direction it points,
     and its best G; one sentence for losses of which the same is to be said.
 
     Args:
-        result: content of the study's `result.json`.
+        result: content of the study's `result.json`, or its `off_policy`.
+        wrote: which policy wrote the rollout, in words.
+        compared: what it is worth is of this.
     """
     same: dict[str, list[list[dict[str, Any]]]] = {}
     for rows in by_loss(result):
-        same.setdefault(_sentence("", rows), []).append(rows)
+        same.setdefault(_sentence("", rows, wrote, compared), []).append(rows)
     return [
-        _sentence(enumeration([rows[0]["loss"] for rows in losses], "or"), losses[0])
+        _sentence(
+            enumeration([rows[0]["loss"] for rows in losses], "or"), losses[0], wrote, compared
+        )
         for losses in same.values()
     ]
 
@@ -104,9 +110,9 @@ def nearest_usual(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return min(rows, key=lambda row: abs(math.log(row["group_size"] / USUAL_SIZE)))
 
 
-def _sentence(names: str, rows: Sequence[dict[str, Any]]) -> str:
+def _sentence(names: str, rows: Sequence[dict[str, Any]], wrote: str, compared: str) -> str:
     first = rows[0]
-    name = f"{names} ({loss_words(first)})"
+    name = f"{names} ({loss_words(first)}){wrote}"
     measured = [row for row in rows if "noise" in row]
     if not measured:
         return f"What a rollout of {name} is worth is not measured: {first['reason']}."
@@ -142,23 +148,32 @@ def _sentence(names: str, rows: Sequence[dict[str, Any]]) -> str:
             "others cost is not in its worth"
         )
     return (
-        f"{where} a rollout of {name} is worth {worth_text(worth)} of an unbiased one; "
+        f"{where} a rollout of {name} is worth {worth_text(worth)} of {compared}; "
         f"{direction}; {best_size}{drawn}."
     )
 
 
-def losses_tables(result: Mapping[str, Any]) -> list[Table]:
+def losses_tables(
+    result: Mapping[str, Any], wrote: str = "", notes: Sequence[str] = (WORTH_NOTE,)
+) -> list[Table]:
     """The worth of a rollout of each loss at each G, some losses side by side; none where no loss
     was measured.
+
+    Args:
+        result: content of the study's `result.json`, or its `off_policy`.
+        wrote: which policy wrote the rollout, in words.
+        notes: what worth is.
     """
     measured = [rows for rows in by_loss(result) if any("noise" in row for row in rows)]
     return [
-        _worth_table(measured[first : first + MOST_BASELINES])
+        _worth_table(measured[first : first + MOST_BASELINES], wrote, notes)
         for first in range(0, len(measured), MOST_BASELINES)
     ]
 
 
-def _worth_table(losses: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
+def _worth_table(
+    losses: Sequence[Sequence[Mapping[str, Any]]], wrote: str, notes: Sequence[str]
+) -> Table:
     known = {
         (row["group_size"], column): row
         for column, rows in enumerate(losses)
@@ -180,10 +195,10 @@ def _worth_table(losses: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
         if row["alike"]
     }
     return Table(
-        title=f"Worth of a rollout at n = {losses[0][0]['rollouts']}, in {AT_BEST}",
+        title=f"Worth of a rollout{wrote} at n = {losses[0][0]['rollouts']}, in {AT_BEST}",
         columns=["G", *(rows[0]["loss"] for rows in losses)],
         rows=cells,
-        notes=[WORTH_NOTE, *not_measured(losses)],
+        notes=[*notes, *not_measured(losses)],
         marks=marks,
     )  # fmt: skip
 
@@ -198,8 +213,12 @@ def not_measured(losses: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     ]
 
 
-def loss_details(result: Mapping[str, Any]) -> list[Table]:
-    """Every loss at every G: both worths, direction and noise; none where none was measured."""
+def loss_details(
+    result: Mapping[str, Any], wrote: str = "", notes: Sequence[str] = (WORTH_NOTE,)
+) -> list[Table]:
+    """Every loss at every G: both worths, direction and noise; none where none was measured. For
+    the arguments see `losses_tables`.
+    """
     rows = [
         [
             row["loss"],
@@ -218,12 +237,16 @@ def loss_details(result: Mapping[str, Any]) -> list[Table]:
         return []
     columns = ["loss", "advantage and tokens", "G", "worth at the same G", f"worth in {AT_BEST}",
                "cos of its mean and the gradient", "share of noise"]  # fmt: skip
-    return [Table("Losses at every G", columns, rows, [WORTH_NOTE, NOISE_NOTE])]
+    return [Table(f"Losses{wrote} at every G", columns, rows, [*notes, NOISE_NOTE])]
 
 
-def losses_figure(folder: Path, result: Mapping[str, Any]) -> None:
-    """The worth of each loss's rollout against G, with its interval; `losses.{pdf,svg,png}`."""
-    losses = {rows[0]["loss"]: rows for rows in by_loss(result)}
+def losses_figure(
+    folder: Path, result: Mapping[str, Any], off_policy: Mapping[str, Any] | None = None
+) -> None:
+    """The worth of each loss's rollout against G, with its interval; `losses.{pdf,svg,png}`, or
+    `off_policy.*` of those that another policy wrote.
+    """
+    losses = {rows[0]["loss"]: rows for rows in by_loss(off_policy or result)}
     if not any("noise" in row for rows in losses.values() for row in rows):
         return
     with plt.rc_context(FONTS):
@@ -233,15 +256,13 @@ def losses_figure(folder: Path, result: Mapping[str, Any]) -> None:
         axes.set_ylabel(f"worth of a rollout,\nin {AT_BEST}")
         worth_legend(figure, 6.4)
         policy, first = result["policy"], next(iter(losses.values()))[0]
-        axes.set_title(
-            f"{policy['name']}: {policy['quantity']} {policy['mean_reward']:.2f}, "
-            f"n = {first['rollouts']}",
-            fontsize=9,
-            loc="left",
-        )
+        title = f"{policy['name']}: {policy['quantity']} {policy['mean_reward']:.2f}"
+        if off_policy:
+            title = f"written by {off_policy['written_by']}, at {off_policy['policy']}"
+        axes.set_title(f"{title}, n = {first['rollouts']}", fontsize=9, loc="left")
         lines = [f"Not decided or not measured: {enumeration(absent)}."] if absent else []
         note(figure, [BARS_NOTE, *lines], 6.4)
-        save(figure, folder, "losses")
+        save(figure, folder, "off_policy" if off_policy else "losses")
 
 
 def worth_panel(

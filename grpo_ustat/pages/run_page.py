@@ -18,6 +18,7 @@ from grpo_ustat.pages.findings import (
     training_noise_sentence,
 )
 from grpo_ustat.pages.losses import losses_sentences
+from grpo_ustat.pages.off_policy import off_policy_sentences
 from grpo_ustat.pages.page import (
     NAME,
     Completions,
@@ -78,6 +79,7 @@ NOISE_COLUMNS = {
 }  # fmt: skip
 MOST_STEPS = 200  # that the table of steps holds
 WORTHS_CAPTION = "What a rollout of each loss is worth"
+OFF_POLICY_CAPTION = "What a rollout is worth that another policy wrote"
 ERRORS_CAPTION = "Mean squared error of the gradient against group size"
 COSTS_CAPTION = "What each group size costs at the same number of rollouts"
 PUBLISHED_CAPTION = "Published group sizes at the same number of rollouts"
@@ -86,6 +88,7 @@ FIGURES = {  # that our runs draw: title, caption, data
     "train": {"learning": ("How training went", "Numbers:", "metrics.jsonl")},
     "mse": {
         "losses": (WORTHS_CAPTION, "", None),
+        "off_policy": (OFF_POLICY_CAPTION, "", None),
         "scaling": (COSTS_CAPTION, "", None),
         "recipes": (PUBLISHED_CAPTION, "", None),
         "figure": (ERRORS_CAPTION, "Numbers:", "curves.csv"),
@@ -179,6 +182,7 @@ def _result_notes(run: RunRecord) -> list[str]:
     if run.command == "mse" and result and first != mse_answer(run):
         details = [
             *losses_sentences(result),
+            *off_policy_sentences(result),
             *further_findings(result),
             f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}",
             first,

@@ -10,6 +10,7 @@ from grpo_ustat.config.gap import STUDIES
 from grpo_ustat.pages.findings import study_answer
 from grpo_ustat.pages.losses import loss_details, losses_tables
 from grpo_ustat.pages.next_step import next_step
+from grpo_ustat.pages.off_policy import off_policy_tables
 from grpo_ustat.pages.recipes import recipe_table
 from grpo_ustat.pages.reward_functions import reward_tables
 from grpo_ustat.pages.symbols import baseline_word
@@ -216,6 +217,7 @@ def mse_tables(run: RunRecord) -> list[Table]:
     tables = [
         *losses_tables(run.result),
         *loss_details(run.result),
+        *off_policy_tables(run.result),
         _curves_table(run.result["curves"]),
         Table("Scaling law and Assumption 2", columns, rows, [note] if note else []),
     ]

@@ -176,6 +176,9 @@ class OffPolicy:
     Attributes:
         written_by, policy, reference: which wrote them, whose gradient is estimated, and which a
             penalty is measured from.
+        from_file: whether they are of a file, weighted by their exact ratios for comparison; else
+            what is compared with is written by `policy`.
+        penalised: whether any loss has a penalty.
         kl: of the first from the second, nats a token.
         effective_tokens, effective_completions: `(sum w)^2 / (count sum w^2)` of the ratios of
             tokens, and of their products over a completion.
@@ -185,6 +188,8 @@ class OffPolicy:
     written_by: str
     policy: str
     reference: str
+    from_file: bool
+    penalised: bool
     kl: Estimate
     effective_tokens: Estimate
     effective_completions: Estimate

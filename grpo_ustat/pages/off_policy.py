@@ -1,0 +1,89 @@
+"""Rollouts that another policy wrote, how far it is and what they are worth: words and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.pages.losses import loss_details, losses_sentences, losses_tables
+from grpo_ustat.pages.tables import Table, row_interval
+
+DRIFT_NOTE = (
+    "Effective share: (sum of weights)^2 over the sum of their squares, as a share of their number."
+)
+
+
+def off_policy_sentences(result: Mapping[str, Any]) -> list[str]:
+    """How far the policy is from what wrote the rollouts, and what one of each loss is worth; none
+    where nothing was asked.
+
+    Args:
+        result: content of the study's `result.json`.
+    """
+    found = result.get("off_policy")
+    if found is None:
+        return []
+    drift = []
+    if _moved(found):
+        kl, tokens, completions = (
+            row_interval(found, key) for key in ("kl", "effective_tokens", "effective_completions")
+        )
+        drift = [
+            f"{found['policy']} is {kl.estimate:.2g} [{kl.low:.2g}, {kl.high:.2g}] nats a token "
+            f"from {found['written_by']}: weighted by their ratios tokens count as "
+            f"{share_text(tokens)} of as many, completions by the products of theirs as "
+            f"{share_text(completions)}."
+        ]
+    return drift + losses_sentences(found, _wrote(found), _compared(found))
+
+
+def off_policy_tables(result: Mapping[str, Any]) -> list[Table]:
+    """The worth of rollouts that another policy wrote, in short and with all that is known of it;
+    none where nothing was asked.
+    """
+    found = result.get("off_policy")
+    if found is None:
+        return []
+    arguments = found, _wrote(found), _notes(found)
+    return [*losses_tables(*arguments), *loss_details(*arguments)]
+
+
+def share_text(share: Interval) -> str:
+    """A share with its interval in percent.
+
+    >>> share_text(Interval(0.753, 0.721, 0.7963))
+    '75 % [72 %, 80 %]'
+    """
+    percents = [f"{100 * min(1.0, x):.0f} %" for x in share]
+    return f"{percents[0]} [{percents[1]}, {percents[2]}]"
+
+
+def _moved(found: Mapping[str, Any]) -> bool:
+    """Whether another policy wrote the rollouts, not only the reference is another."""
+    return found["written_by"] != found["policy"]
+
+
+def _wrote(found: Mapping[str, Any]) -> str:
+    return f" that {found['written_by']} wrote" if _moved(found) else " with its penalty"
+
+
+def _compared(found: Mapping[str, Any]) -> str:
+    if not _moved(found):
+        return "an unbiased one without"
+    if found["from_file"]:
+        return "one that is weighted by its exact ratio"
+    return f"an unbiased one that {found['policy']} wrote"
+
+
+def _notes(found: Mapping[str, Any]) -> list[str]:
+    notes = [
+        f"Worth: rollouts of {_compared(found)} that do as much as one of the loss; 95 % intervals "
+        "for new questions, paired among losses and G."
+    ]
+    if found["penalised"]:
+        notes.append(
+            f"A penalty is from {found['reference']} and part of a loss; what is measured is the "
+            "gradient of the reward alone."
+        )
+    return [*notes, DRIFT_NOTE] if _moved(found) else notes
