@@ -26,6 +26,7 @@ from grpo_ustat.config.schema import ConfigError, check_distinct, field, node
 from grpo_ustat.config.study import SETTINGS, StudyBudget, StudyConfig, StudyLaunch
 from grpo_ustat.estimators.baselines import BASELINES, own_rules
 from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.token_weights import TokenWeights
 
 PART_NAME = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
 POOL_FILE = re.compile(rf"\.?(pool\.json|{PART_NAME})(\.[0-9a-f]+\.tmp)?")
@@ -164,7 +165,9 @@ class MseConfig(Common):
             tokens = objective.token_weights()
             if self.study.policy is None:  # the first update of a batch: every ratio is 1
                 tokens = replace(tokens, level="none", form="clip", epsilon=None, epsilon_high=None)
-            losses.append(replace(loss, tokens=tokens))
+            on_policy = self.study.policy is None and not self.imports_pool
+            plain = on_policy and tokens == TokenWeights()
+            losses.append(replace(loss, tokens=None if plain else tokens))
             for name in self.study.corrections:
                 corrected = replace(tokens, correction=name, cap=self.study.correction_cap)
                 losses.append(replace(loss, name=f"{loss.name} {name}", tokens=corrected))

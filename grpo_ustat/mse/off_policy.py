@@ -301,7 +301,8 @@ def weighted_part(
         )
     drift = [
         ratio_NT.sum(), np.square(ratio_NT).sum(), counts_NT.sum(),
-        ratio_N.sum(), np.square(ratio_N).sum(), count, -change_NT.sum(),
+        ratio_N.sum(), np.square(ratio_N).sum(), count,
+        (np.expm1(change_NT) - change_NT).sum(),
     ]  # fmt: skip
     rewards_N1 = (rewards_N - _lost_reward(weights, old_NT, reference_NT, counts_NT))[:, None]
     cost = question_cost(rollouts, 0)
@@ -344,7 +345,7 @@ def _drift(sums_PS: Array) -> Drift:
 
     Args:
         sums_PS: of each question's tokens: ratios, their squares and number; of its completions
-            likewise; minus the log-ratios of the tokens.
+            likewise; of each token rho - 1 - log rho, whose mean is the divergence.
     """
     total_D = np.concatenate([sums_PS.sum(axis=0)[None], sums_PS.sum(axis=0) - sums_PS])
 

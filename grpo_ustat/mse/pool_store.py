@@ -134,7 +134,7 @@ class WeightedPart(Completions):
     Attributes:
         gram_VV, features_VR: inner products and sketches of the vectors of every kind in turn.
         drift: sums over tokens of importance ratios, of their squares and of ones, the same over
-            completions, and the sum of minus the tokens' log-ratios.
+            completions, and the sum over tokens of `rho - 1 - log rho`.
     """
 
     gram_VV: np.ndarray

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -318,12 +319,12 @@ def _losses(rows: list[LossRow], rollouts: int) -> list[parts.LossWorth]:
 
 def _off_policy(config: MseConfig, off_policy: OffPolicy) -> parts.OffPolicy:
     """What rollouts are worth that another policy wrote."""
-    sampler = f"the sampler of {config.pool}" if config.imports_pool else config.model.name
+    file = config.imports_pool and config.pool
     return parts.OffPolicy(
-        written_by=sampler,
+        written_by=f"the sampler of {Path(file).name}" if file else config.model.name,
         policy=config.later_model.name,
         reference=config.reference_model.name,
-        from_file=config.imports_pool,
+        question="gap" if config.imports_pool else "lag" if config.study.policy else "penalty",
         penalised=any(row.loss.tokens and row.loss.tokens.beta for row in off_policy.rows),
         kl=off_policy.drift.kl,
         effective_tokens=off_policy.drift.tokens,

@@ -91,11 +91,10 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
             f"{folder.path} is complete; on_existing=overwrite runs it again.", soft_wrap=True
         )
     console.print(f"{wrapped(study_answer(result))}\n", soft_wrap=True)
-    sentences = losses_sentences(result)[:MOST_LOSS_SENTENCES]
-    sentences += off_policy_sentences(result)[: 1 + MOST_LOSS_SENTENCES]
-    for sentence in sentences:
+    asked = off_policy_sentences(result) or losses_sentences(result)
+    for sentence in asked[:MOST_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
-    worths = [*losses_tables(result), *off_policy_tables(result)[:1]]
+    worths = off_policy_tables(result)[:1] or losses_tables(result)
     for table in (*worths, *study_tables(result), *reward_tables(result)):
         console.print(table.terminal())
     if absent := dict.fromkeys(row["baseline"] for row in result["not_measured"]):

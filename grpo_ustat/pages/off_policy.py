@@ -25,7 +25,7 @@ def off_policy_sentences(result: Mapping[str, Any]) -> list[str]:
     if found is None:
         return []
     drift = []
-    if _moved(found):
+    if found["question"] != "penalty":
         kl, tokens, completions = (
             row_interval(found, key) for key in ("kl", "effective_tokens", "effective_completions")
         )
@@ -59,21 +59,18 @@ def share_text(share: Interval) -> str:
     return f"{percents[0]} [{percents[1]}, {percents[2]}]"
 
 
-def _moved(found: Mapping[str, Any]) -> bool:
-    """Whether another policy wrote the rollouts, not only the reference is another."""
-    return found["written_by"] != found["policy"]
-
-
 def _wrote(found: Mapping[str, Any]) -> str:
-    return f" that {found['written_by']} wrote" if _moved(found) else " with its penalty"
+    if found["question"] == "penalty":
+        return " with its penalty"
+    return f" that {found['written_by']} wrote"
 
 
 def _compared(found: Mapping[str, Any]) -> str:
-    if not _moved(found):
-        return "an unbiased one without"
-    if found["from_file"]:
-        return "one that is weighted by its exact ratio"
-    return f"an unbiased one that {found['policy']} wrote"
+    return {
+        "lag": f"an unbiased one that {found['policy']} wrote",
+        "gap": "one that is weighted by its exact ratio",
+        "penalty": "an unbiased one without",
+    }[found["question"]]
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
@@ -86,4 +83,4 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
             f"A penalty is from {found['reference']} and part of a loss; what is measured is the "
             "gradient of the reward alone."
         )
-    return [*notes, DRIFT_NOTE] if _moved(found) else notes
+    return notes if found["question"] == "penalty" else [*notes, DRIFT_NOTE]

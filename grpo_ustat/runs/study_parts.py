@@ -176,8 +176,9 @@ class OffPolicy:
     Attributes:
         written_by, policy, reference: which wrote them, whose gradient is estimated, and which a
             penalty is measured from.
-        from_file: whether they are of a file, weighted by their exact ratios for comparison; else
-            what is compared with is written by `policy`.
+        question: lag, where an earlier policy wrote them and those of `policy` itself are compared
+            with; gap, where the sampler of a file did, and the same ones weighted by their exact
+            ratios are compared with; penalty, where `policy` itself did.
         penalised: whether any loss has a penalty.
         kl: of the first from the second, nats a token.
         effective_tokens, effective_completions: `(sum w)^2 / (count sum w^2)` of the ratios of
@@ -188,7 +189,7 @@ class OffPolicy:
     written_by: str
     policy: str
     reference: str
-    from_file: bool
+    question: str
     penalised: bool
     kl: Estimate
     effective_tokens: Estimate

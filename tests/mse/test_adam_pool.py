@@ -14,9 +14,10 @@ from reference import one_flat_score
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse import adam_pool as module
 from grpo_ustat.mse import study as study_run
-from grpo_ustat.mse.adam_pool import _stored_rollouts, adam_pool
+from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.pool import build_pool
 from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.scoring import stored_rollouts
 from grpo_ustat.policy.loading import configured_policy, configured_task
 from grpo_ustat.policy.scores.backward import trainable
 from grpo_ustat.runs.folder import RunFolder
@@ -44,7 +45,7 @@ def slow_scores(config, prompts, source):
     policy = configured_policy(config.policy_options)
     scores_PND = []
     for prompt in prompts:
-        rollouts, _ = _stored_rollouts(policy, prompt, next(source.completions([prompt], 6)))
+        rollouts, _ = stored_rollouts(policy, prompt, next(source.completions([prompt], 6)))
         tokens, masks = rollouts.tokens_PGT[0], rollouts.mask_PGT[0]
         ids = rollouts.prompt_tokens[0]
         scores_PND.append([
