@@ -325,16 +325,16 @@ def worth_legend(figure: Figure, width: float) -> None:
         )  # fmt: skip
 
 
-def worth_text(value: Interval, gap: str = " ") -> str:
-    """A worth or a share with its interval.
+def worth_text(value: Interval, gap: str = " ", digits: int = 2) -> str:
+    """A worth or a share with its interval, with so many digits after the point.
 
     >>> worth_text(Interval(0.981, 0.961, 1.0021)), worth_text(Interval(math.nan, 0, math.inf))
     ('0.98 [0.96, 1.00]', 'not decided')
     """
     if not math.isfinite(value.estimate):
         return "not decided"
-    high = f"{value.high:.2f}" if math.isfinite(value.high) else "no end"
-    return f"{value.estimate:.2f}{gap}[{value.low:.2f}, {high}]"
+    high = f"{value.high:.{digits}f}" if math.isfinite(value.high) else "no end"
+    return f"{value.estimate:.{digits}f}{gap}[{value.low:.{digits}f}, {high}]"
 
 
 def cosine_text(row: Mapping[str, Any], gap: str = " ") -> str:

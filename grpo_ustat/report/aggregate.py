@@ -36,6 +36,7 @@ from grpo_ustat.report.accuracy_figure import accuracy_figure
 from grpo_ustat.report.best_group_size import best_group_size
 from grpo_ustat.report.collect import RunSet, distinguishing_keys, entries_in, read_runs
 from grpo_ustat.report.joint_page import Report, page, runs_table
+from grpo_ustat.report.lag import lag_answer, lag_figure, lag_table
 from grpo_ustat.report.losses import (
     by_pool,
     joint_losses_figure,
@@ -59,7 +60,7 @@ from grpo_ustat.terminal.console import Console, tell
 from grpo_ustat.terminal.streams import single_line
 
 TABLE_FILE = re.compile(
-    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|learning.*|losses|mse|published_table2|runs|settings|theorems)"
+    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*|losses|mse|published_table2|runs|settings|theorems)"
     r"\.(csv|tex|pdf|svg|png)"
 )
 MOST_STEPS = 8  # with a panel each, where no steps are asked for
@@ -171,6 +172,9 @@ def _tables_of_one(run: RunRecord) -> None:
         if panels := loss_panels([run]):
             losses_table(panels, ()).latex()
             losses_answer(panels)
+        if "off_policy" in run.final_result:
+            lag_table([run], ()).latex()
+            lag_answer([run])
         decision_sentence(run.final_result)
         for row in error_figures.expected_reward_rows(run.final_result)[:1] or [None]:
             if row is None:
@@ -228,6 +232,12 @@ def _add_studies(report: Report) -> None:
         joint_losses_figure(report.folder, table.name, panels, lines)
         report.tables.append(table)
         report.answers.append(losses_answer(panels))
+    if lagged := [run for run in report.studies if "off_policy" in run.final_result]:
+        table = lag_table(lagged, distinguishing_keys([run.keys for run in lagged]))
+        lines = [*(table.figure_notes or ()), *report.missing_captions]
+        lag_figure(report.folder, table.name, lagged, lines)
+        report.tables.append(table)
+        report.answers.append(lag_answer(lagged))
     report.notes.append(WHY_FIXED_ROLLOUTS)
 
 

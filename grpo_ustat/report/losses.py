@@ -37,6 +37,7 @@ from grpo_ustat.report.collect import distinguishing_keys
 from grpo_ustat.runs.record import RunRecord, key_label
 
 LOSS_KEYS = ("objective", "objectives", "baseline")  # of a study, that change no pool
+LAG_KEYS = ("study.policy", "study.reference", "study.corrections", "study.correction_cap")
 MARKS_NOTE = "{} the best G of a loss; {} not significantly worse."
 
 
@@ -63,7 +64,11 @@ def by_pool(studies: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Studies that differ in their losses alone, together: but for these their results are one."""
     pools: dict[str, list[RunRecord]] = {}
     for run in studies:
-        of_pool = {k: v for k, v in run.keys.items() if k.partition(".")[0] not in LOSS_KEYS}
+        of_pool = {
+            key: value
+            for key, value in run.keys.items()
+            if key.partition(".")[0] not in LOSS_KEYS and key not in LAG_KEYS
+        }
         pools.setdefault(json.dumps(of_pool, sort_keys=True, default=str), []).append(run)
     return list(pools.values())
 
