@@ -102,6 +102,7 @@ def study_result(
     request: Request,
     curves: list[parts.CurveRow],
     losses: list[LossRow],
+    recipes: list[LossRow],
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
@@ -121,6 +122,7 @@ def study_result(
         request: of `population`.
         curves: rows of all methods.
         losses: what a rollout of each is worth.
+        recipes: the same of published losses, each at its own G.
         facts: of the model; see `model_facts`.
         pool_cost, replicate_cost: what the pool and Monte Carlo took.
         moved: of AdamW's metric the shift of G*, see `second_moments`; None in another metric.
@@ -137,7 +139,8 @@ def study_result(
         ratio_to_oracle=oracle_ratios(statistics),
         scaling=_scaling(population, sizes),
         noise=_noise(population),
-        losses=_losses(losses, config.study.rollouts) or None,
+        losses=_losses(losses) or None,
+        recipes=_losses(recipes),
         dynamic_sampling=_dynamic_sampling(population, pool),
         proxies=_proxies(pool),
         allocation=_allocation(pool),
@@ -290,7 +293,7 @@ def _noise(population: ClosedForm) -> parts.Noise:
     )
 
 
-def _losses(rows: list[LossRow], rollouts: int) -> list[parts.LossWorth]:
+def _losses(rows: list[LossRow]) -> list[parts.LossWorth]:
     """What a rollout of each loss is worth, see `estimators.worth`."""
     every = asdict(RowFilter())
     return [
@@ -299,7 +302,7 @@ def _losses(rows: list[LossRow], rollouts: int) -> list[parts.LossWorth]:
             baseline=row.loss.rule,
             loss_type=row.loss.loss_type,
             **{name: x for name, x in asdict(row.loss.rows).items() if x != every[name]},
-            rollouts=rollouts,
+            rollouts=row.rollouts,
             group_size=row.group_size,
             kept=row.kept,
             unbiased_direction=row.loss.scale(row.group_size) is not None,
