@@ -269,7 +269,11 @@ def positive(values_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> In
 
 
 def ratio(above_D: Array, below_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
-    """A ratio of two statistics that are truly at least 0, see `ratio_interval`."""
+    """A ratio of two statistics that are truly at least 0, see `ratio_interval`; nothing where one
+    of them is infinite without some prompt.
+    """
+    if not (np.isfinite(above_D).all() and np.isfinite(below_D).all()):
+        return UNKNOWN
     return ratio_interval(
         above_D[0], below_D[0], without(above_D, metrics), without(below_D, metrics), level
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -96,3 +97,14 @@ def test_an_update_smaller_than_a_group_is_said():
     found = worths(a_pool(40, 16), rollouts=8)
     assert found["DAPO (arXiv 2503.14476)"].reason == "study.rollouts=8 is no multiple of 16"
     assert found["Dr. GRPO (arXiv 2503.20783)"].worth is not None
+
+
+def test_two_questions_with_a_signal_decide_no_direction():
+    """Without either of them the estimate of ||grad J||^2 is 0, and what it divides infinite."""
+    pool = a_pool(8, 8)
+    pool.rewards_PN[2:] = 1
+    found = worths(pool, rollouts=16)
+    row = found["2-GRPO (arXiv 2510.00977)"]
+    assert row.worth is not None
+    assert math.isnan(row.worth.worth.estimate) and math.isnan(row.worth.direction.estimate)
+    assert row.worth.direction[1:] == (0.0, 1.0)
