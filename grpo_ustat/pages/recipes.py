@@ -118,7 +118,7 @@ def recipe_table(result: Mapping[str, Any]) -> Table | None:
         f"one of the recipe, at a batch's first update{update}. {TOGETHER_NOTE}",
         *([ALONE_NOTE] if any(one.alone for one in judged) else []),
         *not_measured([[one.row for one in judged]]),
-        f"What measures a loss at every G, after grpo-ustat mse: {'; '.join(typed)}.",
+        f"What to type after grpo-ustat mse for a loss at every G: {'; '.join(typed)}.",
     ]
     columns = ["recipe", "its loss", "G", "worth", "verdict"]
     return Table("Published recipes on this policy", columns, cells, notes)
