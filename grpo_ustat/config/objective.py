@@ -343,8 +343,13 @@ def preset(name: str) -> tuple[ObjectiveConfig, BaselineConfig | None]:
     """
     fields, rule = _fields(name), None
     if chosen := fields.pop("baseline", None):
-        rule = BaselineConfig(**yaml.safe_load((CONF / "baseline" / f"{chosen}.yaml").read_text()))
+        rule = baseline_preset(chosen)
     return ObjectiveConfig(**fields), rule
+
+
+def baseline_preset(name: str) -> BaselineConfig:
+    """A rule as `conf/baseline/NAME.yaml` has it."""
+    return BaselineConfig(**yaml.safe_load((CONF / "baseline" / f"{name}.yaml").read_text()))
 
 
 def _fields(name: str) -> dict[str, Any]:

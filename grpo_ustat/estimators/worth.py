@@ -34,7 +34,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_ustat.estimators.group_terms import GroupTerms
-from grpo_ustat.estimators.intervals import Interval, jackknife_interval, ratio_interval
+from grpo_ustat.estimators.intervals import (
+    CONFIDENCE,
+    Interval,
+    jackknife_interval,
+    ratio_interval,
+)
 from grpo_ustat.records import Array
 
 # Axis D: a statistic of all prompts, then of all but each of them in turn, [1 + P].
@@ -194,7 +199,11 @@ def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> Los
 
 
 def worth(
-    loss: LossError, group_size: int, unbiased: Mapping[int, Array], metrics: int = 1
+    loss: LossError,
+    group_size: int,
+    unbiased: Mapping[int, Array],
+    metrics: int = 1,
+    level: float = CONFIDENCE,
 ) -> Worth:
     """What a rollout of a loss is worth.
 
@@ -207,18 +216,20 @@ def worth(
         group_size: that G.
         unbiased: errors of the unbiased estimate at n rollouts by G, this one among them.
         metrics: K, see `ScorePool.metrics`.
+        level: of each interval.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         against = {
-            size: positive(error_D / loss.error_D, metrics) for size, error_D in unbiased.items()
+            size: positive(error_D / loss.error_D, metrics, level)
+            for size, error_D in unbiased.items()
         }
     best, others = alike(unbiased, metrics)
     at_best = against[best]._replace(low=min(against[size].low for size in others))
-    apart = ratio(loss.apart_D, loss.mean_sq_D, metrics)
+    apart = ratio(loss.apart_D, loss.mean_sq_D, metrics, level)
     direction = Interval(*(1 - min(x, 1.0) for x in (apart.estimate, apart.high, apart.low)))
     if not loss.apart_D.any():
         direction = Interval(1.0, 1.0, 1.0)
-    noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics)
+    noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics, level)
     return Worth(
         worth=against[group_size] if loss.known else UNKNOWN,
         worth_best=at_best if loss.known else UNKNOWN,
@@ -248,19 +259,23 @@ def alike(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]
     return best, sorted(sizes)
 
 
-def positive(values_D: Array, metrics: int = 1) -> Interval:
+def positive(values_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
     """A positive statistic with its jackknife interval on the log scale; nothing where it is not
     above 0 or some prompt alone decides that it is.
     """
     if not (np.isfinite(values_D).all() and (values_D > 0).all()):
         return UNKNOWN
-    return jackknife_interval(values_D[0], without(values_D, metrics), positive=True)
+    return jackknife_interval(values_D[0], without(values_D, metrics), level, positive=True)
 
 
-def ratio(above_D: Array, below_D: Array, metrics: int = 1) -> Interval:
-    """A ratio of two statistics that are truly at least 0, see `ratio_interval`."""
+def ratio(above_D: Array, below_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
+    """A ratio of two statistics that are truly at least 0, see `ratio_interval`; nothing where one
+    of them is infinite without some prompt.
+    """
+    if not (np.isfinite(above_D).all() and np.isfinite(below_D).all()):
+        return UNKNOWN
     return ratio_interval(
-        above_D[0], below_D[0], without(above_D, metrics), without(below_D, metrics)
+        above_D[0], below_D[0], without(above_D, metrics), without(below_D, metrics), level
     )
 
 

@@ -47,6 +47,7 @@ class LossRow:
     Attributes:
         loss: which.
         group_size: G.
+        rollouts: n of an update.
         worth: None where `reason` says why it is not measured.
         best: whether this G is the best of the measured ones for the loss at this n.
         alike: whether it is not significantly worse than the best.
@@ -56,6 +57,7 @@ class LossRow:
 
     loss: Loss
     group_size: int
+    rollouts: int
     worth: Worth | None
     best: bool = False
     alike: bool = False
@@ -98,7 +100,7 @@ def loss_worths(
         errors = loss_errors(pool, measured_too, rollouts, draws, seed, weighted)
     unbiased = {size: errors[UNBIASED, size].error_D for size in sizes}
     rows = [
-        LossRow(loss, size, None, reason=reason)
+        LossRow(loss, size, rollouts, None, reason=reason)
         for (loss, size), reason in refusals.items()
         if reason is not None
     ]
@@ -110,6 +112,7 @@ def loss_worths(
             LossRow(
                 loss,
                 size,
+                rollouts,
                 worth(errors[loss, size], size, unbiased, pool.metrics),
                 best=size == best,
                 alike=size in others,

@@ -104,6 +104,7 @@ def study_result(
     request: Request,
     curves: list[parts.CurveRow],
     losses: list[LossRow],
+    recipes: list[LossRow],
     off_policy: OffPolicy | None,
     facts: ModelFacts,
     pool_cost: WorkCost,
@@ -124,7 +125,8 @@ def study_result(
         request: of `population`.
         curves: rows of all methods.
         losses: what a rollout of each is worth.
-        off_policy: the same where another policy wrote it; None: not asked for.
+        recipes: the same of published losses, each at its own G.
+        off_policy: what one is worth that another policy wrote; None: not asked for.
         facts: of the model; see `model_facts`.
         pool_cost, replicate_cost: what the pool and Monte Carlo took.
         moved: of AdamW's metric the shift of G*, see `second_moments`; None in another metric.
@@ -141,7 +143,8 @@ def study_result(
         ratio_to_oracle=oracle_ratios(statistics),
         scaling=_scaling(population, sizes),
         noise=_noise(population),
-        losses=_losses(losses, config.study.rollouts) or None,
+        losses=_losses(losses) or None,
+        recipes=_losses(recipes),
         off_policy=off_policy and _off_policy(config, off_policy),
         dynamic_sampling=_dynamic_sampling(population, pool),
         proxies=_proxies(pool),
@@ -295,7 +298,7 @@ def _noise(population: ClosedForm) -> parts.Noise:
     )
 
 
-def _losses(rows: list[LossRow], rollouts: int) -> list[parts.LossWorth]:
+def _losses(rows: list[LossRow]) -> list[parts.LossWorth]:
     """What a rollout of each loss is worth, see `estimators.worth`."""
     every = asdict(RowFilter())
     return [
@@ -304,7 +307,7 @@ def _losses(rows: list[LossRow], rollouts: int) -> list[parts.LossWorth]:
             baseline=row.loss.rule,
             loss_type=row.loss.loss_type,
             **{name: x for name, x in asdict(row.loss.rows).items() if x != every[name]},
-            rollouts=rollouts,
+            rollouts=row.rollouts,
             group_size=row.group_size,
             kept=row.kept,
             unbiased_direction=row.loss.scale(row.group_size) is not None,
@@ -329,7 +332,7 @@ def _off_policy(config: MseConfig, off_policy: OffPolicy) -> parts.OffPolicy:
         kl=off_policy.drift.kl,
         effective_tokens=off_policy.drift.tokens,
         effective_completions=off_policy.drift.completions,
-        losses=_losses(off_policy.rows, config.study.rollouts),
+        losses=_losses(off_policy.rows),
     )
 
 

@@ -34,6 +34,7 @@ from grpo_ustat.mse.pool import (
     model_facts,
 )
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, reuse_pool
+from grpo_ustat.mse.recipes import recipe_worths
 from grpo_ustat.mse.replay import (
     TARGET_WORDS,
     Setting,
@@ -195,6 +196,10 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
         loss_worths, pool, config.losses, config.group_sizes, config.study.rollouts,
         config.budget.loss_draws, config.seed,
     )  # fmt: skip
+    recipes = main_only(
+        recipe_worths, pool, config.max_completion_length, config.group_sizes,
+        config.study.rollouts, config.budget.loss_draws, config.seed,
+    )  # fmt: skip
     off_policy = None
     if config.is_off_policy:
         if rollouts is None:
@@ -224,7 +229,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult | EqualRewardsResult:
             "split them otherwise, scores are those of other tokens, so this result is inexact."
         )
     return study_result(
-        config, pool, statistics, population, request, curves, losses, off_policy, facts,
+        config, pool, statistics, population, request, curves, losses, recipes, off_policy, facts,
         pool_cost, replicate_cost, moved=moved, sizes=sizes, refusals=refusals, left_out=left_out,
         remarks=remarks,
     )  # fmt: skip

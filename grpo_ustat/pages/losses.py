@@ -30,6 +30,7 @@ ADVANTAGE_WORDS = {
     "group_mean": "less the group's mean",
     "group_std": "std of the group",
     "batch_std": "std of the batch",
+    "reinforce_pp_baseline": "std of the batch's tokens",
 }
 LOSS_TYPE_WORDS = {
     "sum": "sum over tokens",

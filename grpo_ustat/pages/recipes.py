@@ -1,4 +1,4 @@
-"""Published group sizes judged on one policy: the error of each at the same number of rollouts."""
+"""Published recipes judged on one policy: what a rollout of a whole loss is worth at its G."""
 
 from __future__ import annotations
 
@@ -9,135 +9,195 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_ustat.estimators.intervals import Interval, positive_interval
+from grpo_ustat.config.recipes import CHANCE, RECIPES
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.pages.figures import FONTS, STYLE, note, plt, save
-from grpo_ustat.pages.findings import DEFAULT_ROLLOUTS, is_decided, scaling_estimate_of
-from grpo_ustat.pages.tables import Table, percent, three_digits
+from grpo_ustat.pages.findings import is_decided, scaling_estimate_of
+from grpo_ustat.pages.losses import AT_BEST, loss_words, not_measured, worth_text
+from grpo_ustat.pages.tables import Table, row_interval
+from grpo_ustat.terminal.streams import percentage
 
-RECIPES = {  # whose group size, and where it is published
-    "2-GRPO (arXiv 2510.00977)": 2,
-    "TRL's default": 8,
-    "DeepSeekMath (arXiv 2402.03300)": 64,
-    "BroRL (arXiv 2510.01180)": 512,
-}
 LARGEST_SIZE = 1024  # of the group sizes among which the best is looked for
-TICKS = (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500)
+TICKS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 10)
+MANY_TIMES = 3  # the rollouts, from which on they are said in times, not in percent
+ROUNDING = 1e-6
+NOTHING = Interval(math.nan, 0.0, math.inf)
+ALONE_NOTE = (
+    "Group size alone: the error of leave_one_out at its best G over that at this one, by the "
+    "scaling law. What else the recipe does is not in it; it stands where the loss cannot be "
+    "measured or its direction is not known from these questions."
+)
+TOGETHER_NOTE = (
+    "Intervals are for new questions, and all of them hold together in 95 % of studies (worths by "
+    "Bonferroni's correction, group sizes by Scheffe's)."
+)
 
 
-class Recipe(NamedTuple):
-    """One group size.
+class Judged(NamedTuple):
+    """What a rollout of a recipe is worth.
 
     Attributes:
-        name: whose.
-        group_size: G.
-        error: MSE at n rollouts, prompts drawn independently.
-        extra: error over that of the best G, less 1; the intervals of all sizes hold together, see
-            `ScalingEstimate.extra_error`.
+        row: of `result.json`, see `runs.study_parts.LossWorth`.
+        worth: in rollouts of the unbiased gradient at its best G.
+        alone: whether that is of its group size alone.
     """
 
-    name: str
-    group_size: int
-    error: Interval
-    extra: Interval
+    row: Mapping[str, Any]
+    worth: Interval
+    alone: bool
 
 
-def recipes(scaling: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUTS) -> list[Recipe]:
-    """The recipes and the best G of this policy, by group size; none where G* is not decided.
+def recipes(result: Mapping[str, Any]) -> list[Judged]:
+    """The recipes of this policy, by group size; none where nothing is known of any.
+
+    Args:
+        result: content of the study's `result.json`. One without recipes is judged by the scaling
+            law.
+    """
+    rows = result.get("recipes") or [_unmeasured(name) for name in RECIPES]
+    measured = any("noise" in row for row in rows)
+    level = 1 - CHANCE if measured else CONFIDENCE
+    judged: list[Judged] = []
+    for row in rows:
+        worth = row_interval(row, "worth_best") if "noise" in row else NOTHING
+        alone = not math.isfinite(worth.estimate)
+        if alone:
+            worth = group_size_worth(result["scaling"], row["group_size"], level)
+        judged.append(Judged(row, worth, alone))
+    return judged if any(math.isfinite(one.worth.estimate) for one in judged) else []
+
+
+def _unmeasured(name: str) -> dict[str, Any]:
+    """The row of a recipe in a study that measured none."""
+    recipe = RECIPES[name]
+    loss = recipe.loss(max_completion_length=1)
+    row = {"loss": name, "baseline": loss.rule, "loss_type": loss.loss_type}
+    if loss.rows.replaces:
+        row["zero_variance_groups"] = loss.rows.zero_variance_groups
+    return row | {"group_size": recipe.group_size}
+
+
+def group_size_worth(scaling: Mapping[str, Any], group_size: int, level: float) -> Interval:
+    """The error of leave_one_out at its best G over that at this one, whatever the number of
+    rollouts; NaN where G* is not decided.
 
     Args:
         scaling: of `result.json`.
-        rollouts: n of a training step. Errors over the best one's do not depend on it.
+        group_size: G.
+        level: of the intervals of all G together, see `ScalingEstimate.extra_error`.
     """
     estimate = scaling_estimate_of(scaling)
     if not is_decided(scaling) or not np.isfinite(estimate.covariance_33).all():
-        return []
+        return NOTHING
     best = estimate.best_of(range(2, LARGEST_SIZE))
-    rows = []
-    for name, size in sorted({**RECIPES, "the best G": best}.items(), key=lambda pair: pair[1]):
-        weights_3 = np.array([size, 1.0, 1 / (size - 1)]) / rollouts
-        variance = max(float(weights_3 @ estimate.covariance_33 @ weights_3), 0.0)
-        error = float(weights_3 @ estimate.constants_3)
-        interval = positive_interval(error, variance, estimate.dof)
-        rows.append(Recipe(name, size, interval, estimate.extra_error(size, best)))
-    return rows
+    extra, low, high = estimate.extra_error(group_size, best, level)
+    return Interval(1 / (1 + extra), 1 / (1 + high), 1 / (1 + low) if low > -1 else math.inf)
 
 
-def recipe_table(scaling: Mapping[str, Any], rollouts: int = DEFAULT_ROLLOUTS) -> Table | None:
-    """A row per recipe; None where G* is not decided."""
-    rows = recipes(scaling, rollouts)
-    if not rows:
+def recipe_table(result: Mapping[str, Any]) -> Table | None:
+    """A row per recipe; None where nothing is known of any."""
+    judged = recipes(result)
+    if not judged:
         return None
-    cells = []
-    for name, size, error, extra in rows:
-        prompts = f"{rollouts / size:.3g}" if size <= rollouts else f"takes n >= {size}"
-        over_best = ""
-        if not extra.low == extra.high == 0:
-            ends = f"[{percent(extra.low)}, {percent(extra.high)}]"
-            over_best = f"{percent(extra.estimate)} {ends}"
-        cells.append([
-            name,
-            str(size),
-            prompts,
-            f"{three_digits(error.estimate)} [{three_digits(error.low)}, "
-            f"{three_digits(error.high)}]",
-            over_best,
-            verdict(extra),
-        ])  # fmt: skip
-    error = f"error at n = {rollouts}"
-    columns = ["recipe", "G", "prompts", error, "over the best G", "verdict"]
-    notes = [
-        "Error of leave_one_out's gradient, prompts drawn independently, 95 % intervals. Those "
-        "over the best G hold together and do not depend on n. What else a recipe does, such as "
-        "normalising or clipping, is not in it.",
+    cells = [
+        [
+            one.row["loss"],
+            loss_words(one.row),
+            str(one.row["group_size"]),
+            worth_text(one.worth),
+            judgement(one),
+        ]
+        for one in judged
     ]
-    return Table("Published group sizes on this policy", columns, cells, notes)
+    counts = sorted({one.row["rollouts"] for one in judged if "noise" in one.row})
+    update = f", of {' or '.join(map(str, counts))} rollouts in whole groups" if counts else ""
+    names = [one.row["loss"] for one in judged if one.row["loss"] in RECIPES]
+    typed = [f"{name.split(' (')[0]}: {' '.join(RECIPES[name].overrides)}" for name in names]
+    notes = [
+        "Worth: rollouts of the unbiased leave-one-out gradient at its best G that do as much as "
+        f"one of the recipe, at a batch's first update{update}. {TOGETHER_NOTE}",
+        *([ALONE_NOTE] if any(one.alone for one in judged) else []),
+        *not_measured([[one.row for one in judged]]),
+        f"What to type after grpo-ustat mse for a loss at every G: {'; '.join(typed)}.",
+    ]
+    columns = ["recipe", "its loss", "G", "worth", "verdict"]
+    return Table("Published recipes on this policy", columns, cells, notes)
 
 
-def verdict(extra: Interval) -> str:
-    """What a recipe's extra error means, in words.
+def judgement(one: Judged) -> str:
+    """What a recipe's worth means, of what, and how many of its groups count."""
+    words = verdict(one.worth)
+    if one.alone:
+        undecided = "whole loss not decided; " if "noise" in one.row else ""
+        words = f"{undecided}group size alone: {words}"
+    if "kept" in one.row:
+        kept = one.row["kept"]
+        words += f"; {kept:.2f} of the groups drawn count"
+        if not one.alone:
+            words += f", so a rollout drawn is worth {kept * one.worth.estimate:.2f}"
+    return words
 
-    >>> verdict(Interval(0.5, 0.2, 0.9)), verdict(Interval(0.1, -0.1, 0.3))
-    ('takes 50 % more rollouts for the same error', 'not significantly different from the best')
-    >>> verdict(Interval(0.0, 0.0, 0.0))
-    'the best'
+
+def verdict(worth: Interval) -> str:
+    """What a worth against the best means, in words.
+
+    >>> verdict(Interval(0.8, 0.7, 0.9)), verdict(Interval(1.25, 1.1, 1.4))
+    ('takes 25 % more rollouts for the same error', 'takes 20 % fewer rollouts for the same error')
+    >>> verdict(Interval(0.95, 0.8, 1.1))
+    'not significantly different from the best, at most 25 % more rollouts'
+    >>> verdict(Interval(1.0, 1.0, 1.0)), verdict(Interval(math.nan, 0.0, math.inf))
+    ('the best', 'not decided')
+    >>> verdict(Interval(0.1, 0.05, 0.2))
+    'takes 10 times the rollouts for the same error'
     """
-    if extra.low == extra.high == 0:
+    if not math.isfinite(worth.estimate):
+        return "not decided"
+    if max(abs(x - 1) for x in worth) < ROUNDING:  # the best itself, up to rounding
         return "the best"
-    if not extra.low > 0:
-        return "not significantly different from the best"
-    return f"takes {100 * extra.estimate:.0f} % more rollouts for the same error"
+    if worth.high < 1 and worth.estimate < 1 / MANY_TIMES:
+        return f"takes {1 / worth.estimate:.2g} times the rollouts for the same error"
+    if worth.high < 1:
+        return f"takes {percentage(1 / worth.estimate - 1)} more rollouts for the same error"
+    if worth.low > 1:
+        return f"takes {percentage(1 - 1 / worth.estimate)} fewer rollouts for the same error"
+    most = f", at most {percentage(1 / worth.low - 1)} more rollouts" if worth.low > 0 else ""
+    return f"not significantly different from the best{most}"
 
 
 def recipes_figure(folder: Path, result: Mapping[str, Any]) -> None:
-    """Errors over the best one's with their simultaneous intervals; `recipes.{pdf,svg,png}`."""
-    rows = recipes(result["scaling"])
+    """What a rollout of each recipe is worth, with intervals; `recipes.{pdf,svg,png}`."""
+    judged = [one for one in recipes(result) if math.isfinite(one.worth.estimate)]
     with plt.rc_context(FONTS):
-        figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
-        if not rows:
-            axes.text(
-                0.5, 0.5, "not enough data for a best G", transform=axes.transAxes, ha="center"
-            )
+        figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+        if not judged:
+            axes.text(0.5, 0.5, "not enough data to judge recipes", transform=axes.transAxes,
+                      ha="center")  # fmt: skip
         colour = STYLE["leave_one_out"][0]
-        places = np.arange(len(rows))[::-1]
-        for place, row in zip(places, rows, strict=True):
-            ratio, low, high = (1 + x for x in row.extra)
-            if math.isfinite(low) and math.isfinite(high):
-                axes.plot([max(low, 1e-3), high], [place, place], color=colour, linewidth=2)
-            axes.plot(ratio, place, "o", color=colour, markersize=6)
+        places = np.arange(len(judged))[::-1]
+        least = 0.8 * min([0.8, *(one.worth.estimate for one in judged)])
+        most = 1.2 * max([1.0, *(one.worth.estimate for one in judged)])
+        for place, (_, (worth, low, high), alone) in zip(places, judged, strict=True):
+            ends = [max(low, least / 2), min(high, 2 * most)]
+            axes.plot(ends, [place, place], color=colour, linewidth=2, alpha=0.5 if alone else 1)
+            axes.plot(worth, place, "o", color=colour, markersize=6,
+                      markerfacecolor="white" if alone else colour)  # fmt: skip
         axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
-        axes.set_yticks(places, [f"{row.name}: G = {row.group_size}" for row in rows])
+        labels = [f"{one.row['loss']}: G = {one.row['group_size']}" for one in judged]
+        axes.set_yticks(places, labels)
         axes.set_xscale("log")
-        highs = [row.extra.high for row in rows if math.isfinite(row.extra.high)]
-        most = max([0.2, *(row.extra.estimate for row in rows)])
-        top = 1.15 * (1 + min(max([most, *highs]), 3 * most))
-        axes.set_xlim(min([0.85, *(1 + row.extra.low for row in rows)]), top)
-        ticks = [1.0]
+        lows = [one.worth.low for one in judged if one.worth.low > 0]
+        highs = [one.worth.high for one in judged if math.isfinite(one.worth.high)]
+        left = max(0.9 * min([0.85, *lows]), least / 2)
+        right = min(1.1 * max([1.0, *highs]), 2 * most)
+        axes.set_xlim(left, right)
+        ticks: list[float] = []
         for x in TICKS:
-            if x <= top and x / ticks[-1] > top**0.12:  # so that their numbers do not overlap
+            apart = (right / left) ** 0.08  # so that their numbers do not overlap
+            if left <= x <= right and (x == 1 or (not ticks or x / ticks[-1] > apart)):
                 ticks.append(x)
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel("error over the best G's, same rollouts")
+        axes.set_xlabel(f"worth of a rollout,\nin {AT_BEST}")
         axes.grid(alpha=0.3, linewidth=0.5, axis="x")
         policy = result["policy"]
         axes.set_title(
@@ -145,5 +205,8 @@ def recipes_figure(folder: Path, result: Mapping[str, Any]) -> None:
             fontsize=9,
             loc="left",
         )
-        note(figure, ["Lines: 95 % intervals that hold together."], 6.4)
+        lines = ["Lines: 95 % intervals that hold together."]
+        if any(one.alone for one in judged):
+            lines.append("Open circles: the group size alone, by the scaling law.")
+        note(figure, lines, 6.4)
         save(figure, folder, "recipes")

@@ -82,7 +82,7 @@ WORTHS_CAPTION = "What a rollout of each loss is worth"
 OFF_POLICY_CAPTION = "What a rollout is worth that another policy wrote"
 ERRORS_CAPTION = "Mean squared error of the gradient against group size"
 COSTS_CAPTION = "What each group size costs at the same number of rollouts"
-PUBLISHED_CAPTION = "Published group sizes at the same number of rollouts"
+PUBLISHED_CAPTION = "What a rollout of each published recipe is worth"
 PREDICTED_CAPTION = "Predictions are lines, measurements markers with 95 % intervals"
 FIGURES = {  # that our runs draw: title, caption, data
     "train": {"learning": ("How training went", "Numbers:", "metrics.jsonl")},

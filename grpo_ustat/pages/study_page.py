@@ -222,7 +222,7 @@ def mse_tables(run: RunRecord) -> list[Table]:
         Table("Scaling law and Assumption 2", columns, rows, [note] if note else []),
     ]
     tables += reward_tables(run.result)
-    published = recipe_table(run.result["scaling"])
+    published = recipe_table(run.result)
     if published is not None:
         tables.append(published)
     tables.append(_noise_table(run.result["noise"]))

@@ -100,6 +100,8 @@ class StudyResult(RunResult):
     """The result of a study of the gradient's error.
 
     Attributes:
+        recipes: published losses, each at its own G, by the names of `config.recipes`; their
+            intervals hold together, see `mse.recipes`.
         questions, pool_completions: of the pool, the second of each question.
         summary: the verdict in words, with warnings.
         pool_versions: completions by the versions that scored them.
@@ -113,6 +115,7 @@ class StudyResult(RunResult):
     noise: parts.Noise
     losses: Sometimes[list[parts.LossWorth]] = None
     off_policy: Sometimes[parts.OffPolicy] = None
+    recipes: Sometimes[list[parts.LossWorth]] = None
     dynamic_sampling: list[parts.DynamicSampling]
     proxies: list[parts.Proxy]
     allocation: list[parts.Allocation]

@@ -10,6 +10,8 @@ N completions each:
     noise        of all studies, how often that of the share of noise covers
     best G       of the decided studies, how often the loss's best measured G is not called worse,
                  said once for each loss
+    recipes      how often the intervals of all recipes that are decided cover at once, of the
+                 studies that decide any, and how many those are on average
 
     python scripts/benchmarks/worth.py --studies 300
 """
@@ -27,7 +29,8 @@ from decisions import OUTCOMES, POPULATIONS, PROMPTS, Population
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.worth import Worth
-from grpo_ustat.mse.losses import loss_worths
+from grpo_ustat.mse.losses import LossRow, loss_worths
+from grpo_ustat.mse.recipes import recipe_worths
 from grpo_ustat.records import ScorePool
 
 ROLLOUTS, LONGEST = 64, 60
@@ -77,6 +80,12 @@ def covers(interval: Interval, truth: float) -> bool:
     return interval.low - 1e-9 <= truth <= interval.high + 1e-9
 
 
+def against_best(rows: list[LossRow]) -> dict[str, Interval]:
+    """Worths against the unbiased estimate's best G, where they are decided."""
+    found = {row.loss.name: row.worth.worth_best for row in rows if row.worth is not None}
+    return {name: worth for name, worth in found.items() if math.isfinite(worth.estimate)}
+
+
 def main() -> None:
     """Entry."""
     parser = argparse.ArgumentParser(
@@ -96,12 +105,18 @@ def main() -> None:
         rows = loss_worths(large, LOSSES, SIZES, ROLLOUTS, 2000, seed=1)
         truth = {(row.loss.name, row.group_size): row.worth for row in rows}
         best = {row.loss.name: row.group_size for row in rows if row.best}
+        recipes = against_best(recipe_worths(large, LONGEST, SIZES, ROLLOUTS, 2000, seed=1))
         for prompts, completions in CELLS:
             rng = np.random.default_rng(10)
             hits = defaultdict(list)
+            together: list[tuple[int, bool]] = []  # recipes that are decided, whether all cover
             for number in range(asked.studies):
                 chosen = rng.integers(PROMPTS, size=prompts)
                 pool = study(population, lengths_PY, chosen, completions, rng)
+                found = recipe_worths(pool, LONGEST, SIZES, ROLLOUTS, asked.draws, seed=number)
+                if own := against_best(found):
+                    right = all(covers(own[name], recipes[name].estimate) for name in own)
+                    together.append((len(own), right))
                 for row in loss_worths(pool, LOSSES, SIZES, ROLLOUTS, asked.draws, seed=number):
                     if row.worth is None:
                         continue
@@ -126,6 +141,9 @@ def main() -> None:
                     text = f"{np.mean(seen):.3f}" if len(seen) >= 50 else "too few"
                     print(f"{text:>12}", end="")
                 print(flush=True)
+            count, right = np.mean(together, axis=0)
+            print(f"{name:12}{f'{prompts} x {completions}':>10}  recipes: {right:.3f} of "
+                  f"{len(together)} studies, {count:.1f} recipes decided", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

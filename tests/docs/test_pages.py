@@ -15,6 +15,7 @@ import trl_room  # noqa: F401  # pages name grpo_ustat.integrations.trl, which w
 import yaml
 from readme import PAGES, ROOT, anchor, headings, links, prose
 
+from grpo_ustat.config.recipes import RECIPES
 from grpo_ustat.estimators.baselines import BASELINES, Baseline
 from grpo_ustat.pages.symbols import SYMBOLS, legend
 
@@ -163,3 +164,12 @@ def test_every_field_is_one_of_the_configurations(page):
     spans = "\n".join(re.findall(r"`([^`\n]+)`", prose(PAGES[page])))
     for dotted in re.findall(r"(?<![\w.\-])([a-z]\w*(?:\.\w+)*)=", f"{shell}\n{spans}"):
         assert set(dotted.split(".")) <= field_names(), dotted
+
+
+def test_the_page_of_objectives_says_what_to_type_for_each_recipe():
+    page = PAGES["docs/objectives.md"]
+    rows = re.findall(r"^\| ([^|]+) \| `(objective=[^|]+)` \| (\d+) \|", page, re.MULTILINE)
+    assert rows == [
+        (name.split(" (")[0], " ".join(recipe.overrides), str(recipe.group_size))
+        for name, recipe in RECIPES.items()
+    ]

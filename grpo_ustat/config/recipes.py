@@ -1,0 +1,76 @@
+"""Published recipes: a whole loss at the group size that its authors or its framework use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from grpo_ustat.config.objective import baseline_preset, preset
+from grpo_ustat.estimators.row_weights import KEEP, REPLACE, Loss
+
+CHANCE = 0.025  # that any worth misses its interval, and as much that a group size alone does
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A loss that can be typed, and G; docs/objectives.md has the sources.
+
+    Attributes:
+        name: whose, and where it is published.
+        group_size: G.
+        objective: a preset of `conf/objective`.
+        baseline: of `conf/baseline`; None: the one that the objective sets.
+        zero_variance_groups: see `RowFilter`.
+    """
+
+    name: str
+    group_size: int
+    objective: str
+    baseline: str | None = None
+    zero_variance_groups: str = KEEP
+
+    @property
+    def overrides(self) -> list[str]:
+        """What chooses the loss on a command line.
+
+        >>> RECIPES["DAPO (arXiv 2503.14476)"].overrides[1:]
+        ['baseline=group_std', 'objective.zero_variance_groups=replace']
+        """
+        words = [f"objective={self.objective}"]
+        if self.baseline is not None:
+            words.append(f"baseline={self.baseline}")
+        if self.zero_variance_groups != KEEP:
+            words.append(f"objective.zero_variance_groups={self.zero_variance_groups}")
+        return words
+
+    def loss(self, max_completion_length: int) -> Loss:
+        """The loss at a batch's first update.
+
+        Args:
+            max_completion_length: tokens after which a completion is cut.
+        """
+        objective, rule = preset(self.objective)
+        if self.baseline is not None:
+            rule = baseline_preset(self.baseline)
+        assert rule is not None
+        objective = replace(objective, zero_variance_groups=self.zero_variance_groups)
+        return objective.loss(rule, max_completion_length)
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        # with the objective of DeepSeekMath
+        Recipe("2-GRPO (arXiv 2510.00977)", 2, "grpo_original", "group_std"),
+        # rollout.n=5 of run_qwen2-7b.sh and most of examples/grpo_trainer; rollout.yaml has 1,
+        # which is no group
+        Recipe("verl's GRPO examples", 5, "verl_token_mean"),
+        Recipe("TRL's default", 8, "trl_dapo"),  # GRPOConfig.num_generations
+        # num_samples of its examples/qwen2.5-math-7b.sh
+        Recipe("Dr. GRPO (arXiv 2503.20783)", 8, "dr_grpo", "group_mean"),
+        # its section 4.1; its penalty for overlong answers belongs to the reward
+        Recipe("DAPO (arXiv 2503.14476)", 16, "dapo", "group_std", REPLACE),
+        Recipe("DeepSeekMath (arXiv 2402.03300)", 64, "grpo_original", "group_std"),  # section 4.2
+        # the loss of ProRL v2, whose training it continues: NeMo RL's prorlv2 example
+        Recipe("BroRL (arXiv 2510.01180)", 512, "dapo", "reinforce_pp_baseline", REPLACE),
+    )
+}
