@@ -280,7 +280,7 @@ def test_a_conversation_is_scored_as_the_text_that_it_became(tmp_path, chat_mode
             "mse", "debug=mse", "model=hub", f"model.model_name_or_path={chat_model}",
             "study.questions=null", f"pool={path}",
         )  # fmt: skip
-        pool, spent, prompts = import_pool(config, tmp_path / name)
+        pool, spent, prompts, _ = import_pool(config, tmp_path / name)
         assert [x.text for x in prompts] == list(dict.fromkeys(written))
         assert (pool.lengths_PN == 2).all()  # a digit and the end token
         pools.append(pool)
@@ -333,7 +333,7 @@ def test_cut_completions_have_no_end_token_and_are_counted(tmp_path, capsys):
 def test_questions_of_a_file_are_counted_where_some_are_left_out(tmp_path, capsys):
     path = saved(tmp_path / "c.parquet", rows(length=[9] * 32))
     config = compose("mse", "debug=mse", "model=tiny_base", "study.questions=3", f"pool={path}")
-    pool, _, prompts = import_pool(config, tmp_path / "pool")
+    pool, _, prompts, _ = import_pool(config, tmp_path / "pool")
     assert pool.rewards_PN.shape == (3, 8) and len(prompts) == 3
     out = capsys.readouterr().out
     assert "3 of 4 prompts kept, see study.questions" in out

@@ -135,7 +135,7 @@ def test_a_steps_completions_are_a_pool(tmp_path):
     log.sync()
     (tmp_path / NAME).rename(path)
     config = compose("mse", "debug=mse", "model=tiny_base", f"pool={path}")
-    pool, spent, prompts = import_pool(config, tmp_path / "pool")
+    pool, spent, prompts, _ = import_pool(config, tmp_path / "pool")
     assert [p.text for p in prompts] == [p.text for p in batch.prompts]
     assert spent.tokens == batch.lengths_PG.sum()
     np.testing.assert_array_equal(pool.rewards_PN, summed_rewards(run.task, batch.rollouts))
