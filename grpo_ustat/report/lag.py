@@ -47,9 +47,8 @@ def lag_table(studies: Sequence[RunRecord], study_keys: Sequence[str]) -> Table:
     for run in by_distance(studies):
         found: Mapping[str, Any] = run.final_result["off_policy"]
         for own in by_loss(found):
-            study = study_columns(run, study_keys) | {
-                k: x for k, x in found.items() if k != "losses"
-            }
+            distance = {key: x for key, x in found.items() if key not in ("losses", "policy")}
+            study = study_columns(run, study_keys) | distance | {"at": found["policy"]}
             data += [study | row for row in own]
             measured = [row for row in own if "noise" in row]
             if not measured:

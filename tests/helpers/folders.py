@@ -120,8 +120,10 @@ def trained(folder, size, seed, accuracies, *, rollouts=32, done=True, changes=(
     return folder
 
 
-def studied(folder, model, errors, *, changes=(), losses=()):
-    """A finished study, `{(baseline, G): mse}`, and rows on the worth of its losses."""
+def studied(folder, model, errors, *, changes=(), losses=(), off_policy=None):
+    """A finished study, `{(baseline, G): mse}`, and rows on the worth of its losses, of rollouts of
+    its own and of another policy.
+    """
     config = configured("mse", {"model.name": model} | dict(changes))
     begin(folder, config, DONE)
     kind = {"method": "closed_form", "target": "gradient of the expected reward"}
@@ -148,6 +150,8 @@ def studied(folder, model, errors, *, changes=(), losses=()):
     result["cost"] = {"rollouts": 128, "tokens": 900, "seconds_generate": 1, "seconds_score": 1}
     if losses:
         result["losses"] = [*losses]
+    if off_policy:
+        result["off_policy"] = off_policy
     (folder / "result.json").write_text(json.dumps(completed(StudyResult, result)))
     return folder
 
