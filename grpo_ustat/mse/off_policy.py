@@ -42,7 +42,7 @@ from grpo_ustat.mse.scoring import (
     score_sketches,
     stored_rollouts,
 )
-from grpo_ustat.policy.loading import Policy, configured_policy
+from grpo_ustat.policy.loading import Policy, configured_policy, configured_tokenizer
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
@@ -77,6 +77,26 @@ class OffPolicy:
 
     drift: Drift
     rows: list[LossRow]
+
+
+def check_tokenizers(config: MseConfig) -> None:
+    """Refuse policies that read other tokens than `model`, before anything is sampled.
+
+    Raises:
+        ConfigError: naming the two.
+    """
+    for key in ("policy", "reference"):
+        place = getattr(config.study, key)
+        if place is None:
+            continue
+        other = {"policy": config.later_model, "reference": config.reference_model}[key]
+        own, theirs = (configured_tokenizer(one).get_vocab() for one in (config.model, other))
+        if own != theirs:
+            raise ConfigError(
+                f"study.{key}={place} knows {len(theirs)} tokens and {config.model.name} "
+                f"{len(own)}, or others: the completions of one are no tokens of the other, use "
+                f"a checkpoint of {config.model.name}"
+            )
 
 
 def off_policy_worths(
@@ -156,7 +176,7 @@ def off_policy_worths(
         for weights, store in stores.items()
     }
     weighted = {weights: _pool_of(pool, weights, own) for weights, own in parts.items()}
-    drift = _drift(np.array([part.drift for part in parts[wanted[0]]]))
+    drift = _drift(np.array([part.drift for part in parts[wanted[0]]]), size)
     compared = pool
     if study.policy is not None:
         fresh = folder / "pool_policy"
@@ -292,16 +312,17 @@ def weighted_part(
         gram_VV[np.ix_(counted, counted)] = scores.gram_BB.cpu().numpy()
         features_VR[counted] = scores.features_BR.float().cpu().numpy()
     change_NT = np.where(counts_NT, own_NT - old_NT, 0.0)
-    ratio_NT, ratio_N = np.exp(change_NT) * counts_NT, np.exp(change_NT.sum(axis=1))
-    if not (np.isfinite(gram_VV).all() and np.isfinite(ratio_N).all()):
+    total_N, ratio_NT = change_NT.sum(axis=1), np.exp(change_NT) * counts_NT
+    if not np.isfinite(gram_VV).all():
         raise ConfigError(
             f"the importance ratios of completions of {rollouts.prompts[0].id} are beyond what "
-            f"numbers can hold (log ratio up to {change_NT.sum(axis=1).max():.0f}): the policy "
-            "that wrote them is too far from the one that scores them, use an earlier study.policy"
+            f"numbers can hold (log ratio up to {total_N.max():.0f}): the policy that wrote them "
+            "is too far from the one that scores them, use an earlier study.policy"
         )
+    scaled_N = np.exp(total_N - total_N.max())  # a product may be beyond what numbers hold
     drift = [
         ratio_NT.sum(), np.square(ratio_NT).sum(), counts_NT.sum(),
-        ratio_N.sum(), np.square(ratio_N).sum(), count,
+        total_N.max(), scaled_N.sum(), np.square(scaled_N).sum(),
         (np.expm1(change_NT) - change_NT).sum(),
     ]  # fmt: skip
     rewards_N1 = (rewards_N - _lost_reward(weights, old_NT, reference_NT, counts_NT))[:, None]
@@ -340,20 +361,21 @@ def _pool_of(pool: ScorePool, weights: TokenWeights, parts: Sequence[WeightedPar
     )
 
 
-def _drift(sums_PS: Array) -> Drift:
+def _drift(sums_PS: Array, count: int) -> Drift:
     """How far the two policies are apart, with intervals for new questions.
 
     Args:
-        sums_PS: of each question's tokens: ratios, their squares and number; of its completions
-            likewise; of each token rho - 1 - log rho, whose mean is the divergence.
+        sums_PS: of each question, see `WeightedPart.drift`.
+        count: N.
     """
-    total_D = np.concatenate([sums_PS.sum(axis=0)[None], sums_PS.sum(axis=0) - sums_PS])
+    tokens_D = np.concatenate([[sums_PS[:, 2].sum()], sums_PS[:, 2].sum() - sums_PS[:, 2]])
+    kl_D = np.concatenate([[sums_PS[:, 6].sum()], sums_PS[:, 6].sum() - sums_PS[:, 6]]) / tokens_D
+    scale_P = np.exp(sums_PS[:, 3] - sums_PS[:, 3].max())  # which no share depends on
+    counts_P = np.full(len(sums_PS), float(count))
+    tokens = effective_share(*sums_PS[:, :3].T)
+    completions = effective_share(scale_P * sums_PS[:, 4], scale_P**2 * sums_PS[:, 5], counts_P)
 
     def interval(values_D: Array, positive: bool) -> Interval:
         return jackknife_interval(values_D[0], without(values_D), positive=positive)
 
-    return Drift(
-        kl=interval(total_D[:, 6] / total_D[:, 2], False),
-        tokens=interval(effective_share(*sums_PS[:, :3].T), True),
-        completions=interval(effective_share(*sums_PS[:, 3:6].T), True),
-    )
+    return Drift(interval(kl_D, False), interval(tokens, True), interval(completions, True))

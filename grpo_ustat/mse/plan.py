@@ -72,6 +72,10 @@ def study_cost(config: MseConfig) -> Cost:
     budget = config.budget
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
     policies = 1 if config.study.policy is None else 2  # that write completions
+    pools = policies
+    if config.is_off_policy:  # with inner products of all kinds of vectors
+        kinds = {loss.tokens: len(loss.kinds) for loss in config.losses_off_policy}
+        pools += sum(count**2 for tokens, count in kinds.items() if tokens is not None)
     fixed = config.target_halfwidth is None
     count = budget.pool_completions if fixed else budget.max_pool_completions
 
@@ -93,7 +97,7 @@ def study_cost(config: MseConfig) -> Cost:
             pass_tokens=count * config.max_completion_length,
             by_layer=None,
             pool=KeptPool(
-                questions=questions * policies,
+                questions=questions * pools,
                 completions=count,
                 feature_sketch=budget.feature_sketch,
                 gradient_sketch=budget.gradient_sketch,

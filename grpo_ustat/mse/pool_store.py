@@ -133,8 +133,9 @@ class WeightedPart(Completions):
 
     Attributes:
         gram_VV, features_VR: inner products and sketches of the vectors of every kind in turn.
-        drift: sums over tokens of importance ratios, of their squares and of ones, the same over
-            completions, and the sum over tokens of `rho - 1 - log rho`.
+        drift: sums over tokens of importance ratios rho, of their squares and of ones; the largest
+            log of a completion's product of them, and the sums of the products over that one and of
+            their squares; the sum over tokens of `rho - 1 - log rho`.
     """
 
     gram_VV: np.ndarray

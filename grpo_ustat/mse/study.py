@@ -23,7 +23,11 @@ from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
 from grpo_ustat.mse.losses import loss_worths
 from grpo_ustat.mse.monte_carlo import monte_carlo
-from grpo_ustat.mse.off_policy import off_policy_worths, stored_completions
+from grpo_ustat.mse.off_policy import (
+    check_tokenizers,
+    off_policy_worths,
+    stored_completions,
+)
 from grpo_ustat.mse.plan import study_cost
 from grpo_ustat.mse.pool import (
     EqualRewards,
@@ -116,6 +120,7 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
         logged_rollouts(config)
     elif config.pool:
         main_only(PoolStore(Path(config.pool), draws_of(config)).open)
+    check_tokenizers(config)
     main_only(folder.open)
     try:
         result = study(config, folder.path)
