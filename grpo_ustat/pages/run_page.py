@@ -181,8 +181,8 @@ def _result_notes(run: RunRecord) -> list[str]:
     details = []
     if run.command == "mse" and result and first != mse_answer(run):
         details = [
-            *losses_sentences(result),
             *off_policy_sentences(result),
+            *losses_sentences(result),
             *further_findings(result),
             f"{interval_note(result)} {WHY_FIXED_ROLLOUTS}",
             first,
