@@ -25,6 +25,8 @@ are the same for all.
     rank        Spearman's correlation of the losses' mean gain with their worth: an interval by
                 drawing seeds, and the exact p of all orders, two-sided
     slope       of gain on log2 worth, one of each seed; t interval
+    pairs       of two losses in which the one of more worth gains more on average: of those whose
+                worths differ by a quarter or more, and of the others
     could see   the loss of worth that 80 % of such experiments would find at 5 %, uncorrected and
                 at Holm's first step, if a loss gained in proportion to its worth
 
@@ -69,6 +71,7 @@ LOSSES = {
     "trl_dr_grpo, filter .2": ["objective=trl_dr_grpo", "objective.reward_variance_share=0.2"],
 }
 FACTORS = (0.5, 1.0, 2.0)  # learning rates of a loss, in multiples of the middle one
+APART = 1.25  # ratio of two worths that counts as large
 DRAWS = 1000  # pairs of batches behind the worth of losses that couple their rows
 
 
@@ -98,7 +101,7 @@ BEDS = {
     ),
     "tiny_base": Bed(
         ["model=tiny_base", "dataset=arithmetic"],
-        rollouts=128, steps=30, evaluations=4, rates={"sgd": 0.4, "adamw": 2e-4},
+        rollouts=128, steps=22, evaluations=4, rates={"sgd": 0.4, "adamw": 2e-4},
     ),
 }  # fmt: skip
 
@@ -303,6 +306,17 @@ def rank_correlation(side: Side, draws: int = 5000) -> tuple[Interval, float]:
     return Interval(float(estimate), float(low), float(high)), p_value
 
 
+def ordered_pairs(side: Side) -> tuple[str, str]:
+    """In how many pairs of losses more worth gains more: of worths apart, and of the others."""
+    right: dict[bool, list[bool]] = {True: [], False: []}
+    gain_L = side.gain_LS.mean(axis=1)
+    for one, other in itertools.combinations(range(len(gain_L)), 2):
+        ratio = side.worth_L[one] / side.worth_L[other]
+        right[max(ratio, 1 / ratio) >= APART].append((ratio > 1) == (gain_L[one] > gain_L[other]))
+    apart, close = (f"{sum(right[kind])} of {len(right[kind])}" for kind in (True, False))
+    return apart, close
+
+
 def detectable(side: Side, alpha: float) -> float:
     """The difference of gains that is found at this level in 80 % of such experiments, of the
     median standard deviation of the paired differences.
@@ -355,8 +369,10 @@ def report(file: Path, worths: dict[str, dict[str, dict]]) -> None:
             else:
                 text += " | |"
             print(text)
-    print("\n| policy, optimizer | rank | p | slope a doubling of worth | could see | at an end |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "\n| policy, optimizer | rank | p | slope | pairs apart, others | could see | at an end |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for side in found:
         rank, p_value = rank_correlation(side)
         base, family = float(side.gain_LS[0].mean()), 4 * (len(LOSSES) - 1)
@@ -364,18 +380,20 @@ def report(file: Path, worths: dict[str, dict[str, dict]]) -> None:
         low, high = ((side.chosen_LS == end).mean() for end in (0, len(FACTORS) - 1))
         print(
             f"| {side.bed}, {side.optimizer} | {span(rank, 2)} | {number(p_value)} | "
-            f"{span(t_interval(side.slope_S))} | {', '.join(number(x, 2) for x in seen)} | "
+            f"{span(t_interval(side.slope_S))} | {', '.join(ordered_pairs(side))} | "
+            f"{', '.join(number(x, 2) for x in seen)} | "
             f"lowest {low:.0%}, highest {high:.0%} |"
         )
-    print("\n| policy, optimizer | loss | learning rate | gain by seed |")
-    print("|---|---|---|---|")
-    rates = {replace(cell, seed=0): row["learning_rate"] for cell, row in rows}
+    print(
+        "\n| policy, optimizer | loss | middle rate | " + " | ".join(f"{x:g} x" for x in FACTORS),
+        "|",
+    )
+    print("|---" * (3 + len(FACTORS)) + "|")
+    rates = {cell: row["learning_rate"] for cell, row in rows}
     for side in found:
-        for (row, loss), (column, factor) in itertools.product(
-            enumerate(LOSSES), enumerate(FACTORS)
-        ):
-            rate = rates[Cell(side.bed, side.optimizer, loss, factor, 0)]
-            gains = " ".join(number(gain) for gain in side.gain_LMS[row, column])
+        for loss, gain_MS in zip(LOSSES, side.gain_LMS, strict=True):
+            rate = rates[Cell(side.bed, side.optimizer, loss, 1.0, rows[0][0].seed)]
+            gains = " | ".join(" ".join(map(number, gain_S)) for gain_S in gain_MS)
             print(f"| {side.bed}, {side.optimizer} | `{loss}` | {rate:.3g} | {gains} |")
 
 
