@@ -24,13 +24,14 @@ are the same for all.
     difference  of a loss's gain to the reference's, by seed; t interval, Holm's correction over all
     rank        Spearman's correlation of the losses' mean gain with their worth: an interval by
                 drawing seeds, and the exact p of all orders, two-sided
-    slope       of gain on log2 worth, one of each seed; t interval
+    slope       of gain on log2 worth, one of each seed; t interval, p after Holm's correction over
+                policies and optimizers
     pairs       of two losses in which the one of more worth gains more on average: of those whose
                 worths differ by a quarter or more, and of the others
     could see   the loss of worth that 80 % of such experiments would find at 5 %, uncorrected and
                 at Holm's first step, if a loss gained in proportion to its worth
 
-The cost is one and a half hours of a core of an x86 CPU.
+360 runs took 56 minutes on a core of an x86 CPU that other programs used too, pools two more.
 """
 
 from __future__ import annotations
@@ -370,18 +371,22 @@ def report(file: Path, worths: dict[str, dict[str, dict]]) -> None:
                 text += " | |"
             print(text)
     print(
-        "\n| policy, optimizer | rank | p | slope | pairs apart, others | could see | at an end |"
+        "\n| policy, optimizer | rank | p | slope | p, corrected | pairs apart, others | could see "
+        "| at an end |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
+    holm = iter(holm_adjust([float(stats.ttest_1samp(s.slope_S, 0).pvalue) for s in found]))
     for side in found:
         rank, p_value = rank_correlation(side)
         base, family = float(side.gain_LS[0].mean()), 4 * (len(LOSSES) - 1)
-        seen = [1 - detectable(side, alpha) / base for alpha in (0.05, 0.05 / family)]
+        lost = [detectable(side, alpha) / base for alpha in (0.05, 0.05 / family)]
+        seen = [number(1 - share, 2) if share < 1 else "none" for share in lost]
         low, high = ((side.chosen_LS == end).mean() for end in (0, len(FACTORS) - 1))
         print(
             f"| {side.bed}, {side.optimizer} | {span(rank, 2)} | {number(p_value)} | "
-            f"{span(t_interval(side.slope_S))} | {', '.join(ordered_pairs(side))} | "
-            f"{', '.join(number(x, 2) for x in seen)} | "
+            f"{span(t_interval(side.slope_S))} | {number(next(holm))} | "
+            f"{', '.join(ordered_pairs(side))} | "
+            f"{', '.join(seen)} | "
             f"lowest {low:.0%}, highest {high:.0%} |"
         )
     print(
