@@ -3,12 +3,12 @@
     python scripts/benchmarks/worth_and_training.py --results runs.jsonl
     python scripts/benchmarks/worth_and_training.py --only-analysis runs.jsonl
 
-Six losses, two policies, SGD and AdamW, three learning rates, five seeds: 360 runs of equal
-rollouts, in one process of one thread. A run that the file has is not done again. Everything but
-the loss is equal: one update a batch, no penalty, no clipping of gradients, and by seed the same
-orders of prompts, keyed draws of completions and evaluations (all test questions, several
-completions each, before and after training). A run whose numbers are not finite gains what it had,
-with a minus sign.
+Six losses, two policies (`tiny` on sums with a digit, `tiny_base` on arithmetic), SGD and AdamW,
+three learning rates, five seeds: 360 runs of equal rollouts, in one process of one thread. A run
+that the file has is not done again. Everything but the loss is equal: one update a batch, no
+penalty, no clipping of gradients, and by seed the same orders of prompts at a G, keyed draws of
+completions and evaluations (all test questions, several completions each, before and after
+training). A run whose numbers are not finite gains what it had, with a minus sign.
 
 Worth is measured in the policy as it starts, at the n of training, from the study questions with
 32 completions each, against the unbiased leave-one-out gradient at G = 8; so losses at another G
@@ -338,6 +338,11 @@ def number(value: float, digits: int = 3) -> str:
     return text.replace("0.", ".", 1) if abs(value) < 1 and text.lstrip("-")[0] == "0" else text
 
 
+def p_text(p_value: float) -> str:
+    """A p-value, not below what its digits show."""
+    return "< .001" if p_value < 0.001 else number(p_value)
+
+
 def span(interval: Sequence[float], digits: int = 3) -> str:
     """An estimate with its interval."""
     estimate, low, high = (number(value, digits) for value in interval)
@@ -366,7 +371,7 @@ def report(file: Path, worths: dict[str, dict[str, dict]]) -> None:
             text = f"| {side.bed}, {side.optimizer} | `{loss}` | {unit} | {span(gain)} |"
             if row:
                 text += f" {span(t_interval(side.difference_LS[row - 1]))} |"
-                text += f" {number(p_values.pop(0))}, {number(next(holm))} |"
+                text += f" {p_text(p_values.pop(0))}, {p_text(next(holm))} |"
             else:
                 text += " | |"
             print(text)
@@ -383,8 +388,8 @@ def report(file: Path, worths: dict[str, dict[str, dict]]) -> None:
         seen = [number(1 - share, 2) if share < 1 else "none" for share in lost]
         low, high = ((side.chosen_LS == end).mean() for end in (0, len(FACTORS) - 1))
         print(
-            f"| {side.bed}, {side.optimizer} | {span(rank, 2)} | {number(p_value)} | "
-            f"{span(t_interval(side.slope_S))} | {number(next(holm))} | "
+            f"| {side.bed}, {side.optimizer} | {span(rank, 2)} | {p_text(p_value)} | "
+            f"{span(t_interval(side.slope_S))} | {p_text(next(holm))} | "
             f"{', '.join(ordered_pairs(side))} | "
             f"{', '.join(seen)} | "
             f"lowest {low:.0%}, highest {high:.0%} |"
