@@ -1,0 +1,447 @@
+"""Whether what a rollout of a loss is worth predicts what training with the loss gains.
+
+    python scripts/benchmarks/worth_and_training.py --results runs.jsonl
+    python scripts/benchmarks/worth_and_training.py --only-analysis runs.jsonl
+
+Six losses, two policies (`tiny` on sums with a digit, `tiny_base` on arithmetic), SGD and AdamW,
+three learning rates, five seeds: 360 runs of equal rollouts, in one process of one thread. A run
+that the file has is not done again. Everything but the loss is equal: one update a batch, no
+penalty, no clipping of gradients, and by seed the same orders of prompts at a G, keyed draws of
+completions and evaluations (all test questions, several completions each, before and after
+training). A run whose numbers are not finite gains what it had, with a minus sign.
+
+Worth is measured in the policy as it starts, at the n of training, from the study questions with
+32 completions each, against the unbiased leave-one-out gradient at G = 8; so losses at another G
+are worth what that G costs too.
+
+Learning rates are multiples of one that pilots with other seeds found good for the reference. With
+SGD a loss's rate is this times the root of E||ghat||^2 of the reference over that of the loss, so
+all losses begin with steps of the same root mean square length, of the pool; with AdamW the rates
+are the same for all.
+
+    gain        held-out accuracy after training less before; each seed at the learning rate that
+                is best by the mean of the other seeds, so no seed chooses for itself
+    difference  of a loss's gain to the reference's, by seed; t interval, Holm's correction over all
+    rank        Spearman's correlation of the losses' mean gain with their worth: an interval by
+                drawing seeds, and the exact p of all orders, two-sided
+    slope       of gain on log2 worth, one of each seed; t interval, p after Holm's correction over
+                policies and optimizers
+    pairs       of two losses in which the one of more worth gains more on average: of those whose
+                worths differ by a quarter or more, and of the others
+    could see   the loss of worth that 80 % of such experiments would find at 5 %, uncorrected and
+                at Holm's first step, if a loss gained in proportion to its worth
+
+360 runs took 56 minutes on a core of an x86 CPU that other programs used too, pools two more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy import stats
+
+from grpo_ustat.cli.compose import compose_config
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.row_weights import Loss
+from grpo_ustat.estimators.worth import worth
+from grpo_ustat.mse.losses import UNBIASED, loss_errors
+from grpo_ustat.mse.pool import build_pool
+from grpo_ustat.policy.loading import configured_task, configured_tokenizer
+from grpo_ustat.runs.claims import holm_adjust
+from grpo_ustat.runs.folder import RunFolder
+from grpo_ustat.train import setup, trainer
+from grpo_ustat.train.evaluate import sample_eval
+
+REFERENCE, UNIT = "trl_dr_grpo", 8  # the loss of the differences, and the G of the unit of worth
+LOSSES = {
+    REFERENCE: ["objective=trl_dr_grpo"],
+    "trl_dapo": ["objective=trl_dapo"],
+    "trl_grpo": ["objective=trl_grpo"],
+    "no baseline, G = 2": ["objective=algorithm1", "baseline=none", "group_size=2"],
+    "trl_dr_grpo, G = 32": ["objective=trl_dr_grpo", "group_size=32"],
+    "trl_dr_grpo, filter .2": ["objective=trl_dr_grpo", "objective.reward_variance_share=0.2"],
+}
+FACTORS = (0.5, 1.0, 2.0)  # learning rates of a loss, in multiples of the middle one
+APART = 1.25  # ratio of two worths that counts as large
+DRAWS = 1000  # pairs of batches behind the worth of losses that couple their rows
+
+
+@dataclass(frozen=True)
+class Bed:
+    """A policy on a data set, and how long it is trained.
+
+    Attributes:
+        data: overrides of `mse` and `train` alike.
+        rollouts: n.
+        steps: updates.
+        evaluations: completions of each test question.
+        rates: the middle learning rate of the reference by optimizer.
+    """
+
+    data: list[str]
+    rollouts: int
+    steps: int
+    evaluations: int
+    rates: dict[str, float]
+
+
+BEDS = {
+    "tiny": Bed(
+        ["model=tiny", "dataset=plus_digit", "max_completion_length=48"],
+        rollouts=128, steps=14, evaluations=16, rates={"sgd": 0.2, "adamw": 3e-4},
+    ),
+    "tiny_base": Bed(
+        ["model=tiny_base", "dataset=arithmetic"],
+        rollouts=128, steps=22, evaluations=4, rates={"sgd": 0.4, "adamw": 2e-4},
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run.
+
+    Attributes:
+        bed, optimizer, loss: which, by name.
+        factor: of `FACTORS`.
+        seed: of the run.
+    """
+
+    bed: str
+    optimizer: str
+    loss: str
+    factor: float
+    seed: int
+
+    def overrides(self, lengths: dict[str, float]) -> list[str]:
+        """The command line of `train`.
+
+        Args:
+            lengths: root of E||ghat||^2 by loss.
+        """
+        bed = BEDS[self.bed]
+        rate = self.factor * bed.rates[self.optimizer]
+        if self.optimizer == "sgd":
+            rate *= lengths[REFERENCE] / lengths[self.loss]
+        return [
+            *bed.data, *LOSSES[self.loss], f"optimizer={self.optimizer}", f"learning_rate={rate:g}",
+            f"seed={self.seed}", f"budget.rollouts={bed.rollouts}", f"max_steps={bed.steps}",
+            f"eval.num_generations={bed.evaluations}", "rollout_batch_size=1024",
+        ]  # fmt: skip
+
+
+def measured_losses(name: str, folder: Path) -> dict[str, dict]:
+    """Worth, and the root of E||ghat||^2, of every loss in a bed, from a pool below `folder`."""
+    bed, names = BEDS[name], list(LOSSES)
+    study = compose_config("mse", [*bed.data, "launch.workers=1"])
+    task = configured_task(study.task_options, study.model, configured_tokenizer(study.model))
+    pool, _ = build_pool(study, task.prompts("study"), folder / name)
+    runs = [compose_config("train", [*bed.data, *LOSSES[loss]]) for loss in names]
+    losses = [
+        replace(run.objective.loss(run.baseline, run.max_completion_length), name=loss)
+        for run, loss in zip(runs, names, strict=True)
+    ]
+    keys = {loss: [run.group_size] for loss, run in zip(losses, runs, strict=True)}
+    measured: dict[Loss, list[int]] = {UNBIASED: [UNIT]} | keys
+    errors = loss_errors(pool, measured, bed.rollouts, DRAWS, seed=0)
+    unit = {UNIT: errors[UNBIASED, UNIT].error_D}
+    found = {}
+    for loss, (size,) in keys.items():
+        error = errors[loss, size]
+        of_loss = worth(error, UNIT, unit)
+        found[loss.name] = {
+            "worth": float(unit[UNIT][0] / error.error_D[0]),  # also where it is not decided
+            "interval": list(of_loss.worth),
+            "noise": list(of_loss.noise),
+            "length": math.sqrt(error.energy_D[0]),
+        }
+    return found
+
+
+def train(
+    cell: Cell, lengths: dict[str, float], starts: dict[tuple[str, int], float]
+) -> dict[str, float]:
+    """One run: held-out accuracy before and after, and seconds.
+
+    Args:
+        cell: which.
+        lengths: root of E||ghat||^2 by loss.
+        starts: accuracy before, by bed and seed, where all runs have the same; filled here.
+    """
+    start = time.perf_counter()
+    config = compose_config("train", cell.overrides(lengths))
+    with tempfile.TemporaryDirectory() as folder:  # to which nothing is written
+        run = setup.set_up(config, RunFolder(Path(folder), config))
+        before = starts[cell.bed, cell.seed] = starts.get((cell.bed, cell.seed)) or accuracy(run)
+        progress = trainer.TrainProgress()
+        try:
+            while progress.step < config.max_steps:
+                trainer.train_step(run, progress)
+            after = accuracy(run)
+        except FloatingPointError:
+            after = 0.0
+    return {
+        "learning_rate": config.learning_rate, "before": before, "after": after,
+        "tokens": progress.tokens, "seconds": round(time.perf_counter() - start, 1),
+    }  # fmt: skip
+
+
+def accuracy(run: trainer.TrainContext) -> float:
+    """Held-out accuracy of the policy as it is."""
+    return float(sample_eval(run, "sampled").rewards_PG.mean())
+
+
+def run_missing(file: Path, cells: Sequence[Cell], worths: dict[str, dict[str, dict]]) -> None:
+    """Train what the file does not have, and add a line for each run as it ends."""
+    done = {cell for cell, _ in read(file)} if file.exists() else set()
+    starts: dict[tuple[str, int], float] = {}
+    with file.open("a") as out:
+        for cell in cells:
+            if cell not in done:
+                lengths = {loss: found["length"] for loss, found in worths[cell.bed].items()}
+                print(json.dumps(vars(cell) | train(cell, lengths, starts)), file=out, flush=True)
+
+
+def read(file: Path) -> Iterator[tuple[Cell, dict[str, float]]]:
+    """The runs of a file, each with what it found."""
+    names = [field.name for field in fields(Cell)]
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        yield Cell(**{name: row.pop(name) for name in names}), row
+
+
+@dataclass(frozen=True)
+class Side:
+    """All runs of one policy and one optimizer. Axes: L loss, M factor, S seed.
+
+    Attributes:
+        bed, optimizer: names.
+        gain_LMS: accuracy gained.
+        worth_L: of the losses in the policy at its start.
+    """
+
+    bed: str
+    optimizer: str
+    gain_LMS: np.ndarray
+    worth_L: np.ndarray
+
+    @property
+    def chosen_LS(self) -> np.ndarray:
+        """Index of the factor that is best by the mean of the other seeds."""
+        others_LMS = self.gain_LMS.sum(axis=2, keepdims=True) - self.gain_LMS
+        return others_LMS.argmax(axis=1)
+
+    @property
+    def gain_LS(self) -> np.ndarray:
+        """Gain of each seed at its chosen learning rate."""
+        return np.take_along_axis(self.gain_LMS, self.chosen_LS[:, None], axis=1)[:, 0]
+
+    @property
+    def difference_LS(self) -> np.ndarray:
+        """Gains of all losses but the reference, less the reference's."""
+        return self.gain_LS[1:] - self.gain_LS[0]
+
+    @property
+    def slope_S(self) -> np.ndarray:
+        """Slope of gain on log2 worth over the losses, of each seed."""
+        x_L = np.log2(self.worth_L) - np.log2(self.worth_L).mean()
+        return x_L @ self.gain_LS / (x_L @ x_L)
+
+
+def sides(rows: list[tuple[Cell, dict[str, float]]], worths: dict) -> list[Side]:
+    """The runs by policy and optimizer, of the seeds that have all losses and rates."""
+    gains = {cell: row["after"] - row["before"] for cell, row in rows}
+    found = []
+    for bed, optimizer in itertools.product(BEDS, ("sgd", "adamw")):
+        cells = list(itertools.product(LOSSES, FACTORS))
+        seeds = sorted({cell.seed for cell in gains})
+        seeds = [
+            seed
+            for seed in seeds
+            if all(Cell(bed, optimizer, loss, factor, seed) in gains for loss, factor in cells)
+        ]
+        if len(seeds) < 3:
+            continue
+        gain_LMS = np.array([
+            [[gains[Cell(bed, optimizer, loss, factor, seed)] for seed in seeds]
+             for factor in FACTORS]
+            for loss in LOSSES
+        ])  # fmt: skip
+        worth_L = np.array([worths[bed][loss]["worth"] for loss in LOSSES])
+        found.append(Side(bed, optimizer, gain_LMS, worth_L))
+    return found
+
+
+def t_interval(values_S: np.ndarray, level: float = 0.95) -> Interval:
+    """The mean of independent values with Student's interval."""
+    mean, error = values_S.mean(), stats.sem(values_S)
+    half = error * stats.t.ppf((1 + level) / 2, len(values_S) - 1)
+    return Interval(mean, mean - half, mean + half)
+
+
+def rank_correlation(side: Side, draws: int = 5000) -> tuple[Interval, float]:
+    """Spearman's of mean gain and worth: its interval over drawn seeds, and the exact p."""
+    rank_L = stats.rankdata(side.worth_L)
+    orders = list(itertools.permutations(rank_L))
+
+    def correlation(gain_LX: np.ndarray) -> np.ndarray:
+        return np.array([stats.spearmanr(rank_L, gain_L)[0] for gain_L in gain_LX.T])
+
+    estimate = correlation(side.gain_LS.mean(axis=1, keepdims=True))[0]
+    gain_rank_L = stats.rankdata(side.gain_LS.mean(axis=1))
+    of_orders = np.array([np.corrcoef(order, gain_rank_L)[0, 1] for order in orders])
+    p_value = float((np.abs(of_orders) >= abs(estimate) - 1e-12).mean())
+    seeds = side.gain_LS.shape[1]
+    drawn_XS = np.random.default_rng(0).integers(seeds, size=(draws, seeds))
+    low, high = np.quantile(correlation(side.gain_LS[:, drawn_XS].mean(axis=2)), [0.025, 0.975])
+    return Interval(float(estimate), float(low), float(high)), p_value
+
+
+def ordered_pairs(side: Side) -> tuple[str, str]:
+    """In how many pairs of losses more worth gains more: of worths apart, and of the others."""
+    right: dict[bool, list[bool]] = {True: [], False: []}
+    gain_L = side.gain_LS.mean(axis=1)
+    for one, other in itertools.combinations(range(len(gain_L)), 2):
+        ratio = side.worth_L[one] / side.worth_L[other]
+        right[max(ratio, 1 / ratio) >= APART].append((ratio > 1) == (gain_L[one] > gain_L[other]))
+    apart, close = (f"{sum(right[kind])} of {len(right[kind])}" for kind in (True, False))
+    return apart, close
+
+
+def detectable(side: Side, alpha: float) -> float:
+    """The difference of gains that is found at this level in 80 % of such experiments, of the
+    median standard deviation of the paired differences.
+    """
+    seeds = side.gain_LS.shape[1]
+    deviation = float(np.median(side.difference_LS.std(axis=1, ddof=1)))
+    quantiles = float(np.sum(stats.t.ppf([1 - alpha / 2, 0.8], seeds - 1)))
+    return quantiles * deviation / math.sqrt(seeds)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Without the zero before the point.
+
+    >>> number(0.12345), number(-0.5, 1), number(1.25, 2)
+    ('.123', '-.5', '1.25')
+    """
+    text = f"{value:.{digits}f}"
+    return text.replace("0.", ".", 1) if abs(value) < 1 and text.lstrip("-")[0] == "0" else text
+
+
+def p_text(p_value: float) -> str:
+    """A p-value, not below what its digits show."""
+    return "< .001" if p_value < 0.001 else number(p_value)
+
+
+def span(interval: Sequence[float], digits: int = 3) -> str:
+    """An estimate with its interval."""
+    estimate, low, high = (number(value, digits) for value in interval)
+    return f"{estimate} [{low}, {high}]"
+
+
+def report(file: Path, worths: dict[str, dict[str, dict]]) -> None:
+    """Print the tables as Markdown."""
+    rows = list(read(file))
+    found = sides(rows, worths)
+    seconds = sum(row["seconds"] for _, row in rows)
+    print(f"{len(rows)} runs, {seconds / 60:.0f} minutes\n")
+    p_values = [
+        float(stats.ttest_1samp(difference_S, 0).pvalue)
+        for side in found
+        for difference_S in side.difference_LS
+    ]
+    holm = iter(holm_adjust(p_values))
+    print("| policy, optimizer | loss | worth | gain | less the reference's | p, corrected |")
+    print("|---|---|---|---|---|---|")
+    for side in found:
+        for row, loss in enumerate(LOSSES):
+            of_loss, gain = worths[side.bed][loss], t_interval(side.gain_LS[row])
+            decided = math.isfinite(of_loss["interval"][2])
+            unit = span(of_loss["interval"], 2) if decided else f"({number(of_loss['worth'], 2)})"
+            text = f"| {side.bed}, {side.optimizer} | `{loss}` | {unit} | {span(gain)} |"
+            if row:
+                text += f" {span(t_interval(side.difference_LS[row - 1]))} |"
+                text += f" {p_text(p_values.pop(0))}, {p_text(next(holm))} |"
+            else:
+                text += " | |"
+            print(text)
+    print(
+        "\n| policy, optimizer | rank | p | slope | p, corrected | pairs apart, others | could see "
+        "| at an end |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    holm = iter(holm_adjust([float(stats.ttest_1samp(s.slope_S, 0).pvalue) for s in found]))
+    for side in found:
+        rank, p_value = rank_correlation(side)
+        base, family = float(side.gain_LS[0].mean()), 4 * (len(LOSSES) - 1)
+        lost = [detectable(side, alpha) / base for alpha in (0.05, 0.05 / family)]
+        seen = [number(1 - share, 2) if share < 1 else "none" for share in lost]
+        low, high = ((side.chosen_LS == end).mean() for end in (0, len(FACTORS) - 1))
+        print(
+            f"| {side.bed}, {side.optimizer} | {span(rank, 2)} | {p_text(p_value)} | "
+            f"{span(t_interval(side.slope_S))} | {p_text(next(holm))} | "
+            f"{', '.join(ordered_pairs(side))} | "
+            f"{', '.join(seen)} | "
+            f"lowest {low:.0%}, highest {high:.0%} |"
+        )
+    print(
+        "\n| policy, optimizer | loss | middle rate | " + " | ".join(f"{x:g} x" for x in FACTORS),
+        "|",
+    )
+    print("|---" * (3 + len(FACTORS)) + "|")
+    rates = {cell: row["learning_rate"] for cell, row in rows}
+    for side in found:
+        for loss, gain_MS in zip(LOSSES, side.gain_LMS, strict=True):
+            rate = rates[Cell(side.bed, side.optimizer, loss, 1.0, rows[0][0].seed)]
+            gains = " | ".join(" ".join(map(number, gain_S)) for gain_S in gain_MS)
+            print(f"| {side.bed}, {side.optimizer} | `{loss}` | {rate:.3g} | {gains} |")
+
+
+def main() -> None:
+    """Entry."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, help="JSON lines, a run each; goes on from there")
+    parser.add_argument("--only-analysis", type=Path, metavar="FILE", help="that has been made")
+    parser.add_argument("--pools", type=Path, help="folder of scored pools; by default a new one")
+    parser.add_argument("--beds", nargs="+", default=list(BEDS), choices=list(BEDS))
+    parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
+    asked = parser.parse_args()
+    file = asked.only_analysis or asked.results
+    if file is None:
+        parser.error("give --results FILE or --only-analysis FILE")
+    torch.set_num_threads(1)
+    measured = file.with_suffix(".worth.json")
+    if not measured.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            pools = asked.pools or Path(folder)
+            found = {bed: measured_losses(bed, pools) for bed in BEDS}
+        measured.write_text(json.dumps(found, indent=1))
+    worths = json.loads(measured.read_text())
+    if not asked.only_analysis:
+        cells = [
+            Cell(bed, optimizer, loss, factor, seed)
+            for seed in asked.seeds
+            for bed in asked.beds
+            for optimizer in ("sgd", "adamw")
+            for loss in asked.losses
+            for factor in FACTORS
+        ]
+        run_missing(file, cells, worths)
+    report(file, worths)
+
+
+if __name__ == "__main__":
+    main()
