@@ -186,7 +186,7 @@ class MseConfig(Common):
     def _model_at(self, place: str | None) -> ModelConfig:
         if place is None:
             return self.model
-        name = Path(place.split(":")[-1]).name
+        name = place.partition(":")[2] or place  # as model=NAME and model=FOLDER have it
         return replace(self.model, name=name, model_name_or_path=place, revision=None)
 
     @property

@@ -324,9 +324,9 @@ def _off_policy(config: MseConfig, off_policy: OffPolicy) -> parts.OffPolicy:
     """What rollouts are worth that another policy wrote."""
     file = config.imports_pool and config.pool
     return parts.OffPolicy(
-        written_by=f"the sampler of {Path(file).name}" if file else config.model.name,
-        policy=config.later_model.name,
-        reference=config.reference_model.name,
+        written_by=f"the sampler of {Path(file).name}" if file else Path(config.model.name).name,
+        policy=Path(config.later_model.name).name,
+        reference=Path(config.reference_model.name).name,
         question="gap" if config.imports_pool else "lag" if config.study.policy else "penalty",
         penalised=any(row.loss.tokens and row.loss.tokens.beta for row in off_policy.rows),
         kl=off_policy.drift.kl,
