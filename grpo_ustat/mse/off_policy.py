@@ -34,7 +34,7 @@ from grpo_ustat.estimators.token_weights import (
 )
 from grpo_ustat.estimators.worth import without
 from grpo_ustat.mse.losses import LossRow, loss_worths
-from grpo_ustat.mse.pool import build_pool
+from grpo_ustat.mse.pool import EqualRewards, build_pool
 from grpo_ustat.mse.pool_store import PoolStore, WeightedPart, draws_of, reuse_pool
 from grpo_ustat.mse.scoring import (
     completions_of,
@@ -118,7 +118,8 @@ def off_policy_worths(
 
     Raises:
         ConfigError: the two policies read prompts in other tokens, or are too far apart; few of the
-            completions count under their exact ratios.
+            completions count under their exact ratios; all that `study.policy` writes is judged
+            alike.
     """
     study, budget = config.study, config.budget
     at_hand, losses = replace(config, model=config.later_model), config.losses_off_policy
@@ -182,7 +183,13 @@ def off_policy_worths(
         fresh = folder / "pool_policy"
         root, known = Path(config.output_root), draws_of(at_hand)
         main_only(reuse_pool, root, known, fresh, list(prompts), size)
-        compared, further = build_pool(at_hand, list(prompts), fresh)
+        try:
+            compared, further = build_pool(at_hand, list(prompts), fresh, size)
+        except EqualRewards:
+            raise ConfigError(
+                f"study.policy={study.policy}: all of its completions got the same reward, so it "
+                "has no gradient to estimate; use an earlier checkpoint, or other questions"
+            ) from None
         cost += further
     elif config.imports_pool:
         if drift.completions.estimate < LEAST_EFFECTIVE:
@@ -217,11 +224,11 @@ def _logprobs(
     """Yield the place of each question and its completions' log-probabilities, [N, T]."""
     policy = configured_policy(options)
     for place, rollouts, rewards_N in items:
-        yield place, _logprobs_NT(policy, rollouts, temperature)
+        yield place, _question_logprobs(policy, rollouts, temperature)
         yield WorkCost(rollouts=len(rewards_N))
 
 
-def _logprobs_NT(policy: Policy, rollouts: Rollouts, temperature: float) -> Array:
+def _question_logprobs(policy: Policy, rollouts: Rollouts, temperature: float) -> Array:
     """Log-probabilities of one question's completions, 0 on padding, [N, T].
 
     Raises:
@@ -256,7 +263,7 @@ def _score(
         (prompt,), count = rollouts.prompts, len(rewards_N)
         missing = [x for x, store in stores.items() if not store.has_part(prompt, 0, count)]
         if missing:
-            own_NT = _logprobs_NT(policy, rollouts, sampler.temperature)
+            own_NT = _question_logprobs(policy, rollouts, sampler.temperature)
             old_NT = own_NT if old_NT is None else old_NT
             reference_NT = own_NT if reference_NT is None else reference_NT
         for weights in missing:

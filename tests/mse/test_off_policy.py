@@ -23,6 +23,7 @@ from grpo_ustat.estimators.token_weights import (
 )
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.off_policy import weighted_part
+from grpo_ustat.mse.pool import EqualRewards
 from grpo_ustat.mse.scoring import score_sketches
 from grpo_ustat.pages.off_policy import off_policy_sentences, off_policy_tables
 from grpo_ustat.runs.folder import RunFolder
@@ -170,6 +171,17 @@ def test_corrections_of_a_samplers_gap(tmp_path, logged):
     assert found["question"] == "gap" and 0 < found["effective_completions"] < 1
     noises = {row["noise_low"] for row in found["losses"]}
     assert len(noises) > 3  # no ratio of 48 short completions is beyond 3 of each token
+
+
+def test_a_policy_whose_answers_are_all_judged_alike_is_refused(tmp_path, monkeypatch):
+    """In one line, since the study itself has a gradient."""
+
+    def equal(config, prompts, folder, completions=None):
+        raise EqualRewards(prompts, [])
+
+    monkeypatch.setattr("grpo_ustat.mse.off_policy.build_pool", equal)
+    with pytest.raises(ConfigError, match="so it has no gradient to estimate"):
+        study(tmp_path / "run", "study.policy=embedded:tiny_base")
 
 
 REFUSED = {
